@@ -1,0 +1,185 @@
+"""The engine's two seams, in plain data: what its owner asks of it, and what it asks of the model.
+
+    runtime (shell) --EngineRequest / abort--> EngineCore --StepBatch--> ModelRunner   (torch, or the fake of the tests)
+                    <------TokenOutput-------             <--Sampled---
+                                               EngineCore <--> AdapterBackend          (loads weights beside the loop)
+
+EngineCore (core.py) is pure: it owns sequences, blocks and adapter residency, and decides each step. A ModelRunner owns
+tensors and nothing else. All of it runs on one thread; only an AdapterBackend may use others.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Validated sampling parameters with all defaults filled in. Meaning as in common.proto."""
+
+    seed: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    top_logprobs: int | None = None
+    """None: no logprobs; k: the sampled token's and the k likeliest."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    request_id: RequestId
+    tenant_id: TenantId
+    qos_class: QosClass
+    adapter_uid: AdapterUid | None
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    """Per choice, tokens in `emitted_token_ids` included."""
+    sampling: Sampling
+    stop_token_ids: frozenset[int] = frozenset()
+    n: int = 1
+    emitted_token_ids: tuple[int, ...] = ()
+    """Output of an earlier attempt, forced before sampling goes on (n = 1 only)."""
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+    ADAPTER_FAILED = "adapter_failed"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """At one output position: the sampled token's log-probability and the likeliest tokens with theirs, best first.
+    Taken from the model's distribution before temperature, penalties and truncation."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class TokenOutput:
+    """New tokens of one choice, in order; `finish_reason` comes with its last (token_ids may then be empty)."""
+
+    request_id: RequestId
+    choice: int
+    first_position: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class SequenceChunk:
+    """The part of one sequence that a step computes.
+
+    Positions [start_position, start_position + len(token_ids)) are computed; KV of everything before them stands in
+    `block_table`, which covers the new positions too. Where `samples`, the next token is drawn from the last
+    position's logits; its output index is `output_index` (0 = first token after the prompt).
+    """
+
+    sequence_id: int
+    token_ids: Sequence[int]
+    start_position: int
+    block_table: Sequence[int]
+    """Physical block ids by logical block, position p in block_table[p // block_size] at p % block_size."""
+    adapter_uid: AdapterUid | None
+    samples: bool
+    sampling: Sampling
+    choice: int
+    output_index: int
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    chunks: Sequence[SequenceChunk]
+    copy_blocks: Sequence[tuple[int, int]] = ()
+    """(from, to): whole blocks to copy before the pass (copy-on-write)."""
+    clear_blocks: Sequence[int] = ()
+    """Blocks to zero before anything else: they come from another tenant."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    sequence_id: int
+    token_id: int
+    logprobs: Logprobs | None = None
+
+
+class ModelRunner(Protocol):
+    """One forward pass at a time over the paged KV that it owns."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_context_tokens(self) -> int: ...
+
+    def execute(self, batch: StepBatch) -> Sequence[Sampled]:
+        """Runs one step; one Sampled for each chunk with `samples`, in the batch's order.
+
+        Every adapter_uid in the batch is on the device. The result is a function of each chunk alone (up to rounding):
+        never of its neighbours in the batch.
+        """
+
+
+class AdapterTier(enum.IntEnum):
+    DISK = 1
+    HOST = 2
+    DEVICE = 3
+
+
+@dataclass(frozen=True)
+class AdapterEvent:
+    """A load ended: the adapter is on `tier` now, or `error` says why it is not."""
+
+    uid: AdapterUid
+    tier: AdapterTier
+    size_bytes: int = 0
+    error: str | None = None
+
+
+class AdapterBackend(Protocol):
+    """Moves adapter weights between tiers, beside the engine loop. One load per adapter and tier at a time."""
+
+    def start_host_load(self, uid: AdapterUid) -> None:
+        """Reads, verifies (digest, shapes) and keeps the adapter in host memory. Ends with an event for HOST."""
+
+    def start_device_load(self, uid: AdapterUid) -> None:
+        """Makes an adapter that is on the host usable by ModelRunner.execute. Ends with an event for DEVICE."""
+
+    def poll(self) -> Sequence[AdapterEvent]:
+        """Loads that ended since the last call. Never blocks."""
+
+    def drop_device(self, uid: AdapterUid) -> None:
+        """Frees it on the device at once. Its reference count is zero."""
+
+    def drop_host(self, uid: AdapterUid) -> None: ...
+
+    def close(self) -> None:
+        """Ends the threads. Idempotent."""

@@ -1,0 +1,226 @@
+from manylora.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ApplyTenantRequest(_message.Message):
+    __slots__ = ("policy_yaml",)
+    POLICY_YAML_FIELD_NUMBER: _ClassVar[int]
+    policy_yaml: str
+    def __init__(self, policy_yaml: _Optional[str] = ...) -> None: ...
+
+class ApplyTenantResponse(_message.Message):
+    __slots__ = ("tenant_id", "version")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    version: int
+    def __init__(self, tenant_id: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+
+class GetTenantRequest(_message.Message):
+    __slots__ = ("tenant_id",)
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    def __init__(self, tenant_id: _Optional[str] = ...) -> None: ...
+
+class GetTenantResponse(_message.Message):
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: TenantInfo
+    def __init__(self, tenant: _Optional[_Union[TenantInfo, _Mapping]] = ...) -> None: ...
+
+class ListTenantsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListTenantsResponse(_message.Message):
+    __slots__ = ("tenants",)
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantInfo]
+    def __init__(self, tenants: _Optional[_Iterable[_Union[TenantInfo, _Mapping]]] = ...) -> None: ...
+
+class DeleteTenantRequest(_message.Message):
+    __slots__ = ("tenant_id",)
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    def __init__(self, tenant_id: _Optional[str] = ...) -> None: ...
+
+class DeleteTenantResponse(_message.Message):
+    __slots__ = ("removed_adapters",)
+    REMOVED_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    removed_adapters: int
+    def __init__(self, removed_adapters: _Optional[int] = ...) -> None: ...
+
+class TenantInfo(_message.Message):
+    __slots__ = ("tenant_id", "policy_yaml", "version", "adapters")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    POLICY_YAML_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    policy_yaml: str
+    version: int
+    adapters: int
+    def __init__(self, tenant_id: _Optional[str] = ..., policy_yaml: _Optional[str] = ..., version: _Optional[int] = ..., adapters: _Optional[int] = ...) -> None: ...
+
+class AddAdapterRequest(_message.Message):
+    __slots__ = ("header", "chunk")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    header: AddAdapterHeader
+    chunk: FileChunk
+    def __init__(self, header: _Optional[_Union[AddAdapterHeader, _Mapping]] = ..., chunk: _Optional[_Union[FileChunk, _Mapping]] = ...) -> None: ...
+
+class AddAdapterHeader(_message.Message):
+    __slots__ = ("tenant_id", "name", "store_path")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STORE_PATH_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    name: str
+    store_path: str
+    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., store_path: _Optional[str] = ...) -> None: ...
+
+class FileChunk(_message.Message):
+    __slots__ = ("file_name", "data")
+    FILE_NAME_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    file_name: str
+    data: bytes
+    def __init__(self, file_name: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class AddAdapterResponse(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: AdapterInfo
+    def __init__(self, adapter: _Optional[_Union[AdapterInfo, _Mapping]] = ...) -> None: ...
+
+class ListAdaptersRequest(_message.Message):
+    __slots__ = ("tenant_id",)
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    def __init__(self, tenant_id: _Optional[str] = ...) -> None: ...
+
+class ListAdaptersResponse(_message.Message):
+    __slots__ = ("adapters",)
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterInfo]
+    def __init__(self, adapters: _Optional[_Iterable[_Union[AdapterInfo, _Mapping]]] = ...) -> None: ...
+
+class RemoveAdapterRequest(_message.Message):
+    __slots__ = ("tenant_id", "name")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    name: str
+    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class RemoveAdapterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AdapterInfo(_message.Message):
+    __slots__ = ("tenant_id", "name", "version", "max_lora_rank", "size_bytes", "target_modules", "created_unix_s")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MAX_LORA_RANK_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TARGET_MODULES_FIELD_NUMBER: _ClassVar[int]
+    CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    name: str
+    version: str
+    max_lora_rank: int
+    size_bytes: int
+    target_modules: _containers.RepeatedScalarFieldContainer[str]
+    created_unix_s: float
+    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., max_lora_rank: _Optional[int] = ..., size_bytes: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., created_unix_s: _Optional[float] = ...) -> None: ...
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStatusResponse(_message.Message):
+    __slots__ = ("base_model", "scheduler", "workers", "routers", "tenants", "adapters")
+    BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    base_model: str
+    scheduler: SchedulerStatus
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    routers: _containers.RepeatedCompositeFieldContainer[RouterStatus]
+    tenants: int
+    adapters: int
+    def __init__(self, base_model: _Optional[str] = ..., scheduler: _Optional[_Union[SchedulerStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., routers: _Optional[_Iterable[_Union[RouterStatus, _Mapping]]] = ..., tenants: _Optional[int] = ..., adapters: _Optional[int] = ...) -> None: ...
+
+class SchedulerStatus(_message.Message):
+    __slots__ = ("reachable", "address", "epoch", "flows")
+    REACHABLE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FLOWS_FIELD_NUMBER: _ClassVar[int]
+    reachable: bool
+    address: str
+    epoch: int
+    flows: _containers.RepeatedCompositeFieldContainer[FlowStatus]
+    def __init__(self, reachable: _Optional[bool] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowStatus, _Mapping]]] = ...) -> None: ...
+
+class FlowStatus(_message.Message):
+    __slots__ = ("tenant_id", "qos_class", "queued", "running", "oldest_wait_s", "served_cost")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    QOS_CLASS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    SERVED_COST_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    qos_class: _common_pb2.QosClass
+    queued: int
+    running: int
+    oldest_wait_s: float
+    served_cost: int
+    def __init__(self, tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., oldest_wait_s: _Optional[float] = ..., served_cost: _Optional[int] = ...) -> None: ...
+
+class WorkerStatus(_message.Message):
+    __slots__ = ("worker_id", "address", "device", "connected", "draining", "sequence_slots", "running", "kv_blocks_total", "kv_blocks_free", "adapters_on_device", "adapters_on_host", "generated_tokens")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_ON_DEVICE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_ON_HOST_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    address: str
+    device: str
+    connected: bool
+    draining: bool
+    sequence_slots: int
+    running: int
+    kv_blocks_total: int
+    kv_blocks_free: int
+    adapters_on_device: int
+    adapters_on_host: int
+    generated_tokens: int
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., device: _Optional[str] = ..., connected: _Optional[bool] = ..., draining: _Optional[bool] = ..., sequence_slots: _Optional[int] = ..., running: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., adapters_on_device: _Optional[int] = ..., adapters_on_host: _Optional[int] = ..., generated_tokens: _Optional[int] = ...) -> None: ...
+
+class RouterStatus(_message.Message):
+    __slots__ = ("router_id", "address")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    address: str
+    def __init__(self, router_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,121 @@
+from manylora.v1 import common_pb2 as _common_pb2
+from manylora.v1 import admin_pb2 as _admin_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ScheduleRequest(_message.Message):
+    __slots__ = ("hello", "enqueue", "withdraw", "grant_closed")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    ENQUEUE_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAW_FIELD_NUMBER: _ClassVar[int]
+    GRANT_CLOSED_FIELD_NUMBER: _ClassVar[int]
+    hello: RouterHello
+    enqueue: Enqueue
+    withdraw: Withdraw
+    grant_closed: GrantClosed
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., enqueue: _Optional[_Union[Enqueue, _Mapping]] = ..., withdraw: _Optional[_Union[Withdraw, _Mapping]] = ..., grant_closed: _Optional[_Union[GrantClosed, _Mapping]] = ...) -> None: ...
+
+class RouterHello(_message.Message):
+    __slots__ = ("router_id",)
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    def __init__(self, router_id: _Optional[str] = ...) -> None: ...
+
+class Enqueue(_message.Message):
+    __slots__ = ("request_id", "tenant_id", "qos_class", "priority", "adapter_uid", "prompt_tokens", "max_new_tokens", "sequences", "timeout_s", "traceparent")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    QOS_CLASS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_UID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tenant_id: str
+    qos_class: _common_pb2.QosClass
+    priority: int
+    adapter_uid: str
+    prompt_tokens: int
+    max_new_tokens: int
+    sequences: int
+    timeout_s: float
+    traceparent: str
+    def __init__(self, request_id: _Optional[str] = ..., tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., priority: _Optional[int] = ..., adapter_uid: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., sequences: _Optional[int] = ..., timeout_s: _Optional[float] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class Withdraw(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class GrantClosed(_message.Message):
+    __slots__ = ("request_id", "worker_id", "reached_worker")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    REACHED_WORKER_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    worker_id: str
+    reached_worker: bool
+    def __init__(self, request_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., reached_worker: _Optional[bool] = ...) -> None: ...
+
+class ScheduleResponse(_message.Message):
+    __slots__ = ("hello", "grant", "refusal")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    hello: SchedulerHello
+    grant: Grant
+    refusal: Refusal
+    def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+
+class SchedulerHello(_message.Message):
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("request_id", "worker_id", "worker_address", "epoch", "queue_ms")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    worker_id: str
+    worker_address: str
+    epoch: int
+    queue_ms: float
+    def __init__(self, request_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., worker_address: _Optional[str] = ..., epoch: _Optional[int] = ..., queue_ms: _Optional[float] = ...) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ("request_id", "code", "message", "retry_after_s")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    code: int
+    message: str
+    retry_after_s: float
+    def __init__(self, request_id: _Optional[str] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
+
+class GetSchedulerStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetSchedulerStatusResponse(_message.Message):
+    __slots__ = ("scheduler", "workers")
+    SCHEDULER_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    scheduler: _admin_pb2.SchedulerStatus
+    workers: _containers.RepeatedCompositeFieldContainer[_admin_pb2.WorkerStatus]
+    def __init__(self, scheduler: _Optional[_Union[_admin_pb2.SchedulerStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_admin_pb2.WorkerStatus, _Mapping]]] = ...) -> None: ...

@@ -1,0 +1,37 @@
+"""Every key that manylora keeps in the coordination store, and nothing else. Values are JSON (records.py).
+
+/manylora/workers/<worker_id>              WorkerRecord, bound to the worker's lease
+/manylora/routers/<router_id>              RouterRecord, bound to the router's lease
+/manylora/scheduler/leader                 SchedulerRecord, bound to the leader's lease; create_revision = epoch
+/manylora/tenants/<tenant_id>              TenantPolicy as YAML text
+/manylora/adapters/<tenant_id>/<name>      AdapterRecord
+"""
+
+from __future__ import annotations
+
+ROOT = "/manylora/"
+WORKERS = ROOT + "workers/"
+ROUTERS = ROOT + "routers/"
+SCHEDULER_LEADER = ROOT + "scheduler/leader"
+TENANTS = ROOT + "tenants/"
+ADAPTERS = ROOT + "adapters/"
+
+
+def worker(worker_id: str) -> str:
+    return WORKERS + worker_id
+
+
+def router(router_id: str) -> str:
+    return ROUTERS + router_id
+
+
+def tenant(tenant_id: str) -> str:
+    return TENANTS + tenant_id
+
+
+def adapter(tenant_id: str, name: str) -> str:
+    return f"{ADAPTERS}{tenant_id}/{name}"
+
+
+def adapters_of(tenant_id: str) -> str:
+    return f"{ADAPTERS}{tenant_id}/"

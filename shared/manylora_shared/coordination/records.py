@@ -1,0 +1,68 @@
+"""The values behind the keys: frozen records with their JSON form. Unknown fields are ignored on reading, so that
+services of neighbouring versions can share a cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, Self
+
+
+@dataclass(frozen=True)
+class _JsonRecord:
+    def to_json(self) -> bytes:
+        return json.dumps(dataclasses.asdict(self), sort_keys=True).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        """Raises ValueError on anything that is not this record."""
+        loaded: Any = json.loads(data)
+        if not isinstance(loaded, dict):
+            raise ValueError(f"{cls.__name__}: a JSON object is expected")
+        known = {f.name for f in dataclasses.fields(cls)}
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in loaded.items() if k in known}
+        try:
+            return cls(**values)
+        except TypeError as e:
+            raise ValueError(f"{cls.__name__}: {e}") from e
+
+
+@dataclass(frozen=True)
+class WorkerRecord(_JsonRecord):
+    worker_id: str
+    address: str
+    device: str
+    model_name: str
+    model_digest: str
+    """sha256 over the base model's configuration and weight files' sizes and headers; equal on all workers of a pool."""
+    vocab_size: int
+    max_context_tokens: int
+    sequence_slots: int
+    max_lora_rank: int
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class RouterRecord(_JsonRecord):
+    router_id: str
+    address: str
+
+
+@dataclass(frozen=True)
+class SchedulerRecord(_JsonRecord):
+    scheduler_id: str
+    address: str
+
+
+@dataclass(frozen=True)
+class AdapterRecord(_JsonRecord):
+    """A registered adapter. Its files stand in the adapter store under `objects/<uid>/`."""
+
+    tenant_id: str
+    name: str
+    uid: str
+    max_lora_rank: int
+    size_bytes: int
+    target_modules: tuple[str, ...]
+    created_unix_s: float

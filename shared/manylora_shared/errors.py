@@ -1,0 +1,184 @@
+"""Everything that can go wrong with a request, as one tree of exceptions.
+
+    ManyloraError                     has one gRPC code and one low-cardinality label
+    |-- Rejected                      before the request was queued: nothing was done, nothing is owed
+    |   |-- InvalidRequest            INVALID_ARGUMENT     the request is wrong whatever the state (field violations)
+    |   |-- NotFound                  NOT_FOUND            tenant or adapter; foreign and absent answer alike
+    |   |-- AlreadyExists             ALREADY_EXISTS
+    |   |-- Unready                   FAILED_PRECONDITION  right request, wrong state
+    |   |-- Overloaded                RESOURCE_EXHAUSTED   queue cap or quota; may carry a retry hint
+    |   `-- Unauthenticated           UNAUTHENTICATED
+    `-- Interrupted                   after it was queued
+        |-- WorkerLost                UNAVAILABLE
+        |-- ServiceUnavailable        UNAVAILABLE          a service that the request needs cannot be reached
+        |-- DeadlineExceeded          DEADLINE_EXCEEDED
+        |-- Cancelled                 CANCELLED
+        |-- AdapterFailed             FAILED_PRECONDITION  the adapter's weights could not be loaded
+        |-- SlowReader                RESOURCE_EXHAUSTED   the caller did not read its stream
+        `-- InternalError             INTERNAL
+
+Programmer errors are asserts, not members of this tree. No module but the transport maps them to gRPC types.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class Code(enum.IntEnum):
+    """gRPC status codes, by number, so that pure code can name them."""
+
+    OK = 0
+    CANCELLED = 1
+    UNKNOWN = 2
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    ALREADY_EXISTS = 6
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    ABORTED = 10
+    OUT_OF_RANGE = 11
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    DATA_LOSS = 15
+    UNAUTHENTICATED = 16
+
+
+@dataclass(frozen=True)
+class FieldViolation:
+    """One reason why a request is wrong: the field's path (`sampling.top_p`) and what is wrong with it."""
+
+    field: str
+    description: str
+
+
+class ManyloraError(Exception):
+    """Base of the tree.
+
+    Args:
+        message: what is wrong and where, for the caller to read.
+        violations: the fields at fault, where fields are (google.rpc.BadRequest on the wire).
+        retry_after_s: when trying again may help (google.rpc.RetryInfo on the wire); None where it cannot.
+    """
+
+    code: Code = Code.INTERNAL
+    label: str = "internal"
+
+    def __init__(
+        self, message: str, *, violations: Sequence[FieldViolation] = (), retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.violations = tuple(violations)
+        self.retry_after_s = retry_after_s
+
+
+class Rejected(ManyloraError):
+    pass
+
+
+class InvalidRequest(Rejected):
+    code = Code.INVALID_ARGUMENT
+    label = "invalid"
+
+    @classmethod
+    def of(cls, field: str, description: str) -> InvalidRequest:
+        """The error for one bad field."""
+        return cls(f"{field}: {description}", violations=[FieldViolation(field, description)])
+
+    @classmethod
+    def of_all(cls, violations: Sequence[FieldViolation]) -> InvalidRequest:
+        """One error for several bad fields; `violations` is not empty."""
+        assert violations
+        return cls("; ".join(f"{v.field}: {v.description}" for v in violations), violations=violations)
+
+
+class NotFound(Rejected):
+    code = Code.NOT_FOUND
+    label = "not_found"
+
+
+class AlreadyExists(Rejected):
+    code = Code.ALREADY_EXISTS
+    label = "already_exists"
+
+
+class Unready(Rejected):
+    code = Code.FAILED_PRECONDITION
+    label = "unready"
+
+
+class Overloaded(Rejected):
+    code = Code.RESOURCE_EXHAUSTED
+    label = "overloaded"
+
+
+class Unauthenticated(Rejected):
+    code = Code.UNAUTHENTICATED
+    label = "unauthenticated"
+
+
+class Interrupted(ManyloraError):
+    pass
+
+
+class WorkerLost(Interrupted):
+    code = Code.UNAVAILABLE
+    label = "worker_lost"
+
+
+class ServiceUnavailable(Interrupted):
+    code = Code.UNAVAILABLE
+    label = "unavailable"
+
+
+class DeadlineExceeded(Interrupted):
+    code = Code.DEADLINE_EXCEEDED
+    label = "deadline_exceeded"
+
+
+class Cancelled(Interrupted):
+    code = Code.CANCELLED
+    label = "cancelled"
+
+
+class AdapterFailed(Interrupted):
+    code = Code.FAILED_PRECONDITION
+    label = "adapter_failed"
+
+
+class SlowReader(Interrupted):
+    code = Code.RESOURCE_EXHAUSTED
+    label = "slow_reader"
+
+
+class InternalError(Interrupted):
+    code = Code.INTERNAL
+    label = "internal"
+
+
+class RpcError(ManyloraError):
+    """What a client of the transport sees when a call ends with a status other than OK.
+
+    `violations` and `retry_after_s` come from the google.rpc details of the status, where the server sent them.
+    """
+
+    def __init__(
+        self,
+        code: Code,
+        message: str,
+        *,
+        violations: Sequence[FieldViolation] = (),
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message, violations=violations, retry_after_s=retry_after_s)
+        self.code = code
+        self.label = code.name.lower()
+
+    def __str__(self) -> str:
+        return f"{self.code.name}: {self.message}"
