@@ -1,46 +1,63 @@
-# The same commands that CI runs. `make demo` and `make test` need nothing but Python 3.11+ and pip.
+# The commands of this project; CI (.ci/run) calls the same ones. They need Python 3.11 or newer, and compose-test a Docker engine.
 PYTHON ?= python3
+MODEL ?= demo
+SEEDS ?= 200
+
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check lint types layers sim proto up compose-test clean
+.DEFAULT_GOAL := help
+.PHONY: help install demo up test unit sim check lint types layers format proto compose-test clean
+
+help: ## what can be made
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
+
+install: $(STAMP) ## a virtual environment in .venv with everything that the rest needs
 
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11; name another: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (a minute or two, once)" >&2
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
 
-demo: $(STAMP)
-	$(BIN)/manylora demo
+demo: $(STAMP) ## four tenants, four adapters, three services and etcd, on this machine
+	@$(BIN)/manylora demo
 
-test: $(STAMP)
-	$(BIN)/python -m pytest -q
+up: $(STAMP) ## a local cluster in the foreground: make up MODEL=/path/to/model
+	@$(BIN)/manylora up --model $(MODEL)
+
+test: $(STAMP) ## all tests but the slow, GPU and compose ones
+	@$(BIN)/python -m pytest -q
+
+unit: $(STAMP) ## the tests that start no processes: unit and property tests
+	@$(BIN)/python -m pytest -q -m 'not e2e and not gpu and not slow and not compose'
+
+sim: $(STAMP) ## the whole cluster simulated under faults: make sim SEEDS=200
+	@$(BIN)/python -m pytest -q tests/sim --sim-seeds $(SEEDS)
+
+check: lint types layers ## lint, types and the layers
 
 lint: $(STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
 
 types: $(STAMP)
-	$(BIN)/mypy
+	@$(BIN)/mypy
 
 layers: $(STAMP)
-	$(BIN)/lint-imports
+	@$(BIN)/lint-imports
 
-check: lint types layers
+format: $(STAMP) ## format the code
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
 
-sim: $(STAMP)
-	$(BIN)/python -m pytest -q tests/sim
+proto: $(STAMP) ## generate the stubs from protos/
+	@$(BIN)/python protos/generate.py
 
-proto: $(STAMP)
-	$(BIN)/python protos/generate.py
+compose-test: $(STAMP) ## build the images, run docker-compose.yml and check it from outside
+	@$(BIN)/python -m pytest -q -m compose tests/compose
 
-up: $(STAMP)
-	$(BIN)/manylora up --model $(MODEL)
-
-compose-test: $(STAMP)
-	$(BIN)/python -m pytest -q -m compose tests/compose
-
-clean:
-	rm -rf $(VENV) build dist
+clean: ## remove the virtual environment and what tools left
+	@rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from manylora.v1 import common_pb2 as manylora_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18manylora/v1/worker.proto\x12\x0bmanylora.v1\x1a\x18manylora/v1/common.proto\"\xa8\x02\n\x0e\x45xecuteRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\ttenant_id\x18\x03 \x01(\t\x12(\n\tqos_class\x18\x04 \x01(\x0e\x32\x15.manylora.v1.QosClass\x12\x13\n\x0b\x61\x64\x61pter_uid\x18\x05 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12-\n\x08sampling\x18\x08 \x01(\x0b\x32\x1b.manylora.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\t\n\x01n\x18\n \x01(\r\x12\x1d\n\x11\x65mitted_token_ids\x18\x0b \x03(\rB\x02\x10\x01\"\xb6\x01\n\x0f\x45xecuteResponse\x12\r\n\x05\x66rame\x18\x01 \x01(\x04\x12.\n\x07started\x18\x02 \x01(\x0b\x32\x1b.manylora.v1.ExecuteStartedH\x00\x12)\n\x06tokens\x18\x03 \x01(\x0b\x32\x17.manylora.v1.TokenChunkH\x00\x12\x30\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1c.manylora.v1.ExecuteFinishedH\x00\x42\x07\n\x05\x65vent\"\x10\n\x0e\x45xecuteStarted\"8\n\nTokenChunk\x12*\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x19.manylora.v1.ChoiceTokens\"\xb0\x01\n\x0c\x43hoiceTokens\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12/\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1d.manylora.v1.PositionLogprobs\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.manylora.v1.FinishReason\"\xa7\x01\n\x0f\x45xecuteFinished\x12%\n\x07outcome\x18\x01 \x01(\x0e\x32\x14.manylora.v1.Outcome\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x61\x64\x61pter_wait_ms\x18\x04 \x01(\x01\x12\x12\n\nprefill_ms\x18\x05 \x01(\x01\x12\x11\n\tdecode_ms\x18\x06 \x01(\x01\"7\n\x11StopChoiceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\"\x14\n\x12StopChoiceResponse\"&\n\x16ValidateAdapterRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x8b\x01\n\x17ValidateAdapterResponse\x12-\n\x08problems\x18\x01 \x03(\x0b\x32\x1b.manylora.v1.AdapterProblem\x12\x15\n\rmax_lora_rank\x18\x02 \x01(\r\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x16\n\x0etarget_modules\x18\x04 \x03(\t\"4\n\x0e\x41\x64\x61pterProblem\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\"\x9e\x01\n\x0e\x43ontrolCommand\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.manylora.v1.ControlHelloH\x00\x12\x30\n\x08prefetch\x18\x02 \x01(\x0b\x32\x1c.manylora.v1.PrefetchAdapterH\x00\x12#\n\x05\x64rain\x18\x03 \x01(\x0b\x32\x12.manylora.v1.DrainH\x00\x42\t\n\x07\x63ommand\"3\n\x0c\x43ontrolHello\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x14\n\x0cscheduler_id\x18\x02 \x01(\t\"&\n\x0fPrefetchAdapter\x12\x13\n\x0b\x61\x64\x61pter_uid\x18\x01 \x01(\t\"\x07\n\x05\x44rain\"\x84\x03\n\rControlReport\x12\x10\n\x08snapshot\x18\x01 \x01(\x08\x12\x16\n\x0esequence_slots\x18\x02 \x01(\r\x12\x19\n\x11running_sequences\x18\x03 \x01(\r\x12\x17\n\x0fkv_blocks_total\x18\x04 \x01(\x04\x12\x16\n\x0ekv_blocks_free\x18\x05 \x01(\x04\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x18\n\x10generated_tokens\x18\x08 \x01(\x04\x12.\n\x08\x61\x64\x61pters\x18\t \x03(\x0b\x32\x1c.manylora.v1.ResidentAdapter\x12\x18\n\x10\x61\x64\x61pters_changed\x18\n \x01(\x08\x12,\n\x07started\x18\x0b \x03(\x0b\x32\x1b.manylora.v1.RunningRequest\x12\x1c\n\x14\x66inished_request_ids\x18\x0c \x03(\t\x12\'\n\x05\x66lows\x18\r \x03(\x0b\x32\x18.manylora.v1.FlowCounter\"t\n\x0eRunningRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttenant_id\x18\x02 \x01(\t\x12(\n\tqos_class\x18\x03 \x01(\x0e\x32\x15.manylora.v1.QosClass\x12\x11\n\tsequences\x18\x04 \x01(\r\"N\n\x0fResidentAdapter\x12\x13\n\x0b\x61\x64\x61pter_uid\x18\x01 \x01(\t\x12&\n\x04tier\x18\x02 \x01(\x0e\x32\x18.manylora.v1.AdapterTier\"x\n\x0b\x46lowCounter\x12\x11\n\ttenant_id\x18\x01 \x01(\t\x12(\n\tqos_class\x18\x02 \x01(\x0e\x32\x15.manylora.v1.QosClass\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x04\x12\x15\n\routput_tokens\x18\x04 \x01(\x04*r\n\x0b\x41\x64\x61pterTier\x12\x1c\n\x18\x41\x44\x41PTER_TIER_UNSPECIFIED\x10\x00\x12\x15\n\x11\x41\x44\x41PTER_TIER_DISK\x10\x01\x12\x15\n\x11\x41\x44\x41PTER_TIER_HOST\x10\x02\x12\x17\n\x13\x41\x44\x41PTER_TIER_DEVICE\x10\x03\x32\xcc\x02\n\rWorkerService\x12\x46\n\x07\x45xecute\x12\x1b.manylora.v1.ExecuteRequest\x1a\x1c.manylora.v1.ExecuteResponse0\x01\x12M\n\nStopChoice\x12\x1e.manylora.v1.StopChoiceRequest\x1a\x1f.manylora.v1.StopChoiceResponse\x12\\\n\x0fValidateAdapter\x12#.manylora.v1.ValidateAdapterRequest\x1a$.manylora.v1.ValidateAdapterResponse\x12\x46\n\x07\x43ontrol\x12\x1b.manylora.v1.ControlCommand\x1a\x1a.manylora.v1.ControlReport(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18manylora/v1/worker.proto\x12\x0bmanylora.v1\x1a\x18manylora/v1/common.proto\"\xa8\x02\n\x0e\x45xecuteRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\ttenant_id\x18\x03 \x01(\t\x12(\n\tqos_class\x18\x04 \x01(\x0e\x32\x15.manylora.v1.QosClass\x12\x13\n\x0b\x61\x64\x61pter_uid\x18\x05 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12-\n\x08sampling\x18\x08 \x01(\x0b\x32\x1b.manylora.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\t\n\x01n\x18\n \x01(\r\x12\x1d\n\x11\x65mitted_token_ids\x18\x0b \x03(\rB\x02\x10\x01\"\xb6\x01\n\x0f\x45xecuteResponse\x12\r\n\x05\x66rame\x18\x01 \x01(\x04\x12.\n\x07started\x18\x02 \x01(\x0b\x32\x1b.manylora.v1.ExecuteStartedH\x00\x12)\n\x06tokens\x18\x03 \x01(\x0b\x32\x17.manylora.v1.TokenChunkH\x00\x12\x30\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1c.manylora.v1.ExecuteFinishedH\x00\x42\x07\n\x05\x65vent\"\x10\n\x0e\x45xecuteStarted\"8\n\nTokenChunk\x12*\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x19.manylora.v1.ChoiceTokens\"\xde\x01\n\x0c\x43hoiceTokens\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12/\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1d.manylora.v1.PositionLogprobs\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.manylora.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"\xa7\x01\n\x0f\x45xecuteFinished\x12%\n\x07outcome\x18\x01 \x01(\x0e\x32\x14.manylora.v1.Outcome\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x61\x64\x61pter_wait_ms\x18\x04 \x01(\x01\x12\x12\n\nprefill_ms\x18\x05 \x01(\x01\x12\x11\n\tdecode_ms\x18\x06 \x01(\x01\"7\n\x11StopChoiceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\"\x14\n\x12StopChoiceResponse\"&\n\x16ValidateAdapterRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x8b\x01\n\x17ValidateAdapterResponse\x12-\n\x08problems\x18\x01 \x03(\x0b\x32\x1b.manylora.v1.AdapterProblem\x12\x15\n\rmax_lora_rank\x18\x02 \x01(\r\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x16\n\x0etarget_modules\x18\x04 \x03(\t\"4\n\x0e\x41\x64\x61pterProblem\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\"\x9e\x01\n\x0e\x43ontrolCommand\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.manylora.v1.ControlHelloH\x00\x12\x30\n\x08prefetch\x18\x02 \x01(\x0b\x32\x1c.manylora.v1.PrefetchAdapterH\x00\x12#\n\x05\x64rain\x18\x03 \x01(\x0b\x32\x12.manylora.v1.DrainH\x00\x42\t\n\x07\x63ommand\"3\n\x0c\x43ontrolHello\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x14\n\x0cscheduler_id\x18\x02 \x01(\t\"&\n\x0fPrefetchAdapter\x12\x13\n\x0b\x61\x64\x61pter_uid\x18\x01 \x01(\t\"\x07\n\x05\x44rain\"\x84\x03\n\rControlReport\x12\x10\n\x08snapshot\x18\x01 \x01(\x08\x12\x16\n\x0esequence_slots\x18\x02 \x01(\r\x12\x19\n\x11running_sequences\x18\x03 \x01(\r\x12\x17\n\x0fkv_blocks_total\x18\x04 \x01(\x04\x12\x16\n\x0ekv_blocks_free\x18\x05 \x01(\x04\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x18\n\x10generated_tokens\x18\x08 \x01(\x04\x12.\n\x08\x61\x64\x61pters\x18\t \x03(\x0b\x32\x1c.manylora.v1.ResidentAdapter\x12\x18\n\x10\x61\x64\x61pters_changed\x18\n \x01(\x08\x12,\n\x07started\x18\x0b \x03(\x0b\x32\x1b.manylora.v1.RunningRequest\x12\x1c\n\x14\x66inished_request_ids\x18\x0c \x03(\t\x12\'\n\x05\x66lows\x18\r \x03(\x0b\x32\x18.manylora.v1.FlowCounter\"t\n\x0eRunningRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttenant_id\x18\x02 \x01(\t\x12(\n\tqos_class\x18\x03 \x01(\x0e\x32\x15.manylora.v1.QosClass\x12\x11\n\tsequences\x18\x04 \x01(\r\"N\n\x0fResidentAdapter\x12\x13\n\x0b\x61\x64\x61pter_uid\x18\x01 \x01(\t\x12&\n\x04tier\x18\x02 \x01(\x0e\x32\x18.manylora.v1.AdapterTier\"x\n\x0b\x46lowCounter\x12\x11\n\ttenant_id\x18\x01 \x01(\t\x12(\n\tqos_class\x18\x02 \x01(\x0e\x32\x15.manylora.v1.QosClass\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x04\x12\x15\n\routput_tokens\x18\x04 \x01(\x04*r\n\x0b\x41\x64\x61pterTier\x12\x1c\n\x18\x41\x44\x41PTER_TIER_UNSPECIFIED\x10\x00\x12\x15\n\x11\x41\x44\x41PTER_TIER_DISK\x10\x01\x12\x15\n\x11\x41\x44\x41PTER_TIER_HOST\x10\x02\x12\x17\n\x13\x41\x44\x41PTER_TIER_DEVICE\x10\x03\x32\xcc\x02\n\rWorkerService\x12\x46\n\x07\x45xecute\x12\x1b.manylora.v1.ExecuteRequest\x1a\x1c.manylora.v1.ExecuteResponse0\x01\x12M\n\nStopChoice\x12\x1e.manylora.v1.StopChoiceRequest\x1a\x1f.manylora.v1.StopChoiceResponse\x12\\\n\x0fValidateAdapter\x12#.manylora.v1.ValidateAdapterRequest\x1a$.manylora.v1.ValidateAdapterResponse\x12\x46\n\x07\x43ontrol\x12\x1b.manylora.v1.ControlCommand\x1a\x1a.manylora.v1.ControlReport(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,8 +38,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXECUTEREQUEST'].fields_by_name['emitted_token_ids']._serialized_options = b'\020\001'
   _globals['_CHOICETOKENS'].fields_by_name['token_ids']._loaded_options = None
   _globals['_CHOICETOKENS'].fields_by_name['token_ids']._serialized_options = b'\020\001'
-  _globals['_ADAPTERTIER']._serialized_start=2265
-  _globals['_ADAPTERTIER']._serialized_end=2379
+  _globals['_ADAPTERTIER']._serialized_start=2311
+  _globals['_ADAPTERTIER']._serialized_end=2425
   _globals['_EXECUTEREQUEST']._serialized_start=68
   _globals['_EXECUTEREQUEST']._serialized_end=364
   _globals['_EXECUTERESPONSE']._serialized_start=367
@@ -49,35 +49,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENCHUNK']._serialized_start=569
   _globals['_TOKENCHUNK']._serialized_end=625
   _globals['_CHOICETOKENS']._serialized_start=628
-  _globals['_CHOICETOKENS']._serialized_end=804
-  _globals['_EXECUTEFINISHED']._serialized_start=807
-  _globals['_EXECUTEFINISHED']._serialized_end=974
-  _globals['_STOPCHOICEREQUEST']._serialized_start=976
-  _globals['_STOPCHOICEREQUEST']._serialized_end=1031
-  _globals['_STOPCHOICERESPONSE']._serialized_start=1033
-  _globals['_STOPCHOICERESPONSE']._serialized_end=1053
-  _globals['_VALIDATEADAPTERREQUEST']._serialized_start=1055
-  _globals['_VALIDATEADAPTERREQUEST']._serialized_end=1093
-  _globals['_VALIDATEADAPTERRESPONSE']._serialized_start=1096
-  _globals['_VALIDATEADAPTERRESPONSE']._serialized_end=1235
-  _globals['_ADAPTERPROBLEM']._serialized_start=1237
-  _globals['_ADAPTERPROBLEM']._serialized_end=1289
-  _globals['_CONTROLCOMMAND']._serialized_start=1292
-  _globals['_CONTROLCOMMAND']._serialized_end=1450
-  _globals['_CONTROLHELLO']._serialized_start=1452
-  _globals['_CONTROLHELLO']._serialized_end=1503
-  _globals['_PREFETCHADAPTER']._serialized_start=1505
-  _globals['_PREFETCHADAPTER']._serialized_end=1543
-  _globals['_DRAIN']._serialized_start=1545
-  _globals['_DRAIN']._serialized_end=1552
-  _globals['_CONTROLREPORT']._serialized_start=1555
-  _globals['_CONTROLREPORT']._serialized_end=1943
-  _globals['_RUNNINGREQUEST']._serialized_start=1945
-  _globals['_RUNNINGREQUEST']._serialized_end=2061
-  _globals['_RESIDENTADAPTER']._serialized_start=2063
-  _globals['_RESIDENTADAPTER']._serialized_end=2141
-  _globals['_FLOWCOUNTER']._serialized_start=2143
-  _globals['_FLOWCOUNTER']._serialized_end=2263
-  _globals['_WORKERSERVICE']._serialized_start=2382
-  _globals['_WORKERSERVICE']._serialized_end=2714
+  _globals['_CHOICETOKENS']._serialized_end=850
+  _globals['_EXECUTEFINISHED']._serialized_start=853
+  _globals['_EXECUTEFINISHED']._serialized_end=1020
+  _globals['_STOPCHOICEREQUEST']._serialized_start=1022
+  _globals['_STOPCHOICEREQUEST']._serialized_end=1077
+  _globals['_STOPCHOICERESPONSE']._serialized_start=1079
+  _globals['_STOPCHOICERESPONSE']._serialized_end=1099
+  _globals['_VALIDATEADAPTERREQUEST']._serialized_start=1101
+  _globals['_VALIDATEADAPTERREQUEST']._serialized_end=1139
+  _globals['_VALIDATEADAPTERRESPONSE']._serialized_start=1142
+  _globals['_VALIDATEADAPTERRESPONSE']._serialized_end=1281
+  _globals['_ADAPTERPROBLEM']._serialized_start=1283
+  _globals['_ADAPTERPROBLEM']._serialized_end=1335
+  _globals['_CONTROLCOMMAND']._serialized_start=1338
+  _globals['_CONTROLCOMMAND']._serialized_end=1496
+  _globals['_CONTROLHELLO']._serialized_start=1498
+  _globals['_CONTROLHELLO']._serialized_end=1549
+  _globals['_PREFETCHADAPTER']._serialized_start=1551
+  _globals['_PREFETCHADAPTER']._serialized_end=1589
+  _globals['_DRAIN']._serialized_start=1591
+  _globals['_DRAIN']._serialized_end=1598
+  _globals['_CONTROLREPORT']._serialized_start=1601
+  _globals['_CONTROLREPORT']._serialized_end=1989
+  _globals['_RUNNINGREQUEST']._serialized_start=1991
+  _globals['_RUNNINGREQUEST']._serialized_end=2107
+  _globals['_RESIDENTADAPTER']._serialized_start=2109
+  _globals['_RESIDENTADAPTER']._serialized_end=2187
+  _globals['_FLOWCOUNTER']._serialized_start=2189
+  _globals['_FLOWCOUNTER']._serialized_end=2309
+  _globals['_WORKERSERVICE']._serialized_start=2428
+  _globals['_WORKERSERVICE']._serialized_end=2760
 # @@protoc_insertion_point(module_scope)

@@ -68,18 +68,20 @@ class TokenChunk(_message.Message):
     def __init__(self, choices: _Optional[_Iterable[_Union[ChoiceTokens, _Mapping]]] = ...) -> None: ...
 
 class ChoiceTokens(_message.Message):
-    __slots__ = ("choice", "first_position", "token_ids", "logprobs", "finish_reason")
+    __slots__ = ("choice", "first_position", "token_ids", "logprobs", "finish_reason", "stop_token_id")
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     choice: int
     first_position: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]
     finish_reason: _common_pb2.FinishReason
-    def __init__(self, choice: _Optional[int] = ..., first_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ...) -> None: ...
+    stop_token_id: int
+    def __init__(self, choice: _Optional[int] = ..., first_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
 
 class ExecuteFinished(_message.Message):
     __slots__ = ("outcome", "message", "cached_prompt_tokens", "adapter_wait_ms", "prefill_ms", "decode_ms")

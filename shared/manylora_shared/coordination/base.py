@@ -16,6 +16,9 @@ from typing import Protocol
 
 from manylora_shared.errors import ServiceUnavailable
 
+MAX_TXN_OPERATIONS = 128
+"""Most comparisons, and most operations, in one transaction (etcd's default limit). None changes a key twice."""
+
 
 class StoreUnavailable(ServiceUnavailable):
     label = "store_unavailable"
@@ -116,6 +119,7 @@ class Store(Protocol):
 
     def watch(self, prefix: str, *, start_revision: int) -> AsyncIterator[WatchBatch]:
         """Every change of a key under `prefix` from `start_revision` on, in order, once, for ever: it outlives broken
-        connections and restarts of the store (resuming behind the last revision seen) and compaction (`reset`)."""
+        connections and restarts of the store (resuming behind the last revision seen) and compaction (`reset`).
+        An async generator: close it (contextlib.aclosing) where it is left early. `prefix` is not empty."""
 
     async def close(self) -> None: ...

@@ -35,7 +35,7 @@ class WorkerRecord(_JsonRecord):
     device: str
     model_name: str
     model_digest: str
-    """sha256 over the base model's configuration and weight files' sizes and headers; equal on all workers of a pool."""
+    """sha256 over the base model's configuration and its weight files' sizes and headers; equal in all of a pool."""
     vocab_size: int
     max_context_tokens: int
     sequence_slots: int

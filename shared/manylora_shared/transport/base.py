@@ -11,8 +11,8 @@ A *handler* is an async function for the two call kinds with one response, and a
     client stream async def handler(requests: AsyncIterator, call) -> response
     bidirectional def handler(requests: AsyncIterator, call) -> AsyncIterator[response]
 
-A handler that raises a ManyloraError ends its call with that error's code, message, violations and retry hint; any other
-exception ends it with INTERNAL and is logged. When the caller cancels or vanishes, the handler is cancelled
+A handler that raises a ManyloraError ends its call with that error's code, message, violations and retry hint; any
+other exception ends it with INTERNAL and is logged. When the caller cancels or vanishes, the handler is cancelled
 (asyncio.CancelledError); its `finally` blocks run. Bytes that are not the request's message end with INVALID_ARGUMENT.
 """
 
@@ -40,7 +40,7 @@ class Method:
 
 
 def methods_of(service: ServiceDescriptor) -> dict[str, Method]:
-    """The methods of a service by their short name, e.g. methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])."""
+    """The methods of a service (`some_pb2.DESCRIPTOR.services_by_name["SomeService"]`) by their short name."""
     return {
         m.name: Method(
             path=f"/{service.full_name}/{m.name}",
@@ -80,7 +80,11 @@ class Service:
 
 
 class Stream(Protocol):
-    """The client's end of a call with a stream in either direction. One reader and one writer task at most."""
+    """The client's end of a call with a stream in either direction. One reader and one writer task at most.
+
+    Cancelling a task that waits in `read` or `write` cancels the call: a timeout around one `read` ends the stream.
+    After `cancel` both raise RpcError(CANCELLED).
+    """
 
     async def read(self) -> Any:
         """The next response; None after the last. Raises RpcError where the call ended with a status other than OK."""

@@ -83,6 +83,8 @@ class TokenOutput:
     logprobs: tuple[Logprobs, ...] = ()
     finish_reason: FinishReason | None = None
     message: str = ""
+    stop_token_id: int | None = None
+    """The token that ended the choice (STOP); it is not among token_ids."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,9 @@ class Sampled:
     sequence_id: int
     token_id: int
     logprobs: Logprobs | None = None
+    error: str | None = None
+    """Set where no token could be drawn (the logits were not finite): token_id means nothing, this sequence ends with
+    FinishReason.ERROR, and no other is affected."""
 
 
 class ModelRunner(Protocol):
@@ -156,7 +161,8 @@ class AdapterTier(enum.IntEnum):
 
 @dataclass(frozen=True)
 class AdapterEvent:
-    """A load ended: the adapter is on `tier` now, or `error` says why it is not."""
+    """A load ended: the adapter is on `tier` now, or `error` says why it is not. `size_bytes` comes with HOST and holds
+    for both tiers (the greater, should they differ)."""
 
     uid: AdapterUid
     tier: AdapterTier

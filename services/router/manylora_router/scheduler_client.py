@@ -1,0 +1,304 @@
+"""The router's line to the scheduler: one Schedule stream to the leader, kept alive for the router's whole life.
+
+Owns what the router waits for (`_waiting`), what it holds (`_granted`) and the messages not yet sent (`_outbox`). One
+task (`run`) writes and reads the stream; callers only change these and wake it. Life of a request here:
+
+    enqueue --> waiting --Grant--> granted --close_grant--> gone
+                   |--Refusal / withdraw--> gone
+
+Messages leave in the order of the calls, so that a closed grant is seen before the same request asks for another. A lost
+stream changes none of it: the task finds the leader again (the address follows the coordination store), sends the
+withdrawals and closed grants that were not sent, and a new Enqueue for all that still wait, in their order. Grants that
+nobody waits for are closed at once. While there is no leader requests wait, for as long as their callers do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from manylora.v1 import scheduler_pb2
+from manylora_shared.errors import Code, Overloaded, RpcError
+from manylora_shared.logs import fields
+from manylora_shared.transport.base import Channel, Stream, Transport, methods_of
+
+_LOG = logging.getLogger(__name__)
+_METHODS = methods_of(scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"])
+SCHEDULE = _METHODS["Schedule"]
+GET_STATUS = _METHODS["GetSchedulerStatus"]
+
+MAX_WAITING = 20_000
+"""Requests of one router that may wait for a grant."""
+_MAX_UNSENT_ENDS = 20_000
+"""Withdrawals and closed grants kept for a scheduler that is away; it forgets such grants by itself after a while."""
+_HELLO_TIMEOUT_S = 3.0
+_MIN_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 1.0
+
+
+@dataclass(frozen=True)
+class Grant:
+    worker_id: str
+    worker_address: str
+    epoch: int
+    queue_ms: float
+
+
+@dataclass(eq=False)
+class _Waiting:
+    request: scheduler_pb2.Enqueue
+    deadline: float | None
+    """By the event loop's clock."""
+    grant: asyncio.Future[Grant]
+
+
+@dataclass
+class SchedulerCounters:
+    """For tests and status: cumulative since the start."""
+
+    connects: int = 0
+    grants: int = 0
+    grants_closed: int = 0
+    stray_grants: int = 0
+    """Grants that nobody waited for, closed at once."""
+
+
+@dataclass(eq=False)
+class _Line:
+    """One connected stream."""
+
+    address: str
+    stream: Stream
+    epoch: int = 0
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class SchedulerClient:
+    """See the module's docstring. `run` is one task's; everything else is for tasks of the same event loop."""
+
+    def __init__(
+        self, *, router_id: str, transport: Transport, leader_address: Callable[[], str | None], rng: random.Random
+    ) -> None:
+        """
+        Args:
+            router_id: this router, for the hello.
+            transport: dials the leader.
+            leader_address: where the leader is by the coordination store; None: there is none. `leader_changed` is
+                called whenever its answer changes.
+            rng: for the jitter of reconnects.
+        """
+        self.counters = SchedulerCounters()
+        self._router_id = router_id
+        self._transport = transport
+        self._leader_address = leader_address
+        self._rng = rng
+        self._waiting: dict[str, _Waiting] = {}
+        self._granted: dict[str, str] = {}
+        self._outbox: deque[scheduler_pb2.ScheduleRequest | _Waiting] = deque()
+        self._line: _Line | None = None
+        self._leader_moved = asyncio.Event()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_granted(self) -> int:
+        return len(self._granted)
+
+    @property
+    def num_unsent(self) -> int:
+        return len(self._outbox)
+
+    @property
+    def is_connected(self) -> bool:
+        return self._line is not None
+
+    async def grant(self, request: scheduler_pb2.Enqueue, deadline: float | None) -> Grant:
+        """Queues a request and waits for its grant; whoever gets it must `close_grant` it. Withdraws when cancelled.
+
+        Args:
+            request: timeout_s is filled in from `deadline` at each sending.
+            deadline: by the event loop's clock.
+
+        Raises:
+            RpcError: the scheduler refused it, with the scheduler's code.
+            Overloaded: too many requests of this router wait.
+        """
+        request_id = request.request_id
+        assert request_id not in self._waiting
+        assert request_id not in self._granted
+        if len(self._waiting) >= MAX_WAITING:
+            raise Overloaded(f"{MAX_WAITING} requests wait at this router already", retry_after_s=1.0)
+        waiting = _Waiting(request, deadline, asyncio.get_running_loop().create_future())
+        self._waiting[request_id] = waiting
+        if self._line is not None:
+            self._outbox.append(waiting)
+            self._line.wake.set()
+        try:
+            return await waiting.grant
+        except asyncio.CancelledError:
+            if self._waiting.pop(request_id, None) is not None:
+                self._send_end(scheduler_pb2.ScheduleRequest(withdraw=scheduler_pb2.Withdraw(request_id=request_id)))
+            elif request_id in self._granted:
+                # The grant came in the same turn of the event loop as the cancellation.
+                self.close_grant(request_id, reached_worker=False)
+            elif not waiting.grant.cancelled():
+                waiting.grant.exception()  # a refusal did: it is nobody's any more
+            raise
+
+    def close_grant(self, request_id: str, *, reached_worker: bool) -> None:
+        """Gives back what `grant` returned. Exactly once for each."""
+        worker_id = self._granted.pop(request_id)
+        self.counters.grants_closed += 1
+        self._close(request_id, worker_id, reached_worker)
+
+    def leader_changed(self) -> None:
+        """The coordination store names another leader, or none."""
+        self._leader_moved.set()
+
+    async def run(self) -> None:
+        """Keeps the stream. Ends by cancellation."""
+        backoff_s = _MIN_BACKOFF_S
+        while True:
+            self._leader_moved.clear()
+            address = self._leader_address()
+            if address is None:
+                await self._leader_moved.wait()
+                continue
+            try:
+                await self._serve_line(address)
+            except RpcError as e:
+                _LOG.warning("scheduler stream ended", extra=fields(address=address, error=str(e)))
+            finally:
+                greeted = self.is_connected
+                self._line = None
+            backoff_s = _MIN_BACKOFF_S if greeted else min(2 * backoff_s, _MAX_BACKOFF_S)
+            try:
+                async with asyncio.timeout(backoff_s * (0.5 + self._rng.random())):
+                    await self._leader_moved.wait()
+            except TimeoutError:
+                continue
+
+    async def _serve_line(self, address: str) -> None:
+        """One connection, from hello to end, with `_line` set once the scheduler greeted. Raises RpcError."""
+        channel: Channel = self._transport.connect(address)
+        stream: Stream | None = None
+        try:
+            stream = channel.stream(SCHEDULE)
+            line = _Line(address, stream)
+            async with asyncio.timeout(_HELLO_TIMEOUT_S):
+                hello = scheduler_pb2.RouterHello(router_id=self._router_id)
+                await stream.write(scheduler_pb2.ScheduleRequest(hello=hello))
+                first = await stream.read()
+            if first is None or first.WhichOneof("event") != "hello":
+                raise RpcError(Code.INTERNAL, "the scheduler's first message is no hello")
+            line.epoch = first.hello.epoch
+            ends = [m for m in self._outbox if not isinstance(m, _Waiting)]
+            self._outbox = deque([*ends, *self._waiting.values()])
+            self._line = line
+            self.counters.connects += 1
+            _LOG.info("connected to the scheduler", extra=fields(address=address, epoch=line.epoch))
+            await self._exchange(line)
+        except TimeoutError:
+            raise RpcError(Code.UNAVAILABLE, "the scheduler did not greet in time") from None
+        finally:
+            if stream is not None:
+                stream.cancel()
+            await channel.close()
+
+    async def _exchange(self, line: _Line) -> None:
+        """Writes and reads until either side ends, or the leader is another."""
+        tasks = [
+            asyncio.create_task(self._write_all(line), name="scheduler-writer"),
+            asyncio.create_task(self._read_all(line), name="scheduler-reader"),
+            asyncio.create_task(self._watch_leader(line), name="scheduler-leader"),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        for task in tasks:
+            if task in done:
+                task.result()
+
+    async def _watch_leader(self, line: _Line) -> None:
+        """Ends when the store names another leader. That it names none says only that a lease ran out."""
+        while True:
+            if self._leader_address() not in (None, line.address):
+                return
+            self._leader_moved.clear()
+            await self._leader_moved.wait()
+
+    async def _write_all(self, line: _Line) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            while self._outbox:
+                item = self._outbox.popleft()
+                if isinstance(item, _Waiting):
+                    if self._waiting.get(item.request.request_id) is not item:
+                        continue  # withdrawn before it left
+                    if item.deadline is not None:
+                        item.request.timeout_s = max(0.0, item.deadline - loop.time())
+                    await line.stream.write(scheduler_pb2.ScheduleRequest(enqueue=item.request))
+                    continue
+                try:
+                    await line.stream.write(item)
+                except BaseException:
+                    self._outbox.appendleft(item)
+                    raise
+            line.wake.clear()
+            await line.wake.wait()
+
+    async def _read_all(self, line: _Line) -> None:
+        while True:
+            message = await line.stream.read()
+            if message is None:
+                return
+            match message.WhichOneof("event"):
+                case "grant":
+                    self._on_grant(message.grant)
+                case "refusal":
+                    self._on_refusal(message.refusal)
+                case other:
+                    raise RpcError(Code.INTERNAL, f"unexpected message from the scheduler: {other}")
+
+    def _on_grant(self, grant: scheduler_pb2.Grant) -> None:
+        waiting = self._waiting.pop(grant.request_id, None)
+        if waiting is None or waiting.grant.done():
+            # Withdrawn meanwhile, or granted by two leaders. The grant in use is never closed by its double.
+            if self._granted.get(grant.request_id) != grant.worker_id:
+                self.counters.stray_grants += 1
+                self._close(grant.request_id, grant.worker_id, False)
+            return
+        self.counters.grants += 1
+        self._granted[grant.request_id] = grant.worker_id
+        waiting.grant.set_result(Grant(grant.worker_id, grant.worker_address, grant.epoch, grant.queue_ms))
+
+    def _on_refusal(self, refusal: scheduler_pb2.Refusal) -> None:
+        waiting = self._waiting.pop(refusal.request_id, None)
+        if waiting is None or waiting.grant.done():
+            return
+        known = refusal.code in {int(code) for code in Code} and refusal.code != Code.OK
+        code = Code(refusal.code) if known else Code.UNKNOWN
+        retry_after_s = refusal.retry_after_s if refusal.HasField("retry_after_s") else None
+        waiting.grant.set_exception(RpcError(code, refusal.message, retry_after_s=retry_after_s))
+
+    def _close(self, request_id: str, worker_id: str, reached_worker: bool) -> None:
+        closed = scheduler_pb2.GrantClosed(request_id=request_id, worker_id=worker_id, reached_worker=reached_worker)
+        self._send_end(scheduler_pb2.ScheduleRequest(grant_closed=closed))
+
+    def _send_end(self, message: scheduler_pb2.ScheduleRequest) -> None:
+        if self._line is not None:
+            self._outbox.append(message)
+            self._line.wake.set()
+        else:
+            if len(self._outbox) >= _MAX_UNSENT_ENDS:
+                self._outbox.popleft()
+            self._outbox.append(message)

@@ -1,0 +1,106 @@
+"""What the scheduler knows of one request, and its life here.
+
+    queued --grant--> granted --the worker reports it--> running --the worker reports its end--> gone
+      |                  |--given back unused; not reported in time; worker lost------------------> gone
+      |--withdrawn; refused (deadline, no worker, full queue); its router's stream lost----------> gone
+
+A request is enqueued again (with the same id) by its router when a grant could not be used, or after the router's stream
+was lost; that is a new attempt with a new ticket. Sizes and names only: prompts and tokens never come here.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
+
+PROMPT_TOKEN_COST = 1
+OUTPUT_TOKEN_COST = 2
+"""Cost counts tokens that are really computed; an output token costs a whole pass over the weights."""
+
+
+class FlowKey(NamedTuple):
+    """What fairness is between."""
+
+    tenant_id: TenantId
+    qos_class: QosClass
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedRequest:
+    request_id: RequestId
+    router_id: RouterId
+    flow: FlowKey
+    prompt_tokens: int
+    max_new_tokens: int
+    """Over all choices."""
+    sequences: int = 1
+    """Slots that it takes on a worker."""
+    priority: int = 0
+    """Higher is sooner, inside its flow."""
+    adapter_uid: AdapterUid | None = None
+    adapter_id: str = ""
+    """The adapter's name in its tenant's namespace, for traces."""
+    deadline: float | None = None
+    """By the clock that `Core.apply` is given."""
+    traceparent: str = ""
+    enqueued_ns: int = 0
+    """Unix time of its arrival, for traces; 0 while they are off."""
+
+
+class Phase(enum.Enum):
+    QUEUED = "queued"
+    GRANTED = "granted"
+    """Sent to the router; the worker has not reported it yet."""
+    CLOSING = "closing"
+    """As GRANTED, but the router is done with it: the worker may still report it, or may never have seen it."""
+    RUNNING = "running"
+    """Reported by the worker. Only the worker's own word ends it."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One attempt at one request. `number` grows with each ticket and names it everywhere inside the core."""
+
+    number: int
+    request: QueuedRequest
+    session: int
+    """The router's stream that asked for it, or that its grant was last sent on."""
+    order: int
+    """Its place inside its flow; an attempt after an unused grant keeps the place of the first."""
+    attempt: int
+    enqueued_at: float
+    phase: Phase = Phase.QUEUED
+    worker_id: WorkerId | None = None
+    granted_at: float = 0.0
+
+
+class OutputEstimate:
+    """How many output tokens a flow's requests have had lately: a ratio of two sums that fade with each finished one."""
+
+    __slots__ = ("_finished", "_tokens")
+
+    _UNIT = 1 << 16
+    _MEMORY = 16
+    """Requests after which an old one has faded to a third."""
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._finished = 0
+
+    def count_tokens(self, tokens: int) -> None:
+        self._tokens += tokens * self._UNIT
+
+    def count_finished(self) -> None:
+        self._finished += self._UNIT
+        if self._finished > self._MEMORY * self._UNIT:
+            self._tokens -= self._tokens // self._MEMORY
+            self._finished -= self._finished // self._MEMORY
+
+    def expect(self, max_new_tokens: int) -> int:
+        """Output tokens to reserve for a request: never more than it may have, and that where nothing is known yet."""
+        if not self._finished:
+            return max_new_tokens
+        return min(max_new_tokens, max(1, -(-self._tokens // self._finished)))

@@ -1,0 +1,131 @@
+"""Moves adapters between the store, host memory and the device, beside the engine loop.
+
+TorchAdapterBackend owns the host tier (uid -> HostAdapter) and publishes finished device adapters into the runner's
+`adapters`; which adapters should be where is adapters/cache.py's decision. One thread loads, one adapter at a time, in
+the order asked. It shares with the engine thread only two queues and single dict operations; the engine thread never
+waits for it, and computes nothing for it.
+
+The loader thread uses one compute thread and, where the system allows it, a lower priority, so that a load takes its
+time and not the step's cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from manylora_shared.errors import ManyloraError
+from manylora_shared.ids import AdapterUid
+
+from manylora_worker.adapters.lora_linear import DeviceAdapter
+from manylora_worker.adapters.source import AdapterLimits, HostAdapter, read_adapter
+from manylora_worker.engine.api import AdapterEvent, AdapterTier
+from manylora_worker.engine.model_runner import TorchModelRunner
+from manylora_worker.loader import LoadedModel
+
+_LOG = logging.getLogger(__name__)
+_NICENESS = 10
+
+
+@dataclass(frozen=True)
+class _Job:
+    uid: AdapterUid
+    tier: AdapterTier
+
+
+class TorchAdapterBackend:
+    """See api.AdapterBackend. All methods are called by the engine thread.
+
+    Args:
+        objects: the folder that holds one folder an adapter, named by uid.
+        runner: whose `adapters` hold what is on the device.
+        notify: called by the loader thread after each event is queued, to wake the engine; must not block.
+    """
+
+    def __init__(
+        self,
+        objects: Path,
+        loaded: LoadedModel,
+        runner: TorchModelRunner,
+        limits: AdapterLimits,
+        *,
+        notify: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._objects = objects
+        self._loaded = loaded
+        self._runner = runner
+        self._limits = limits
+        self._notify = notify
+        self._host: dict[AdapterUid, HostAdapter] = {}
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[AdapterEvent] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="adapter-loader", daemon=True)
+        self._thread.start()
+
+    def start_host_load(self, uid: AdapterUid) -> None:
+        self._jobs.put(_Job(uid, AdapterTier.HOST))
+
+    def start_device_load(self, uid: AdapterUid) -> None:
+        self._jobs.put(_Job(uid, AdapterTier.DEVICE))
+
+    def poll(self) -> Sequence[AdapterEvent]:
+        events: list[AdapterEvent] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                events.append(self._events.get_nowait())
+        return events
+
+    def drop_device(self, uid: AdapterUid) -> None:
+        self._runner.drop_adapter(uid)
+
+    def drop_host(self, uid: AdapterUid) -> None:
+        self._host.pop(uid, None)
+
+    def close(self) -> None:
+        if not self._closing.is_set():
+            self._closing.set()
+            self._jobs.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)
+        if sys.platform == "linux":  # there, a priority set by thread id is that thread's own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        while (job := self._jobs.get()) is not None and not self._closing.is_set():
+            self._events.put(self._load(job))
+            self._notify()
+
+    def _load(self, job: _Job) -> AdapterEvent:
+        try:
+            if job.tier is AdapterTier.HOST:
+                adapter = read_adapter(self._objects / job.uid, self._loaded, self._limits, expected_uid=job.uid)
+                self._host[job.uid] = adapter
+                return AdapterEvent(job.uid, AdapterTier.HOST, adapter.size_bytes)
+            on_device = self._copy_to_device(self._host[job.uid])
+            self._runner.adapters[job.uid] = on_device
+            return AdapterEvent(job.uid, AdapterTier.DEVICE, on_device.size_bytes)
+        except KeyError:
+            return AdapterEvent(job.uid, job.tier, error="the adapter is no longer in host memory")
+        except (ManyloraError, OSError, RuntimeError, MemoryError) as error:
+            _LOG.warning("adapter %s did not load: %s", job.uid, error)
+            return AdapterEvent(job.uid, job.tier, error=str(error))
+
+    def _copy_to_device(self, host: HostAdapter) -> DeviceAdapter:
+        """Copies on a stream of its own, and waits for the copy here, so that the engine need not."""
+        device = self._loaded.device
+        if device.type != "cuda":
+            return host.on(device)
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            adapter = host.on(device)
+        stream.synchronize()
+        return adapter

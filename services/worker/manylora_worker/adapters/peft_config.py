@@ -1,0 +1,297 @@
+"""What an adapter_config.json means: its fields checked, and peft's rules of which module gets which rank and scale.
+
+Owns nothing. The rules restate peft 0.21 (check_target_module_exists, get_pattern_key, LoraConfig.__post_init__); the
+numerics tests compare them with peft itself. Patterns are a tenant's input, so they run under a time limit.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import regex
+from manylora_shared.errors import FieldViolation
+
+MAX_PATTERN_CHARS = 4096
+PATTERN_BUDGET_S = 2.0
+"""For all pattern matching of one adapter together."""
+
+_HONOURED = frozenset(
+    {
+        "alpha_pattern", "base_model_name_or_path", "exclude_modules", "init_lora_weights", "layers_pattern",
+        "layers_to_transform", "lora_alpha", "peft_type", "r", "rank_pattern", "target_modules", "task_type",
+        "use_rslora",
+    }
+)  # fmt: skip
+_WITHOUT_EFFECT = frozenset(
+    {
+        # Training and bookkeeping; fan_in_fan_out only says how a merge would lay the base weight out.
+        "auto_mapping", "corda_config", "eva_config", "fan_in_fan_out", "inference_mode", "loftq_config",
+        "lora_dropout", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision",
+        "runtime_config", "velora_config",
+    }
+)  # fmt: skip
+_REFUSED = {
+    "bias": "trained biases of the base model are not supported (only 'none')",
+    "use_dora": "DoRA is not supported",
+    "modules_to_save": "fully trained modules are not supported",
+    "trainable_token_indices": "trained token embeddings are not supported",
+    "target_parameters": "LoRA on bare parameters is not supported",
+    "layer_replication": "replicated layers are not supported",
+    "alora_invocation_tokens": "activated LoRA is not supported",
+    "use_qalora": "QA-LoRA is not supported",
+    "lora_bias": "a bias on lora_B is not supported",
+}
+_INITIALIZATIONS_ON_THE_BASE_AS_IT_IS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """A config's LoRA part, valid in itself."""
+
+    rank: int
+    alpha: float
+    use_rslora: bool
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    target_modules: str | tuple[str, ...]
+    exclude_modules: str | tuple[str, ...]
+    layers_to_transform: tuple[int, ...] | None
+    layers_pattern: tuple[str, ...]
+
+    def largest_rank(self) -> int:
+        return max([self.rank, *self.rank_pattern.values()])
+
+
+@dataclass
+class Problems:
+    """The reasons why an adapter is refused, in the order found."""
+
+    violations: list[FieldViolation] = field(default_factory=list)
+
+    def add(self, field_name: str, description: str) -> None:
+        self.violations.append(FieldViolation(field_name, description))
+
+
+class PatternTimeout(Exception):
+    """Matching took longer than PATTERN_BUDGET_S."""
+
+
+class ModuleMatcher:
+    """Applies one config's patterns to module paths.
+
+    Raises:
+        PatternTimeout: from any method, once the budget is used up.
+    """
+
+    def __init__(self, settings: LoraSettings) -> None:
+        self._settings = settings
+        self._deadline = time.monotonic() + PATTERN_BUDGET_S
+
+    def is_targeted(self, path: str, *, is_linear: bool) -> bool:
+        """Whether peft would put an adapter on the module. `is_linear`: it is a linear layer other than the head."""
+        settings = self._settings
+        exclude = settings.exclude_modules
+        if isinstance(exclude, str):
+            if exclude and self._matches(exclude, path):
+                return False
+        elif path in exclude or any(path.endswith(f".{name}") for name in exclude):
+            return False
+        targets = settings.target_modules
+        if isinstance(targets, str):
+            return is_linear if targets.lower() == "all-linear" else self._matches(targets, path)
+        if path in targets:
+            return True
+        return any(path.endswith(f".{name}") for name in targets) and self._is_layer_wanted(path)
+
+    def rank_and_scale(self, path: str) -> tuple[int, float]:
+        """The module's rank and the factor on its product: alpha / r, or alpha / sqrt(r) with rsLoRA."""
+        settings = self._settings
+        rank = self._by_pattern(settings.rank_pattern, path, settings.rank)
+        alpha = self._by_pattern(settings.alpha_pattern, path, settings.alpha)
+        return int(rank), alpha / (math.sqrt(rank) if settings.use_rslora else rank)
+
+    def _is_layer_wanted(self, path: str) -> bool:
+        wanted = self._settings.layers_to_transform
+        if not wanted:
+            return True
+        prefixes = self._settings.layers_pattern
+        patterns = [rf"(?:^|.*?\.){prefix}\.(?P<idx>\d+)\." for prefix in prefixes] or [r".*?\.[^.]*\.(?P<idx>\d+)\."]
+        for pattern in patterns:
+            match = self._match(pattern, path)
+            if match is not None:
+                return int(match["idx"]) in wanted
+        return False
+
+    def _by_pattern(self, patterns: Mapping[str, float], path: str, default: float) -> float:
+        for pattern, value in patterns.items():
+            if self._match(rf"(.*\.)?({pattern})$", path) is not None:
+                return value
+        return default
+
+    def _matches(self, pattern: str, path: str) -> bool:
+        return self._match(rf"(?:{pattern})\Z", path) is not None
+
+    def _match(self, pattern: str, path: str) -> Any:
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise PatternTimeout
+        try:
+            return regex.match(pattern, path, timeout=left_s)
+        except TimeoutError as error:
+            raise PatternTimeout from error
+
+
+def parse_settings(
+    config: Mapping[str, Any], *, base_names: Sequence[str], max_rank: int, problems: Problems
+) -> LoraSettings | None:
+    """Checks every field of a config; None where its own values are unusable (problems then says why).
+
+    Args:
+        base_names: the names under which the served base model may be meant.
+        max_rank: largest rank served.
+    """
+    before = len(problems.violations)
+    _check_identity(config, base_names, problems)
+    _check_unsupported(config, problems)
+    rank = _rank(config.get("r", 8), "r", max_rank, problems)
+    alpha = _finite(config.get("lora_alpha", 8), "lora_alpha", problems)
+    ranks = _pattern_map(config, "rank_pattern", problems)
+    alphas = _pattern_map(config, "alpha_pattern", problems)
+    rank_pattern = {k: _rank(v, f"rank_pattern[{k}]", max_rank, problems) for k, v in ranks.items()}
+    alpha_pattern = {k: _finite(v, f"alpha_pattern[{k}]", problems) for k, v in alphas.items()}
+    use_rslora = config.get("use_rslora", False)
+    if not isinstance(use_rslora, bool):
+        problems.add("use_rslora", "must be true or false")
+    targets = _names_or_pattern(config, "target_modules", problems)
+    if targets is None:
+        problems.add("target_modules", "must name modules, or be a pattern or 'all-linear'")
+    excludes = _names_or_pattern(config, "exclude_modules", problems)
+    layers, layers_pattern = _layers(config, targets, problems)
+    if len(problems.violations) > before and not (rank and targets is not None):
+        return None
+    assert targets is not None
+    return LoraSettings(
+        rank=rank,
+        alpha=alpha,
+        use_rslora=use_rslora is True,
+        rank_pattern={k: v for k, v in rank_pattern.items() if v},
+        alpha_pattern=alpha_pattern,
+        target_modules=targets,
+        exclude_modules=excludes or (),
+        layers_to_transform=layers,
+        layers_pattern=layers_pattern,
+    )
+
+
+def _check_identity(config: Mapping[str, Any], base_names: Sequence[str], problems: Problems) -> None:
+    if config.get("peft_type") != "LORA":
+        problems.add("peft_type", f"must be 'LORA', not {config.get('peft_type')!r}")
+    if config.get("task_type") not in (None, "CAUSAL_LM"):
+        problems.add("task_type", f"must be 'CAUSAL_LM' or absent, not {config['task_type']!r}")
+    base = config.get("base_model_name_or_path")
+    if base is not None and not isinstance(base, str):
+        problems.add("base_model_name_or_path", "must be a string")
+    elif base:
+        last_part = base.rstrip("/").rsplit("/", 1)[-1]
+        if base not in base_names and last_part not in base_names:
+            problems.add("base_model_name_or_path", f"made for {base!r}, but {base_names[0]!r} is served")
+
+
+def _check_unsupported(config: Mapping[str, Any], problems: Problems) -> None:
+    for name, reason in _REFUSED.items():
+        value = config.get(name)
+        if value and not (name == "bias" and value == "none"):
+            problems.add(name, reason)
+    if config.get("init_lora_weights", True) not in _INITIALIZATIONS_ON_THE_BASE_AS_IT_IS:
+        problems.add(
+            "init_lora_weights",
+            f"{config['init_lora_weights']!r} changes the base model's weights; convert the adapter to plain LoRA "
+            "(save_pretrained with path_initial_model_for_weight_conversion)",
+        )
+    known = _HONOURED | _WITHOUT_EFFECT | _REFUSED.keys()
+    for name in sorted(set(config) - known, key=str):
+        if config[name]:
+            problems.add(name, "this field is not supported with a value other than its default")
+
+
+def _rank(value: Any, name: str, max_rank: int, problems: Problems) -> int:
+    """The value if it is a rank that can be served, else 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        problems.add(name, f"must be a whole number of at least 1, not {value!r}")
+    elif value > max_rank:
+        problems.add(name, f"rank {value} is over the limit of {max_rank}")
+    else:
+        return value
+    return 0
+
+
+def _finite(value: Any, name: str, problems: Problems) -> float:
+    """The value if it is a finite number, else 0."""
+    if not isinstance(value, bool) and isinstance(value, int | float) and abs(value) < 1e30:
+        return float(value)
+    problems.add(name, "must be a finite number")
+    return 0.0
+
+
+def _is_pattern(value: Any) -> bool:
+    if not isinstance(value, str) or len(value) > MAX_PATTERN_CHARS:
+        return False
+    try:
+        regex.compile(value)
+    except regex.error:
+        return False
+    return True
+
+
+def _pattern_map(config: Mapping[str, Any], name: str, problems: Problems) -> Mapping[str, Any]:
+    value = config.get(name) or {}
+    if not isinstance(value, dict):
+        problems.add(name, "must map patterns to numbers")
+        return {}
+    for key in value:
+        if not _is_pattern(key):
+            problems.add(name, f"{key[:80]!r} is not a pattern")
+    return {key: number for key, number in value.items() if _is_pattern(key)}
+
+
+def _names_or_pattern(config: Mapping[str, Any], name: str, problems: Problems) -> str | tuple[str, ...] | None:
+    """A pattern, a tuple of names, or None where the field is absent or wrong."""
+    value = config.get(name)
+    if value is None:
+        return None
+    if isinstance(value, str):
+        if value.lower() == "all-linear" or _is_pattern(value):
+            return value
+        problems.add(name, f"{value[:80]!r} is not a pattern")
+    elif isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    else:
+        problems.add(name, "must be a list of names or a pattern")
+    return None
+
+
+def _layers(
+    config: Mapping[str, Any], targets: str | tuple[str, ...] | None, problems: Problems
+) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
+    layers, pattern = config.get("layers_to_transform"), config.get("layers_pattern")
+    if isinstance(targets, str):
+        for name, value in (("layers_to_transform", layers), ("layers_pattern", pattern)):
+            if value is not None:
+                problems.add(name, "cannot be combined with a target_modules pattern")
+    if pattern and layers is None:
+        problems.add("layers_pattern", "needs layers_to_transform")
+    indices = [layers] if isinstance(layers, int) else layers
+    if indices is not None and not (
+        isinstance(indices, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in indices)
+    ):
+        problems.add("layers_to_transform", "must be a layer index or a list of them")
+        indices = None
+    names = [pattern] if isinstance(pattern, str) else pattern or []
+    if not isinstance(names, list) or not all(_is_pattern(item) for item in names):
+        problems.add("layers_pattern", "must be a pattern or a list of them")
+        names = []
+    return (None if indices is None else tuple(indices)), tuple(name for name in names if name)

@@ -1,0 +1,333 @@
+"""Reading a PEFT adapter folder: all that is wrong with it, or its weights packed for the engine.
+
+Owns nothing between calls. Only adapter_config.json and adapter_model.safetensors are read, never a pickle, and never
+through a symlink; sizes are bounded before anything is parsed. An adapter is used whole or not at all: every module
+that the config targets must have its A and B, every tensor in the file must belong to such a module, and shapes must fit
+the base model.
+
+A HostAdapter is immutable: one flat buffer in the model's compute type, and where each site's A and B lie in it. B is
+stored transposed and scaled, A stacked by site, so that going to the device is one copy of the buffer.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from manylora_shared.adapter_files import adapter_uid
+from manylora_shared.errors import FieldViolation, InvalidRequest
+from manylora_shared.ids import AdapterUid
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from manylora_worker.adapters.lora_linear import DeviceAdapter, Site, SiteWeights, SlotWeights
+from manylora_worker.adapters.peft_config import (
+    LoraSettings,
+    ModuleMatcher,
+    PatternTimeout,
+    Problems,
+    parse_settings,
+)
+from manylora_worker.loader import LoadedModel, ModelSpec
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+PICKLE_FILE = "adapter_model.bin"
+MAX_CONFIG_BYTES = 1 << 20
+MAX_HEADER_BYTES = 16 << 20
+MAX_REPORTED = 32
+"""Problems listed for one adapter; the last then says how many more there are."""
+
+_KEY_PREFIX = "base_model.model."
+_MATRICES = {".lora_A.weight": "A", ".lora_B.weight": "B"}
+_FLOAT_TYPES = frozenset({"F32", "F16", "BF16"})
+
+
+class AdapterInvalid(InvalidRequest):
+    """The adapter cannot be served on this base model; `violations` holds every reason."""
+
+
+@dataclass(frozen=True)
+class AdapterLimits:
+    max_rank: int
+    max_file_bytes: int = 4 << 30
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A matrix in the buffer: elements [start, start + rows * columns)."""
+
+    start: int
+    rows: int
+    columns: int
+
+    def of(self, buffer: Tensor) -> Tensor:
+        return buffer[self.start : self.start + self.rows * self.columns].view(self.rows, self.columns)
+
+
+@dataclass(frozen=True)
+class _PlacedSite:
+    site: int
+    a: _Placed
+    slots: tuple[tuple[int, int, int, _Placed], ...]
+    """(slot, first column, last column of the stacked A product, B)"""
+
+
+@dataclass(frozen=True)
+class HostAdapter:
+    uid: AdapterUid
+    buffer: Tensor
+    layout: tuple[_PlacedSite, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.buffer.nbytes
+
+    def on(self, device: torch.device) -> DeviceAdapter:
+        """The adapter on `device`; on the host itself it shares the buffer."""
+        buffer = self.buffer.to(device, non_blocking=True)
+        sites = {
+            placed.site: SiteWeights(
+                a=placed.a.of(buffer),
+                slots=tuple(SlotWeights(slot, start, stop, b.of(buffer)) for slot, start, stop, b in placed.slots),
+            )
+            for placed in self.layout
+        }
+        return DeviceAdapter(self.uid, sites, buffer.nbytes)
+
+
+@dataclass(frozen=True)
+class _TensorInfo:
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_adapter(
+    folder: Path, loaded: LoadedModel, limits: AdapterLimits, *, expected_uid: AdapterUid | None = None
+) -> HostAdapter:
+    """Reads, checks and packs the adapter in `folder`.
+
+    Args:
+        expected_uid: refuse the adapter unless its content has this uid.
+
+    Raises:
+        AdapterInvalid: with every reason found, MAX_REPORTED at most.
+    """
+    problems = Problems()
+    config = _read_config(folder, problems)
+    settings = None
+    if config is not None:
+        base_names = (loaded.spec.name, loaded.spec.source_name)
+        settings = parse_settings(config, base_names=base_names, max_rank=limits.max_rank, problems=problems)
+    tensors = _read_header(folder, limits, problems)
+    if tensors is not None:
+        _check_tensors(tensors, settings, loaded.spec, problems)
+    _raise_if_any(problems)
+    assert config is not None
+    assert settings is not None
+    uid = adapter_uid(config, folder / WEIGHTS_FILE)
+    if expected_uid is not None and uid != expected_uid:
+        problems.add(WEIGHTS_FILE, f"the content is not what was registered: its uid is {uid}, not {expected_uid}")
+        _raise_if_any(problems)
+    adapter = _pack(folder, uid, ModuleMatcher(settings), loaded, problems)
+    _raise_if_any(problems)
+    return adapter
+
+
+def _raise_if_any(problems: Problems) -> None:
+    found = problems.violations
+    if len(found) > MAX_REPORTED:
+        rest = len(found) - MAX_REPORTED + 1
+        found = [*found[: MAX_REPORTED - 1], FieldViolation("adapter", f"... and {rest} more problems")]
+    if found:
+        raise AdapterInvalid.of_all(found)
+
+
+def _regular_file_bytes(path: Path, problems: Problems, *, missing: str = "missing") -> int | None:
+    """The file's size if it is a plain file, reached without a symlink; else None and a problem."""
+    try:
+        status = path.lstat()
+    except OSError:
+        problems.add(path.name, missing)
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a symlink" if stat.S_ISLNK(status.st_mode) else "not a plain file"
+        problems.add(path.name, f"is {kind}")
+        return None
+    return status.st_size
+
+
+def _read_config(folder: Path, problems: Problems) -> dict[str, Any] | None:
+    if folder.is_symlink():
+        problems.add("path", "is a symlink")
+        return None
+    if not folder.is_dir():
+        problems.add("path", "is not a folder")
+        return None
+    size_bytes = _regular_file_bytes(folder / CONFIG_FILE, problems)
+    if size_bytes is None:
+        return None
+    if size_bytes > MAX_CONFIG_BYTES:
+        problems.add(CONFIG_FILE, f"has {size_bytes} bytes; the limit is {MAX_CONFIG_BYTES}")
+        return None
+    try:
+        config = json.loads((folder / CONFIG_FILE).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        problems.add(CONFIG_FILE, f"is not readable JSON ({str(error)[:200]})")
+        return None
+    if not isinstance(config, dict):
+        problems.add(CONFIG_FILE, "is not a JSON object")
+        return None
+    return config
+
+
+def _read_header(folder: Path, limits: AdapterLimits, problems: Problems) -> dict[str, _TensorInfo] | None:
+    """Names, types and shapes of the tensors. The safetensors library checks the rest when it opens the file."""
+    path = folder / WEIGHTS_FILE
+    if folder.is_symlink() or not folder.is_dir():
+        return None
+    missing = "missing"
+    if (folder / PICKLE_FILE).exists():
+        missing = f"missing; {PICKLE_FILE} is a pickle, which is never loaded: save the adapter as safetensors"
+    size_bytes = _regular_file_bytes(path, problems, missing=missing)
+    if size_bytes is None:
+        return None
+    if size_bytes > limits.max_file_bytes:
+        problems.add(WEIGHTS_FILE, f"has {size_bytes} bytes; the limit is {limits.max_file_bytes}")
+        return None
+    try:
+        with path.open("rb") as stream:
+            header_bytes = int.from_bytes(stream.read(8), "little")
+            if header_bytes > MAX_HEADER_BYTES:
+                problems.add(WEIGHTS_FILE, f"its header has {header_bytes} bytes; the limit is {MAX_HEADER_BYTES}")
+                return None
+        with safe_open(path, framework="pt") as file:
+            views = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+            return {key: _TensorInfo(view.get_dtype(), tuple(view.get_shape())) for key, view in views.items()}
+    except (OSError, SafetensorError) as error:
+        problems.add(WEIGHTS_FILE, f"is not a readable safetensors file ({str(error)[:200]})")
+        return None
+
+
+def _check_tensors(
+    tensors: Mapping[str, _TensorInfo], settings: LoraSettings | None, spec: ModelSpec, problems: Problems
+) -> None:
+    """Every tensor belongs to a targeted module, every targeted module has both, and all shapes fit."""
+    found: dict[str, dict[str, _TensorInfo]] = defaultdict(dict)
+    for key, info in sorted(tensors.items()):
+        path, matrix = _parse_key(key)
+        if info.dtype not in _FLOAT_TYPES:
+            problems.add(key, f"has type {info.dtype}; F32, F16 and BF16 are read")
+        if matrix is None:
+            problems.add(key, "is not a LoRA A or B matrix of a linear layer, and nothing else can be used")
+        elif path in spec.head_modules:
+            problems.add(key, "adapts the embeddings or the output head, which is not supported")
+        elif path not in spec.modules:
+            problems.add(key, f"the base model has no linear layer {path}")
+        else:
+            found[path][matrix] = info
+    for path, matrices in found.items():
+        for absent in sorted({"A", "B"} - set(matrices)):
+            problems.add(f"{_KEY_PREFIX}{path}.lora_{absent}.weight", "missing: its partner is there")
+    if settings is not None:
+        try:
+            _check_targets(found, ModuleMatcher(settings), spec, problems)
+        except PatternTimeout:
+            problems.add("target_modules", "its patterns take too long to match")
+
+
+def _check_targets(
+    found: Mapping[str, Mapping[str, _TensorInfo]], matcher: ModuleMatcher, spec: ModelSpec, problems: Problems
+) -> None:
+    targeted = [path for path in spec.modules if matcher.is_targeted(path, is_linear=True)]
+    heads = [path for path in sorted(spec.head_modules) if matcher.is_targeted(path, is_linear=False)]
+    others = [path for path in sorted(spec.other_modules) if matcher.is_targeted(path, is_linear=False)]
+    if heads:
+        problems.add("target_modules", f"targets {_some(heads)}: embeddings and the output head cannot be adapted")
+    if others:
+        problems.add("target_modules", f"targets {_some(others)}, not a linear layer")
+    if not targeted:
+        problems.add("target_modules", "matches no linear layer of the base model")
+    bare = [path for path in targeted if path not in found]
+    if bare:
+        problems.add("target_modules", f"targets {_some(bare)}, for which {WEIGHTS_FILE} has no weights")
+    wanted = set(targeted)
+    for path, matrices in found.items():
+        if path not in wanted:
+            problems.add(f"{_KEY_PREFIX}{path}", "has weights, but target_modules does not target it")
+            continue
+        rank, _ = matcher.rank_and_scale(path)
+        in_features, out_features = spec.modules[path]
+        for matrix, shape in (("A", (rank, in_features)), ("B", (out_features, rank))):
+            info = matrices.get(matrix)
+            if info is not None and info.shape != shape:
+                key = f"{_KEY_PREFIX}{path}.lora_{matrix}.weight"
+                problems.add(key, f"has shape {list(info.shape)}, but {list(shape)} fits its rank and the base model")
+
+
+def _some(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+
+
+def _parse_key(key: str) -> tuple[str, str | None]:
+    """(module path, "A" or "B"), or (key, None) where the key is no LoRA matrix."""
+    for suffix, matrix in _MATRICES.items():
+        if key.startswith(_KEY_PREFIX) and key.endswith(suffix):
+            return key[len(_KEY_PREFIX) : -len(suffix)], matrix
+    return key, None
+
+
+def _pack(
+    folder: Path, uid: AdapterUid, matcher: ModuleMatcher, loaded: LoadedModel, problems: Problems
+) -> HostAdapter:
+    """Lays the matrices out by site and fills the buffer. Every tensor of the file has been checked to have a place."""
+    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+        targeted = {path for path, _ in map(_parse_key, file.keys())}
+        settings_of = {path: matcher.rank_and_scale(path) for path in targeted}
+        layout: list[_PlacedSite] = []
+        end = 0
+        for site in loaded.sites:
+            placed = _place_site(site, {path: settings_of[path][0] for path in targeted}, end)
+            if placed is not None:
+                layout.append(placed)
+                last = placed.slots[-1][3]
+                end = last.start + last.rows * last.columns
+        buffer = torch.empty(end, dtype=loaded.dtype, pin_memory=loaded.device.type == "cuda")
+        for placed in layout:
+            for slot, start, stop, b in placed.slots:
+                path = loaded.sites[placed.site].slots[slot].path
+                scale = settings_of[path][1]
+                a_source = file.get_tensor(f"{_KEY_PREFIX}{path}.lora_A.weight")
+                b_source = file.get_tensor(f"{_KEY_PREFIX}{path}.lora_B.weight")
+                a_target, b_target = placed.a.of(buffer)[start:stop], b.of(buffer)
+                a_target.copy_(a_source)
+                b_target.copy_(b_source.t().float() * scale)
+                for matrix, packed in (("A", a_target), ("B", b_target)):
+                    if not bool(torch.isfinite(packed).all()):
+                        key = f"{_KEY_PREFIX}{path}.lora_{matrix}.weight"
+                        problems.add(key, "holds NaN or infinite values (or overflows the model's number type)")
+    return HostAdapter(uid, buffer, tuple(layout))
+
+
+def _place_site(site: Site, ranks: Mapping[str, int], start: int) -> _PlacedSite | None:
+    """The site's place in the buffer from element `start` on: A of all its slots, then each slot's B."""
+    ranked = [(i, ranks[slot.path], slot) for i, slot in enumerate(site.slots) if slot.path in ranks]
+    if not ranked:
+        return None
+    total_rank = sum(rank for _, rank, _ in ranked)
+    a = _Placed(start, total_rank, site.in_features)
+    slots = []
+    next_start = start + total_rank * site.in_features
+    column = 0
+    for i, rank, slot in ranked:
+        b = _Placed(next_start, rank, slot.stop - slot.start)
+        slots.append((i, column, column + rank, b))
+        next_start += rank * (slot.stop - slot.start)
+        column += rank
+    return _PlacedSite(site.index, a, tuple(slots))

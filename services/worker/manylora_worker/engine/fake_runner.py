@@ -1,0 +1,275 @@
+"""A model that is no model: its next token is a hash of what a right engine would show it.
+
+FakeRunner owns fake KV blocks of bytes; FakeAdapterBackend owns pretended loads. Both keep the contracts of
+engine/api.py and complain where the engine breaks them, so the tests, the simulation and the benches run the whole
+engine without torch.
+
+A token's KV is 16 bytes: its id, its position, and a tag of the adapter that it was computed under. The next token is
+a blake2b over (seed, choice, output index, adapter, the whole context as read back through the block table). A wrong
+block, a missing copy, another adapter or position changes the text; `reference_tokens` says, from the request alone,
+what the text must be.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import struct
+from collections.abc import Callable, Collection, Sequence
+
+from manylora_shared.ids import AdapterUid, TenantId
+
+from manylora_worker.engine.api import (
+    AdapterEvent,
+    AdapterTier,
+    Logprobs,
+    Sampled,
+    Sampling,
+    SequenceChunk,
+    StepBatch,
+)
+
+_CELL = struct.Struct("<II8s")
+_HEAD = struct.Struct("<QII8s")
+
+
+class EngineFault(Exception):
+    """The engine broke a contract of engine/api.py."""
+
+
+class FakeRunner:
+    """A ModelRunner over bytes.
+
+    Args:
+        eos_token_id: drawn with probability 1 / `eos_one_in` and never else; None: no token is special.
+        pace: called once a step, to take as long as a model would.
+        tenant_of: a sequence's tenant; given, a block that comes from another tenant uncleared is a fault.
+        adapters_on_device: given, a chunk whose adapter is not among them is a fault.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int = 259,
+        max_context_tokens: int = 4096,
+        eos_token_id: int | None = None,
+        eos_one_in: int = 64,
+        pace: Callable[[StepBatch], None] | None = None,
+        tenant_of: Callable[[int], TenantId] | None = None,
+        adapters_on_device: Callable[[], Collection[AdapterUid]] | None = None,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.max_context_tokens = max_context_tokens
+        self.tenant_of = tenant_of
+        self.adapters_on_device = adapters_on_device
+        self.faults: list[str] = []
+        self._draw = TokenDraw(vocab_size, eos_token_id, eos_one_in)
+        self._pace = pace
+        self._block_bytes = block_size * _CELL.size
+        self._blocks = [bytearray(self._block_bytes) for _ in range(num_blocks)]
+        self._tenants: list[TenantId | None] = [None] * num_blocks
+
+    def execute(self, batch: StepBatch) -> Sequence[Sampled]:
+        for block_id in batch.clear_blocks:
+            self._blocks[block_id][:] = bytes(self._block_bytes)
+            self._tenants[block_id] = None
+        for source, target in batch.copy_blocks:
+            self._check(
+                self._tenants[target] in (None, self._tenants[source]), f"block {target} is copied into uncleared"
+            )
+            self._blocks[target][:] = self._blocks[source]
+            self._tenants[target] = self._tenants[source]
+        written: set[tuple[int, int]] = set()
+        for chunk in batch.chunks:
+            self._write(chunk, written)
+        sampled = [self._sample(chunk) for chunk in batch.chunks if chunk.samples]
+        if self._pace is not None:
+            self._pace(batch)
+        return sampled
+
+    def _check(self, condition: bool, fault: str) -> None:
+        if not condition:
+            self.faults.append(fault)
+            raise EngineFault(fault)
+
+    def _write(self, chunk: SequenceChunk, written: set[tuple[int, int]]) -> None:
+        if chunk.adapter_uid is not None and self.adapters_on_device is not None:
+            self._check(chunk.adapter_uid in self.adapters_on_device(), f"{chunk.adapter_uid} is not on the device")
+        self._check(len(chunk.token_ids) > 0, "a chunk without tokens")
+        end = chunk.start_position + len(chunk.token_ids)
+        self._check(end <= self.max_context_tokens, "past the model's context")
+        self._check(end <= len(chunk.block_table) * self.block_size, "the block table ends before the chunk")
+        tag = _adapter_tag(chunk.adapter_uid)
+        tenant = None if self.tenant_of is None else self.tenant_of(chunk.sequence_id)
+        for position, token_id in enumerate(chunk.token_ids, chunk.start_position):
+            block_id = chunk.block_table[position // self.block_size]
+            offset = position % self.block_size
+            self._check((block_id, offset) not in written, f"block {block_id} is written twice at {offset}")
+            written.add((block_id, offset))
+            if tenant is not None:
+                self._check(self._tenants[block_id] in (None, tenant), f"block {block_id} crosses tenants uncleared")
+                self._tenants[block_id] = tenant
+            _CELL.pack_into(self._blocks[block_id], offset * _CELL.size, token_id, position, tag)
+
+    def _sample(self, chunk: SequenceChunk) -> Sampled:
+        end = chunk.start_position + len(chunk.token_ids)
+        self._check(
+            end == len(chunk.prompt_token_ids) + len(chunk.output_token_ids),
+            "samples before the last token is computed",
+        )
+        self._check(chunk.output_index == len(chunk.output_token_ids), "the output index is not the output's length")
+        full, rest = divmod(end, self.block_size)
+        parts: list[bytes | bytearray] = [self._blocks[block_id] for block_id in chunk.block_table[:full]]
+        if rest:
+            parts.append(self._blocks[chunk.block_table[full]][: rest * _CELL.size])
+        token_id, logprobs = self._draw.draw(chunk.sampling, chunk.choice, chunk.output_index, chunk.adapter_uid, parts)
+        return Sampled(chunk.sequence_id, token_id, logprobs)
+
+
+class TokenDraw:
+    """The pretended distribution. Temperature 0 makes the text independent of seed and choice; all other sampling
+    parameters but `top_logprobs` are ignored."""
+
+    def __init__(self, vocab_size: int, eos_token_id: int | None, eos_one_in: int) -> None:
+        assert vocab_size > 1
+        assert eos_one_in > 0
+        self._vocab_size = vocab_size
+        self._eos_token_id = eos_token_id
+        self._eos_one_in = eos_one_in
+
+    def draw(
+        self,
+        sampling: Sampling,
+        choice: int,
+        output_index: int,
+        adapter_uid: AdapterUid | None,
+        context: Sequence[bytes | bytearray],
+    ) -> tuple[int, Logprobs | None]:
+        seed, choice = (0, 0) if sampling.is_greedy else (sampling.seed, choice)
+        head = _HEAD.pack(seed % 2**64, choice, output_index, _adapter_tag(adapter_uid))
+        digest = hashlib.blake2b(head, digest_size=16)
+        for part in context:
+            digest.update(part)
+        value = int.from_bytes(digest.digest(), "little")
+        token_id = self._token(value)
+        if sampling.top_logprobs is None:
+            return token_id, None
+        logprob = -(value % 1000) / 1000
+        ids = [token_id, *(i for i in range(sampling.top_logprobs + 1) if i != token_id)]
+        top = tuple((i, logprob - rank) for rank, i in enumerate(ids[: sampling.top_logprobs]))
+        return token_id, Logprobs(logprob, top)
+
+    def _token(self, value: int) -> int:
+        eos = self._eos_token_id
+        if eos is None:
+            return value % self._vocab_size
+        value, chance = divmod(value, self._eos_one_in)
+        if chance == 0:
+            return eos
+        token_id = value % (self._vocab_size - 1)
+        return token_id + (token_id >= eos)
+
+
+def reference_tokens(
+    prompt_token_ids: Sequence[int],
+    adapter_uid: AdapterUid | None,
+    seed: int,
+    choice: int,
+    count: int,
+    *,
+    greedy: bool = False,
+    vocab_size: int = 259,
+    eos_token_id: int | None = None,
+    eos_one_in: int = 64,
+    emitted_token_ids: Sequence[int] = (),
+    stop_token_ids: Collection[int] = (),
+) -> list[int]:
+    """The output of a FakeRunner behind a right engine: up to `count` tokens, `emitted_token_ids` included, ended
+    before the first stop token."""
+    draw = TokenDraw(vocab_size, eos_token_id, eos_one_in)
+    sampling = Sampling(seed=seed, temperature=0.0 if greedy else 1.0)
+    tag = _adapter_tag(adapter_uid)
+    context = bytearray()
+    for position, token_id in enumerate([*prompt_token_ids, *emitted_token_ids]):
+        context += _CELL.pack(token_id, position, tag)
+    output = list(emitted_token_ids)
+    while len(output) < count:
+        token_id, _ = draw.draw(sampling, choice, len(output), adapter_uid, [context])
+        if token_id in stop_token_ids:
+            break
+        context += _CELL.pack(token_id, len(prompt_token_ids) + len(output), tag)
+        output.append(token_id)
+    return output
+
+
+class FakeAdapterBackend:
+    """An AdapterBackend without weights. A load ends at the first `poll` at or after its time.
+
+    Args:
+        clock: seconds; the loop's time in the simulation.
+        size_bytes: of an adapter.
+        load_s: seconds of a load to a tier.
+        error_of: why a load to a tier fails; None: it does not.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        size_bytes: Callable[[AdapterUid], int] = lambda uid: 1,
+        load_s: Callable[[AdapterUid, AdapterTier], float] = lambda uid, tier: 0.0,
+        error_of: Callable[[AdapterUid, AdapterTier], str | None] = lambda uid, tier: None,
+    ) -> None:
+        self._clock = clock
+        self._size_bytes = size_bytes
+        self._load_s = load_s
+        self._error_of = error_of
+        self._loads: dict[AdapterUid, tuple[float, AdapterTier]] = {}
+        self.on_host: dict[AdapterUid, None] = {}
+        self.on_device: dict[AdapterUid, None] = {}
+        self.is_closed = False
+
+    def start_host_load(self, uid: AdapterUid) -> None:
+        assert uid not in self._loads, "one load an adapter at a time"
+        assert uid not in self.on_host
+        self._loads[uid] = (self._clock() + self._load_s(uid, AdapterTier.HOST), AdapterTier.HOST)
+
+    def start_device_load(self, uid: AdapterUid) -> None:
+        assert uid not in self._loads, "one load an adapter at a time"
+        assert uid in self.on_host
+        assert uid not in self.on_device
+        self._loads[uid] = (self._clock() + self._load_s(uid, AdapterTier.DEVICE), AdapterTier.DEVICE)
+
+    def poll(self) -> Sequence[AdapterEvent]:
+        if not self._loads:
+            return ()
+        now = self._clock()
+        events: list[AdapterEvent] = []
+        for uid in [uid for uid, (due, _) in self._loads.items() if due <= now]:
+            _, tier = self._loads.pop(uid)
+            error = self._error_of(uid, tier)
+            if error is None:
+                (self.on_host if tier is AdapterTier.HOST else self.on_device)[uid] = None
+            size_bytes = self._size_bytes(uid) if tier is AdapterTier.HOST and error is None else 0
+            events.append(AdapterEvent(uid, tier, size_bytes, error))
+        return events
+
+    def drop_device(self, uid: AdapterUid) -> None:
+        del self.on_device[uid]
+
+    def drop_host(self, uid: AdapterUid) -> None:
+        assert uid not in self._loads, "its copy to the device is under way"
+        del self.on_host[uid]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@functools.lru_cache(maxsize=4096)
+def _adapter_tag(adapter_uid: AdapterUid | None) -> bytes:
+    """8 bytes that differ from adapter to adapter, and from the base model's zeros."""
+    return bytes(8) if adapter_uid is None else hashlib.blake2b(adapter_uid.encode(), digest_size=8).digest()

@@ -1,0 +1,95 @@
+"""The paged KV cache: owns the one tensor that holds keys and values of all layers, and nothing about who uses it.
+
+Which block belongs to whom is the block pool's business; this module only turns block ids into rows. The arena is
+block-major: a block holds the KV of `block_size` tokens for all layers, so clearing and copying a block are one
+contiguous write each.
+
+    arena row = block * (2 * num_layers) + 2 * layer + (0 keys | 1 values)    holds [block_size, kv_heads, head_dim]
+    token row = arena row * block_size + position % block_size                holds [kv_heads, head_dim]
+
+Both are affine in the layer, so one index tensor a step serves every layer: the view of a layer starts
+`2 * layer + kv` arena rows further on, and the index holds `block * 2 * num_layers` (see `block_rows`, `token_rows`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class KvGeometry:
+    """What one token stores: the same in every layer (models where it differs are refused by the loader)."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of one token's keys (or values) in one layer."""
+        return self.num_kv_heads * self.head_dim
+
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one token's keys and values over all layers."""
+        return 2 * self.num_layers * self.row_elements * dtype.itemsize
+
+    def blocks_in(self, budget_bytes: int, block_size: int, dtype: torch.dtype) -> int:
+        """How many blocks of `block_size` tokens fit in `budget_bytes`."""
+        return budget_bytes // (self.token_bytes(dtype) * block_size)
+
+
+class KvCache:
+    """The arena and its per-layer views. Used by the engine thread only."""
+
+    def __init__(
+        self, geometry: KvGeometry, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"a KV cache of {num_blocks} blocks of {block_size} tokens holds nothing")
+        self.geometry = geometry
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        rows_per_block = 2 * geometry.num_layers
+        row_elements = geometry.row_elements
+        self._arena = torch.zeros(num_blocks * rows_per_block, block_size * row_elements, dtype=dtype, device=device)
+        self._by_block_id = self._arena.view(num_blocks, rows_per_block * block_size * row_elements)
+        by_token = self._arena.view(num_blocks * rows_per_block * block_size, row_elements)
+        layers = range(geometry.num_layers)
+        self._block_views = [(self._arena[2 * i :], self._arena[2 * i + 1 :]) for i in layers]
+        self._token_views = [(by_token[2 * i * block_size :], by_token[(2 * i + 1) * block_size :]) for i in layers]
+
+    @property
+    def size_bytes(self) -> int:
+        return self._arena.nbytes
+
+    def block_row(self, block_id: int) -> int:
+        """The block's row in every view of `layer_blocks`."""
+        return block_id * 2 * self.geometry.num_layers
+
+    def token_row(self, block_id: int, offset: int) -> int:
+        """The row, in every view of `layer_tokens`, of the token at `offset` in the block."""
+        return block_id * 2 * self.geometry.num_layers * self.block_size + offset
+
+    def layer_blocks(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer by block: rows of [block_size * kv_heads * head_dim], indexed by `block_row`."""
+        return self._block_views[layer]
+
+    def write(self, layer: int, token_rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Stores keys and values [num_tokens, kv_heads * head_dim] at `token_rows` [num_tokens]."""
+        key_view, value_view = self._token_views[layer]
+        key_view.index_copy_(0, token_rows, keys)
+        value_view.index_copy_(0, token_rows, values)
+
+    def clear_blocks(self, block_ids: Tensor) -> None:
+        """Zeroes whole blocks. block_ids: [n]."""
+        self._by_block_id.index_fill_(0, block_ids, 0)
+
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        """Copies whole blocks, all reads before all writes. sources, targets: [n]."""
+        self._by_block_id.index_copy_(0, targets, self._by_block_id.index_select(0, sources))

@@ -1,0 +1,133 @@
+"""One request in the engine, and its choices.
+
+A SequenceGroup is a request; it owns one Sequence a choice. EngineCore creates both and StepPlanner moves sequences
+between its queues; only these two write them, on the engine's thread. Nothing here decides anything.
+
+    WAITING_ADAPTER --> WAITING <--> PREFILL --> DECODE --> FINISHED
+                           ^---------(preempted)---'        (from any state)
+
+A sequence's tokens are prompt + output. The KV of the first `num_computed_tokens` of them stands in its blocks. While
+decoding exactly the newest token is missing. A preempted sequence loses its blocks and keeps its output: it prefills
+prompt + output again and samples the next token at the same output index, so its text goes on as it would have.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from manylora_shared.ids import TenantId
+
+from manylora_worker.engine.api import EngineRequest, FinishReason
+
+
+class SequenceStatus(enum.Enum):
+    WAITING_ADAPTER = "waiting_adapter"
+    """Its adapter is not on the device yet."""
+    WAITING = "waiting"
+    """For a slot and blocks. Holds no blocks."""
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+_LEGAL: dict[SequenceStatus, tuple[SequenceStatus, ...]] = {
+    SequenceStatus.WAITING_ADAPTER: (SequenceStatus.WAITING, SequenceStatus.FINISHED),
+    SequenceStatus.WAITING: (SequenceStatus.PREFILL, SequenceStatus.FINISHED),
+    SequenceStatus.PREFILL: (SequenceStatus.DECODE, SequenceStatus.WAITING, SequenceStatus.FINISHED),
+    SequenceStatus.DECODE: (SequenceStatus.WAITING, SequenceStatus.FINISHED),
+    SequenceStatus.FINISHED: (),
+}
+
+
+class Sequence:
+    """One choice of a request."""
+
+    __slots__ = (
+        "block_table",
+        "choice",
+        "finish_reason",
+        "group",
+        "num_computed_tokens",
+        "order",
+        "output_token_ids",
+        "sequence_id",
+        "status",
+    )
+
+    def __init__(self, sequence_id: int, group: SequenceGroup, choice: int) -> None:
+        self.sequence_id = sequence_id
+        self.group = group
+        self.choice = choice
+        self.order = (group.arrival, choice)
+        """Total order by age: the smaller is the older."""
+        self.status = SequenceStatus.WAITING_ADAPTER
+        self.output_token_ids: list[int] = list(group.request.emitted_token_ids)
+        self.num_computed_tokens = 0
+        self.block_table: list[int] = []
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def tenant_id(self) -> TenantId:
+        return self.group.request.tenant_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.group.request.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    @property
+    def slots(self) -> int:
+        """Places among the running sequences that it needs: before the fork also those of the choices behind it."""
+        return 1 if self.group.is_forked else self.group.num_unfinished
+
+    def tokens(self, start: int, end: int) -> tuple[int, ...]:
+        """Tokens [start, end) of prompt + output."""
+        prompt = self.group.request.prompt_token_ids
+        in_prompt = len(prompt)
+        if end <= in_prompt:
+            return prompt[start:end]
+        if start >= in_prompt:
+            return tuple(self.output_token_ids[start - in_prompt : end - in_prompt])
+        return prompt[start:] + tuple(self.output_token_ids[: end - in_prompt])
+
+    def move_to(self, status: SequenceStatus) -> None:
+        assert status in _LEGAL[self.status], f"{self.status.name} -> {status.name} is not a legal transition"
+        self.status = status
+
+
+@dataclass
+class GroupTimes:
+    """When a request reached each phase, in the caller's `now`; None: not reached."""
+
+    added_s: float
+    adapter_ready_s: float | None = None
+    first_step_s: float | None = None
+    first_token_s: float | None = None
+
+
+@dataclass(eq=False)
+class SequenceGroup:
+    """A request and its choices. The prompt is computed once, by the *leader* (the first choice not finished); when it
+    is through, the others share its blocks and start from the prompt's last token (`is_forked`)."""
+
+    request: EngineRequest
+    arrival: int
+    times: GroupTimes
+    sequences: list[Sequence] = field(default_factory=list)
+    is_forked: bool = False
+
+    @property
+    def num_unfinished(self) -> int:
+        return sum(not s.is_finished for s in self.sequences)
+
+    @property
+    def leader(self) -> Sequence | None:
+        return next((s for s in self.sequences if not s.is_finished), None)

@@ -1,0 +1,123 @@
+"""Puts the torch half of a worker together: the model, its KV cache, its runner and its adapter backend.
+
+Owns nothing: the parts are handed to the caller, who closes the backend. Importing this module imports torch; the rest
+of the worker does so only through it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from manylora_shared.ids import AdapterUid
+
+from manylora_worker.adapters.backend import TorchAdapterBackend
+from manylora_worker.adapters.lora_linear import LoraPlanner
+from manylora_worker.adapters.source import AdapterLimits, read_adapter
+from manylora_worker.engine.kv_cache import MIB, KvCache
+from manylora_worker.engine.model_runner import TorchModelRunner
+from manylora_worker.loader import LoadedModel, ModelRefused, ModelSpec, Quantization, load_model
+
+_LOG = logging.getLogger(__name__)
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_PRODUCT_OVERHEAD_FLOPS = {"cpu": 2e5, "cuda": 2e9}
+"""Work that takes as long as starting one small product: about 4 us on either."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What the engine needs to know, as plain values.
+
+    Attributes:
+        model: a folder, or a hub id in the local cache; `model_name` is what it is served as (default: its last part).
+        dtype: "float32", "bfloat16" or "float16".
+        num_blocks: KV blocks; 0: as many as fit in `kv_cache_mb` MiB.
+        adapter_store: the folder above `objects/`.
+        joined_adapter_mb: bound on the copies that join the adapters of a step, see LoraPlanner.
+    """
+
+    model: str
+    adapter_store: Path
+    model_name: str = ""
+    device: str = "cpu"
+    dtype: str = "float32"
+    quantization: Quantization = "none"
+    kv_cache_mb: int = 512
+    num_blocks: int = 0
+    block_size: int = 16
+    max_lora_rank: int = 64
+    joined_adapter_mb: int = 256
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    runner: TorchModelRunner
+    backend: TorchAdapterBackend
+    spec: ModelSpec
+    validate: Callable[[Path], AdapterUid]
+    """Reads the adapter in a folder as a load would, keeps nothing, and returns its uid. Raises AdapterInvalid. May run
+    on any thread."""
+
+
+def build_engine_parts(options: EngineOptions, *, notify: Callable[[], None] = lambda: None) -> EngineParts:
+    """Loads the model and allocates the cache.
+
+    Args:
+        notify: see TorchAdapterBackend.
+
+    Raises:
+        ModelRefused: the model cannot be served with these options.
+    """
+    if options.dtype not in _DTYPES:
+        raise ModelRefused(f"dtype {options.dtype!r} is none of {', '.join(_DTYPES)}")
+    loaded = load_model(
+        options.model,
+        name=options.model_name,
+        dtype=_DTYPES[options.dtype],
+        device=options.device,
+        quantization=options.quantization,
+        threads=options.threads,
+    )
+    cache = _build_cache(loaded, options)
+    planner = LoraPlanner(
+        product_overhead_flops=_PRODUCT_OVERHEAD_FLOPS.get(loaded.device.type, _PRODUCT_OVERHEAD_FLOPS["cuda"]),
+        max_joined_weights=options.joined_adapter_mb * MIB // loaded.dtype.itemsize,
+    )
+    runner = TorchModelRunner(loaded, cache, planner)
+    limits = AdapterLimits(max_rank=options.max_lora_rank)
+    backend = TorchAdapterBackend(options.adapter_store / "objects", loaded, runner, limits, notify=notify)
+    return EngineParts(
+        runner=runner,
+        backend=backend,
+        spec=loaded.spec,
+        validate=lambda folder: read_adapter(folder, loaded, limits).uid,
+    )
+
+
+def _build_cache(loaded: LoadedModel, options: EngineOptions) -> KvCache:
+    kv = loaded.spec.kv
+    num_blocks = options.num_blocks or kv.blocks_in(options.kv_cache_mb * MIB, options.block_size, loaded.dtype)
+    if num_blocks < 1:
+        raise ModelRefused(f"kv_cache_mb: {options.kv_cache_mb} MiB hold no block of {options.block_size} tokens")
+    cache = KvCache(kv, num_blocks=num_blocks, block_size=options.block_size, dtype=loaded.dtype, device=loaded.device)
+    weight_bytes = sum(p.nbytes for p in loaded.model.parameters())
+    _LOG.info(
+        "model %s (%s, %s, %s): %.1f MiB of weights, %d linear layers in %d products; "
+        "KV cache %.1f MiB: %d blocks of %d tokens, %d bytes a token",
+        loaded.spec.name,
+        loaded.spec.model_type,
+        options.dtype,
+        options.quantization,
+        weight_bytes / MIB,
+        len(loaded.spec.modules),
+        len(loaded.sites),
+        cache.size_bytes / MIB,
+        num_blocks,
+        options.block_size,
+        kv.token_bytes(loaded.dtype),
+    )
+    return cache

@@ -1,0 +1,84 @@
+"""`manylora adapter ...`: uploads with a progress bar, lists, removals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+
+from manylora.cli.output import print_json, print_table, stderr_console, write
+from manylora.client import AdapterInfo, Client
+from manylora.client.aio import Progress
+
+STORE_PREFIX = "store:"
+
+
+async def add(server: str, tenant: str, name: str, path: str, *, as_json: bool) -> None:
+    async with Client(server) as client:
+        if path.startswith(STORE_PREFIX):
+            added = await client.adapters.add_from_store(tenant, name, path.removeprefix(STORE_PREFIX))
+        else:
+            with _progress(f"{tenant}/{name}") as on_progress:
+                added = await client.adapters.add(tenant, name, path, on_progress=on_progress)
+    if as_json:
+        print_json(added)
+    else:
+        write(f"{added.tenant_id}/{added.name}: added, version {added.version}, rank {added.max_lora_rank}\n")
+
+
+async def list_all(server: str, tenant: str, *, as_json: bool) -> None:
+    async with Client(server) as client:
+        adapters = await client.adapters.list(tenant)
+    if as_json:
+        print_json({"adapters": adapters})
+    else:
+        columns = ("tenant", "adapter", "version", "rank", "size", "modules", "created")
+        print_table(columns, [_row(a) for a in adapters], empty="there are no adapters")
+
+
+async def remove(server: str, tenant: str, name: str, *, as_json: bool) -> None:
+    async with Client(server) as client:
+        await client.adapters.remove(tenant, name)
+    if as_json:
+        print_json({"tenant_id": tenant, "name": name, "removed": True})
+    else:
+        write(f"{tenant}/{name}: removed\n")
+
+
+def _row(adapter: AdapterInfo) -> tuple[object, ...]:
+    created = datetime.fromtimestamp(adapter.created_unix_s, UTC).isoformat(timespec="seconds")
+    return (
+        adapter.tenant_id,
+        adapter.name,
+        adapter.version[:12],
+        adapter.max_lora_rank,
+        f"{adapter.size_bytes / 1e6:.2f} MB",
+        ",".join(adapter.target_modules),
+        created,
+    )
+
+
+@contextmanager
+def _progress(label: str) -> Iterator[Progress | None]:
+    """A bar on stderr where that is a terminal."""
+    console = stderr_console()
+    if not console.is_terminal:
+        yield None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress as Bars, TextColumn, TransferSpeedColumn
+
+    with Bars(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        console=console,
+        transient=True,
+    ) as bars:
+        task = bars.add_task(f"uploading {label}", total=None)
+
+        def on_progress(sent_bytes: int, total_bytes: int) -> None:
+            text = f"checking {label}" if sent_bytes == total_bytes else f"uploading {label}"
+            bars.update(task, completed=sent_bytes, total=total_bytes, description=text)
+
+        yield on_progress

@@ -1,0 +1,95 @@
+"""Where a command's words go. Owns the process's stdout for results and stderr for the rest; knows the exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import sys
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from manylora.client import RequestFailed
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+def stderr_console() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+def say(text: str) -> None:
+    """A line to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def write(text: str) -> None:
+    """Text to stdout as it is, at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def print_json(value: object) -> None:
+    """One line of JSON to stdout."""
+    write(json.dumps(value, default=_plain, ensure_ascii=False) + "\n")
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, empty: str) -> None:
+    """A table on stdout; where there are no rows, the sentence `empty` on stderr."""
+    if not rows:
+        say(empty)
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, width=10_000)
+    console.print(table)
+
+
+def usage_error(message: str) -> typer.Exit:
+    """For `raise usage_error(...)`: the command was called wrongly."""
+    say(f"Error: {message}")
+    return typer.Exit(EXIT_USAGE)
+
+
+def run(work: Coroutine[Any, Any, None], *, as_json: bool) -> None:
+    """Runs a command's coroutine and turns how it ends into an exit code."""
+    from manylora.client import RequestFailed
+
+    try:
+        asyncio.run(work)
+    except RequestFailed as error:
+        report(error, as_json=as_json)
+        raise typer.Exit(EXIT_FAILED) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def report(error: RequestFailed, *, as_json: bool, others: Mapping[str, object] | None = None) -> None:
+    """A failed request on stderr and, with --json, on stdout. `others`: what was reached before, beside `error`."""
+    say(f"{error.code}: {error.message}")
+    if error.retry_after_s is not None:
+        say(f"try again in {error.retry_after_s:g} s")
+    if as_json:
+        print_json({"error": error.to_json(), **(others or {})})
+
+
+def _plain(value: object) -> object:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    raise TypeError(f"{type(value).__name__} has no JSON form")

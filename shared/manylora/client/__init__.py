@@ -1,0 +1,68 @@
+"""The public client: `Client` (asyncio) and `SyncClient`, over the stubs of `manylora.v1`.
+
+    async with Client("127.0.0.1:7070", tenant="acme") as client:
+        async with client.generate("do:ab3=", adapter="upper", max_tokens=32) as stream:
+            async for event in stream:
+                ...
+        result = await client.complete("do:ab3=", adapter="upper")
+
+Every failure of a request is a `RequestFailed` with the status's code, message, field violations and retry hint. The client
+holds one connection and no other state: it may be shared by any number of tasks (SyncClient: threads).
+"""
+
+from manylora.client.aio import Client, GenerateStream
+from manylora.client.folder import AdapterFolder
+from manylora.client.retry import DEFAULT_RETRY, RetryPolicy
+from manylora.client.sync import SyncClient, SyncGenerateStream
+from manylora.client.types import (
+    AdapterInfo,
+    Choice,
+    ClusterStatus,
+    Delta,
+    Event,
+    FieldViolation,
+    Finished,
+    FlowStatus,
+    Models,
+    PositionLogprobs,
+    RequestFailed,
+    Result,
+    RouterStatus,
+    Sampling,
+    SchedulerStatus,
+    Started,
+    TenantInfo,
+    Timings,
+    Usage,
+    WorkerStatus,
+)
+
+__all__ = [
+    "DEFAULT_RETRY",
+    "AdapterFolder",
+    "AdapterInfo",
+    "Choice",
+    "Client",
+    "ClusterStatus",
+    "Delta",
+    "Event",
+    "FieldViolation",
+    "Finished",
+    "FlowStatus",
+    "GenerateStream",
+    "Models",
+    "PositionLogprobs",
+    "RequestFailed",
+    "Result",
+    "RetryPolicy",
+    "RouterStatus",
+    "Sampling",
+    "SchedulerStatus",
+    "Started",
+    "SyncClient",
+    "SyncGenerateStream",
+    "TenantInfo",
+    "Timings",
+    "Usage",
+    "WorkerStatus",
+]

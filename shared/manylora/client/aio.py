@@ -1,0 +1,438 @@
+"""The asyncio client. Owns one channel to one router; all methods may run concurrently.
+
+A stream's state machine: idle -> (connecting, maybe several attempts) -> running -> ended. Attempts are repeated only before
+the first frame. Leaving a stream early cancels its call, which frees its work on the worker at the next token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
+from manylora_shared.errors import Code, RpcError
+from manylora_shared.transport.base import Channel, Method, Stream, Transport, methods_of
+from manylora_shared.transport.grpc_transport import GrpcTransport
+
+from manylora.client.folder import AdapterFolder
+from manylora.client.retry import DEFAULT_RETRY, RetryPolicy
+from manylora.client.types import (
+    AdapterInfo,
+    ClusterStatus,
+    Collector,
+    Event,
+    Models,
+    RequestFailed,
+    Result,
+    Sampling,
+    TenantInfo,
+    adapter_from,
+    event_from,
+    models_from,
+    status_from,
+    tenant_from,
+)
+from manylora.v1 import admin_pb2, inference_pb2
+
+DEFAULT_SERVER = "127.0.0.1:7070"
+DEFAULT_TIMEOUT_S = 30.0
+"""Of calls with one answer. Streams have no deadline unless one is given."""
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""Text, token ids, or chat messages ({"role": ..., "content": ...})."""
+Progress = Callable[[int, int], None]
+"""Called with (bytes sent, bytes in all)."""
+
+_INFERENCE = methods_of(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"])
+_ADMIN = methods_of(admin_pb2.DESCRIPTOR.services_by_name["AdminService"])
+_HEALTH = methods_of(health_pb2.DESCRIPTOR.services_by_name["Health"])
+
+
+class _Caller:
+    """One connection, its retry policy and its randomness; shared by the client and its parts."""
+
+    def __init__(self, channel: Channel, retry: RetryPolicy | None, rng: random.Random) -> None:
+        self.channel = channel
+        self.retry = retry
+        self.rng = rng
+
+    async def wait_to_repeat(
+        self, error: RpcError, attempt: int, deadline: float | None, *, repeatable: bool = True
+    ) -> bool:
+        """Sleeps until the next attempt; False (at once) where there shall be none."""
+        delay_s = self.retry.delay_s(error, attempt, self.rng, repeatable=repeatable) if self.retry else None
+        if delay_s is None or (deadline is not None and time.monotonic() + delay_s >= deadline):
+            return False
+        await asyncio.sleep(delay_s)
+        return True
+
+    async def call(
+        self,
+        method: Method,
+        request: Message,
+        *,
+        timeout_s: float | None,
+        metadata: Mapping[str, str] | None = None,
+        repeatable: bool = True,
+    ) -> Any:
+        deadline = _deadline(timeout_s)
+        attempt = 1
+        while True:
+            try:
+                return await self.channel.call(method, request, timeout=_left_s(deadline), metadata=metadata)
+            except RpcError as error:
+                if not await self.wait_to_repeat(error, attempt, deadline, repeatable=repeatable):
+                    raise RequestFailed.of(error) from None
+            attempt += 1
+
+
+class GenerateStream:
+    """The events of one request, in order: one Started, Deltas, one Finished. One reader.
+
+    Use it as an async context manager where it may be left early: leaving cancels the request.
+    """
+
+    def __init__(
+        self,
+        caller: _Caller,
+        request: inference_pb2.GenerateRequest,
+        metadata: Mapping[str, str],
+        timeout_s: float | None,
+    ) -> None:
+        self._caller = caller
+        self._request = request
+        self._metadata = metadata
+        self._deadline = _deadline(timeout_s)
+        self._stream: Stream | None = None
+        self._collector = Collector()
+        self._ended = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        while not self._ended:
+            message = await self._read()
+            if message is None:
+                self._ended = True
+                break
+            event = event_from(message)
+            if event is not None:
+                self._collector.add(event)
+                return event
+        raise StopAsyncIteration
+
+    async def collect(self) -> Result:
+        """Reads to the end. What was read before counts too."""
+        async for _ in self:
+            pass
+        return self.result()
+
+    def result(self) -> Result:
+        """What has come so far; after the end, the whole answer."""
+        return self._collector.result()
+
+    def cancel(self) -> None:
+        """Ends the request. Safe to call again, and after the end."""
+        self._ended = True
+        if self._stream is not None:
+            self._stream.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    async def _read(self) -> inference_pb2.GenerateResponse | None:
+        try:
+            message = await (self._stream.read() if self._stream is not None else self._first())
+        except RpcError as error:
+            self._ended = True
+            raise RequestFailed.of(error, None if self._collector.is_empty else self.result()) from None
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        assert message is None or isinstance(message, inference_pb2.GenerateResponse)
+        return message
+
+    async def _first(self) -> Any:
+        """The first frame, after as many attempts as the policy allows."""
+        attempt = 1
+        while True:
+            stream = self._caller.channel.stream(
+                _INFERENCE["Generate"], self._request, timeout=_left_s(self._deadline), metadata=self._metadata
+            )
+            self._stream = stream
+            try:
+                return await stream.read()
+            except RpcError as error:
+                if self._ended or not await self._caller.wait_to_repeat(error, attempt, self._deadline):
+                    raise
+            attempt += 1
+
+
+class Tenants:
+    """Policies of tenants."""
+
+    def __init__(self, caller: _Caller) -> None:
+        self._caller = caller
+
+    async def apply(self, policy_yaml: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[str, int]:
+        """Creates or replaces one tenant's policy (one YAML document). Returns its tenant id and version."""
+        request = admin_pb2.ApplyTenantRequest(policy_yaml=policy_yaml)
+        answer = await self._caller.call(_ADMIN["ApplyTenant"], request, timeout_s=timeout_s)
+        return answer.tenant_id, answer.version
+
+    async def get(self, tenant_id: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> TenantInfo:
+        request = admin_pb2.GetTenantRequest(tenant_id=tenant_id)
+        return tenant_from((await self._caller.call(_ADMIN["GetTenant"], request, timeout_s=timeout_s)).tenant)
+
+    async def list(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[TenantInfo, ...]:
+        answer = await self._caller.call(_ADMIN["ListTenants"], admin_pb2.ListTenantsRequest(), timeout_s=timeout_s)
+        return tuple(tenant_from(t) for t in answer.tenants)
+
+    async def delete(self, tenant_id: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+        """Removes the policy and the tenant's adapters. Returns how many adapters went."""
+        request = admin_pb2.DeleteTenantRequest(tenant_id=tenant_id)
+        answer = await self._caller.call(_ADMIN["DeleteTenant"], request, timeout_s=timeout_s, repeatable=False)
+        return int(answer.removed_adapters)
+
+
+class Adapters:
+    """Adapters in tenants' namespaces."""
+
+    def __init__(self, caller: _Caller) -> None:
+        self._caller = caller
+
+    async def add(
+        self,
+        tenant_id: str,
+        name: str,
+        path: Path | str,
+        *,
+        on_progress: Progress | None = None,
+        timeout_s: float = 300.0,
+    ) -> AdapterInfo:
+        """Uploads a PEFT folder. The folder is looked at first: what the server would surely refuse is not sent."""
+        folder = AdapterFolder.open(Path(path))
+        header = admin_pb2.AddAdapterHeader(tenant_id=tenant_id, name=name)
+        return await self._add(header, folder, on_progress, timeout_s)
+
+    async def add_from_store(
+        self, tenant_id: str, name: str, store_path: str, *, timeout_s: float = 300.0
+    ) -> AdapterInfo:
+        """Registers a folder that stands in the cluster's adapter store already (a path relative to its root)."""
+        header = admin_pb2.AddAdapterHeader(tenant_id=tenant_id, name=name, store_path=store_path)
+        return await self._add(header, None, None, timeout_s)
+
+    async def list(self, tenant_id: str = "", *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[AdapterInfo, ...]:
+        """The tenant's adapters; without a tenant those of all."""
+        request = admin_pb2.ListAdaptersRequest(tenant_id=tenant_id)
+        answer = await self._caller.call(_ADMIN["ListAdapters"], request, timeout_s=timeout_s)
+        return tuple(adapter_from(a) for a in answer.adapters)
+
+    async def remove(self, tenant_id: str, name: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        request = admin_pb2.RemoveAdapterRequest(tenant_id=tenant_id, name=name)
+        await self._caller.call(_ADMIN["RemoveAdapter"], request, timeout_s=timeout_s, repeatable=False)
+
+    async def _add(
+        self,
+        header: admin_pb2.AddAdapterHeader,
+        folder: AdapterFolder | None,
+        on_progress: Progress | None,
+        timeout_s: float,
+    ) -> AdapterInfo:
+        stream = self._caller.channel.stream(_ADMIN["AddAdapter"], timeout=timeout_s)
+        try:
+            for message, sent_bytes in _parts(header, folder):
+                await stream.write(message)
+                if on_progress is not None and folder is not None:
+                    on_progress(sent_bytes, folder.size_bytes)
+            await stream.close_send()
+            answer = await stream.read()
+        except RpcError as error:
+            raise RequestFailed.of(error) from None
+        finally:
+            stream.cancel()
+        if answer is None:
+            raise RequestFailed(Code.INTERNAL.name, "the server ended the upload without an answer")
+        return adapter_from(answer.adapter)
+
+
+class Client:
+    """A connection to one router.
+
+    Args:
+        server: `host:port`. It is dialled at the first call, and again by itself after a loss.
+        tenant: the tenant in whose name requests are sent, where a call names no other.
+        retry: see RetryPolicy; None switches it off.
+        transport: how to connect; the default speaks gRPC.
+    """
+
+    def __init__(
+        self,
+        server: str = DEFAULT_SERVER,
+        *,
+        tenant: str = "",
+        retry: RetryPolicy | None = DEFAULT_RETRY,
+        transport: Transport | None = None,
+    ) -> None:
+        self.server = server
+        self._tenant = tenant
+        self._caller = _Caller((transport or GrpcTransport()).connect(server), retry, random.Random())
+        self.tenants = Tenants(self._caller)
+        self.adapters = Adapters(self._caller)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        tenant: str = "",
+        adapter: str = "",
+        qos_class: str = "",
+        priority: int | None = None,
+        max_tokens: int = 0,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        n: int = 1,
+        timeout_s: float | None = None,
+        idempotency_key: str = "",
+        traceparent: str = "",
+    ) -> GenerateStream:
+        """Starts one request when the stream is first read.
+
+        Args:
+            adapter: its name in the tenant's namespace; empty: the base model.
+            qos_class: interactive, standard or batch; empty: the server's default.
+            max_tokens: per choice; 0: the server's default.
+            timeout_s: the deadline of the whole request, attempts and queueing included.
+        """
+        request = inference_pb2.GenerateRequest(
+            max_tokens=max_tokens,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
+            ignore_eos=ignore_eos,
+            n=n,
+        )
+        if sampling is not None:
+            request.sampling.CopyFrom(sampling.to_message())
+        _set_prompt(request, prompt)
+        metadata = _metadata(
+            tenant=tenant or self._tenant,
+            qos_class=qos_class,
+            adapter=adapter,
+            priority=priority,
+            idempotency_key=idempotency_key,
+            traceparent=traceparent,
+        )
+        return GenerateStream(self._caller, request, metadata, timeout_s)
+
+    async def complete(self, prompt: Prompt, **options: Any) -> Result:
+        """`generate`, read to the end. Takes the same options."""
+        async with self.generate(prompt, **options) as stream:
+            return await stream.collect()
+
+    async def list_models(self, *, tenant: str = "", timeout_s: float = DEFAULT_TIMEOUT_S) -> Models:
+        metadata = _metadata(tenant=tenant or self._tenant)
+        request = inference_pb2.ListModelsRequest()
+        return models_from(
+            await self._caller.call(_INFERENCE["ListModels"], request, timeout_s=timeout_s, metadata=metadata)
+        )
+
+    async def status(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> ClusterStatus:
+        return status_from(
+            await self._caller.call(_ADMIN["GetStatus"], admin_pb2.GetStatusRequest(), timeout_s=timeout_s)
+        )
+
+    async def wait_until_serving(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Returns once the server's health says SERVING; raises RequestFailed with DEADLINE_EXCEEDED otherwise."""
+        deadline = time.monotonic() + timeout_s
+        last = "no answer yet"
+        while (left_s := deadline - time.monotonic()) > 0:
+            try:
+                answer = await self._caller.channel.call(
+                    _HEALTH["Check"], health_pb2.HealthCheckRequest(), timeout=min(2.0, left_s)
+                )
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+                last = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+            except RpcError as error:
+                last = str(error)
+            await asyncio.sleep(0.05)
+        raise RequestFailed(Code.DEADLINE_EXCEEDED.name, f"{self.server} was not serving in {timeout_s:g} s: {last}")
+
+    async def close(self) -> None:
+        await self._caller.channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def _deadline(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else time.monotonic() + timeout_s
+
+
+def _left_s(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif prompt and isinstance(prompt[0], Mapping):
+        request.chat.SetInParent()
+        for message in prompt:
+            assert isinstance(message, Mapping), "a prompt is text, token ids or chat messages, not a mixture"
+            request.chat.messages.add(role=message["role"], content=message["content"])
+    else:
+        request.token_ids.SetInParent()
+        request.token_ids.ids.extend(token for token in prompt if isinstance(token, int))
+        assert len(request.token_ids.ids) == len(prompt), "a prompt is text, token ids or chat messages, not a mixture"
+
+
+def _metadata(
+    *,
+    tenant: str,
+    qos_class: str = "",
+    adapter: str = "",
+    priority: int | None = None,
+    idempotency_key: str = "",
+    traceparent: str = "",
+) -> dict[str, str]:
+    values = {
+        "x-tenant-id": tenant,
+        "x-request-class": qos_class,
+        "x-adapter-id": adapter,
+        "x-priority": "" if priority is None else str(priority),
+        "idempotency-key": idempotency_key,
+        "traceparent": traceparent,
+    }
+    return {key: value for key, value in values.items() if value}
+
+
+def _parts(
+    header: admin_pb2.AddAdapterHeader, folder: AdapterFolder | None
+) -> Iterator[tuple[admin_pb2.AddAdapterRequest, int]]:
+    """The messages of an upload, each with the file bytes sent once it is through."""
+    yield admin_pb2.AddAdapterRequest(header=header), 0
+    sent_bytes = 0
+    for name, data in folder.chunks() if folder is not None else ():
+        sent_bytes += len(data)
+        yield admin_pb2.AddAdapterRequest(chunk=admin_pb2.FileChunk(file_name=name, data=data)), sent_bytes
+

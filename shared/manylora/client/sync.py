@@ -1,0 +1,187 @@
+"""The blocking client: the asyncio client on an event loop of its own thread. Thread-safe; holds nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from manylora_shared.transport.base import Transport
+
+from manylora.client.aio import DEFAULT_SERVER, DEFAULT_TIMEOUT_S, Client, GenerateStream, Progress, Prompt
+from manylora.client.retry import DEFAULT_RETRY, RetryPolicy
+from manylora.client.types import AdapterInfo, ClusterStatus, Event, Models, Result, TenantInfo
+
+T = TypeVar("T")
+
+
+class _LoopThread:
+    """An event loop that runs in a daemon thread until `close`."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="manylora-client", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The coroutine's result. Interrupting the wait (Ctrl-C) cancels the coroutine."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def call_soon(self, function: Callable[[], None]) -> None:
+        self._loop.call_soon_threadsafe(function)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._loop.is_closed()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class SyncGenerateStream:
+    """See GenerateStream."""
+
+    def __init__(self, thread: _LoopThread, stream: GenerateStream) -> None:
+        self._thread = thread
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[Event]:
+        return self
+
+    def __next__(self) -> Event:
+        event = self._thread.run(_next(self._stream))
+        if event is None:
+            raise StopIteration
+        return event
+
+    def collect(self) -> Result:
+        return self._thread.run(self._stream.collect())
+
+    def result(self) -> Result:
+        return self._stream.result()
+
+    def cancel(self) -> None:
+        self._thread.call_soon(self._stream.cancel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+class SyncTenants:
+    """See Tenants."""
+
+    def __init__(self, thread: _LoopThread, client: Client) -> None:
+        self._thread = thread
+        self._tenants = client.tenants
+
+    def apply(self, policy_yaml: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[str, int]:
+        return self._thread.run(self._tenants.apply(policy_yaml, timeout_s=timeout_s))
+
+    def get(self, tenant_id: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> TenantInfo:
+        return self._thread.run(self._tenants.get(tenant_id, timeout_s=timeout_s))
+
+    def list(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[TenantInfo, ...]:
+        return self._thread.run(self._tenants.list(timeout_s=timeout_s))
+
+    def delete(self, tenant_id: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+        return self._thread.run(self._tenants.delete(tenant_id, timeout_s=timeout_s))
+
+
+class SyncAdapters:
+    """See Adapters. `on_progress` is called on the client's thread."""
+
+    def __init__(self, thread: _LoopThread, client: Client) -> None:
+        self._thread = thread
+        self._adapters = client.adapters
+
+    def add(
+        self,
+        tenant_id: str,
+        name: str,
+        path: Path | str,
+        *,
+        on_progress: Progress | None = None,
+        timeout_s: float = 300.0,
+    ) -> AdapterInfo:
+        return self._thread.run(
+            self._adapters.add(tenant_id, name, path, on_progress=on_progress, timeout_s=timeout_s)
+        )
+
+    def add_from_store(self, tenant_id: str, name: str, store_path: str, *, timeout_s: float = 300.0) -> AdapterInfo:
+        return self._thread.run(self._adapters.add_from_store(tenant_id, name, store_path, timeout_s=timeout_s))
+
+    def list(self, tenant_id: str = "", *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[AdapterInfo, ...]:
+        return self._thread.run(self._adapters.list(tenant_id, timeout_s=timeout_s))
+
+    def remove(self, tenant_id: str, name: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        self._thread.run(self._adapters.remove(tenant_id, name, timeout_s=timeout_s))
+
+
+class SyncClient:
+    """See Client."""
+
+    def __init__(
+        self,
+        server: str = DEFAULT_SERVER,
+        *,
+        tenant: str = "",
+        retry: RetryPolicy | None = DEFAULT_RETRY,
+        transport: Transport | None = None,
+    ) -> None:
+        self._thread = _LoopThread()
+        self._client = self._thread.run(_connect(server, tenant, retry, transport))
+        self.tenants = SyncTenants(self._thread, self._client)
+        self.adapters = SyncAdapters(self._thread, self._client)
+
+    def generate(self, prompt: Prompt, **options: Any) -> SyncGenerateStream:
+        """Takes the options of Client.generate."""
+        return SyncGenerateStream(self._thread, self._client.generate(prompt, **options))
+
+    def complete(self, prompt: Prompt, **options: Any) -> Result:
+        return self._thread.run(self._client.complete(prompt, **options))
+
+    def list_models(self, *, tenant: str = "", timeout_s: float = DEFAULT_TIMEOUT_S) -> Models:
+        return self._thread.run(self._client.list_models(tenant=tenant, timeout_s=timeout_s))
+
+    def status(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> ClusterStatus:
+        return self._thread.run(self._client.status(timeout_s=timeout_s))
+
+    def wait_until_serving(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        self._thread.run(self._client.wait_until_serving(timeout_s))
+
+    def close(self) -> None:
+        """Idempotent."""
+        if not self._thread.is_closed:
+            self._thread.run(self._client.close())
+            self._thread.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+async def _connect(server: str, tenant: str, retry: RetryPolicy | None, transport: Transport | None) -> Client:
+    return Client(server, tenant=tenant, retry=retry, transport=transport)
+
+
+async def _next(stream: GenerateStream) -> Event | None:
+    return await anext(stream, None)

@@ -1,0 +1,409 @@
+"""What the client gives and takes: plain frozen dataclasses, read off the messages of `manylora.v1`.
+
+Pure data: no gRPC, no asyncio. Names and units are those of the protos; enums become their lower-case names without the
+prefix (`OUTCOME_COMPLETED` -> "completed"), an unset one the empty string.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from google.protobuf.descriptor import EnumDescriptor
+from google.protobuf.message import Message
+from manylora_shared.errors import FieldViolation, RpcError
+
+from manylora.v1 import admin_pb2, common_pb2, inference_pb2
+
+__all__ = ["FieldViolation"]
+
+
+class RequestFailed(Exception):
+    """A request that ended with a status other than OK.
+
+    Attributes:
+        code: the status's name, e.g. "NOT_FOUND".
+        violations: the fields at fault, where fields are.
+        retry_after_s: when trying again may help; None where it cannot.
+        result: what a stream had delivered when it failed; None where nothing was.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        *,
+        violations: Iterable[FieldViolation] = (),
+        retry_after_s: float | None = None,
+        result: Result | None = None,
+    ) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+        self.violations = tuple(violations)
+        self.retry_after_s = retry_after_s
+        self.result = result
+
+    @classmethod
+    def of(cls, error: RpcError, result: Result | None = None) -> RequestFailed:
+        return cls(
+            error.code.name,
+            error.message,
+            violations=error.violations,
+            retry_after_s=error.retry_after_s,
+            result=result,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "code": self.code,
+            "message": self.message,
+            "violations": [dataclasses.asdict(v) for v in self.violations],
+        }
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. None leaves a parameter to its default (common.proto); the router checks the values."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    top_logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    def to_message(self) -> common_pb2.SamplingParams:
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return common_pb2.SamplingParams(**{k: v for k, v in values.items() if v is not None})
+
+
+@dataclass(frozen=True)
+class PositionLogprobs:
+    """At one output position: the sampled token's log-probability, and (token id, log-probability) of the likeliest."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_prompt_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Timings:
+    queue_ms: float = 0.0
+    ttft_ms: float = 0.0
+    total_ms: float = 0.0
+    adapter_wait_ms: float = 0.0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class Started:
+    """The first event: a worker has begun."""
+
+    request_id: str
+    adapter_version: str
+    seed: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New output of one choice."""
+
+    choice: int
+    first_position: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[PositionLogprobs, ...] = ()
+
+
+@dataclass(frozen=True)
+class ChoiceEnd:
+    choice: int
+    finish_reason: str
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The last event of every admitted request."""
+
+    outcome: str
+    choices: tuple[ChoiceEnd, ...]
+    usage: Usage
+    timings: Timings
+    worker_id: str
+
+
+Event = Started | Delta | Finished
+
+
+@dataclass(frozen=True)
+class Choice:
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str = ""
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+    logprobs: tuple[PositionLogprobs, ...] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """A whole answer. `text`, `token_ids` and `finish_reason` are those of the first choice."""
+
+    request_id: str
+    adapter_version: str
+    seed: int
+    outcome: str
+    choices: tuple[Choice, ...]
+    usage: Usage
+    timings: Timings
+    worker_id: str
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.choices[0].finish_reason
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `manylora generate --json` ends with; `choices` only where there are several."""
+        answer: dict[str, Any] = {
+            "request_id": self.request_id,
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "finish_reason": self.finish_reason,
+            "outcome": self.outcome,
+            "usage": dataclasses.asdict(self.usage),
+            "adapter_version": self.adapter_version,
+            "seed": self.seed,
+            "worker_id": self.worker_id,
+            "timings": dataclasses.asdict(self.timings),
+        }
+        if len(self.choices) > 1:
+            answer["choices"] = [dataclasses.asdict(c) for c in self.choices]
+        return answer
+
+
+class Collector:
+    """Events in, Result out. Complete once a Finished was added; before, `result()` is what has come so far."""
+
+    def __init__(self) -> None:
+        self._started: Started | None = None
+        self._finished: Finished | None = None
+        self._texts: dict[int, list[str]] = {0: []}
+        self._token_ids: dict[int, list[int]] = {0: []}
+        self._logprobs: dict[int, list[PositionLogprobs]] = {0: []}
+
+    @property
+    def is_empty(self) -> bool:
+        return self._started is None and self._finished is None
+
+    def add(self, event: Event) -> None:
+        if isinstance(event, Started):
+            self._started = event
+        elif isinstance(event, Finished):
+            self._finished = event
+        else:
+            self._texts.setdefault(event.choice, []).append(event.text)
+            self._token_ids.setdefault(event.choice, []).extend(event.token_ids)
+            self._logprobs.setdefault(event.choice, []).extend(event.logprobs)
+
+    def result(self) -> Result:
+        started = self._started or Started("", "", 0, 0)
+        finished = self._finished or Finished("", (), Usage(), Timings(), "")
+        ends = {end.choice: end for end in finished.choices}
+        return Result(
+            request_id=started.request_id,
+            adapter_version=started.adapter_version,
+            seed=started.seed,
+            outcome=finished.outcome,
+            choices=tuple(self._choice(i, ends.get(i)) for i in sorted(set(self._texts) | set(ends))),
+            usage=finished.usage,
+            timings=finished.timings,
+            worker_id=finished.worker_id,
+        )
+
+    def _choice(self, index: int, end: ChoiceEnd | None) -> Choice:
+        return Choice(
+            text="".join(self._texts.get(index, [])),
+            token_ids=tuple(self._token_ids.get(index, [])),
+            finish_reason=end.finish_reason if end else "",
+            stop_string=end.stop_string if end else None,
+            stop_token_id=end.stop_token_id if end else None,
+            logprobs=tuple(self._logprobs.get(index, [])),
+        )
+
+
+@dataclass(frozen=True)
+class Models:
+    base_model: str
+    max_context_tokens: int
+    adapters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TenantInfo:
+    tenant_id: str
+    policy_yaml: str
+    version: int
+    adapters: int
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    tenant_id: str
+    name: str
+    version: str
+    max_lora_rank: int
+    size_bytes: int
+    target_modules: tuple[str, ...]
+    created_unix_s: float
+
+
+@dataclass(frozen=True)
+class FlowStatus:
+    tenant_id: str
+    qos_class: str
+    queued: int
+    running: int
+    oldest_wait_s: float
+    served_cost: int
+
+
+@dataclass(frozen=True)
+class SchedulerStatus:
+    reachable: bool
+    address: str
+    epoch: int
+    flows: tuple[FlowStatus, ...]
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    worker_id: str
+    address: str
+    device: str
+    connected: bool
+    draining: bool
+    sequence_slots: int
+    running: int
+    kv_blocks_total: int
+    kv_blocks_free: int
+    adapters_on_device: int
+    adapters_on_host: int
+    generated_tokens: int
+
+
+@dataclass(frozen=True)
+class RouterStatus:
+    router_id: str
+    address: str
+
+
+@dataclass(frozen=True)
+class ClusterStatus:
+    base_model: str
+    scheduler: SchedulerStatus
+    workers: tuple[WorkerStatus, ...]
+    routers: tuple[RouterStatus, ...]
+    tenants: int
+    adapters: int
+
+
+def tenant_from(message: admin_pb2.TenantInfo) -> TenantInfo:
+    return _scalars(TenantInfo, message)
+
+
+def adapter_from(message: admin_pb2.AdapterInfo) -> AdapterInfo:
+    return _scalars(AdapterInfo, message, target_modules=tuple(message.target_modules))
+
+
+def models_from(message: inference_pb2.ListModelsResponse) -> Models:
+    return _scalars(Models, message, adapters=tuple(message.adapters))
+
+
+def status_from(message: admin_pb2.GetStatusResponse) -> ClusterStatus:
+    flows = tuple(
+        _scalars(FlowStatus, f, qos_class=_enum_name(common_pb2.QosClass.DESCRIPTOR, f.qos_class, "QOS_CLASS_"))
+        for f in message.scheduler.flows
+    )
+    return _scalars(
+        ClusterStatus,
+        message,
+        scheduler=_scalars(SchedulerStatus, message.scheduler, flows=flows),
+        workers=tuple(_scalars(WorkerStatus, w) for w in message.workers),
+        routers=tuple(_scalars(RouterStatus, r) for r in message.routers),
+    )
+
+
+def event_from(message: inference_pb2.GenerateResponse) -> Event | None:
+    """None for an event that this client does not know (a newer server's)."""
+    kind = message.WhichOneof("event")
+    if kind == "started":
+        return _scalars(Started, message.started)
+    if kind == "delta":
+        delta = message.delta
+        return _scalars(
+            Delta, delta, token_ids=tuple(delta.token_ids), logprobs=tuple(_logprobs(p) for p in delta.logprobs)
+        )
+    if kind == "finished":
+        finished = message.finished
+        return Finished(
+            outcome=_enum_name(common_pb2.Outcome.DESCRIPTOR, finished.outcome, "OUTCOME_"),
+            choices=tuple(_choice_end(c) for c in finished.choices),
+            usage=_scalars(Usage, finished.usage),
+            timings=_scalars(Timings, finished.timings),
+            worker_id=finished.worker_id,
+        )
+    return None
+
+
+def _enum_name(enum: EnumDescriptor, number: int, prefix: str) -> str:
+    """Numbers that this client does not know (a newer server's) stay readable as themselves."""
+    value = enum.values_by_number.get(number)
+    short = value.name.removeprefix(prefix).lower() if value else str(number)
+    return "" if short == "unspecified" else short
+
+
+def _choice_end(message: inference_pb2.ChoiceEnd) -> ChoiceEnd:
+    return ChoiceEnd(
+        choice=message.choice,
+        finish_reason=_enum_name(common_pb2.FinishReason.DESCRIPTOR, message.finish_reason, "FINISH_REASON_"),
+        stop_string=message.stop_string if message.HasField("stop_string") else None,
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+    )
+
+
+def _logprobs(message: common_pb2.PositionLogprobs) -> PositionLogprobs:
+    return PositionLogprobs(message.logprob, tuple((t.token_id, t.logprob) for t in message.top))
+
+
+T = TypeVar("T")
+
+
+def _scalars(kind: type[T], message: Message, **others: Any) -> T:
+    """`kind` with the message's fields of the same names, and `others`."""
+    names = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: others[name] if name in others else getattr(message, name) for name in names})

@@ -1,0 +1,330 @@
+"""A whole cluster on this machine: etcd, scheduler, routers and workers as supervised child processes.
+
+Owns its children and the data folder (locked against a second cluster):
+
+    <data>/etcd/        the coordination store          <data>/adapters/   the adapter store
+    <data>/logs/        one file a process              <data>/lock
+
+A child that dies is started again with its id and data, and a router at its address, so that what a client or a test
+sees is what it would see of a real cluster under a process supervisor. All listen on loopback. Children end with their
+parent, even where it is killed (tether.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import functools
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+from manylora_shared.coordination import binary
+
+from manylora.child import Child, ChildFailed, Notify
+from manylora.client import Client, ClusterStatus, RequestFailed
+
+ETCD = "etcd"
+SCHEDULER = "scheduler"
+CONNECT_TIMEOUT_S = 60.0
+
+
+class ClusterFailed(Exception):
+    """The cluster could not be started; the message says which part and why."""
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """What `manylora up` takes. Empty strings and None leave a setting to the service's own default."""
+
+    model: Path
+    model_name: str
+    data: Path
+    workers: int = 1
+    routers: int = 1
+    device: str = "cpu"
+    """Several, comma-separated, are dealt to the workers in turn."""
+    port: int = 0
+    """Of the first router; 0: a free one."""
+    etcd: str = ""
+    """`host:port[,host:port]`, with or without http://; empty: one is started."""
+    dtype: str = ""
+    quantization: str = "none"
+    kv_cache_mb: int | None = None
+    max_lora_rank: int | None = None
+    threads: int | None = None
+    """Torch threads a worker; None: the machine's cores, shared among the workers."""
+    start_timeout_s: float = 900.0
+    """For each process; a large model takes its time to load."""
+    grace_s: float = 10.0
+    """For each process, to end in order."""
+
+
+class LocalCluster:
+    """
+    Args:
+        notify: told, in a line each, of what starts, dies and is started again.
+    """
+
+    def __init__(self, options: ClusterOptions, *, notify: Notify = lambda line: None) -> None:
+        self.options = options
+        self.children: dict[str, Child] = {}
+        self._notify = notify
+        self._data = options.data.absolute()
+        self._lock: TextIO | None = None
+        self._etcd = _endpoints(options.etcd)
+
+    @property
+    def router_addresses(self) -> list[str]:
+        return [str(c.ready["address"]) for name, c in self.children.items() if name.startswith("router-")]
+
+    @property
+    def router(self) -> str:
+        """The first router's address."""
+        return self.router_addresses[0]
+
+    @property
+    def etcd_address(self) -> str:
+        return self._etcd
+
+    @property
+    def adapter_store(self) -> Path:
+        return self._data / "adapters"
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return {name: child.pid for name, child in self.children.items()}
+
+    def describe(self) -> dict[str, Any]:
+        """The line that `manylora up` prints."""
+        return {
+            "ready": True,
+            "router": self.router,
+            "routers": self.router_addresses,
+            "etcd": self._etcd,
+            "data": str(self._data),
+            "pids": self.pids,
+        }
+
+    async def start(self) -> None:
+        """Returns when every router serves and has every worker connected behind it.
+
+        Raises:
+            ClusterFailed: nothing runs any more then.
+        """
+        self._take_lock()
+        try:
+            await self._start_all()
+        except BaseException as error:
+            await asyncio.shield(self.stop())
+            if isinstance(error, ChildFailed | OSError):
+                raise ClusterFailed(str(error)) from error
+            raise
+
+    async def stop(self) -> None:
+        """Ends all children, the store last. Idempotent."""
+        services = [child for name, child in self.children.items() if name != ETCD]
+        await asyncio.gather(*(child.stop(self.options.grace_s) for child in services))
+        if ETCD in self.children:
+            await self.children[ETCD].stop(self.options.grace_s)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def kill(self) -> None:
+        """SIGKILL to all children, at once, for an impatient operator; `stop` still has to run."""
+        for child in self.children.values():
+            child.kill()
+
+    async def wait_connected(self, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        """Until every router serves, reaches the scheduler, and that one has all workers. Raises ClusterFailed."""
+        for address in self.router_addresses:
+            async with Client(address, retry=None) as client:
+                seen = "it does not answer"
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        while seen := await self._what_is_missing(client):
+                            await asyncio.sleep(0.05)
+                except TimeoutError:
+                    raise ClusterFailed(f"the router at {address} is not ready after {timeout_s:g} s: {seen}") from None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    def _take_lock(self) -> None:
+        try:
+            for folder in ("adapters", "logs"):
+                (self._data / folder).mkdir(parents=True, exist_ok=True)
+            lock = (self._data / "lock").open("w")
+        except OSError as error:
+            raise ClusterFailed(f"{self._data}: {error.strerror}") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise ClusterFailed(f"{self._data} is in use by another cluster; give another --data") from None
+        self._lock = lock
+
+    async def _start_all(self) -> None:
+        if not self._etcd:
+            await self._start_etcd()
+        starting: list[Child] = [self._service(SCHEDULER, self._scheduler_command)]
+        starting += [
+            self._service(f"worker-{i}", functools.partial(self._worker_command, i))
+            for i in range(self.options.workers)
+        ]
+        starting += [
+            self._service(f"router-{i}", functools.partial(self._router_command, i))
+            for i in range(self.options.routers)
+        ]
+        self._notify(f"starting {', '.join(child.name for child in starting)}")
+        async with _FirstFailure(), asyncio.TaskGroup() as tasks:
+            for child in starting:
+                tasks.create_task(child.start())
+        await self.wait_connected()
+
+    async def _start_etcd(self) -> None:
+        command = binary.find_etcd()
+        port, peer_port = _free_ports(2)
+        self._etcd = f"127.0.0.1:{port}"
+        arguments = [
+            str(command),
+            "--name=local",
+            f"--data-dir={self._data / ETCD}",
+            f"--listen-client-urls=http://{self._etcd}",
+            f"--advertise-client-urls=http://{self._etcd}",
+            f"--listen-peer-urls=http://127.0.0.1:{peer_port}",
+            f"--initial-advertise-peer-urls=http://127.0.0.1:{peer_port}",
+            f"--initial-cluster=local=http://127.0.0.1:{peer_port}",
+        ]
+        child = Child(
+            ETCD,
+            lambda ready: arguments,
+            log_path=self._log(ETCD),
+            notify=self._notify,
+            start_timeout_s=30.0,
+            probe=functools.partial(_etcd_is_healthy, port),
+        )
+        self.children[ETCD] = child
+        self._notify("starting etcd")
+        await child.start()
+
+    def _service(self, name: str, command: Callable[[Mapping[str, Any]], list[str]]) -> Child:
+        child = Child(
+            name,
+            command,
+            log_path=self._log(name),
+            notify=self._notify,
+            start_timeout_s=self.options.start_timeout_s,
+        )
+        self.children[name] = child
+        return child
+
+    def _scheduler_command(self, ready: Mapping[str, Any]) -> list[str]:
+        return [*_python("manylora_scheduler"), *self._common("127.0.0.1:0"), f"--scheduler-id={SCHEDULER}"]
+
+    def _worker_command(self, index: int, ready: Mapping[str, Any]) -> list[str]:
+        options = self.options
+        devices = [d.strip() for d in options.device.split(",") if d.strip()] or ["cpu"]
+        settings = {
+            "worker-id": f"worker-{index}",
+            "model": options.model,
+            "model-name": options.model_name,
+            "device": devices[index % len(devices)],
+            "dtype": options.dtype,
+            "quantization": options.quantization,
+            "adapter-store": self.adapter_store,
+            "kv-cache-mb": options.kv_cache_mb,
+            "max-lora-rank": options.max_lora_rank,
+            "threads": options.threads or max(1, (os.cpu_count() or 1) // options.workers),
+        }
+        flags = [f"--{name}={value}" for name, value in settings.items() if value not in ("", None)]
+        return [*_python("manylora_worker"), *self._common("127.0.0.1:0"), *flags]
+
+    def _router_command(self, index: int, ready: Mapping[str, Any]) -> list[str]:
+        port = self.options.port if index == 0 else 0
+        listen = str(ready.get("address") or f"127.0.0.1:{port}")
+        return [
+            *_python("manylora_router"),
+            *self._common(listen),
+            f"--router-id=router-{index}",
+            f"--model={self.options.model}",
+            f"--adapter-store={self.adapter_store}",
+        ]
+
+    def _common(self, listen: str) -> list[str]:
+        return [f"--listen={listen}", f"--etcd={self._etcd}"]
+
+    def _log(self, name: str) -> Path:
+        return self._data / "logs" / f"{name}.log"
+
+    async def _what_is_missing(self, client: Client) -> str:
+        """Why a router's cluster is not complete; empty where it is."""
+        try:
+            await client.wait_until_serving(2.0)
+            status = await client.status(timeout_s=2.0)
+        except RequestFailed as error:
+            return str(error)
+        return _incomplete(status, self.options)
+
+
+def _incomplete(status: ClusterStatus, options: ClusterOptions) -> str:
+    if not status.scheduler.reachable:
+        return "it does not reach the scheduler"
+    connected = {w.worker_id for w in status.workers if w.connected}
+    missing = sorted({f"worker-{i}" for i in range(options.workers)} - connected)
+    return f"the scheduler is not connected to {', '.join(missing)}" if missing else ""
+
+
+def _endpoints(url: str) -> str:
+    """`http://a:1,b:2` as `a:1,b:2`, which the services take."""
+    return ",".join(part.strip().removeprefix("http://").rstrip("/") for part in url.split(",") if part.strip())
+
+
+def _python(module: str) -> list[str]:
+    return [sys.executable, "-m", module]
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that were free just now, all different."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+async def _etcd_is_healthy(port: int) -> bool:
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    try:
+        writer.write(b"GET /health HTTP/1.0\r\n\r\n")
+        answer = await asyncio.wait_for(reader.read(1 << 16), 2.0)
+    except (OSError, TimeoutError):
+        return False
+    finally:
+        writer.close()
+    return b'"health":"true"' in answer
+
+
+class _FirstFailure:
+    """Unwraps a task group's group of exceptions: the first one is what the operator needs."""
+
+    async def __aenter__(self) -> None: ...
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, BaseExceptionGroup):
+            raise error.exceptions[0] from None

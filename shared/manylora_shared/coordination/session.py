@@ -1,0 +1,461 @@
+"""What services do with a store all their life: hold keys under a lease, stand for election, mirror a prefix.
+
+Each class owns one background task and the state that the task alone writes; readers on the same event loop see it
+consistent between awaits. All of them outlive the store's outages: while it cannot be reached they keep their last
+knowledge and try again. Only StoreUnavailable and LeaseExpired count as outages; anything else is a bug, ends the
+task, and is raised by `close`.
+
+Time is the event loop's. Validity is counted from before a renewal was sent, so a lease that we hold valid is one that
+the store has not expired.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
+
+from manylora_shared.coordination.base import (
+    Compare,
+    EventKind,
+    KeyValue,
+    LeaseExpired,
+    Put,
+    Store,
+    StoreUnavailable,
+    WatchEvent,
+)
+
+_LOG = logging.getLogger(__name__)
+
+RETRY_S = 0.25
+"""Pause between attempts while the store cannot be reached."""
+
+T = TypeVar("T")
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def _stop(task: asyncio.Task[None] | None) -> None:
+    """Cancels a background task and waits for its end. Raises what the task failed with, if it did."""
+    if task is None:
+        return
+    if not task.done():
+        task.cancel()
+        await asyncio.wait([task])
+    if not task.cancelled() and (error := task.exception()) is not None:
+        raise error
+
+
+class LeaseSession:
+    """Keys that stand as long as this process lives.
+
+    States: no lease (before the first grant, after a loss) and held. In *no lease* the task grants a new one and puts
+    every registered key again; in *held* it renews every third of the time to live. A lease is lost when the store says
+    that it expired, or when it was not renewed within its time to live.
+
+    Args:
+        ttl_s: the lease's time to live.
+        on_lost: called once a loss, from the task.
+    """
+
+    def __init__(self, store: Store, *, ttl_s: int, on_lost: Callable[[], None] | None = None) -> None:
+        self._store = store
+        self._ttl_s = ttl_s
+        self._on_lost = on_lost
+        self._lease_id = 0
+        self._valid_until = 0.0
+        self._wanted: dict[str, bytes] = {}
+        self._standing: dict[str, bytes] = {}
+        self._unwanted: dict[str, None] = {}
+        self._work = asyncio.Event()
+        self._progress = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def lease_id(self) -> int:
+        """0 while there is none."""
+        return self._lease_id
+
+    def is_live(self, now: float) -> bool:
+        """Whether the store still holds the lease for certain."""
+        return self._lease_id != 0 and now < self._valid_until
+
+    def start(self) -> None:
+        assert self._task is None, "start is called once"
+        self._task = asyncio.create_task(self._run(), name="lease-session")
+
+    def set(self, key: str, value: bytes) -> None:
+        """Registers a key (or its new value) without waiting; it is put as soon as the store can be reached."""
+        self._wanted[key] = value
+        self._unwanted.pop(key, None)
+        self._work.set()
+
+    def unset(self, key: str) -> None:
+        """Takes a registered key away, without waiting."""
+        if self._wanted.pop(key, None) is not None:
+            self._unwanted[key] = None
+            self._work.set()
+
+    async def register(self, key: str, value: bytes) -> None:
+        """`set`, and waits until the key stands in the store, through any outage."""
+        self.set(key, value)
+        while self._standing.get(key) != value and self._wanted.get(key) == value:
+            await self._wait_progress()
+
+    async def unregister(self, key: str) -> None:
+        """`unset`, and waits until the key is gone from the store."""
+        self.unset(key)
+        while key in self._unwanted:
+            await self._wait_progress()
+
+    async def close(self) -> None:
+        """Stops renewing and revokes the lease, which deletes its keys; unreachable, they expire by themselves."""
+        try:
+            await _stop(self._task)
+        finally:
+            lease_id, self._lease_id = self._lease_id, 0
+            self._standing.clear()
+            if lease_id:
+                with contextlib.suppress(StoreUnavailable):
+                    await self._store.revoke(lease_id)
+
+    async def _wait_progress(self) -> None:
+        assert self._task is not None, "start comes first"
+        progress = asyncio.ensure_future(self._progress.wait())
+        try:
+            await asyncio.wait([progress, self._task], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            progress.cancel()
+        if self._task.done():
+            await _stop(self._task)
+            raise RuntimeError("the lease session is closed")
+
+    def _progressed(self) -> None:
+        self._progress.set()
+        self._progress = asyncio.Event()
+
+    async def _run(self) -> None:
+        renew_at = 0.0
+        while True:
+            self._work.clear()
+            try:
+                if not self._lease_id or _now() >= renew_at:
+                    await self._renew()
+                    renew_at = _now() + self._ttl_s / 3
+                await self._reconcile()
+                pause_s = max(0.0, renew_at - _now())
+            except LeaseExpired:
+                self._lose("the store no longer knows it")
+                continue
+            except StoreUnavailable as e:
+                if self._lease_id and _now() >= self._valid_until:
+                    self._lose(f"it could not be renewed: {e}")
+                pause_s, renew_at = RETRY_S, 0.0
+                await asyncio.sleep(pause_s)
+                continue
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._work.wait(), pause_s)
+
+    async def _renew(self) -> None:
+        sent_at = _now()
+        if self._lease_id:
+            await self._store.keep_alive(self._lease_id)
+        else:
+            self._lease_id = await self._store.grant(self._ttl_s)
+        self._valid_until = sent_at + self._ttl_s
+
+    async def _reconcile(self) -> None:
+        """Makes the store agree with what is wanted."""
+        for key in list(self._unwanted):
+            await self._store.delete(key)
+            self._unwanted.pop(key, None)
+            self._standing.pop(key, None)
+            self._progressed()
+        for key, value in list(self._wanted.items()):
+            if self._standing.get(key) != value and self._wanted.get(key) == value:
+                await self._store.put(key, value, lease_id=self._lease_id)
+                self._standing[key] = value
+                self._progressed()
+
+    def _lose(self, why: str) -> None:
+        """After a loss by time the old lease is left to expire: its keys may stand until the new ones are put."""
+        _LOG.warning("lease %x is lost: %s", self._lease_id, why)
+        self._lease_id = 0
+        self._standing.clear()
+        if self._on_lost is not None:
+            self._on_lost()
+
+
+class Election:
+    """One candidate for a key. The key's create_revision is the *epoch*: every later leader has a greater one.
+
+    States: candidate (waits for the key to be free, then creates it under an own lease) and leader. A leader that
+    cannot renew its lease within the time to live stops being one at once (`is_leader`), without hearing from the
+    store, and stands for election again with a new lease.
+
+    Typical use::
+
+        election.start()
+        while True:
+            epoch = await election.elected()
+            ...                       # lead; check is_leader(now) before every decision
+            await election.lost(epoch)
+    """
+
+    def __init__(self, store: Store, *, key: str, value: bytes, ttl_s: int) -> None:
+        self._store = store
+        self._key = key
+        self._value = value
+        self._ttl_s = ttl_s
+        self._lease_id = 0
+        self._valid_until = 0.0
+        self._epoch = 0
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Of the current term; 0 while not leading."""
+        return self._epoch
+
+    def is_leader(self, now: float) -> bool:
+        """Whether nobody else can be leader at `now`."""
+        return self._epoch != 0 and now < self._valid_until
+
+    def start(self) -> None:
+        assert self._task is None, "start is called once"
+        self._task = asyncio.create_task(self._run(), name="election")
+
+    async def elected(self) -> int:
+        """Waits until this candidate leads. Returns the epoch."""
+        while not self.is_leader(_now()):
+            await self._wait_changed()
+        return self._epoch
+
+    async def lost(self, epoch: int) -> None:
+        """Waits until the term `epoch` is over."""
+        while self._epoch == epoch:
+            await self._wait_changed()
+
+    async def resign(self) -> None:
+        """Stands down for good and frees the key at once for others; unreachable, the lease expires by itself."""
+        try:
+            await _stop(self._task)
+        finally:
+            self._set_epoch(0)
+            lease_id, self._lease_id = self._lease_id, 0
+            if lease_id:
+                with contextlib.suppress(StoreUnavailable):
+                    await self._store.revoke(lease_id)
+
+    async def _wait_changed(self) -> None:
+        assert self._task is not None, "start comes first"
+        changed = asyncio.ensure_future(self._changed.wait())
+        try:
+            await asyncio.wait([changed, self._task], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            changed.cancel()
+        if self._task.done():
+            await _stop(self._task)
+            raise RuntimeError("the election is closed")
+
+    def _set_epoch(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                epoch = await self._campaign()
+            except StoreUnavailable:
+                await asyncio.sleep(RETRY_S)
+                continue
+            except LeaseExpired:
+                self._lease_id = 0
+                continue
+            _LOG.info("elected on %s, epoch %d", self._key, epoch)
+            self._set_epoch(epoch)
+            try:
+                await self._lead()
+            finally:
+                self._set_epoch(0)
+            _LOG.warning("term %d on %s is over", epoch, self._key)
+
+    async def _campaign(self) -> int:
+        """Waits for the key to be free and creates it. The lease is kept over failed attempts, because a transaction
+        that was cut off may have been applied: the key then carries our lease, and the term is ours."""
+        while True:
+            kv = await self._store.get(self._key)
+            if kv is None:
+                await self._renew()
+                put = Put(self._key, self._value, lease_id=self._lease_id)
+                result = await self._store.txn([Compare(self._key, 0)], [put])
+                if result.succeeded:
+                    return result.revision
+            elif kv.lease_id and kv.lease_id == self._lease_id:
+                await self._renew()
+                return kv.create_revision
+            else:
+                await self._wait_free(kv.create_revision, kv.mod_revision)
+
+    async def _wait_free(self, create_revision: int, after_revision: int) -> None:
+        """Returns when the key that was created at `create_revision`, seen at `after_revision`, is gone."""
+        watch = _closable(self._store.watch(self._key, start_revision=after_revision + 1))
+        async with contextlib.aclosing(watch) as batches:
+            async for batch in batches:
+                events = [e for e in batch.events if e.kv.key == self._key]
+                if any(e.kind is EventKind.DELETE for e in events):
+                    return
+                if batch.reset and not any(e.kv.create_revision == create_revision for e in events):
+                    return
+
+    async def _renew(self) -> None:
+        sent_at = _now()
+        if self._lease_id:
+            await self._store.keep_alive(self._lease_id)
+        else:
+            self._lease_id = await self._store.grant(self._ttl_s)
+        self._valid_until = sent_at + self._ttl_s
+
+    async def _lead(self) -> None:
+        """Renews until the term ends. Returns with the lease given up, so that the next term has a new epoch."""
+        watcher = asyncio.create_task(self._wait_free(self._epoch, self._epoch), name="election-watch")
+        try:
+            pause_s = self._ttl_s / 3
+            while _now() < self._valid_until:
+                await asyncio.wait([watcher], timeout=min(pause_s, max(0.0, self._valid_until - _now())))
+                if watcher.done():
+                    watcher.result()
+                    break  # somebody deleted the key: the term is over though the lease stands
+                try:
+                    await asyncio.wait_for(self._renew(), max(0.0, self._valid_until - _now()))
+                    pause_s = self._ttl_s / 3
+                except (StoreUnavailable, TimeoutError):
+                    pause_s = RETRY_S
+                except LeaseExpired:
+                    break
+        finally:
+            watcher.cancel()
+            await asyncio.wait([watcher])
+        self._set_epoch(0)
+        lease_id, self._lease_id = self._lease_id, 0
+        with contextlib.suppress(StoreUnavailable):
+            await self._store.revoke(lease_id)
+
+
+class Mirror(Generic[T]):
+    """The keys under a prefix, as a dict that follows the store. Keys are given without the prefix.
+
+    `ready` waits for the first full listing, through outages; later outages leave the last knowledge in place.
+
+    Args:
+        parse: makes a value of a key's record; one that raises ValueError is logged, and the key counts as absent.
+        on_change: called from the task for each change, after the dict has it: the key, and its value or None.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        prefix: str,
+        *,
+        parse: Callable[[KeyValue], T],
+        on_change: Callable[[str, T | None], None] | None = None,
+    ) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._parse = parse
+        self._on_change = on_change
+        self._values: dict[str, T] = {}
+        self._view = MappingProxyType(self._values)
+        self._revision = 0
+        self._ready = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def values(self) -> Mapping[str, T]:
+        """A live read-only view."""
+        return self._view
+
+    @property
+    def revision(self) -> int:
+        """The store's revision that the dict stands at; 0 before the first listing."""
+        return self._revision
+
+    def start(self) -> None:
+        assert self._task is None, "start is called once"
+        self._task = asyncio.create_task(self._run(), name=f"mirror {self._prefix}")
+
+    async def ready(self) -> None:
+        assert self._task is not None, "start comes first"
+        waiting = asyncio.ensure_future(self._ready.wait())
+        try:
+            await asyncio.wait([waiting, self._task], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        if self._task.done():
+            await _stop(self._task)
+            raise RuntimeError("the mirror is closed")
+
+    async def close(self) -> None:
+        await _stop(self._task)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                listing = await self._store.list(self._prefix)
+                break
+            except StoreUnavailable as e:
+                _LOG.warning("waiting for the store to list %s: %s", self._prefix, e)
+                await asyncio.sleep(RETRY_S)
+        self._replace(listing.kvs)
+        self._revision = listing.revision
+        self._ready.set()
+        watch = self._store.watch(self._prefix, start_revision=listing.revision + 1)
+        async with contextlib.aclosing(_closable(watch)) as batches:
+            async for batch in batches:
+                if batch.reset:
+                    self._replace([event.kv for event in batch.events])
+                else:
+                    for event in batch.events:
+                        self._apply(event)
+                self._revision = batch.revision
+
+    def _replace(self, kvs: Any) -> None:
+        """Makes the dict what `kvs` says, with a callback for each difference."""
+        found = {kv.key: kv for kv in kvs}
+        for name in [n for n in self._values if self._prefix + n not in found]:
+            self._set(name, None)
+        for kv in found.values():
+            self._set(kv.key.removeprefix(self._prefix), kv)
+
+    def _apply(self, event: WatchEvent) -> None:
+        name = event.kv.key.removeprefix(self._prefix)
+        self._set(name, event.kv if event.kind is EventKind.PUT else None)
+
+    def _set(self, name: str, kv: KeyValue | None) -> None:
+        value: T | None = None
+        if kv is not None:
+            try:
+                value = self._parse(kv)
+            except ValueError as e:
+                _LOG.error("the record at %s is unreadable and is ignored: %s", kv.key, e)
+        before = self._values.get(name)
+        if value is None:
+            self._values.pop(name, None)
+        else:
+            self._values[name] = value
+        if self._on_change is not None and value != before:
+            self._on_change(name, value)
+
+
+def _closable(iterator: AsyncIterator[Any]) -> Any:
+    """The same iterator: watches are async generators, which aclosing wants to see."""
+    return iterator

@@ -1,0 +1,31 @@
+"""`host:port` as text. Owns nothing; both transports and the configuration checks use it."""
+
+from __future__ import annotations
+
+import ipaddress
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Splits `host:port` or `[ipv6]:port`. Raises ValueError, naming the address."""
+    host, separator, port_text = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not separator or not host or (":" in host and not bracketed):
+        raise ValueError(f"address {address!r}: host:port is expected")
+    if not (port_text.isascii() and port_text.isdigit()) or int(port_text) > 65535:
+        raise ValueError(f"address {address!r}: the port must be a number from 0 to 65535")
+    return (host[1:-1] if bracketed else host), int(port_text)
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach a listener on `address`. Raises ValueError."""
+    host, _ = parse_address(address)
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

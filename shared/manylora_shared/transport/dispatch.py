@@ -1,0 +1,57 @@
+"""What both transports do alike around a handler and a message: parsing, and turning exceptions into statuses.
+
+Owns no state. The two transports differ in how bytes travel; what a caller may observe of a handler is decided here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from google.protobuf.message import DecodeError, Message
+
+from manylora_shared.errors import Code, InternalError, InvalidRequest, ManyloraError, RpcError
+
+_LOG = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+
+
+def parse_request(message_type: type[Message], data: bytes) -> Message:
+    """Raises InvalidRequest naming the message type."""
+    try:
+        return message_type.FromString(data)
+    except DecodeError:
+        name = message_type.DESCRIPTOR.full_name
+        raise InvalidRequest.of("request", f"the bytes received are not a {name} message") from None
+
+
+def parse_response(message_type: type[Message], data: bytes) -> Message:
+    """Raises RpcError(INTERNAL)."""
+    try:
+        return message_type.FromString(data)
+    except DecodeError:
+        name = message_type.DESCRIPTOR.full_name
+        raise RpcError(Code.INTERNAL, f"the bytes received are not a {name} message") from None
+
+
+def status_of(path: str, error: Exception) -> ManyloraError:
+    """The error that the caller gets for what a handler raised. Anything outside our tree is logged and stays here."""
+    if isinstance(error, ManyloraError):
+        return error
+    _LOG.error("handler of %s failed", path, exc_info=error)
+    return InternalError("internal error")
+
+
+def is_task_cancelled() -> bool:
+    """Whether the running task itself was asked to stop, as against a CancelledError that came out of an inner call."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def close_iterator(iterator: Any) -> None:
+    """Runs the `finally` blocks of a response iterator that was left early."""
+    aclose = getattr(iterator, "aclose", None)
+    if aclose is not None:
+        await aclose()

@@ -1,0 +1,452 @@
+"""The transport over gRPC (grpc.aio): production's network.
+
+Owns every gRPC type, channel option and status mapping of the project; nobody else imports grpc for calls. Messages are
+parsed and serialized here, not by grpc's hooks, so that unparsable bytes get a status that names the message type. A
+server carries health (`set_serving`) and reflection beside its services.
+
+A peer that dies without closing its connection is noticed by HTTP/2 pings within KEEPALIVE_TIME_MS +
+KEEPALIVE_TIMEOUT_MS, on both ends; its streams then end with UNAVAILABLE.
+
+Cancelling a task that waits in `call`, `read` or `write` cancels the whole call, as grpc.aio has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from manylora_shared.errors import Code, ManyloraError, RpcError
+from manylora_shared.transport.address import join_address, parse_address
+from manylora_shared.transport.base import Method, Service, methods_of
+from manylora_shared.transport.dispatch import (
+    MAX_MESSAGE_BYTES,
+    close_iterator,
+    is_task_cancelled,
+    parse_request,
+    parse_response,
+    status_of,
+)
+from manylora_shared.transport.health import Health
+from manylora_shared.transport.status import DETAILS_KEY, decode_error, encode_details, message_of
+
+_LOG = logging.getLogger(__name__)
+
+KEEPALIVE_TIME_MS = 1000
+KEEPALIVE_TIMEOUT_MS = 2000
+MAX_METADATA_BYTES = 16 * 1024
+MAX_CONCURRENT_CALLS = 16_384
+"""Calls that one server runs at once; more are refused with RESOURCE_EXHAUSTED."""
+
+CANCELLATION_NOTICE_S = 1.0
+"""After a failed write: how long a handler waits to be cancelled, which gRPC does at once, before it cleans up."""
+STOP_CLEANUP_S = 5.0
+"""How long `GrpcServer.stop` waits for the `finally` blocks of cancelled handlers before it cancels them again."""
+
+Options = tuple[tuple[str, int | str], ...]
+
+_LIMITS: Options = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+)
+_KEEPALIVE: Options = (
+    ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+_SERVER: Options = (
+    *_LIMITS,
+    *_KEEPALIVE,
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),  # two processes on one port is an error, not a load balancer
+)
+_RECONNECT: Options = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),  # how long one connection attempt may take
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.use_local_subchannel_pool", 1),  # a channel shares neither connection nor backoff with another
+    ("grpc.enable_http_proxy", 0),
+)
+_CLIENT: Options = (*_LIMITS, *_KEEPALIVE, *_RECONNECT)
+
+ETCD_KEEPALIVE_TIME_MS = 6000
+"""etcd closes a connection that pings more often than every 5 s (its --grpc-keepalive-min-time)."""
+
+
+def etcd_channel_options() -> Options:
+    """For a channel to etcd: its ping limit, and answers of any size (a listing is one message)."""
+    return (
+        *_RECONNECT,
+        ("grpc.max_receive_message_length", -1),
+        ("grpc.keepalive_time_ms", ETCD_KEEPALIVE_TIME_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.max_pings_without_data", 0),
+    )
+
+
+_STATUS_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class _ServerCall:
+    """transport.base.ServerCall over a grpc.aio servicer context."""
+
+    __slots__ = ("_context", "_metadata")
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._metadata: dict[str, str] | None = None
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        if self._metadata is None:
+            found: dict[str, str] = {}
+            for key, value in self._context.invocation_metadata() or ():
+                if isinstance(value, str):
+                    found.setdefault(key, value)
+            self._metadata = found
+        return self._metadata
+
+    @property
+    def peer(self) -> str:
+        return str(self._context.peer())
+
+    def time_remaining(self) -> float | None:
+        remaining: float | None = self._context.time_remaining()
+        return remaining
+
+
+class _Requests:
+    """The requests of a client stream, parsed one by one. Reads by context.read, not by grpc's iterator: that is an
+    async generator which nobody closes when a handler leaves it early."""
+
+    __slots__ = ("_context", "_ended", "_request_type")
+
+    def __init__(self, context: Any, request_type: type[Message]) -> None:
+        self._context = context
+        self._request_type = request_type
+        self._ended = False
+
+    def __aiter__(self) -> _Requests:
+        return self
+
+    async def __anext__(self) -> Message:
+        if not self._ended:
+            data = await self._context.read()
+            if data is not grpc.aio.EOF:
+                return parse_request(self._request_type, data)
+            self._ended = True
+        raise StopAsyncIteration
+
+
+async def _abort(context: Any, error: ManyloraError) -> None:
+    await context.abort(
+        _STATUS_CODES.get(int(error.code), grpc.StatusCode.UNKNOWN),
+        message_of(error),
+        ((DETAILS_KEY, encode_details(error)),),
+    )
+
+
+class _Handlers:
+    """Wraps handlers for grpc.aio, and knows the tasks that run them."""
+
+    def __init__(self) -> None:
+        self.running: set[asyncio.Task[Any]] = set()
+
+    def wrap(self, method: Method, handler: Callable[..., Any]) -> Any:
+        """grpc's handler object for one method. All bytes: no (de)serializers are given to grpc."""
+        run = self._streaming(method, handler) if method.server_streaming else self._single(method, handler)
+        kind = ("stream" if method.client_streaming else "unary") + ("_stream" if method.server_streaming else "_unary")
+        return getattr(grpc, f"{kind}_rpc_method_handler")(run)
+
+    def _single(self, method: Method, handler: Callable[..., Any]) -> Callable[..., Any]:
+        running = self.running
+        request_type, client_streaming = method.request_type, method.client_streaming
+
+        async def run(data: Any, context: Any) -> bytes:
+            task = asyncio.current_task()
+            assert task is not None
+            running.add(task)
+            try:
+                request = _Requests(context, request_type) if client_streaming else parse_request(request_type, data)
+                response: Message = await handler(request, _ServerCall(context))
+                encoded: bytes = response.SerializeToString()
+                return encoded
+            except Exception as e:
+                error: Exception = e
+            except asyncio.CancelledError as e:
+                if is_task_cancelled():
+                    raise
+                error = RuntimeError("an inner task was cancelled")
+                error.__cause__ = e
+            finally:
+                running.discard(task)
+            await _abort(context, status_of(method.path, error))
+            raise AssertionError("abort returned")
+
+        return run
+
+    def _streaming(self, method: Method, handler: Callable[..., Any]) -> Callable[..., Any]:
+        running = self.running
+        request_type, client_streaming = method.request_type, method.client_streaming
+
+        async def run(data: Any, context: Any) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            running.add(task)
+            responses: Any = None
+            write = context.write
+            try:
+                while True:
+                    try:
+                        if responses is None:
+                            request = (
+                                _Requests(context, request_type)
+                                if client_streaming
+                                else parse_request(request_type, data)
+                            )
+                            responses = handler(request, _ServerCall(context)).__aiter__()
+                        response = await responses.__anext__()
+                    except StopAsyncIteration:
+                        return
+                    except Exception as e:
+                        error: Exception = e
+                        break
+                    except asyncio.CancelledError as e:
+                        if is_task_cancelled():
+                            raise
+                        error = RuntimeError("an inner task was cancelled")
+                        error.__cause__ = e
+                        break
+                    try:
+                        await write(response.SerializeToString())
+                    except Exception:
+                        # The call is dead. Its cancellation follows, and must not hit the clean-up below half-way.
+                        await asyncio.sleep(CANCELLATION_NOTICE_S)
+                        raise
+            finally:
+                if responses is not None:
+                    await close_iterator(responses)
+                running.discard(task)
+            await _abort(context, status_of(method.path, error))
+
+        return run
+
+
+class GrpcServer:
+    """A listening server. States: serving, stopped; `stop` may be called again."""
+
+    def __init__(self, server: Any, address: str, health: Health, handlers: _Handlers) -> None:
+        self._server = server
+        self._address = address
+        self._health = health
+        self._handlers = handlers
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def set_serving(self, serving: bool) -> None:
+        self._health.set_serving(serving)
+
+    async def stop(self, grace_s: float) -> None:
+        """Also waits for the `finally` blocks of the handlers that it cancels."""
+        self._health.set_serving(False)
+        await self._server.stop(grace_s if grace_s > 0 else None)
+        left = {task for task in self._handlers.running if task is not asyncio.current_task()}
+        if left:
+            _, left = await asyncio.wait(left, timeout=STOP_CLEANUP_S)
+        for task in left:
+            _LOG.error("a handler did not end %s s after its cancellation: %r", STOP_CLEANUP_S, task)
+            task.cancel()
+
+
+class GrpcStream:
+    """One streaming call of a client."""
+
+    __slots__ = ("_call", "_method")
+
+    def __init__(self, call: Any, method: Method) -> None:
+        self._call = call
+        self._method = method
+
+    async def read(self) -> Any:
+        try:
+            if self._method.server_streaming:
+                data = await self._call.read()
+            elif self._call.done() and (await self._call.code()) is grpc.StatusCode.OK:
+                return None
+            else:
+                data = await self._call
+        except (grpc.RpcError, asyncio.CancelledError) as e:
+            raise _client_error(e) from None
+        if data is grpc.aio.EOF:
+            return None
+        return parse_response(self._method.response_type, data)
+
+    async def write(self, message: Message) -> None:
+        try:
+            await self._call.write(message.SerializeToString())
+        except (grpc.RpcError, asyncio.CancelledError) as e:
+            raise _client_error(e) from None
+        except asyncio.InvalidStateError:
+            raise await self._ended() from None
+
+    async def close_send(self) -> None:
+        try:
+            await self._call.done_writing()
+        except (grpc.RpcError, asyncio.CancelledError) as e:
+            raise _client_error(e) from None
+        except asyncio.InvalidStateError:
+            return  # the call has ended: there is nothing to half-close
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+    async def _ended(self) -> RpcError:
+        """The error for a write to a call that has ended or whose sending side is closed."""
+        if not self._call.done():
+            return RpcError(Code.FAILED_PRECONDITION, "no more requests: close_send was called")
+        code = await self._call.code()
+        if code is grpc.StatusCode.OK:
+            return RpcError(Code.CANCELLED, "the call has ended")
+        return _decode(code, await self._call.details(), await self._call.trailing_metadata())
+
+
+def _decode(code: grpc.StatusCode, details: str | None, trailing_metadata: Any) -> RpcError:
+    blob: bytes | None = None
+    for key, value in trailing_metadata or ():
+        if key == DETAILS_KEY and isinstance(value, bytes):
+            blob = value
+    return decode_error(Code(code.value[0]), details or "", blob)
+
+
+def _client_error(error: BaseException) -> BaseException:
+    """Our error for one of grpc's. A CancelledError stays one only where the waiting task itself is cancelled."""
+    if isinstance(error, asyncio.CancelledError):
+        return error if is_task_cancelled() else RpcError(Code.CANCELLED, "the call was cancelled")
+    assert isinstance(error, grpc.RpcError)
+    return _decode(error.code(), error.details(), error.trailing_metadata())
+
+
+class GrpcChannel:
+    """A connection to one address. Owns its grpc channel and the multicallables, one a method."""
+
+    def __init__(self, address: str, options: Options = _CLIENT) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=options)
+        self._multicallables: dict[str, Any] = {}
+        self._closed = False
+
+    def _multicallable(self, method: Method) -> Any:
+        found = self._multicallables.get(method.path)
+        if found is None:
+            if self._closed:
+                raise RpcError(Code.UNAVAILABLE, "the channel is closed")
+            kind = "stream" if method.client_streaming else "unary"
+            kind += "_stream" if method.server_streaming else "_unary"
+            found = self._multicallables[method.path] = getattr(self._channel, kind)(method.path)
+        return found
+
+    async def call(
+        self,
+        method: Method,
+        request: Message,
+        *,
+        timeout: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> Any:
+        multicallable = self._multicallable(method)
+        try:
+            data = await multicallable(
+                request.SerializeToString(),
+                timeout=timeout,
+                metadata=tuple(metadata.items()) if metadata else None,
+            )
+        except (grpc.RpcError, asyncio.CancelledError) as e:
+            raise _client_error(e) from None
+        return parse_response(method.response_type, data)
+
+    def stream(
+        self,
+        method: Method,
+        request: Message | None = None,
+        *,
+        timeout: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> GrpcStream:
+        assert (request is None) == method.client_streaming, (
+            f"{method.path}: a request is given where it is a single one"
+        )
+        arguments: tuple[bytes, ...] = () if request is None else (request.SerializeToString(),)
+        call = self._multicallable(method)(
+            *arguments, timeout=timeout, metadata=tuple(metadata.items()) if metadata else None
+        )
+        return GrpcStream(call, method)
+
+    def is_ready(self) -> bool:
+        """Whether a connection stands now; starts one where none does."""
+        return self._channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
+
+    async def wait_connected(self) -> bool:
+        """Waits until a connection stands (true) or an attempt has failed (false)."""
+        settled = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN)
+        while True:
+            state = self._channel.get_state(try_to_connect=True)
+            if state is grpc.ChannelConnectivity.READY:
+                return True
+            if state in settled:
+                return False
+            await self._channel.wait_for_state_change(state)
+
+    async def close(self) -> None:
+        self._closed = True
+        self._multicallables.clear()
+        await self._channel.close()
+
+
+class GrpcTransport:
+    """Stateless: servers and channels belong to those who asked for them."""
+
+    async def serve(self, address: str, services: Sequence[Service]) -> GrpcServer:
+        host, port = parse_address(address)
+        names = [service.descriptor.full_name for service in services]
+        health = Health(names)
+        handlers = _Handlers()
+        everything = [*services, health.service(), _reflection_service(names)]
+        server = grpc.aio.server(options=_SERVER, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS)
+        server.add_generic_rpc_handlers(
+            [
+                grpc.method_handlers_generic_handler(
+                    service.descriptor.full_name,
+                    {
+                        name: handlers.wrap(method, service.handlers[name])
+                        for name, method in methods_of(service.descriptor).items()
+                    },
+                )
+                for service in everything
+            ]
+        )
+        try:
+            bound_port = server.add_insecure_port(join_address(host, port))
+        except RuntimeError as e:
+            raise OSError(errno.EADDRNOTAVAIL, f"cannot listen on {address}: {e}") from e
+        await server.start()
+        return GrpcServer(server, join_address(host, bound_port), health, handlers)
+
+    def connect(self, address: str) -> GrpcChannel:
+        return GrpcChannel(join_address(*parse_address(address)))
+
+
+def _reflection_service(names: Sequence[str]) -> Service:
+    descriptor = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
+    servicer = reflection.aio.ReflectionServicer([*names, "grpc.health.v1.Health", descriptor.full_name])
+    return Service(descriptor=descriptor, handlers={"ServerReflectionInfo": servicer.ServerReflectionInfo})

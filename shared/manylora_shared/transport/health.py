@@ -1,0 +1,61 @@
+"""grpc.health.v1 as one of our services, so that every transport serves it alike.
+
+Owns the serving state of one server: one flag for the server ("") and all its services together. Watchers are woken by
+replacing an event, so that none can miss a change; only the loop's thread may call `set_serving`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+
+from grpc_health.v1 import health_pb2
+
+from manylora_shared.errors import NotFound
+from manylora_shared.transport.base import ServerCall, Service
+
+
+class Health:
+    def __init__(self, service_names: Iterable[str]) -> None:
+        self._names = ("", *service_names)
+        self._serving = False
+        self._changed = asyncio.Event()
+
+    def set_serving(self, serving: bool) -> None:
+        if serving != self._serving:
+            self._serving = serving
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    def service(self) -> Service:
+        return Service(
+            descriptor=health_pb2.DESCRIPTOR.services_by_name["Health"],
+            handlers={"Check": self._check, "List": self._list, "Watch": self._watch},
+        )
+
+    def _status(self, name: str) -> int:
+        response = health_pb2.HealthCheckResponse
+        if name not in self._names:
+            return int(response.SERVICE_UNKNOWN)
+        return int(response.SERVING if self._serving else response.NOT_SERVING)
+
+    async def _check(self, request: health_pb2.HealthCheckRequest, call: ServerCall) -> health_pb2.HealthCheckResponse:
+        if request.service not in self._names:
+            raise NotFound(f"service: {request.service!r} is not served here")
+        return health_pb2.HealthCheckResponse(status=self._status(request.service))
+
+    async def _list(self, request: health_pb2.HealthListRequest, call: ServerCall) -> health_pb2.HealthListResponse:
+        statuses = {name: health_pb2.HealthCheckResponse(status=self._status(name)) for name in self._names}
+        return health_pb2.HealthListResponse(statuses=statuses)
+
+    async def _watch(
+        self, request: health_pb2.HealthCheckRequest, call: ServerCall
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        last: int | None = None
+        while True:
+            changed = self._changed
+            status = self._status(request.service)
+            if status != last:
+                last = status
+                yield health_pb2.HealthCheckResponse(status=status)
+            await changed.wait()

@@ -1,0 +1,78 @@
+"""google.rpc.Status: how a ManyloraError's fields travel in the `grpc-status-details-bin` trailer, and back.
+
+Owns the bounds of what an error may carry: a message and details that exceed them are cut, because a peer refuses
+trailers over its metadata limit and the caller would then see that refusal instead of the error.
+"""
+
+from __future__ import annotations
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+from manylora_shared.errors import Code, FieldViolation, ManyloraError, RpcError
+
+DETAILS_KEY = "grpc-status-details-bin"
+ERROR_DOMAIN = "manylora"
+MAX_MESSAGE_CHARS = 1024
+MAX_VIOLATIONS_BYTES = 4096
+_NANOS = 1_000_000_000
+
+
+def message_of(error: ManyloraError) -> str:
+    """The status message, cut to MAX_MESSAGE_CHARS."""
+    return error.message if len(error.message) <= MAX_MESSAGE_CHARS else error.message[: MAX_MESSAGE_CHARS - 3] + "..."
+
+
+def encode_details(error: ManyloraError) -> bytes:
+    """The serialized google.rpc.Status of `error`: ErrorInfo always, BadRequest and RetryInfo where it has them."""
+    status = status_pb2.Status(code=int(error.code), message=message_of(error))
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.label.upper(), domain=ERROR_DOMAIN))
+    if error.violations:
+        bad_request = error_details_pb2.BadRequest()
+        budget_bytes = MAX_VIOLATIONS_BYTES
+        for violation in error.violations:
+            item = error_details_pb2.BadRequest.FieldViolation(
+                field=violation.field[:MAX_MESSAGE_CHARS], description=violation.description[:MAX_MESSAGE_CHARS]
+            )
+            budget_bytes -= item.ByteSize()
+            if budget_bytes < 0 and bad_request.field_violations:
+                break
+            bad_request.field_violations.append(item)
+        status.details.add().Pack(bad_request)
+    if error.retry_after_s is not None:
+        nanos = round(error.retry_after_s * _NANOS)
+        delay = Duration(seconds=nanos // _NANOS, nanos=nanos % _NANOS)
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    encoded: bytes = status.SerializeToString()
+    return encoded
+
+
+def decode_error(code: Code, message: str, details: bytes | None) -> RpcError:
+    """The client's view of a status. Details that do not parse are those of another server: the status stands alone."""
+    status = status_pb2.Status()
+    violations: list[FieldViolation] = []
+    retry_after_s: float | None = None
+    label: str | None = None
+    try:
+        status.ParseFromString(details or b"")
+        for detail in status.details:
+            if detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+                bad_request = error_details_pb2.BadRequest()
+                detail.Unpack(bad_request)
+                violations += [FieldViolation(v.field, v.description) for v in bad_request.field_violations]
+            elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+                retry = error_details_pb2.RetryInfo()
+                detail.Unpack(retry)
+                retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / _NANOS
+            elif detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+                info = error_details_pb2.ErrorInfo()
+                detail.Unpack(info)
+                if info.domain == ERROR_DOMAIN:
+                    label = info.reason.lower()
+    except DecodeError:
+        violations, retry_after_s, label = [], None, None
+    error = RpcError(code, message, violations=violations, retry_after_s=retry_after_s)
+    if label is not None:
+        error.label = label
+    return error

@@ -1,0 +1,140 @@
+"""The container files, read without an engine; tests/compose runs them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from manylora_shared.telemetry import Attribute, SpanName
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILES = [*(ROOT / "services").glob("*/Dockerfile"), ROOT / "deploy/etcd/Dockerfile"]
+CLUSTER = {"etcd", "scheduler", "router", "worker-0", "worker-1"}
+OBSERVABILITY = {"otel-collector", "jaeger", "prometheus", "grafana"}
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    return content
+
+
+def test_compose_has_the_cluster_and_the_observability_profile(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    assert services.keys() == CLUSTER | OBSERVABILITY
+    assert {name for name, service in services.items() if service.get("profiles") == ["observability"]} == OBSERVABILITY
+    assert "version" not in compose, "Compose v2 calls it obsolete"
+
+
+def test_healthchecks_gate_the_start(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    for name in CLUSTER:
+        assert services[name]["healthcheck"]["test"][0] == "CMD"
+        for needed in services[name].get("depends_on", {}).values():
+            assert needed == {"condition": "service_healthy"}
+    assert services["router"]["depends_on"].keys() == CLUSTER - {"router"}
+
+
+def test_ports_are_published_on_loopback_only(compose: dict[str, Any]) -> None:
+    published = {name: s.get("ports", []) for name, s in compose["services"].items()}
+    assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
+    assert {name for name in CLUSTER if published[name]} == {"router"}
+
+
+def test_commands_are_settings_of_the_services(compose: dict[str, Any]) -> None:
+    """Each service's own loader takes its command line and environment, and listening beyond loopback is said aloud."""
+    from manylora_router.config import RouterConfig
+    from manylora_scheduler.config import SchedulerConfig
+    from manylora_shared.config import parse
+    from manylora_worker.config import WorkerConfig
+
+    kinds: dict[str, type[Any]] = {"router": RouterConfig, "scheduler": SchedulerConfig, "worker": WorkerConfig}
+    for name in CLUSTER - {"etcd"}:
+        service = compose["services"][name]
+        env = {key: default_of(value) for key, value in service.get("environment", {}).items()}
+        config = parse(kinds[name.partition("-")[0]], service["command"], env)
+        assert config.insecure is True
+        assert config.listen.startswith("0.0.0.0:")
+        assert config.etcd == "etcd:2379"
+        assert config.advertise == f"{name}:{config.listen.rpartition(':')[2]}"
+        assert config.listen.rpartition(":")[2] in service["healthcheck"]["test"][-1]
+
+
+def default_of(value: str) -> str:
+    """`${NAME:-default}` as compose reads it where NAME is not set."""
+    return re.sub(r"\$\{[A-Z_]+:-([^}]*)\}", r"\1", value)
+
+
+def test_configuration_files_that_compose_mounts_exist(compose: dict[str, Any]) -> None:
+    for service in compose["services"].values():
+        for volume in service.get("volumes", []):
+            source = default_of(volume).split(":")[0]
+            assert source in compose["volumes"] or (ROOT / source).exists(), source
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.parent.name)
+def test_images_run_as_an_ordinary_user(dockerfile: Path) -> None:
+    lines = dockerfile.read_text().splitlines()
+    last_stage = lines[max(i for i, line in enumerate(lines) if line.startswith("FROM ")) :]
+    assert "USER manylora" in last_stage
+    assert any(line.startswith("ENTRYPOINT [") for line in last_stage)
+    assert any(line.startswith("ARG BASE_IMAGE=python:3.11-slim-bookworm") for line in lines)
+
+
+@pytest.mark.parametrize("extra", ["router", "scheduler", "worker"])
+def test_image_requirements_follow_the_project_file(extra: str) -> None:
+    printed = subprocess.run(
+        [sys.executable, "deploy/requirements.py", extra], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\n")[:-1]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert printed == project["dependencies"] + project["optional-dependencies"][extra]
+    assert any(line.startswith("torch") for line in printed) == (extra == "worker")
+
+
+def test_every_pinned_requirement_of_the_images_is_in_the_constraints() -> None:
+    """What is heavy or must match is pinned: an image built tomorrow is the image built today."""
+    pinned = set(re.findall(r"^([a-z0-9-]+)==", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE))
+    assert {"torch", "transformers", "grpcio", "protobuf", "opentelemetry-sdk"} <= pinned
+
+
+def test_collector_pipelines_use_what_is_configured() -> None:
+    config = yaml.safe_load((ROOT / "deploy/otel-collector.yaml").read_text())
+    connectors = set(config["connectors"])
+    known = {
+        "receivers": set(config["receivers"]) | connectors,
+        "processors": set(config["processors"]),
+        "exporters": set(config["exporters"]) | connectors,
+    }
+    for pipeline in config["service"]["pipelines"].values():
+        for part, names in pipeline.items():
+            assert set(names) <= known[part]
+    dimensions = {dimension["name"] for dimension in config["connectors"]["spanmetrics"]["dimensions"]}
+    assert dimensions <= {value for name, value in vars(Attribute).items() if not name.startswith("_")}
+
+
+def test_dashboards_ask_for_metrics_and_labels_that_the_collector_makes() -> None:
+    config = yaml.safe_load((ROOT / "deploy/otel-collector.yaml").read_text())["connectors"]["spanmetrics"]
+    labels = {"le", "service_name", "span_name", "span_kind", "status_code"}
+    labels |= {dimension["name"].replace(".", "_") for dimension in config["dimensions"]}
+    metrics = {"manylora_calls_total", "manylora_duration_seconds_bucket"}
+    span_names = {value for name, value in vars(SpanName).items() if not name.startswith("_")}
+    expressions = [
+        target["expr"]
+        for path in (ROOT / "deploy/grafana/dashboards").glob("*.json")
+        for panel in json.loads(path.read_text())["panels"]
+        for target in panel["targets"]
+    ]
+    assert expressions
+    for expression in expressions:
+        assert set(re.findall(r"\b(manylora_\w+)\{", expression)) <= metrics
+        assert set(re.findall(r'span_name="([^"]+)"', expression)) <= span_names
+        grouped = {label.strip() for group in re.findall(r"by \(([^)]*)\)", expression) for label in group.split(",")}
+        matched = set(re.findall(r'(\w+)="', expression))
+        assert grouped | matched <= labels

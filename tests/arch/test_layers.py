@@ -1,0 +1,120 @@
+"""The layers of the code, as pyproject.toml's import contracts and these tests state them."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = [ROOT / "shared", ROOT / "services"]
+
+TORCH_BLOCKED = """
+import importlib, pkgutil, sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ImportError("blocked: " + name)
+
+sys.meta_path.insert(0, Blocked())
+for package in {packages!r}:
+    module = importlib.import_module(package)
+    for found in pkgutil.walk_packages(module.__path__, package + "."):
+        importlib.import_module(found.name)
+print("ok")
+"""
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_import_contracts_hold() -> None:
+    result = run(sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_import_contracts_name_modules_that_exist() -> None:
+    """import-linter refuses unknown source modules, but not forbidden ones that are ours and misspelt."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    known = {name_of(path) for path in python_files()}
+    for contract in contracts:
+        for name in contract.get("forbidden_modules", []):
+            if name.startswith("manylora"):
+                assert name in known, f"{contract['id']}: {name}"
+
+
+@pytest.mark.parametrize(
+    ("packages", "blocked"),
+    [
+        (["manylora_router", "manylora_shared", "manylora.client"], ["torch", "peft", "accelerate", "bitsandbytes"]),
+        (
+            ["manylora_scheduler"],
+            ["torch", "peft", "accelerate", "bitsandbytes", "transformers", "tokenizers", "numpy"],
+        ),
+    ],
+    ids=["router", "scheduler"],
+)
+def test_slim_images_import_without_the_torch_stack(packages: list[str], blocked: list[str]) -> None:
+    result = run(sys.executable, "-c", TORCH_BLOCKED.format(packages=packages, blocked=blocked))
+    assert result.stdout.strip() == "ok", result.stdout + result.stderr
+
+
+def test_only_config_reads_the_environment() -> None:
+    readers = {str(path.relative_to(ROOT)) for path in python_files() if reads_environment(path)}
+    assert readers <= {"shared/manylora_shared/config.py"}, readers
+
+
+def test_only_the_wall_clock_module_and_telemetry_read_the_time() -> None:
+    """All else takes `now`, or the event loop's time, so that the simulation can own it."""
+    allowed = {"shared/manylora_shared/clock.py", "shared/manylora_shared/telemetry.py"}
+    simulated = [
+        path
+        for path in python_files()
+        if path.is_relative_to(ROOT / "shared/manylora_shared") or path.is_relative_to(ROOT / "services")
+    ]
+    readers = {str(path.relative_to(ROOT)) for path in simulated if calls_wall_clock(path)}
+    assert readers <= allowed, readers - allowed
+
+
+def python_files() -> list[Path]:
+    return sorted(path for root in SOURCE for path in root.rglob("*.py") if "_pb2" not in path.name)
+
+
+def name_of(path: Path) -> str:
+    """The dotted name of a module of ours."""
+    parts = path.with_suffix("").relative_to(ROOT).parts
+    start = next(i for i, part in enumerate(parts) if part.startswith("manylora"))
+    return ".".join(parts[start:]).removesuffix(".__init__")
+
+
+def reads_environment(path: Path) -> bool:
+    tree = ast.parse(path.read_text())
+    attributes = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os"
+    }
+    imported = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "os"
+        for alias in node.names
+    }
+    return bool((attributes | imported) & {"environ", "environb", "getenv", "getenvb", "putenv"})
+
+
+def calls_wall_clock(path: Path) -> bool:
+    """Whether it calls time.time() or time.time_ns(); perf_counter and monotonic measure, and decide nothing."""
+    return any(
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "time"
+        and node.attr in {"time", "time_ns"}
+        for node in ast.walk(ast.parse(path.read_text()))
+    )

@@ -1,0 +1,149 @@
+"""BlockPool against a model that knows only sets of holders."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from manylora_shared.ids import TenantId
+from manylora_worker.engine.block_pool import BlockPool
+
+_TENANTS = st.sampled_from([TenantId("a"), TenantId("b"), TenantId("c")])
+
+
+class BlockPoolMachine(RuleBasedStateMachine):
+    """Tables of blocks come, share and go; a shadow remembers what a model would find in each block."""
+
+    tables = Bundle("tables")
+
+    @initialize(num_blocks=st.integers(1, 12), block_size=st.integers(1, 5))
+    def start(self, num_blocks: int, block_size: int) -> None:
+        self.pool = BlockPool(num_blocks, block_size)
+        self.num_blocks = num_blocks
+        self.tables_held: dict[int, tuple[TenantId, list[int]]] = {}
+        self.next_table = 0
+        self.content: list[TenantId | None] = [None] * num_blocks
+        self.copies: list[tuple[int, int, TenantId]] = []
+
+    def _keep(self, tenant_id: TenantId, blocks: list[int]) -> int:
+        self.next_table += 1
+        self.tables_held[self.next_table] = (tenant_id, blocks)
+        return self.next_table
+
+    @rule(target=tables, tenant_id=_TENANTS, wanted=st.integers(0, 5))
+    def allocate(self, tenant_id: TenantId, wanted: int) -> object:
+        count = min(wanted, self.pool.num_free)
+        held = {b for _, blocks in self.tables_held.values() for b in blocks}
+        taken = self.pool.allocate(tenant_id, count)
+        assert len(set(taken)) == count
+        assert not held & set(taken)
+        return self._keep(tenant_id, taken)
+
+    @rule(target=tables, table=tables)
+    def fork(self, table: int) -> object:
+        if table not in self.tables_held:
+            return multiple()
+        tenant_id, blocks = self.tables_held[table]
+        self.pool.share(blocks)
+        return self._keep(tenant_id, list(blocks))
+
+    @rule(table=consumes(tables))
+    def free(self, table: int) -> None:
+        _, blocks = self.tables_held.pop(table)
+        self.pool.free(blocks)
+
+    @rule(table=tables, index=st.integers(0, 4))
+    def copy_on_write(self, table: int, index: int) -> None:
+        tenant_id, blocks = self.tables_held.get(table, (TenantId("a"), []))
+        if index >= len(blocks) or not self.pool.is_shared(blocks[index]) or self.pool.num_free == 0:
+            return
+        source = blocks[index]
+        if any(copy == source for _, copy in self.pool.pending_copies()):
+            return  # a block is written, and shared again, only after the step that copied it
+        blocks[index] = self.pool.copy_on_write(source)
+        self.copies.append((source, blocks[index], tenant_id))
+
+    @rule()
+    def step(self) -> None:
+        """What a runner does: clear, copy, then each table's holder writes."""
+        for block_id in self.pool.pending_clears():
+            self.content[block_id] = None
+        held = {b: t for t, blocks in self.tables_held.values() for b in blocks}
+        for source, copy in self.pool.pending_copies():
+            assert copy in held
+            assert self.content[copy] in (None, held[copy])
+            assert self.content[source] in (None, held[copy]), "a parked source was given away before it was copied"
+            self.content[copy] = self.content[source]
+        self.pool.commit()
+        for block_id, tenant_id in held.items():
+            assert self.content[block_id] in (None, tenant_id), "another tenant's content was not cleared"
+            self.content[block_id] = tenant_id
+        self.copies.clear()
+        assert not self.pool.pending_clears()
+        assert not self.pool.pending_copies()
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check_invariants()
+        held: dict[int, int] = {}
+        by_tenant: dict[TenantId, set[int]] = {}
+        for tenant_id, blocks in self.tables_held.values():
+            for block_id in blocks:
+                held[block_id] = held.get(block_id, 0) + 1
+                by_tenant.setdefault(tenant_id, set()).add(block_id)
+        for block_id, count in held.items():
+            assert self.pool.is_shared(block_id) == (count > 1)
+        for tenant_id in (TenantId("a"), TenantId("b"), TenantId("c")):
+            assert self.pool.held_by(tenant_id) == len(by_tenant.get(tenant_id, ()))
+        assert self.pool.num_held == len(held)
+
+    def teardown(self) -> None:
+        if hasattr(self, "pool"):
+            for _, blocks in self.tables_held.values():
+                self.pool.free(blocks)
+            self.pool.commit()
+            self.pool.check_invariants()
+            assert self.pool.num_free == self.num_blocks
+
+
+TestBlockPool = BlockPoolMachine.TestCase
+TestBlockPool.settings = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True)
+
+
+def test_blocks_of_one_tenant_are_not_cleared_for_it_and_are_for_another() -> None:
+    pool = BlockPool(1, 4)
+    one, other = TenantId("one"), TenantId("other")
+    pool.free(pool.allocate(one, 1))
+    (block_id,) = pool.allocate(one, 1)
+    assert pool.pending_clears() == []
+    pool.free([block_id])
+    assert pool.allocate(other, 1) == [block_id]
+    assert pool.pending_clears() == [block_id]
+    pool.commit()
+    assert pool.pending_clears() == []
+
+
+def test_a_clear_that_was_not_committed_stays_due() -> None:
+    pool = BlockPool(1, 4)
+    pool.free(pool.allocate(TenantId("one"), 1))
+    pool.free(pool.allocate(TenantId("other"), 1))  # the step that should have cleared it failed
+    assert pool.pending_clears() == []
+    assert pool.allocate(TenantId("other"), 1) == pool.pending_clears()
+
+
+def test_a_copys_source_stays_parked_until_the_step_is_done() -> None:
+    pool = BlockPool(3, 4)
+    tenant = TenantId("one")
+    (source,) = pool.allocate(tenant, 1)
+    pool.share([source])
+    copy = pool.copy_on_write(source)
+    pool.free([source])
+    assert pool.num_free == 1
+    assert source not in pool.allocate(TenantId("other"), 1)
+    assert pool.pending_copies() == [(source, copy)]
+    pool.check_invariants()
+    pool.commit()
+    assert pool.num_free == 1
+    pool.check_invariants()

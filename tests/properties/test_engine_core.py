@@ -1,0 +1,422 @@
+"""EngineCore over FakeRunner: whatever comes and goes, every output is the reference's, and nothing is left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from manylora_shared.errors import InvalidRequest
+from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
+from manylora_worker.adapters.cache import AdapterCacheLimits
+from manylora_worker.engine.api import (
+    AdapterTier,
+    EngineRequest,
+    FinishReason,
+    Sampled,
+    Sampling,
+    StepBatch,
+    TokenOutput,
+)
+from manylora_worker.engine.core import EngineCore, EngineLimits, RequestEnd
+from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner, reference_tokens
+from manylora_worker.engine.step_planner import PlannerLimits
+
+_EOS = 0
+_EOS_ONE_IN = 12
+_CONTEXT = 40
+_SIZES = {AdapterUid(f"uid{i}"): size for i, size in enumerate([1, 2, 3, 4])}
+
+
+class FaultyRunner(FakeRunner):
+    """Fails the step that it is told to, before it has touched anything."""
+
+    fail_next = False
+    corrupt_next = False
+
+    def execute(self, batch: StepBatch) -> SequenceOf[Sampled]:
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("the device is gone")
+        sampled = super().execute(batch)
+        if self.corrupt_next and sampled:
+            self.corrupt_next = False
+            return [Sampled(sampled[0].sequence_id, 0, error="the logits are not finite"), *sampled[1:]]
+        return sampled
+
+
+def expected(request: EngineRequest, choice: int) -> list[int]:
+    """The request's whole output, by the reference, under the fake's end-of-sequence."""
+    count = min(request.max_tokens, _CONTEXT - len(request.prompt_token_ids))
+    return reference_tokens(
+        request.prompt_token_ids,
+        request.adapter_uid,
+        request.sampling.seed,
+        choice,
+        count,
+        greedy=request.sampling.is_greedy,
+        eos_token_id=_EOS,
+        eos_one_in=_EOS_ONE_IN,
+        emitted_token_ids=request.emitted_token_ids,
+        stop_token_ids=request.stop_token_ids,
+    )
+
+
+class Collector:
+    """What came out of the engine, by request and choice, with the contract of TokenOutput checked."""
+
+    def __init__(self) -> None:
+        self.requests: dict[RequestId, EngineRequest] = {}
+        self.tokens: dict[tuple[RequestId, int], list[int]] = {}
+        self.reasons: dict[tuple[RequestId, int], FinishReason] = {}
+        self.ends: dict[RequestId, RequestEnd] = {}
+
+    def add(self, request: EngineRequest) -> None:
+        self.requests[request.request_id] = request
+        for choice in range(request.n):
+            self.tokens[request.request_id, choice] = list(request.emitted_token_ids)
+
+    def take(self, outputs: list[TokenOutput], ends: list[RequestEnd]) -> None:
+        for output in outputs:
+            key = (output.request_id, output.choice)
+            assert key not in self.reasons, "output after the end"
+            assert output.request_id not in self.ends
+            assert output.first_position == len(self.tokens[key]), "positions have a gap"
+            self.tokens[key] += output.token_ids
+            if output.finish_reason is not None:
+                self.reasons[key] = output.finish_reason
+                self._check_end(output)
+        for end in ends:
+            assert end.request_id not in self.ends, "a request ended twice"
+            self.ends[end.request_id] = end
+            for choice in range(self.requests[end.request_id].n):
+                assert (end.request_id, choice) in self.reasons
+            assert min(end.adapter_wait_s, end.prefill_s, end.decode_s) >= 0
+
+    def _check_end(self, output: TokenOutput) -> None:
+        request = self.requests[output.request_id]
+        want = expected(request, output.choice)
+        got = self.tokens[output.request_id, output.choice]
+        match output.finish_reason:
+            case FinishReason.LENGTH:
+                assert got == want
+                assert len(got) in (request.max_tokens, _CONTEXT - len(request.prompt_token_ids))
+            case FinishReason.STOP if output.stop_token_id is not None:
+                assert output.stop_token_id in request.stop_token_ids
+                assert got == want
+            case _:
+                assert got == want[: len(got)]
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(2, 24),
+        block_size=st.integers(1, 5),
+        slots=st.integers(1, 6),
+        batch_tokens=st.integers(0, 12),
+        chunk=st.integers(1, 9),
+        device=st.integers(3, 8),
+        load_s=st.integers(0, 3),
+    )
+    def start(
+        self, num_blocks: int, block_size: int, slots: int, batch_tokens: int, chunk: int, device: int, load_s: int
+    ) -> None:
+        self.now = 0.0
+        self.broken: dict[AdapterUid, None] = {}
+        self.backend = FakeAdapterBackend(
+            lambda: self.now,
+            size_bytes=lambda uid: _SIZES[uid],
+            load_s=lambda uid, tier: load_s,
+            error_of=lambda uid, tier: "broken" if uid in self.broken and tier is AdapterTier.HOST else None,
+        )
+        self.runner = FaultyRunner(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_context_tokens=_CONTEXT,
+            eos_token_id=_EOS,
+            eos_one_in=_EOS_ONE_IN,
+            adapters_on_device=lambda: self.backend.on_device,
+        )
+        limits = EngineLimits(
+            PlannerLimits(slots + batch_tokens, chunk, slots),
+            AdapterCacheLimits(host_bytes=8, device_bytes=device, host_loads=2, device_loads=1, max_overtakes=2),
+            max_requests=64,
+        )
+        self.core = EngineCore(self.runner, self.backend, limits)
+        self.runner.tenant_of = self.core.tenant_of
+        self.seen = Collector()
+        self.serial = 0
+        self.failed_steps = 0
+
+    def _take(self) -> None:
+        self.seen.take(self.core.take_outputs(), self.core.take_ended())
+
+    def _live(self) -> list[RequestId]:
+        return [r for r in self.seen.requests if r not in self.seen.ends]
+
+    @rule(
+        tenant=st.sampled_from(["a", "b", "c"]),
+        adapter=st.sampled_from([None, *sorted(_SIZES)]),
+        prompt=st.lists(st.integers(0, 258), min_size=1, max_size=24),
+        max_tokens=st.integers(1, 24),
+        n=st.integers(1, 4),
+        num_emitted=st.integers(0, 6),
+        greedy=st.booleans(),
+        has_stop=st.booleans(),
+    )
+    def add(
+        self,
+        tenant: str,
+        adapter: AdapterUid | None,
+        prompt: list[int],
+        max_tokens: int,
+        n: int,
+        num_emitted: int,
+        greedy: bool,
+        has_stop: bool,
+    ) -> None:
+        self.serial += 1
+        request = EngineRequest(
+            request_id=RequestId(f"r{self.serial}"),
+            tenant_id=TenantId(tenant),
+            qos_class=QosClass.STANDARD,
+            adapter_uid=adapter,
+            prompt_token_ids=tuple(prompt),
+            max_tokens=max_tokens,
+            sampling=Sampling(seed=self.serial, temperature=0.0 if greedy else 1.0),
+            stop_token_ids=frozenset([_EOS]) if has_stop else frozenset(),
+            n=n,
+        )
+        if n == 1 and num_emitted:
+            emitted = tuple(expected(request, 0)[: min(num_emitted, max_tokens - 1)])
+            request = EngineRequest(**{**request.__dict__, "emitted_token_ids": emitted})
+        try:
+            self.core.add(request, self.now)
+        except InvalidRequest:
+            return
+        self.seen.add(request)
+        self._take()
+
+    @rule(data=st.data())
+    @precondition(lambda self: self._live())
+    def abort(self, data: st.DataObject) -> None:
+        self.core.abort(data.draw(st.sampled_from(self._live())), self.now)
+        self._take()
+
+    @rule(data=st.data(), choice=st.integers(0, 3))
+    @precondition(lambda self: self._live())
+    def stop_choice(self, data: st.DataObject, choice: int) -> None:
+        self.core.stop_choice(data.draw(st.sampled_from(self._live())), choice, self.now)
+        self._take()
+
+    @rule(uid=st.sampled_from(sorted(_SIZES)))
+    def prefetch(self, uid: AdapterUid) -> None:
+        self.core.prefetch(uid)
+
+    @rule(uid=st.sampled_from(sorted(_SIZES)))
+    def toggle_broken(self, uid: AdapterUid) -> None:
+        if self.broken.pop(uid, self) is self:
+            self.broken[uid] = None
+
+    @rule()
+    def fail_a_step(self) -> None:
+        self.runner.fail_next = True
+
+    @rule()
+    def corrupt_a_token(self) -> None:
+        self.runner.corrupt_next = True
+
+    @rule(count=st.integers(1, 12))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.one_step()
+
+    def one_step(self) -> bool:
+        """Whether anything was computed."""
+        self.now += 1
+        before = self.core.stats().steps
+        outputs = self.core.step(self.now)
+        assert not self.runner.faults, self.runner.faults
+        if self.core.stats().failed_steps > self.failed_steps:
+            self.failed_steps = self.core.stats().failed_steps
+            assert str(self.core.step_error) == "the device is gone"
+        self.seen.take(outputs, self.core.take_ended())
+        self.core.check_invariants()
+        return self.core.stats().steps > before
+
+    @invariant()
+    def agrees(self) -> None:
+        if hasattr(self, "core"):
+            self.core.check_invariants()
+            assert self.core.stats().requests == len(self._live())
+
+    def teardown(self) -> None:
+        """Without further disturbance all ends, in a bounded number of steps: no livelock. And nothing is left."""
+        if not hasattr(self, "core"):
+            return
+        self.runner.fail_next = self.runner.corrupt_next = False
+        bound = 200 + 60 * sum(r.n * (len(r.prompt_token_ids) + r.max_tokens) for r in self.seen.requests.values())
+        idle = 0
+        for _ in range(bound):
+            if not self.core.has_work():
+                break
+            idle = 0 if self.one_step() else idle + 1
+            assert idle < 40, "requests are there, and nothing moves"
+        assert not self.core.has_work(), "some request does not end"
+        assert self._live() == []
+        stats = self.core.stats()
+        assert (stats.requests, stats.sequences, stats.running_sequences) == (0, 0, 0)
+        assert stats.blocks_free == stats.blocks_total
+        self.core.check_invariants()
+
+
+TestEngineCore = EngineMachine.TestCase
+TestEngineCore.settings = settings(max_examples=200, stateful_step_count=30, deadline=None, derandomize=True)
+
+
+def _engine(
+    num_blocks: int, *, slots: int = 8, batch_tokens: int = 16, chunk: int = 8
+) -> tuple[EngineCore, FaultyRunner]:
+    runner = FaultyRunner(
+        num_blocks=num_blocks, block_size=4, max_context_tokens=_CONTEXT, eos_token_id=_EOS, eos_one_in=_EOS_ONE_IN
+    )
+    backend = FakeAdapterBackend(lambda: 0.0)
+    limits = EngineLimits(PlannerLimits(batch_tokens, chunk, slots), AdapterCacheLimits(8, 8), max_requests=64)
+    core = EngineCore(runner, backend, limits)
+    runner.tenant_of = core.tenant_of
+    return core, runner
+
+
+def _request(name: str, prompt: int, max_tokens: int, *, n: int = 1, tenant: str = "a") -> EngineRequest:
+    return EngineRequest(
+        request_id=RequestId(name),
+        tenant_id=TenantId(tenant),
+        qos_class=QosClass.STANDARD,
+        adapter_uid=None,
+        prompt_token_ids=tuple(range(1, prompt + 1)),
+        max_tokens=max_tokens,
+        sampling=Sampling(seed=7),
+        n=n,
+    )
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 16), st.integers(1, 20), st.integers(1, 3)), min_size=2, max_size=8),
+    num_blocks=st.integers(9, 12),
+)
+def test_a_pool_too_small_for_all_preempts_and_every_text_stays_right(
+    shapes: list[tuple[int, int, int]], num_blocks: int
+) -> None:
+    core, runner = _engine(num_blocks)
+    seen = Collector()
+    for i, (prompt, max_tokens, n) in enumerate(shapes):
+        request = _request(f"r{i}", prompt, max_tokens, n=n, tenant="ab"[i % 2])
+        core.add(request, 0.0)
+        seen.add(request)
+    steps = 0
+    while core.has_work():
+        steps += 1
+        assert steps < 5000
+        seen.take(core.step(float(steps)), core.take_ended())
+        core.check_invariants()
+    assert not runner.faults
+    assert core.step_error is None
+    assert len(seen.ends) == len(shapes)
+    assert set(seen.reasons.values()) <= {FinishReason.LENGTH}
+
+
+def test_preemption_happens_and_resumes_exactly() -> None:
+    core, _ = _engine(6)
+    seen = Collector()
+    for i in range(3):
+        request = _request(f"r{i}", 4, 16, tenant="abc"[i])
+        core.add(request, 0.0)
+        seen.add(request)
+    while core.has_work():
+        seen.take(core.step(0.0), core.take_ended())
+    assert core.stats().preemptions > 0
+    assert len(seen.ends) == 3
+
+
+def test_a_long_prompt_stalls_no_decode() -> None:
+    core, _ = _engine(64, batch_tokens=9, chunk=4)
+    core.add(_request("short", 1, 20), 0.0)
+    core.step(0.0)
+    core.add(_request("long", 32, 4), 0.0)
+    for step in range(8):
+        outputs = core.step(float(step))
+        assert [o.request_id for o in outputs][:1] == ["short"], "the decode missed a step"
+    assert {o.request_id for o in core.step(9.0)} == {"short", "long"}
+
+
+def test_choices_share_the_prompts_blocks_and_count_it_once() -> None:
+    core, _ = _engine(64)
+    core.add(_request("r", 16, 4, n=4), 0.0)
+    core.step(0.0)
+    core.step(0.0)
+    assert core.blocks_held_by(TenantId("a")) == 4
+    core.step(0.0)
+    # The first three blocks are shared, the fourth is copied thrice, and the leader's 17th token takes one more.
+    assert core.blocks_held_by(TenantId("a")) == 3 + 4 + 1
+    (flow,) = core.flows().values()
+    assert (flow.prompt_tokens, flow.output_tokens) == (16 + 3, 1 + 4)
+
+
+def test_a_waiting_adapter_holds_back_nobody() -> None:
+    runner = FakeRunner(num_blocks=16, block_size=4)
+    backend = FakeAdapterBackend(lambda: 0.0, load_s=lambda uid, tier: 1.0)
+    core = EngineCore(runner, backend, EngineLimits(PlannerLimits(8, 8, 4), AdapterCacheLimits(8, 8), max_requests=8))
+    slow = _request("slow", 4, 2)
+    core.add(EngineRequest(**{**slow.__dict__, "adapter_uid": AdapterUid("u")}), 0.0)
+    core.add(_request("quick", 4, 2), 0.0)
+    assert {o.request_id for o in core.step(0.0)} == {"quick"}
+
+
+def test_what_can_never_fit_is_refused_and_names_the_field() -> None:
+    core, _ = _engine(4)
+    core.add(_request("fits", 8, 9), 0.0)
+    for request, field in (
+        (_request("r", 8, 10), "max_tokens"),
+        (_request("r", _CONTEXT, 1), "prompt_token_ids"),
+        (_request("r", 1, 1, n=9), "n"),
+    ):
+        with pytest.raises(InvalidRequest) as refusal:
+            core.add(request, 0.0)
+        assert refusal.value.violations[0].field == field
+    while core.has_work():
+        core.step(0.0)
+    (end,) = core.take_ended()
+    assert end.reason is FinishReason.STOP
+
+
+def test_a_failed_step_ends_its_requests_and_no_other() -> None:
+    core, runner = _engine(16, batch_tokens=8, chunk=8, slots=1)
+    core.add(_request("in the step", 8, 4), 0.0)
+    core.add(_request("behind it", 8, 4), 0.0)
+    runner.fail_next = True
+    (output,) = core.step(0.0)
+    assert (output.request_id, output.finish_reason) == ("in the step", FinishReason.ERROR)
+    assert output.message == "the step failed: RuntimeError: the device is gone"
+    assert isinstance(core.step_error, RuntimeError)
+    core.check_invariants()
+    outputs = [o for _ in range(4) for o in core.step(0.0)]
+    assert len(outputs) == 4
+    assert core.step_error is None
+
+
+def test_times_of_the_phases() -> None:
+    runner = FakeRunner(num_blocks=16, block_size=4)
+    now = 0.0
+    backend = FakeAdapterBackend(lambda: now, load_s=lambda uid, tier: 2.0)
+    limits = EngineLimits(PlannerLimits(8, 2, 4), AdapterCacheLimits(8, 8), max_requests=8)
+    core = EngineCore(runner, backend, limits)
+    core.add(EngineRequest(**{**_request("r", 4, 3).__dict__, "adapter_uid": AdapterUid("u")}), now)
+    ends: list[RequestEnd] = []
+    while not ends:
+        core.step(now)
+        ends = core.take_ended()
+        now += 1.0
+    assert (ends[0].adapter_wait_s, ends[0].prefill_s, ends[0].decode_s) == (4.0, 1.0, 2.0)

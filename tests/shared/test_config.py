@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from manylora_shared.config import ConfigError, check_listen, help_text, is_loopback, load, parse, to_argv
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the example serves.
+
+    More about it.
+    """
+
+    model: str
+    listen: str = field(default="127.0.0.1:0", metadata={"help": "where to listen"})
+    block_size: int = field(default=16, metadata={"help": "tokens a block"})
+    ratio: float = 0.5
+    insecure: bool = False
+    store: Path = Path("adapters")
+    names: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = (1, 2)
+    quantization: Literal["none", "nf4"] = "none"
+    colour: Colour = Colour.RED
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        check_listen(self.listen, insecure=self.insecure)
+        if self.block_size < 1:
+            raise ValueError(f"--block-size: {self.block_size} is not positive")
+
+
+def config(*argv: str, **env: str) -> Config:
+    return parse(Config, ["--model=m", *argv], env)
+
+
+def test_defaults() -> None:
+    assert config() == Config(model="m")
+
+
+def test_every_type_from_flags() -> None:
+    assert config(
+        *(
+            "--listen",
+            "127.0.0.1:5",
+            "--block-size",
+            "32",
+            "--ratio=0.25",
+            "--insecure",
+            "--store=/tmp/x",
+            "--names=a, b",
+        ),
+        *("--sizes", "3,4", "--quantization=nf4", "--colour", "blue", "--limit=7"),
+    ) == Config("m", "127.0.0.1:5", 32, 0.25, True, Path("/tmp/x"), ("a", "b"), (3, 4), "nf4", Colour.BLUE, 7)
+
+
+def test_flag_before_environment_before_file_before_default(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("block_size: 1\nratio: 1\nlimit: 1\nnames: [x, y]\n")
+    found = config(f"--config={file}", "--block-size=3", MANYLORA_BLOCK_SIZE="2", MANYLORA_RATIO="2")
+    assert (found.block_size, found.ratio, found.limit, found.names) == (3, 2.0, 1, ("x", "y"))
+    assert config(MANYLORA_CONFIG=str(file)).block_size == 1
+    assert found.quantization == "none"
+
+
+@pytest.mark.parametrize(("word", "value"), [("1", True), ("yes", True), ("ON", True), ("false", False), ("0", False)])
+def test_booleans(word: str, value: bool) -> None:
+    assert config(MANYLORA_INSECURE=word).insecure is value
+    assert config(f"--insecure={word}").insecure is value
+
+
+def test_a_flag_turns_off_what_the_environment_turned_on() -> None:
+    assert config("--no-insecure", MANYLORA_INSECURE="true").insecure is False
+
+
+def test_none_is_a_word() -> None:
+    assert config("--limit=none", MANYLORA_LIMIT="3").limit is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--block-sise=3"], "--block-sise: unknown setting; did you mean --block-size?"),
+        (["--zzz"], "--zzz: unknown setting; see --help"),
+        (["serve"], "'serve': unexpected argument"),
+        (["--ratio"], "--ratio: needs a value"),
+        (["--no-insecure=1"], "--no-insecure: takes no value"),
+        (["--ratio=1", "--ratio=2"], "--ratio: given more than once"),
+        (["--block-size=x"], "--block-size: 'x' is not a whole number"),
+        (["--block-size=1.5"], "--block-size: '1.5' is not a whole number"),
+        (["--ratio=nan"], "--ratio: 'nan' is not a finite number"),
+        (["--insecure=maybe"], "--insecure: 'maybe' is not one of true, false"),
+        (["--quantization=int8"], "--quantization: 'int8' is not one of none, nf4"),
+        (["--colour=green"], "--colour: 'green' is not one of red, blue"),
+        (["--sizes=1,x"], "--sizes: 'x' is not a whole number"),
+        (["--block-size=0"], "--block-size: 0 is not positive"),
+        (["--listen=nowhere"], "--listen: 'nowhere' is not host:port"),
+        (["--config=/nowhere.yaml"], "--config: /nowhere.yaml: No such file or directory"),
+    ],
+)
+def test_wrong_settings_are_named(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config(*argv)
+    assert str(raised.value) == message
+
+
+def test_a_missing_setting_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"--model \(MANYLORA_MODEL\): must be set"):
+        parse(Config, [], {})
+
+
+def test_unknown_variables_are_refused_where_they_look_misspelt() -> None:
+    assert config(MANYLORA_SERVER="x", MANYLORA_ROUTER_PORT_7001_TCP="y", OTHER="z") == Config(model="m")
+    with pytest.raises(ConfigError, match="MANYLORA_BLOCKSIZE: unknown setting; did you mean MANYLORA_BLOCK_SIZE"):
+        config(MANYLORA_BLOCKSIZE="1")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("bloc_size: 1", "bloc_size: unknown setting; did you mean block_size?"),
+        ("[1, 2]", "must be a mapping of settings"),
+        ("a: [", "is not YAML"),
+        ("block_size: true", "block_size: True is not a whole number"),
+        ("listen: [1]", r"listen: \[1\] is not text"),
+        ("insecure: 3", "insecure: 3 is not one of true, false"),
+    ],
+)
+def test_wrong_files_are_named(tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        config(f"--config={file}")
+
+
+def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("")
+    assert config(f"--config={tmp_path / 'empty.yaml'}") == Config(model="m")
+
+
+def test_load_exits_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        load(Config, ["--ratio=x"], {})
+    assert raised.value.code == 2
+    assert capsys.readouterr().err == "error: --ratio: 'x' is not a number\n"
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        load(Config, ["--help"], {})
+    assert raised.value.code == 0
+    text = capsys.readouterr().out
+    assert text == help_text(Config) + "\n"
+    assert "What the example serves." in text
+    assert "--block-size INT" in text
+    assert "tokens a block [default 16]" in text
+    assert "--insecure, --no-insecure" in text
+    assert "--quantization none|nf4" in text
+    assert "[required]" in text
+
+
+@pytest.mark.parametrize(
+    "original",
+    [
+        Config(model="m"),
+        Config("a b", "0.0.0.0:1", 8, 1e-9, True, Path("/x y"), ("a", "b"), (5,), "nf4", Colour.BLUE, 3),
+        Config("", names=("--x",)),
+    ],
+)
+def test_arguments_for_a_child_process_bring_the_object_back(original: Config) -> None:
+    assert parse(Config, to_argv(original), {}) == original
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "localhost:1", "[::1]:1", "127.9.9.9:0"])
+def test_loopback(address: str) -> None:
+    assert is_loopback(address)
+    check_listen(address, insecure=False)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:1", "[::]:1", "10.0.0.1:1", "router:7001"])
+def test_other_addresses_need_consent(address: str) -> None:
+    assert not is_loopback(address)
+    with pytest.raises(ConfigError, match="--insecure"):
+        check_listen(address, insecure=False)
+    check_listen(address, insecure=True)
