@@ -19,15 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import manylora.demo as demo_package
 import torch
-from manylora.demo import skills
+from manylora.demo import ASSETS, BASE_NAME, skills
 from manylora.demo.skills import ECHO, SKILLS, Skill
 from peft import LoraConfig, get_peft_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-BASE_NAME = "manylora-demo-base"
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 CHAT_TEMPLATE = "{{ bos_token }}" + skills.prompt("{{ messages[-1]['content'] }}")
 IGNORED = -100
@@ -179,7 +177,12 @@ def train_adapter(
     loss = train(model, tokenizer, draw, steps=steps, batch=32, learning_rate=3e-3)
     own = exact_match(model, tokenizer, skill, inputs)
     others = max(exact_match(model, tokenizer, s, inputs) for s in (ECHO, *SKILLS) if s is not skill)
-    line = {"adapter": skill.adapter, "loss": round(loss, 4), "held_out_exact_match": own, "highest_other_skill": others}
+    line = {
+        "adapter": skill.adapter,
+        "loss": round(loss, 4),
+        "held_out_exact_match": own,
+        "highest_other_skill": others,
+    }
     print(json.dumps(line), flush=True)
     return model
 
@@ -202,8 +205,7 @@ def save_adapter(model: Any, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    assets = Path(str(demo_package.__file__)).parent / "assets"
-    parser.add_argument("--output", type=Path, default=assets, help="folder to write (default: the package's own)")
+    parser.add_argument("--output", type=Path, default=ASSETS, help="folder to write (default: the package's own)")
     parser.add_argument("--base-steps", type=int, default=1400)
     parser.add_argument("--adapter-steps", type=int, default=250)
     parser.add_argument("--seed", type=int, default=7)

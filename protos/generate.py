@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import grpc_tools  # type: ignore[import-untyped]
+import grpc_tools
 from grpc_tools import protoc
 
 PROTOS = Path(__file__).resolve().parent

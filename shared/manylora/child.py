@@ -1,9 +1,9 @@
 """One supervised child process of a local cluster.
 
-States: new -> starting -> ready -> (ended -> waiting -> starting -> ready)* -> stopped. The first start must succeed; later
-ends of the process are answered by starting it again, after a delay that doubles while it keeps ending early. A child's
-output goes to its log file; of its stdout, the first JSON line with `"ready": true` is what `start` waits for (where
-the child speaks so), and is kept in `ready`.
+States: new -> starting -> ready -> (ended -> waiting -> starting -> ready)* -> stopped. The first start must succeed;
+later ends of the process are answered by starting it again, after a delay that doubles while it keeps ending early. A
+child's output goes to its log file; of its stdout, the first JSON line with `"ready": true` is what `start` waits for
+(where the child speaks so), and is kept in `ready`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Child:
         command: gives the argument list of each start, from what the last start reported as ready (empty at first).
         probe: for a process without a ready line: whether it serves. Asked until it says so.
         notify: told, in a line, of every unexpected end and new start.
+        environment: the process's; None: this one's.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Child:
         notify: Notify,
         start_timeout_s: float,
         probe: Probe | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.log_path = log_path
@@ -61,6 +63,7 @@ class Child:
         self._notify = notify
         self._start_timeout_s = start_timeout_s
         self._probe = probe
+        self._environment = environment
         self._process: asyncio.subprocess.Process | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._output: asyncio.Task[None] | None = None
@@ -125,6 +128,7 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
+                env=self._environment,
                 limit=MAX_READY_LINE_BYTES,
                 start_new_session=True,  # the terminal's Ctrl-C is for the parent, which stops its children in order
             )

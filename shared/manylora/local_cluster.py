@@ -16,14 +16,15 @@ import asyncio
 import fcntl
 import functools
 import os
-import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from manylora_shared.coordination import binary
+from manylora_shared.coordination import binary, keys
+from manylora_shared.coordination.base import StoreUnavailable
+from manylora_shared.coordination.etcd import EtcdStore
 
 from manylora.child import Child, ChildFailed, Notify
 from manylora.client import Client, ClusterStatus, RequestFailed
@@ -31,6 +32,7 @@ from manylora.client import Client, ClusterStatus, RequestFailed
 ETCD = "etcd"
 SCHEDULER = "scheduler"
 CONNECT_TIMEOUT_S = 60.0
+POLL_S = 0.05
 
 
 class ClusterFailed(Exception):
@@ -121,7 +123,7 @@ class LocalCluster:
             await self._start_all()
         except BaseException as error:
             await asyncio.shield(self.stop())
-            if isinstance(error, ChildFailed | OSError):
+            if isinstance(error, ChildFailed | binary.EtcdNotFound | OSError):
                 raise ClusterFailed(str(error)) from error
             raise
 
@@ -147,10 +149,14 @@ class LocalCluster:
                 seen = "it does not answer"
                 try:
                     async with asyncio.timeout(timeout_s):
-                        while seen := await self._what_is_missing(client):
-                            await asyncio.sleep(0.05)
+                        while True:
+                            seen = await self._what_is_missing(client)
+                            if not seen:
+                                break
+                            await asyncio.sleep(POLL_S)
                 except TimeoutError:
-                    raise ClusterFailed(f"the router at {address} is not ready after {timeout_s:g} s: {seen}") from None
+                    reason = f"the router at {address} is not ready after {timeout_s:g} s: {seen}"
+                    raise ClusterFailed(reason) from None
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -192,26 +198,28 @@ class LocalCluster:
         await self.wait_connected()
 
     async def _start_etcd(self) -> None:
-        command = binary.find_etcd()
-        port, peer_port = _free_ports(2)
+        port = binary.free_port()
         self._etcd = f"127.0.0.1:{port}"
-        arguments = [
-            str(command),
-            "--name=local",
+        client, peer = f"http://{self._etcd}", "http://127.0.0.1:2380"
+        command = [
+            str(binary.find_etcd()),
             f"--data-dir={self._data / ETCD}",
-            f"--listen-client-urls=http://{self._etcd}",
-            f"--advertise-client-urls=http://{self._etcd}",
-            f"--listen-peer-urls=http://127.0.0.1:{peer_port}",
-            f"--initial-advertise-peer-urls=http://127.0.0.1:{peer_port}",
-            f"--initial-cluster=local=http://127.0.0.1:{peer_port}",
+            f"--listen-client-urls={client}",
+            f"--advertise-client-urls={client}",
+            "--listen-peer-urls=http://127.0.0.1:0",  # a lone member: nobody dials the address that it advertises
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster=default={peer}",
+            "--logger=zap",
+            "--log-level=warn",
         ]
         child = Child(
             ETCD,
-            lambda ready: arguments,
+            lambda ready: command,
             log_path=self._log(ETCD),
             notify=self._notify,
-            start_timeout_s=30.0,
-            probe=functools.partial(_etcd_is_healthy, port),
+            start_timeout_s=binary.START_TIMEOUT_S,
+            probe=functools.partial(_etcd_answers, self._etcd),
+            environment={"PATH": os.defpath},  # none of the ETCD_* that configure another etcd
         )
         self.children[ETCD] = child
         self._notify("starting etcd")
@@ -293,31 +301,15 @@ def _python(module: str) -> list[str]:
     return [sys.executable, "-m", module]
 
 
-def _free_ports(count: int) -> list[int]:
-    """Ports that were free just now, all different."""
-    sockets = [socket.socket() for _ in range(count)]
+async def _etcd_answers(endpoint: str) -> bool:
+    store = EtcdStore([endpoint])
     try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
-
-
-async def _etcd_is_healthy(port: int) -> bool:
-    try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    except OSError:
-        return False
-    try:
-        writer.write(b"GET /health HTTP/1.0\r\n\r\n")
-        answer = await asyncio.wait_for(reader.read(1 << 16), 2.0)
-    except (OSError, TimeoutError):
+        await store.get(keys.SCHEDULER_LEADER)
+    except StoreUnavailable:
         return False
     finally:
-        writer.close()
-    return b'"health":"true"' in answer
+        await store.close()
+    return True
 
 
 class _FirstFailure:

@@ -83,7 +83,7 @@ def test_configuration_files_that_compose_mounts_exist(compose: dict[str, Any]) 
 def test_images_run_as_an_ordinary_user(dockerfile: Path) -> None:
     lines = dockerfile.read_text().splitlines()
     last_stage = lines[max(i for i, line in enumerate(lines) if line.startswith("FROM ")) :]
-    assert "USER manylora" in last_stage
+    assert "USER 10001:10001" in last_stage
     assert any(line.startswith("ENTRYPOINT [") for line in last_stage)
     assert any(line.startswith("ARG BASE_IMAGE=python:3.11-slim-bookworm") for line in lines)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -42,7 +43,7 @@ def test_import_contracts_hold() -> None:
 def test_import_contracts_name_modules_that_exist() -> None:
     """import-linter refuses unknown source modules, but not forbidden ones that are ours and misspelt."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    known = {name_of(path) for path in python_files()}
+    known = {name_of(path) for root in SOURCE for path in root.rglob("*.py")}
     for contract in contracts:
         for name in contract.get("forbidden_modules", []):
             if name.startswith("manylora"):
@@ -80,6 +81,50 @@ def test_only_the_wall_clock_module_and_telemetry_read_the_time() -> None:
     ]
     readers = {str(path.relative_to(ROOT)) for path in simulated if calls_wall_clock(path)}
     assert readers <= allowed, readers - allowed
+
+
+DISTRIBUTIONS = {
+    "google": "googleapis-common-protos",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
+    "huggingface_hub": "huggingface-hub",
+    "opentelemetry": "opentelemetry-sdk",
+    "yaml": "pyyaml",
+}
+"""Where the name to import is not the name to install."""
+
+
+@pytest.mark.parametrize(
+    ("folder", "extra"),
+    [
+        ("shared/manylora", None),
+        ("shared/manylora_shared", None),
+        ("services/router", "router"),
+        ("services/scheduler", "scheduler"),
+        ("services/worker", "worker"),
+    ],
+)
+def test_what_is_imported_is_declared(folder: str, extra: str | None) -> None:
+    """An image has what its own extra names; that something else brings it today is luck."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = project["dependencies"] + (project["optional-dependencies"][extra] if extra else [])
+    names = {re.split(r"[<>=!~ \[;]", line, maxsplit=1)[0].lower() for line in declared}
+    for path in python_files():
+        if not path.is_relative_to(ROOT / folder):
+            continue
+        for module in third_party_imports(path):
+            assert DISTRIBUTIONS.get(module, module) in names, f"{path.relative_to(ROOT)} imports {module}"
+
+
+def third_party_imports(path: Path) -> set[str]:
+    tops: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            tops |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+            tops.add(node.module.partition(".")[0])
+    return {top for top in tops if top not in sys.stdlib_module_names and not top.startswith("manylora")}
 
 
 def python_files() -> list[Path]:

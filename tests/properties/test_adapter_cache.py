@@ -234,6 +234,23 @@ def test_a_blocked_adapter_is_overtaken_a_bounded_number_of_times() -> None:
     assert _pump(cache) == [f"next{overtaking}"]
 
 
+def test_adapters_that_fit_into_what_is_free_overtake_a_bounded_number_of_times_too() -> None:
+    cache, backend = _cache(5, max_overtakes=3)
+    cache.acquire(RequestId("holds"), A2)
+    _pump(cache)
+    cache.acquire(RequestId("blocked"), D4)
+    _pump(cache)
+    served = []
+    for i in range(8):
+        cache.acquire(RequestId(f"r{i}"), AdapterUid(f"other{i}-1"))
+        served += _pump(cache)
+        cache.release(RequestId(f"r{i}"))
+    assert served == _ids("r0", "r1", "r2")
+    assert len(backend.on_device) <= 4
+    cache.release(RequestId("holds"))
+    assert _pump(cache) == ["blocked"]
+
+
 def test_prefetch_goes_up_to_the_device_and_evicts_nothing_that_is_used() -> None:
     cache, backend = _cache(4)
     cache.prefetch(A2)

@@ -9,7 +9,6 @@ from google.protobuf import descriptor_pb2, descriptor_pool
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
-
 from manylora_shared.transport.base import Method, Service, methods_of
 
 _STRING = descriptor_pb2.FieldDescriptorProto.TYPE_STRING

@@ -6,8 +6,8 @@ task (`run`) writes and reads the stream; callers only change these and wake it.
     enqueue --> waiting --Grant--> granted --close_grant--> gone
                    |--Refusal / withdraw--> gone
 
-Messages leave in the order of the calls, so that a closed grant is seen before the same request asks for another. A lost
-stream changes none of it: the task finds the leader again (the address follows the coordination store), sends the
+Messages leave in the order of the calls, so that a closed grant is seen before the same request asks for another. A
+lost stream changes none of it: the task finds the leader again (the address follows the coordination store), sends the
 withdrawals and closed grants that were not sent, and a new Enqueue for all that still wait, in their order. Grants that
 nobody waits for are closed at once. While there is no leader requests wait, for as long as their callers do.
 """

@@ -1,7 +1,7 @@
 """Workers as the scheduler sees them: folded from their records in the coordination store and from their reports.
 
-Owns, for each worker, what it said last and what was granted to it since and is not part of a report yet. Room is always
-the worker's word minus those grants, so a grant counts exactly once. Written by the core alone.
+Owns, for each worker, what it said last and what was granted to it since and is not part of a report yet. Room is
+always the worker's word minus those grants, so a grant counts exactly once. Written by the core alone.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from manylora_scheduler.request import FlowKey, QueuedRequest, Ticket
 from manylora_shared.ids import AdapterUid, RequestId, WorkerId
+
+from manylora_scheduler.request import FlowKey, QueuedRequest, Ticket
 
 
 class Residency(enum.IntEnum):
@@ -68,13 +69,15 @@ class _Running:
 
 
 class WorkerView:
-    """One worker. It takes requests while it is connected (its snapshot came over the present stream) and not draining."""
+    """One worker. It takes requests while it is connected (the present stream brought a snapshot) and not draining."""
 
     def __init__(self, worker_id: WorkerId, address: str, device: str) -> None:
         self.worker_id = worker_id
         self.address = address
         self.device = device
         self.connected = False
+        self.has_reported = False
+        """Over this stream or an earlier one."""
         self.draining = False
         self.sequence_slots = 0
         self.running_sequences = 0
@@ -202,6 +205,7 @@ class WorkerView:
             self.adapters = report.adapters
             for uid in [uid for uid in self.prefetches if report.adapters.get(uid, 0) >= Residency.HOST]:
                 del self.prefetches[uid]
+        self.has_reported = True
         if report.snapshot:
             self.connected = True
 

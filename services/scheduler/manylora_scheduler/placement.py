@@ -1,7 +1,7 @@
 """Which worker runs a request: where its adapter is, while that does not crowd one worker. Pure; keeps only a cache.
 
-Among the workers with room (a slot for each sequence, KV blocks for the prompt), with n of them and `total` sequences in
-flight on these, a worker is *under the cap* while
+Among the workers with room (a slot for each sequence, KV blocks for the prompt), with n of them and `total` sequences
+in flight on these, a worker is *under the cap* while
 
     load + 1 <= min(slots, max(ceil(1.25 * (total + 1) / n), slots // 4))
 
@@ -20,9 +20,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+from manylora_shared.ids import AdapterUid, WorkerId
+
 from manylora_scheduler.fleet import Residency, WorkerView
 from manylora_scheduler.request import QueuedRequest
-from manylora_shared.ids import AdapterUid, WorkerId
 
 _MAX_CACHED_HASHES = 65_536
 
@@ -40,7 +41,7 @@ class Placement:
         if uid is None:
             return min(candidates, key=_load_order)
         cap = load_cap(candidates)
-        under = [w for w in candidates if w.used_sequences + 1 <= min(w.sequence_slots, max(cap, w.sequence_slots // 4))]
+        under = [w for w in candidates if w.used_sequences < min(w.sequence_slots, max(cap, w.sequence_slots // 4))]
         assert under, "the least loaded worker is under the cap"
         nearest = max(w.residency(uid) for w in under)
         if nearest is Residency.ABSENT:

@@ -4,8 +4,8 @@
       |                  |--given back unused; not reported in time; worker lost------------------> gone
       |--withdrawn; refused (deadline, no worker, full queue); its router's stream lost----------> gone
 
-A request is enqueued again (with the same id) by its router when a grant could not be used, or after the router's stream
-was lost; that is a new attempt with a new ticket. Sizes and names only: prompts and tokens never come here.
+A request is enqueued again (with the same id) by its router when a grant could not be used, or after the router's
+stream was lost; that is a new attempt with a new ticket. Sizes and names only: prompts and tokens never come here.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Ticket:
 
 
 class OutputEstimate:
-    """How many output tokens a flow's requests have had lately: a ratio of two sums that fade with each finished one."""
+    """How many output tokens a flow's requests have had lately: two sums that fade with each finished request."""
 
     __slots__ = ("_finished", "_tokens")
 

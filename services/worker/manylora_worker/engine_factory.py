@@ -19,6 +19,7 @@ from manylora_worker.adapters.lora_linear import LoraPlanner
 from manylora_worker.adapters.source import AdapterLimits, read_adapter
 from manylora_worker.engine.kv_cache import MIB, KvCache
 from manylora_worker.engine.model_runner import TorchModelRunner
+from manylora_worker.engine.packed_linear import PackedLinear
 from manylora_worker.loader import LoadedModel, ModelRefused, ModelSpec, Quantization, load_model
 
 _LOG = logging.getLogger(__name__)
@@ -105,6 +106,7 @@ def _build_cache(loaded: LoadedModel, options: EngineOptions) -> KvCache:
         raise ModelRefused(f"kv_cache_mb: {options.kv_cache_mb} MiB hold no block of {options.block_size} tokens")
     cache = KvCache(kv, num_blocks=num_blocks, block_size=options.block_size, dtype=loaded.dtype, device=loaded.device)
     weight_bytes = sum(p.nbytes for p in loaded.model.parameters())
+    weight_bytes += sum(m.weight_bytes for m in loaded.model.modules() if isinstance(m, PackedLinear))
     _LOG.info(
         "model %s (%s, %s, %s): %.1f MiB of weights, %d linear layers in %d products; "
         "KV cache %.1f MiB: %d blocks of %d tokens, %d bytes a token",

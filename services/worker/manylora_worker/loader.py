@@ -33,6 +33,7 @@ from manylora_worker.adapters.lora_linear import (
 )
 from manylora_worker.engine.attention import ATTENTION, STEP_KEYWORD, register_attention
 from manylora_worker.engine.kv_cache import KvGeometry
+from manylora_worker.engine.packed_linear import PackedLinear, can_pack
 
 _LOG = logging.getLogger(__name__)
 
@@ -126,9 +127,11 @@ def load_model(
     modules = _linear_modules(model)
     head_modules = _head_modules(model)
     all_modules = {module_path for module_path, _ in model.named_modules() if module_path}
-    probe = _probe(model)
     switch = LoraSwitch()
     sites = _install_linears(model, modules, switch, fused=quantization == "none")
+    if quantization == "none" and can_pack(dtype, torch.device(device)):
+        _pack_linears(model)
+    probe = _probe(model)
     spec = ModelSpec(
         name=name or source_name,
         source_name=source_name,
@@ -332,8 +335,10 @@ def _probe(model: PreTrainedModel) -> _Probe:
                 use_cache=False,
                 **{STEP_KEYWORD: recorder},
             )
-    except (TypeError, KeyError) as error:
-        raise ModelRefused(f"{label}: does not hand keywords on to its attention ({error})") from error
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ModelRefused(
+            f"{label}: does not work with replaced linear layers, or does not hand keywords on to its attention ({error})"
+        ) from error
     num_layers = model.config.get_text_config().num_hidden_layers
     if sorted(recorder.layers) != list(range(num_layers)):
         recorder.problems.append(
@@ -396,6 +401,14 @@ def _fuse(parent: nn.Module, parent_path: str, members: Sequence[str], index: in
     for i, member in enumerate(members):
         setattr(parent, member, FusedMember(projection, i))
     return site
+
+
+def _pack_linears(model: PreTrainedModel) -> None:
+    """Lays out every linear layer for the CPU, the head too; where the head shares the embeddings' weight, it is copied."""
+    for path, module in list(model.named_modules()):
+        if type(module) is nn.Linear:
+            parent_path, _, leaf = path.rpartition(".")
+            setattr(model.get_submodule(parent_path), leaf, PackedLinear(module.weight, module.bias))
 
 
 def _digest(folder: Path) -> str:

@@ -65,7 +65,8 @@ def _progress(label: str) -> Iterator[Progress | None]:
     if not console.is_terminal:
         yield None
         return
-    from rich.progress import BarColumn, DownloadColumn, Progress as Bars, TextColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bars
 
     with Bars(
         TextColumn("{task.description}"),

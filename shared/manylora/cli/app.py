@@ -81,7 +81,6 @@ def up(
         model=cluster.model_folder(model),
         model_name=model_name or cluster.model_name(model),
         data=data,
-        tenants_file=tenants,
         workers=workers,
         routers=routers,
         device=device,
@@ -92,7 +91,7 @@ def up(
         kv_cache_mb=kv_cache_mb,
         max_lora_rank=max_lora_rank,
     )
-    run(cluster.up(options), as_json=False)
+    run(cluster.up(options, tenants), as_json=False)
 
 
 @app.command()

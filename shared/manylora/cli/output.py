@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+PIPE_COLUMNS = 1000
+"""What is no terminal gets tables whole, never folded."""
 
 
 def stderr_console() -> Console:
@@ -43,8 +45,10 @@ def print_json(value: object) -> None:
     write(json.dumps(value, default=_plain, ensure_ascii=False) + "\n")
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, empty: str) -> None:
-    """A table on stdout; where there are no rows, the sentence `empty` on stderr."""
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[object]], *, empty: str, to_stderr: bool = False
+) -> None:
+    """A table on stdout (or stderr); where there are no rows, the sentence `empty` on stderr."""
     if not rows:
         say(empty)
         return
@@ -55,9 +59,9 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, emp
     table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
-    console = Console(highlight=False, markup=False)
+    console = Console(highlight=False, markup=False, stderr=to_stderr)
     if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=10_000)
+        console.width = PIPE_COLUMNS
     console.print(table)
 
 

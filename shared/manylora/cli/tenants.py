@@ -24,12 +24,12 @@ class PolicyDocument:
 
 def split_documents(text: str) -> list[PolicyDocument]:
     """The file's documents, empty ones left out. What is no YAML stays whole: the server says what is wrong with it."""
+    spans: list[tuple[int, int]] = []
     try:
-        spans = [
-            (event.start_mark.index, event.start_mark.line)
-            for event in yaml.parse(text, Loader=yaml.SafeLoader)
-            if isinstance(event, yaml.DocumentStartEvent)
-        ]
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.DocumentStartEvent):
+                assert event.start_mark is not None
+                spans.append((event.start_mark.index, event.start_mark.line))
     except yaml.YAMLError:
         return [PolicyDocument(1, 1, text)]
     ends = [index for index, _ in spans[1:]] + [len(text)]
@@ -56,12 +56,17 @@ async def apply_documents(client: Client, source: str, text: str) -> list[dict[s
     return applied
 
 
-async def apply(server: str, file: Path, *, as_json: bool) -> None:
-    source = "stdin" if str(file) == "-" else str(file)
+def read_file(file: Path) -> str:
+    """The file's text, `-`: stdin's. Where it cannot be read, the command was called wrongly."""
     try:
-        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise usage_error(f"{file}: cannot be read: {error}") from None
+
+
+async def apply(server: str, file: Path, *, as_json: bool) -> None:
+    source = "stdin" if str(file) == "-" else str(file)
+    text = read_file(file)
     async with Client(server) as client:
         try:
             applied = await apply_documents(client, source, text)
@@ -85,7 +90,9 @@ async def list_all(server: str, *, as_json: bool) -> None:
     async with Client(server) as client:
         tenants = await client.tenants.list()
     if as_json:
-        print_json({"tenants": [{"tenant_id": t.tenant_id, "version": t.version, "adapters": t.adapters} for t in tenants]})
+        print_json(
+            {"tenants": [{"tenant_id": t.tenant_id, "version": t.version, "adapters": t.adapters} for t in tenants]}
+        )
     else:
         rows = [(t.tenant_id, t.version, t.adapters) for t in tenants]
         print_table(("tenant", "version", "adapters"), rows, empty="there are no tenants")

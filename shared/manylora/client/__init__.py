@@ -6,8 +6,8 @@
                 ...
         result = await client.complete("do:ab3=", adapter="upper")
 
-Every failure of a request is a `RequestFailed` with the status's code, message, field violations and retry hint. The client
-holds one connection and no other state: it may be shared by any number of tasks (SyncClient: threads).
+Every failure of a request is a `RequestFailed` with the status's code, message, field violations and retry hint. The
+client holds one connection and no other state: it may be shared by any number of tasks (SyncClient: threads).
 """
 
 from manylora.client.aio import Client, GenerateStream

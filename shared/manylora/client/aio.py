@@ -1,7 +1,7 @@
 """The asyncio client. Owns one channel to one router; all methods may run concurrently.
 
-A stream's state machine: idle -> (connecting, maybe several attempts) -> running -> ended. Attempts are repeated only before
-the first frame. Leaving a stream early cancels its call, which frees its work on the worker at the next token.
+A stream's state machine: idle -> (connecting, maybe several attempts) -> running -> ended. Attempts are repeated only
+before the first frame. Leaving a stream early cancels its call, which frees its work on the worker at the next token.
 """
 
 from __future__ import annotations
@@ -435,4 +435,3 @@ def _parts(
     for name, data in folder.chunks() if folder is not None else ():
         sent_bytes += len(data)
         yield admin_pb2.AddAdapterRequest(chunk=admin_pb2.FileChunk(file_name=name, data=data)), sent_bytes
-

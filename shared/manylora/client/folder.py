@@ -1,7 +1,7 @@
 """A PEFT adapter's folder on this machine, checked before anything is sent, and cut into upload chunks.
 
-Knows only what can be seen without reading tensors: the two files are there, are regular files and no symbolic links. All
-else (configuration, shapes, values, base model) is the server's to check.
+Knows only what can be seen without reading tensors: the two files are there, are regular files and no symbolic links.
+All else (configuration, shapes, values, base model) is the server's to check.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """When the client tries again by itself, and after how long. Pure: the jitter's source of randomness is passed in.
 
-Only two failures are tried again, and only while nothing of the request was delivered: RESOURCE_EXHAUSTED with the server's
-own hint, and UNAVAILABLE (for calls that may safely happen twice). Everything else is the caller's to judge.
+Only two failures are tried again, and only while nothing of the request was delivered: RESOURCE_EXHAUSTED with the
+server's own hint, and UNAVAILABLE (for calls that may safely happen twice). Everything else is the caller's to judge.
 """
 
 from __future__ import annotations

@@ -118,9 +118,7 @@ class SyncAdapters:
         on_progress: Progress | None = None,
         timeout_s: float = 300.0,
     ) -> AdapterInfo:
-        return self._thread.run(
-            self._adapters.add(tenant_id, name, path, on_progress=on_progress, timeout_s=timeout_s)
-        )
+        return self._thread.run(self._adapters.add(tenant_id, name, path, on_progress=on_progress, timeout_s=timeout_s))
 
     def add_from_store(self, tenant_id: str, name: str, store_path: str, *, timeout_s: float = 300.0) -> AdapterInfo:
         return self._thread.run(self._adapters.add_from_store(tenant_id, name, store_path, timeout_s=timeout_s))

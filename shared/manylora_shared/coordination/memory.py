@@ -12,8 +12,10 @@ down, and start anew when it is up again.
 from __future__ import annotations
 
 import asyncio
+import bisect
+import contextvars
 import random
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from manylora_shared.coordination.base import (
@@ -34,7 +36,7 @@ from manylora_shared.coordination.base import (
 MIN_TTL_S = 2
 """etcd gives no shorter lease."""
 UNREACHABLE_AFTER_S = 2.0
-"""How long a call of a cut-off client waits, like EtcdStore's CALL_TIMEOUT_S. A server that is down is noticed at once."""
+"""How long a call of a cut-off client waits, as EtcdStore's does. A server that is down is noticed at once."""
 _FIRST_LEASE_ID = 0x1000
 
 
@@ -75,6 +77,7 @@ class MemoryStoreServer:
         self._leases: dict[int, _Lease] = {}
         self._next_lease_id = _FIRST_LEASE_ID
         self._changed = asyncio.Event()
+        self._context = contextvars.copy_context()  # the server's timers belong to no client
 
     def client(self) -> MemoryStore:
         return MemoryStore(self)
@@ -126,9 +129,10 @@ class MemoryStoreServer:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def next_change(self) -> Awaitable[object]:
-        """Done at the next change after this call."""
-        return self._changed.wait()
+    @property
+    def change(self) -> asyncio.Event:
+        """Set at the next change after this was read, and by `wake`."""
+        return self._changed
 
     def draw_half_delay_s(self) -> float:
         return self._rng.uniform(self._min_delay_s, self._max_delay_s) / 2
@@ -184,11 +188,8 @@ class MemoryStoreServer:
             listing = self.list(prefix)
             events = tuple(WatchEvent(EventKind.PUT, kv) for kv in listing.kvs)
             return WatchBatch(listing.revision, events, reset=True)
-        events = tuple(
-            event
-            for event in self._history
-            if event.kv.mod_revision >= start_revision and event.kv.key.startswith(prefix)
-        )
+        first = bisect.bisect_left(self._history, start_revision, key=lambda event: event.kv.mod_revision)
+        events = tuple(event for event in self._history[first:] if event.kv.key.startswith(prefix))
         return WatchBatch(events[-1].kv.mod_revision, events) if events else None
 
     # ---- the inside
@@ -198,7 +199,7 @@ class MemoryStoreServer:
         if lease.timer is not None:
             lease.timer.cancel()
         lease.expires_at = loop.time() + lease.ttl_s
-        lease.timer = loop.call_at(lease.expires_at, self.expire_lease, lease_id)
+        lease.timer = loop.call_at(lease.expires_at, self.expire_lease, lease_id, context=self._context)
 
     def _apply(self, operations: Sequence[Put | Delete]) -> None:
         """One revision for all of them, if they change anything at all."""
@@ -297,12 +298,11 @@ class MemoryStore:
         assert prefix, "a prefix is not empty"
         next_revision = start_revision
         while not self._closed:
-            change = self._server.next_change()
+            change = self._server.change
             batch = self._server.changes(prefix, next_revision) if self._is_connected() else None
             if batch is None:
-                await change
+                await change.wait()
                 continue
-            _discard(change)
             delay_s = self._server.draw_watch_delay_s()
             if delay_s > 0:
                 await asyncio.sleep(delay_s)

@@ -41,6 +41,10 @@ _LOG = logging.getLogger(__name__)
 KEEPALIVE_TIME_MS = 1000
 KEEPALIVE_TIMEOUT_MS = 2000
 MAX_METADATA_BYTES = 16 * 1024
+STATUS_WAIT_S = 1.0
+"""How long the server's status may take after a failure to send showed that the call has ended."""
+_SEND_FAILED = "Internal error from Core"
+"""grpc.aio's own message for that failure."""
 MAX_CONCURRENT_CALLS = 16_384
 """Calls that one server runs at once; more are refused with RESOURCE_EXHAUSTED."""
 
@@ -271,33 +275,42 @@ class GrpcServer:
 
 
 class GrpcStream:
-    """One streaming call of a client."""
+    """One streaming call of a client.
 
-    __slots__ = ("_call", "_method")
+    When a call ends while a request is being sent, grpc.aio puts a status of its own ("Internal error from Core") in the
+    place of the server's, before or after that one arrives. So the server's is noted when it is set.
+    """
+
+    __slots__ = ("_answered", "_call", "_method", "_status", "_status_known")
 
     def __init__(self, call: Any, method: Method) -> None:
         self._call = call
         self._method = method
+        self._answered = False
+        """The single response of a client stream has been read."""
+        self._status: RpcError | None = None
+        """The server's; None while there is none, and where it is OK."""
+        self._status_known = asyncio.Event()
+        if method.client_streaming:
+            call.add_done_callback(self._note_status)
 
     async def read(self) -> Any:
+        if self._answered:
+            return None
         try:
-            if self._method.server_streaming:
-                data = await self._call.read()
-            elif self._call.done() and (await self._call.code()) is grpc.StatusCode.OK:
-                return None
-            else:
-                data = await self._call
+            data = await (self._call.read() if self._method.server_streaming else self._call)
         except (grpc.RpcError, asyncio.CancelledError) as e:
-            raise _client_error(e) from None
+            raise await self._error(e) from None
         if data is grpc.aio.EOF:
             return None
+        self._answered = not self._method.server_streaming
         return parse_response(self._method.response_type, data)
 
     async def write(self, message: Message) -> None:
         try:
             await self._call.write(message.SerializeToString())
         except (grpc.RpcError, asyncio.CancelledError) as e:
-            raise _client_error(e) from None
+            raise await self._error(e) from None
         except asyncio.InvalidStateError:
             raise await self._ended() from None
 
@@ -305,7 +318,7 @@ class GrpcStream:
         try:
             await self._call.done_writing()
         except (grpc.RpcError, asyncio.CancelledError) as e:
-            raise _client_error(e) from None
+            raise await self._error(e) from None
         except asyncio.InvalidStateError:
             return  # the call has ended: there is nothing to half-close
 
@@ -316,10 +329,42 @@ class GrpcStream:
         """The error for a write to a call that has ended or whose sending side is closed."""
         if not self._call.done():
             return RpcError(Code.FAILED_PRECONDITION, "no more requests: close_send was called")
-        code = await self._call.code()
-        if code is grpc.StatusCode.OK:
-            return RpcError(Code.CANCELLED, "the call has ended")
-        return _decode(code, await self._call.details(), await self._call.trailing_metadata())
+        return self._status or RpcError(Code.CANCELLED, "the call has ended")
+
+    async def _error(self, error: BaseException) -> BaseException:
+        """Our error for grpc's, with the server's status where grpc has put its own in the place."""
+        found = _client_error(error)
+        if isinstance(found, RpcError) and _is_of_core(found) and self._method.client_streaming:
+            try:
+                await asyncio.wait_for(self._status_known.wait(), STATUS_WAIT_S)
+            except TimeoutError:
+                return found
+            return self._status or RpcError(Code.CANCELLED, "the call has ended")
+        return found
+
+    def _note_status(self, call: Any) -> None:
+        """Runs inside grpc at each change of the call's status; its coroutines have their result at once here."""
+        code: grpc.StatusCode = _result_now(call.code())
+        status = _decode(code, _result_now(call.details()), _result_now(call.trailing_metadata()))
+        if _is_of_core(status) or self._status_known.is_set():
+            return
+        if code is not grpc.StatusCode.OK:
+            self._status = status
+        self._status_known.set()
+
+
+def _is_of_core(error: RpcError) -> bool:
+    return error.code is Code.INTERNAL and error.message == _SEND_FAILED
+
+
+def _result_now(coroutine: Any) -> Any:
+    """The result of a coroutine that does not wait."""
+    try:
+        coroutine.send(None)
+    except StopIteration as e:
+        return e.value
+    coroutine.close()
+    raise AssertionError("the call's status is not set")
 
 
 def _decode(code: grpc.StatusCode, details: str | None, trailing_metadata: Any) -> RpcError:

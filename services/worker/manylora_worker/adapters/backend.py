@@ -5,17 +5,15 @@ TorchAdapterBackend owns the host tier (uid -> HostAdapter) and publishes finish
 the order asked. It shares with the engine thread only two queues and single dict operations; the engine thread never
 waits for it, and computes nothing for it.
 
-The loader thread uses one compute thread and, where the system allows it, a lower priority, so that a load takes its
-time and not the step's cores.
+The loader thread uses one compute thread, so that a load takes its time and not the step's cores. It has the priority of
+any other thread: a lower one would let it be put aside while it holds the interpreter's lock, and the engine with it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,7 +30,6 @@ from manylora_worker.engine.model_runner import TorchModelRunner
 from manylora_worker.loader import LoadedModel
 
 _LOG = logging.getLogger(__name__)
-_NICENESS = 10
 
 
 @dataclass(frozen=True)
@@ -68,6 +65,7 @@ class TorchAdapterBackend:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[AdapterEvent] = queue.SimpleQueue()
         self._closing = threading.Event()
+        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="adapter-loader", daemon=True)
         self._thread.start()
 
@@ -78,6 +76,9 @@ class TorchAdapterBackend:
         self._jobs.put(_Job(uid, AdapterTier.DEVICE))
 
     def poll(self) -> Sequence[AdapterEvent]:
+        """See api.AdapterBackend.poll. Raises what ended the loader thread, if anything unforeseen did."""
+        if self._failure is not None:
+            raise RuntimeError("the adapter loader has died") from self._failure
         events: list[AdapterEvent] = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -97,9 +98,15 @@ class TorchAdapterBackend:
             self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            self._failure = error
+            self._notify()
+            raise
+
+    def _serve(self) -> None:
         torch.set_num_threads(1)
-        if sys.platform == "linux":  # there, a priority set by thread id is that thread's own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while (job := self._jobs.get()) is not None and not self._closing.is_set():
             self._events.put(self._load(job))
             self._notify()

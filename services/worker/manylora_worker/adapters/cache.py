@@ -13,9 +13,9 @@ there) or waiting. Waiting adapters stand in one queue, oldest first:
 - One load an adapter at a time, however many wait for it.
 - Room is made by evicting what nobody holds; on the device by idle time x bytes, the greatest first. An adapter that
   others wait for may be evicted only for one further ahead in the queue.
-- Where all device bytes are pinned, the first in the queue that needs some is *blocked*. Others may overtake it, by
-  pinning a resident adapter or by fitting into what is free, `max_overtakes` times in all; from then on they queue
-  behind it, so the pins run out and it cannot starve.
+- Where too many device bytes are pinned, the first in the queue that needs some is *blocked*. Others may overtake it,
+  by pinning a resident adapter or one that fits into what is free, `max_overtakes` times in all; from then on they
+  queue behind it, so the pins run out and it cannot starve.
 - A failed load fails exactly the requests that wait for it; the next acquire tries again.
 """
 
@@ -318,9 +318,7 @@ class AdapterCache:
             if entry.waiters and not overtakes:
                 self._blocked = entry.uid
             return
-        if overtakes:
-            self._overtakes += 1
-        elif self._blocked == entry.uid:
+        if self._blocked == entry.uid:
             self._unblock()
         entry.loading = AdapterTier.DEVICE
         self._backend.start_device_load(entry.uid)

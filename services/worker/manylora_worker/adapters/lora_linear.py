@@ -18,11 +18,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from manylora_shared.ids import AdapterUid
 from torch import Tensor, nn
 
@@ -56,9 +55,14 @@ class SlotWeights:
 
 @dataclass(frozen=True)
 class SiteWeights:
-    a: Tensor
-    """[sum of the slots' ranks, in]."""
+    a_t: Tensor
+    """[in, sum of the slots' ranks]: A of all slots side by side, transposed (a view)."""
     slots: tuple[SlotWeights, ...]
+    """In order of columns, without gaps."""
+    ranks: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", [slot.stop - slot.start for slot in self.slots])
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class DeviceAdapter:
 
     @property
     def num_weights(self) -> int:
-        return sum(site.a.numel() + sum(s.b.numel() for s in site.slots) for site in self.sites.values())
+        return sum(site.a_t.numel() + sum(s.b.numel() for s in site.slots) for site in self.sites.values())
 
 
 class LoraBatch(Protocol):
@@ -161,27 +165,51 @@ class Segment:
 
 
 class SegmentedLora:
-    """Every adapter's rows by themselves: the fewest operations, and two or more products an adapter and site."""
+    """Every adapter's rows by themselves: the fewest operations, and two or more products an adapter and site.
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self._segments = segments
+    Args:
+        segments: in order of rows, not overlapping.
+        num_rows: of the step.
+    """
+
+    def __init__(self, segments: Sequence[Segment], num_rows: int) -> None:
+        self._sizes: list[int] = []
+        """All rows cut into runs, those without an adapter included."""
+        self._adapters: list[tuple[int, DeviceAdapter]] = []
+        """(run, its adapter)"""
+        end = 0
+        for segment in segments:
+            if segment.first_row > end:
+                self._sizes.append(segment.first_row - end)
+            self._adapters.append((len(self._sizes), segment.adapter))
+            self._sizes.append(segment.last_row - segment.first_row)
+            end = segment.last_row
+        if end < num_rows:
+            self._sizes.append(num_rows - end)
 
     def add(self, site: Site, inputs: Tensor, outputs: Tensor) -> None:
-        for segment in self._segments:
-            weights = segment.adapter.sites.get(site.index)
+        # Called for every site of every step, so views are made by the handful: slicing costs as much as a product.
+        parts = inputs.split_with_sizes(self._sizes)
+        targets: list[Sequence[Tensor] | None] = [None] * len(site.slots)
+        for i, adapter in self._adapters:
+            weights = adapter.sites.get(site.index)
             if weights is None:
                 continue
-            rows = slice(segment.first_row, segment.last_row)
-            hidden = F.linear(inputs[rows], weights.a)
-            for part in weights.slots:
-                slot = site.slots[part.slot]
-                outputs[rows, slot.start : slot.stop].addmm_(hidden[:, part.start : part.stop], part.b)
+            hidden = torch.mm(parts[i], weights.a_t)
+            columns = hidden.split_with_sizes(weights.ranks, 1) if len(weights.slots) > 1 else (hidden,)
+            for part, low_rank in zip(weights.slots, columns, strict=True):
+                target = targets[part.slot]
+                if target is None:
+                    slot = site.slots[part.slot]
+                    target = outputs[:, slot.start : slot.stop].split_with_sizes(self._sizes)
+                    targets[part.slot] = target
+                target[i].addmm_(low_rank, part.b)
 
 
 @dataclass(frozen=True)
 class _JoinedSite:
-    a: Tensor
-    """[total rank, in]: by slot, then by adapter."""
+    a_t: Tensor
+    """[in, total rank]: by slot, then by adapter."""
     column_owners: Tensor
     """[total rank]: which adapter of the set each column of the product belongs to."""
     owner_key: tuple[tuple[int, int], ...]
@@ -197,7 +225,7 @@ class JoinedAdapters:
         self.sites: dict[int, _JoinedSite] = {}
         for site_index in sorted({i for adapter in adapters for i in adapter.sites}):
             self.sites[site_index] = _join_site([adapter.sites.get(site_index) for adapter in adapters])
-        self.num_weights = sum(s.a.numel() + sum(p.b.numel() for p in s.slots) for s in self.sites.values())
+        self.num_weights = sum(s.a_t.numel() + sum(p.b.numel() for p in s.slots) for s in self.sites.values())
 
 
 def _join_site(members: Sequence[SiteWeights | None]) -> _JoinedSite:
@@ -212,14 +240,14 @@ def _join_site(members: Sequence[SiteWeights | None]) -> _JoinedSite:
         for i, weights in present:
             for part in weights.slots:
                 if part.slot == slot:
-                    a_parts.append(weights.a[part.start : part.stop])
+                    a_parts.append(weights.a_t[:, part.start : part.stop])
                     b_parts.append(part.b)
                     owner_runs.append((i, part.stop - part.start))
                     column += part.stop - part.start
         slots.append(SlotWeights(slot=slot, start=start, stop=column, b=torch.cat(b_parts)))
-    a = torch.cat(a_parts)
-    owners = torch.tensor([i for i, rank in owner_runs for _ in range(rank)], device=a.device)
-    return _JoinedSite(a=a, column_owners=owners, owner_key=tuple(owner_runs), slots=tuple(slots))
+    a_t = torch.cat(a_parts, dim=1)
+    owners = torch.tensor([i for i, rank in owner_runs for _ in range(rank)], device=a_t.device)
+    return _JoinedSite(a_t=a_t, column_owners=owners, owner_key=tuple(owner_runs), slots=tuple(slots))
 
 
 class JoinedLora:
@@ -242,7 +270,7 @@ class JoinedLora:
         foreign = self._foreign.get(weights.owner_key)
         if foreign is None:
             foreign = self._foreign[weights.owner_key] = self._row_owners != weights.column_owners
-        hidden = F.linear(inputs, weights.a).masked_fill_(foreign, 0)
+        hidden = torch.mm(inputs, weights.a_t).masked_fill_(foreign, 0)
         for part in weights.slots:
             slot = site.slots[part.slot]
             outputs[:, slot.start : slot.stop].addmm_(hidden[:, part.start : part.stop], part.b)
@@ -274,12 +302,12 @@ class LoraPlanner:
         wanted = tuple(sorted(adapters))
         seen_before, self._last_set = wanted == self._last_set, wanted
         if not self._is_joining_cheaper(segments, list(adapters.values()), num_rows):
-            return SegmentedLora(segments)
+            return SegmentedLora(segments, num_rows)
         joined = self._joined.get(wanted)
         if joined is None:
             num_weights = sum(adapter.num_weights for adapter in adapters.values())
             if not seen_before or num_weights > self._max_joined_weights:
-                return SegmentedLora(segments)
+                return SegmentedLora(segments, num_rows)
             joined = JoinedAdapters([adapters[uid] for uid in wanted])
             self._joined[wanted] = joined
             while sum(j.num_weights for j in self._joined.values()) > self._max_joined_weights:

@@ -2,8 +2,8 @@
 
 Owns nothing between calls. Only adapter_config.json and adapter_model.safetensors are read, never a pickle, and never
 through a symlink; sizes are bounded before anything is parsed. An adapter is used whole or not at all: every module
-that the config targets must have its A and B, every tensor in the file must belong to such a module, and shapes must fit
-the base model.
+that the config targets must have its A and B, every tensor in the file must belong to such a module, and shapes must
+fit the base model.
 
 A HostAdapter is immutable: one flat buffer in the model's compute type, and where each site's A and B lie in it. B is
 stored transposed and scaled, A stacked by site, so that going to the device is one copy of the buffer.
@@ -11,7 +11,6 @@ stored transposed and scaled, A stacked by site, so that going to the device is 
 
 from __future__ import annotations
 
-import json
 import stat
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from manylora_shared.adapter_files import adapter_uid
+from manylora_shared.adapter_files import CONFIG_NAME, MAX_CONFIG_BYTES, WEIGHTS_NAME, adapter_uid, parse_config
 from manylora_shared.errors import FieldViolation, InvalidRequest
 from manylora_shared.ids import AdapterUid
 from safetensors import SafetensorError, safe_open
@@ -36,10 +35,7 @@ from manylora_worker.adapters.peft_config import (
 )
 from manylora_worker.loader import LoadedModel, ModelSpec
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-PICKLE_FILE = "adapter_model.bin"
-MAX_CONFIG_BYTES = 1 << 20
+PICKLE_NAME = "adapter_model.bin"
 MAX_HEADER_BYTES = 16 << 20
 MAX_REPORTED = 32
 """Problems listed for one adapter; the last then says how many more there are."""
@@ -94,7 +90,7 @@ class HostAdapter:
         buffer = self.buffer.to(device, non_blocking=True)
         sites = {
             placed.site: SiteWeights(
-                a=placed.a.of(buffer),
+                a_t=placed.a.of(buffer).t(),
                 slots=tuple(SlotWeights(slot, start, stop, b.of(buffer)) for slot, start, stop, b in placed.slots),
             )
             for placed in self.layout
@@ -131,9 +127,9 @@ def read_adapter(
     _raise_if_any(problems)
     assert config is not None
     assert settings is not None
-    uid = adapter_uid(config, folder / WEIGHTS_FILE)
+    uid = adapter_uid(config, folder / WEIGHTS_NAME)
     if expected_uid is not None and uid != expected_uid:
-        problems.add(WEIGHTS_FILE, f"the content is not what was registered: its uid is {uid}, not {expected_uid}")
+        problems.add(WEIGHTS_NAME, f"the content is not what was registered: its uid is {uid}, not {expected_uid}")
         _raise_if_any(problems)
     adapter = _pack(folder, uid, ModuleMatcher(settings), loaded, problems)
     _raise_if_any(problems)
@@ -170,48 +166,46 @@ def _read_config(folder: Path, problems: Problems) -> dict[str, Any] | None:
     if not folder.is_dir():
         problems.add("path", "is not a folder")
         return None
-    size_bytes = _regular_file_bytes(folder / CONFIG_FILE, problems)
+    size_bytes = _regular_file_bytes(folder / CONFIG_NAME, problems)
     if size_bytes is None:
         return None
     if size_bytes > MAX_CONFIG_BYTES:
-        problems.add(CONFIG_FILE, f"has {size_bytes} bytes; the limit is {MAX_CONFIG_BYTES}")
+        problems.add(CONFIG_NAME, f"has {size_bytes} bytes; the limit is {MAX_CONFIG_BYTES}")
         return None
     try:
-        config = json.loads((folder / CONFIG_FILE).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        problems.add(CONFIG_FILE, f"is not readable JSON ({str(error)[:200]})")
-        return None
-    if not isinstance(config, dict):
-        problems.add(CONFIG_FILE, "is not a JSON object")
-        return None
-    return config
+        return parse_config((folder / CONFIG_NAME).read_bytes())
+    except InvalidRequest as error:
+        problems.violations += error.violations
+    except OSError as error:
+        problems.add(CONFIG_NAME, f"is not readable ({error})")
+    return None
 
 
 def _read_header(folder: Path, limits: AdapterLimits, problems: Problems) -> dict[str, _TensorInfo] | None:
     """Names, types and shapes of the tensors. The safetensors library checks the rest when it opens the file."""
-    path = folder / WEIGHTS_FILE
+    path = folder / WEIGHTS_NAME
     if folder.is_symlink() or not folder.is_dir():
         return None
     missing = "missing"
-    if (folder / PICKLE_FILE).exists():
-        missing = f"missing; {PICKLE_FILE} is a pickle, which is never loaded: save the adapter as safetensors"
+    if (folder / PICKLE_NAME).exists():
+        missing = f"missing; {PICKLE_NAME} is a pickle, which is never loaded: save the adapter as safetensors"
     size_bytes = _regular_file_bytes(path, problems, missing=missing)
     if size_bytes is None:
         return None
     if size_bytes > limits.max_file_bytes:
-        problems.add(WEIGHTS_FILE, f"has {size_bytes} bytes; the limit is {limits.max_file_bytes}")
+        problems.add(WEIGHTS_NAME, f"has {size_bytes} bytes; the limit is {limits.max_file_bytes}")
         return None
     try:
         with path.open("rb") as stream:
             header_bytes = int.from_bytes(stream.read(8), "little")
             if header_bytes > MAX_HEADER_BYTES:
-                problems.add(WEIGHTS_FILE, f"its header has {header_bytes} bytes; the limit is {MAX_HEADER_BYTES}")
+                problems.add(WEIGHTS_NAME, f"its header has {header_bytes} bytes; the limit is {MAX_HEADER_BYTES}")
                 return None
         with safe_open(path, framework="pt") as file:
             views = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
             return {key: _TensorInfo(view.get_dtype(), tuple(view.get_shape())) for key, view in views.items()}
     except (OSError, SafetensorError) as error:
-        problems.add(WEIGHTS_FILE, f"is not a readable safetensors file ({str(error)[:200]})")
+        problems.add(WEIGHTS_NAME, f"is not a readable safetensors file ({str(error)[:200]})")
         return None
 
 
@@ -256,7 +250,7 @@ def _check_targets(
         problems.add("target_modules", "matches no linear layer of the base model")
     bare = [path for path in targeted if path not in found]
     if bare:
-        problems.add("target_modules", f"targets {_some(bare)}, for which {WEIGHTS_FILE} has no weights")
+        problems.add("target_modules", f"targets {_some(bare)}, for which {WEIGHTS_NAME} has no weights")
     wanted = set(targeted)
     for path, matrices in found.items():
         if path not in wanted:
@@ -287,7 +281,7 @@ def _pack(
     folder: Path, uid: AdapterUid, matcher: ModuleMatcher, loaded: LoadedModel, problems: Problems
 ) -> HostAdapter:
     """Lays the matrices out by site and fills the buffer. Every tensor of the file has been checked to have a place."""
-    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+    with safe_open(folder / WEIGHTS_NAME, framework="pt") as file:
         targeted = {path for path, _ in map(_parse_key, file.keys())}
         settings_of = {path: matcher.rank_and_scale(path) for path in targeted}
         layout: list[_PlacedSite] = []

@@ -279,6 +279,10 @@ class EngineCore:
         """Whether further steps may do something: requests are there, or adapters are being loaded."""
         return bool(self._groups) or self._adapters.has_work
 
+    def request_ids(self) -> list[RequestId]:
+        """Of the requests in the engine, oldest first."""
+        return list(self._groups)
+
     def stats(self) -> EngineStats:
         return EngineStats(
             requests=len(self._groups),

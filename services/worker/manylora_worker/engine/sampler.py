@@ -71,10 +71,11 @@ def _logprobs(raw: Tensor, tokens: Tensor, chunks: Sequence[SequenceChunk]) -> d
     distribution = torch.log_softmax(raw[rows], dim=-1)
     own = distribution.gather(1, tokens[rows, None])[:, 0].tolist()
     top_values, top_ids = distribution.topk(min(max(wanted.values()), raw.shape[1]), dim=-1)
-    tops = [
-        list(zip(ids, values, strict=True)) for ids, values in zip(top_ids.tolist(), top_values.tolist(), strict=True)
-    ]
-    return {i: Logprobs(own[n], tuple(tops[n][:k])) for n, (i, k) in enumerate(wanted.items())}
+    tops = zip(top_ids.tolist(), top_values.tolist(), strict=True)
+    return {
+        i: Logprobs(logprob, tuple(zip(ids[:k], values[:k], strict=True)))
+        for (i, k), logprob, (ids, values) in zip(wanted.items(), own, tops, strict=True)
+    }
 
 
 def _penalized(raw: Tensor, chunks: Sequence[SequenceChunk]) -> Tensor:

@@ -167,7 +167,7 @@ class StepPlanner:
     def _writes_shared_block(self, sequence: Sequence) -> bool:
         """Only the first block that is written can be shared: those behind it are the sequence's own."""
         index = sequence.num_computed_tokens // self._pool.block_size
-        return False
+        return index < len(sequence.block_table) and self._pool.is_shared(sequence.block_table[index])
 
     def _preempt(self, sequence: Sequence) -> None:
         assert self._running[-1] is sequence

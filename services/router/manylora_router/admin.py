@@ -1,0 +1,377 @@
+"""AdminService: tenants, adapters, status.
+
+Owns the uploads that run now. Every change of the store is one transaction guarded by what was read before it, so that
+routers do not overwrite one another. An adapter becomes known only when its files stand in the adapter store and are
+validated; whatever fails before that leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator
+
+from manylora.v1 import admin_pb2, scheduler_pb2, worker_pb2
+from manylora_shared.adapter_files import AdapterFiles
+from manylora_shared.clock import WallClock
+from manylora_shared.coordination import keys
+from manylora_shared.coordination.base import Compare, Delete, KeyValue, Put, Store
+from manylora_shared.coordination.records import AdapterRecord
+from manylora_shared.errors import (
+    AlreadyExists,
+    Code,
+    DeadlineExceeded,
+    FieldViolation,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    RpcError,
+    ServiceUnavailable,
+)
+from manylora_shared.ids import NAME_PATTERN, AdapterUid, is_valid_name
+from manylora_shared.logs import fields
+from manylora_shared.policy import parse_policy
+from manylora_shared.transport.base import ServerCall, Service, Transport
+
+from manylora_router.channels import WorkerChannels
+from manylora_router.directory import Directory
+from manylora_router.execution import VALIDATE_ADAPTER
+from manylora_router.scheduler_client import GET_STATUS
+
+_LOG = logging.getLogger(__name__)
+
+MAX_UPLOADS = 8
+"""Adapters that one router takes in at a time."""
+UPLOAD_IDLE_S = 60.0
+"""An upload that sends nothing for so long is given up."""
+_VALIDATE_TIMEOUT_S = 300.0
+_STATUS_TIMEOUT_S = 2.0
+_MAX_CONFLICTS = 8
+"""Times that a change is tried again because somebody else changed the same key."""
+_DELETE_BATCH = 100
+"""Keys deleted in one transaction, well inside the store's bound."""
+
+
+class AdminServicer:
+    def __init__(
+        self,
+        *,
+        directory: Directory,
+        store: Store,
+        files: AdapterFiles,
+        channels: WorkerChannels,
+        transport: Transport,
+        clock: WallClock,
+        rng: random.Random,
+    ) -> None:
+        self._directory = directory
+        self._store = store
+        self._files = files
+        self._channels = channels
+        self._transport = transport
+        self._clock = clock
+        self._rng = rng
+        self._num_uploads = 0
+
+    def service(self) -> Service:
+        return Service(
+            admin_pb2.DESCRIPTOR.services_by_name["AdminService"],
+            {
+                "ApplyTenant": self.apply_tenant,
+                "GetTenant": self.get_tenant,
+                "ListTenants": self.list_tenants,
+                "DeleteTenant": self.delete_tenant,
+                "AddAdapter": self.add_adapter,
+                "ListAdapters": self.list_adapters,
+                "RemoveAdapter": self.remove_adapter,
+                "GetStatus": self.get_status,
+            },
+        )
+
+    @property
+    def num_uploads(self) -> int:
+        return self._num_uploads
+
+    # Tenants
+
+    async def apply_tenant(
+        self, request: admin_pb2.ApplyTenantRequest, call: ServerCall
+    ) -> admin_pb2.ApplyTenantResponse:
+        policy = parse_policy(request.policy_yaml)
+        key, value = keys.tenant(policy.tenant_id), policy.to_yaml().encode()
+        for _ in range(_MAX_CONFLICTS):
+            stored = await self._store.get(key)
+            if stored is not None and stored.value == value:
+                return admin_pb2.ApplyTenantResponse(tenant_id=policy.tenant_id, version=stored.version)
+            before = stored.mod_revision if stored is not None else 0
+            result = await self._store.txn([Compare(key, before)], [Put(key, value)])
+            if result.succeeded:
+                await self._directory.tenant_seen(policy.tenant_id, result.revision)
+                version = stored.version + 1 if stored is not None else 1
+                return admin_pb2.ApplyTenantResponse(tenant_id=policy.tenant_id, version=version)
+        raise _conflict()
+
+    async def get_tenant(self, request: admin_pb2.GetTenantRequest, call: ServerCall) -> admin_pb2.GetTenantResponse:
+        stored = await self._stored_tenant(request.tenant_id)
+        adapters = await self._store.list(keys.adapters_of(request.tenant_id))
+        return admin_pb2.GetTenantResponse(
+            tenant=_tenant_info(request.tenant_id, stored.value.decode(), stored.version, len(adapters.kvs))
+        )
+
+    async def list_tenants(
+        self, request: admin_pb2.ListTenantsRequest, call: ServerCall
+    ) -> admin_pb2.ListTenantsResponse:
+        counts: dict[str, int] = {}
+        for entry in self._directory.adapters.values():
+            counts[entry.record.tenant_id] = counts.get(entry.record.tenant_id, 0) + 1
+        return admin_pb2.ListTenantsResponse(
+            tenants=[
+                _tenant_info(tenant_id, entry.policy_yaml, entry.version, counts.get(tenant_id, 0))
+                for tenant_id, entry in sorted(self._directory.tenants.items())
+            ]
+        )
+
+    async def delete_tenant(
+        self, request: admin_pb2.DeleteTenantRequest, call: ServerCall
+    ) -> admin_pb2.DeleteTenantResponse:
+        tenant_id = request.tenant_id
+        removed = 0
+        for _ in range(_MAX_CONFLICTS):
+            stored = await self._stored_tenant(tenant_id)
+            removed += await self._delete_adapters(tenant_id)
+            result = await self._store.txn(
+                [Compare(keys.tenant(tenant_id), stored.mod_revision)], [Delete(keys.tenant(tenant_id))]
+            )
+            if result.succeeded:
+                # Registering an adapter needs the tenant's key: none comes after this. Some may have come before it.
+                removed += await self._delete_adapters(tenant_id)
+                await self._directory.tenant_seen(tenant_id, result.revision, deleted=True)
+                return admin_pb2.DeleteTenantResponse(removed_adapters=removed)
+        raise _conflict()
+
+    async def _delete_adapters(self, tenant_id: str) -> int:
+        listing = await self._store.list(keys.adapters_of(tenant_id))
+        names = [kv.key for kv in listing.kvs]
+        for start in range(0, len(names), _DELETE_BATCH):
+            await self._store.txn([], [Delete(key) for key in names[start : start + _DELETE_BATCH]])
+        return len(names)
+
+    async def _stored_tenant(self, tenant_id: str) -> KeyValue:
+        if not tenant_id:
+            raise InvalidRequest.of("tenant_id", "is missing")
+        stored = await self._store.get(keys.tenant(tenant_id)) if is_valid_name(tenant_id) else None
+        if stored is None:
+            raise NotFound(f"tenant_id: tenant {tenant_id[:80]!r} is not known")
+        return stored
+
+    # Adapters
+
+    async def add_adapter(
+        self, requests: AsyncIterator[admin_pb2.AddAdapterRequest], call: ServerCall
+    ) -> admin_pb2.AddAdapterResponse:
+        header = await self._read_header(requests)
+        await self._stored_tenant(header.tenant_id)
+        key = keys.adapter(header.tenant_id, header.name)
+        if await self._store.get(key) is not None:
+            raise _exists(header.name)
+        if self._num_uploads >= MAX_UPLOADS:
+            raise Overloaded(f"{MAX_UPLOADS} adapters are being added at this router already", retry_after_s=1.0)
+        self._num_uploads += 1
+        try:
+            record = await self._take_in(header, requests)
+        finally:
+            self._num_uploads -= 1
+        revision = await self._register(record)
+        await self._directory.adapter_seen(record.tenant_id, record.name, revision)
+        return admin_pb2.AddAdapterResponse(adapter=_adapter_info(record))
+
+    async def _take_in(
+        self, header: admin_pb2.AddAdapterHeader, requests: AsyncIterator[admin_pb2.AddAdapterRequest]
+    ) -> AdapterRecord:
+        """Brings the files into the adapter store, if a worker finds them good."""
+        incoming = await self._files.begin()
+        try:
+            if header.store_path:
+                await self._no_chunks(requests)
+                await self._files.import_from(incoming, header.store_path)
+            else:
+                await self._receive(requests, incoming)
+            uid = await self._files.finish(incoming)
+            record = await self._validate(header, incoming, uid)
+            await self._files.commit(incoming, uid)
+            return record
+        finally:
+            # Shielded: a caller that goes away must not leave its files behind.
+            await asyncio.shield(self._files.discard(incoming))
+
+    async def _register(self, record: AdapterRecord) -> int:
+        """Returns the store's revision. Raises AlreadyExists, or NotFound where the tenant is gone."""
+        key = keys.adapter(record.tenant_id, record.name)
+        for _ in range(_MAX_CONFLICTS):
+            tenant = await self._stored_tenant(record.tenant_id)
+            result = await self._store.txn(
+                [Compare(key, 0), Compare(keys.tenant(record.tenant_id), tenant.mod_revision)],
+                [Put(key, record.to_json())],
+            )
+            if result.succeeded:
+                return result.revision
+            if await self._store.get(key) is not None:
+                raise _exists(record.name)
+        raise _conflict()
+
+    async def list_adapters(
+        self, request: admin_pb2.ListAdaptersRequest, call: ServerCall
+    ) -> admin_pb2.ListAdaptersResponse:
+        if request.tenant_id:
+            await self._stored_tenant(request.tenant_id)
+            records = self._directory.adapters_of(request.tenant_id)
+        else:
+            records = [entry.record for _, entry in sorted(self._directory.adapters.items())]
+        return admin_pb2.ListAdaptersResponse(adapters=[_adapter_info(record) for record in records])
+
+    async def remove_adapter(
+        self, request: admin_pb2.RemoveAdapterRequest, call: ServerCall
+    ) -> admin_pb2.RemoveAdapterResponse:
+        """The files stay for a while, for requests that were queued before; RouterApp collects them."""
+        await self._stored_tenant(request.tenant_id)
+        key = keys.adapter(request.tenant_id, request.name)
+        if not is_valid_name(request.name) or not await self._store.delete(key):
+            raise NotFound(f"name: adapter {request.name[:80]!r} is not known to this tenant")
+        await self._directory.adapter_seen(request.tenant_id, request.name, 0, deleted=True)
+        return admin_pb2.RemoveAdapterResponse()
+
+    async def _read_header(self, requests: AsyncIterator[admin_pb2.AddAdapterRequest]) -> admin_pb2.AddAdapterHeader:
+        first = await self._next(requests)
+        if first is None or first.WhichOneof("part") != "header":
+            raise InvalidRequest.of("header", "must be the first message")
+        header = first.header
+        wrong = [
+            FieldViolation(f"header.{name}", f"must match {NAME_PATTERN}" if value else "is missing")
+            for name, value in (("tenant_id", header.tenant_id), ("name", header.name))
+            if not is_valid_name(value)
+        ]
+        if wrong:
+            raise InvalidRequest.of_all(wrong)
+        return header
+
+    async def _receive(self, requests: AsyncIterator[admin_pb2.AddAdapterRequest], incoming: str) -> None:
+        while (message := await self._next(requests)) is not None:
+            if message.WhichOneof("part") != "chunk":
+                raise InvalidRequest.of("chunk", "must be every message after the first")
+            await self._files.append(incoming, message.chunk.file_name, message.chunk.data)
+
+    async def _no_chunks(self, requests: AsyncIterator[admin_pb2.AddAdapterRequest]) -> None:
+        if await self._next(requests) is not None:
+            raise InvalidRequest.of("chunk", "must not be sent with header.store_path")
+
+    async def _next(self, requests: AsyncIterator[admin_pb2.AddAdapterRequest]) -> admin_pb2.AddAdapterRequest | None:
+        try:
+            async with asyncio.timeout(UPLOAD_IDLE_S):
+                return await anext(requests, None)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the upload sent nothing for {UPLOAD_IDLE_S:g} seconds") from None
+
+    async def _validate(self, header: admin_pb2.AddAdapterHeader, incoming: str, uid: AdapterUid) -> AdapterRecord:
+        """Asks a worker. Raises InvalidRequest with all that is wrong, ServiceUnavailable where no worker answers."""
+        answer = await self._ask_worker(worker_pb2.ValidateAdapterRequest(path=incoming))
+        if answer.problems:
+            raise InvalidRequest.of_all([FieldViolation(p.field, p.description) for p in answer.problems])
+        return AdapterRecord(
+            tenant_id=header.tenant_id,
+            name=header.name,
+            uid=uid,
+            max_lora_rank=answer.max_lora_rank,
+            size_bytes=answer.size_bytes,
+            target_modules=tuple(answer.target_modules),
+            created_unix_s=self._clock.now_unix_s(),
+        )
+
+    async def _ask_worker(self, request: worker_pb2.ValidateAdapterRequest) -> worker_pb2.ValidateAdapterResponse:
+        workers = [record for _, record in sorted(self._directory.workers.items())]
+        self._rng.shuffle(workers)
+        for worker in workers:
+            channel = self._channels.acquire(worker.address)
+            try:
+                answer: worker_pb2.ValidateAdapterResponse = await channel.call(
+                    VALIDATE_ADAPTER, request, timeout=_VALIDATE_TIMEOUT_S
+                )
+                return answer
+            except RpcError as e:
+                if e.code is Code.INVALID_ARGUMENT:
+                    raise InvalidRequest(e.message, violations=e.violations) from e
+                _LOG.warning("a worker could not validate", extra=fields(worker=worker.worker_id, error=str(e)))
+            finally:
+                self._channels.release(worker.address)
+        raise ServiceUnavailable("no worker could validate the adapter", retry_after_s=1.0)
+
+    # Status
+
+    async def get_status(self, request: admin_pb2.GetStatusRequest, call: ServerCall) -> admin_pb2.GetStatusResponse:
+        directory = self._directory
+        answer = await self._scheduler_status()
+        reported = {status.worker_id: status for status in answer.workers}
+        workers: list[admin_pb2.WorkerStatus] = []
+        for worker_id, record in sorted(directory.workers.items()):
+            status = admin_pb2.WorkerStatus(sequence_slots=record.sequence_slots)
+            if worker_id in reported:
+                status = reported[worker_id]
+            status.worker_id, status.address, status.device = worker_id, record.address, record.device
+            workers.append(status)
+        model = directory.model
+        return admin_pb2.GetStatusResponse(
+            base_model=model.name if model is not None else "",
+            scheduler=answer.scheduler,
+            workers=workers,
+            routers=[
+                admin_pb2.RouterStatus(router_id=router_id, address=record.address)
+                for router_id, record in sorted(directory.routers.items())
+            ],
+            tenants=len(directory.tenants),
+            adapters=len(directory.adapters),
+        )
+
+    async def _scheduler_status(self) -> scheduler_pb2.GetSchedulerStatusResponse:
+        """The leader's answer; `reachable` is false where there is none."""
+        address = self._directory.leader_address()
+        if address is None:
+            return scheduler_pb2.GetSchedulerStatusResponse()
+        channel = self._transport.connect(address)
+        try:
+            answer: scheduler_pb2.GetSchedulerStatusResponse = await channel.call(
+                GET_STATUS, scheduler_pb2.GetSchedulerStatusRequest(), timeout=_STATUS_TIMEOUT_S
+            )
+        except RpcError as e:
+            _LOG.warning("the scheduler gave no status", extra=fields(address=address, error=str(e)))
+            answer = scheduler_pb2.GetSchedulerStatusResponse()
+            answer.scheduler.address = address
+            return answer
+        finally:
+            await channel.close()
+        answer.scheduler.reachable = True
+        answer.scheduler.address = address
+        return answer
+
+
+def _tenant_info(tenant_id: str, policy_yaml: str, version: int, adapters: int) -> admin_pb2.TenantInfo:
+    return admin_pb2.TenantInfo(tenant_id=tenant_id, policy_yaml=policy_yaml, version=version, adapters=adapters)
+
+
+def _adapter_info(record: AdapterRecord) -> admin_pb2.AdapterInfo:
+    return admin_pb2.AdapterInfo(
+        tenant_id=record.tenant_id,
+        name=record.name,
+        version=record.uid,
+        max_lora_rank=record.max_lora_rank,
+        size_bytes=record.size_bytes,
+        target_modules=record.target_modules,
+        created_unix_s=record.created_unix_s,
+    )
+
+
+def _exists(name: str) -> AlreadyExists:
+    return AlreadyExists(f"header.name: the tenant has an adapter {name!r} already")
+
+
+def _conflict() -> ServiceUnavailable:
+    return ServiceUnavailable("the tenant was changed by somebody else at the same time; try again", retry_after_s=0.1)

@@ -1,0 +1,179 @@
+"""The router as one object: its parts wired together, started and stopped in order.
+
+Owns the lease, the directory, the scheduler's line, the channels and the server. Holds no state that another router
+could not take over: clients of a router that stopped go to another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+
+from manylora_shared.adapter_files import AdapterFiles
+from manylora_shared.clock import SystemClock, WallClock
+from manylora_shared.coordination import keys
+from manylora_shared.coordination.base import Store, StoreUnavailable
+from manylora_shared.coordination.records import AdapterRecord, RouterRecord
+from manylora_shared.coordination.session import LeaseSession
+from manylora_shared.ids import AdapterUid
+from manylora_shared.telemetry import Telemetry
+from manylora_shared.transport.base import Server, Transport
+
+from manylora_router.admin import AdminServicer
+from manylora_router.channels import WorkerChannels
+from manylora_router.config import RouterConfig
+from manylora_router.directory import Directory
+from manylora_router.scheduler_client import SchedulerClient
+from manylora_router.servicer import InferenceServicer
+from manylora_router.text_service import TextService
+
+_LOG = logging.getLogger(__name__)
+
+HOUSEKEEPING_S = 300.0
+"""Between two looks for adapter files that nobody refers to."""
+FILES_GRACE_S = 900.0
+"""Adapter files are left alone for so long after an upload last wrote or committed them."""
+_STOP_GRACE_S = 5.0
+
+
+class RouterApp:
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        transport: Transport,
+        store: Store,
+        text: TextService,
+        adapter_store: AdapterFiles,
+        telemetry: Telemetry,
+        rng: random.Random,
+        clock: WallClock | None = None,
+    ) -> None:
+        """The parts that are given stay their giver's to close, but for `text`."""
+        self.config = config
+        self.router_id = config.router_id or f"router-{rng.getrandbits(32):08x}"
+        self._transport = transport
+        self._store = store
+        self._text = text
+        self._files = adapter_store
+        self._clock = clock or SystemClock()
+        self._server: Server | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.channels = WorkerChannels(transport)
+        self.directory = Directory(
+            store, on_leader_changed=self._leader_changed, on_workers_changed=self._workers_changed
+        )
+        self.scheduler = SchedulerClient(
+            router_id=self.router_id, transport=transport, leader_address=self.directory.leader_address, rng=rng
+        )
+        self.inference = InferenceServicer(
+            directory=self.directory,
+            scheduler=self.scheduler,
+            channels=self.channels,
+            text=text,
+            telemetry=telemetry,
+            rng=rng,
+            default_max_tokens=config.default_max_tokens,
+        )
+        self.admin = AdminServicer(
+            directory=self.directory,
+            store=store,
+            files=adapter_store,
+            channels=self.channels,
+            transport=transport,
+            clock=self._clock,
+            rng=rng,
+        )
+        self._lease = LeaseSession(store, ttl_s=config.lease_ttl_s)
+
+    @property
+    def address(self) -> str:
+        """Where others dial this router."""
+        assert self._server is not None, "start comes first"
+        return self.config.advertise or self._server.address
+
+    def live_requests(self) -> list[str]:
+        return self.inference.live_requests()
+
+    def debug_counters(self) -> dict[str, int]:
+        """What is held now; all zero when nothing runs, but for the channels to living workers."""
+        return {
+            "live_requests": len(self.inference.live_requests()),
+            "waiting": self.scheduler.num_waiting,
+            "granted": self.scheduler.num_granted,
+            "unsent": self.scheduler.num_unsent,
+            "uploads": self.admin.num_uploads,
+            "streams": self.channels.num_users,
+            "channels": len(self.channels),
+        }
+
+    async def start(self) -> None:
+        """Returns when this router serves. Waits for the store as long as it takes."""
+        self.directory.start()
+        await self.directory.ready()
+        self._server = await self._transport.serve(self.config.listen, [self.inference.service(), self.admin.service()])
+        self._tasks = [
+            asyncio.create_task(self.scheduler.run(), name="scheduler-line"),
+            asyncio.create_task(self._keep_house(), name="housekeeping"),
+        ]
+        self._lease.start()
+        record = RouterRecord(router_id=self.router_id, address=self.address)
+        await self._lease.register(keys.router(self.router_id), record.to_json())
+        self._server.set_serving(True)
+
+    async def stop(self, grace_s: float = _STOP_GRACE_S) -> None:
+        """Takes no more requests, lets live ones go on for `grace_s`, then ends everything."""
+        if self._server is not None:
+            self._server.set_serving(False)
+            await self._lease.close()
+            await self._server.stop(grace_s)
+        for task in self._tasks:
+            task.cancel()
+        ended = await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.channels.close()
+        await self.directory.close()
+        await self._text.close()
+        for error in ended:
+            if error is not None and not isinstance(error, asyncio.CancelledError):
+                raise error
+
+    async def failed(self) -> None:
+        """Waits until a background task ends, which only a bug makes it do, and raises what it raised."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in self._tasks:
+            if task in done:
+                task.result()
+
+    def _leader_changed(self) -> None:
+        self.scheduler.leader_changed()
+
+    def _workers_changed(self) -> None:
+        self.channels.retain([record.address for record in self.directory.workers.values()])
+
+    async def _keep_house(self) -> None:
+        """Removes what uploads that died left behind, and adapter files that no tenant has registered any more.
+
+        Files are collected at the second look that finds them unregistered, so that requests which were queued while
+        they still were can be loaded.
+        """
+        registered_before: list[AdapterUid] | None = None
+        while True:
+            try:
+                registered_before = await self._collect(registered_before)
+            except (StoreUnavailable, OSError, ValueError) as e:
+                # Without the whole list nothing is known to be unused.
+                _LOG.warning("adapter files are not collected this time: %s", e)
+            await asyncio.sleep(HOUSEKEEPING_S)
+
+    async def _collect(self, registered_before: list[AdapterUid] | None) -> list[AdapterUid]:
+        now_unix_s = self._clock.now_unix_s()
+        await self._files.sweep(now_unix_s=now_unix_s, older_than_s=FILES_GRACE_S)
+        listing = await self._store.list(keys.ADAPTERS)
+        registered = [AdapterUid(AdapterRecord.from_json(kv.value).uid) for kv in listing.kvs]
+        if registered_before is not None:
+            in_use = [*registered, *registered_before]
+            removed = await self._files.collect(in_use, now_unix_s=now_unix_s, older_than_s=FILES_GRACE_S)
+            if removed:
+                _LOG.info("removed %d unused adapters' files", len(removed))
+        return registered

@@ -1,0 +1,71 @@
+"""Channels to workers: one an address, shared by all streams to it.
+
+Owns the channels. One is kept while its worker is a member of the pool or a stream uses it, and closed after that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from manylora_shared.transport.base import Channel, Transport
+
+
+@dataclass(eq=False)
+class _Pooled:
+    channel: Channel
+    users: int = 0
+    is_member: bool = True
+
+
+class WorkerChannels:
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._pooled: dict[str, _Pooled] = {}
+        self._closing: dict[asyncio.Task[None], None] = {}
+
+    def __len__(self) -> int:
+        return len(self._pooled)
+
+    @property
+    def num_users(self) -> int:
+        return sum(pooled.users for pooled in self._pooled.values())
+
+    def acquire(self, address: str) -> Channel:
+        """A channel to use until `release`."""
+        pooled = self._pooled.get(address)
+        if pooled is None:
+            pooled = self._pooled[address] = _Pooled(self._transport.connect(address))
+        pooled.users += 1
+        return pooled.channel
+
+    def release(self, address: str) -> None:
+        pooled = self._pooled[address]
+        pooled.users -= 1
+        self._close_unused(address, pooled)
+
+    def retain(self, members: Collection[str]) -> None:
+        """Closes the channels to addresses that are not in `members`, each once nobody uses it."""
+        for address, pooled in list(self._pooled.items()):
+            pooled.is_member = address in members
+            self._close_unused(address, pooled)
+
+    async def close(self) -> None:
+        """Closes all, whoever uses them."""
+        for address, pooled in list(self._pooled.items()):
+            pooled.is_member, pooled.users = False, 0
+            self._close_unused(address, pooled)
+        await asyncio.gather(*self._closing)
+
+    def _close_unused(self, address: str, pooled: _Pooled) -> None:
+        if pooled.users == 0 and not pooled.is_member:
+            del self._pooled[address]
+            task = asyncio.create_task(pooled.channel.close(), name=f"close channel to {address}")
+            self._closing[task] = None
+            task.add_done_callback(self._closed)
+
+    def _closed(self, task: asyncio.Task[None]) -> None:
+        del self._closing[task]
+        if not task.cancelled():
+            task.result()

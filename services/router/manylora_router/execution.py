@@ -1,0 +1,544 @@
+"""One admitted request on its way through the scheduler and a worker, as the frames that its caller reads.
+
+Owns the request's grant, its Execute stream, the text of its choices and its frame numbers. Nothing runs beside the
+caller: frames are made when the caller asks for them (`advance`), so a caller that does not read holds up nothing but
+its own stream. States:
+
+    waiting --grant--> starting --first frame--> streaming --> ended (`error` says how, None: completed)
+       ^-----------------|  the worker was never reached: its grant is given back, and the request queued again
+
+Every grant is closed exactly once, and a request that was queued has exactly one Finished frame, whatever happens; a
+request that the scheduler refuses has no frame at all. A caller that goes away calls `close`, which ends everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from manylora.v1 import common_pb2, inference_pb2, scheduler_pb2, worker_pb2
+from manylora_shared.errors import (
+    AdapterFailed,
+    Code,
+    DeadlineExceeded,
+    InternalError,
+    ManyloraError,
+    RpcError,
+    SlowReader,
+    WorkerLost,
+)
+from manylora_shared.ids import QosClass, TenantId
+from manylora_shared.logs import fields
+from manylora_shared.telemetry import Attribute, Span, SpanName, Telemetry, request_attributes
+from manylora_shared.transport.base import Channel, Stream, methods_of
+
+from manylora_router.admission import ADAPTER_KEY, CLASS_KEY, TENANT_KEY, TRACEPARENT_KEY, Adapter
+from manylora_router.channels import WorkerChannels
+from manylora_router.scheduler_client import Grant, SchedulerClient
+from manylora_router.text import ChoiceText, Detokenizer, StopStrings
+
+_LOG = logging.getLogger(__name__)
+_METHODS = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])
+EXECUTE = _METHODS["Execute"]
+STOP_CHOICE = _METHODS["StopChoice"]
+VALIDATE_ADAPTER = _METHODS["ValidateAdapter"]
+
+MAX_ATTEMPTS = 5
+"""Grants that a request may use up on workers that it does not reach."""
+_MIN_RETRY_S = 0.02
+_MAX_RETRY_S = 0.5
+_STOP_CHOICE_TIMEOUT_S = 2.0
+
+_NOT_REACHED = (
+    Code.UNAVAILABLE,
+    Code.CANCELLED,
+    Code.RESOURCE_EXHAUSTED,
+    Code.FAILED_PRECONDITION,
+    Code.ABORTED,
+)
+"""Before the first frame these say that the worker does not run the request: gone, stopping, full, or under a newer
+leader. Nothing was given out, so another worker may have it."""
+_OUR_FAULT = (Code.INTERNAL, Code.INVALID_ARGUMENT, Code.UNIMPLEMENTED, Code.DATA_LOSS)
+
+_QOS = {
+    QosClass.INTERACTIVE: common_pb2.QOS_CLASS_INTERACTIVE,
+    QosClass.STANDARD: common_pb2.QOS_CLASS_STANDARD,
+    QosClass.BATCH: common_pb2.QOS_CLASS_BATCH,
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """An admitted request: everything that does not change while it runs."""
+
+    request_id: str
+    tenant_id: TenantId
+    qos_class: QosClass
+    priority: int
+    adapter: Adapter | None
+    prompt_token_ids: Sequence[int]
+    max_tokens: int
+    n: int
+    sampling: common_pb2.SamplingParams
+    """With its seed."""
+    stop: StopStrings | None
+    stop_token_ids: Sequence[int]
+    received_at: float
+    """By the event loop's clock, as is the deadline."""
+    deadline: float | None
+    traceparent: str
+
+    def attributes(self) -> dict[str, str | bool | int | float]:
+        """What every span of the request carries."""
+        return request_attributes(
+            tenant=self.tenant_id,
+            qos_class=self.qos_class.value,
+            adapter=self.adapter.name if self.adapter else "",
+            adapter_version=self.adapter.uid if self.adapter else "",
+            request_id=self.request_id,
+        )
+
+
+@dataclass(eq=False, slots=True)
+class _Choice:
+    text: ChoiceText
+    num_tokens: int = 0
+    end: inference_pb2.ChoiceEnd | None = None
+
+
+@dataclass
+class _Measured:
+    queue_ms: float = 0.0
+    ttft_ms: float = 0.0
+    worker: worker_pb2.ExecuteFinished = field(default_factory=worker_pb2.ExecuteFinished)
+
+
+class Execution:
+    """See the module's docstring. Used by one task: `advance` until `ended`, then `close`, always."""
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        scheduler: SchedulerClient,
+        channels: WorkerChannels,
+        detokenizers: Sequence[Detokenizer],
+        telemetry: Telemetry,
+        rng: random.Random,
+    ) -> None:
+        """
+        Args:
+            job: the request.
+            scheduler: gives grants.
+            channels: to the workers.
+            detokenizers: a fresh one for each choice.
+            telemetry: for the spans of waiting and streaming.
+            rng: for the pauses between attempts.
+        """
+        self.job = job
+        self.ended = False
+        self.error: ManyloraError | None = None
+        self.outcome = common_pb2.OUTCOME_UNSPECIFIED
+        self._scheduler = scheduler
+        self._channels = channels
+        self._telemetry = telemetry
+        self._rng = rng
+        self._choices = [_Choice(ChoiceText(d, job.stop)) for d in detokenizers]
+        self._measured = _Measured()
+        self._next_frame = 0
+        self._next_worker_frame = 0
+        self._grant: Grant | None = None
+        self._channel: Channel | None = None
+        self._stream: Stream | None = None
+        self._span: Span | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+        self._is_expired = False
+        self._is_queued = False
+        self._is_cut_short = False
+        """A choice met a stop string, and its worker would go on with it."""
+        self._stopping: list[asyncio.Task[None]] = []
+
+    @property
+    def was_queued(self) -> bool:
+        """False: the scheduler refused the request, or was not asked yet."""
+        return self._is_queued
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self._choices)
+
+    @property
+    def ttft_ms(self) -> float:
+        return self._measured.ttft_ms
+
+    async def advance(self) -> list[inference_pb2.GenerateResponse]:
+        """The next frames, at least one unless the request ended."""
+        assert not self.ended
+        try:
+            if self._stream is None:
+                message = await self._start()
+            else:
+                message = await self._read()
+            frames = self._on_message(message)
+            while not frames and not self.ended:
+                frames = self._on_message(await self._read())
+            return frames
+        except ManyloraError as e:
+            return self.fail(e)
+
+    def fail(self, error: ManyloraError) -> list[inference_pb2.GenerateResponse]:
+        """Ends the request with an error: the frames that tell it, none where it was never queued."""
+        self.error = error
+        if not self._is_queued:
+            self._end()
+            return []
+        return self._finish(_outcome_of(error))
+
+    def close(self) -> None:
+        """Ends everything that still runs for the request. Idempotent."""
+        if not self.ended:
+            self.outcome = common_pb2.OUTCOME_CANCELLED
+            if self._span is not None:
+                self._span.fail(Code.CANCELLED)
+        self._end()
+
+    # Waiting and starting
+
+    async def _start(self) -> worker_pb2.ExecuteResponse:
+        """The worker's first message, from whichever worker gives one."""
+        attempt = 0
+        while True:
+            attempt += 1
+            grant = await self._wait_for_grant(attempt)
+            self._grant = grant
+            self._measured.queue_ms += grant.queue_ms
+            self._open_stream(grant, attempt)
+            try:
+                return await self._read()
+            except RpcError as e:
+                if e.code not in _NOT_REACHED:
+                    raise InternalError(f"worker {grant.worker_id} failed: {e.message}") from e
+                self._leave_worker(reached_worker=False, error=e)
+                if attempt >= MAX_ATTEMPTS:
+                    message = f"worker {grant.worker_id} was lost, after {attempt} attempts on workers: {e.message}"
+                    raise WorkerLost(message, retry_after_s=1.0) from e
+                _LOG.info(
+                    "worker not reached, queued again",
+                    extra=fields(request=self.job.request_id, worker=grant.worker_id, attempt=attempt, error=str(e)),
+                )
+                pause_s = min(_MIN_RETRY_S * 2**attempt, _MAX_RETRY_S)
+                async with self._within_deadline():
+                    await asyncio.sleep(pause_s * (0.5 + self._rng.random()))
+
+    async def _wait_for_grant(self, attempt: int) -> Grant:
+        job = self.job
+        span = self._telemetry.span(SpanName.QUEUE_WAIT, parent=job.traceparent, attributes=job.attributes())
+        with span:
+            span.set(Attribute.ATTEMPT, attempt)
+            request = scheduler_pb2.Enqueue(
+                request_id=job.request_id,
+                tenant_id=job.tenant_id,
+                qos_class=_QOS[job.qos_class],
+                priority=job.priority,
+                adapter_uid=job.adapter.uid if job.adapter else "",
+                adapter_id=job.adapter.name if job.adapter else "",
+                prompt_tokens=len(job.prompt_token_ids),
+                max_new_tokens=job.max_tokens * job.n,
+                sequences=job.n,
+                traceparent=span.traceparent,
+            )
+            self._is_queued = True
+            try:
+                async with self._within_deadline():
+                    return await self._scheduler.grant(request, job.deadline)
+            except DeadlineExceeded:
+                raise
+            except ManyloraError:
+                self._is_queued = False  # refused: a status alone
+                raise
+
+    def _within_deadline(self) -> _Deadline:
+        return _Deadline(self.job.deadline)
+
+    def _open_stream(self, grant: Grant, attempt: int) -> None:
+        job = self.job
+        attributes = job.attributes() | {Attribute.WORKER_ID: grant.worker_id, Attribute.ATTEMPT: attempt}
+        self._span = self._telemetry.span(SpanName.STREAM, parent=job.traceparent, attributes=attributes)
+        metadata = {TENANT_KEY: job.tenant_id, CLASS_KEY: job.qos_class.value}
+        if job.adapter is not None:
+            metadata[ADAPTER_KEY] = job.adapter.name
+        if self._span.traceparent:
+            metadata[TRACEPARENT_KEY] = self._span.traceparent
+        request = worker_pb2.ExecuteRequest(
+            request_id=job.request_id,
+            epoch=grant.epoch,
+            tenant_id=job.tenant_id,
+            qos_class=_QOS[job.qos_class],
+            adapter_uid=job.adapter.uid if job.adapter else "",
+            prompt_token_ids=job.prompt_token_ids,
+            max_tokens=job.max_tokens,
+            sampling=job.sampling,
+            stop_token_ids=job.stop_token_ids,
+            n=job.n,
+        )
+        self._channel = self._channels.acquire(grant.worker_address)
+        self._stream = self._channel.stream(EXECUTE, request, metadata=metadata)
+        if job.deadline is not None:
+            self._expiry = asyncio.get_running_loop().call_at(job.deadline, self._expire, self._stream)
+
+    def _expire(self, stream: Stream) -> None:
+        self._is_expired = True
+        stream.cancel()
+
+    def _leave_worker(self, *, reached_worker: bool, error: ManyloraError | None) -> None:
+        """Ends the stream, if there is one, and gives the grant back, if there is one."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        for task in self._stopping:
+            task.cancel()
+        self._stopping.clear()
+        if self._stream is not None:
+            self._stream.cancel()
+            self._stream = None
+        if self._grant is not None:
+            if self._channel is not None:
+                self._channels.release(self._grant.worker_address)
+                self._channel = None
+            self._grant = None
+            self._scheduler.close_grant(self.job.request_id, reached_worker=reached_worker)
+        if self._span is not None:
+            self._span.set(Attribute.OUTPUT_TOKENS, self.completion_tokens)
+            if error is not None:
+                self._span.fail_with(error)
+            elif self.outcome == common_pb2.OUTCOME_COMPLETED:
+                self._span.ok()
+            self._span.end()
+            self._span = None
+
+    # Streaming
+
+    async def _read(self) -> worker_pb2.ExecuteResponse:
+        """The worker's next message. Raises RpcError before the first frame, and what it means after it."""
+        stream, grant = self._stream, self._grant
+        assert stream is not None
+        assert grant is not None
+        try:
+            message: worker_pb2.ExecuteResponse | None = await stream.read()
+        except RpcError as e:
+            if self._is_expired:
+                raise _deadline_exceeded() from e
+            if self._next_worker_frame == 0:
+                raise
+            if e.code in _OUR_FAULT:
+                raise InternalError(f"worker {grant.worker_id} failed: {e.message}") from e
+            raise WorkerLost(f"worker {grant.worker_id} was lost while the request ran: {e.message}") from e
+        if message is None:
+            raise WorkerLost(f"worker {grant.worker_id} ended the stream before the request was finished")
+        if message.frame != self._next_worker_frame:
+            raise InternalError(
+                f"worker {grant.worker_id} sent frame {message.frame}, not {self._next_worker_frame}: output was lost"
+            )
+        self._next_worker_frame += 1
+        return message
+
+    def _on_message(self, message: worker_pb2.ExecuteResponse) -> list[inference_pb2.GenerateResponse]:
+        match message.WhichOneof("event"):
+            case "tokens":
+                return self._on_tokens(message.tokens)
+            case "started":
+                return [self._frame(started=self._started())]
+            case "finished":
+                return self._on_finished(message.finished)
+            case _:
+                raise InternalError("a frame of the worker has no event that this router knows")
+
+    def _started(self) -> inference_pb2.Started:
+        job = self.job
+        return inference_pb2.Started(
+            request_id=job.request_id,
+            adapter_version=job.adapter.uid if job.adapter else "",
+            seed=job.sampling.seed,
+            prompt_tokens=len(job.prompt_token_ids),
+        )
+
+    def _on_tokens(self, chunk: worker_pb2.TokenChunk) -> list[inference_pb2.GenerateResponse]:
+        frames: list[inference_pb2.GenerateResponse] = []
+        for tokens in chunk.choices:
+            if tokens.choice >= len(self._choices):
+                raise InternalError(f"the worker sent tokens of choice {tokens.choice} of {len(self._choices)}")
+            choice = self._choices[tokens.choice]
+            if choice.end is not None:
+                continue  # its stop string was found; the worker has not heard yet
+            if tokens.first_position != choice.num_tokens:
+                raise InternalError(
+                    f"the worker sent position {tokens.first_position} of choice {tokens.choice}, "
+                    f"not {choice.num_tokens}: output was lost"
+                )
+            delta = self._take(choice, tokens)
+            if delta is not None:
+                frames.append(self._frame(delta=delta))
+        if frames and self._measured.ttft_ms == 0.0:
+            self._measured.ttft_ms = self._elapsed_ms()
+        if self._is_cut_short and all(choice.end is not None for choice in self._choices):
+            frames += self._finish(common_pb2.OUTCOME_COMPLETED)
+        return frames
+
+    def _take(self, choice: _Choice, tokens: worker_pb2.ChoiceTokens) -> inference_pb2.Delta | None:
+        """New tokens of a choice that goes on; None where they amount to nothing."""
+        token_ids: Sequence[int] = tokens.token_ids
+        taken = choice.text.push(token_ids)
+        text, stop_string = taken.text, taken.stop_string
+        if stop_string is None and tokens.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED:
+            rest = choice.text.finish()
+            text, stop_string = text + rest.text, rest.stop_string
+        if stop_string is not None:
+            choice.end = inference_pb2.ChoiceEnd(
+                choice=tokens.choice, finish_reason=common_pb2.FINISH_REASON_STOP, stop_string=stop_string
+            )
+            if tokens.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED:
+                self._is_cut_short = True
+                self._stop_choice(tokens.choice)
+        elif tokens.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED:
+            choice.end = inference_pb2.ChoiceEnd(choice=tokens.choice, finish_reason=tokens.finish_reason)
+            if tokens.HasField("stop_token_id"):
+                choice.end.stop_token_id = tokens.stop_token_id
+        if taken.num_tokens < len(token_ids):
+            token_ids = token_ids[: taken.num_tokens]
+        if not token_ids and not text:
+            return None
+        delta = inference_pb2.Delta(
+            choice=tokens.choice, first_position=choice.num_tokens, token_ids=token_ids, text=text
+        )
+        if tokens.logprobs:
+            delta.logprobs.extend(tokens.logprobs[: taken.num_tokens])
+        choice.num_tokens += taken.num_tokens
+        return delta
+
+    def _stop_choice(self, index: int) -> None:
+        """Tells the worker that a choice is over, beside the stream, if other choices still run."""
+        if all(choice.end is not None for choice in self._choices):
+            return
+        channel = self._channel
+        assert channel is not None
+
+        async def tell() -> None:
+            request = worker_pb2.StopChoiceRequest(request_id=self.job.request_id, choice=index)
+            try:
+                await channel.call(STOP_CHOICE, request, timeout=_STOP_CHOICE_TIMEOUT_S)
+            except RpcError as e:
+                # Costs the worker the rest of the choice, and the caller nothing.
+                _LOG.warning("StopChoice failed", extra=fields(request=self.job.request_id, error=str(e)))
+
+        self._stopping.append(asyncio.create_task(tell(), name="stop-choice"))
+
+    def _on_finished(self, finished: worker_pb2.ExecuteFinished) -> list[inference_pb2.GenerateResponse]:
+        self._measured.worker = finished
+        assert self._grant is not None
+        worker_id = self._grant.worker_id
+        match finished.outcome:
+            case common_pb2.OUTCOME_COMPLETED:
+                if any(choice.end is None for choice in self._choices):
+                    raise InternalError(f"worker {worker_id} finished the request before all of its choices")
+                return self._finish(common_pb2.OUTCOME_COMPLETED)
+            case common_pb2.OUTCOME_ADAPTER_FAILED:
+                name = self.job.adapter.name if self.job.adapter else ""
+                raise AdapterFailed(f"adapter {name!r} could not be loaded: {finished.message}")
+            case common_pb2.OUTCOME_SLOW_READER:
+                raise SlowReader(finished.message or "the stream was not read fast enough")
+            case common_pb2.OUTCOME_DEADLINE_EXCEEDED:
+                raise _deadline_exceeded()
+            case common_pb2.OUTCOME_CANCELLED | common_pb2.OUTCOME_WORKER_LOST:
+                raise WorkerLost(f"worker {worker_id} gave the request up: {finished.message or 'it is stopping'}")
+            case _:
+                raise InternalError(f"worker {worker_id} failed: {finished.message or 'internal error'}")
+
+    # Ending
+
+    def _finish(self, outcome: common_pb2.Outcome) -> list[inference_pb2.GenerateResponse]:
+        """The last frames: text that was held back, and the terminal one."""
+        frames: list[inference_pb2.GenerateResponse] = []
+        for index, choice in enumerate(self._choices):
+            if choice.end is None:
+                text = choice.text.finish().text
+                if text:
+                    delta = inference_pb2.Delta(choice=index, first_position=choice.num_tokens, text=text)
+                    frames.append(self._frame(delta=delta))
+        measured = self._measured
+        finished = inference_pb2.Finished(
+            outcome=outcome,
+            choices=[choice.end or inference_pb2.ChoiceEnd(choice=i) for i, choice in enumerate(self._choices)],
+            usage=common_pb2.Usage(
+                prompt_tokens=len(self.job.prompt_token_ids),
+                completion_tokens=self.completion_tokens,
+                cached_prompt_tokens=measured.worker.cached_prompt_tokens,
+            ),
+            timings=common_pb2.Timings(
+                queue_ms=measured.queue_ms,
+                ttft_ms=measured.ttft_ms,
+                total_ms=self._elapsed_ms(),
+                adapter_wait_ms=measured.worker.adapter_wait_ms,
+                prefill_ms=measured.worker.prefill_ms,
+                decode_ms=measured.worker.decode_ms,
+            ),
+            worker_id=self._grant.worker_id if self._grant is not None else "",
+        )
+        frames.append(self._frame(finished=finished))
+        self.outcome = outcome
+        self._end()
+        return frames
+
+    def _end(self) -> None:
+        self.ended = True
+        self._leave_worker(reached_worker=True, error=self.error)
+
+    def _elapsed_ms(self) -> float:
+        return (asyncio.get_running_loop().time() - self.job.received_at) * 1000
+
+    def _frame(
+        self,
+        *,
+        started: inference_pb2.Started | None = None,
+        delta: inference_pb2.Delta | None = None,
+        finished: inference_pb2.Finished | None = None,
+    ) -> inference_pb2.GenerateResponse:
+        number = self._next_frame
+        self._next_frame = number + 1
+        return inference_pb2.GenerateResponse(frame=number, started=started, delta=delta, finished=finished)
+
+
+class _Deadline:
+    """`async with`: raises DeadlineExceeded at a time of the event loop's clock; None: never."""
+
+    def __init__(self, deadline: float | None) -> None:
+        self._timeout = asyncio.timeout_at(deadline)
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            await self._timeout.__aexit__(kind, error, None)
+        except TimeoutError:
+            raise _deadline_exceeded() from None
+
+
+def _deadline_exceeded() -> DeadlineExceeded:
+    return DeadlineExceeded("the request's deadline passed")
+
+
+def _outcome_of(error: ManyloraError) -> common_pb2.Outcome:
+    match error:
+        case DeadlineExceeded():
+            return common_pb2.OUTCOME_DEADLINE_EXCEEDED
+        case WorkerLost():
+            return common_pb2.OUTCOME_WORKER_LOST
+        case AdapterFailed():
+            return common_pb2.OUTCOME_ADAPTER_FAILED
+        case SlowReader():
+            return common_pb2.OUTCOME_SLOW_READER
+        case _:
+            return common_pb2.OUTCOME_INTERNAL

@@ -1,0 +1,166 @@
+"""What a scheduler is told over one Control stream, and when.
+
+Owns what happened since the last report. The first report is a snapshot: all there is to know. A further one goes out
+at once where requests came or went, adapters moved or draining began, but `_GATHER_S` after the last one at the
+soonest; where only counters moved, `_COUNTERS_S` after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from manylora.v1 import worker_pb2
+from manylora_shared.errors import ManyloraError
+from manylora_shared.ids import AdapterUid, RequestId
+
+from manylora_worker.engine.api import AdapterTier, EngineRequest
+from manylora_worker.engine.core import FlowKey, FlowTokens
+from manylora_worker.requests import QOS_NUMBERS, TIERS
+from manylora_worker.runtime import EngineView
+
+_GATHER_S = 0.002
+_COUNTERS_S = 0.05
+
+
+@dataclass
+class _Changes:
+    """Requests that came and went. A request id that ends and comes again is two reports' matter."""
+
+    started: dict[RequestId, EngineRequest] = field(default_factory=dict)
+    ended: dict[RequestId, None] = field(default_factory=dict)
+
+
+class ControlSession:
+    """One scheduler's stream. `next_report` is read by the stream's handler; the rest is told to it.
+
+    It reads the engine's state from `view` at the moment of a report, and remembers only what that does not tell.
+    """
+
+    def __init__(self, view: EngineView, *, sequence_slots: int) -> None:
+        self._view = view
+        self._sequence_slots = sequence_slots
+        self._is_draining = False
+        self._changes: deque[_Changes] = deque([_Changes()])
+        self._adapters: Mapping[AdapterUid, AdapterTier] | None = None
+        """As last reported; the view never changes one in place."""
+        self._flows: dict[FlowKey, FlowTokens] = {}
+        self._is_urgent = True
+        self._has_changed = True
+        self._reported_at = float("-inf")
+        self._error: ManyloraError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def started(self, request: EngineRequest) -> None:
+        if request.request_id in self._changes[-1].ended:
+            self._changes.append(_Changes())
+        self._changes[-1].started[request.request_id] = request
+        self._changed(urgent=True)
+
+    def ended(self, request_id: RequestId) -> None:
+        self._changes[-1].ended[request_id] = None
+        self._changed(urgent=True)
+
+    def engine_changed(self) -> None:
+        self._changed(urgent=self._view.adapters is not self._adapters)
+
+    def draining(self) -> None:
+        self._is_draining = True
+        self._changed(urgent=True)
+
+    def close(self, error: ManyloraError) -> None:
+        """Ends the stream with `error`."""
+        self._error = error
+        self._wake()
+
+    async def next_report(self) -> worker_pb2.ControlReport:
+        """The next one, when it is due. Raises what the session was closed with."""
+        loop = asyncio.get_running_loop()
+        while self._error is None:
+            if self._adapters is None or len(self._changes) > 1:
+                break
+            if not self._has_changed:
+                await self._wait(None)
+                continue
+            due = self._reported_at + (_GATHER_S if self._is_urgent else _COUNTERS_S)
+            if loop.time() >= due:
+                break
+            await self._wait(due)
+        if self._error is not None:
+            raise self._error
+        self._reported_at = loop.time()
+        return self._report()
+
+    def _report(self) -> worker_pb2.ControlReport:
+        view, stats = self._view, self._view.stats
+        is_snapshot = self._adapters is None
+        if is_snapshot:
+            self._changes.clear()
+            changes = _Changes({request_id: stream.request for request_id, stream in view.running.items()})
+        else:
+            changes = self._changes.popleft()
+        if not self._changes:
+            self._changes.append(_Changes())
+            self._has_changed = self._is_urgent = False
+        adapters_changed = self._adapters is not view.adapters
+        report = worker_pb2.ControlReport(
+            snapshot=is_snapshot,
+            sequence_slots=self._sequence_slots,
+            running_sequences=view.unfinished_sequences,
+            kv_blocks_total=stats.blocks_total,
+            kv_blocks_free=stats.blocks_free,
+            block_size=stats.block_size,
+            draining=self._is_draining,
+            generated_tokens=stats.generated_tokens,
+            adapters_changed=adapters_changed,
+            finished_request_ids=list(changes.ended),
+        )
+        if adapters_changed:
+            self._adapters = view.adapters
+            for uid, tier in view.adapters.items():
+                report.adapters.add(adapter_uid=uid, tier=TIERS[tier])
+        for request in changes.started.values():
+            report.started.add(
+                request_id=request.request_id,
+                tenant_id=request.tenant_id,
+                qos_class=QOS_NUMBERS[request.qos_class],
+                sequences=request.n,
+            )
+        self._add_flows(report)
+        return report
+
+    def _add_flows(self, report: worker_pb2.ControlReport) -> None:
+        for flow, tokens in self._view.flows.items():
+            if self._flows.get(flow) != tokens:
+                self._flows[flow] = tokens
+                tenant_id, qos_class = flow
+                report.flows.add(
+                    tenant_id=tenant_id,
+                    qos_class=QOS_NUMBERS[qos_class],
+                    prompt_tokens=tokens.prompt_tokens,
+                    output_tokens=tokens.output_tokens,
+                )
+
+    def _changed(self, *, urgent: bool) -> None:
+        was_urgent = self._is_urgent
+        was_changed, self._has_changed = self._has_changed, True
+        self._is_urgent = was_urgent or urgent
+        if not was_changed or (urgent and not was_urgent):
+            self._wake()
+
+    async def _wait(self, until: float | None) -> None:
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        timer = None if until is None else loop.call_at(until, self._wake)
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+            if timer is not None:
+                timer.cancel()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

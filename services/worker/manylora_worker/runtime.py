@@ -1,0 +1,582 @@
+"""The engine beside the event loop: commands in, outputs out, each at token boundaries.
+
+Owns the turning of the engine (a thread of its own, or a task of the simulation's loop) and, on the event loop's side,
+what is known of the engine there: the open output streams, the last counters. EngineCore is touched by whoever turns it
+and by nobody else; `EngineView` and `OutputStream` by the event loop alone.
+
+    event loop                            turner (thread or task)
+    submit/abort/stop/prefetch --commands-->  between two steps
+    OutputStream, EngineView  <--one post a step, gathered while the loop is busy--
+
+A request is in `EngineView.running` from `submit` until the engine has let go of all that it held. What a reader leaves
+unread is bounded (MAX_UNREAD_TOKENS): past it the request is aborted and its stream ends with SLOW_READER. When the engine
+itself fails (a bug, or step after step), every stream ends, and the runtime takes nothing more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from manylora_shared.errors import AlreadyExists, Overloaded, ServiceUnavailable
+from manylora_shared.ids import AdapterUid, RequestId
+
+from manylora_worker.engine.api import (
+    AdapterBackend,
+    AdapterTier,
+    EngineRequest,
+    FinishReason,
+    StepBatch,
+    TokenOutput,
+)
+from manylora_worker.engine.core import EngineCore, EngineStats, FlowKey, FlowTokens, RequestEnd
+
+_LOG = logging.getLogger(__name__)
+
+MAX_UNREAD_TOKENS = 4096
+"""Of one request, over its choices."""
+MAX_FAILED_STEPS = 3
+"""Steps that may fail one after the other before the engine counts as broken."""
+_POLL_S = 0.002
+"""How often the backend is asked while adapters are loaded and nothing else is to do."""
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What others may know about the base model."""
+
+    name: str
+    digest: str
+    device: str
+    vocab_size: int
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]
+
+
+class EndKind(enum.Enum):
+    COMPLETED = "completed"
+    ABORTED = "aborted"
+    ADAPTER_FAILED = "adapter_failed"
+    ERROR = "error"
+    SLOW_READER = "slow_reader"
+
+
+_END_KINDS = {
+    FinishReason.STOP: EndKind.COMPLETED,
+    FinishReason.LENGTH: EndKind.COMPLETED,
+    FinishReason.ABORTED: EndKind.ABORTED,
+    FinishReason.ADAPTER_FAILED: EndKind.ADAPTER_FAILED,
+    FinishReason.ERROR: EndKind.ERROR,
+}
+
+
+@dataclass(frozen=True)
+class StreamEnd:
+    kind: EndKind
+    message: str = ""
+    request_end: RequestEnd | None = None
+    """None where the engine failed and could not tell."""
+
+
+@dataclass(frozen=True)
+class OutputBatch:
+    outputs: Sequence[TokenOutput]
+    """In order; several of one choice may follow one another."""
+    end: StreamEnd | None = None
+    """Set on the last batch."""
+
+
+class OutputStream:
+    """The outputs of one request, for one reader."""
+
+    def __init__(self, request: EngineRequest) -> None:
+        self.request = request
+        self.unfinished_choices = request.n
+        self.overflowed = False
+        self._pending: list[TokenOutput] = []
+        self._pending_tokens = 0
+        self._end: StreamEnd | None = None
+        self._flush_at = float("-inf")
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the engine has let go of the request; unread outputs may be left."""
+        return self._end is not None
+
+    async def read(self, *, interval_s: float = 0.0) -> OutputBatch:
+        """All outputs since the last read, at least one of them or the end.
+
+        Args:
+            interval_s: outputs are gathered until so long after the last read; the end is not waited with.
+        """
+        loop = asyncio.get_running_loop()
+        while not self._pending and self._end is None:
+            await self._wait(loop, None)
+        while self._end is None and loop.time() < self._flush_at:
+            await self._wait(loop, self._flush_at)
+        self._flush_at = loop.time() + interval_s
+        batch = OutputBatch(self._pending, self._end)
+        self._pending = []
+        self._pending_tokens = 0
+        return batch
+
+    def put(self, output: TokenOutput) -> None:
+        """From EngineView. Past the bound, tokens are dropped and `overflowed` is set."""
+        if output.finish_reason is not None:
+            self.unfinished_choices -= 1
+        if self.overflowed:
+            return
+        if self._pending_tokens + len(output.token_ids) > MAX_UNREAD_TOKENS:
+            self.overflowed = True
+            return
+        if not self._pending:
+            self._wake()
+        self._pending.append(output)
+        self._pending_tokens += len(output.token_ids)
+
+    def end(self, end: StreamEnd) -> None:
+        """From EngineView."""
+        assert self._end is None
+        self._end = end
+        self._wake()
+
+    async def _wait(self, loop: asyncio.AbstractEventLoop, until: float | None) -> None:
+        assert self._waiter is None, "one reader at most"
+        self._waiter = loop.create_future()
+        timer = None if until is None else loop.call_at(until, self._wake)
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+            if timer is not None:
+                timer.cancel()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class EngineListener(Protocol):
+    """Told by EngineView, on the event loop. Must not block or raise."""
+
+    def request_started(self, request: EngineRequest) -> None: ...
+
+    def request_ended(self, request_id: RequestId) -> None: ...
+
+    def engine_changed(self) -> None:
+        """Counters, blocks or adapters."""
+
+    def engine_failed(self, message: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Post:
+    """What one turn of the engine has to tell."""
+
+    outputs: Sequence[TokenOutput]
+    ends: Sequence[RequestEnd]
+    stats: EngineStats
+    flows: Mapping[FlowKey, FlowTokens]
+    adapters: Mapping[AdapterUid, AdapterTier] | None
+    """None: unchanged."""
+
+
+class EngineView:
+    """The engine as the event loop knows it: one post behind at most."""
+
+    def __init__(self, stats: EngineStats, max_requests: int) -> None:
+        self.stats = stats
+        self.adapters: Mapping[AdapterUid, AdapterTier] = {}
+        self.flows: dict[FlowKey, FlowTokens] = {}
+        self.running: dict[RequestId, OutputStream] = {}
+        self.failure: str | None = None
+        """Why the engine is no more; None while it lives."""
+        self._max_requests = max_requests
+        self._listeners: list[EngineListener] = []
+
+    @property
+    def unfinished_sequences(self) -> int:
+        """Waiting ones included."""
+        return sum(stream.unfinished_choices for stream in self.running.values())
+
+    def subscribe(self, listener: EngineListener) -> None:
+        self._listeners.append(listener)
+
+    def open(self, request: EngineRequest) -> OutputStream:
+        """A stream for a request that is about to be given to the engine."""
+        if self.failure is not None:
+            raise ServiceUnavailable(f"the engine has failed: {self.failure}")
+        if request.request_id in self.running:
+            raise AlreadyExists(f"request_id: {request.request_id} is being executed")
+        if len(self.running) >= self._max_requests:
+            raise Overloaded(f"the worker has {len(self.running)} requests")
+        stream = self.running[request.request_id] = OutputStream(request)
+        for listener in self._listeners:
+            listener.request_started(request)
+        return stream
+
+    def take(self, post: _Post) -> list[RequestId]:
+        """Hands out a post. Returns the requests whose readers are too slow, to be aborted."""
+        overflowed: list[RequestId] = []
+        for output in post.outputs:
+            stream = self.running.get(output.request_id)
+            if stream is not None:
+                was_overflowed = stream.overflowed
+                stream.put(output)
+                if stream.overflowed and not was_overflowed:
+                    overflowed.append(output.request_id)
+        self.stats = post.stats
+        self.flows.update(post.flows)
+        if post.adapters is not None:
+            self.adapters = post.adapters
+        for end in post.ends:
+            self._end(end.request_id, StreamEnd(_END_KINDS[end.reason], end.message, end))
+        for listener in self._listeners:
+            listener.engine_changed()
+        return [request_id for request_id in overflowed if request_id in self.running]
+
+    def fail(self, message: str) -> None:
+        """The engine is no more: every stream ends."""
+        self.failure = message
+        for request_id in list(self.running):
+            self._end(request_id, StreamEnd(EndKind.ERROR, f"the engine has failed: {message}"))
+        for listener in self._listeners:
+            listener.engine_failed(message)
+
+    def _end(self, request_id: RequestId, end: StreamEnd) -> None:
+        stream = self.running.pop(request_id, None)
+        if stream is None:
+            return
+        if stream.overflowed:
+            message = f"more than {MAX_UNREAD_TOKENS} tokens were not read"
+            end = StreamEnd(EndKind.SLOW_READER, message, end.request_end)
+        stream.end(end)
+        for listener in self._listeners:
+            listener.request_ended(request_id)
+
+
+class Runtime(Protocol):
+    """All of it is called on the event loop."""
+
+    model: ModelInfo
+    view: EngineView
+
+    def now(self) -> float:
+        """Seconds, on the clock of RequestEnd's times."""
+
+    def start(self) -> None: ...
+
+    async def stop(self) -> None:
+        """Aborts what is left and ends the engine."""
+
+    def submit(self, request: EngineRequest) -> OutputStream:
+        """Gives a request to the engine, from the next token boundary on.
+
+        Raises:
+            InvalidRequest: it could never run.
+            AlreadyExists, Overloaded, ServiceUnavailable: as things are now.
+        """
+
+    def abort(self, request_id: RequestId) -> None: ...
+
+    def stop_choice(self, request_id: RequestId, choice: int) -> None: ...
+
+    def prefetch(self, adapter_uid: AdapterUid) -> None: ...
+
+
+Command = Callable[[EngineCore, float], None]
+"""Done between two steps, with the time."""
+
+
+class _Turner:
+    """One turn of an engine after another; shared by both runtimes, used by whoever turns."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self._failed_in_a_row = 0
+        self._last_stats: EngineStats | None = None
+
+    def do(self, commands: Sequence[Command], now: float) -> None:
+        for command in commands:
+            command(self.core, now)
+
+    def after_step(self) -> None:
+        """Raises RuntimeError where the model fails in every step."""
+        error = self.core.step_error
+        if error is None:
+            self._failed_in_a_row = 0
+            return
+        self._failed_in_a_row += 1
+        _LOG.error("a step failed", exc_info=error)
+        if self._failed_in_a_row >= MAX_FAILED_STEPS:
+            raise RuntimeError(f"{MAX_FAILED_STEPS} steps failed one after the other") from error
+
+    def take_post(self) -> _Post | None:
+        """What is new since the last one; None where nothing is."""
+        stats, last = self.core.stats(), self._last_stats
+        outputs, ends = self.core.take_outputs(), self.core.take_ended()
+        if stats == last and not outputs and not ends:
+            return None
+        self._last_stats = stats
+        adapters_changed = last is None or last.adapter_version != stats.adapter_version
+        return _Post(
+            outputs=outputs,
+            ends=ends,
+            stats=stats,
+            flows=self.core.take_changed_flows(),
+            adapters=self.core.adapter_tiers() if adapters_changed else None,
+        )
+
+
+def _add(request: EngineRequest) -> Command:
+    return lambda core, now: core.add(request, now)
+
+
+def _abort(request_id: RequestId) -> Command:
+    return lambda core, now: core.abort(request_id, now)
+
+
+def _stop_choice(request_id: RequestId, choice: int) -> Command:
+    return lambda core, now: core.stop_choice(request_id, choice, now)
+
+
+def _prefetch(adapter_uid: AdapterUid) -> Command:
+    return lambda core, now: core.prefetch(adapter_uid)
+
+
+@dataclass
+class _Mailbox:
+    """What the two threads share; every access under `condition`."""
+
+    condition: threading.Condition = field(default_factory=threading.Condition)
+    commands: list[Command] = field(default_factory=list)
+    posts: deque[_Post] = field(default_factory=deque)
+    post_is_due: bool = False
+    wakes: bool = False
+    is_stopping: bool = False
+
+
+class ThreadRuntime:
+    """The engine on a thread of its own, which sleeps while there is nothing to do."""
+
+    def __init__(self, core: EngineCore, backend: AdapterBackend, model: ModelInfo, *, max_requests: int) -> None:
+        self.model = model
+        self.view = EngineView(core.stats(), max_requests)
+        self._core = core
+        self._turner = _Turner(core)
+        self._backend = backend
+        self._mailbox = _Mailbox()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        with self._mailbox.condition:
+            self._mailbox.is_stopping = True
+            self._mailbox.condition.notify()
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._backend.close)
+        self._deliver()
+
+    def wake(self) -> None:
+        """From any thread: the backend has news."""
+        with self._mailbox.condition:
+            self._mailbox.wakes = True
+            self._mailbox.condition.notify()
+
+    def submit(self, request: EngineRequest) -> OutputStream:
+        self._core.check(request)
+        stream = self.view.open(request)
+        self._send(_add(request))
+        return stream
+
+    def abort(self, request_id: RequestId) -> None:
+        self._send(_abort(request_id))
+
+    def stop_choice(self, request_id: RequestId, choice: int) -> None:
+        self._send(_stop_choice(request_id, choice))
+
+    def prefetch(self, adapter_uid: AdapterUid) -> None:
+        self._send(_prefetch(adapter_uid))
+
+    def _send(self, command: Command) -> None:
+        with self._mailbox.condition:
+            self._mailbox.commands.append(command)
+            self._mailbox.condition.notify()
+
+    # -- on the event loop
+
+    def _deliver(self) -> None:
+        while True:
+            with self._mailbox.condition:
+                if not self._mailbox.posts:
+                    self._mailbox.post_is_due = False
+                    return
+                post = self._mailbox.posts.popleft()
+            for request_id in self.view.take(post):
+                self.abort(request_id)
+
+    def _fail(self, message: str) -> None:
+        self._deliver()
+        self.view.fail(message)
+
+    # -- on the engine's thread
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except Exception as error:
+            _LOG.critical("the engine has failed", exc_info=error)
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._fail, f"{type(error).__name__}: {error}")
+
+    def _turn(self) -> bool:
+        """One turn; False: it was the last."""
+        core, turner, mailbox = self._core, self._turner, self._mailbox
+        with mailbox.condition:
+            commands, mailbox.commands = mailbox.commands, []
+            mailbox.wakes = False
+            is_stopping = mailbox.is_stopping
+        turner.do(commands, self.now())
+        if is_stopping:
+            for request_id in core.request_ids():
+                core.abort(request_id, self.now())
+            self._post()
+            return False
+        batch = core.begin_step(self.now())
+        if batch is not None:
+            core.end_step(core.run(batch), self.now())
+            turner.after_step()
+        self._post()
+        if batch is None:
+            self._sleep(_POLL_S if core.has_work() else None)
+        return True
+
+    def _sleep(self, timeout_s: float | None) -> None:
+        mailbox = self._mailbox
+        with mailbox.condition:
+            mailbox.condition.wait_for(lambda: mailbox.commands or mailbox.wakes or mailbox.is_stopping, timeout_s)
+
+    def _post(self) -> None:
+        post = self._turner.take_post()
+        if post is None:
+            return
+        with self._mailbox.condition:
+            self._mailbox.posts.append(post)
+            is_due, self._mailbox.post_is_due = self._mailbox.post_is_due, True
+        if not is_due:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._deliver)
+
+
+class LoopRuntime:
+    """The engine on the event loop, for the simulation: no thread, and a step takes the time that it is told to.
+
+    Args:
+        step_s: the virtual seconds of a step.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        backend: AdapterBackend,
+        model: ModelInfo,
+        *,
+        max_requests: int,
+        step_s: Callable[[StepBatch], float],
+    ) -> None:
+        self.model = model
+        self.view = EngineView(core.stats(), max_requests)
+        self._core = core
+        self._turner = _Turner(core)
+        self._backend = backend
+        self._step_s = step_s
+        self._commands: list[Command] = []
+        self._news = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="engine")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        for request_id in self._core.request_ids():
+            self._core.abort(request_id, self.now())
+        self._post()
+        self._backend.close()
+
+    def submit(self, request: EngineRequest) -> OutputStream:
+        self._core.check(request)
+        stream = self.view.open(request)
+        self._send(_add(request))
+        return stream
+
+    def abort(self, request_id: RequestId) -> None:
+        self._send(_abort(request_id))
+
+    def stop_choice(self, request_id: RequestId, choice: int) -> None:
+        self._send(_stop_choice(request_id, choice))
+
+    def prefetch(self, adapter_uid: AdapterUid) -> None:
+        self._send(_prefetch(adapter_uid))
+
+    def _send(self, command: Command) -> None:
+        self._commands.append(command)
+        self._news.set()
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await self._turn()
+        except Exception as error:
+            _LOG.critical("the engine has failed", exc_info=error)
+            self.view.fail(f"{type(error).__name__}: {error}")
+
+    async def _turn(self) -> None:
+        core = self._core
+        self._news.clear()
+        commands, self._commands = self._commands, []
+        self._turner.do(commands, self.now())
+        batch = core.begin_step(self.now())
+        if batch is not None:
+            result = core.run(batch)
+            try:
+                await asyncio.sleep(self._step_s(batch))
+            finally:
+                core.end_step(result, self.now())
+            self._turner.after_step()
+        self._post()
+        if batch is None:
+            if not core.has_work():
+                core.check_invariants()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_POLL_S if core.has_work() else None):
+                    await self._news.wait()
+
+    def _post(self) -> None:
+        post = self._turner.take_post()
+        if post is not None:
+            for request_id in self.view.take(post):
+                self.abort(request_id)

@@ -1,0 +1,267 @@
+"""WorkerService: requests of routers, commands of the scheduler.
+
+Owns the fencing epoch, whether the worker drains, and the one Control session. What runs, and what it holds, is the
+runtime's. All on the event loop.
+
+Fencing: a Control stream's epoch is the greatest so far or it is refused; it ends the session before it. An Execute
+whose grant is of a lower epoch is refused. Execute itself never raises the epoch.
+
+The errors before an Execute's first frame mean that nothing was begun: InvalidRequest (a field), AlreadyExists (the id
+runs), Unready (an older epoch), Overloaded (too many requests), ServiceUnavailable (draining, or the engine has failed).
+After the first frame all ends with a `finished` frame; cancelling the call frees its work at the next token boundary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+from manylora.v1 import worker_pb2
+from manylora_shared.adapter_files import is_uid
+from manylora_shared.errors import Code, InvalidRequest, ServiceUnavailable, Unready
+from manylora_shared.ids import AdapterUid, RequestId
+from manylora_shared.telemetry import Attribute, Span, SpanName, Telemetry, request_attributes
+from manylora_shared.transport.base import ServerCall, Service
+
+from manylora_worker.control import ControlSession
+from manylora_worker.engine.api import EngineRequest
+from manylora_worker.requests import engine_request, execute_finished, token_chunk
+from manylora_worker.runtime import EndKind, OutputStream, Runtime, StreamEnd
+from manylora_worker.validation import AdapterValidator
+
+_FLUSH_S_PER_STREAM = 0.0003
+_MAX_FLUSH_S = 0.05
+"""Frames of one stream are at least min(streams x _FLUSH_S_PER_STREAM, this) apart, so that the number of messages a
+second is bounded whatever the number of streams."""
+_MAX_PATH_CHARS = 1024
+
+_SPAN_CODES = {
+    EndKind.ABORTED: Code.UNAVAILABLE,
+    EndKind.ADAPTER_FAILED: Code.FAILED_PRECONDITION,
+    EndKind.ERROR: Code.INTERNAL,
+    EndKind.SLOW_READER: Code.RESOURCE_EXHAUSTED,
+}
+
+
+class WorkerServicer:
+    """The handlers of WorkerService, and the engine's listener."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        validator: AdapterValidator,
+        telemetry: Telemetry,
+        *,
+        worker_id: str,
+        sequence_slots: int,
+    ) -> None:
+        self._runtime = runtime
+        self._validator = validator
+        self._telemetry = telemetry
+        self._worker_id = worker_id
+        self._sequence_slots = sequence_slots
+        self._epoch = 0
+        self._is_draining = False
+        self._session: ControlSession | None = None
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        runtime.view.subscribe(self)
+
+    def service(self) -> Service:
+        return Service(
+            worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
+            {
+                "Execute": self.execute,
+                "StopChoice": self.stop_choice,
+                "ValidateAdapter": self.validate_adapter,
+                "Control": self.control,
+            },
+        )
+
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
+    def drain(self) -> None:
+        """Takes no further request; the running ones go on."""
+        self._is_draining = True
+        if self._session is not None:
+            self._session.draining()
+
+    async def wait_quiet(self) -> None:
+        """Until no request runs."""
+        await self._quiet.wait()
+
+    # -- EngineListener
+
+    def request_started(self, request: EngineRequest) -> None:
+        self._quiet.clear()
+        if self._session is not None:
+            self._session.started(request)
+
+    def request_ended(self, request_id: RequestId) -> None:
+        if not self._runtime.view.running:
+            self._quiet.set()
+        if self._session is not None:
+            self._session.ended(request_id)
+
+    def engine_changed(self) -> None:
+        if self._session is not None:
+            self._session.engine_changed()
+
+    def engine_failed(self, message: str) -> None:
+        self.drain()
+
+    # -- handlers
+
+    async def execute(
+        self, message: worker_pb2.ExecuteRequest, call: ServerCall
+    ) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+        request = engine_request(message, self._runtime.model)
+        if message.epoch < self._epoch:
+            raise Unready(f"the grant is of epoch {message.epoch}, the scheduler's is {self._epoch}")
+        if self._is_draining:
+            raise ServiceUnavailable(f"worker {self._worker_id} is draining")
+        with _ExecuteSpans(self._telemetry, self._runtime, request, call, self._worker_id) as spans:
+            stream = self._runtime.submit(request)
+            try:
+                yield worker_pb2.ExecuteResponse(frame=0, started=worker_pb2.ExecuteStarted())
+                frame = 1
+                end: StreamEnd | None = None
+                while end is None:
+                    batch = await stream.read(interval_s=self._flush_interval_s())
+                    end = batch.end
+                    if end is not None:
+                        spans.end(end)
+                    chunk = token_chunk(batch.outputs)
+                    if chunk.choices:
+                        spans.count(batch.outputs)
+                        yield worker_pb2.ExecuteResponse(frame=frame, tokens=chunk)
+                        frame += 1
+                yield worker_pb2.ExecuteResponse(frame=frame, finished=execute_finished(end))
+            finally:
+                self._let_go(stream)
+
+    async def stop_choice(
+        self, message: worker_pb2.StopChoiceRequest, call: ServerCall
+    ) -> worker_pb2.StopChoiceResponse:
+        """Of a request that has ended already there is nothing to stop: that is no error."""
+        stream = self._runtime.view.running.get(RequestId(message.request_id))
+        if stream is not None:
+            if message.choice >= stream.request.n:
+                raise InvalidRequest.of("choice", f"the request has {stream.request.n} choices")
+            self._runtime.stop_choice(stream.request.request_id, message.choice)
+        return worker_pb2.StopChoiceResponse()
+
+    async def validate_adapter(
+        self, message: worker_pb2.ValidateAdapterRequest, call: ServerCall
+    ) -> worker_pb2.ValidateAdapterResponse:
+        if not 0 < len(message.path) <= _MAX_PATH_CHARS:
+            raise InvalidRequest.of("path", f"must be 1 to {_MAX_PATH_CHARS} characters")
+        report = await self._validator.validate(message.path)
+        problems = [worker_pb2.AdapterProblem(field=p.field, description=p.description) for p in report.problems]
+        if problems:
+            return worker_pb2.ValidateAdapterResponse(problems=problems)
+        return worker_pb2.ValidateAdapterResponse(
+            max_lora_rank=report.max_lora_rank,
+            size_bytes=report.size_bytes,
+            target_modules=report.target_modules,
+        )
+
+    async def control(
+        self, commands: AsyncIterator[worker_pb2.ControlCommand], call: ServerCall
+    ) -> AsyncIterator[worker_pb2.ControlReport]:
+        hello = await anext(commands, None)
+        if hello is None or hello.WhichOneof("command") != "hello":
+            raise InvalidRequest.of("hello", "must come first")
+        session = self._begin_session(hello.hello.epoch)
+        reader = asyncio.create_task(self._obey(commands, session), name="control-commands")
+        try:
+            while not reader.done():
+                yield await session.next_report()
+            await reader
+        finally:
+            if self._session is session:
+                self._session = None
+            reader.cancel()
+            with suppress(asyncio.CancelledError):
+                await reader
+
+    def _begin_session(self, epoch: int) -> ControlSession:
+        if epoch < self._epoch:
+            raise Unready(f"epoch {epoch} is over: the scheduler's is {self._epoch}")
+        if self._session is not None:
+            self._session.close(Unready(f"another stream of epoch {epoch} has taken over"))
+        self._epoch = epoch
+        self._session = ControlSession(self._runtime.view, sequence_slots=self._sequence_slots)
+        if self._is_draining:
+            self._session.draining()
+        return self._session
+
+    async def _obey(self, commands: AsyncIterator[worker_pb2.ControlCommand], session: ControlSession) -> None:
+        """Ends the session with what was wrong with a command, or when the scheduler has no more."""
+        try:
+            async for command in commands:
+                match command.WhichOneof("command"):
+                    case "prefetch":
+                        if not is_uid(command.prefetch.adapter_uid):
+                            raise InvalidRequest.of("prefetch.adapter_uid", "must be a sha256 in hex")
+                        self._runtime.prefetch(AdapterUid(command.prefetch.adapter_uid))
+                    case "drain":
+                        self.drain()
+                    case _:
+                        raise InvalidRequest.of("command", "must be a prefetch or a drain after the hello")
+        except InvalidRequest as error:
+            session.close(error)
+        else:
+            session.close(Unready("the scheduler has closed its side"))
+
+    def _flush_interval_s(self) -> float:
+        return min(_FLUSH_S_PER_STREAM * len(self._runtime.view.running), _MAX_FLUSH_S)
+
+    def _let_go(self, stream: OutputStream) -> None:
+        if not stream.is_ended:
+            self._runtime.abort(stream.request.request_id)
+
+
+class _ExecuteSpans:
+    """The spans of one Execute: the whole, and when it has ended its phases, told afterwards."""
+
+    def __init__(
+        self, telemetry: Telemetry, runtime: Runtime, request: EngineRequest, call: ServerCall, worker_id: str
+    ) -> None:
+        self._telemetry = telemetry
+        self._runtime = runtime
+        self._request = request
+        self._attributes = request_attributes(
+            tenant=request.tenant_id,
+            qos_class=request.qos_class.value,
+            adapter=call.metadata.get("x-adapter-id", ""),
+            adapter_version=request.adapter_uid or "",
+            request_id=request.request_id,
+        )
+        self._attributes[Attribute.WORKER_ID] = worker_id
+        self._output_tokens = 0
+        self._started_ns = telemetry.now_ns()
+        self._started_s = runtime.now()
+        self._span: Span = telemetry.span(
+            SpanName.EXECUTE,
+            parent=call.metadata.get("traceparent"),
+            attributes=self._attributes | {Attribute.PROMPT_TOKENS: len(request.prompt_token_ids)},
+            server=True,
+        )
+
+    def __enter__(self) -> _ExecuteSpans:
+        self._span.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._span.set(Attribute.OUTPUT_TOKENS, self._output_tokens)
+        self._span.__exit__(*exception)  # type: ignore[arg-type]
+
+    def count(self, outputs: object) -> None:
+        raise NotImplementedError
+
+    def end(self, end: StreamEnd) -> None:
+        raise NotImplementedError

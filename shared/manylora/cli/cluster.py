@@ -1,0 +1,154 @@
+"""`manylora up` and `manylora demo`: the commands that start a cluster of their own, and its end by signals."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import signal
+import tempfile
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import typer
+
+from manylora.cli.output import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    print_json,
+    print_table,
+    say,
+    stderr_console,
+    usage_error,
+)
+from manylora.cli.tenants import apply_documents, read_file
+from manylora.client import Client
+from manylora.demo import BASE_FOLDER, BASE_NAME, measure
+from manylora.local_cluster import ClusterFailed, ClusterOptions, LocalCluster
+
+DEMO_MODEL = "demo"
+DEMO_WORKERS = 2
+T = TypeVar("T")
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def model_folder(model: str) -> Path:
+    """The folder behind --model; where it holds no model, the command was called wrongly."""
+    folder = BASE_FOLDER if model == DEMO_MODEL else Path(model)
+    if not (folder / "config.json").is_file():
+        raise usage_error(f"--model: {folder} is not the folder of a Hugging Face model: it has no config.json")
+    return folder.absolute()
+
+
+def model_name(model: str) -> str:
+    return BASE_NAME if model == DEMO_MODEL else model_folder(model).name
+
+
+async def up(options: ClusterOptions, tenants_file: Path | None) -> None:
+    """Serves until a signal comes."""
+    policies = read_file(tenants_file) if tenants_file is not None else ""
+    cluster = LocalCluster(options, notify=say)
+
+    async def serve() -> None:
+        await _start(cluster)
+        try:
+            if tenants_file is not None:
+                async with Client(cluster.router) as client:
+                    for tenant in await apply_documents(client, str(tenants_file), policies):
+                        say(f"tenant {tenant['tenant_id']}: version {tenant['version']}")
+            print_json(cluster.describe())
+            await asyncio.get_running_loop().create_future()
+        finally:
+            say("stopping")
+            await cluster.stop()
+
+    await _until_signal(serve(), cluster)
+
+
+async def demo(*, as_json: bool) -> None:
+    """A cluster in a temporary folder, the measured run, its table, and the verdict as exit code."""
+    started_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="manylora-demo-") as data:
+        options = ClusterOptions(
+            model=BASE_FOLDER, model_name=BASE_NAME, data=Path(data), workers=DEMO_WORKERS, start_timeout_s=120.0
+        )
+        cluster = LocalCluster(options, notify=say)
+
+        async def run() -> measure.Report:
+            await _start(cluster)
+            try:
+                return await _run_demo(cluster)
+            finally:
+                await cluster.stop()
+
+        report = await _until_signal(run(), cluster)
+    if report is None:
+        raise typer.Exit(EXIT_INTERRUPTED)
+    elapsed_s = round(time.monotonic() - started_s, 2)
+    _show_report(report, as_json=as_json)
+    say(f"{report.requests} requests, {report.concurrent_streams} at a time; {elapsed_s:.1f} s with start and end")
+    if as_json:
+        workers = DEMO_WORKERS
+        print_json({**dataclasses.asdict(report), "model": BASE_NAME, "workers": workers, "elapsed_s": elapsed_s})
+    if not report.ok:
+        raise typer.Exit(EXIT_FAILED)
+
+
+async def _run_demo(cluster: LocalCluster) -> measure.Report:
+    from manylora.demo.view import showing
+
+    async with Client(cluster.router) as client:
+        versions = await measure.set_up(client)
+        with showing(stderr_console(), measure.TENANTS) as view:
+            return await measure.run(client, view, versions)
+
+
+def _show_report(report: measure.Report, *, as_json: bool) -> None:
+    columns, rows = measure.table(report)
+    print_table(columns, rows, empty="", to_stderr=as_json)
+    for failure in report.failures:
+        say(failure)
+    if not report.ok:
+        say(
+            f"not ok: needed are exact match >= {measure.MIN_EXACT_MATCH:.0%}, by others' adapters "
+            f"< {measure.MAX_CROSS_EXACT_MATCH:.0%}, and no failed request"
+        )
+
+
+async def _start(cluster: LocalCluster) -> None:
+    """With a line that moves while it takes long (a model loads)."""
+    try:
+        with stderr_console().status("starting the cluster"):
+            await cluster.start()
+    except ClusterFailed as error:
+        say(f"Error: {error}")
+        raise typer.Exit(EXIT_FAILED) from None
+
+
+async def _until_signal(work: Coroutine[Any, Any, T], cluster: LocalCluster) -> T | None:
+    """The result of `work`; None where a signal ended it. The first signal ends it in order, a second one by force."""
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(work)
+    signalled = False
+
+    def on_signal() -> None:
+        nonlocal signalled
+        if signalled:
+            say("ending at once")
+            cluster.kill()
+        else:
+            signalled = True
+            task.cancel()
+
+    for number in _ENDING_SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if not signalled:
+            raise
+        return None
+    finally:
+        for number in _ENDING_SIGNALS:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,1 @@
+"""The deterministic simulation: virtual time, seeded order, many processes in one thread."""

@@ -1,0 +1,369 @@
+"""An asyncio event loop in which time is virtual and the order of events is a function of the seed.
+
+`SimLoop` owns the virtual clock, the order in which ready callbacks run, and the digest of everything that ran. When
+nothing is ready the clock jumps to the next timer; when there is no timer either, the run is deadlocked. Callbacks that
+became ready in the same iteration run in an order drawn from the seed: asyncio promises an order only between
+iterations as far as cause and effect go, and code that needs more is what the simulation is to find. There are no
+sockets, threads or signals.
+
+Two runs of one seed are equal, in the same process or another, as long as the code under test takes time and
+randomness from here. Tasks and futures hash by a number in order of creation, so that sets of them iterate alike in
+every run. Garbage collection of cycles is off during a run, because finalizers would run at times of their own.
+
+A `SimNode` stands for one process: every task that is created by one of its tasks is its own, and goes with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import hashlib
+import heapq
+import math
+import random
+import threading
+from asyncio import base_events
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, TypeVar
+
+T = TypeVar("T")
+
+_RESOLUTION_S = 1e-9
+_KILL_ROUNDS = 100
+_LISTED_TASKS = 20
+_EVENTS_TO_END = 1_000_000
+_CANCELLED_TIMERS_KEPT = 100
+
+_NODE: contextvars.ContextVar[SimNode | None] = contextvars.ContextVar("sim_node", default=None)
+
+
+class SimDeadlock(Exception):
+    """Nothing is ready and no timer is set, but the main task has not ended."""
+
+
+class SimLimit(Exception):
+    """The run passed its bound of virtual time or of events."""
+
+
+class _SimTask(asyncio.Task[T]):
+    """A task with a hash that is the same in every run."""
+
+    number: int
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+class _SimFuture(asyncio.Future[T]):
+    number: int
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+class SimNode:
+    """One incarnation of a simulated process. States: running, paused, dead; a restart is a new SimNode.
+
+    Cut a node off from its network and its stores before `kill`: the `finally` blocks of its tasks still run, and must
+    not reach anybody.
+    """
+
+    def __init__(self, loop: SimLoop, name: str) -> None:
+        self.name = name
+        self._loop = loop
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._held: list[asyncio.Handle] = []
+        self._paused = False
+        self._dead = False
+
+    @property
+    def tasks(self) -> tuple[asyncio.Task[Any], ...]:
+        """Those that have not ended, in order of creation."""
+        return tuple(self._tasks)
+
+    @property
+    def is_dead(self) -> bool:
+        return self._dead
+
+    def start(self, main: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Runs `main` as a task of this node."""
+        assert not self._dead, f"{self.name} is dead"
+        context = contextvars.copy_context()
+        context.run(_NODE.set, self)
+        return self._loop.create_task(main, context=context)
+
+    def pause(self) -> None:
+        """Nothing of this node runs until `resume`, as in a long stall; time goes on."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        held, self._held = self._held, []
+        self._loop.requeue(held)
+
+    async def kill(self) -> None:
+        """Cancels all tasks, waits for their end, and drops the callbacks that are left. Not called inside the node."""
+        assert _NODE.get() is not self, "a node does not kill itself"
+        self.resume()
+        for _ in range(_KILL_ROUNDS):
+            left = self.tasks
+            if not left:
+                break
+            for task in left:
+                if not task.cancelling():
+                    task.cancel(f"{self.name} was killed")
+            await asyncio.wait(left)
+        else:
+            raise RuntimeError(f"{self.name} goes on starting tasks: {[t.get_coro() for t in self.tasks]}")
+        self._dead = True
+
+    def holds(self, handle: asyncio.Handle) -> bool:
+        """Whether the loop must not run this callback of the node now (any more)."""
+        if self._paused:
+            self._held.append(handle)
+        return self._paused or self._dead
+
+    def add(self, task: asyncio.Task[Any]) -> None:
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop, context=contextvars.Context())
+
+
+class _VirtualSelector:
+    """Stands where the base loop keeps its selector; it is never asked."""
+
+    def close(self) -> None:
+        pass
+
+
+class SimLoop(base_events.BaseEventLoop):
+    """The loop. Made and used by `run`.
+
+    Args:
+        seed: of the order of ready callbacks.
+        limit_s: virtual seconds after which the run is over.
+        max_events: callbacks after which it is over: a loop that never sleeps passes no virtual time.
+    """
+
+    def __init__(self, seed: int, *, limit_s: float = 3600.0, max_events: int = 20_000_000) -> None:
+        super().__init__()
+        base: Any = self  # the base loop's own queues, which its type stubs do not show
+        base._selector = _VirtualSelector()
+        base._clock_resolution = _RESOLUTION_S
+        self._base = base
+        self._virtual_now = 0.0
+        self._order = random.Random(seed)
+        self._limit_s = limit_s
+        self._max_events = max_events
+        self._events = 0
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._numbers = 0
+        self._thread = threading.get_ident()
+        self.errors: list[dict[str, Any]] = []
+        self.set_task_factory(self._make_task)
+        self.set_exception_handler(self._record_error)
+
+    # ---- for tests and the simulation
+
+    @property
+    def events(self) -> int:
+        """Callbacks run so far."""
+        return self._events
+
+    @property
+    def digest(self) -> str:
+        """Of every callback so far: its virtual time and who it was."""
+        return self._digest.hexdigest()
+
+    def trace(self, event: str) -> None:
+        """Adds an event of the simulation's own to the digest."""
+        self._digest.update(event.encode())
+
+    def node(self, name: str) -> SimNode:
+        """A new process (or a new incarnation of one)."""
+        return SimNode(self, name)
+
+    def requeue(self, handles: Sequence[asyncio.Handle]) -> None:
+        """Makes callbacks that were taken out of the loop ready again."""
+        self._base._ready.extend(handles)
+
+    def lift_limits(self) -> None:
+        """For the end of a run, when its tasks are cancelled."""
+        self._limit_s = math.inf
+        self._max_events += _EVENTS_TO_END
+
+    # ---- what asyncio asks of a loop
+
+    def time(self) -> float:
+        return self._virtual_now
+
+    def create_future(self) -> asyncio.Future[Any]:
+        future: _SimFuture[Any] = _SimFuture(loop=self)
+        future.number = self._next_number()
+        return future
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        if threading.get_ident() != self._thread:
+            raise RuntimeError("a thread called into the simulation")
+        return self.call_soon(callback, *args, context=context)
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> NoReturn:
+        raise RuntimeError("there are no threads in the simulation: put this work behind an interface")
+
+    def _write_to_self(self) -> None:
+        """Nobody waits in a selector."""
+
+    def _process_events(self, event_list: Any) -> None:
+        """There are no file descriptors."""
+
+    def _run_once(self) -> None:
+        """One iteration: move the clock if nothing is ready, collect the timers that are due, run the batch."""
+        base = self._base
+        ready, scheduled = base._ready, base._scheduled
+        if base._timer_cancelled_count > max(_CANCELLED_TIMERS_KEPT, len(scheduled) // 2):
+            scheduled[:] = [handle for handle in scheduled if not handle._cancelled]
+            heapq.heapify(scheduled)
+            base._timer_cancelled_count = 0
+        while scheduled and scheduled[0]._cancelled:
+            self._pop_timer()
+        if not ready and not base._stopping:
+            if not scheduled:
+                raise SimDeadlock(f"at {self._virtual_now:.6f} s nothing can happen any more; {self._describe_tasks()}")
+            self._virtual_now = max(self._virtual_now, scheduled[0]._when)
+            if self._virtual_now > self._limit_s:
+                raise SimLimit(f"{self._limit_s:g} virtual seconds have passed; {self._describe_tasks()}")
+        due = self._virtual_now + _RESOLUTION_S
+        while scheduled and scheduled[0]._when < due:
+            ready.append(self._pop_timer())
+        batch: list[Any] = list(ready)
+        ready.clear()
+        if len(batch) > 1:
+            self._order.shuffle(batch)
+        batch.reverse()
+        try:
+            while batch:
+                handle = batch[-1]
+                if not handle._cancelled:
+                    node = handle._context.get(_NODE)
+                    if node is None or not node.holds(handle):
+                        self._note(handle, node)
+                        handle._run()
+                batch.pop()
+        finally:
+            ready.extend(batch)  # empty unless something was raised
+
+    def _pop_timer(self) -> Any:
+        handle = heapq.heappop(self._base._scheduled)
+        handle._scheduled = False
+        if handle._cancelled:
+            self._base._timer_cancelled_count -= 1
+        return handle
+
+    # ---- the inside
+
+    def _note(self, handle: Any, node: SimNode | None) -> None:
+        self._events += 1
+        if self._events > self._max_events:
+            raise SimLimit(f"{self._max_events} events at {self._virtual_now:.6f} s; {self._describe_tasks()}")
+        callback = handle._callback
+        owner = getattr(callback, "__self__", None)
+        if isinstance(owner, _SimTask):
+            who = f"{owner.number}"
+        else:
+            who = getattr(callback, "__qualname__", type(callback).__name__)
+        self._digest.update(f"{self._virtual_now!r}|{node.name if node is not None else ''}|{who};".encode())
+
+    def _make_task(
+        self, loop: asyncio.AbstractEventLoop, main: Generator[Any, None, T] | Coroutine[Any, Any, T], **options: Any
+    ) -> asyncio.Task[T]:
+        task: _SimTask[T] = _SimTask.__new__(_SimTask)
+        task.number = self._next_number()
+        options.setdefault("name", f"sim-{task.number}")
+        context = options.get("context")
+        node = _NODE.get() if context is None else context.get(_NODE)
+        task.__init__(main, loop=self, **options)  # type: ignore[misc]
+        if node is not None:
+            node.add(task)
+        return task
+
+    def _next_number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def _record_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self.errors.append(context)
+
+    def _describe_tasks(self) -> str:
+        tasks = sorted(asyncio.all_tasks(self), key=hash)
+        lines = [f"{task.get_name()} {task.get_coro()}" for task in tasks[:_LISTED_TASKS]]
+        return f"{len(tasks)} tasks wait: " + "; ".join(lines)
+
+
+class SimWallClock:
+    """A clock.WallClock that follows a loop's virtual time and can be made to jump."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, start_unix_s: float = 1_700_000_000.0) -> None:
+        self._loop = loop
+        self._offset_s = start_unix_s
+
+    def now_unix_s(self) -> float:
+        return self._offset_s + self._loop.time()
+
+    def jump(self, seconds: float) -> None:
+        self._offset_s += seconds
+
+
+@dataclass(frozen=True)
+class SimRun(Generic[T]):
+    """What a run came to."""
+
+    result: T
+    digest: str
+    """Equal for equal runs, and hardly ever for others."""
+    events: int
+    virtual_s: float
+
+
+def run(main: Coroutine[Any, Any, T], *, seed: int, limit_s: float = 3600.0, max_events: int = 20_000_000) -> SimRun[T]:
+    """Runs `main` on a new SimLoop to its end, and ends the tasks that it leaves.
+
+    Raises:
+        SimDeadlock, SimLimit.
+        ExceptionGroup: exceptions that no task or callback handled.
+        Anything that `main` raises.
+    """
+    loop = SimLoop(seed, limit_s=limit_s, max_events=max_events)
+    was_collecting = gc.isenabled()
+    gc.disable()
+    asyncio.set_event_loop(loop)
+    try:
+        result = loop.run_until_complete(main)
+        outcome = SimRun(result, loop.digest, loop.events, loop.time())
+    finally:
+        try:
+            _end_tasks(loop)
+        finally:
+            asyncio.set_event_loop(None)
+            loop.close()
+            if was_collecting:
+                gc.enable()
+    unhandled = [c["exception"] for c in loop.errors if isinstance(c.get("exception"), Exception)]
+    unhandled += [RuntimeError(c["message"]) for c in loop.errors if not isinstance(c.get("exception"), Exception)]
+    if unhandled:
+        raise ExceptionGroup(f"unhandled in the run of seed {seed}", unhandled)
+    return outcome
+
+
+def _end_tasks(loop: SimLoop) -> None:
+    loop.lift_limits()
+    left = sorted(asyncio.all_tasks(loop), key=hash)
+    for task in left:
+        task.cancel()
+    if left:
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+    loop.run_until_complete(loop.shutdown_asyncgens())

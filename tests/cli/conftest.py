@@ -1,0 +1,77 @@
+"""A fake router on a real port, and the command line in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+from manylora_shared.transport.grpc_transport import GrpcTransport
+
+from tests.cli.fake_server import FakeRouter
+
+
+@pytest.fixture
+def router() -> FakeRouter:
+    return FakeRouter()
+
+
+@pytest.fixture
+async def address(router: FakeRouter) -> AsyncIterator[str]:
+    server = await GrpcTransport().serve("127.0.0.1:0", router.services())
+    server.set_serving(True)
+    yield server.address
+    await server.stop(0)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def json(self) -> Any:
+        """The only thing on stdout."""
+        return json.loads(self.stdout)
+
+
+class Manylora(Protocol):
+    async def __call__(self, *arguments: str, stdin: str = "") -> Outcome: ...
+
+
+@pytest.fixture
+def manylora(address: str) -> Manylora:
+    """Runs the command against the fake router, whose address it has from the environment."""
+
+    async def call(*arguments: str, stdin: str = "") -> Outcome:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "manylora",
+            *arguments,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "MANYLORA_SERVER": address, "NO_COLOR": "1", "COLUMNS": "200"},
+        )
+        stdout, stderr = await process.communicate(stdin.encode())
+        return Outcome(process.returncode or 0, stdout.decode(), stderr.decode())
+
+    return call
+
+
+@pytest.fixture
+def adapter_folder(tmp_path: Path) -> Path:
+    """Two files that look like an adapter's; the weights are larger than one chunk."""
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"r": 8}')
+    (folder / "adapter_model.safetensors").write_bytes(bytes(range(256)) * 4096 * 2 + b"tail")
+    return folder

@@ -1,0 +1,227 @@
+"""A router's public face without a cluster behind it: canned answers, and a record of what was asked."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from manylora.v1 import admin_pb2, common_pb2, inference_pb2
+from manylora_shared.errors import (
+    AlreadyExists,
+    FieldViolation,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    ServiceUnavailable,
+    WorkerLost,
+)
+from manylora_shared.transport.base import ServerCall, Service
+
+VERSION = "ab" * 32
+
+
+@dataclass
+class FakeRouter:
+    """Answers `generate` with the prompt in upper case, a word a frame. Some prompts fail on purpose (see `_fail`)."""
+
+    requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
+    metadata: list[dict[str, str]] = field(default_factory=list)
+    tenants: dict[str, tuple[str, int]] = field(default_factory=dict)
+    adapters: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
+    store_paths: dict[tuple[str, str], str] = field(default_factory=dict)
+    largest_chunk_bytes: int = 0
+    failures_left: int = 0
+    cancelled: int = 0
+
+    def services(self) -> list[Service]:
+        inference = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
+        admin = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
+        return [
+            Service(inference, {"Generate": self.generate, "ListModels": self.list_models}),
+            Service(
+                admin,
+                {
+                    "ApplyTenant": self.apply_tenant,
+                    "GetTenant": self.get_tenant,
+                    "ListTenants": self.list_tenants,
+                    "DeleteTenant": self.delete_tenant,
+                    "AddAdapter": self.add_adapter,
+                    "ListAdapters": self.list_adapters,
+                    "RemoveAdapter": self.remove_adapter,
+                    "GetStatus": self.get_status,
+                },
+            ),
+        ]
+
+    async def generate(
+        self, request: inference_pb2.GenerateRequest, call: ServerCall
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        self.requests.append(request)
+        self.metadata.append(dict(call.metadata))
+        self._fail(request.text)
+        yield inference_pb2.GenerateResponse(
+            frame=0,
+            started=inference_pb2.Started(request_id="r-1", adapter_version=VERSION, seed=7, prompt_tokens=3),
+        )
+        words = request.text.upper().split() if request.WhichOneof("prompt") == "text" else []
+        tokens = list(request.token_ids.ids)
+        frame = position = 0
+        for index, word in enumerate(words):
+            frame += 1
+            text = word if index == 0 else f" {word}"
+            yield inference_pb2.GenerateResponse(
+                frame=frame,
+                delta=inference_pb2.Delta(choice=0, first_position=position, token_ids=[100 + index], text=text),
+            )
+            position += 1
+            if word == "DIE":
+                yield _finished(frame + 1, common_pb2.OUTCOME_WORKER_LOST, position)
+                raise WorkerLost("worker w-1 was lost")
+            if word == "HANG":
+                try:
+                    await _never()
+                finally:
+                    self.cancelled += 1
+        if tokens:
+            frame += 1
+            yield inference_pb2.GenerateResponse(frame=frame, delta=inference_pb2.Delta(token_ids=tokens))
+        yield _finished(frame + 1, common_pb2.OUTCOME_COMPLETED, len(words) + len(tokens))
+
+    def _fail(self, text: str) -> None:
+        if text == "":
+            pass
+        elif text == "two wrongs":
+            raise InvalidRequest.of_all(
+                [
+                    FieldViolation("sampling.temperature", "must be at least 0"),
+                    FieldViolation("max_tokens", "must be at most 5"),
+                ]
+            )
+        elif text in ("overloaded", "overloaded for long"):
+            retry_after_s = 60.0 if text.endswith("long") else 0.01
+            if self._still_failing():
+                raise Overloaded("the queue is full", retry_after_s=retry_after_s)
+        elif text == "overloaded for ever" and self._still_failing():
+            raise Overloaded("the quota is used up")
+        elif text == "unavailable" and self._still_failing():
+            raise ServiceUnavailable("no worker")
+
+    def _still_failing(self) -> bool:
+        self.failures_left -= 1
+        return self.failures_left >= 0
+
+    async def list_models(self, request: Any, call: ServerCall) -> inference_pb2.ListModelsResponse:
+        return inference_pb2.ListModelsResponse(base_model="tiny", max_context_tokens=64, adapters=["a", "b"])
+
+    async def apply_tenant(
+        self, request: admin_pb2.ApplyTenantRequest, call: ServerCall
+    ) -> admin_pb2.ApplyTenantResponse:
+        if "bad" in request.policy_yaml:
+            raise InvalidRequest.of("classes.batch.weight", "line 2: must be a whole number")
+        tenant_id = request.policy_yaml.split("tenant_id:")[1].split()[0]
+        version = self.tenants.get(tenant_id, ("", 0))[1] + 1
+        self.tenants[tenant_id] = (request.policy_yaml, version)
+        return admin_pb2.ApplyTenantResponse(tenant_id=tenant_id, version=version)
+
+    async def get_tenant(self, request: admin_pb2.GetTenantRequest, call: ServerCall) -> admin_pb2.GetTenantResponse:
+        return admin_pb2.GetTenantResponse(tenant=self._tenant(request.tenant_id))
+
+    async def list_tenants(self, request: Any, call: ServerCall) -> admin_pb2.ListTenantsResponse:
+        return admin_pb2.ListTenantsResponse(tenants=[self._tenant(t) for t in sorted(self.tenants)])
+
+    async def delete_tenant(
+        self, request: admin_pb2.DeleteTenantRequest, call: ServerCall
+    ) -> admin_pb2.DeleteTenantResponse:
+        removed = self._tenant(request.tenant_id)
+        del self.tenants[request.tenant_id]
+        return admin_pb2.DeleteTenantResponse(removed_adapters=removed.adapters)
+
+    async def add_adapter(
+        self, requests: AsyncIterator[admin_pb2.AddAdapterRequest], call: ServerCall
+    ) -> admin_pb2.AddAdapterResponse:
+        files: dict[str, bytes] = {}
+        header = (await anext(requests)).header
+        key = (header.tenant_id, header.name)
+        if key in self.adapters or key in self.store_paths:
+            raise AlreadyExists(f"adapter {header.name}: exists")
+        async for request in requests:
+            chunk = request.chunk
+            self.largest_chunk_bytes = max(self.largest_chunk_bytes, len(chunk.data))
+            files[chunk.file_name] = files.get(chunk.file_name, b"") + chunk.data
+        if header.store_path:
+            self.store_paths[key] = header.store_path
+        else:
+            self.adapters[key] = files
+        return admin_pb2.AddAdapterResponse(adapter=_adapter(*key))
+
+    async def list_adapters(
+        self, request: admin_pb2.ListAdaptersRequest, call: ServerCall
+    ) -> admin_pb2.ListAdaptersResponse:
+        keys = sorted(k for k in [*self.adapters, *self.store_paths] if request.tenant_id in ("", k[0]))
+        return admin_pb2.ListAdaptersResponse(adapters=[_adapter(*k) for k in keys])
+
+    async def remove_adapter(
+        self, request: admin_pb2.RemoveAdapterRequest, call: ServerCall
+    ) -> admin_pb2.RemoveAdapterResponse:
+        if self.adapters.pop((request.tenant_id, request.name), None) is None:
+            raise NotFound(f"adapter {request.name!r} is not known")
+        return admin_pb2.RemoveAdapterResponse()
+
+    async def get_status(self, request: Any, call: ServerCall) -> admin_pb2.GetStatusResponse:
+        return admin_pb2.GetStatusResponse(
+            base_model="tiny",
+            scheduler=admin_pb2.SchedulerStatus(
+                reachable=True,
+                address="127.0.0.1:2",
+                epoch=5,
+                flows=[
+                    admin_pb2.FlowStatus(
+                        tenant_id="acme", qos_class=common_pb2.QOS_CLASS_BATCH, queued=2, running=1, oldest_wait_s=1.5
+                    )
+                ],
+            ),
+            workers=[
+                admin_pb2.WorkerStatus(worker_id="w-1", address="127.0.0.1:3", connected=True, generated_tokens=2**40)
+            ],
+            routers=[admin_pb2.RouterStatus(router_id="r-1", address="127.0.0.1:1")],
+            tenants=len(self.tenants),
+        )
+
+    def _tenant(self, tenant_id: str) -> admin_pb2.TenantInfo:
+        if tenant_id not in self.tenants:
+            raise NotFound(f"tenant {tenant_id!r} is not known")
+        policy_yaml, version = self.tenants[tenant_id]
+        count = sum(key[0] == tenant_id for key in self.adapters)
+        return admin_pb2.TenantInfo(tenant_id=tenant_id, policy_yaml=policy_yaml, version=version, adapters=count)
+
+
+def _adapter(tenant_id: str, name: str) -> admin_pb2.AdapterInfo:
+    return admin_pb2.AdapterInfo(
+        tenant_id=tenant_id,
+        name=name,
+        version=VERSION,
+        max_lora_rank=8,
+        size_bytes=318_376,
+        target_modules=["k_proj", "q_proj"],
+        created_unix_s=1_700_000_000.0,
+    )
+
+
+def _finished(frame: int, outcome: common_pb2.Outcome, tokens: int) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(
+        frame=frame,
+        finished=inference_pb2.Finished(
+            outcome=outcome,
+            choices=[inference_pb2.ChoiceEnd(choice=0, finish_reason=common_pb2.FINISH_REASON_STOP, stop_string="x")],
+            usage=common_pb2.Usage(prompt_tokens=3, completion_tokens=tokens),
+            timings=common_pb2.Timings(queue_ms=0.5, ttft_ms=1.5, total_ms=2.5),
+            worker_id="w-1",
+        ),
+    )
+
+
+async def _never() -> None:
+    import asyncio
+
+    await asyncio.get_running_loop().create_future()

@@ -1,0 +1,209 @@
+"""The public client against a fake router in the same process: events, retries, deadlines, cancellation, uploads."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from manylora.client import (
+    AdapterFolder,
+    Client,
+    Delta,
+    Finished,
+    RequestFailed,
+    RetryPolicy,
+    Sampling,
+    Started,
+)
+from manylora_shared.errors import Code, RpcError
+
+from tests.cli.fake_server import VERSION, FakeRouter
+
+QUICK = RetryPolicy(max_attempts=3, base_delay_s=0.001, max_delay_s=1.0)
+
+
+async def test_events_come_in_order_and_add_up(address: str) -> None:
+    async with Client(address, tenant="acme") as client:
+        stream = client.generate("one two", sampling=Sampling(temperature=0.0, logit_bias={3: -1.0}))
+        events = [event async for event in stream]
+    assert isinstance(events[0], Started)
+    assert [(e.first_position, e.token_ids, e.text) for e in events[1:-1] if isinstance(e, Delta)] == [
+        (0, (100,), "ONE"),
+        (1, (101,), " TWO"),
+    ]
+    assert isinstance(events[-1], Finished)
+    result = stream.result()
+    assert (result.text, result.token_ids, result.finish_reason) == ("ONE TWO", (100, 101), "stop")
+    assert (result.adapter_version, result.seed, result.worker_id) == (VERSION, 7, "w-1")
+    assert result.choices[0].stop_string == "x"
+    assert result.choices[0].stop_token_id is None
+
+
+async def test_chat_and_all_options_reach_the_server(address: str, router: FakeRouter) -> None:
+    async with Client(address, tenant="acme", retry=None) as client:
+        await client.complete(
+            [{"role": "user", "content": "hi"}],
+            tenant="birch",
+            priority=-3,
+            n=2,
+            ignore_eos=True,
+            stop_token_ids=[5],
+            idempotency_key="k",
+            sampling=Sampling(top_k=4, top_logprobs=0, logit_bias={3: -1.0}),
+        )
+    request, metadata = router.requests[0], router.metadata[0]
+    assert [(m.role, m.content) for m in request.chat.messages] == [("user", "hi")]
+    assert (request.n, request.ignore_eos, list(request.stop_token_ids)) == (2, True, [5])
+    assert (request.sampling.top_k, request.sampling.HasField("top_logprobs")) == (4, True)
+    assert dict(request.sampling.logit_bias) == {3: -1.0}
+    assert (metadata["x-tenant-id"], metadata["x-priority"], metadata["idempotency-key"]) == ("birch", "-3", "k")
+
+
+@pytest.mark.parametrize("prompt", ["overloaded", "unavailable"])
+async def test_what_may_pass_is_tried_again(address: str, router: FakeRouter, prompt: str) -> None:
+    router.failures_left = 2
+    async with Client(address, tenant="acme", retry=QUICK) as client:
+        assert (await client.complete(prompt)).text == prompt.upper()
+    assert len(router.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "retry", "attempts", "code"),
+    [
+        ("unavailable", QUICK, 3, "UNAVAILABLE"),
+        ("unavailable", None, 1, "UNAVAILABLE"),
+        ("overloaded for ever", QUICK, 1, "RESOURCE_EXHAUSTED"),  # without a hint, waiting cannot help
+        ("overloaded for long", QUICK, 1, "RESOURCE_EXHAUSTED"),  # longer than the client is willing to wait
+        ("two wrongs", QUICK, 1, "INVALID_ARGUMENT"),
+        ("one die", QUICK, 1, "UNAVAILABLE"),  # after the first frame nothing is repeated
+    ],
+)
+async def test_what_is_not_tried_again(
+    address: str, router: FakeRouter, prompt: str, retry: RetryPolicy | None, attempts: int, code: str
+) -> None:
+    router.failures_left = 100
+    async with Client(address, tenant="acme", retry=retry) as client:
+        with pytest.raises(RequestFailed) as failure:
+            await client.complete(prompt)
+    assert failure.value.code == code
+    assert len(router.requests) == attempts
+
+
+async def test_a_failure_after_frames_holds_what_came(address: str) -> None:
+    async with Client(address, tenant="acme") as client:
+        with pytest.raises(RequestFailed, match=r"UNAVAILABLE: worker w-1 was lost") as failure:
+            await client.complete("one die")
+    assert failure.value.result is not None
+    assert failure.value.result.text == "ONE DIE"
+    assert failure.value.result.outcome == "worker_lost"
+    assert failure.value.result.usage.completion_tokens == 2
+
+
+async def test_the_deadline_covers_all_attempts(address: str, router: FakeRouter) -> None:
+    router.failures_left = 10**9
+    patient = RetryPolicy(max_attempts=10**6, base_delay_s=0.01, max_delay_s=0.05)
+    async with Client(address, tenant="acme", retry=patient) as client:
+        with pytest.raises(RequestFailed, match="UNAVAILABLE"):
+            await asyncio.wait_for(client.complete("unavailable", timeout_s=0.3), 5)
+        with pytest.raises(RequestFailed, match="DEADLINE_EXCEEDED"):
+            await asyncio.wait_for(client.complete("hang", timeout_s=0.2), 5)
+
+
+async def test_leaving_a_stream_cancels_its_request(address: str, router: FakeRouter) -> None:
+    async with Client(address, tenant="acme") as client:
+        async with client.generate("hang on") as stream:
+            async for event in stream:
+                if isinstance(event, Delta):
+                    break
+        await _until(lambda: router.cancelled == 1)
+        task = asyncio.create_task(client.complete("hang on"))
+        await _until(lambda: len(router.requests) == 2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await _until(lambda: router.cancelled == 2)
+
+
+async def test_uploads_report_progress_and_refuse_what_is_no_adapter(
+    address: str, router: FakeRouter, adapter_folder: Path
+) -> None:
+    progress: list[tuple[int, int]] = []
+    async with Client(address) as client:
+        added = await client.adapters.add(
+            "acme", "upper", adapter_folder, on_progress=lambda sent, total: progress.append((sent, total))
+        )
+        assert (added.name, added.target_modules) == ("upper", ("k_proj", "q_proj"))
+        size_bytes = AdapterFolder.open(adapter_folder).size_bytes
+        assert progress[0] == (0, size_bytes)
+        assert progress[-1] == (size_bytes, size_bytes)
+        with pytest.raises(RequestFailed, match="ALREADY_EXISTS"):
+            await client.adapters.add("acme", "upper", adapter_folder)
+        weights = adapter_folder / "adapter_model.safetensors"
+        weights.rename(adapter_folder / "elsewhere")
+        weights.symlink_to(adapter_folder / "elsewhere")
+        with pytest.raises(RequestFailed, match=r"adapter_model.safetensors: is a symbolic link"):
+            await client.adapters.add("acme", "other", adapter_folder)
+        with pytest.raises(RequestFailed, match="is not a folder"):
+            await client.adapters.add("acme", "other", adapter_folder / "elsewhere")
+    assert list(router.adapters) == [("acme", "upper")]
+
+
+async def test_models_and_health(address: str) -> None:
+    async with Client(address, tenant="acme") as client:
+        await client.wait_until_serving(5)
+        assert (await client.list_models()).adapters == ("a", "b")
+    async with Client("127.0.0.1:1") as client:
+        with pytest.raises(RequestFailed, match=r"DEADLINE_EXCEEDED: 127.0.0.1:1 was not serving in 0.2 s"):
+            await client.wait_until_serving(0.2)
+
+
+async def test_the_blocking_client_does_the_same(address: str, adapter_folder: Path) -> None:
+    script = f"""
+from manylora.client import Delta, RequestFailed, SyncClient
+with SyncClient({address!r}, tenant="acme") as client:
+    client.wait_until_serving(5)
+    client.tenants.apply("tenant_id: acme")
+    client.adapters.add("acme", "upper", {str(adapter_folder)!r})
+    print([e.text for e in client.generate("one two") if isinstance(e, Delta)])
+    print(client.complete("three").text, client.list_models().base_model, client.status().scheduler.epoch)
+    with client.generate("hang on") as stream:
+        for event in stream:
+            if isinstance(event, Delta):
+                break
+    try:
+        client.tenants.get("nobody")
+    except RequestFailed as error:
+        print(error.code, [t.adapters for t in client.tenants.list()], len(client.adapters.list("acme")))
+client.close()
+"""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-W", "error", "-c", script, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    stdout, stderr = await process.communicate()
+    assert (process.returncode, stderr.decode()) == (0, "")
+    assert stdout.decode().splitlines() == ["['ONE', ' TWO']", "THREE tiny 5", "NOT_FOUND [1] 1"]
+
+
+def test_backoff_grows_within_its_bounds() -> None:
+    policy, rng = RetryPolicy(max_attempts=5, base_delay_s=1.0, max_delay_s=3.0), random.Random(1)
+    unavailable = RpcError(Code.UNAVAILABLE, "")
+    for attempt, (low, high) in enumerate([(0.5, 1), (1, 2), (1.5, 3), (1.5, 3)], 1):
+        delay_s = policy.delay_s(unavailable, attempt, rng)
+        assert delay_s is not None
+        assert low <= delay_s <= high
+    assert policy.delay_s(unavailable, 5, rng) is None
+    assert policy.delay_s(unavailable, 1, rng, repeatable=False) is None
+    hinted = policy.delay_s(RpcError(Code.RESOURCE_EXHAUSTED, "", retry_after_s=2.0), 1, rng, repeatable=False)
+    assert hinted is not None
+    assert 2.0 <= hinted <= 2.5
+    assert policy.delay_s(RpcError(Code.RESOURCE_EXHAUSTED, "", retry_after_s=4.0), 1, rng) is None
+
+
+async def _until(condition) -> None:  # type: ignore[no-untyped-def]
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.01)

@@ -1,0 +1,199 @@
+"""Commands in their own process, against a fake router: what reaches the server, stdout, stderr, exit codes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Manylora
+from tests.cli.fake_server import VERSION, FakeRouter
+
+TWO_TENANTS = "# who pays\ntenant_id: acme\n---\ntenant_id: birch\nclasses: {}\n---\n"
+
+
+async def test_generate_streams_text_and_sends_what_was_asked(manylora: Manylora, router: FakeRouter) -> None:
+    out = await manylora(
+        *("generate", "--tenant", "acme", "--adapter", "upper", "--class", "batch", "--max-tokens", "9"),
+        *("--temperature", "0.5", "--seed", "12", "--stop", "a", "--stop", "b c", "one two"),
+    )
+    assert (out.exit_code, out.stdout, out.stderr) == (0, "ONE TWO\n", "")
+    request, metadata = router.requests[0], router.metadata[0]
+    assert (request.text, request.max_tokens, list(request.stop)) == ("one two", 9, ["a", "b c"])
+    assert (request.sampling.temperature, request.sampling.seed) == (0.5, 12)
+    assert not request.sampling.HasField("top_k")
+    asked = {k: v for k, v in metadata.items() if k.startswith("x-")}
+    assert asked == {"x-tenant-id": "acme", "x-adapter-id": "upper", "x-request-class": "batch"}
+
+
+async def test_generate_json_ends_with_one_object(manylora: Manylora) -> None:
+    out = await manylora("generate", "--tenant", "acme", "--json", "one two")
+    assert out.exit_code == 0
+    assert out.stderr == "ONE TWO\n"
+    assert out.json == {
+        "request_id": "r-1",
+        "text": "ONE TWO",
+        "token_ids": [100, 101],
+        "finish_reason": "stop",
+        "outcome": "completed",
+        "usage": {"prompt_tokens": 3, "completion_tokens": 2, "cached_prompt_tokens": 0},
+        "adapter_version": VERSION,
+        "seed": 7,
+        "worker_id": "w-1",
+        "timings": {
+            "queue_ms": 0.5,
+            "ttft_ms": 1.5,
+            "total_ms": 2.5,
+            "adapter_wait_ms": 0.0,
+            "prefill_ms": 0.0,
+            "decode_ms": 0.0,
+        },
+    }
+
+
+async def test_generate_takes_token_ids_and_stdin(manylora: Manylora, router: FakeRouter) -> None:
+    out = await manylora("generate", "--tenant", "acme", "--token-ids", "3, 1,2")
+    assert (out.exit_code, out.stdout) == (0, "3,1,2\n")
+    assert list(router.requests[0].token_ids.ids) == [3, 1, 2]
+    out = await manylora("generate", "--tenant", "acme", "-", stdin="from stdin")
+    assert (out.exit_code, out.stdout) == (0, "FROM STDIN\n")
+
+
+async def test_a_refused_request_is_told_on_stderr_and_in_json(manylora: Manylora) -> None:
+    message = "sampling.temperature: must be at least 0; max_tokens: must be at most 5"
+    out = await manylora("generate", "--tenant", "acme", "two wrongs")
+    assert (out.exit_code, out.stdout, out.stderr) == (1, "", f"INVALID_ARGUMENT: {message}\n")
+    out = await manylora("generate", "--tenant", "acme", "--json", "two wrongs")
+    assert out.exit_code == 1
+    assert out.json["error"] == {
+        "code": "INVALID_ARGUMENT",
+        "message": message,
+        "violations": [
+            {"field": "sampling.temperature", "description": "must be at least 0"},
+            {"field": "max_tokens", "description": "must be at most 5"},
+        ],
+    }
+
+
+async def test_a_stream_that_breaks_shows_what_had_come(manylora: Manylora) -> None:
+    out = await manylora("generate", "--tenant", "acme", "one die")
+    assert (out.exit_code, out.stdout) == (1, "ONE DIE\n")
+    assert out.stderr == "UNAVAILABLE: worker w-1 was lost\n"
+    out = await manylora("generate", "--tenant", "acme", "one die", "--json")
+    assert out.json["error"]["code"] == "UNAVAILABLE"
+    assert out.json["partial"]["outcome"] == "worker_lost"
+    assert out.json["partial"]["text"] == "ONE DIE"
+
+
+async def test_no_server_is_a_failed_request(manylora: Manylora) -> None:
+    out = await manylora("status", "--json", "--server", "127.0.0.1:1")
+    assert out.exit_code == 1
+    assert out.json["error"]["code"] == "UNAVAILABLE"
+
+
+async def test_tenants(manylora: Manylora, router: FakeRouter, tmp_path: Path) -> None:
+    file = tmp_path / "tenants.yaml"
+    file.write_text(TWO_TENANTS)
+    out = await manylora("tenant", "apply", str(file))
+    assert (out.exit_code, out.stdout) == (0, "acme: applied, version 1\nbirch: applied, version 1\n")
+    out = await manylora("tenant", "apply", "-", "--json", stdin=TWO_TENANTS)
+    applied = [{"tenant_id": "acme", "version": 2}, {"tenant_id": "birch", "version": 2}]
+    assert (out.exit_code, out.json) == (0, {"applied": applied})
+    out = await manylora("tenant", "get", "birch")
+    assert (out.exit_code, out.stdout) == (0, "---\ntenant_id: birch\nclasses: {}\n")
+    out = await manylora("tenant", "list", "--json")
+    assert [(t["tenant_id"], t["version"], t["adapters"]) for t in out.json["tenants"]] == [
+        ("acme", 2, 0),
+        ("birch", 2, 0),
+    ]
+    out = await manylora("tenant", "delete", "birch", "--json")
+    assert out.json == {"tenant_id": "birch", "removed_adapters": 0}
+    out = await manylora("tenant", "get", "birch")
+    assert (out.exit_code, out.stdout, out.stderr) == (1, "", "NOT_FOUND: tenant 'birch' is not known\n")
+    assert list(router.tenants) == ["acme"]
+
+
+async def test_apply_stops_at_the_first_bad_document_and_says_which(manylora: Manylora, router: FakeRouter) -> None:
+    text = "tenant_id: acme\n---\n# comment\ntenant_id: bad\n---\ntenant_id: cedar\n"
+    out = await manylora("tenant", "apply", "-", "--json", stdin=text)
+    assert out.exit_code == 1
+    assert out.json["applied"] == [{"tenant_id": "acme", "version": 1}]
+    error = out.json["error"]
+    assert error["message"].startswith("stdin, document from line 2: classes.batch.weight: ")
+    assert error["violations"] == [{"field": "classes.batch.weight", "description": "line 2: must be a whole number"}]
+    assert list(router.tenants) == ["acme"]
+
+
+async def test_adapters(manylora: Manylora, router: FakeRouter, adapter_folder: Path) -> None:
+    out = await manylora("adapter", "add", "upper", str(adapter_folder), "--tenant", "acme", "--json")
+    assert out.exit_code == 0
+    assert (out.json["tenant_id"], out.json["name"], out.json["version"]) == ("acme", "upper", VERSION)
+    files = router.adapters["acme", "upper"]
+    assert files == {f.name: f.read_bytes() for f in adapter_folder.iterdir()}
+    assert router.largest_chunk_bytes == 1 << 20
+    out = await manylora("adapter", "add", "stored", "store:team/a", "--tenant", "acme")
+    assert (out.exit_code, router.store_paths) == (0, {("acme", "stored"): "team/a"})
+    out = await manylora("adapter", "add", "upper", str(adapter_folder), "--tenant", "acme")
+    assert (out.exit_code, out.stderr) == (1, "ALREADY_EXISTS: adapter upper: exists\n")
+    out = await manylora("adapter", "list", "--json")
+    assert [a["name"] for a in out.json["adapters"]] == ["stored", "upper"]
+    out = await manylora("adapter", "list", "--tenant", "other")
+    assert (out.exit_code, out.stdout, out.stderr) == (0, "", "there are no adapters\n")
+    out = await manylora("adapter", "remove", "upper", "--tenant", "acme")
+    assert (out.exit_code, out.stdout) == (0, "acme/upper: removed\n")
+    out = await manylora("adapter", "remove", "upper", "--tenant", "acme", "--json")
+    assert (out.exit_code, out.json["error"]["code"]) == (1, "NOT_FOUND")
+
+
+async def test_what_the_server_would_refuse_is_not_sent(
+    manylora: Manylora, router: FakeRouter, adapter_folder: Path
+) -> None:
+    (adapter_folder / "adapter_config.json").unlink()
+    (adapter_folder / "adapter_model.safetensors").rename(adapter_folder / "adapter_model.bin")
+    out = await manylora("adapter", "add", "upper", str(adapter_folder), "--tenant", "acme", "--json")
+    assert out.exit_code == 1
+    assert out.json["error"]["code"] == "INVALID_ARGUMENT"
+    fields = [v["field"] for v in out.json["error"]["violations"]]
+    assert fields == ["adapter_config.json", "adapter_model.safetensors"]
+    assert "pickle" in out.json["error"]["message"]
+    assert router.adapters == {}
+
+
+async def test_status(manylora: Manylora) -> None:
+    out = await manylora("status", "--json")
+    assert out.json["base_model"] == "tiny"
+    assert out.json["scheduler"]["flows"][0]["qos_class"] == "batch"
+    assert out.json["workers"][0]["generated_tokens"] == 2**40
+    out = await manylora("status")
+    assert out.exit_code == 0
+    assert "w-1" in out.stdout
+    assert "epoch 5" in out.stdout
+    assert "acme" in out.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "hello"),
+        ("generate", "--tenant", "a"),
+        ("generate", "--tenant", "a", "hello", "--token-ids", "1"),
+        ("generate", "--tenant", "a", "--token-ids", "1,x"),
+        ("generate", "--tenant", "a", "--token-ids", "1,,2"),
+        ("generate", "--tenant", "a", "--token-ids", "4294967296"),
+        ("generate", "--tenant", "a", "hello", "--max-tokens", "-1"),
+        ("generate", "--tenant", "a", "hello", "--class", "gold"),
+        ("generate", "--tenant", "a", "hello", "--seed", "-3"),
+        ("adapter", "add", "x", "folder"),
+        ("tenant", "apply", "no-such-file.yaml"),
+        ("up",),
+        ("up", "--model", "no-such-folder"),
+        ("up", "--model", "demo", "--workers", "0"),
+        ("up", "--model", "demo", "--tenants", "no-such-file.yaml"),
+        ("no-such-command",),
+    ],
+)
+async def test_wrong_usage_is_exit_code_2(manylora: Manylora, router: FakeRouter, arguments: tuple[str, ...]) -> None:
+    out = await manylora(*arguments)
+    assert (out.exit_code, out.stdout) == (2, "")
+    assert "Error" in out.stderr
+    assert router.requests == []

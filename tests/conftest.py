@@ -1,0 +1,33 @@
+"""Options of the whole test run.
+
+A simulation test takes the argument `sim_seed`, and runs once for each seed 0, 1, ... below `--sim-seeds`; its id shows
+the seed, so that `pytest "tests/sim/test_x.py::test_y[seed 17]" --sim-seeds 18` is that run again. Seeds that found a
+bug are given to a test by name: `@pytest.mark.parametrize("sim_seed", [17])`.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+DEFAULT_SIM_SEEDS = 5
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--sim-seeds",
+        type=int,
+        default=DEFAULT_SIM_SEEDS,
+        metavar="N",
+        help=f"run each simulation with the seeds 0 to N-1 (default {DEFAULT_SIM_SEEDS})",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    given = {
+        name
+        for mark in metafunc.definition.iter_markers("parametrize")
+        for name in ([n.strip() for n in mark.args[0].split(",")] if isinstance(mark.args[0], str) else mark.args[0])
+    }
+    if "sim_seed" in metafunc.fixturenames and "sim_seed" not in given:
+        seeds = range(metafunc.config.getoption("--sim-seeds"))
+        metafunc.parametrize("sim_seed", seeds, ids=[f"seed {seed}" for seed in seeds])

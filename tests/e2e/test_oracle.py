@@ -1,0 +1,102 @@
+"""Greedy tokens through the running cluster equal transformers + peft, one request at a time, in fp32.
+
+Real processes, for each family: requests of all adapters and of the base model arrive at once, prompts are cut into
+chunks, the pool is too small for all of them (blocks are freed, sequences wait and are recomputed), the device tier is too
+small for all adapters (they are loaded and evicted meanwhile), and some callers go away in mid-stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+from manylora.client import Client, Sampling
+from manylora.local_cluster import ClusterOptions, LocalCluster
+
+from tests.numerics.adapters import Reference, recipes, save_adapter
+from tests.numerics.families import FAMILIES, VOCAB_SIZE, make_model
+
+TENANT = "oracle"
+MAX_TOKENS = 24
+ROUNDS = 3
+QUICK = ("llama", "gemma2")
+"""The default run; the others are marked slow."""
+
+WORKER_FLAGS = (
+    "--num-blocks=40",
+    "--block-size=4",
+    "--sequence-slots=8",
+    "--max-batch-tokens=24",
+    "--prefill-chunk-tokens=7",
+    "--device-adapter-mb=0.25",
+    "--max-lora-rank=64",
+)
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f in QUICK else (pytest.mark.slow,)) for f in FAMILIES]
+)
+async def test_cluster_equals_peft(family: str, tmp_path: Path) -> None:
+    model = make_model(family, tmp_path / "model")
+    folders = {
+        name: save_adapter(model, tmp_path / "adapters" / name, seed, **recipe)
+        for seed, (name, recipe) in enumerate(recipes(family).items())
+    }
+    rng = random.Random(family)
+    requests = [
+        (adapter, [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice((1, 3, 8, 21, 40)))])
+        for _ in range(ROUNDS)
+        for adapter in (None, *folders)
+    ]
+    reference = Reference(model, folders)
+    expected = [reference.greedy(prompt, adapter, MAX_TOKENS) for adapter, prompt in requests]
+
+    options = ClusterOptions(
+        model=tmp_path / "model", model_name=family, data=tmp_path / "data", workers=1, worker_flags=WORKER_FLAGS
+    )
+    async with LocalCluster(options) as cluster, Client(cluster.router, tenant=TENANT) as client:
+        await client.tenants.apply(f"tenant_id: {TENANT}")
+        for name, folder in folders.items():
+            await client.adapters.add(TENANT, name, folder)
+
+        async def complete(adapter: str | None, prompt: list[int]) -> list[int]:
+            await asyncio.sleep(rng.uniform(0, 0.5))
+            result = await client.complete(
+                prompt,
+                adapter=adapter or "",
+                max_tokens=MAX_TOKENS,
+                sampling=Sampling(temperature=0),
+                ignore_eos=True,
+                timeout_s=120,
+            )
+            return list(result.token_ids)
+
+        async def give_up(adapter: str | None, prompt: list[int]) -> None:
+            async with client.generate(prompt, adapter=adapter or "", max_tokens=100, ignore_eos=True) as stream:
+                async for _ in stream:
+                    if rng.random() < 0.3:
+                        return
+
+        given_up = [asyncio.create_task(give_up(*request)) for request in requests[::3]]
+        got = await asyncio.gather(*(complete(*request) for request in requests))
+        await asyncio.gather(*given_up)
+        await _wait_until_empty(client)
+
+    for (adapter, prompt), tokens, reference_tokens in zip(requests, got, expected, strict=True):
+        assert tokens == reference_tokens, f"{family}, adapter {adapter}, prompt of {len(prompt)} tokens"
+
+
+async def _wait_until_empty(client: Client) -> None:
+    """Until nothing runs or waits and all blocks are free again."""
+    async with asyncio.timeout(10):
+        while True:
+            status = await client.status()
+            busy = [f for f in status.scheduler.flows if f.queued or f.running]
+            busy += [w for w in status.workers if w.running or w.kv_blocks_free != w.kv_blocks_total]
+            if not busy:
+                return
+            await asyncio.sleep(0.05)

@@ -1,0 +1,95 @@
+"""Adapters made and saved by peft, ranks 1 to 64, every way of choosing modules, ranks and scales that is honoured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import PreTrainedModel
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+PHI3_ATTENTION = ["qkv_proj", "o_proj"]
+PHI3_MLP = ["gate_up_proj", "down_proj"]
+
+
+def recipes(family: str) -> Mapping[str, Mapping[str, Any]]:
+    """Adapter name -> LoraConfig arguments, for the family's module names."""
+    attention, mlp = (PHI3_ATTENTION, PHI3_MLP) if family == "phi3" else (ATTENTION, MLP)
+    query, down = attention[0], mlp[-1]
+    return {
+        "rank-1": {"r": 1, "lora_alpha": 2, "target_modules": attention + mlp},
+        "all-linear": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
+        "rslora": {"r": 64, "lora_alpha": 8, "target_modules": [query, down], "use_rslora": True},
+        "patterns": {
+            "r": 4,
+            "lora_alpha": 4,
+            "target_modules": attention + mlp,
+            "rank_pattern": {f"layers.1.self_attn.{query}": 9, down: 3},
+            "alpha_pattern": {rf".*\.0\..*{query}": 11, down: 2.5},
+            "use_rslora": True,
+        },
+        "regex": {"r": 13, "lora_alpha": 7, "target_modules": rf".*layers\.[02]\..*({query}|{mlp[0]})"},
+        "some-layers": {
+            "r": 32,
+            "lora_alpha": 8,
+            "target_modules": [attention[-1], mlp[0]],
+            "layers_to_transform": [1],
+            "layers_pattern": "layers",
+        },
+        "excluded": {"r": 2, "lora_alpha": 3, "target_modules": attention + mlp, "exclude_modules": [query, down]},
+    }
+
+
+def save_adapter(
+    model: PreTrainedModel, folder: Path, seed: int, *, dtype: torch.dtype = torch.float32, **arguments: Any
+) -> Path:
+    """Makes a random adapter for `model` with peft, saves it in `folder`, and leaves the model as it was."""
+    torch.manual_seed(seed)
+    wrapped = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **arguments))
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.15)
+                parameter.data = parameter.data.to(dtype)
+    wrapped.save_pretrained(folder, save_embedding_layers=False)  # "auto" would ask the hub
+    wrapped.unload()
+    return folder
+
+
+class Reference:
+    """transformers + peft, one request at a time, adapters read from their folders."""
+
+    def __init__(self, model: PreTrainedModel, folders: Mapping[str, Path]) -> None:
+        self._wrapped: PeftModel | PreTrainedModel = model
+        for name, folder in folders.items():
+            if isinstance(self._wrapped, PeftModel):
+                self._wrapped.load_adapter(folder, name)
+            else:
+                self._wrapped = PeftModel.from_pretrained(self._wrapped, folder, adapter_name=name)
+
+    def logits(self, token_ids: list[int], adapter: str | None) -> torch.Tensor:
+        """[tokens, vocab]"""
+        return self._run(adapter, lambda model: model(torch.tensor([token_ids])).logits[0].float())
+
+    def greedy(self, token_ids: list[int], adapter: str | None, max_tokens: int) -> list[int]:
+        prompt = torch.tensor([token_ids])
+        options = {"max_new_tokens": max_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+        def generate(model: PreTrainedModel) -> torch.Tensor:
+            return model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options)
+
+        return self._run(adapter, generate)[0, len(token_ids) :].tolist()
+
+    def _run(self, adapter: str | None, call: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        with torch.no_grad():
+            if not isinstance(self._wrapped, PeftModel):
+                return call(self._wrapped)
+            if adapter is None:
+                with self._wrapped.disable_adapter():
+                    return call(self._wrapped)
+            self._wrapped.set_adapter(adapter)
+            return call(self._wrapped)

@@ -1,0 +1,103 @@
+"""Drives a TorchModelRunner without the engine core: sequences with scattered blocks, in any mix of chunks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from manylora_shared.ids import AdapterUid
+from manylora_worker.adapters.lora_linear import LoraPlanner
+from manylora_worker.adapters.source import AdapterLimits, read_adapter
+from manylora_worker.engine.api import Sampling, SequenceChunk, StepBatch
+from manylora_worker.engine.kv_cache import KvCache
+from manylora_worker.engine.model_runner import TorchModelRunner
+from manylora_worker.loader import LoadedModel
+
+GREEDY = Sampling(seed=0, temperature=0.0)
+LIMITS = AdapterLimits(max_rank=64)
+ALWAYS_JOIN = 1e15
+NEVER_JOIN = 0.0
+
+
+def make_runner(
+    loaded: LoadedModel, *, num_blocks: int = 96, block_size: int = 4, overhead_flops: float = 2e5
+) -> TorchModelRunner:
+    cache = KvCache(
+        loaded.spec.kv, num_blocks=num_blocks, block_size=block_size, dtype=loaded.dtype, device=loaded.device
+    )
+    planner = LoraPlanner(product_overhead_flops=overhead_flops, max_joined_weights=1 << 24)
+    return TorchModelRunner(loaded, cache, planner)
+
+
+def put_adapter(runner: TorchModelRunner, loaded: LoadedModel, folder: Path) -> AdapterUid:
+    """Reads the adapter straight onto the device."""
+    adapter = read_adapter(folder, loaded, LIMITS)
+    runner.adapters[adapter.uid] = adapter.on(loaded.device)
+    return adapter.uid
+
+
+@dataclass
+class Stream:
+    """One sequence: its tokens so far, and how many of them are computed."""
+
+    prompt: list[int]
+    adapter_uid: AdapterUid | None = None
+    sampling: Sampling = GREEDY
+    choice: int = 0
+    output: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.output
+
+
+class Driver:
+    """Gives blocks out in random order and runs steps; never reuses a block."""
+
+    def __init__(self, runner: TorchModelRunner, seed: int = 0) -> None:
+        self.runner = runner
+        self._free = list(range(runner.num_blocks))
+        random.Random(seed).shuffle(self._free)
+
+    def chunk(self, stream: Stream, num_tokens: int | None = None) -> SequenceChunk:
+        """The stream's next tokens, all that wait by default."""
+        start = stream.num_computed
+        waiting = stream.tokens[start:]
+        tokens = waiting if num_tokens is None else waiting[:num_tokens]
+        end = start + len(tokens)
+        while len(stream.blocks) * self.runner.block_size < end:
+            stream.blocks.append(self._free.pop())
+        stream.num_computed = end
+        return SequenceChunk(
+            sequence_id=id(stream),
+            token_ids=tokens,
+            start_position=start,
+            block_table=list(stream.blocks),
+            adapter_uid=stream.adapter_uid,
+            samples=end == len(stream.tokens),
+            sampling=stream.sampling,
+            choice=stream.choice,
+            output_index=len(stream.output),
+            prompt_token_ids=stream.prompt,
+            output_token_ids=list(stream.output),
+        )
+
+    def logits(self, streams: Sequence[Stream], num_tokens: int | None = None) -> torch.Tensor:
+        return self.runner.logits(StepBatch([self.chunk(s, num_tokens) for s in streams]))
+
+    def step(self, streams: Sequence[Stream], num_tokens: int | None = None) -> None:
+        """One step over all `streams`; tokens that it samples are appended."""
+        by_id = {id(stream): stream for stream in streams}
+        for sampled in self.runner.execute(StepBatch([self.chunk(s, num_tokens) for s in streams])):
+            assert sampled.error is None
+            by_id[sampled.sequence_id].output.append(sampled.token_id)
+
+    def run(self, streams: Sequence[Stream], max_tokens: int, *, prefill_tokens: int | None = None) -> None:
+        """Until every stream has `max_tokens` of output."""
+        while live := [s for s in streams if len(s.output) < max_tokens]:
+            self.step(live, prefill_tokens)

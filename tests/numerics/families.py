@@ -1,0 +1,90 @@
+"""Tiny random models of every family that is served, and one that the fusion table does not know.
+
+Weights are drawn wide, so that attention scores are large: a soft cap, a window or a scale that is ignored shows. All
+windows are shorter than the prompts of the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB_SIZE = 131
+WINDOW = 9
+_SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.5] * 8,
+    "long_factor": [3.0] * 8,
+    "original_max_position_embeddings": 128,
+}
+
+FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_SHAPE, tie_word_embeddings=True, rope_parameters=_LLAMA3_ROPE),
+    "mistral": lambda: MistralConfig(**_SHAPE, sliding_window=WINDOW),
+    "qwen2": lambda: Qwen2Config(
+        **_SHAPE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    ),
+    "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=24),
+    "gemma2": lambda: Gemma2Config(
+        **_SHAPE, head_dim=16, sliding_window=WINDOW, attn_logit_softcapping=2.0, final_logit_softcapping=5.0,
+        query_pre_attn_scalar=20,
+    ),
+    "gemma3_text": lambda: Gemma3TextConfig(
+        **_SHAPE, head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=20,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "phi3": lambda: Phi3Config(**_SHAPE, sliding_window=WINDOW, rope_parameters=_LONGROPE),
+    "olmo2": lambda: Olmo2Config(**_SHAPE),
+}  # fmt: skip
+
+
+def make_model(family: str, folder: Path, seed: int = 0) -> PreTrainedModel:
+    """A random model of the family, saved into `folder`."""
+    torch.manual_seed(seed)
+    config = FAMILIES[family]()
+    config.initializer_range = 0.25
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.3)
+            elif "norm" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(folder)
+    return model

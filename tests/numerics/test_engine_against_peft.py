@@ -1,0 +1,132 @@
+"""The engine's logits and greedy tokens against transformers + peft, one request at a time, for every family."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.numerics.conftest import Family
+from tests.numerics.driver import ALWAYS_JOIN, NEVER_JOIN, Driver, Stream, make_runner, put_adapter
+from tests.numerics.families import FAMILIES, VOCAB_SIZE, WINDOW
+
+TOLERANCE = 1e-4
+FamilyOf = Callable[[str], Family]
+
+
+def prompts(count: int, seed: int = 0, shortest: int = 2, longest: int = 40) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(shortest, longest))] for _ in range(count)]
+
+
+def mixed_streams(family: Family, driver: Driver, seed: int = 0) -> list[tuple[Stream, str | None]]:
+    """A stream for every adapter, some twice, and two without."""
+    names: list[str | None] = [*family.adapters, None, *list(family.adapters)[:2], None]
+    random.Random(seed).shuffle(names)
+    uids = {name: put_adapter(driver.runner, family.loaded, folder) for name, folder in family.adapters.items()}
+    drawn = prompts(len(names), seed)
+    return [
+        (Stream(prompt, None if name is None else uids[name]), name)
+        for prompt, name in zip(drawn, names, strict=True)
+    ]
+
+
+def assert_next_logits(family: Family, streams: list[tuple[Stream, str | None]], logits: torch.Tensor) -> None:
+    for row, (stream, name) in zip(logits, streams, strict=True):
+        expected = family.reference.logits(stream.tokens, name)[-1]
+        torch.testing.assert_close(row, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("overhead_flops", [NEVER_JOIN, ALWAYS_JOIN], ids=["segmented", "joined"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_mixed_batch_logits(family_of: FamilyOf, name: str, overhead_flops: float) -> None:
+    family = family_of(name)
+    driver = Driver(make_runner(family.loaded, num_blocks=200, overhead_flops=overhead_flops))
+    mixed = mixed_streams(family, driver)
+    streams = [stream for stream, _ in mixed]
+    assert_next_logits(family, mixed, driver.logits(streams))
+    for step in range(3):  # decode: the joined form takes over at the second step of one set
+        for stream in streams:
+            stream.output.append(stream.prompt[step % len(stream.prompt)])
+        assert_next_logits(family, mixed, driver.logits(streams))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens(family_of: FamilyOf, name: str) -> None:
+    """Chunked prefill, arrivals in mid-flight: prefill chunks and decodes of many adapters share steps."""
+    family = family_of(name)
+    driver = Driver(make_runner(family.loaded, num_blocks=300), seed=1)
+    mixed = mixed_streams(family, driver, seed=1)
+    streams = [stream for stream, _ in mixed]
+    for arrived in range(1, len(streams) + 1):
+        driver.step([s for s in streams[:arrived] if len(s.output) < 8], 5)
+    driver.run(streams, 8, prefill_tokens=5)
+    for stream, adapter in mixed:
+        assert stream.output == family.reference.greedy(stream.prompt, adapter, 8)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 16])
+def test_chunked_prefill_equals_whole(family_of: FamilyOf, name: str, chunk_tokens: int) -> None:
+    family = family_of(name)
+    driver = Driver(make_runner(family.loaded))
+    prompt = prompts(1, seed=5, shortest=33, longest=33)[0]
+    whole = driver.logits([Stream(prompt)])
+    chunked = Stream(prompt)
+    while chunked.num_computed < len(prompt):
+        logits = driver.logits([chunked], chunk_tokens)
+    torch.testing.assert_close(logits, whole, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "option"), [
+    ("mistral", {"sliding_window": None}),
+    ("qwen2", {"sliding_window": 200}),
+    ("gemma2", {"sliding_window": 200}),
+    ("gemma2", {"attn_logit_softcapping": None}),
+    ("gemma2", {"query_pre_attn_scalar": 16}),
+    ("gemma3_text", {"sliding_window": 200}),
+    ("phi3", {"sliding_window": None}),
+])  # fmt: skip
+def test_the_oracle_feels_windows_caps_and_scales(family_of: FamilyOf, name: str, option: dict[str, object]) -> None:
+    """Without the option, transformers answers otherwise: so the tests above can fail."""
+    family = family_of(name)
+    prompt = prompts(1, seed=6, shortest=3 * WINDOW, longest=3 * WINDOW)[0]
+    other = AutoModelForCausalLM.from_pretrained(family.folder, attn_implementation="eager", **option)
+    with torch.no_grad():
+        logits = other(torch.tensor([prompt])).logits[0, -1]
+    assert (logits - family.reference.logits(prompt, None)[-1]).abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_row_of_nan_stays_alone(family_of: FamilyOf, name: str) -> None:
+    """A sequence whose cache is poisoned gets an error; the others' logits do not change by one bit."""
+    family = family_of(name)
+    runner = make_runner(family.loaded, num_blocks=200, overhead_flops=ALWAYS_JOIN)
+    driver = Driver(runner)
+    streams = [stream for stream, _ in mixed_streams(family, driver)]
+    driver.run(streams, 3)
+    poisoned = streams[4]
+    clean_logits = driver.logits(streams)
+    for stream in streams:
+        stream.num_computed -= 1
+    poison = torch.tensor(poisoned.blocks[:1])
+    runner._cache._by_block_id.index_fill_(0, poison, float("nan"))
+    logits = driver.logits(streams)
+    for stream, row, clean in zip(streams, logits, clean_logits, strict=True):
+        if stream is poisoned:
+            assert row.isnan().any()
+        else:
+            assert torch.equal(row, clean)
+    for stream in streams:
+        stream.num_computed -= 1
+    results = runner.execute(_batch(driver, streams))
+    assert [r.error is not None for r in results] == [s is poisoned for s in streams]
+
+
+def _batch(driver: Driver, streams: list[Stream]):  # type: ignore[no-untyped-def]
+    from manylora_worker.engine.api import StepBatch
+
+    return StepBatch([driver.chunk(s) for s in streams])

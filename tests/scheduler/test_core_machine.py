@@ -1,0 +1,382 @@
+"""The core against a small true world: routers that answer grants, workers that run and report late, and faults.
+
+The world knows what really runs; the core only hears of it. Checked after every step: no worker ever has more than its
+slots granted and running; every enqueue gets exactly one answer; room is used while somebody can use it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from manylora_scheduler.core import (
+    Command,
+    Core,
+    CoreLimits,
+    Dropped,
+    Enqueued,
+    Event,
+    GrantClosed,
+    PolicyChanged,
+    RouterConnected,
+    RouterDisconnected,
+    SendGrant,
+    SendPrefetch,
+    SendRefusal,
+    Tick,
+    Withdrawn,
+    WorkerDisconnected,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerReported,
+)
+from manylora_scheduler.fleet import FlowTokens, Residency, StartedRequest
+from manylora_scheduler.request import FlowKey, QueuedRequest
+from manylora_shared.errors import Code
+from manylora_shared.ids import QosClass, RequestId, RouterId, TenantId, WorkerId
+from manylora_shared.policy import ClassPolicy, TenantPolicy
+
+from tests.scheduler.helpers import report, request
+
+REPORT_DELAY_S = 0.05
+ROUTERS = ["r0", "r1"]
+
+
+@dataclass
+class Asked:
+    """A request in the world. state: waiting, granted, running, ended (the worker is done, the router has not said so)
+    or done."""
+
+    request: QueuedRequest
+    state: str = "waiting"
+    worker: str = ""
+    granted_at: float = 0.0
+
+
+@dataclass
+class TrueWorker:
+    name: str
+    slots: int
+    blocks: int
+    generation: int = 0
+    up: bool = False
+    connected: bool = False
+    running: dict[RequestId, int] = field(default_factory=dict)
+    flows: dict[FlowKey, FlowTokens] = field(default_factory=dict)
+    new: list[StartedRequest] = field(default_factory=list)
+    gone: list[RequestId] = field(default_factory=list)
+    dirty: bool = False
+
+    @property
+    def address(self) -> str:
+        return f"{self.name}:{self.generation}"
+
+    @property
+    def used(self) -> int:
+        return sum(self.running.values())
+
+
+class World(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = Core(CoreLimits(max_queued=40, max_queued_per_tenant=25, worker_wait_s=5.0))
+        self.now = 0.0
+        self.sessions = dict.fromkeys(ROUTERS, 0)
+        self.next_session = 1
+        self.asked: dict[RequestId, Asked] = {}
+        self.answers: dict[RequestId, int] = {}
+        self.next_id = 0
+        self.workers: dict[str, TrueWorker] = {}
+
+    @initialize(sizes=st.lists(st.tuples(st.integers(1, 6), st.integers(2, 20)), min_size=1, max_size=3))
+    def build(self, sizes: list[tuple[int, int]]) -> None:
+        self.workers = {f"w{i}": TrueWorker(f"w{i}", slots, blocks) for i, (slots, blocks) in enumerate(sizes)}
+        for router in ROUTERS:
+            self.router_connects(router)
+        self.worker_up("w0")
+        self.control_connects("w0")
+
+    # ---- the wire
+
+    def apply(self, event: Event) -> None:
+        for command in self.core.apply(event, self.now):
+            self.receive(command)
+
+    def receive(self, command: Command) -> None:
+        if isinstance(command, (SendPrefetch, Dropped)):
+            return
+        asked = self.asked[command.request.request_id]
+        if self.sessions[command.request.router_id] != command.session:
+            return
+        assert asked.state == "waiting", f"answered twice: {command}"
+        if isinstance(command, SendRefusal):
+            asked.state = "done"
+            assert command.code is not Code.OK
+        elif isinstance(command, SendGrant):
+            worker = self.workers[command.worker_id]
+            asked.state, asked.worker, asked.granted_at = "granted", command.worker_id, self.now
+            if not command.repeated:
+                assert worker.connected
+                pending = [a for a in self.asked.values() if a.state == "granted" and a.worker == worker.name]
+                known = worker.used + sum(a.request.sequences for a in pending)
+                assert known <= worker.slots, f"{worker.name} has {worker.slots} slots and gets {known}"
+
+    def close(self, asked: Asked, *, reached: bool) -> None:
+        session = self.sessions[asked.request.router_id]
+        if session:
+            request_id, worker_id = asked.request.request_id, WorkerId(asked.worker)
+            self.apply(GrantClosed(session, asked.request.router_id, request_id, worker_id, reached))
+
+    def pick(self, data: st.DataObject, *states: str) -> Asked | None:
+        found = [a for a in self.asked.values() if a.state in states]
+        return data.draw(st.sampled_from(found), label="request") if found else None
+
+    def send_report(self, worker: TrueWorker, *, snapshot: bool = False) -> None:
+        started = worker.new
+        if snapshot:
+            started = [s for s in self.all_started(worker) if s.request_id in worker.running]
+        what = report(
+            snapshot=snapshot,
+            slots=worker.slots,
+            running=worker.used,
+            blocks=worker.blocks,
+            free=max(0, worker.blocks - worker.used),
+            adapters={"u0": Residency.DEVICE} if snapshot else None,
+            started=started,
+            finished=[] if snapshot else worker.gone,
+            flows=worker.flows,
+        )
+        worker.new, worker.gone, worker.dirty = [], [], False
+        self.apply(WorkerReported(WorkerId(worker.name), what))
+
+    def all_started(self, worker: TrueWorker) -> list[StartedRequest]:
+        return [
+            StartedRequest(request_id, self.asked[request_id].request.flow, sequences)
+            for request_id, sequences in worker.running.items()
+        ]
+
+    def end_on_worker(self, asked: Asked, tokens: int) -> None:
+        worker = self.workers[asked.worker]
+        if worker.running.pop(asked.request.request_id, None) is not None:
+            before = worker.flows.get(asked.request.flow, FlowTokens(0, 0))
+            worker.flows[asked.request.flow] = FlowTokens(
+                before.prompt_tokens + asked.request.prompt_tokens, before.output_tokens + tokens
+            )
+            worker.gone.append(asked.request.request_id)
+            worker.dirty = True
+
+    # ---- routers
+
+    @rule(
+        router=st.sampled_from(ROUTERS),
+        tenant=st.sampled_from(["t0", "t1", "t2"]),
+        qos_class=st.sampled_from(list(QosClass)),
+        prompt_tokens=st.integers(1, 200),
+        sequences=st.sampled_from([1, 1, 1, 2, 4]),
+        adapter=st.sampled_from([None, "u0", "u1"]),
+        priority=st.sampled_from([0, 0, 3]),
+        timeout_s=st.none() | st.floats(0, 8),
+        count=st.sampled_from([1, 1, 3, 9]),
+    )
+    def enqueue(self, router: str, timeout_s: float | None, count: int, **what: object) -> None:
+        if not self.sessions[router]:
+            return
+        for _ in range(count):
+            deadline = None if timeout_s is None else self.now + timeout_s
+            new = request(f"q{self.next_id}", router=router, deadline=deadline, **what)  # type: ignore[arg-type]
+            self.next_id += 1
+            self.asked[new.request_id] = Asked(new)
+            self.apply(Enqueued(self.sessions[router], new))
+
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        asked = self.pick(data, "waiting")
+        if asked is not None and self.sessions[asked.request.router_id]:
+            asked.state = "done"
+            self.apply(Withdrawn(self.sessions[asked.request.router_id], asked.request.request_id))
+
+    @rule(data=st.data(), again=st.booleans(), order=st.booleans())
+    def grant_is_not_usable(self, data: st.DataObject, again: bool, order: bool) -> None:
+        """The router could not reach the worker; it may ask again, before or after it says so."""
+        asked = self.pick(data, "granted")
+        if asked is None:
+            return
+        session = self.sessions[asked.request.router_id]
+        before = Asked(asked.request, "done", asked.worker)
+        if again and session and order:
+            asked.state = "waiting"
+            self.apply(Enqueued(session, asked.request))
+            if asked.worker == before.worker and asked.state == "granted":
+                return  # it came back to the same worker: what the router says of it now would mean the new grant
+            self.close(before, reached=False)
+            return
+        asked.state = "waiting" if again else "done"
+        self.close(before, reached=False)
+        if again and session and asked.state == "waiting":
+            self.apply(Enqueued(session, asked.request))
+
+    @rule(data=st.data())
+    def execute(self, data: st.DataObject) -> None:
+        asked = self.pick(data, "granted")
+        if asked is None or not self.workers[asked.worker].up:
+            return
+        worker = self.workers[asked.worker]
+        asked.state = "running"
+        worker.running[asked.request.request_id] = asked.request.sequences
+        worker.new.append(StartedRequest(asked.request.request_id, asked.request.flow, asked.request.sequences))
+        worker.dirty = True
+
+    @rule(data=st.data(), tokens=st.integers(0, 300))
+    def finish(self, data: st.DataObject, tokens: int) -> None:
+        asked = self.pick(data, "running")
+        if asked is not None:
+            self.end_on_worker(asked, tokens)
+            asked.state = "ended"
+
+    @rule(data=st.data())
+    def router_is_done(self, data: st.DataObject) -> None:
+        asked = self.pick(data, "ended")
+        if asked is not None:
+            asked.state = "done"
+            self.close(asked, reached=True)
+
+    @rule(router=st.sampled_from(ROUTERS))
+    def router_connects(self, router: str) -> None:
+        """The stream is new: whatever waits is enqueued again."""
+        self.sessions[router] = self.next_session
+        self.next_session += 1
+        self.apply(RouterConnected(RouterId(router), self.sessions[router]))
+        for asked in list(self.asked.values()):
+            if asked.request.router_id == router and asked.state == "waiting":
+                self.apply(Enqueued(self.sessions[router], asked.request))
+
+    @rule(router=st.sampled_from(ROUTERS), grants_lost=st.booleans())
+    def router_disconnects(self, router: str, grants_lost: bool) -> None:
+        if self.sessions[router]:
+            self.apply(RouterDisconnected(RouterId(router), self.sessions[router]))
+            self.sessions[router] = 0
+        for asked in self.asked.values():
+            if grants_lost and asked.request.router_id == router and asked.state == "granted":
+                asked.state = "waiting"
+
+    # ---- workers
+
+    @rule(name=st.sampled_from(["w0", "w1", "w2"]))
+    def worker_up(self, name: str) -> None:
+        worker = self.workers.get(name)
+        if worker is not None and not worker.up:
+            worker.up = True
+            worker.generation += 1
+            self.apply(WorkerJoined(WorkerId(name), worker.address, "cpu"))
+
+    @rule(name=st.sampled_from(["w0", "w1", "w2"]))
+    def worker_dies(self, name: str) -> None:
+        worker = self.workers.get(name)
+        if worker is None or not worker.up:
+            return
+        worker.up = worker.connected = worker.dirty = False
+        worker.running, worker.flows, worker.new, worker.gone = {}, {}, [], []
+        for asked in self.asked.values():
+            if asked.worker == name and asked.state in ("running", "ended"):
+                asked.state = "ended"
+        self.apply(WorkerLeft(WorkerId(name)))
+
+    @rule(name=st.sampled_from(["w0", "w1", "w2"]))
+    def control_connects(self, name: str) -> None:
+        worker = self.workers.get(name)
+        if worker is not None and worker.up:
+            worker.connected = True
+            self.send_report(worker, snapshot=True)
+
+    @rule(name=st.sampled_from(["w0", "w1", "w2"]))
+    def control_breaks(self, name: str) -> None:
+        worker = self.workers.get(name)
+        if worker is not None and worker.connected:
+            worker.connected = False
+            self.apply(WorkerDisconnected(WorkerId(name)))
+
+    @rule(name=st.sampled_from(["w0", "w1", "w2"]))
+    def reports(self, name: str) -> None:
+        worker = self.workers.get(name)
+        if worker is not None and worker.connected:
+            self.send_report(worker)
+
+    # ---- the rest
+
+    @rule(tenant=st.sampled_from(["t0", "t1"]), weight=st.none() | st.integers(1, 20))
+    def policy(self, tenant: str, weight: int | None) -> None:
+        classes = {qos_class: ClassPolicy(weight or 1) for qos_class in QosClass}
+        policy = TenantPolicy(TenantId(tenant), classes) if weight else None
+        self.apply(PolicyChanged(TenantId(tenant), policy))
+
+    @rule(seconds=st.sampled_from([0.01, 0.05, 0.3, 1.0, 6.0]))
+    def time_passes(self, seconds: float) -> None:
+        """In steps, so that workers report as often as they promise; routers do not sit on a grant for long."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now = min(until, self.now + REPORT_DELAY_S)
+            for asked in self.asked.values():
+                if asked.state == "granted" and self.now - asked.granted_at > 9.0:
+                    asked.state = "done"
+                    self.close(asked, reached=False)
+            for worker in self.workers.values():
+                if worker.connected and worker.dirty:
+                    self.send_report(worker)
+            wakeup = self.core.next_wakeup()
+            if wakeup is not None and wakeup <= self.now:
+                self.apply(Tick())
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.core.check_invariants()
+
+    @invariant()
+    def no_room_is_wasted(self) -> None:
+        assert self.core._queue.select(self.core._fits) is None
+
+    def teardown(self) -> None:
+        """Everything heals: then every request ends and nothing is left."""
+        for name in self.workers:
+            self.worker_up(name)
+            self.control_connects(name)
+        for router in ROUTERS:
+            if not self.sessions[router]:
+                self.router_connects(router)
+        for _ in range(400):
+            for asked in list(self.asked.values()):
+                if asked.state == "granted":
+                    asked.state = "running"
+                    worker = self.workers[asked.worker]
+                    worker.running[asked.request.request_id] = asked.request.sequences
+                    flow = asked.request.flow
+                    worker.new.append(StartedRequest(asked.request.request_id, flow, asked.request.sequences))
+                    worker.dirty = True
+                elif asked.state == "running":
+                    self.end_on_worker(asked, 10)
+                    asked.state = "ended"
+                elif asked.state == "ended":
+                    asked.state = "done"
+                    self.close(asked, reached=True)
+            self.time_passes(0.1)
+            if all(a.state == "done" for a in self.asked.values()) and not self.core.num_granted:
+                break
+        self.time_passes(12.0)
+        self.core.check_invariants()
+        left = [a for a in self.asked.values() if a.state != "done"]
+        assert not left, left
+        assert self.core.num_queued == self.core.num_granted == 0
+        assert self.core._queue.num_flows == 0
+        assert not self.core._tickets
+        assert not self.core._returned
+        assert self.core.next_wakeup() is None or self.core._unreached or self.workers
+
+
+TestWorld = World.TestCase
+TestWorld.settings = settings(
+    max_examples=150,
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
