@@ -60,6 +60,9 @@ class ClusterOptions:
     max_lora_rank: int | None = None
     threads: int | None = None
     """Torch threads a worker; None: the machine's cores, shared among the workers."""
+    worker_flags: tuple[str, ...] = ()
+    """Further settings of the workers, as flags (`--block-size=4`), for tests and measurements."""
+    router_flags: tuple[str, ...] = ()
     start_timeout_s: float = 900.0
     """For each process; a large model takes its time to load."""
     grace_s: float = 10.0
@@ -255,7 +258,7 @@ class LocalCluster:
             "threads": options.threads or max(1, (os.cpu_count() or 1) // options.workers),
         }
         flags = [f"--{name}={value}" for name, value in settings.items() if value not in ("", None)]
-        return [*_python("manylora_worker"), *self._common("127.0.0.1:0"), *flags]
+        return [*_python("manylora_worker"), *self._common("127.0.0.1:0"), *flags, *options.worker_flags]
 
     def _router_command(self, index: int, ready: Mapping[str, Any]) -> list[str]:
         port = self.options.port if index == 0 else 0
@@ -266,6 +269,7 @@ class LocalCluster:
             f"--router-id=router-{index}",
             f"--model={self.options.model}",
             f"--adapter-store={self.adapter_store}",
+            *self.options.router_flags,
         ]
 
     def _common(self, listen: str) -> list[str]:

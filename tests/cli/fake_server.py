@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,17 +67,16 @@ class FakeRouter:
         )
         words = request.text.upper().split() if request.WhichOneof("prompt") == "text" else []
         tokens = list(request.token_ids.ids)
-        frame = position = 0
+        frame = 0
         for index, word in enumerate(words):
-            frame += 1
+            frame = index + 1
             text = word if index == 0 else f" {word}"
             yield inference_pb2.GenerateResponse(
                 frame=frame,
-                delta=inference_pb2.Delta(choice=0, first_position=position, token_ids=[100 + index], text=text),
+                delta=inference_pb2.Delta(choice=0, first_position=index, token_ids=[100 + index], text=text),
             )
-            position += 1
             if word == "DIE":
-                yield _finished(frame + 1, common_pb2.OUTCOME_WORKER_LOST, position)
+                yield _finished(frame + 1, common_pb2.OUTCOME_WORKER_LOST, frame)
                 raise WorkerLost("worker w-1 was lost")
             if word == "HANG":
                 try:
@@ -222,6 +222,4 @@ def _finished(frame: int, outcome: common_pb2.Outcome, tokens: int) -> inference
 
 
 async def _never() -> None:
-    import asyncio
-
     await asyncio.get_running_loop().create_future()

@@ -6,6 +6,7 @@ import asyncio
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -203,7 +204,9 @@ def test_backoff_grows_within_its_bounds() -> None:
     assert policy.delay_s(RpcError(Code.RESOURCE_EXHAUSTED, "", retry_after_s=4.0), 1, rng) is None
 
 
-async def _until(condition) -> None:  # type: ignore[no-untyped-def]
+async def _until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
-        while not condition():
+        while True:
+            if condition():
+                return
             await asyncio.sleep(0.01)

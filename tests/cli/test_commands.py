@@ -125,11 +125,12 @@ async def test_apply_stops_at_the_first_bad_document_and_says_which(manylora: Ma
 
 
 async def test_adapters(manylora: Manylora, router: FakeRouter, adapter_folder: Path) -> None:
+    adapter_files = {f.name: f.read_bytes() for f in sorted(adapter_folder.iterdir())}  # noqa: ASYNC240
     out = await manylora("adapter", "add", "upper", str(adapter_folder), "--tenant", "acme", "--json")
     assert out.exit_code == 0
     assert (out.json["tenant_id"], out.json["name"], out.json["version"]) == ("acme", "upper", VERSION)
     files = router.adapters["acme", "upper"]
-    assert files == {f.name: f.read_bytes() for f in adapter_folder.iterdir()}
+    assert files == adapter_files
     assert router.largest_chunk_bytes == 1 << 20
     out = await manylora("adapter", "add", "stored", "store:team/a", "--tenant", "acme")
     assert (out.exit_code, router.store_paths) == (0, {("acme", "stored"): "team/a"})

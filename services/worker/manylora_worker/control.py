@@ -50,6 +50,7 @@ class ControlSession:
         self._is_urgent = True
         self._has_changed = True
         self._reported_at = float("-inf")
+        self._is_closed = False
         self._error: ManyloraError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -70,17 +71,17 @@ class ControlSession:
         self._is_draining = True
         self._changed(urgent=True)
 
-    def close(self, error: ManyloraError) -> None:
-        """Ends the stream with `error`."""
-        self._error = error
-        self._wake()
+    def close(self, error: ManyloraError | None) -> None:
+        """Ends the stream, with `error` or in order. The first closing counts."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._error = error
+            self._wake()
 
-    async def next_report(self) -> worker_pb2.ControlReport:
-        """The next one, when it is due. Raises what the session was closed with."""
+    async def next_report(self) -> worker_pb2.ControlReport | None:
+        """The next one, when it is due; None at the end. Raises what the session was closed with."""
         loop = asyncio.get_running_loop()
-        while self._error is None:
-            if self._adapters is None or len(self._changes) > 1:
-                break
+        while not self._is_closed and self._adapters is not None and len(self._changes) == 1:
             if not self._has_changed:
                 await self._wait(None)
                 continue
@@ -90,6 +91,8 @@ class ControlSession:
             await self._wait(due)
         if self._error is not None:
             raise self._error
+        if self._is_closed:
+            return None
         self._reported_at = loop.time()
         return self._report()
 

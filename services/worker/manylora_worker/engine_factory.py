@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from manylora_shared.ids import AdapterUid
 
 from manylora_worker.adapters.backend import TorchAdapterBackend
 from manylora_worker.adapters.lora_linear import LoraPlanner
-from manylora_worker.adapters.source import AdapterLimits, read_adapter
+from manylora_worker.adapters.source import AdapterLimits, HostAdapter, read_adapter
 from manylora_worker.engine.kv_cache import MIB, KvCache
 from manylora_worker.engine.model_runner import TorchModelRunner
 from manylora_worker.engine.packed_linear import PackedLinear
 from manylora_worker.loader import LoadedModel, ModelRefused, ModelSpec, Quantization, load_model
+from manylora_worker.validation import AdapterReport
 
 _LOG = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -59,9 +59,8 @@ class EngineParts:
     runner: TorchModelRunner
     backend: TorchAdapterBackend
     spec: ModelSpec
-    validate: Callable[[Path], AdapterUid]
-    """Reads the adapter in a folder as a load would, keeps nothing, and returns its uid. Raises AdapterInvalid. May run
-    on any thread."""
+    validate: Callable[[Path], AdapterReport]
+    """Reads the adapter in a folder as a load would, keeps nothing. Raises AdapterInvalid. May run on any thread."""
 
 
 def build_engine_parts(options: EngineOptions, *, notify: Callable[[], None] = lambda: None) -> EngineParts:
@@ -95,7 +94,20 @@ def build_engine_parts(options: EngineOptions, *, notify: Callable[[], None] = l
         runner=runner,
         backend=backend,
         spec=loaded.spec,
-        validate=lambda folder: read_adapter(folder, loaded, limits).uid,
+        validate=lambda folder: _report(read_adapter(folder, loaded, limits), loaded),
+    )
+
+
+def _report(adapter: HostAdapter, loaded: LoadedModel) -> AdapterReport:
+    targets = [
+        (stop - start, loaded.sites[placed.site].slots[slot].path)
+        for placed in adapter.layout
+        for slot, start, stop, _ in placed.slots
+    ]
+    return AdapterReport(
+        max_lora_rank=max(rank for rank, _ in targets),
+        size_bytes=adapter.size_bytes,
+        target_modules=tuple(sorted({path.rpartition(".")[2] for _, path in targets})),
     )
 
 

@@ -335,7 +335,7 @@ def _probe(model: PreTrainedModel) -> _Probe:
                 use_cache=False,
                 **{STEP_KEYWORD: recorder},
             )
-    except (TypeError, KeyError, AttributeError) as error:
+    except (TypeError, KeyError, AttributeError) as error:  # its code looks into what we replaced, or drops keywords
         raise ModelRefused(
             f"{label}: does not work with replaced linear layers, or does not hand keywords on to its attention ({error})"
         ) from error
@@ -404,7 +404,7 @@ def _fuse(parent: nn.Module, parent_path: str, members: Sequence[str], index: in
 
 
 def _pack_linears(model: PreTrainedModel) -> None:
-    """Lays out every linear layer for the CPU, the head too; where the head shares the embeddings' weight, it is copied."""
+    """Lays out every linear layer for the CPU, the head too (a copy, where it shares its weight with the embeddings)."""
     for path, module in list(model.named_modules()):
         if type(module) is nn.Linear:
             parent_path, _, leaf = path.rpartition(".")

@@ -1,7 +1,7 @@
-"""Messages of worker.proto into the engine's dataclasses and back. Owns nothing, decides nothing but what is well-formed.
+"""Messages of worker.proto into the engine's dataclasses and back. Owns nothing; decides only what is well-formed.
 
-Routers have validated what their callers sent, but a worker believes nobody: every field of an ExecuteRequest is checked
-here, and all that is wrong is named at once.
+Routers have validated what their callers sent, but a worker believes nobody: every field of an ExecuteRequest is
+checked here, and all that is wrong is named at once.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def engine_request(message: worker_pb2.ExecuteRequest, model: ModelInfo) -> Engi
     found = _Violations()
     check = found.check
     check(
-        _REQUEST_ID.fullmatch(message.request_id) is not None, "request_id", "must be 1 to 128 printable ASCII characters"
+        _REQUEST_ID.fullmatch(message.request_id) is not None,
+        "request_id",
+        "must be 1 to 128 printable ASCII characters",
     )
     check(is_valid_name(message.tenant_id), "tenant_id", "is not a tenant's name")
     check(message.qos_class in QOS_CLASSES, "qos_class", "must be set")
@@ -75,9 +77,7 @@ def engine_request(message: worker_pb2.ExecuteRequest, model: ModelInfo) -> Engi
     check(len(prompt) > 0, "prompt_token_ids", "must not be empty")
     _check_token_ids(check, "prompt_token_ids", prompt, model)
     check(1 <= message.n <= MAX_CHOICES, "n", f"must be 1 to {MAX_CHOICES}")
-    check(
-        1 <= message.max_tokens <= model.max_context_tokens, "max_tokens", f"must be 1 to {model.max_context_tokens}"
-    )
+    check(1 <= message.max_tokens <= model.max_context_tokens, "max_tokens", f"must be 1 to {model.max_context_tokens}")
     if emitted:
         check(message.n == 1, "emitted_token_ids", "can be resumed with n = 1 only")
         check(len(emitted) < message.max_tokens, "emitted_token_ids", "must be fewer than max_tokens")
@@ -112,7 +112,7 @@ def _sampling(
     message: common_pb2.SamplingParams, model: ModelInfo, check: Callable[[bool, str, str], bool]
 ) -> Sampling:
     def number(name: str, default: float, is_good: Callable[[float], bool], meaning: str) -> float:
-        value: float = getattr(message, name) if message.HasField(name) else default  # type: ignore[arg-type]
+        value: float = getattr(message, name) if message.HasField(name) else default
         check(math.isfinite(value) and is_good(value), f"sampling.{name}", f"must be {meaning}")
         return value
 

@@ -9,8 +9,8 @@ and by nobody else; `EngineView` and `OutputStream` by the event loop alone.
     OutputStream, EngineView  <--one post a step, gathered while the loop is busy--
 
 A request is in `EngineView.running` from `submit` until the engine has let go of all that it held. What a reader leaves
-unread is bounded (MAX_UNREAD_TOKENS): past it the request is aborted and its stream ends with SLOW_READER. When the engine
-itself fails (a bug, or step after step), every stream ends, and the runtime takes nothing more.
+unread is bounded (MAX_UNREAD_TOKENS): past it the request is aborted and its stream ends with SLOW_READER. When the
+engine itself fails (a bug, or step after step), every stream ends, and the runtime takes nothing more.
 """
 
 from __future__ import annotations
@@ -175,8 +175,6 @@ class EngineListener(Protocol):
     def engine_changed(self) -> None:
         """Counters, blocks or adapters."""
 
-    def engine_failed(self, message: str) -> None: ...
-
 
 @dataclass(frozen=True)
 class _Post:
@@ -202,6 +200,7 @@ class EngineView:
         """Why the engine is no more; None while it lives."""
         self._max_requests = max_requests
         self._listeners: list[EngineListener] = []
+        self._failure_callbacks: list[Callable[[str], None]] = []
 
     @property
     def unfinished_sequences(self) -> int:
@@ -210,6 +209,10 @@ class EngineView:
 
     def subscribe(self, listener: EngineListener) -> None:
         self._listeners.append(listener)
+
+    def when_failed(self, callback: Callable[[str], None]) -> None:
+        """Calls back with the reason once the engine has failed, after its streams have ended."""
+        self._failure_callbacks.append(callback)
 
     def open(self, request: EngineRequest) -> OutputStream:
         """A stream for a request that is about to be given to the engine."""
@@ -249,8 +252,8 @@ class EngineView:
         self.failure = message
         for request_id in list(self.running):
             self._end(request_id, StreamEnd(EndKind.ERROR, f"the engine has failed: {message}"))
-        for listener in self._listeners:
-            listener.engine_failed(message)
+        for callback in self._failure_callbacks:
+            callback(message)
 
     def _end(self, request_id: RequestId, end: StreamEnd) -> None:
         stream = self.running.pop(request_id, None)

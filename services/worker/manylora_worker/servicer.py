@@ -7,7 +7,7 @@ Fencing: a Control stream's epoch is the greatest so far or it is refused; it en
 whose grant is of a lower epoch is refused. Execute itself never raises the epoch.
 
 The errors before an Execute's first frame mean that nothing was begun: InvalidRequest (a field), AlreadyExists (the id
-runs), Unready (an older epoch), Overloaded (too many requests), ServiceUnavailable (draining, or the engine has failed).
+runs), Unready (an older epoch), Overloaded (too many requests), ServiceUnavailable (draining, or a failed engine).
 After the first frame all ends with a `finished` frame; cancelling the call frees its work at the next token boundary.
 """
 
@@ -15,19 +15,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import suppress
 
 from manylora.v1 import worker_pb2
 from manylora_shared.adapter_files import is_uid
-from manylora_shared.errors import Code, InvalidRequest, ServiceUnavailable, Unready
+from manylora_shared.errors import InvalidRequest, ServiceUnavailable, Unready
 from manylora_shared.ids import AdapterUid, RequestId
-from manylora_shared.telemetry import Attribute, Span, SpanName, Telemetry, request_attributes
+from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import ServerCall, Service
 
 from manylora_worker.control import ControlSession
 from manylora_worker.engine.api import EngineRequest
 from manylora_worker.requests import engine_request, execute_finished, token_chunk
-from manylora_worker.runtime import EndKind, OutputStream, Runtime, StreamEnd
+from manylora_worker.runtime import OutputStream, Runtime, StreamEnd
+from manylora_worker.spans import ExecuteSpans
 from manylora_worker.validation import AdapterValidator
 
 _FLUSH_S_PER_STREAM = 0.0003
@@ -35,13 +35,6 @@ _MAX_FLUSH_S = 0.05
 """Frames of one stream are at least min(streams x _FLUSH_S_PER_STREAM, this) apart, so that the number of messages a
 second is bounded whatever the number of streams."""
 _MAX_PATH_CHARS = 1024
-
-_SPAN_CODES = {
-    EndKind.ABORTED: Code.UNAVAILABLE,
-    EndKind.ADAPTER_FAILED: Code.FAILED_PRECONDITION,
-    EndKind.ERROR: Code.INTERNAL,
-    EndKind.SLOW_READER: Code.RESOURCE_EXHAUSTED,
-}
 
 
 class WorkerServicer:
@@ -67,6 +60,7 @@ class WorkerServicer:
         self._quiet = asyncio.Event()
         self._quiet.set()
         runtime.view.subscribe(self)
+        runtime.view.when_failed(lambda message: self.drain())
 
     def service(self) -> Service:
         return Service(
@@ -93,6 +87,11 @@ class WorkerServicer:
         """Until no request runs."""
         await self._quiet.wait()
 
+    def end_control(self) -> None:
+        """Ends the scheduler's stream: the worker goes."""
+        if self._session is not None:
+            self._session.close(ServiceUnavailable(f"worker {self._worker_id} has stopped"))
+
     # -- EngineListener
 
     def request_started(self, request: EngineRequest) -> None:
@@ -110,9 +109,6 @@ class WorkerServicer:
         if self._session is not None:
             self._session.engine_changed()
 
-    def engine_failed(self, message: str) -> None:
-        self.drain()
-
     # -- handlers
 
     async def execute(
@@ -123,7 +119,9 @@ class WorkerServicer:
             raise Unready(f"the grant is of epoch {message.epoch}, the scheduler's is {self._epoch}")
         if self._is_draining:
             raise ServiceUnavailable(f"worker {self._worker_id} is draining")
-        with _ExecuteSpans(self._telemetry, self._runtime, request, call, self._worker_id) as spans:
+        with ExecuteSpans(
+            self._telemetry, request, call.metadata, worker_id=self._worker_id, now_s=self._runtime.now()
+        ) as spans:
             stream = self._runtime.submit(request)
             try:
                 yield worker_pb2.ExecuteResponse(frame=0, started=worker_pb2.ExecuteStarted())
@@ -178,15 +176,14 @@ class WorkerServicer:
         session = self._begin_session(hello.hello.epoch)
         reader = asyncio.create_task(self._obey(commands, session), name="control-commands")
         try:
-            while not reader.done():
-                yield await session.next_report()
-            await reader
+            while (report := await session.next_report()) is not None:
+                yield report
         finally:
             if self._session is session:
                 self._session = None
             reader.cancel()
-            with suppress(asyncio.CancelledError):
-                await reader
+            await asyncio.wait([reader])
+        reader.result()
 
     def _begin_session(self, epoch: int) -> ControlSession:
         if epoch < self._epoch:
@@ -200,7 +197,7 @@ class WorkerServicer:
         return self._session
 
     async def _obey(self, commands: AsyncIterator[worker_pb2.ControlCommand], session: ControlSession) -> None:
-        """Ends the session with what was wrong with a command, or when the scheduler has no more."""
+        """Ends the session with what was wrong with a command, or when the scheduler sends no more."""
         try:
             async for command in commands:
                 match command.WhichOneof("command"):
@@ -214,8 +211,8 @@ class WorkerServicer:
                         raise InvalidRequest.of("command", "must be a prefetch or a drain after the hello")
         except InvalidRequest as error:
             session.close(error)
-        else:
-            session.close(Unready("the scheduler has closed its side"))
+        finally:
+            session.close(None)
 
     def _flush_interval_s(self) -> float:
         return min(_FLUSH_S_PER_STREAM * len(self._runtime.view.running), _MAX_FLUSH_S)
@@ -223,45 +220,3 @@ class WorkerServicer:
     def _let_go(self, stream: OutputStream) -> None:
         if not stream.is_ended:
             self._runtime.abort(stream.request.request_id)
-
-
-class _ExecuteSpans:
-    """The spans of one Execute: the whole, and when it has ended its phases, told afterwards."""
-
-    def __init__(
-        self, telemetry: Telemetry, runtime: Runtime, request: EngineRequest, call: ServerCall, worker_id: str
-    ) -> None:
-        self._telemetry = telemetry
-        self._runtime = runtime
-        self._request = request
-        self._attributes = request_attributes(
-            tenant=request.tenant_id,
-            qos_class=request.qos_class.value,
-            adapter=call.metadata.get("x-adapter-id", ""),
-            adapter_version=request.adapter_uid or "",
-            request_id=request.request_id,
-        )
-        self._attributes[Attribute.WORKER_ID] = worker_id
-        self._output_tokens = 0
-        self._started_ns = telemetry.now_ns()
-        self._started_s = runtime.now()
-        self._span: Span = telemetry.span(
-            SpanName.EXECUTE,
-            parent=call.metadata.get("traceparent"),
-            attributes=self._attributes | {Attribute.PROMPT_TOKENS: len(request.prompt_token_ids)},
-            server=True,
-        )
-
-    def __enter__(self) -> _ExecuteSpans:
-        self._span.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._span.set(Attribute.OUTPUT_TOKENS, self._output_tokens)
-        self._span.__exit__(*exception)  # type: ignore[arg-type]
-
-    def count(self, outputs: object) -> None:
-        raise NotImplementedError
-
-    def end(self, end: StreamEnd) -> None:
-        raise NotImplementedError

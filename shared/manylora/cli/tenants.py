@@ -37,7 +37,13 @@ def split_documents(text: str) -> list[PolicyDocument]:
         PolicyDocument(number, line + 1, text[start:end])
         for number, ((start, line), end) in enumerate(zip(spans, ends, strict=True), 1)
     ]
-    return [d for d in documents if yaml.compose(d.text, Loader=yaml.SafeLoader) is not None]
+    return [d for d in documents if not _is_empty(d.text)]
+
+
+def _is_empty(text: str) -> bool:
+    """Whether a document that can be parsed has nothing in it."""
+    content = [e for e in yaml.parse(text, Loader=yaml.SafeLoader) if isinstance(e, yaml.NodeEvent)]
+    return not content or (len(content) == 1 and isinstance(content[0], yaml.ScalarEvent) and content[0].value == "")
 
 
 async def apply_documents(client: Client, source: str, text: str) -> list[dict[str, object]]:
@@ -71,7 +77,8 @@ async def apply(server: str, file: Path, *, as_json: bool) -> None:
         try:
             applied = await apply_documents(client, source, text)
         except _NotApplied as error:
-            _show_applied(error.applied, as_json=False)
+            if not as_json:
+                _show_applied(error.applied, as_json=False)
             report(error, as_json=as_json, others={"applied": error.applied})
             raise typer.Exit(EXIT_FAILED) from None
     _show_applied(applied, as_json=as_json)

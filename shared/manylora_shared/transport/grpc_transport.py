@@ -20,6 +20,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import Message
+from grpc._cython import cygrpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from manylora_shared.errors import Code, ManyloraError, RpcError
@@ -41,15 +42,13 @@ _LOG = logging.getLogger(__name__)
 KEEPALIVE_TIME_MS = 1000
 KEEPALIVE_TIMEOUT_MS = 2000
 MAX_METADATA_BYTES = 16 * 1024
-STATUS_WAIT_S = 1.0
-"""How long the server's status may take after a failure to send showed that the call has ended."""
-_SEND_FAILED = "Internal error from Core"
-"""grpc.aio's own message for that failure."""
 MAX_CONCURRENT_CALLS = 16_384
 """Calls that one server runs at once; more are refused with RESOURCE_EXHAUSTED."""
 
 CANCELLATION_NOTICE_S = 1.0
 """After a failed write: how long a handler waits to be cancelled, which gRPC does at once, before it cleans up."""
+STATUS_NOTICE_S = 1.0
+"""After a failed write: how long to wait for the status that says why."""
 STOP_CLEANUP_S = 5.0
 """How long `GrpcServer.stop` waits for the `finally` blocks of cancelled handlers before it cancels them again."""
 
@@ -275,24 +274,16 @@ class GrpcServer:
 
 
 class GrpcStream:
-    """One streaming call of a client.
+    """One streaming call of a client."""
 
-    When a call ends while a request is being sent, grpc.aio puts a status of its own ("Internal error from Core") in the
-    place of the server's, before or after that one arrives. So the server's is noted when it is set.
-    """
-
-    __slots__ = ("_answered", "_call", "_method", "_status", "_status_known")
+    __slots__ = ("_answered", "_call", "_method", "_sending_closed")
 
     def __init__(self, call: Any, method: Method) -> None:
         self._call = call
         self._method = method
+        self._sending_closed = not method.client_streaming
         self._answered = False
-        """The single response of a client stream has been read."""
-        self._status: RpcError | None = None
-        """The server's; None while there is none, and where it is OK."""
-        self._status_known = asyncio.Event()
-        if method.client_streaming:
-            call.add_done_callback(self._note_status)
+        """The one response of a call without a response stream was read."""
 
     async def read(self) -> Any:
         if self._answered:
@@ -300,71 +291,55 @@ class GrpcStream:
         try:
             data = await (self._call.read() if self._method.server_streaming else self._call)
         except (grpc.RpcError, asyncio.CancelledError) as e:
-            raise await self._error(e) from None
+            raise _client_error(e) from None
         if data is grpc.aio.EOF:
             return None
         self._answered = not self._method.server_streaming
         return parse_response(self._method.response_type, data)
 
     async def write(self, message: Message) -> None:
+        """Goes by grpc's inner call object: its own `write` replaces the status of a call that ended meanwhile with
+        INTERNAL, and the caller would never learn why, say, its upload was refused."""
+        call = self._call
         try:
-            await self._call.write(message.SerializeToString())
-        except (grpc.RpcError, asyncio.CancelledError) as e:
-            raise await self._error(e) from None
-        except asyncio.InvalidStateError:
+            if call.done():
+                raise await self._ended()
+            if self._sending_closed:
+                raise RpcError(Code.FAILED_PRECONDITION, "no more requests: close_send was called")
+            await call.wait_for_connection()
+            await call._cython_call.send_serialized_message(message.SerializeToString())
+        except cygrpc.InternalError:
             raise await self._ended() from None
+        except asyncio.CancelledError as e:
+            call.cancel()
+            raise _client_error(e) from None
+        except grpc.RpcError as e:
+            raise _client_error(e) from None
 
     async def close_send(self) -> None:
+        if self._sending_closed:
+            return
+        self._sending_closed = True
         try:
             await self._call.done_writing()
-        except (grpc.RpcError, asyncio.CancelledError) as e:
-            raise await self._error(e) from None
-        except asyncio.InvalidStateError:
+        except cygrpc.InternalError:
             return  # the call has ended: there is nothing to half-close
+        except (grpc.RpcError, asyncio.CancelledError) as e:
+            raise _client_error(e) from None
 
     def cancel(self) -> None:
         self._call.cancel()
 
     async def _ended(self) -> RpcError:
-        """The error for a write to a call that has ended or whose sending side is closed."""
-        if not self._call.done():
-            return RpcError(Code.FAILED_PRECONDITION, "no more requests: close_send was called")
-        return self._status or RpcError(Code.CANCELLED, "the call has ended")
-
-    async def _error(self, error: BaseException) -> BaseException:
-        """Our error for grpc's, with the server's status where grpc has put its own in the place."""
-        found = _client_error(error)
-        if isinstance(found, RpcError) and _is_of_core(found) and self._method.client_streaming:
-            try:
-                await asyncio.wait_for(self._status_known.wait(), STATUS_WAIT_S)
-            except TimeoutError:
-                return found
-            return self._status or RpcError(Code.CANCELLED, "the call has ended")
-        return found
-
-    def _note_status(self, call: Any) -> None:
-        """Runs inside grpc at each change of the call's status; its coroutines have their result at once here."""
-        code: grpc.StatusCode = _result_now(call.code())
-        status = _decode(code, _result_now(call.details()), _result_now(call.trailing_metadata()))
-        if _is_of_core(status) or self._status_known.is_set():
-            return
-        if code is not grpc.StatusCode.OK:
-            self._status = status
-        self._status_known.set()
-
-
-def _is_of_core(error: RpcError) -> bool:
-    return error.code is Code.INTERNAL and error.message == _SEND_FAILED
-
-
-def _result_now(coroutine: Any) -> Any:
-    """The result of a coroutine that does not wait."""
-    try:
-        coroutine.send(None)
-    except StopIteration as e:
-        return e.value
-    coroutine.close()
-    raise AssertionError("the call's status is not set")
+        """The error for a write to a call that has ended."""
+        call = self._call
+        try:
+            code = await asyncio.wait_for(call.code(), STATUS_NOTICE_S)
+        except TimeoutError:  # responses that were not read stand before the status
+            return RpcError(Code.UNAVAILABLE, "the call has ended")
+        if code is grpc.StatusCode.OK:
+            return RpcError(Code.CANCELLED, "the call has ended")
+        return _decode(code, await call.details(), await call.trailing_metadata())
 
 
 def _decode(code: grpc.StatusCode, details: str | None, trailing_metadata: Any) -> RpcError:

@@ -73,14 +73,16 @@ class DeviceAdapter:
     sites: Mapping[int, SiteWeights]
     size_bytes: int
 
-    @property
-    def num_products(self) -> int:
-        """Matrix products that one segment of rows costs over the whole model."""
-        return sum(1 + len(site.slots) for site in self.sites.values())
+    num_products: int = field(init=False)
+    """Matrix products that one segment of rows costs over the whole model."""
+    num_weights: int = field(init=False)
 
-    @property
-    def num_weights(self) -> int:
-        return sum(site.a_t.numel() + sum(s.b.numel() for s in site.slots) for site in self.sites.values())
+    def __post_init__(self) -> None:
+        sites = self.sites.values()
+        object.__setattr__(self, "num_products", sum(1 + len(site.slots) for site in sites))
+        object.__setattr__(
+            self, "num_weights", sum(site.a_t.numel() + sum(s.b.numel() for s in site.slots) for site in sites)
+        )
 
 
 class LoraBatch(Protocol):

@@ -1,0 +1,168 @@
+"""The scheduler as one object: serves, stands for election, and leads a term whenever it is elected.
+
+Owns the server, the election, the mirrors of workers and tenants (kept warm while standing by) and the present term.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Coroutine
+from typing import Any
+
+from manylora_shared.coordination import keys
+from manylora_shared.coordination.base import KeyValue, Store
+from manylora_shared.coordination.records import SchedulerRecord, WorkerRecord
+from manylora_shared.coordination.session import Election, Mirror
+from manylora_shared.ids import TenantId, WorkerId
+from manylora_shared.telemetry import Telemetry
+from manylora_shared.transport.address import parse_address
+from manylora_shared.transport.base import Server, Transport
+
+from manylora_scheduler.config import SchedulerConfig
+from manylora_scheduler.core import CoreLimits
+from manylora_scheduler.servicer import SchedulerServicer
+from manylora_scheduler.term import Term
+
+_LOG = logging.getLogger(__name__)
+_STOP_GRACE_S = 1.0
+
+
+class SchedulerApp:
+    def __init__(
+        self, config: SchedulerConfig, *, transport: Transport, store: Store, telemetry: Telemetry, rng: random.Random
+    ) -> None:
+        """The parts that are given stay their giver's to close."""
+        self.config = config
+        self.scheduler_id = config.scheduler_id or f"scheduler-{rng.getrandbits(32):08x}"
+        self._transport = transport
+        self._store = store
+        self._telemetry = telemetry
+        self._rng = rng
+        self._servicer = SchedulerServicer(telemetry)
+        self._workers = Mirror(store, keys.WORKERS, parse=_worker, on_change=self._worker_changed)
+        self._tenants = Mirror(store, keys.TENANTS, parse=lambda kv: kv.value.decode(), on_change=self._tenant_changed)
+        self._server: Server | None = None
+        self._election: Election | None = None
+        self._leading: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        """Where others dial this scheduler."""
+        assert self._server is not None, "start comes first"
+        return self.config.advertise or self._server.address
+
+    @property
+    def term(self) -> Term | None:
+        """The present term; None while another scheduler leads, or none does."""
+        return self._servicer.term
+
+    def debug_counters(self) -> dict[str, int]:
+        """What is held now; all zero when nothing runs, but for the lines to living routers and workers."""
+        term = self.term
+        if term is None:
+            return {"queued": 0, "granted": 0, "routers": 0, "workers": 0}
+        return {
+            "queued": term.core.num_queued,
+            "granted": term.core.num_granted,
+            "routers": term.num_routers,
+            "workers": term.num_workers,
+        }
+
+    async def start(self) -> None:
+        """Returns when this scheduler serves, leading or not. Waits for the store as long as it takes."""
+        self._workers.start()
+        self._tenants.start()
+        await self._workers.ready()
+        await self._tenants.ready()
+        self._server = await self._transport.serve(self.config.listen, [self._servicer.service()])
+        self._servicer.address = self.address
+        record = SchedulerRecord(scheduler_id=self.scheduler_id, address=self.address)
+        self._election = Election(
+            self._store, key=keys.SCHEDULER_LEADER, value=record.to_json(), ttl_s=self.config.lease_ttl_s
+        )
+        self._election.start()
+        self._leading = asyncio.create_task(self._lead(self._election), name="leadership")
+        self._server.set_serving(True)
+
+    async def stop(self, grace_s: float = _STOP_GRACE_S) -> None:
+        """Leaves leadership to others at once, then ends everything. What workers run goes on."""
+        if self._server is not None:
+            self._server.set_serving(False)
+        error = await self._end_leading()
+        if self._election is not None:
+            await self._election.resign()
+        if self._server is not None:
+            await self._server.stop(grace_s)
+        await self._workers.close()
+        await self._tenants.close()
+        if error is not None:
+            raise error
+
+    async def failed(self) -> None:
+        """Waits until the leadership task ends, which only a bug makes it do, and raises what it raised."""
+        assert self._leading is not None, "start comes first"
+        await asyncio.wait([self._leading])
+        self._leading.result()
+
+    async def _end_leading(self) -> BaseException | None:
+        if self._leading is None:
+            return None
+        self._leading.cancel()
+        await asyncio.wait([self._leading])
+        return None if self._leading.cancelled() else self._leading.exception()
+
+    async def _lead(self, election: Election) -> None:
+        while True:
+            epoch = await election.elected()
+            term = Term(
+                epoch=epoch,
+                scheduler_id=self.scheduler_id,
+                is_leading=election.is_leader,
+                policies=self._tenants.values,
+                limits=CoreLimits(
+                    max_queued=self.config.max_queued,
+                    max_queued_per_tenant=self.config.max_queued_per_tenant,
+                    worker_wait_s=self.config.worker_wait_s,
+                ),
+                transport=self._transport,
+                telemetry=self._telemetry,
+                rng=self._rng,
+            )
+            self._servicer.term = term
+            try:
+                for worker_id, record in self._workers.values.items():
+                    term.worker_changed(WorkerId(worker_id), record)
+                await _either(election.lost(epoch), term.failed())
+            finally:
+                self._servicer.term = None
+                await term.close()
+
+    def _worker_changed(self, name: str, record: WorkerRecord | None) -> None:
+        if self.term is not None:
+            self.term.worker_changed(WorkerId(name), record)
+
+    def _tenant_changed(self, name: str, text: str | None) -> None:
+        if self.term is not None:
+            self.term.policy_changed(TenantId(name))
+
+
+async def _either(*waits: Coroutine[Any, Any, None]) -> None:
+    """Waits for the first to end, and raises what it raised."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+def _worker(kv: KeyValue) -> WorkerRecord:
+    record = WorkerRecord.from_json(kv.value)
+    parse_address(record.address)
+    return record

@@ -1,0 +1,144 @@
+"""Between protobuf messages and the core's plain data. Owns no state; messages stop here."""
+
+from __future__ import annotations
+
+import math
+
+from manylora.v1 import admin_pb2, common_pb2, scheduler_pb2, worker_pb2
+from manylora_shared.errors import InvalidRequest
+from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId
+
+from manylora_scheduler.core import FlowView, SendGrant, SendRefusal
+from manylora_scheduler.fleet import FlowTokens, Residency, StartedRequest, WorkerReport, WorkerView
+from manylora_scheduler.request import FlowKey, QueuedRequest
+
+MAX_ID_LENGTH = 256
+MAX_SEQUENCES = 1024
+
+_QOS_CLASSES: dict[int, QosClass] = {
+    common_pb2.QOS_CLASS_UNSPECIFIED: QosClass.STANDARD,
+    common_pb2.QOS_CLASS_INTERACTIVE: QosClass.INTERACTIVE,
+    common_pb2.QOS_CLASS_STANDARD: QosClass.STANDARD,
+    common_pb2.QOS_CLASS_BATCH: QosClass.BATCH,
+}
+_QOS_NUMBERS = {
+    QosClass.INTERACTIVE: common_pb2.QOS_CLASS_INTERACTIVE,
+    QosClass.STANDARD: common_pb2.QOS_CLASS_STANDARD,
+    QosClass.BATCH: common_pb2.QOS_CLASS_BATCH,
+}
+_RESIDENCIES = {
+    worker_pb2.ADAPTER_TIER_HOST: Residency.HOST,
+    worker_pb2.ADAPTER_TIER_DEVICE: Residency.DEVICE,
+}
+
+
+def flow_key(tenant_id: str, qos_class: int) -> FlowKey:
+    """A class of a later version counts as STANDARD."""
+    return FlowKey(TenantId(tenant_id), _QOS_CLASSES.get(qos_class, QosClass.STANDARD))
+
+
+def queued_request(
+    message: scheduler_pb2.Enqueue, router_id: RouterId, *, now: float, enqueued_ns: int
+) -> QueuedRequest:
+    """Raises InvalidRequest. `now` by the event loop's clock, `enqueued_ns` in unix time."""
+    for name, value in (("request_id", message.request_id), ("tenant_id", message.tenant_id)):
+        if not 1 <= len(value) <= MAX_ID_LENGTH:
+            raise InvalidRequest.of(name, f"must have 1 to {MAX_ID_LENGTH} characters")
+    if len(message.adapter_uid) > MAX_ID_LENGTH:
+        raise InvalidRequest.of("adapter_uid", f"must have at most {MAX_ID_LENGTH} characters")
+    if message.sequences > MAX_SEQUENCES:
+        raise InvalidRequest.of("sequences", f"must be at most {MAX_SEQUENCES}")
+    deadline = None
+    if message.HasField("timeout_s"):
+        if math.isnan(message.timeout_s):
+            raise InvalidRequest.of("timeout_s", "is not a number")
+        deadline = now + max(0.0, message.timeout_s)
+    return QueuedRequest(
+        request_id=RequestId(message.request_id),
+        router_id=router_id,
+        flow=flow_key(message.tenant_id, message.qos_class),
+        prompt_tokens=message.prompt_tokens,
+        max_new_tokens=message.max_new_tokens,
+        sequences=max(1, message.sequences),
+        priority=message.priority,
+        adapter_uid=AdapterUid(message.adapter_uid) if message.adapter_uid else None,
+        adapter_id=message.adapter_id,
+        deadline=deadline if deadline != math.inf else None,
+        traceparent=message.traceparent,
+        enqueued_ns=enqueued_ns,
+    )
+
+
+def worker_report(message: worker_pb2.ControlReport) -> WorkerReport:
+    adapters = None
+    if message.snapshot or message.adapters_changed:
+        adapters = {AdapterUid(a.adapter_uid): _RESIDENCIES[a.tier] for a in message.adapters if a.tier in _RESIDENCIES}
+    return WorkerReport(
+        snapshot=message.snapshot,
+        sequence_slots=message.sequence_slots,
+        running_sequences=message.running_sequences,
+        kv_blocks_total=message.kv_blocks_total,
+        kv_blocks_free=message.kv_blocks_free,
+        block_size=message.block_size,
+        draining=message.draining,
+        generated_tokens=message.generated_tokens,
+        adapters=adapters,
+        started=tuple(
+            StartedRequest(RequestId(r.request_id), flow_key(r.tenant_id, r.qos_class), r.sequences)
+            for r in message.started
+        ),
+        finished=tuple(RequestId(request_id) for request_id in message.finished_request_ids),
+        flows={flow_key(f.tenant_id, f.qos_class): FlowTokens(f.prompt_tokens, f.output_tokens) for f in message.flows},
+    )
+
+
+def grant_message(grant: SendGrant, epoch: int) -> scheduler_pb2.ScheduleResponse:
+    return scheduler_pb2.ScheduleResponse(
+        grant=scheduler_pb2.Grant(
+            request_id=grant.request.request_id,
+            worker_id=grant.worker_id,
+            worker_address=grant.worker_address,
+            epoch=epoch,
+            queue_ms=1000 * grant.queue_s,
+        )
+    )
+
+
+def refusal_message(refusal: SendRefusal) -> scheduler_pb2.ScheduleResponse:
+    return scheduler_pb2.ScheduleResponse(
+        refusal=scheduler_pb2.Refusal(
+            request_id=refusal.request.request_id,
+            code=int(refusal.code),
+            message=refusal.message,
+            retry_after_s=refusal.retry_after_s,
+        )
+    )
+
+
+def flow_status(view: FlowView) -> admin_pb2.FlowStatus:
+    return admin_pb2.FlowStatus(
+        tenant_id=view.flow.tenant_id,
+        qos_class=_QOS_NUMBERS[view.flow.qos_class],
+        queued=view.queued,
+        running=view.running,
+        oldest_wait_s=view.oldest_wait_s,
+        served_cost=view.served_cost,
+    )
+
+
+def worker_status(view: WorkerView) -> admin_pb2.WorkerStatus:
+    tiers = list(view.adapters.values())
+    return admin_pb2.WorkerStatus(
+        worker_id=view.worker_id,
+        address=view.address,
+        device=view.device,
+        connected=view.connected,
+        draining=view.draining,
+        sequence_slots=view.sequence_slots,
+        running=view.running_sequences,
+        kv_blocks_total=view.kv_blocks_total,
+        kv_blocks_free=view.kv_blocks_free,
+        adapters_on_device=tiers.count(Residency.DEVICE),
+        adapters_on_host=len(tiers),
+        generated_tokens=view.generated_tokens,
+    )

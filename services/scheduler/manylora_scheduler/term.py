@@ -1,0 +1,335 @@
+"""One term of leadership: a core and all that hangs on it, from election to loss.
+
+Owns the core, its one timer, the routers' lines and the workers' lines. Everything goes through `post`: events in, then
+the core's commands out, in one turn of the event loop without awaits, so that a grant leaves in the turn in which its
+room appeared. Once leadership is not certain any more nothing is posted, and the term is closed soon after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Mapping
+
+from manylora.v1 import admin_pb2, scheduler_pb2, worker_pb2
+from manylora_shared.coordination.records import WorkerRecord
+from manylora_shared.errors import Code, InvalidRequest, ManyloraError, Overloaded, ServiceUnavailable
+from manylora_shared.ids import RouterId, TenantId, WorkerId
+from manylora_shared.logs import fields
+from manylora_shared.policy import TenantPolicy, parse_policy
+from manylora_shared.telemetry import Attribute, SpanName, Telemetry, request_attributes
+from manylora_shared.transport.base import Transport
+
+from manylora_scheduler.core import (
+    Command,
+    Core,
+    CoreLimits,
+    Dropped,
+    Event,
+    PolicyChanged,
+    RouterConnected,
+    RouterDisconnected,
+    SendGrant,
+    SendPrefetch,
+    SendRefusal,
+    Tick,
+    WorkerJoined,
+    WorkerLeft,
+)
+from manylora_scheduler.dispatcher import WorkerLine
+from manylora_scheduler.messages import flow_status, grant_message, refusal_message, worker_status
+from manylora_scheduler.request import QueuedRequest
+
+_LOG = logging.getLogger(__name__)
+
+MAX_UNREAD = 100_000
+"""Answers that a router may leave unread; one that leaves more loses its stream."""
+_END_OF_LINE = ServiceUnavailable("this scheduler is not the leader any more")
+
+
+class RouterLine:
+    """The sending end of one router's stream: what it is still to be sent, in order, and then its end."""
+
+    def __init__(self, router_id: RouterId, session: int) -> None:
+        self.router_id = router_id
+        self.session = session
+        self._outbox: asyncio.Queue[scheduler_pb2.ScheduleResponse | None] = asyncio.Queue()
+        self._error: ManyloraError | None = None
+        self._closed = False
+
+    def send(self, message: scheduler_pb2.ScheduleResponse) -> None:
+        if self._closed:
+            return
+        if self._outbox.qsize() >= MAX_UNREAD:
+            self.close(Overloaded(f"{MAX_UNREAD} answers of the scheduler were not read"))
+            return
+        self._outbox.put_nowait(message)
+
+    def close(self, error: ManyloraError | None = None) -> None:
+        """Ends the stream after what was sent before; the first call counts."""
+        if not self._closed:
+            self._closed = True
+            self._error = error
+            self._outbox.put_nowait(None)
+
+    async def next(self) -> scheduler_pb2.ScheduleResponse | None:
+        """The next message; None at a good end. Raises what `close` was given."""
+        message = await self._outbox.get()
+        if message is None and self._error is not None:
+            raise self._error
+        return message
+
+
+class Term:
+    """See the module's docstring.
+
+    Args:
+        epoch: the fencing epoch, on every grant and every control stream.
+        is_leading: whether nobody else can be leader at a moment of the event loop's clock.
+        policies: the tenants' policy documents; each is read when the tenant's first request comes.
+    """
+
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        scheduler_id: str,
+        is_leading: Callable[[float], bool],
+        policies: Mapping[str, str],
+        limits: CoreLimits,
+        transport: Transport,
+        telemetry: Telemetry,
+        rng: random.Random,
+    ) -> None:
+        self.epoch = epoch
+        self._scheduler_id = scheduler_id
+        self._is_leading = is_leading
+        self._policies = policies
+        self._transport = transport
+        self._telemetry = telemetry
+        self._rng = rng
+        self._loop = asyncio.get_running_loop()
+        self.core = Core(limits)
+        self._routers: dict[RouterId, RouterLine] = {}
+        self._workers: dict[WorkerId, WorkerLine] = {}
+        self._ending: dict[asyncio.Task[None], None] = {}
+        """Workers' lines that are being closed."""
+        self._known_tenants: dict[TenantId, None] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._next_session = 1
+        self._closed = False
+        self._failure: asyncio.Future[None] = self._loop.create_future()
+
+    @property
+    def is_leading(self) -> bool:
+        return not self._closed and self._is_leading(self._loop.time())
+
+    @property
+    def num_routers(self) -> int:
+        return len(self._routers)
+
+    @property
+    def num_workers(self) -> int:
+        return len(self._workers)
+
+    def post(self, event: Event) -> None:
+        """Applies one event and sends what follows from it."""
+        now = self._loop.time()
+        if self._closed or not self._is_leading(now):
+            return
+        began_ns = self._telemetry.now_ns()
+        for command in self.core.apply(event, now):
+            self._send(command, began_ns)
+        self._set_timer()
+
+    async def failed(self) -> None:
+        """Waits for ever, unless a bug ends a part of the term: then raises what it raised."""
+        await asyncio.shield(self._failure)
+
+    async def close(self) -> None:
+        """Ends all streams: routers are told to look for the leader, workers go on with what they have."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for router in list(self._routers.values()):
+            router.close(_END_OF_LINE)
+        self._routers.clear()
+        for worker_id in list(self._workers):
+            self._end_line(worker_id)
+        while self._ending:
+            await asyncio.wait(list(self._ending))
+        if not self._failure.done():
+            self._failure.cancel()
+
+    # ---- routers
+
+    def connect_router(self, router_id: RouterId) -> RouterLine:
+        """A new stream of a router; an earlier one that is not over yet is ended."""
+        line = RouterLine(router_id, self._next_session)
+        self._next_session += 1
+        before = self._routers.get(router_id)
+        if before is not None:
+            before.close(ServiceUnavailable("another stream of this router took over"))
+        self._routers[router_id] = line
+        self.post(RouterConnected(router_id, line.session))
+        return line
+
+    def disconnect_router(self, line: RouterLine) -> None:
+        if self._routers.get(line.router_id) is line:
+            del self._routers[line.router_id]
+        self.post(RouterDisconnected(line.router_id, line.session))
+
+    def learn_tenant(self, tenant_id: TenantId) -> None:
+        """Before a tenant's request: the core knows its policy."""
+        if tenant_id not in self._known_tenants:
+            self._known_tenants[tenant_id] = None
+            self._post_policy(tenant_id)
+
+    def policy_changed(self, tenant_id: TenantId) -> None:
+        if tenant_id in self._known_tenants:
+            self._post_policy(tenant_id)
+
+    def _post_policy(self, tenant_id: TenantId) -> None:
+        text = self._policies.get(tenant_id)
+        policy: TenantPolicy | None = None
+        if text is not None:
+            try:
+                policy = parse_policy(text)
+            except InvalidRequest as e:
+                # Routers refuse the tenant for it; what is queued goes on by the default weights.
+                _LOG.error("a stored policy cannot be read", extra=fields(tenant=tenant_id, error=str(e)))
+        self.post(PolicyChanged(tenant_id, policy))
+
+    # ---- workers
+
+    def worker_changed(self, worker_id: WorkerId, record: WorkerRecord | None) -> None:
+        """A worker's record came, changed, or went."""
+        line = self._workers.get(worker_id)
+        if line is not None and (record is None or record.address != line.address):
+            self._end_line(worker_id)
+            self.post(WorkerLeft(worker_id))
+        if record is not None and worker_id not in self._workers:
+            self.post(WorkerJoined(worker_id, record.address, record.device))
+            self._workers[worker_id] = WorkerLine(
+                worker_id,
+                record.address,
+                hello=worker_pb2.ControlHello(epoch=self.epoch, scheduler_id=self._scheduler_id),
+                transport=self._transport,
+                post=self.post,
+                rng=self._rng,
+                failed=self._fail,
+            )
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._failure.done():
+            self._failure.set_exception(error)
+
+    def _end_line(self, worker_id: WorkerId) -> None:
+        task = asyncio.create_task(self._workers.pop(worker_id).close(), name=f"end control {worker_id}")
+        self._ending[task] = None
+        task.add_done_callback(self._line_ended)
+
+    def _line_ended(self, task: asyncio.Task[None]) -> None:
+        del self._ending[task]
+
+    # ---- status
+
+    def scheduler_status(self, address: str) -> admin_pb2.SchedulerStatus:
+        flows = [flow_status(view) for view in self.core.flow_views()]
+        return admin_pb2.SchedulerStatus(reachable=True, address=address, epoch=self.epoch, flows=flows)
+
+    def worker_statuses(self) -> list[admin_pb2.WorkerStatus]:
+        return [worker_status(view) for view in self.core.workers]
+
+    # ---- the inside
+
+    def _set_timer(self) -> None:
+        at = self.core.next_wakeup()
+        if self._timer is not None:
+            if not self._timer.cancelled() and self._timer.when() == at:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if at is not None:
+            self._timer = self._loop.call_at(at, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.post(Tick())
+
+    def _send(self, command: Command, began_ns: int) -> None:
+        match command:
+            case SendGrant():
+                self._trace_grant(command, began_ns)
+                self._send_to_router(command, grant_message(command, self.epoch))
+            case SendRefusal():
+                self._trace_end(command.request, command.code, command.message)
+                self._send_to_router(command, refusal_message(command))
+            case SendPrefetch():
+                worker = self._workers.get(command.worker_id)
+                if worker is not None:
+                    worker.prefetch(command.adapter_uid)
+            case Dropped():
+                self._trace_end(command.request, Code.CANCELLED, "withdrawn")
+
+    def _send_to_router(self, command: SendGrant | SendRefusal, message: scheduler_pb2.ScheduleResponse) -> None:
+        line = self._routers.get(command.request.router_id)
+        if line is not None and line.session == command.session:
+            line.send(message)
+
+    def _trace_grant(self, grant: SendGrant, began_ns: int) -> None:
+        if not self._telemetry.enabled or grant.repeated:
+            return
+        request = grant.request
+        attributes = request_attributes(
+            tenant=request.flow.tenant_id,
+            qos_class=request.flow.qos_class,
+            adapter=request.adapter_id,
+            adapter_version=request.adapter_uid or "",
+            request_id=request.request_id,
+        )
+        waiting = self._telemetry.span(
+            SpanName.QUEUE,
+            parent=request.traceparent,
+            attributes=attributes | {Attribute.ATTEMPT: grant.attempt, Attribute.QUEUE_DEPTH: self.core.num_queued},
+            start_ns=request.enqueued_ns,
+            server=True,
+        )
+        placing = self._telemetry.span(
+            SpanName.PLACEMENT,
+            parent=waiting.traceparent,
+            attributes=attributes
+            | {
+                Attribute.WORKER_ID: grant.worker_id,
+                Attribute.ADAPTER_RESIDENT: grant.adapter_resident,
+                Attribute.SCHEDULER_ID: self._scheduler_id,
+                Attribute.SCHEDULER_EPOCH: self.epoch,
+            },
+            start_ns=began_ns,
+        )
+        placing.ok()
+        placing.end()
+        waiting.ok()
+        waiting.end()
+
+    def _trace_end(self, request: QueuedRequest, code: Code, message: str) -> None:
+        """The queue span of a request that was not granted."""
+        if not self._telemetry.enabled:
+            return
+        attributes = request_attributes(
+            tenant=request.flow.tenant_id,
+            qos_class=request.flow.qos_class,
+            adapter=request.adapter_id,
+            adapter_version=request.adapter_uid or "",
+            request_id=request.request_id,
+        )
+        span = self._telemetry.span(
+            SpanName.QUEUE,
+            parent=request.traceparent,
+            attributes=attributes,
+            start_ns=request.enqueued_ns,
+            server=True,
+        )
+        span.fail(code, message)
+        span.end()

@@ -1,0 +1,115 @@
+"""The worker as a whole: serves, registers, drains, stops. Built from ready parts, so the simulation builds it too.
+
+Owns the order of starting and stopping. Started: the engine turns, the server listens, the record stands in the store,
+health says SERVING. Stopping: health says NOT_SERVING and the scheduler hears of the draining; running requests go on
+for `drain_s`; what is left ends with OUTCOME_WORKER_LOST; then the engine, the record and the server go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from contextlib import suppress
+
+from manylora_shared.coordination.base import Store
+from manylora_shared.coordination.records import WorkerRecord
+from manylora_shared.logs import fields
+from manylora_shared.telemetry import Telemetry
+from manylora_shared.transport.base import Server, Transport
+
+from manylora_worker.config import WorkerConfig
+from manylora_worker.registration import Registration
+from manylora_worker.runtime import Runtime
+from manylora_worker.servicer import WorkerServicer
+from manylora_worker.validation import AdapterValidator
+
+_LOG = logging.getLogger(__name__)
+_LAST_FRAMES_S = 1.0
+"""For the frames of requests that end with the worker to go out."""
+
+
+class WorkerApp:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        *,
+        transport: Transport,
+        store: Store,
+        runtime: Runtime,
+        validate: AdapterValidator,
+        telemetry: Telemetry,
+        rng: random.Random,
+    ) -> None:
+        self.worker_id = config.worker_id or f"worker-{rng.getrandbits(40):010x}"
+        self._config = config
+        self._transport = transport
+        self._store = store
+        self._runtime = runtime
+        self._servicer = WorkerServicer(
+            runtime, validate, telemetry, worker_id=self.worker_id, sequence_slots=config.sequence_slots
+        )
+        self._server: Server | None = None
+        self._registration: Registration | None = None
+        self._failed: asyncio.Event = asyncio.Event()
+        runtime.view.when_failed(self._engine_failed)
+
+    @property
+    def address(self) -> str:
+        """What others dial."""
+        assert self._server is not None, "start comes first"
+        return self._config.advertise or self._server.address
+
+    async def start(self) -> None:
+        """Returns when the worker serves and is registered."""
+        self._runtime.start()
+        self._server = await self._transport.serve(self._config.listen, [self._servicer.service()])
+        self._registration = Registration(self._store, self._record(), lease_ttl_s=self._config.lease_ttl_s)
+        await self._registration.start()
+        if self._runtime.view.failure is None:
+            self._server.set_serving(True)
+        _LOG.info("serving", extra=fields(worker=self.worker_id, address=self.address))
+
+    async def wait_failed(self) -> str:
+        """Until the engine has failed. Returns why."""
+        await self._failed.wait()
+        assert self._runtime.view.failure is not None
+        return self._runtime.view.failure
+
+    async def stop(self) -> None:
+        """Ends in order; also what was started in part."""
+        self._servicer.drain()
+        if self._server is not None:
+            self._server.set_serving(False)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.drain_s):
+                await self._servicer.wait_quiet()
+        await self._runtime.stop()
+        if self._registration is not None:
+            await self._registration.stop()
+        self._servicer.end_control()
+        if self._server is not None:
+            await self._server.stop(_LAST_FRAMES_S)
+
+    def _engine_failed(self, message: str) -> None:
+        """Nobody is to come here any more."""
+        if self._server is not None:
+            self._server.set_serving(False)
+        if self._registration is not None:
+            self._registration.withdraw()
+        self._failed.set()
+
+    def _record(self) -> WorkerRecord:
+        model = self._runtime.model
+        return WorkerRecord(
+            worker_id=self.worker_id,
+            address=self.address,
+            device=model.device,
+            model_name=model.name,
+            model_digest=model.digest,
+            vocab_size=model.vocab_size,
+            max_context_tokens=model.max_context_tokens,
+            sequence_slots=self._config.sequence_slots,
+            max_lora_rank=self._config.max_lora_rank,
+            eos_token_ids=model.eos_token_ids,
+        )

@@ -1,0 +1,81 @@
+"""The worker's settings: one frozen dataclass, parsed once in `__main__`. Values are passed on, never the whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from manylora_shared.config import ConfigError, check_listen
+
+_ANY_HOST = ("0.0.0.0", "[::]", "::", "")
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """A manylora worker: one base model on one device, many adapters."""
+
+    listen: str = field(default="127.0.0.1:0", metadata={"help": "host:port to serve on; port 0: any free one"})
+    advertise: str = field(default="", metadata={"help": "host:port that others dial; empty: the bound one"})
+    insecure: bool = field(default=False, metadata={"help": "serve beyond this machine without authentication"})
+    etcd: str = field(default="127.0.0.1:2379", metadata={"help": "etcd's endpoints, comma-separated host:port"})
+    lease_ttl_s: int = field(default=2, metadata={"help": "how long others take a silent worker for alive"})
+    worker_id: str = field(default="", metadata={"help": "this worker's name; empty: drawn"})
+    drain_s: float = field(default=5.0, metadata={"help": "how long running requests may go on after a SIGTERM"})
+
+    engine: Literal["torch", "fake"] = field(
+        default="torch", metadata={"help": "fake: no model at all, for benches and tests of everything else"}
+    )
+    fake_step_ms: float = field(default=10.0, metadata={"help": "how long a step of the fake engine takes"})
+    model: str = field(default="", metadata={"help": "Hugging Face folder of the base model"})
+    model_name: str = field(default="", metadata={"help": "what it is served as; empty: the folder's name"})
+    device: str = field(default="cpu", metadata={"help": "cpu, cuda, cuda:1, ..."})
+    dtype: Literal["float32", "bfloat16", "float16"] = field(default="float32", metadata={"help": "compute type"})
+    quantization: Literal["none", "nf4"] = field(default="none", metadata={"help": "of the base model's weights"})
+    threads: int = field(default=0, metadata={"help": "compute threads on the CPU; 0: one a core"})
+
+    kv_cache_mb: int = field(default=512, metadata={"help": "MiB of KV cache, unless num_blocks is set"})
+    num_blocks: int = field(default=0, metadata={"help": "KV blocks; 0: as many as kv_cache_mb holds"})
+    block_size: int = field(default=16, metadata={"help": "tokens a KV block"})
+    sequence_slots: int = field(default=64, metadata={"help": "sequences that run at the same time"})
+    max_batch_tokens: int = field(default=512, metadata={"help": "tokens a step; at least sequence_slots"})
+    prefill_chunk_tokens: int = field(default=256, metadata={"help": "prompt tokens of one sequence in a step"})
+
+    adapter_store: Path = field(default=Path("adapters"), metadata={"help": "the cluster's adapter store"})
+    host_adapter_mb: float = field(default=1024.0, metadata={"help": "MiB of adapters in host memory"})
+    device_adapter_mb: float = field(default=512.0, metadata={"help": "MiB of adapters on the device"})
+    max_lora_rank: int = field(default=64, metadata={"help": "the greatest rank of an adapter"})
+
+    log_level: Literal["debug", "info", "warning", "error"] = field(default="info", metadata={"help": "on stderr"})
+    otlp_endpoint: str = field(default="", metadata={"help": "OTLP gRPC receiver of traces, host:port"})
+    trace_file: str = field(default="", metadata={"help": "file to append traces to, one JSON object a line"})
+
+    def __post_init__(self) -> None:
+        check_listen(self.listen, insecure=self.insecure)
+        if self.listen.rpartition(":")[0] in _ANY_HOST and not self.advertise:
+            raise ConfigError(f"--advertise: must be set, for nobody can dial {self.listen}")
+        if self.engine == "torch" and not self.model:
+            raise ConfigError("--model: must be set")
+        if self.max_batch_tokens < self.sequence_slots:
+            raise ConfigError(f"--max-batch-tokens: must be at least --sequence-slots, {self.sequence_slots}")
+        for name in _AT_LEAST_ONE:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')}: must be at least 1")
+        for name in _POSITIVE:
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"--{name.replace('_', '-')}: must be greater than 0")
+        for name in _NOT_NEGATIVE:
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name.replace('_', '-')}: must not be negative")
+
+
+_AT_LEAST_ONE = (
+    "lease_ttl_s",
+    "kv_cache_mb",
+    "block_size",
+    "sequence_slots",
+    "prefill_chunk_tokens",
+    "max_lora_rank",
+)
+_POSITIVE = ("host_adapter_mb", "device_adapter_mb")
+_NOT_NEGATIVE = ("num_blocks", "threads", "fake_step_ms", "drain_s")

@@ -1,0 +1,129 @@
+"""Which engine a worker runs: the real one (torch) or the fake one (no model). Puts its parts together.
+
+Owns nothing. torch is imported only where it is chosen, so a fake worker starts in a moment.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from manylora_worker.adapters.cache import AdapterCacheLimits
+from manylora_worker.config import WorkerConfig
+from manylora_worker.engine.api import AdapterBackend, ModelRunner, StepBatch
+from manylora_worker.engine.core import EngineCore, EngineLimits
+from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner
+from manylora_worker.engine.step_planner import PlannerLimits
+from manylora_worker.runtime import ModelInfo, Runtime, ThreadRuntime
+from manylora_worker.validation import AdapterValidator, FakeValidator, ThreadValidator
+
+_MIB = 1 << 20
+_REQUESTS_PER_SLOT = 4
+"""Bound of requests in the worker: running, waiting for a slot, or for their adapter."""
+FAKE_MODEL = ModelInfo(
+    name="fake", digest="fake", device="none", vocab_size=259, max_context_tokens=32768, eos_token_ids=()
+)
+"""As many tokens as the demo model's tokenizer has; no token ends a text."""
+_FAKE_BLOCKS = 8192
+
+
+def engine_limits(config: WorkerConfig) -> EngineLimits:
+    return EngineLimits(
+        planner=PlannerLimits(
+            max_batch_tokens=config.max_batch_tokens,
+            prefill_chunk_tokens=config.prefill_chunk_tokens,
+            sequence_slots=config.sequence_slots,
+        ),
+        adapters=AdapterCacheLimits(
+            host_bytes=round(config.host_adapter_mb * _MIB), device_bytes=round(config.device_adapter_mb * _MIB)
+        ),
+        max_requests=_REQUESTS_PER_SLOT * config.sequence_slots,
+    )
+
+
+def build(config: WorkerConfig) -> tuple[Runtime, AdapterValidator]:
+    """The engine and what checks its adapters. May take as long as a model takes to load.
+
+    Raises:
+        ValueError: the model cannot be served with this configuration; the message says why.
+    """
+    return _build_fake(config) if config.engine == "fake" else _build_torch(config)
+
+
+def _build_torch(config: WorkerConfig) -> tuple[Runtime, AdapterValidator]:
+    from manylora_worker import engine_factory
+
+    waker = _Waker()
+    options = engine_factory.EngineOptions(
+        model=config.model,
+        adapter_store=config.adapter_store,
+        model_name=config.model_name,
+        device=config.device,
+        dtype=config.dtype,
+        quantization=config.quantization,
+        kv_cache_mb=config.kv_cache_mb,
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        max_lora_rank=config.max_lora_rank,
+        threads=config.threads or os.cpu_count() or 1,
+    )
+    try:
+        parts = engine_factory.build_engine_parts(options, notify=waker)
+    except engine_factory.ModelRefused as refusal:
+        raise ValueError(str(refusal)) from refusal
+    model = ModelInfo(
+        name=parts.spec.name,
+        digest=parts.spec.digest,
+        device=config.device,
+        vocab_size=parts.spec.vocab_size,
+        max_context_tokens=parts.spec.max_context_tokens,
+        eos_token_ids=parts.spec.eos_token_ids,
+    )
+    runtime = _thread_runtime(config, parts.runner, parts.backend, model)
+    waker.wake = runtime.wake
+    return runtime, ThreadValidator(config.adapter_store, parts.validate)
+
+
+def _build_fake(config: WorkerConfig) -> tuple[Runtime, AdapterValidator]:
+    runner = FakeRunner(
+        num_blocks=config.num_blocks or _FAKE_BLOCKS,
+        block_size=config.block_size,
+        vocab_size=FAKE_MODEL.vocab_size,
+        max_context_tokens=FAKE_MODEL.max_context_tokens,
+        pace=_Pacer(config.fake_step_ms / 1e3),
+    )
+    backend = FakeAdapterBackend(time.monotonic, size_bytes=lambda uid: _MIB)
+    return _thread_runtime(config, runner, backend, FAKE_MODEL), FakeValidator()
+
+
+def _thread_runtime(
+    config: WorkerConfig, runner: ModelRunner, backend: AdapterBackend, model: ModelInfo
+) -> ThreadRuntime:
+    limits = engine_limits(config)
+    return ThreadRuntime(EngineCore(runner, backend, limits), backend, model, max_requests=limits.max_requests)
+
+
+class _Waker:
+    """Hands the backend's notices to the runtime, which is made after it."""
+
+    def __init__(self) -> None:
+        self.wake: Callable[[], None] | None = None
+
+    def __call__(self) -> None:
+        if self.wake is not None:
+            self.wake()
+
+
+class _Pacer:
+    """Ends each step `step_s` after the one before it ended, as long as steps follow one another."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._ended_at = 0.0
+
+    def __call__(self, batch: StepBatch) -> None:
+        now = time.monotonic()
+        began = self._ended_at if now - self._ended_at < self._step_s else now
+        time.sleep(max(0.0, began + self._step_s - now))
+        self._ended_at = began + self._step_s

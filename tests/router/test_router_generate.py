@@ -1,0 +1,653 @@
+"""Generate, end to end through the router, with a scheduler and workers that do what each test says."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+from router_fakes import (
+    STARTED,
+    Answer,
+    RouterCluster,
+    finished,
+    ids_of,
+    read_all,
+    say,
+    simulate,
+    text_request,
+    tokens,
+)
+
+from manylora.v1 import common_pb2, inference_pb2, scheduler_pb2, worker_pb2
+from manylora_router.text_service import TokenIdsOnlyText
+from manylora_shared.coordination import keys
+from manylora_shared.coordination.records import SchedulerRecord
+from manylora_shared.errors import Code, RpcError
+
+SEEDS = range(5)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_text_streams_and_ends_with_one_terminal_frame(seed: int) -> None:
+    async def test(cluster: RouterCluster) -> None:
+        answer = await cluster.ask(text_request("hi"), x_adapter_id="upper", x_request_class="interactive")
+        assert answer.error is None
+        assert answer.text == "hello world"
+        assert answer.ids_of() == ids_of("hello world")
+        started = answer.frames[0].started
+        assert started.adapter_version == "a" * 64
+        assert started.prompt_tokens == 2
+        end = answer.finished
+        assert end.outcome == common_pb2.OUTCOME_COMPLETED
+        assert end.choices[0].finish_reason == common_pb2.FINISH_REASON_STOP
+        assert end.choices[0].stop_token_id == 2
+        assert (end.usage.prompt_tokens, end.usage.completion_tokens) == (2, 11)
+        assert end.timings.queue_ms == 1.5
+        assert end.timings.prefill_ms == 3.0
+        assert 0 < end.timings.ttft_ms < end.timings.total_ms
+        assert end.worker_id == "worker-0"
+        request = cluster.workers[0].executed[0]
+        assert request.sampling.seed == started.seed
+        assert list(request.stop_token_ids) == [2]
+        assert (request.n, request.max_tokens, request.epoch) == (1, 32, 1)
+        enqueued = cluster.scheduler.enqueued[0]
+        assert (enqueued.tenant_id, enqueued.adapter_uid, enqueued.adapter_id) == ("acme", "a" * 64, "upper")
+        assert enqueued.qos_class == common_pb2.QOS_CLASS_INTERACTIVE
+        assert (enqueued.prompt_tokens, enqueued.max_new_tokens, enqueued.sequences) == (2, 32, 1)
+        await cluster.at_rest()
+        assert [c.reached_worker for c in cluster.scheduler.closed] == [True]
+
+    simulate(test, seed=seed)
+
+
+def test_many_streams_at_once() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        answers = await asyncio.gather(*(cluster.ask(text_request(f"p{i}")) for i in range(64)))
+        assert {a.text for a in answers} == {"hello world"}
+        assert all(a.finished.outcome == common_pb2.OUTCOME_COMPLETED for a in answers)
+        assert len({a.frames[0].started.request_id for a in answers}) == 64
+        assert cluster.app.inference.counters.completed == 64
+
+    simulate(test)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_caller_that_leaves_before_the_grant_withdraws(seed: int) -> None:
+    async def test(cluster: RouterCluster) -> None:
+        cluster.scheduler.holds = True
+        stream = cluster.open(text_request())
+        while not cluster.scheduler.queued:
+            await asyncio.sleep(0.001)
+        stream.cancel()
+        await cluster.at_rest()
+        while not cluster.scheduler.withdrawn:
+            await asyncio.sleep(0.001)
+        assert cluster.scheduler.queued == {}
+        assert cluster.scheduler.num_grants == 0
+
+    simulate(test, seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_withdrawal_that_crosses_its_grant(seed: int) -> None:
+    """The grant is on its way while the caller leaves: it is closed, as one that no worker saw or one that ended."""
+
+    async def test(cluster: RouterCluster) -> None:
+        cluster.scheduler.holds = True
+        stream = cluster.open(text_request())
+        while not cluster.scheduler.queued:
+            await asyncio.sleep(0.001)
+        cluster.scheduler.grant(next(iter(cluster.scheduler.queued)))
+        await asyncio.sleep(seed * 0.0003)
+        stream.cancel()
+        await cluster.at_rest()
+        while not cluster.scheduler.closed:
+            await asyncio.sleep(0.001)
+        assert len(cluster.scheduler.closed) == 1
+
+    simulate(test, seed=seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_caller_that_leaves_in_mid_stream_frees_the_worker(seed: int) -> None:
+    async def test(cluster: RouterCluster) -> None:
+        stream = cluster.open(text_request(max_tokens=200))
+        for _ in range(3):
+            await stream.read()
+        stream.cancel()
+        await cluster.at_rest()
+        assert sum(w.cancelled for w in cluster.workers) == 1
+        assert cluster.app.inference.counters.cancelled == 1
+
+    simulate(test, seed=seed, script=say("x" * 1000, pause_s=0.01))
+
+
+def test_scheduler_that_comes_back_gets_the_waiting_again() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        scheduler = cluster.scheduler
+        scheduler.holds = True
+        asked = [asyncio.create_task(cluster.ask(text_request(f"p{i}"))) for i in range(5)]
+        while len(scheduler.queued) < 5:
+            await asyncio.sleep(0.001)
+        order = [r.request_id for r in scheduler.enqueued]
+        running = cluster.open(text_request(max_tokens=100))
+        await asyncio.sleep(0.1)
+        scheduler.grant(scheduler.enqueued[-1].request_id)
+        await running.read()
+        scheduler.queued.clear()
+        scheduler.drop_lines()
+        while len(scheduler.hellos) < 2 or len(scheduler.queued) < 5:
+            await asyncio.sleep(0.01)
+        assert [r.request_id for r in scheduler.enqueued][-5:] == order
+        for request_id in order:
+            scheduler.grant(request_id)
+        answers = await asyncio.gather(*asked)
+        assert all(a.error is None and a.text == "hello world" for a in answers)
+        assert (await read_all(running)).error is None
+
+    simulate(test)
+
+
+def test_no_leader_then_a_leader_elsewhere() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        assert cluster.scheduler.server is not None
+        await cluster.store.delete(keys.SCHEDULER_LEADER)
+        await cluster.scheduler.server.stop(0.0)
+        asked = asyncio.create_task(cluster.ask(text_request()))
+        await asyncio.sleep(5.0)
+        assert not asked.done()
+        await cluster.start_scheduler()
+        answer = await asked
+        assert answer.error is None
+        assert answer.text == "hello world"
+
+    simulate(test)
+
+
+def test_line_moves_when_the_store_names_another_leader() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        old = cluster.scheduler.hellos
+        while not old:
+            await asyncio.sleep(0.01)
+        transport = cluster.network.transport("scheduler-1")
+        server = await transport.serve("scheduler-1:0", [cluster.scheduler.service()])
+        await cluster.store.put(keys.SCHEDULER_LEADER, SchedulerRecord("s1", server.address).to_json())
+        while len(cluster.scheduler.hellos) < 2:
+            await asyncio.sleep(0.01)
+        assert (await cluster.ask(text_request())).text == "hello world"
+
+    simulate(test)
+
+
+def test_grants_closed_while_the_scheduler_is_away_are_told_later() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        stream = cluster.open(text_request(max_tokens=100))
+        await stream.read()
+        leader = await cluster.store.get(keys.SCHEDULER_LEADER)
+        assert leader is not None
+        await cluster.store.delete(keys.SCHEDULER_LEADER)
+        cluster.scheduler.drop_lines()
+        await asyncio.sleep(1.0)
+        stream.cancel()
+        await asyncio.sleep(10.0)
+        assert cluster.scheduler.granted != {}
+        await cluster.store.put(keys.SCHEDULER_LEADER, leader.value)
+        await cluster.at_rest()
+
+    simulate(test, script=say("x" * 1000, pause_s=0.01))
+
+
+def test_refusal_of_the_scheduler_is_a_status_alone() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        cluster.scheduler.refusal = scheduler_pb2.Refusal(
+            code=int(Code.RESOURCE_EXHAUSTED), message="the queue is full", retry_after_s=2.0
+        )
+        answer = await cluster.ask(text_request())
+        assert answer.frames == []
+        assert answer.error is not None
+        assert answer.error.code is Code.RESOURCE_EXHAUSTED
+        assert answer.error.retry_after_s == 2.0
+        assert cluster.app.inference.counters.rejected == 1
+
+    simulate(test)
+
+
+@pytest.mark.parametrize("how", ["gone", "draining", "full"])
+def test_worker_that_is_not_reached_goes_unnoticed(how: str) -> None:
+    async def test(cluster: RouterCluster) -> None:
+        worker = cluster.workers[0]
+        if how == "gone":
+            assert worker.server is not None
+            await worker.server.stop(0.0)
+        else:
+            code = Code.FAILED_PRECONDITION if how == "draining" else Code.RESOURCE_EXHAUSTED
+            worker.refuse_with = RpcError(code, "not now")
+        answer = await cluster.ask(text_request())
+        assert answer.error is None
+        assert answer.text == "hello world"
+        assert answer.finished.worker_id == "worker-1"
+        await cluster.at_rest()
+        assert [c.reached_worker for c in cluster.scheduler.closed] == [False, True]
+        assert len({e.request_id for e in cluster.scheduler.enqueued}) == 1
+
+    simulate(test)
+
+
+def test_workers_that_are_never_reached_end_the_request() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        for worker in cluster.workers:
+            assert worker.server is not None
+            await worker.server.stop(0.0)
+        answer = await cluster.ask(text_request())
+        assert answer.finished.outcome == common_pb2.OUTCOME_WORKER_LOST
+        assert answer.error is not None
+        assert answer.error.code is Code.UNAVAILABLE
+        assert "worker-" in answer.error.message
+        assert len(cluster.scheduler.enqueued) == 5
+
+    simulate(test)
+
+
+@pytest.mark.parametrize("silently", [False, True])
+def test_worker_lost_in_mid_stream(silently: bool) -> None:
+    async def test(cluster: RouterCluster) -> None:
+        answer = Answer()
+        stream = cluster.open(text_request(max_tokens=200))
+        for _ in range(4):
+            answer.frames.append(await stream.read())
+        loop = asyncio.get_running_loop()
+        lost_at = loop.time()
+        cluster.network.kill("worker-0", silently=silently)
+        await read_all(stream, answer)
+        assert loop.time() - lost_at < 3.1
+        end = answer.finished
+        assert end.outcome == common_pb2.OUTCOME_WORKER_LOST
+        assert end.usage.completion_tokens == len(answer.ids_of()) > 0
+        assert end.choices[0].finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED
+        assert answer.error is not None
+        assert answer.error.code is Code.UNAVAILABLE
+        assert "worker-0 was lost" in answer.error.message
+
+    simulate(test, script=say("x" * 1000, pause_s=0.01))
+
+
+def test_deadline_in_mid_stream_ends_with_its_frame() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        answer = await cluster.ask(text_request(max_tokens=200), timeout=0.5)
+        assert answer.finished.outcome == common_pb2.OUTCOME_DEADLINE_EXCEEDED
+        assert answer.finished.usage.completion_tokens == len(answer.ids_of()) > 0
+        assert answer.error is not None
+        assert answer.error.code is Code.DEADLINE_EXCEEDED
+        await cluster.at_rest()
+        assert sum(w.cancelled for w in cluster.workers) == 1
+
+    simulate(test, script=say("x" * 1000, pause_s=0.02))
+
+
+def test_deadline_in_the_queue_withdraws() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        cluster.scheduler.holds = True
+        answer = await cluster.ask(text_request(), timeout=0.5)
+        assert answer.finished.outcome == common_pb2.OUTCOME_DEADLINE_EXCEEDED
+        assert answer.error is not None
+        assert answer.error.code is Code.DEADLINE_EXCEEDED
+        assert 0.3 < cluster.scheduler.enqueued[0].timeout_s < 0.5
+        await cluster.at_rest()
+        while not cluster.scheduler.withdrawn:
+            await asyncio.sleep(0.01)
+
+    simulate(test)
+
+
+@pytest.mark.parametrize("per_frame", [1, 2, 5, 100])
+def test_stop_string_across_frames(per_frame: int) -> None:
+    async def test(cluster: RouterCluster) -> None:
+        answer = await cluster.ask(text_request(max_tokens=100, stop=["never", "o w"]))
+        assert answer.error is None
+        assert answer.text == "hell"
+        end = answer.finished
+        assert end.choices[0].finish_reason == common_pb2.FINISH_REASON_STOP
+        assert end.choices[0].stop_string == "o w"
+        assert end.usage.completion_tokens == 7
+        assert answer.ids_of() == ids_of("hello w")
+
+    simulate(test, script=say("hello world, and so on for ever" * 3, per_frame=per_frame, pause_s=0.01))
+
+
+def test_text_held_back_for_a_stop_string_comes_at_the_end() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        answer = await cluster.ask(text_request(stop=["world!"]))
+        assert answer.text == "hello world"
+        assert answer.finished.choices[0].stop_token_id == 2
+
+    simulate(test)
+
+
+def test_half_characters_are_never_sent() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        answer = await cluster.ask(text_request(max_tokens=100))
+        assert answer.text == "naïve — 日本語 🎉"
+        assert all("\ufffd" not in f.delta.text for f in answer.frames)
+        cut = await cluster.ask(text_request(max_tokens=3))
+        assert cut.text == "na\ufffd"
+        assert cut.finished.choices[0].finish_reason == common_pb2.FINISH_REASON_LENGTH
+
+    simulate(test, script=say("naïve — 日本語 🎉", per_frame=1))
+
+
+def test_choices_stop_each_for_itself() -> None:
+    async def script(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+        assert request.n == 3
+        yield STARTED
+        frame = 1
+        texts = ["ab.cd" * 3, "abcdefgh", "x" * 8]
+        for position in range(8):
+            await asyncio.sleep(0.05)
+            for choice, text in enumerate(texts):
+                is_last = choice > 0 and position == 7
+                yield tokens(
+                    frame,
+                    position,
+                    ids_of(text[position]),
+                    choice=choice,
+                    finish=common_pb2.FINISH_REASON_LENGTH if is_last else common_pb2.FINISH_REASON_UNSPECIFIED,
+                )
+                frame += 1
+        yield finished(frame)
+
+    async def test(cluster: RouterCluster) -> None:
+        answer = await cluster.ask(text_request(n=3, stop=["."], max_tokens=8))
+        assert [answer.text_of(c) for c in range(3)] == ["ab", "abcdefgh", "xxxxxxxx"]
+        end = answer.finished
+        assert [c.choice for c in end.choices] == [0, 1, 2]
+        assert [c.stop_string for c in end.choices] == [".", "", ""]
+        assert end.usage.completion_tokens == 3 + 8 + 8
+        assert cluster.workers[0].stopped_choices == [0]
+        assert cluster.scheduler.enqueued[0].sequences == 3
+        assert cluster.scheduler.enqueued[0].max_new_tokens == 24
+
+    simulate(test, script=script)
+
+
+def test_all_choices_stopped_ends_the_stream_at_once() -> None:
+    async def script(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+        yield STARTED
+        for position in range(100):
+            await asyncio.sleep(0.01)
+            yield tokens(1 + 2 * position, position, ids_of("abcdef"[position % 6]), choice=0)
+            yield tokens(2 + 2 * position, position, ids_of("abcdef"[position % 6]), choice=1)
+
+    async def test(cluster: RouterCluster) -> None:
+        answer = await cluster.ask(text_request(n=2, stop=["ef"], max_tokens=100))
+        assert [answer.text_of(c) for c in range(2)] == ["abcd", "abcd"]
+        assert answer.finished.usage.completion_tokens == 12
+        await cluster.at_rest()
+        assert cluster.workers[0].cancelled == 1
+
+    simulate(test, script=script)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "seen", "code"),
+    [
+        (common_pb2.OUTCOME_ADAPTER_FAILED, common_pb2.OUTCOME_ADAPTER_FAILED, Code.FAILED_PRECONDITION),
+        (common_pb2.OUTCOME_SLOW_READER, common_pb2.OUTCOME_SLOW_READER, Code.RESOURCE_EXHAUSTED),
+        (common_pb2.OUTCOME_INTERNAL, common_pb2.OUTCOME_INTERNAL, Code.INTERNAL),
+        (common_pb2.OUTCOME_CANCELLED, common_pb2.OUTCOME_WORKER_LOST, Code.UNAVAILABLE),
+        (common_pb2.OUTCOME_COMPLETED, common_pb2.OUTCOME_INTERNAL, Code.INTERNAL),
+    ],
+)
+def test_outcomes_of_the_worker(outcome: common_pb2.Outcome, seen: common_pb2.Outcome, code: Code) -> None:
+    """COMPLETED before its choice ended is a fault of the worker."""
+
+    async def script(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+        yield STARTED
+        yield tokens(1, 0, ids_of("ab"))
+        yield finished(2, outcome, "because")
+
+    async def test(cluster: RouterCluster) -> None:
+        answer = await cluster.ask(text_request())
+        assert answer.finished.outcome == seen
+        assert answer.finished.usage.completion_tokens == 2
+        assert answer.error is not None
+        assert answer.error.code is code
+
+    simulate(test, script=script)
+
+
+@pytest.mark.parametrize(("frame", "position"), [(3, 2), (2, 3), (2, 1)])
+def test_gaps_in_the_workers_stream_are_no_silent_loss(frame: int, position: int) -> None:
+    async def script(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+        yield STARTED
+        yield tokens(1, 0, ids_of("ab"))
+        yield tokens(frame, position, ids_of("cd"))
+
+    async def test(cluster: RouterCluster) -> None:
+        answer = await cluster.ask(text_request())
+        assert answer.finished.outcome == common_pb2.OUTCOME_INTERNAL
+        assert answer.error is not None
+        assert "output was lost" in answer.error.message
+
+    simulate(test, script=script)
+
+
+def test_stream_that_just_ends_is_a_lost_worker() -> None:
+    async def script(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+        yield STARTED
+
+    async def test(cluster: RouterCluster) -> None:
+        answer = await cluster.ask(text_request())
+        assert answer.finished.outcome == common_pb2.OUTCOME_WORKER_LOST
+
+    simulate(test, script=script)
+
+
+def test_a_bug_ends_one_request_with_its_outcome(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def push(self, token_id: int) -> str:
+            raise ZeroDivisionError
+
+        def finish(self) -> str:
+            return ""
+
+    async def test(cluster: RouterCluster) -> None:
+        cluster.app.inference._text.detokenizer = Broken  # type: ignore[method-assign]
+        answer = await cluster.ask(text_request())
+        assert answer.finished.outcome == common_pb2.OUTCOME_INTERNAL
+        assert answer.error is not None
+        assert answer.error.code is Code.INTERNAL
+        assert answer.error.message == "internal error"
+
+    simulate(test)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_unread_stream_holds_up_only_its_worker() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        unread = cluster.open(text_request(max_tokens=200))
+        await unread.read()
+        for _ in range(5):
+            assert (await cluster.ask(text_request(max_tokens=5))).finished.usage.completion_tokens == 5
+        unread.cancel()
+
+    simulate(test, script=say("x" * 1000, pause_s=0.001))
+
+
+def test_seeds() -> None:
+    async def seed_of(
+        cluster: RouterCluster, request: inference_pb2.GenerateRequest | None = None, **metadata: str
+    ) -> int:
+        answer = await cluster.ask(request or text_request(), **metadata)
+        return answer.frames[0].started.seed
+
+    async def test(cluster: RouterCluster) -> None:
+        sampling = common_pb2.SamplingParams(seed=7, temperature=0.5)
+        assert await seed_of(cluster, text_request(sampling=sampling), idempotency_key="k") == 7
+        assert cluster.workers[0].executed[0].sampling.temperature == 0.5
+        first = await seed_of(cluster, idempotency_key="k")
+        assert await seed_of(cluster, idempotency_key="k") == first
+        assert await seed_of(cluster, idempotency_key="k2") != first
+        assert await seed_of(cluster, idempotency_key="k", x_tenant_id="other") != first
+        assert await seed_of(cluster) != await seed_of(cluster)
+
+    simulate(test)
+
+
+def test_token_ids_only() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        refused = await cluster.ask(text_request())
+        assert refused.error is not None
+        assert refused.error.code is Code.FAILED_PRECONDITION
+        prompt = inference_pb2.TokenIds(ids=[3, 4, 5])
+        stop = await cluster.ask(inference_pb2.GenerateRequest(token_ids=prompt, stop=["x"]))
+        assert stop.error is not None
+        assert stop.error.code is Code.FAILED_PRECONDITION
+        answer = await cluster.ask(inference_pb2.GenerateRequest(token_ids=prompt, ignore_eos=True))
+        assert answer.text == ""
+        assert answer.ids_of() == ids_of("hello world")
+        assert list(cluster.workers[0].executed[0].prompt_token_ids) == [3, 4, 5]
+        assert list(cluster.workers[0].executed[0].stop_token_ids) == []
+
+    simulate(test, text=TokenIdsOnlyText())
+
+
+def test_refusals_name_the_field_and_leave_nothing() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        sampling = common_pb2.SamplingParams(top_p=1.5)
+        answer = await cluster.ask(
+            text_request("", sampling=sampling, max_tokens=10_000), x_request_class="urgent", x_priority="high"
+        )
+        assert answer.frames == []
+        assert answer.error is not None
+        assert answer.error.code is Code.INVALID_ARGUMENT
+        assert {v.field for v in answer.error.violations} == {
+            "prompt.text",
+            "sampling.top_p",
+            "max_tokens",
+            "x-request-class",
+            "x-priority",
+        }
+        assert cluster.scheduler.enqueued == []
+
+    simulate(test)
+
+
+def test_foreign_and_absent_adapters_answer_alike() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        foreign = await cluster.ask(text_request(), x_adapter_id="secret")
+        await cluster.store.delete(keys.adapter("other", "secret"))
+        await asyncio.sleep(1.0)
+        absent = await cluster.ask(text_request(), x_adapter_id="secret")
+        assert foreign.error is not None
+        assert absent.error is not None
+        assert foreign.error.code is Code.NOT_FOUND
+        assert str(foreign.error) == str(absent.error)
+        unknown = await cluster.ask(text_request(), x_tenant_id="nobody")
+        assert unknown.error is not None
+        assert unknown.error.code is Code.NOT_FOUND
+
+    simulate(test)
+
+
+def test_tenant_limits_hold() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        await cluster.put_tenant("acme", "limits: {max_prompt_tokens: 4, max_output_tokens: 6}\n")
+        await asyncio.sleep(0.1)
+        answer = await cluster.ask(text_request("12345", max_tokens=7))
+        assert answer.error is not None
+        assert [v.field for v in answer.error.violations] == ["prompt.text", "max_tokens"]
+        assert (await cluster.ask(text_request("1234"))).finished.usage.completion_tokens == 6
+
+    simulate(test)
+
+
+def test_store_that_is_away_changes_nothing_for_requests() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        cluster.store_server.set_up(False)
+        await asyncio.sleep(10.0)
+        assert (await cluster.ask(text_request(), x_adapter_id="upper")).text == "hello world"
+        cluster.store_server.set_up(True)
+        await asyncio.sleep(3.0)
+        assert keys.router("router-0") in cluster.store_server.keys
+
+    simulate(test)
+
+
+def test_channels_follow_the_workers() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        await asyncio.gather(*(cluster.ask(text_request()) for _ in range(4)))
+        assert cluster.app.debug_counters()["channels"] == 2
+        await cluster.store.delete(keys.worker("worker-1"))
+        await asyncio.sleep(0.1)
+        assert cluster.app.debug_counters()["channels"] == 1
+
+    simulate(test)
+
+
+def test_spans_of_a_request() -> None:
+    parent = f"00-{'a' * 32}-{'b' * 16}-01"
+
+    async def test(cluster: RouterCluster) -> None:
+        await cluster.ask(text_request(), x_adapter_id="upper", traceparent=parent)
+        await cluster.at_rest()
+        spans = {s["name"]: s for s in cluster.telemetry.recorded()}
+        assert set(spans) == {"manylora.request", "manylora.admission", "manylora.queue_wait", "manylora.stream"}
+        assert {s["trace_id"] for s in spans.values()} == {"a" * 32}
+        root = spans["manylora.request"]
+        assert root["parent_id"] == "b" * 16
+        assert {s["parent_id"] for s in spans.values() if s is not root} == {root["span_id"]}
+        for span in spans.values():
+            assert span["attributes"]["manylora.tenant.id"] == "acme"
+            assert span["attributes"]["manylora.class"] == "standard"
+            assert span["attributes"]["manylora.adapter.id"] == "upper"
+            assert span["status"]["code"] == "OK"
+        sent = cluster.workers[0].metadata[0]
+        assert sent["traceparent"].split("-")[2] == spans["manylora.stream"]["span_id"]
+        queued = cluster.scheduler.enqueued[0].traceparent
+        assert queued.split("-")[2] == spans["manylora.queue_wait"]["span_id"]
+
+    simulate(test)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_storm(seed: int) -> None:
+    """Callers that come and go, workers that break, a scheduler that blinks: one outcome each, nothing is left."""
+
+    async def test(cluster: RouterCluster) -> None:
+        rng = random.Random(seed)
+        cluster.scheduler.lossy = True
+        outcomes: list[int] = []
+
+        async def one(index: int) -> None:
+            await asyncio.sleep(rng.random() * 5)
+            timeout = rng.choice([None, None, 0.3, 3.0])
+            stop = rng.choice([[], ["x" * 20]])
+            stream = cluster.open(text_request(max_tokens=rng.randint(1, 200), stop=stop), timeout=timeout)
+            if rng.random() < 0.3:
+                await asyncio.sleep(rng.random() * 0.5)
+                stream.cancel()
+                return
+            answer = await read_all(stream)
+            if answer.frames and (answer.error is None or answer.frames[-1].HasField("finished")):
+                outcomes.append(answer.finished.outcome)
+                assert (answer.error is None) == (answer.finished.outcome == common_pb2.OUTCOME_COMPLETED)
+
+        async def trouble() -> None:
+            for _ in range(8):
+                await asyncio.sleep(rng.random())
+                which = rng.randrange(3)
+                if which == 0:
+                    cluster.scheduler.drop_lines()
+                elif which == 1:
+                    cluster.network.drop_connections("router", f"worker-{rng.randrange(2)}")
+                else:
+                    cluster.network.partition("router", "scheduler")
+                    await asyncio.sleep(rng.random() * 4)
+                    cluster.network.heal()
+
+        await asyncio.gather(trouble(), *(one(i) for i in range(60)))
+        assert common_pb2.OUTCOME_COMPLETED in outcomes
+
+    simulate(test, seed=seed, script=say("x" * 1000, pause_s=0.01))
