@@ -205,7 +205,7 @@ def _quantiles(values: list[float]) -> tuple[float, float]:
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--streams", default="1,64,256")
     parser.add_argument("--seconds", type=float, default=12.0)
     parser.add_argument("--step-ms", type=float, default=20.0)

@@ -20,6 +20,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help=f"run each simulation with the seeds 0 to N-1 (default {DEFAULT_SIM_SEEDS})",
     )
+    parser.addoption(
+        "--soak-seconds", type=float, default=60.0, metavar="S", help="how long the soak runs (default 60)"
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -1,8 +1,8 @@
 """Greedy tokens through the running cluster equal transformers + peft, one request at a time, in fp32.
 
 Real processes, for each family: requests of all adapters and of the base model arrive at once, prompts are cut into
-chunks, the pool is too small for all of them (blocks are freed, sequences wait and are recomputed), the device tier is too
-small for all adapters (they are loaded and evicted meanwhile), and some callers go away in mid-stream.
+chunks, the pool is too small for all of them (blocks are freed, sequences wait and are recomputed), the device tier is
+too small for all adapters (they are loaded and evicted meanwhile), and some callers go away in mid-stream.
 """
 
 from __future__ import annotations
@@ -24,22 +24,21 @@ ROUNDS = 3
 QUICK = ("llama", "gemma2")
 """The default run; the others are marked slow."""
 
+DEVICE_ADAPTER_MB = 0.15
 WORKER_FLAGS = (
     "--num-blocks=40",
     "--block-size=4",
     "--sequence-slots=8",
     "--max-batch-tokens=24",
     "--prefill-chunk-tokens=7",
-    "--device-adapter-mb=0.25",
+    f"--device-adapter-mb={DEVICE_ADAPTER_MB}",
     "--max-lora-rank=64",
 )
 
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=() if f in QUICK else (pytest.mark.slow,)) for f in FAMILIES]
-)
+@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in QUICK else (pytest.mark.slow,)) for f in FAMILIES])
 async def test_cluster_equals_peft(family: str, tmp_path: Path) -> None:
     model = make_model(family, tmp_path / "model")
     folders = {
@@ -60,8 +59,10 @@ async def test_cluster_equals_peft(family: str, tmp_path: Path) -> None:
     )
     async with LocalCluster(options) as cluster, Client(cluster.router, tenant=TENANT) as client:
         await client.tenants.apply(f"tenant_id: {TENANT}")
-        for name, folder in folders.items():
-            await client.adapters.add(TENANT, name, folder)
+        added = [await client.adapters.add(TENANT, name, folder) for name, folder in folders.items()]
+        assert sum(adapter.size_bytes for adapter in added) > 2 * DEVICE_ADAPTER_MB * 2**20, (
+            "all fit: nothing is evicted"
+        )
 
         async def complete(adapter: str | None, prompt: list[int]) -> list[int]:
             await asyncio.sleep(rng.uniform(0, 0.5))

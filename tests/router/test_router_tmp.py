@@ -611,7 +611,7 @@ def test_spans_of_a_request() -> None:
     simulate(test)
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(0, 80))
 def test_storm(seed: int) -> None:
     """Callers that come and go, workers that break, a scheduler that blinks: one outcome each, nothing is left."""
 

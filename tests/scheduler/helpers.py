@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from manylora_scheduler.core import (
-    Command,
-    Core,
-    CoreLimits,
-    Enqueued,
-    Event,
-    RouterConnected,
-    SendGrant,
-    WorkerJoined,
-    WorkerReported,
-)
+from manylora_scheduler.core import Core, CoreLimits
+from manylora_scheduler.events import Command, Enqueued, Event, RouterConnected, SendGrant, WorkerJoined, WorkerReported
 from manylora_scheduler.fleet import FlowTokens, Residency, StartedRequest, WorkerReport
 from manylora_scheduler.request import FlowKey, QueuedRequest
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
@@ -105,7 +96,7 @@ class Desk:
 
     def worker(self, worker_id: str = "w0", **what: object) -> list[Command]:
         """A worker joins and sends its snapshot."""
-        joined = self.apply(WorkerJoined(WorkerId(worker_id), f"{worker_id}:1", "cpu"))
+        joined = self.apply(WorkerJoined(WorkerId(worker_id), f"{worker_id}:1", "cpu", 4096))
         return joined + self.report(worker_id, snapshot=True, adapters=what.pop("adapters", {}), **what)
 
     def report(self, worker_id: str = "w0", **what: object) -> list[Command]:

@@ -39,6 +39,7 @@ class ScriptedWorker:
         self.prefetched: list[str] = []
         self.running: list[str] = []
         self.break_streams = asyncio.Event()
+        self.connected = asyncio.Event()
         self._transport = transport
         self._outboxes: list[asyncio.Queue[worker_pb2.ControlReport]] = []
 
@@ -67,6 +68,7 @@ class ScriptedWorker:
         self.epochs.append(hello.hello.epoch)
         outbox: asyncio.Queue[worker_pb2.ControlReport] = asyncio.Queue()
         self._outboxes.append(outbox)
+        self.connected.set()
 
         async def read() -> None:
             async for command in requests:
@@ -195,7 +197,7 @@ def play(scenario: Scenario) -> None:
         for app in cluster.apps:
             await app.stop()
         await asyncio.sleep(10)
-        assert cluster.store_server.leases == []
+        assert not cluster.store_server.leases
         names = [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         assert not [name for name in names if name.startswith(("control", "commands", "router", "leadership"))]
 
@@ -215,10 +217,10 @@ def test_a_grant_goes_out_as_soon_as_room_appears() -> None:
         assert (grant.request_id, grant.worker_id, grant.epoch) == ("a", "w0", router.epoch)
         assert grant.worker_address == worker.server.address
         assert worker.epochs == [router.epoch]
-        await router.enqueue("b", adapter_uid="u")
+        await router.enqueue("b", adapter_uid="ab" * 32)
         worker.begin("a")
         await asyncio.sleep(1.0)
-        assert worker.prefetched == ["u"]
+        assert worker.prefetched == ["ab" * 32]
         status = (
             await cluster.network.transport("cli")
             .connect(app.address)
@@ -266,7 +268,8 @@ def test_one_bad_request_does_not_harm_the_others_of_its_router() -> None:
         await router.enqueue("a", tenant_id="")
         await router.enqueue("b", timeout_s=float("nan"))
         await router.enqueue("c", sequences=100_000)
-        for name, at_fault in (("a", "tenant_id"), ("b", "timeout_s"), ("c", "sequences")):
+        await router.enqueue("e", adapter_uid="../etc")
+        for name, at_fault in (("a", "tenant_id"), ("b", "timeout_s"), ("c", "sequences"), ("e", "adapter_uid")):
             refusal = await router.answer()
             assert (refusal.request_id, refusal.code) == (name, Code.INVALID_ARGUMENT)
             assert at_fault in refusal.message
@@ -430,7 +433,7 @@ def test_every_request_has_its_spans() -> None:
         await cluster.leader()
         router = await cluster.router(app)
         await router.enqueue(
-            "a", traceparent=parent, adapter_uid="digest", adapter_id="upper", qos_class=common_pb2.QOS_CLASS_BATCH
+            "a", traceparent=parent, adapter_uid="cd" * 32, adapter_id="upper", qos_class=common_pb2.QOS_CLASS_BATCH
         )
         await router.answer()
         await router.enqueue("late", timeout_s=0.0, traceparent=parent)
@@ -444,7 +447,7 @@ def test_every_request_has_its_spans() -> None:
         assert span["attributes"][Attribute.TENANT_ID] == "acme"
     for span in (queue, placement):
         assert span["attributes"][Attribute.ADAPTER_ID] == "upper"
-        assert span["attributes"][Attribute.ADAPTER_VERSION] == "digest"
+        assert span["attributes"][Attribute.ADAPTER_VERSION] == "cd" * 32
         assert span["attributes"][Attribute.QOS_CLASS] == "batch"
     assert (queue["parent_id"], placement["parent_id"]) == ("0123456789abcdef", queue["span_id"])
     assert placement["attributes"][Attribute.WORKER_ID] == "w0"
@@ -486,8 +489,9 @@ async def test_over_grpc() -> None:
     channel = transport.connect(app.address)
     try:
         async with asyncio.timeout(10):
-            while app.term is None or not any(w.connected for w in app.term.core.workers):
-                await asyncio.sleep(0.01)
+            assert app._election is not None
+            await app._election.elected()
+            await worker.connected.wait()
         router = ScriptedRouter(channel.stream(_METHODS["Schedule"]))
         await router.stream.write(scheduler_pb2.ScheduleRequest(hello=scheduler_pb2.RouterHello(router_id="r")))
         assert (await router.stream.read()).hello.epoch == app.term.epoch

@@ -11,6 +11,8 @@ from manylora_scheduler.core import (
     HOLD_AFTER_PASSES,
     PREFETCHES_PER_WORKER,
     CoreLimits,
+)
+from manylora_scheduler.events import (
     Dropped,
     GrantClosed,
     PolicyChanged,
@@ -95,7 +97,21 @@ def test_a_request_larger_than_any_worker_is_refused_at_once() -> None:
     assert (found.code, found.retry_after_s) == (Code.FAILED_PRECONDITION, None)
     assert "3 sequences" in found.message
     assert refusal(desk.enqueue("b", prompt_tokens=160)).code is Code.FAILED_PRECONDITION
-    assert grants(desk.enqueue("c", prompt_tokens=159)) == [("c", "w0")]
+    assert refusal(desk.enqueue("c", prompt_tokens=100, max_new_tokens=62)).code is Code.FAILED_PRECONDITION
+    assert (
+        refusal(desk.enqueue("d", prompt_tokens=100, max_new_tokens=124, sequences=2)).code is Code.FAILED_PRECONDITION
+    )
+    assert grants(desk.enqueue("e", prompt_tokens=159, max_new_tokens=1)) == [("e", "w0")]
+    desk.report(slots=2, blocks=10, finished=["e"])
+    assert grants(desk.enqueue("f", prompt_tokens=100, max_new_tokens=122, sequences=2)) == [("f", "w0")]
+
+
+def test_a_small_worker_is_passed_over_for_what_it_could_not_end() -> None:
+    desk = Desk()
+    desk.worker("w0", slots=8, blocks=4)
+    desk.worker("w1", slots=8, blocks=100, running=6)
+    assert grants(desk.enqueue("a", prompt_tokens=20, max_new_tokens=100)) == [("a", "w1")]
+    assert grants(desk.enqueue("b", prompt_tokens=20, max_new_tokens=40)) == [("b", "w0")]
 
 
 def test_without_workers_requests_wait_and_are_then_refused() -> None:
@@ -357,13 +373,13 @@ def test_a_worker_that_moved_is_a_new_one() -> None:
     desk = Desk()
     desk.worker("w0", slots=1)
     desk.enqueue("a")
-    desk.apply(WorkerJoined(W0, "elsewhere:2", "cpu"))
+    desk.apply(WorkerJoined(W0, "elsewhere:2", "cpu", 4096))
     assert desk.core.num_granted == 0
     assert desk.enqueue("b") == []
     (grant,) = desk.report("w0", snapshot=True, slots=1)
     assert isinstance(grant, SendGrant)
     assert grant.worker_address == "elsewhere:2"
-    desk.apply(WorkerJoined(W0, "elsewhere:2", "cpu"))
+    desk.apply(WorkerJoined(W0, "elsewhere:2", "cpu", 4096))
     assert desk.core.num_granted == 1
 
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from manylora_scheduler.core import (
+from manylora_scheduler.core import Core, CoreLimits
+from manylora_scheduler.events import (
     Command,
-    Core,
-    CoreLimits,
     Dropped,
     Enqueued,
     Event,
@@ -52,6 +51,7 @@ class Asked:
     request: QueuedRequest
     state: str = "waiting"
     worker: str = ""
+    address: str = ""
     granted_at: float = 0.0
 
 
@@ -117,9 +117,10 @@ class World(RuleBasedStateMachine):
         elif isinstance(command, SendGrant):
             worker = self.workers[command.worker_id]
             asked.state, asked.worker, asked.granted_at = "granted", command.worker_id, self.now
+            asked.address = command.worker_address
             if not command.repeated:
                 assert worker.connected
-                pending = [a for a in self.asked.values() if a.state == "granted" and a.worker == worker.name]
+                pending = [a for a in self.asked.values() if a.state == "granted" and a.address == worker.address]
                 known = worker.used + sum(a.request.sequences for a in pending)
                 assert known <= worker.slots, f"{worker.name} has {worker.slots} slots and gets {known}"
 
@@ -220,9 +221,11 @@ class World(RuleBasedStateMachine):
     @rule(data=st.data())
     def execute(self, data: st.DataObject) -> None:
         asked = self.pick(data, "granted")
-        if asked is None or not self.workers[asked.worker].up:
+        if asked is None:
             return
         worker = self.workers[asked.worker]
+        if not worker.up or worker.address != asked.address:
+            return
         asked.state = "running"
         worker.running[asked.request.request_id] = asked.request.sequences
         worker.new.append(StartedRequest(asked.request.request_id, asked.request.flow, asked.request.sequences))
@@ -269,7 +272,7 @@ class World(RuleBasedStateMachine):
         if worker is not None and not worker.up:
             worker.up = True
             worker.generation += 1
-            self.apply(WorkerJoined(WorkerId(name), worker.address, "cpu"))
+            self.apply(WorkerJoined(WorkerId(name), worker.address, "cpu", 4096))
 
     @rule(name=st.sampled_from(["w0", "w1", "w2"]))
     def worker_dies(self, name: str) -> None:
@@ -346,7 +349,10 @@ class World(RuleBasedStateMachine):
                 self.router_connects(router)
         for _ in range(400):
             for asked in list(self.asked.values()):
-                if asked.state == "granted":
+                if asked.state == "granted" and asked.address != self.workers[asked.worker].address:
+                    asked.state = "done"
+                    self.close(asked, reached=False)
+                elif asked.state == "granted":
                     asked.state = "running"
                     worker = self.workers[asked.worker]
                     worker.running[asked.request.request_id] = asked.request.sequences
@@ -375,7 +381,7 @@ class World(RuleBasedStateMachine):
 
 TestWorld = World.TestCase
 TestWorld.settings = settings(
-    max_examples=150,
+    max_examples=200,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],

@@ -14,7 +14,7 @@ from tests.scheduler.helpers import report, request
 
 
 def worker(name: str, *, slots: int = 32, running: int = 0, free: int = 1000, **tiers: Residency) -> WorkerView:
-    view = WorkerView(WorkerId(name), f"{name}:1", "cpu")
+    view = WorkerView(WorkerId(name), f"{name}:1", "cpu", 4096)
     view.fold_capacity(report(snapshot=True, slots=slots, running=running, free=free, adapters=tiers))
     return view
 

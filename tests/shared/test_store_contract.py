@@ -190,6 +190,18 @@ async def test_compaction_resets_a_watch_that_is_behind(kit: Kit) -> None:
         assert await take(batches, 1) == [("put", a, b"3", later)]
 
 
+async def test_compaction_hides_no_deletion(kit: Kit) -> None:
+    """The watch stands exactly at the compacted revision, which is a deletion."""
+    await kit.one.put(kit.prefix + "a", b"1")
+    listing = await kit.one.list(kit.prefix)
+    await kit.one.delete(kit.prefix + "a")
+    await kit.compact()
+    async with aclosing(kit.other.watch(kit.prefix, start_revision=listing.revision + 1)) as batches:
+        batch = await asyncio.wait_for(anext(batches), SOON_S)
+    assert batch.reset
+    assert batch.events == ()
+
+
 async def test_compaction_leaves_a_watch_that_is_up_to_date(kit: Kit) -> None:
     first = await kit.one.put(kit.prefix + "a", b"1")
     async with aclosing(kit.other.watch(kit.prefix, start_revision=first)) as batches:

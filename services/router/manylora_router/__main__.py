@@ -20,7 +20,7 @@ from manylora_shared.transport.grpc_transport import GrpcTransport
 
 from manylora_router.app import RouterApp
 from manylora_router.config import RouterConfig
-from manylora_router.text_service import HfTextService, TextService, TokenIdsOnlyText
+from manylora_router.text_service import HfTextService, TextService, TokenIdsOnlyText, has_tokenizer
 
 _LOG = logging.getLogger("manylora_router")
 
@@ -28,7 +28,11 @@ _LOG = logging.getLogger("manylora_router")
 def load_text(config: RouterConfig) -> TextService:
     if not config.model:
         return TokenIdsOnlyText()
-    return HfTextService.load(Path(config.model), threads=config.tokenizer_threads)
+    folder = Path(config.model)
+    if folder.is_dir() and not has_tokenizer(folder):
+        _LOG.warning("%s: has no tokenizer; requests must give token ids, and answers have no text", folder)
+        return TokenIdsOnlyText()
+    return HfTextService.load(folder, threads=config.tokenizer_threads)
 
 
 async def run(config: RouterConfig) -> None:

@@ -87,6 +87,21 @@ class FakeText:
         pass
 
 
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "spiece.model",
+    "vocab.txt",
+)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a model folder holds any file of a tokenizer. A broken one counts: it is an error, not an absence."""
+    return any((folder / name).exists() for name in _TOKENIZER_FILES)
+
+
 class HfTextService:
     """The tokenizer of a Hugging Face model folder."""
 

@@ -24,7 +24,26 @@ from manylora_shared.fair_queue import FairQueue
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
 from manylora_shared.policy import DEFAULT_WEIGHTS, TenantPolicy
 
-from manylora_scheduler.fleet import Fleet, WorkerReport, WorkerView
+from manylora_scheduler.events import (
+    Command,
+    Dropped,
+    Enqueued,
+    Event,
+    GrantClosed,
+    PolicyChanged,
+    RouterConnected,
+    RouterDisconnected,
+    SendGrant,
+    SendPrefetch,
+    SendRefusal,
+    Tick,
+    Withdrawn,
+    WorkerDisconnected,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerReported,
+)
+from manylora_scheduler.fleet import Fleet, WorkerView
 from manylora_scheduler.placement import Placement
 from manylora_scheduler.request import (
     OUTPUT_TOKEN_COST,
@@ -58,137 +77,6 @@ class CoreLimits:
     max_queued_per_tenant: int = 20_000
     worker_wait_s: float = 30.0
     """How long a request may wait while no worker could run it, before it is refused."""
-
-
-# ---- events
-
-
-@dataclass(frozen=True, slots=True)
-class RouterConnected:
-    """A router's new stream. Numbers of sessions grow; a later one of the same router replaces the earlier."""
-
-    router_id: RouterId
-    session: int
-
-
-@dataclass(frozen=True, slots=True)
-class RouterDisconnected:
-    router_id: RouterId
-    session: int
-
-
-@dataclass(frozen=True, slots=True)
-class Enqueued:
-    session: int
-    request: QueuedRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Withdrawn:
-    session: int
-    request_id: RequestId
-
-
-@dataclass(frozen=True, slots=True)
-class GrantClosed:
-    session: int
-    router_id: RouterId
-    request_id: RequestId
-    worker_id: WorkerId
-    reached_worker: bool
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerJoined:
-    """A worker's record stands in the store. One that is known is replaced if its address differs."""
-
-    worker_id: WorkerId
-    address: str
-    device: str
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLeft:
-    worker_id: WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerDisconnected:
-    """Its control stream broke; what it runs goes on."""
-
-    worker_id: WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerReported:
-    worker_id: WorkerId
-    report: WorkerReport
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyChanged:
-    tenant_id: TenantId
-    policy: TenantPolicy | None
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    pass
-
-
-Event = (
-    RouterConnected
-    | RouterDisconnected
-    | Enqueued
-    | Withdrawn
-    | GrantClosed
-    | WorkerJoined
-    | WorkerLeft
-    | WorkerDisconnected
-    | WorkerReported
-    | PolicyChanged
-    | Tick
-)
-
-
-# ---- commands
-
-
-@dataclass(frozen=True, slots=True)
-class SendGrant:
-    request: QueuedRequest
-    session: int
-    worker_id: WorkerId
-    worker_address: str
-    queue_s: float
-    attempt: int
-    adapter_resident: bool
-    repeated: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SendRefusal:
-    request: QueuedRequest
-    session: int
-    code: Code
-    message: str
-    retry_after_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SendPrefetch:
-    worker_id: WorkerId
-    adapter_uid: AdapterUid
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """A queued request was withdrawn, or its router went: nothing to send."""
-
-    request: QueuedRequest
-
-
-Command = SendGrant | SendRefusal | SendPrefetch | Dropped
 
 
 # ---- status
@@ -453,7 +341,7 @@ class Core:
             if known.address == event.address:
                 return
             self._on_worker_left(event.worker_id)
-        self._fleet.join(event.worker_id, event.address, event.device)
+        self._fleet.join(event.worker_id, event.address, event.device, event.max_context_tokens)
 
     def _on_worker_left(self, worker_id: WorkerId) -> None:
         worker = self._fleet.leave(worker_id)
@@ -748,5 +636,6 @@ def _rounded(tokens: int) -> int:
 
 def _too_large(request: QueuedRequest) -> str:
     return (
-        f"no worker is large enough for {request.sequences} sequences with a prompt of {request.prompt_tokens} tokens"
+        f"no worker is large enough for {request.sequences} sequences of {request.prompt_tokens} prompt tokens "
+        f"and up to {request.max_new_tokens // request.sequences} more each"
     )

@@ -17,7 +17,7 @@ from manylora_shared.ids import AdapterUid, WorkerId
 from manylora_shared.logs import fields
 from manylora_shared.transport.base import Channel, Stream, Transport, methods_of
 
-from manylora_scheduler.core import Event, WorkerDisconnected, WorkerReported
+from manylora_scheduler.events import Event, WorkerDisconnected, WorkerReported
 from manylora_scheduler.messages import worker_report
 
 _LOG = logging.getLogger(__name__)

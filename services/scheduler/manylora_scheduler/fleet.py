@@ -71,10 +71,11 @@ class _Running:
 class WorkerView:
     """One worker. It takes requests while it is connected (the present stream brought a snapshot) and not draining."""
 
-    def __init__(self, worker_id: WorkerId, address: str, device: str) -> None:
+    def __init__(self, worker_id: WorkerId, address: str, device: str, max_context_tokens: int) -> None:
         self.worker_id = worker_id
         self.address = address
         self.device = device
+        self.max_context_tokens = max_context_tokens
         self.connected = False
         self.has_reported = False
         """Over this stream or an earlier one."""
@@ -120,11 +121,21 @@ class WorkerView:
         return -(-(request.prompt_tokens + 1) // self.block_size) + request.sequences - 1
 
     def has_room_for(self, request: QueuedRequest) -> bool:
-        return self.free_sequences >= request.sequences and self.free_blocks >= self.blocks_for(request)
+        return (
+            self.free_sequences >= request.sequences
+            and self.free_blocks >= self.blocks_for(request)
+            and self.could_ever_run(request)
+        )
 
     def could_ever_run(self, request: QueuedRequest) -> bool:
-        """Whether it would fit if the worker were empty."""
-        return self.sequence_slots >= request.sequences and self.kv_blocks_total >= self.blocks_for(request)
+        """Whether it could if it were empty: slots, and KV for one choice at its longest (its last token has none)."""
+        longest = request.prompt_tokens + request.max_new_tokens // request.sequences
+        kv_tokens = max(request.prompt_tokens, min(longest, self.max_context_tokens) - 1)
+        return (
+            self.sequence_slots >= request.sequences
+            and self.kv_blocks_total >= self.blocks_for(request)
+            and self.kv_blocks_total * self.block_size >= kv_tokens
+        )
 
     def residency(self, adapter_uid: AdapterUid) -> Residency:
         found = self.adapters.get(adapter_uid, Residency.ABSENT)
@@ -260,9 +271,9 @@ class Fleet:
     def get(self, worker_id: WorkerId) -> WorkerView | None:
         return self._workers.get(worker_id)
 
-    def join(self, worker_id: WorkerId, address: str, device: str) -> WorkerView:
+    def join(self, worker_id: WorkerId, address: str, device: str, max_context_tokens: int) -> WorkerView:
         assert worker_id not in self._workers
-        view = self._workers[worker_id] = WorkerView(worker_id, address, device)
+        view = self._workers[worker_id] = WorkerView(worker_id, address, device, max_context_tokens)
         return view
 
     def leave(self, worker_id: WorkerId) -> WorkerView | None:

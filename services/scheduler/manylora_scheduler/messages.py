@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 
 from manylora.v1 import admin_pb2, common_pb2, scheduler_pb2, worker_pb2
+from manylora_shared.adapter_files import is_uid
 from manylora_shared.errors import InvalidRequest
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId
 
-from manylora_scheduler.core import FlowView, SendGrant, SendRefusal
+from manylora_scheduler.core import FlowView
+from manylora_scheduler.events import SendGrant, SendRefusal
 from manylora_scheduler.fleet import FlowTokens, Residency, StartedRequest, WorkerReport, WorkerView
 from manylora_scheduler.request import FlowKey, QueuedRequest
 
@@ -44,8 +46,8 @@ def queued_request(
     for name, value in (("request_id", message.request_id), ("tenant_id", message.tenant_id)):
         if not 1 <= len(value) <= MAX_ID_LENGTH:
             raise InvalidRequest.of(name, f"must have 1 to {MAX_ID_LENGTH} characters")
-    if len(message.adapter_uid) > MAX_ID_LENGTH:
-        raise InvalidRequest.of("adapter_uid", f"must have at most {MAX_ID_LENGTH} characters")
+    if message.adapter_uid and not is_uid(message.adapter_uid):
+        raise InvalidRequest.of("adapter_uid", "must be a sha256 in hex")
     if message.sequences > MAX_SEQUENCES:
         raise InvalidRequest.of("sequences", f"must be at most {MAX_SEQUENCES}")
     deadline = None

@@ -15,7 +15,7 @@ from manylora_shared.ids import RequestId, RouterId, WorkerId
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import ServerCall, Service
 
-from manylora_scheduler.core import Enqueued, GrantClosed, Withdrawn
+from manylora_scheduler.events import Enqueued, GrantClosed, Withdrawn
 from manylora_scheduler.messages import MAX_ID_LENGTH, queued_request
 from manylora_scheduler.term import RouterLine, Term
 

@@ -21,10 +21,10 @@ from manylora_shared.policy import TenantPolicy, parse_policy
 from manylora_shared.telemetry import Attribute, SpanName, Telemetry, request_attributes
 from manylora_shared.transport.base import Transport
 
-from manylora_scheduler.core import (
+from manylora_scheduler.core import Core, CoreLimits
+from manylora_scheduler.dispatcher import WorkerLine
+from manylora_scheduler.events import (
     Command,
-    Core,
-    CoreLimits,
     Dropped,
     Event,
     PolicyChanged,
@@ -37,7 +37,6 @@ from manylora_scheduler.core import (
     WorkerJoined,
     WorkerLeft,
 )
-from manylora_scheduler.dispatcher import WorkerLine
 from manylora_scheduler.messages import flow_status, grant_message, refusal_message, worker_status
 from manylora_scheduler.request import QueuedRequest
 
@@ -210,7 +209,7 @@ class Term:
             self._end_line(worker_id)
             self.post(WorkerLeft(worker_id))
         if record is not None and worker_id not in self._workers:
-            self.post(WorkerJoined(worker_id, record.address, record.device))
+            self.post(WorkerJoined(worker_id, record.address, record.device, record.max_context_tokens))
             self._workers[worker_id] = WorkerLine(
                 worker_id,
                 record.address,

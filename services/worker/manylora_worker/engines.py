@@ -53,6 +53,7 @@ def build(config: WorkerConfig) -> tuple[Runtime, AdapterValidator]:
 
 def _build_torch(config: WorkerConfig) -> tuple[Runtime, AdapterValidator]:
     from manylora_worker import engine_factory
+    from manylora_worker.loader import ModelRefused
 
     waker = _Waker()
     options = engine_factory.EngineOptions(
@@ -70,7 +71,7 @@ def _build_torch(config: WorkerConfig) -> tuple[Runtime, AdapterValidator]:
     )
     try:
         parts = engine_factory.build_engine_parts(options, notify=waker)
-    except engine_factory.ModelRefused as refusal:
+    except ModelRefused as refusal:
         raise ValueError(str(refusal)) from refusal
     model = ModelInfo(
         name=parts.spec.name,

@@ -185,13 +185,17 @@ class EtcdStore:
         await asyncio.gather(*(channel.close() for channel in self._channels))
 
     async def _watch_once(self, prefix: str, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
-        """One stream, until it breaks. Raises StoreUnavailable, _HistoryLost."""
+        """One stream, until it breaks. Raises StoreUnavailable, _HistoryLost.
+
+        Asks for one revision more than is wanted: a watch that starts exactly at the compacted revision is granted, but
+        some versions of etcd have dropped that revision's deletions. Asking earlier makes it a compaction error.
+        """
         async with self._bounded():
             channel = await self._channel()
         stream = channel.stream(_WATCH, metadata={"hasleader": "true"})
         try:
             create = pb.WatchCreateRequest(
-                key=prefix.encode(), range_end=_prefix_end(prefix), start_revision=start_revision
+                key=prefix.encode(), range_end=_prefix_end(prefix), start_revision=max(1, start_revision - 1)
             )
             async with self._bounded():
                 await stream.write(pb.WatchRequest(create_request=create))
@@ -201,8 +205,8 @@ class EtcdStore:
                     raise _HistoryLost
                 if response.canceled:
                     raise StoreUnavailable(f"etcd cancelled the watch: {response.cancel_reason}")
-                if response.events:
-                    events = tuple(_watch_event(event) for event in response.events)
+                events = tuple(_watch_event(e) for e in response.events if e.kv.mod_revision >= start_revision)
+                if events:
                     yield WatchBatch(events[-1].kv.mod_revision, events)
                 response = await stream.read()
             raise StoreUnavailable("etcd ended the watch")

@@ -184,7 +184,7 @@ class MemoryStoreServer:
 
     def changes(self, prefix: str, start_revision: int) -> WatchBatch | None:
         """What a watch that stands at `start_revision` gets now; None where there is nothing."""
-        if start_revision < self._compacted or start_revision > self._revision + 1:
+        if start_revision <= self._compacted or start_revision > self._revision + 1:
             listing = self.list(prefix)
             events = tuple(WatchEvent(EventKind.PUT, kv) for kv in listing.kvs)
             return WatchBatch(listing.revision, events, reset=True)

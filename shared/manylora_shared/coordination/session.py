@@ -215,6 +215,7 @@ class Election:
         self._ttl_s = ttl_s
         self._lease_id = 0
         self._valid_until = 0.0
+        self._former_lease_id = 0
         self._epoch = 0
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -303,6 +304,8 @@ class Election:
             elif kv.lease_id and kv.lease_id == self._lease_id:
                 await self._renew()
                 return kv.create_revision
+            elif kv.lease_id and kv.lease_id == self._former_lease_id:
+                await self._store.revoke(kv.lease_id)  # left over from a term that ended while the store was away
             else:
                 await self._wait_free(kv.create_revision, kv.mod_revision)
 
@@ -346,9 +349,9 @@ class Election:
             watcher.cancel()
             await asyncio.wait([watcher])
         self._set_epoch(0)
-        lease_id, self._lease_id = self._lease_id, 0
+        self._former_lease_id, self._lease_id = self._lease_id, 0
         with contextlib.suppress(StoreUnavailable):
-            await self._store.revoke(lease_id)
+            await self._store.revoke(self._former_lease_id)
 
 
 class Mirror(Generic[T]):

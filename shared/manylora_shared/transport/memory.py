@@ -73,6 +73,7 @@ class _Pipe:
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
         self._broken: _End | None = None
+        self._silent = False
         self.on_end: Callable[[_End], None] | None = None
         """Called when an _End arrives, read or not."""
 
@@ -82,7 +83,7 @@ class _Pipe:
 
     def send(self, item: bytes | _End) -> None:
         """Puts an item on its way. Not bounded: `room` is what waits."""
-        if self._broken is not None:
+        if self._broken is not None or self._silent:
             return
         if isinstance(item, bytes):
             self._unread_bytes += len(item)
@@ -119,6 +120,11 @@ class _Pipe:
             self._arrived.clear()
             _wake(self._reader)
             _wake(self._writer)
+
+    def fall_silent(self) -> None:
+        """The writer's node is gone: nothing that it has sent or will send arrives; the reader waits."""
+        self._silent = True
+        self._in_transit.clear()
 
     def flush(self) -> None:
         """After a stall: what is due arrives."""
@@ -183,13 +189,23 @@ class _Call:
 
     def tell_server(self) -> None:
         """The client gave up: the server hears of it when the way is free, or misses its pings."""
-        self.network.after(self.network.draw_delay_s(), self._cancel_arrives)
+        self.network.deliver(self.client, self.server, self.end_server)
 
-    def _cancel_arrives(self) -> None:
-        if not self.network.is_blocked(self.client, self.server):
+    def tell_client(self) -> None:
+        """The server's end closed the connection: the client hears of it when the way is free, or misses its pings."""
+        self.network.deliver(self.server, self.client, self._reset_client)
+
+    def miss_pings(self, *, at_client: bool) -> None:
+        """One end notices that the other is silent, and closes the connection."""
+        if at_client and self.client_end is None:
+            self.end_client(_unavailable("ping timeout"))
+            self.tell_server()
+        elif not at_client and not self.server_gone:
             self.end_server()
-        elif not self.server_gone:
-            self.network.after(RETRANSMIT_S, self._cancel_arrives)
+            self.tell_client()
+
+    def _reset_client(self) -> None:
+        self.end_client(_unavailable("the connection was reset"))
 
     def _close_if_over(self) -> None:
         if self.server_gone and self.client_end is not None:
@@ -266,7 +282,7 @@ class MemoryNetwork:
         for call in list(self._calls):
             delay_s = self.draw_detection_s() if silently else self.draw_delay_s()
             if call.server.node_name == node_name:
-                call.responses.break_off(_unavailable("the server is gone"))
+                call.responses.fall_silent()
                 call.end_server()
                 self.after(delay_s, call.end_client, _unavailable("the connection was lost"))
             if call.client.node_name == node_name:
@@ -292,6 +308,16 @@ class MemoryNetwork:
 
     def draw_detection_s(self) -> float:
         return self._rng.uniform(DETECT_MIN_S, DETECT_MAX_S)
+
+    def deliver(self, source: MemoryTransport, target: MemoryTransport, action: Callable[[], None]) -> None:
+        """Runs `action` after a message's delay, or later, when the way is free."""
+        self.after(self.draw_delay_s(), self._deliver, source, target, action)
+
+    def _deliver(self, source: MemoryTransport, target: MemoryTransport, action: Callable[[], None]) -> None:
+        if self.is_blocked(source, target):
+            self.after(RETRANSMIT_S, self._deliver, source, target, action)
+        else:
+            action()
 
     def is_blocked(self, source: MemoryTransport, target: MemoryTransport) -> bool:
         return (source.node_name, target.node_name) in self._blocked
@@ -327,19 +353,16 @@ class MemoryNetwork:
         """Where a direction of the call is blocked, both ends will miss their pings: each at a moment of its own."""
         marks = self._marks(call)
         if any(marks):
-            for end in (call.end_server, call.end_client):
-                self.after(self.draw_detection_s(), self._notice_stall, call, marks, end)
+            for at_client in (False, True):
+                self.after(self.draw_detection_s(), self._notice_stall, call, marks, at_client)
 
     def _marks(self, call: _Call) -> tuple[int, int]:
         one, other = call.client.node_name, call.server.node_name
         return self._blocked.get((one, other), 0), self._blocked.get((other, one), 0)
 
-    def _notice_stall(self, call: _Call, marks: tuple[int, int], end: Callable[..., None]) -> None:
+    def _notice_stall(self, call: _Call, marks: tuple[int, int], at_client: bool) -> None:
         if all(mark == 0 or mark == now for mark, now in zip(marks, self._marks(call), strict=True)):
-            if end == call.end_client:
-                call.end_client(_unavailable("ping timeout"))
-            else:
-                end()
+            call.miss_pings(at_client=at_client)
 
 
 def _unavailable(message: str) -> _End:

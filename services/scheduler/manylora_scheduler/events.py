@@ -1,0 +1,141 @@
+"""What goes into the core and what comes out of it, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from manylora_shared.errors import Code
+from manylora_shared.ids import AdapterUid, RequestId, RouterId, TenantId, WorkerId
+from manylora_shared.policy import TenantPolicy
+
+from manylora_scheduler.fleet import WorkerReport
+from manylora_scheduler.request import QueuedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConnected:
+    """A router's new stream. Numbers of sessions grow; a later one of the same router replaces the earlier."""
+
+    router_id: RouterId
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class RouterDisconnected:
+    router_id: RouterId
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Enqueued:
+    session: int
+    request: QueuedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    session: int
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class GrantClosed:
+    session: int
+    router_id: RouterId
+    request_id: RequestId
+    worker_id: WorkerId
+    reached_worker: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJoined:
+    """A worker's record stands in the store. One that is known is replaced if its address differs."""
+
+    worker_id: WorkerId
+    address: str
+    device: str
+    max_context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLeft:
+    worker_id: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDisconnected:
+    """Its control stream broke; what it runs goes on."""
+
+    worker_id: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReported:
+    worker_id: WorkerId
+    report: WorkerReport
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyChanged:
+    tenant_id: TenantId
+    policy: TenantPolicy | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    pass
+
+
+Event = (
+    RouterConnected
+    | RouterDisconnected
+    | Enqueued
+    | Withdrawn
+    | GrantClosed
+    | WorkerJoined
+    | WorkerLeft
+    | WorkerDisconnected
+    | WorkerReported
+    | PolicyChanged
+    | Tick
+)
+
+
+# ---- commands
+
+
+@dataclass(frozen=True, slots=True)
+class SendGrant:
+    request: QueuedRequest
+    session: int
+    worker_id: WorkerId
+    worker_address: str
+    queue_s: float
+    attempt: int
+    adapter_resident: bool
+    repeated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SendRefusal:
+    request: QueuedRequest
+    session: int
+    code: Code
+    message: str
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SendPrefetch:
+    worker_id: WorkerId
+    adapter_uid: AdapterUid
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A queued request was withdrawn, or its router went: nothing to send."""
+
+    request: QueuedRequest
+
+
+Command = SendGrant | SendRefusal | SendPrefetch | Dropped

@@ -1,0 +1,151 @@
+"""kill -9 of a worker, of the scheduler, of etcd and of a router, while tenants stream."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from manylora.client import Client, Delta, GenerateStream, RequestFailed, Result, RetryPolicy, Sampling
+from manylora.demo import skills
+
+from tests.e2e.conftest import UpCluster
+
+pytestmark = pytest.mark.e2e
+
+LONG_TOKENS = 1500
+PATIENT = RetryPolicy(max_attempts=100, base_delay_s=0.1, max_delay_s=0.5)
+
+
+@pytest.fixture
+async def client(whole: UpCluster) -> AsyncIterator[Client]:
+    async with Client(whole.router, tenant="acme", retry=PATIENT) as client:
+        yield client
+
+
+class Running:
+    """A long stream of random tokens that is read in the background, once its first token is there."""
+
+    def __init__(self, stream: GenerateStream) -> None:
+        self.stream = stream
+        self.tokens = 0
+        self.started = asyncio.Event()
+        self.last_token_s = 0.0
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> Result:
+        async for event in self.stream:
+            if isinstance(event, Delta):
+                self.tokens += len(event.token_ids)
+                self.last_token_s = time.monotonic()
+                self.started.set()
+        return self.stream.result()
+
+
+async def start(client: Client, count: int, max_tokens: int = LONG_TOKENS) -> list[Running]:
+    sampling = Sampling(temperature=1.0, seed=3)
+    running = [
+        Running(client.generate("do:", max_tokens=max_tokens, ignore_eos=True, sampling=sampling)) for _ in range(count)
+    ]
+    await asyncio.wait_for(asyncio.gather(*(r.started.wait() for r in running)), 30)
+    return running
+
+
+async def works(client: Client) -> None:
+    result = await client.complete(
+        skills.prompt("ab3"), adapter="upper", max_tokens=16, sampling=Sampling(temperature=0.0), timeout_s=30
+    )
+    assert result.text == "AB3"
+
+
+async def test_a_killed_workers_streams_end_clearly_and_the_others_go_on(whole: UpCluster, client: Client) -> None:
+    running = await start(client, 6)
+    whole.kill("worker-0")
+    killed_s = time.monotonic()
+    await works(client)  # on the other one, at once
+    assert time.monotonic() - killed_s < 5
+    ends = await asyncio.wait_for(asyncio.gather(*(r.task for r in running), return_exceptions=True), 120)
+    lost = [e for e in ends if isinstance(e, BaseException)]
+    assert 0 < len(lost) < len(running), "both workers had streams"
+    for end, stream in zip(ends, running, strict=True):
+        if isinstance(end, Result):
+            assert (end.outcome, len(end.token_ids), end.worker_id) == ("completed", LONG_TOKENS, "worker-1")
+            continue
+        assert isinstance(end, RequestFailed)
+        assert end.code == "UNAVAILABLE"
+        assert "worker-0 was lost" in end.message
+        assert end.result is not None
+        assert end.result.outcome == "worker_lost"
+        assert end.result.usage.completion_tokens == stream.tokens == len(end.result.token_ids)
+    seeded = {r.result().token_ids[:10] for r in (each.stream for each in running)}
+    assert len(seeded) == 1, "the same seed drew the same tokens on both workers"
+
+    await whole.wait_complete()
+    served = {r.result().worker_id for r in await _finish(await start(client, 8, 50))}
+    assert served == {"worker-0", "worker-1"}, "the restarted worker serves again"
+
+
+async def test_streams_of_a_killed_worker_end_within_three_seconds(whole: UpCluster, client: Client) -> None:
+    running = await start(client, 4)
+    whole.kill("worker-1")
+    killed_s = time.monotonic()
+    ended: list[float] = []
+
+    async def watch(each: Running) -> None:
+        try:
+            await each.task
+        except RequestFailed:
+            ended.append(time.monotonic() - killed_s)
+
+    watchers = [asyncio.create_task(watch(each)) for each in running]
+    await asyncio.sleep(3)
+    assert ended
+    assert max(ended) < 3
+    alive = [each for each in running if not each.task.done()]
+    assert all(each.last_token_s > killed_s + 1 for each in alive), "whoever still streams is on the other worker"
+    for each in running:
+        each.stream.cancel()
+    await asyncio.gather(*watchers, return_exceptions=True)
+
+
+@pytest.mark.parametrize("victim", ["scheduler", "etcd"])
+async def test_streams_outlive_the_scheduler_and_etcd(whole: UpCluster, client: Client, victim: str) -> None:
+    running = await start(client, 4)
+    whole.kill(victim)
+    results = [r.result() for r in await _finish(running)]
+    assert [(r.outcome, len(r.token_ids)) for r in results] == [("completed", LONG_TOKENS)] * 4
+    await works(client)
+    await whole.wait_complete()
+    await works(client)
+
+
+async def test_a_killed_router_comes_back_at_its_address(whole: UpCluster, client: Client) -> None:
+    running = await start(client, 2)
+    whole.kill("router-0")
+    ends = await asyncio.wait_for(asyncio.gather(*(r.task for r in running), return_exceptions=True), 10)
+    assert [e.code for e in ends if isinstance(e, RequestFailed)] == ["UNAVAILABLE"] * 2
+    await whole.wait_complete()
+    await works(client)
+    await _eventually(lambda: _is_idle(client))
+
+
+async def _finish(running: list[Running]) -> list[GenerateStream]:
+    await asyncio.wait_for(asyncio.gather(*(r.task for r in running)), 120)
+    return [r.stream for r in running]
+
+
+async def _is_idle(client: Client) -> bool:
+    """No work of callers who are gone is left anywhere."""
+    status = await client.status()
+    return not status.scheduler.flows and all(
+        w.running == 0 and w.kv_blocks_free == w.kv_blocks_total for w in status.workers
+    )
+
+
+async def _eventually(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(15):
+        while True:
+            if await condition():
+                return
+            await asyncio.sleep(0.1)

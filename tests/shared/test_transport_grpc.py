@@ -1,0 +1,122 @@
+"""What is gRPC's own: peers that fall silent, stock health and reflection clients, addresses."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from manylora_shared.errors import Code, FieldViolation, ManyloraError, RpcError
+from manylora_shared.transport.address import is_loopback, join_address, parse_address
+from manylora_shared.transport.grpc_transport import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, GrpcTransport
+from manylora_shared.transport.status import decode_error, encode_details
+from transport_echo import METHODS, echo_service, text
+
+FOLDER = Path(__file__).parent
+SERVER_PROGRAM = """
+import asyncio
+from manylora_shared.transport.grpc_transport import GrpcTransport
+from transport_echo import echo_service, text
+
+async def forever(request, call):
+    yield text("first")
+    await asyncio.Event().wait()
+
+async def main():
+    server = await GrpcTransport().serve("127.0.0.1:0", [echo_service(ServerStream=forever)])
+    print(server.address, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_silent_or_dead_server_ends_its_streams_in_time(how: signal.Signals) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        SERVER_PROGRAM,
+        env={**os.environ, "PYTHONPATH": f"{FOLDER}:{FOLDER.parents[1] / 'shared'}"},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    channel = GrpcTransport().connect((await process.stdout.readline()).decode().strip())
+    try:
+        stream = channel.stream(METHODS["ServerStream"], text(""))
+        assert (await stream.read()).text == "first"
+        loop = asyncio.get_running_loop()
+        process.send_signal(how)
+        started = loop.time()
+        with pytest.raises(RpcError) as caught:
+            await asyncio.wait_for(stream.read(), 10)
+        assert caught.value.code is Code.UNAVAILABLE
+        assert loop.time() - started < (KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS) / 1000 + 1.0
+    finally:
+        await channel.close()
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def test_stock_clients_of_health_and_reflection_are_served() -> None:
+    server = await GrpcTransport().serve("127.0.0.1:0", [echo_service()])
+    server.set_serving(True)
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "manylora.test.EchoService"):
+            found = await health.Check(health_pb2.HealthCheckRequest(service=service))
+            assert found.status == health_pb2.HealthCheckResponse.SERVING
+        listed = await health.List(health_pb2.HealthListRequest())
+        assert set(listed.statuses) == {"", "manylora.test.EchoService"}
+
+        async def requests() -> AsyncIterator[Any]:
+            yield reflection_pb2.ServerReflectionRequest(list_services="")
+            yield reflection_pb2.ServerReflectionRequest(file_containing_symbol="manylora.test.EchoService")
+
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        answers = [answer async for answer in stub.ServerReflectionInfo(requests())]
+        assert [s.name for s in answers[0].list_services_response.service] == sorted(
+            ["grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection", "manylora.test.EchoService"]
+        )
+        assert b"EchoService" in answers[1].file_descriptor_response.file_descriptor_proto[0]
+    await server.stop(0)
+
+
+async def test_a_server_that_speaks_no_google_rpc_details_is_understood() -> None:
+    error = decode_error(Code.NOT_FOUND, "gone", b"\xff\xff")
+    assert (error.code, error.message, error.violations, error.label) == (Code.NOT_FOUND, "gone", (), "not_found")
+    for retry_after_s in (0.0, 0.25, 90.5):
+        whole = ManyloraError("m", violations=[FieldViolation("f", "d")], retry_after_s=retry_after_s)
+        error = decode_error(Code.INTERNAL, "m", encode_details(whole))
+        assert (error.retry_after_s, error.violations) == (retry_after_s, whole.violations)
+
+
+@pytest.mark.parametrize(
+    ("address", "parsed"),
+    [("127.0.0.1:80", ("127.0.0.1", 80)), ("[::1]:0", ("::1", 0)), ("a.b-c:65535", ("a.b-c", 65535))],
+)
+def test_addresses(address: str, parsed: tuple[str, int]) -> None:
+    assert parse_address(address) == parsed
+    assert join_address(*parsed) == address
+
+
+@pytest.mark.parametrize(
+    "address", ["", "host", ":80", "::1:80", "host:", "host:-1", "host:65536", "host:8o", "host:²"]
+)
+def test_bad_addresses(address: str) -> None:
+    with pytest.raises(ValueError, match="address"):
+        parse_address(address)
+
+
+def test_loopback_addresses() -> None:
+    assert all(is_loopback(address) for address in ("127.0.0.1:1", "localhost:1", "[::1]:1", "127.8.0.1:1"))
+    assert not any(is_loopback(address) for address in ("0.0.0.0:1", "[::]:1", "example.org:1", "10.0.0.1:1"))

@@ -1,0 +1,220 @@
+"""Both runtimes keep one contract; the thread's own troubles come after."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import pytest
+from manylora_shared.errors import AlreadyExists, InvalidRequest, Overloaded, ServiceUnavailable
+from manylora_shared.simulation import loop as simulation
+from manylora_worker.engine.api import AdapterTier, Sampled, StepBatch
+from manylora_worker.engine.fake_runner import FakeRunner, reference_tokens
+from manylora_worker.runtime import MAX_UNREAD_TOKENS, EndKind, OutputStream, StreamEnd
+
+from tests.worker.worker_fakes import UID, Engine, config, make_engine, request
+
+
+async def drain(stream: OutputStream) -> tuple[dict[int, list[int]], StreamEnd]:
+    tokens: dict[int, list[int]] = {}
+    while True:
+        batch = await stream.read()
+        for output in batch.outputs:
+            tokens.setdefault(output.choice, []).extend(output.token_ids)
+        if batch.end is not None:
+            return tokens, batch.end
+
+
+@pytest.fixture(params=["thread", "loop"])
+def is_threaded(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param == "thread")
+
+
+async def test_outputs_are_the_references(is_threaded: bool) -> None:
+    engine = make_engine(config(), threaded=is_threaded)
+    engine.runtime.start()
+    streams = [engine.runtime.submit(request(f"r{i}", prompt_token_ids=tuple(range(1, 9 + i)))) for i in range(20)]
+    for i, (tokens, end) in enumerate(await asyncio.gather(*(drain(s) for s in streams))):
+        assert end.kind is EndKind.COMPLETED
+        assert tokens == {0: reference_tokens(range(1, 9 + i), None, 3, 0, 8)}
+    await engine.runtime.stop()
+    engine.assert_empty()
+
+
+async def test_refusals(is_threaded: bool) -> None:
+    engine = make_engine(config(sequence_slots=1), threaded=is_threaded)
+    engine.runtime.start()
+    long = request("long", max_tokens=5000)
+    streams = [engine.runtime.submit(long)]
+    with pytest.raises(AlreadyExists, match="request_id"):
+        engine.runtime.submit(long)
+    with pytest.raises(InvalidRequest, match="n: "):
+        engine.runtime.submit(request("wide", n=2))
+    streams += [engine.runtime.submit(request(f"r{i}", max_tokens=5000)) for i in range(3)]
+    with pytest.raises(Overloaded):
+        engine.runtime.submit(request("too many"))
+    await engine.runtime.stop()
+    for stream in streams:
+        assert (await drain(stream))[1].kind is EndKind.ABORTED
+    engine.assert_empty()
+
+
+async def test_abort_and_stop_choice_take_effect(is_threaded: bool) -> None:
+    engine = make_engine(config(), threaded=is_threaded)
+    engine.runtime.start()
+    aborted = engine.runtime.submit(request("aborted", max_tokens=4000))
+    stopped = engine.runtime.submit(request("stopped", max_tokens=200, n=2))
+    await aborted.read()
+    await stopped.read()
+    engine.runtime.abort(aborted.request.request_id)
+    engine.runtime.stop_choice(stopped.request.request_id, 0)
+    assert (await drain(aborted))[1].kind is EndKind.ABORTED
+    tokens, end = await drain(stopped)
+    assert end.kind is EndKind.COMPLETED
+    assert len(tokens[0]) < 150
+    assert len(tokens[1]) > len(tokens[0])
+    await engine.runtime.stop()
+    engine.assert_empty()
+
+
+async def test_a_slow_reader_is_cut_off_and_its_unread_output_is_bounded(is_threaded: bool) -> None:
+    engine = make_engine(config(), threaded=is_threaded, step_s=0.0)
+    engine.runtime.start()
+    stream = engine.runtime.submit(request(max_tokens=MAX_UNREAD_TOKENS + 500))
+    while not stream.is_ended:
+        await asyncio.sleep(0.01)
+    tokens, end = await drain(stream)
+    assert end.kind is EndKind.SLOW_READER
+    assert str(MAX_UNREAD_TOKENS) in end.message
+    assert len(tokens[0]) == MAX_UNREAD_TOKENS
+    await engine.runtime.stop()
+    engine.assert_empty()
+
+
+async def test_a_failed_adapter_ends_its_request_with_the_reason(is_threaded: bool) -> None:
+    engine = make_engine(
+        config(),
+        threaded=is_threaded,
+        error_of=lambda uid, tier: "its digest is wrong" if tier is AdapterTier.HOST else None,
+    )
+    engine.runtime.start()
+    _, end = await drain(engine.runtime.submit(request(adapter_uid=UID)))
+    assert (end.kind, end.message) == (EndKind.ADAPTER_FAILED, "its digest is wrong")
+    await engine.runtime.stop()
+    engine.assert_empty()
+
+
+async def test_prefetch_reaches_the_device(is_threaded: bool) -> None:
+    engine = make_engine(config(), threaded=is_threaded)
+    engine.runtime.start()
+    engine.runtime.prefetch(UID)
+    while engine.runtime.view.adapters.get(UID) is not AdapterTier.DEVICE:
+        await asyncio.sleep(0.001)
+    await engine.runtime.stop()
+
+
+class BrokenRunner(FakeRunner):
+    def execute(self, batch: StepBatch) -> Sequence[Sampled]:
+        raise RuntimeError("the device is gone")
+
+
+class Bug(Exception):
+    pass
+
+
+def break_model(engine: Engine) -> None:
+    engine.core._runner = BrokenRunner(num_blocks=4096, block_size=16)
+
+
+async def test_one_failed_step_fails_its_requests_and_many_fail_the_engine(is_threaded: bool) -> None:
+    engine = make_engine(config(), threaded=is_threaded)
+    break_model(engine)
+    reasons: list[str] = []
+    engine.runtime.view.when_failed(reasons.append)
+    engine.runtime.start()
+    for i in range(2):
+        _, end = await drain(engine.runtime.submit(request(f"r{i}")))
+        assert (end.kind, end.message) == (EndKind.ERROR, "the step failed: RuntimeError: the device is gone")
+        assert not reasons
+    _, end = await drain(engine.runtime.submit(request("last")))
+    assert end.kind is EndKind.ERROR
+    while not reasons:
+        await asyncio.sleep(0.001)
+    with pytest.raises(ServiceUnavailable, match="the engine has failed"):
+        engine.runtime.submit(request("after"))
+    await engine.runtime.stop()
+
+
+async def test_a_bug_in_the_engine_ends_every_stream(is_threaded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(config(), threaded=is_threaded)
+    engine.runtime.start()
+    streams = [engine.runtime.submit(request(f"r{i}", max_tokens=4000)) for i in range(3)]
+    for stream in streams:
+        await stream.read()
+
+    def fail(now: float) -> None:
+        raise Bug("unforeseen")
+
+    monkeypatch.setattr(engine.core, "begin_step", fail)
+    for stream in streams:
+        _, end = await drain(stream)
+        assert (end.kind, end.message) == (EndKind.ERROR, "the engine has failed: Bug: unforeseen")
+    assert not engine.runtime.view.running
+    assert engine.runtime.view.failure == "Bug: unforeseen"
+    await engine.runtime.stop()
+
+
+async def test_reads_gather_what_comes_within_the_interval_but_not_the_first_token_and_not_the_end() -> None:
+    engine = make_engine(config(), step_s=0.002)
+    engine.runtime.start()
+    stream = engine.runtime.submit(request(max_tokens=40))
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    first = await stream.read(interval_s=0.03)
+    assert loop.time() - began < 0.02
+    assert len(first.outputs) <= 2
+    second = await stream.read(interval_s=60.0)
+    assert len(second.outputs) > 3
+    rest = await asyncio.wait_for(stream.read(), 2.0)
+    assert rest.end is not None
+    await engine.runtime.stop()
+
+
+async def test_the_thread_sleeps_while_there_is_nothing_to_do() -> None:
+    engine = make_engine(config(), threaded=True)
+    engine.runtime.start()
+    await drain(engine.runtime.submit(request()))
+    await asyncio.sleep(0.02)
+    turns = 0
+
+    def count(timeout_s: float | None) -> None:
+        nonlocal turns
+        turns += 1
+
+    original = engine.core.begin_step
+    engine.core.begin_step = lambda now: (count(None), original(now))[1]  # type: ignore[method-assign]
+    await asyncio.sleep(0.05)
+    assert turns == 0
+    await engine.runtime.stop()
+
+
+def test_the_loop_runtime_is_the_same_in_every_run_of_the_simulation() -> None:
+    async def main() -> list[tuple[float, int]]:
+        loop = asyncio.get_running_loop()
+        rng = random.Random(4)
+        engine = make_engine(config(num_blocks=24), clock=loop.time, load_s=0.3, step_s=0.01)
+        engine.runtime.start()
+        streams = []
+        for i in range(12):
+            await asyncio.sleep(rng.random() / 10)
+            streams.append(engine.runtime.submit(request(f"r{i}", adapter_uid=UID if i % 2 else None, n=1 + i % 3)))
+        ends = [(await drain(stream))[1].request_end for stream in streams]
+        await engine.runtime.stop()
+        engine.assert_empty()
+        return [(end.ended_s, hash(end.request_id) and int(end.request_id[1:])) for end in ends if end is not None]
+
+    one = simulation.run(main(), seed=5)
+    other = simulation.run(main(), seed=5)
+    assert one.result == other.result
+    assert len(one.result) == 12

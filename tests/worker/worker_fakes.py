@@ -1,0 +1,218 @@
+"""A worker over the fake engine, in this process, and a caller of it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from manylora.v1 import common_pb2, worker_pb2
+from manylora_shared.coordination.memory import MemoryStoreServer
+from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
+from manylora_shared.telemetry import Telemetry
+from manylora_shared.transport.base import Channel, Stream, Transport, methods_of
+from manylora_shared.transport.memory import MemoryNetwork
+from manylora_worker import engines
+from manylora_worker.app import WorkerApp
+from manylora_worker.config import WorkerConfig
+from manylora_worker.engine.api import AdapterTier, EngineRequest, Sampling, StepBatch
+from manylora_worker.engine.core import EngineCore
+from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner
+from manylora_worker.runtime import LoopRuntime, ModelInfo, Runtime, ThreadRuntime
+from manylora_worker.validation import FakeValidator
+
+METHODS = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])
+EXECUTE, STOP_CHOICE = METHODS["Execute"], METHODS["StopChoice"]
+VALIDATE, CONTROL = METHODS["ValidateAdapter"], METHODS["Control"]
+MODEL = ModelInfo("tiny", "digest", "none", vocab_size=259, max_context_tokens=8192, eos_token_ids=(0,))
+UID = AdapterUid("ab" * 32)
+OTHER_UID = AdapterUid("cd" * 32)
+
+
+def config(**changes: Any) -> WorkerConfig:
+    settings: dict[str, Any] = {
+        "engine": "fake",
+        "worker_id": "w",
+        "sequence_slots": 8,
+        "max_batch_tokens": 64,
+        "prefill_chunk_tokens": 32,
+        "num_blocks": 4096,
+        "drain_s": 0.5,
+    }
+    return WorkerConfig(**(settings | changes))
+
+
+@dataclass
+class Engine:
+    """A runtime and what is under it."""
+
+    runtime: Runtime
+    core: EngineCore
+    runner: FakeRunner
+    backend: FakeAdapterBackend
+
+    def assert_empty(self) -> None:
+        stats = self.core.stats()
+        assert (stats.requests, stats.sequences, stats.running_sequences) == (0, 0, 0)
+        assert stats.blocks_free == stats.blocks_total
+        assert not self.runtime.view.running
+        assert not self.runner.faults
+        self.core.check_invariants()
+
+
+def make_engine(
+    settings: WorkerConfig,
+    *,
+    threaded: bool = False,
+    step_s: float = 0.001,
+    clock: Callable[[], float] = time.monotonic,
+    load_s: float = 0.0,
+    error_of: Callable[[AdapterUid, AdapterTier], str | None] = lambda uid, tier: None,
+    eos_token_id: int | None = None,
+    model: ModelInfo = MODEL,
+) -> Engine:
+    def pace(batch: StepBatch) -> None:
+        time.sleep(step_s)
+
+    runner = FakeRunner(
+        num_blocks=settings.num_blocks,
+        block_size=settings.block_size,
+        vocab_size=model.vocab_size,
+        max_context_tokens=model.max_context_tokens,
+        eos_token_id=eos_token_id,
+        pace=pace if threaded and step_s else None,
+    )
+    backend = FakeAdapterBackend(clock, load_s=lambda uid, tier: load_s, error_of=error_of)
+    limits = engines.engine_limits(settings)
+    core = EngineCore(runner, backend, limits)
+    runner.tenant_of = core.tenant_of
+    runner.adapters_on_device = lambda: backend.on_device
+    runtime: Runtime
+    if threaded:
+        runtime = ThreadRuntime(core, backend, model, max_requests=limits.max_requests)
+    else:
+        runtime = LoopRuntime(core, backend, model, max_requests=limits.max_requests, step_s=lambda batch: step_s)
+    return Engine(runtime, core, runner, backend)
+
+
+@dataclass
+class Worker:
+    app: WorkerApp
+    engine: Engine
+    channel: Channel
+    transport: Transport
+    store: MemoryStoreServer
+
+    def execute(self, message: worker_pb2.ExecuteRequest, *, metadata: dict[str, str] | None = None) -> Stream:
+        return self.channel.stream(EXECUTE, message, metadata=metadata)
+
+    def control(self) -> Stream:
+        return self.channel.stream(CONTROL)
+
+
+@contextlib.asynccontextmanager
+async def running_worker(
+    *,
+    settings: WorkerConfig | None = None,
+    transport: Transport | None = None,
+    engine: Engine | None = None,
+    telemetry: Telemetry | None = None,
+    validate: FakeValidator | None = None,
+    **engine_options: Any,
+) -> AsyncIterator[Worker]:
+    """A started worker; at the end it is stopped, and nothing may be left in it."""
+    settings = settings or config()
+    engine = engine or make_engine(settings, **engine_options)
+    rng = random.Random(1)
+    store = MemoryStoreServer(rng)
+    transport = transport or MemoryNetwork(rng).transport("worker")
+    app = WorkerApp(
+        settings,
+        transport=transport,
+        store=store.client(),
+        runtime=engine.runtime,
+        validate=validate or FakeValidator(),
+        telemetry=telemetry or Telemetry.disabled(),
+        rng=rng,
+    )
+    await app.start()
+    channel = transport.connect(app.address)
+    try:
+        yield Worker(app, engine, channel, transport, store)
+    finally:
+        await channel.close()
+        await app.stop()
+        if engine.runtime.view.failure is None:
+            engine.assert_empty()
+        assert engine.backend.is_closed
+
+
+def message(request_id: str = "r1", **changes: Any) -> worker_pb2.ExecuteRequest:
+    fields: dict[str, Any] = {
+        "request_id": request_id,
+        "epoch": 1,
+        "tenant_id": "acme",
+        "qos_class": common_pb2.QOS_CLASS_STANDARD,
+        "prompt_token_ids": [5, 6, 7],
+        "max_tokens": 8,
+        "sampling": common_pb2.SamplingParams(seed=3),
+        "n": 1,
+    }
+    return worker_pb2.ExecuteRequest(**(fields | changes))
+
+
+def request(request_id: str = "r1", **changes: Any) -> EngineRequest:
+    fields: dict[str, Any] = {
+        "request_id": RequestId(request_id),
+        "tenant_id": TenantId("acme"),
+        "qos_class": QosClass.STANDARD,
+        "adapter_uid": None,
+        "prompt_token_ids": (5, 6, 7),
+        "max_tokens": 8,
+        "sampling": Sampling(seed=3),
+    }
+    return EngineRequest(**(fields | changes))
+
+
+@dataclass
+class Result:
+    """What an Execute stream brought, its numbering checked."""
+
+    tokens: dict[int, list[int]]
+    finish: dict[int, int]
+    stop_token_ids: dict[int, int]
+    finished: worker_pb2.ExecuteFinished
+    token_frames: int
+
+
+async def collect(stream: Stream) -> Result:
+    tokens: dict[int, list[int]] = {}
+    finish: dict[int, int] = {}
+    stops: dict[int, int] = {}
+    finished: worker_pb2.ExecuteFinished | None = None
+    number = 0
+    token_frames = 0
+    while (frame := await stream.read()) is not None:
+        assert finished is None, "a frame after the last"
+        assert frame.frame == number
+        number += 1
+        event = frame.WhichOneof("event")
+        assert (event == "started") == (frame.frame == 0)
+        if event == "tokens":
+            token_frames += 1
+            for choice in frame.tokens.choices:
+                assert choice.choice not in finish
+                known = tokens.setdefault(choice.choice, [])
+                assert choice.first_position == len(known)
+                known += choice.token_ids
+                if choice.finish_reason:
+                    finish[choice.choice] = choice.finish_reason
+                if choice.HasField("stop_token_id"):
+                    stops[choice.choice] = choice.stop_token_id
+        elif event == "finished":
+            finished = frame.finished
+    assert finished is not None
+    return Result(tokens, finish, stops, finished, token_frames)
