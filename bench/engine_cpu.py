@@ -117,7 +117,9 @@ class Manylora:
             parts.runner,
             parts.backend,
             EngineLimits(
-                planner=PlannerLimits(max_batch_tokens=512, prefill_chunk_tokens=256, sequence_slots=arguments.requests),
+                planner=PlannerLimits(
+                    max_batch_tokens=512, prefill_chunk_tokens=256, sequence_slots=arguments.requests
+                ),
                 adapters=AdapterCacheLimits(host_bytes=4 * GIB, device_bytes=4 * GIB),
                 max_requests=arguments.requests,
             ),

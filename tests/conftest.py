@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-DEFAULT_SIM_SEEDS = 5
+DEFAULT_SIM_SEEDS = 20
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

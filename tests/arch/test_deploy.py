@@ -59,7 +59,7 @@ def test_commands_are_settings_of_the_services(compose: dict[str, Any]) -> None:
     for name in CLUSTER - {"etcd"}:
         service = compose["services"][name]
         env = {key: default_of(value) for key, value in service.get("environment", {}).items()}
-        config = parse(kinds[name.partition("-")[0]], service["command"], env)
+        config = parse(kinds[name.partition("-")[0]], [default_of(word) for word in service["command"]], env)
         assert config.insecure is True
         assert config.listen.startswith("0.0.0.0:")
         assert config.etcd == "etcd:2379"

@@ -85,6 +85,12 @@ async def test_a_stream_that_breaks_shows_what_had_come(manylora: Manylora) -> N
     assert out.json["partial"]["text"] == "ONE DIE"
 
 
+async def test_a_name_that_cannot_be_sent_is_refused_here(manylora: Manylora) -> None:
+    out = await manylora("generate", "--tenant", "a\nb", "--adapter", "ä", "--json", "x")
+    assert out.exit_code == 1
+    assert [v["field"] for v in out.json["error"]["violations"]] == ["x-tenant-id", "x-adapter-id"]
+
+
 async def test_no_server_is_a_failed_request(manylora: Manylora) -> None:
     out = await manylora("status", "--json", "--server", "127.0.0.1:1")
     assert out.exit_code == 1

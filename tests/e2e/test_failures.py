@@ -14,7 +14,7 @@ from tests.e2e.conftest import UpCluster
 
 pytestmark = pytest.mark.e2e
 
-LONG_TOKENS = 1500
+LONG_TOKENS = 1000
 PATIENT = RetryPolicy(max_attempts=100, base_delay_s=0.1, max_delay_s=0.5)
 
 
@@ -78,8 +78,9 @@ async def test_a_killed_workers_streams_end_clearly_and_the_others_go_on(whole: 
         assert end.result is not None
         assert end.result.outcome == "worker_lost"
         assert end.result.usage.completion_tokens == stream.tokens == len(end.result.token_ids)
-    seeded = {r.result().token_ids[:10] for r in (each.stream for each in running)}
-    assert len(seeded) == 1, "the same seed drew the same tokens on both workers"
+    tokens = [each.stream.result().token_ids for each in running]
+    longest = max(tokens, key=len)
+    assert all(longest[: len(t)] == t for t in tokens), "the same seed drew the same tokens on both workers"
 
     await whole.wait_complete()
     served = {r.result().worker_id for r in await _finish(await start(client, 8, 50))}

@@ -69,7 +69,9 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
         **_SHAPE, head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=20,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
-    "phi3": lambda: Phi3Config(**_SHAPE, sliding_window=WINDOW, rope_parameters=_LONGROPE),
+    "phi3": lambda: Phi3Config(
+        **_SHAPE, sliding_window=WINDOW, rope_parameters=_LONGROPE, original_max_position_embeddings=128
+    ),
     "olmo2": lambda: Olmo2Config(**_SHAPE),
 }  # fmt: skip
 

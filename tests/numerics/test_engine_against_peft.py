@@ -29,8 +29,7 @@ def mixed_streams(family: Family, driver: Driver, seed: int = 0) -> list[tuple[S
     uids = {name: put_adapter(driver.runner, family.loaded, folder) for name, folder in family.adapters.items()}
     drawn = prompts(len(names), seed)
     return [
-        (Stream(prompt, None if name is None else uids[name]), name)
-        for prompt, name in zip(drawn, names, strict=True)
+        (Stream(prompt, None if name is None else uids[name]), name) for prompt, name in zip(drawn, names, strict=True)
     ]
 
 

@@ -299,9 +299,7 @@ class Answer:
         return "".join(f.delta.text for f in self.frames if f.HasField("delta") and f.delta.choice == choice)
 
     def ids_of(self, choice: int = 0) -> list[int]:
-        return [
-            i for f in self.frames if f.HasField("delta") and f.delta.choice == choice for i in f.delta.token_ids
-        ]
+        return [i for f in self.frames if f.HasField("delta") and f.delta.choice == choice for i in f.delta.token_ids]
 
     @property
     def finished(self) -> inference_pb2.Finished:
@@ -369,9 +367,7 @@ class RouterCluster:
         record = AdapterRecord(tenant_id, name, uid, 8, 1000, ("q_proj",), 1.0)
         await self.store.put(keys.adapter(tenant_id, name), record.to_json())
 
-    def open(
-        self, request: inference_pb2.GenerateRequest, *, timeout: float | None = None, **metadata: str
-    ) -> Stream:
+    def open(self, request: inference_pb2.GenerateRequest, *, timeout: float | None = None, **metadata: str) -> Stream:
         sent = {"x-tenant-id": "acme"} | {name.replace("_", "-"): value for name, value in metadata.items()}
         return self.client.stream(GENERATE, request, timeout=timeout, metadata=sent)
 
@@ -406,6 +402,15 @@ async def read_all(stream: Stream, answer: Answer | None = None) -> Answer:
     except RpcError as e:
         answer.error = e
     return answer
+
+
+async def until(condition: Callable[[], bool], *, within_s: float = 60.0) -> None:
+    """Waits, looking now and then, until `condition` holds."""
+    for _ in range(int(within_s / 0.001)):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it never came")
 
 
 def text_request(text: str = "hi", **fields: object) -> inference_pb2.GenerateRequest:

@@ -7,6 +7,11 @@ import random
 from collections.abc import AsyncIterator
 
 import pytest
+from manylora.v1 import common_pb2, inference_pb2, scheduler_pb2, worker_pb2
+from manylora_router.text_service import TokenIdsOnlyText
+from manylora_shared.coordination import keys
+from manylora_shared.coordination.records import SchedulerRecord
+from manylora_shared.errors import Code, RpcError
 from router_fakes import (
     STARTED,
     Answer,
@@ -18,13 +23,8 @@ from router_fakes import (
     simulate,
     text_request,
     tokens,
+    until,
 )
-
-from manylora.v1 import common_pb2, inference_pb2, scheduler_pb2, worker_pb2
-from manylora_router.text_service import TokenIdsOnlyText
-from manylora_shared.coordination import keys
-from manylora_shared.coordination.records import SchedulerRecord
-from manylora_shared.errors import Code, RpcError
 
 SEEDS = range(5)
 
@@ -78,12 +78,10 @@ def test_caller_that_leaves_before_the_grant_withdraws(seed: int) -> None:
     async def test(cluster: RouterCluster) -> None:
         cluster.scheduler.holds = True
         stream = cluster.open(text_request())
-        while not cluster.scheduler.queued:
-            await asyncio.sleep(0.001)
+        await until(lambda: bool(cluster.scheduler.queued))
         stream.cancel()
         await cluster.at_rest()
-        while not cluster.scheduler.withdrawn:
-            await asyncio.sleep(0.001)
+        await until(lambda: bool(cluster.scheduler.withdrawn))
         assert cluster.scheduler.queued == {}
         assert cluster.scheduler.num_grants == 0
 
@@ -97,14 +95,12 @@ def test_withdrawal_that_crosses_its_grant(seed: int) -> None:
     async def test(cluster: RouterCluster) -> None:
         cluster.scheduler.holds = True
         stream = cluster.open(text_request())
-        while not cluster.scheduler.queued:
-            await asyncio.sleep(0.001)
+        await until(lambda: bool(cluster.scheduler.queued))
         cluster.scheduler.grant(next(iter(cluster.scheduler.queued)))
         await asyncio.sleep(seed * 0.0003)
         stream.cancel()
         await cluster.at_rest()
-        while not cluster.scheduler.closed:
-            await asyncio.sleep(0.001)
+        await until(lambda: bool(cluster.scheduler.closed))
         assert len(cluster.scheduler.closed) == 1
 
     simulate(test, seed=seed)
@@ -129,8 +125,7 @@ def test_scheduler_that_comes_back_gets_the_waiting_again() -> None:
         scheduler = cluster.scheduler
         scheduler.holds = True
         asked = [asyncio.create_task(cluster.ask(text_request(f"p{i}"))) for i in range(5)]
-        while len(scheduler.queued) < 5:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(scheduler.queued) == 5)
         order = [r.request_id for r in scheduler.enqueued]
         running = cluster.open(text_request(max_tokens=100))
         await asyncio.sleep(0.1)
@@ -138,8 +133,7 @@ def test_scheduler_that_comes_back_gets_the_waiting_again() -> None:
         await running.read()
         scheduler.queued.clear()
         scheduler.drop_lines()
-        while len(scheduler.hellos) < 2 or len(scheduler.queued) < 5:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(scheduler.hellos) == 2 and len(scheduler.queued) == 5)
         assert [r.request_id for r in scheduler.enqueued][-5:] == order
         for request_id in order:
             scheduler.grant(request_id)
@@ -169,13 +163,11 @@ def test_no_leader_then_a_leader_elsewhere() -> None:
 def test_line_moves_when_the_store_names_another_leader() -> None:
     async def test(cluster: RouterCluster) -> None:
         old = cluster.scheduler.hellos
-        while not old:
-            await asyncio.sleep(0.01)
+        await until(lambda: bool(old))
         transport = cluster.network.transport("scheduler-1")
         server = await transport.serve("scheduler-1:0", [cluster.scheduler.service()])
         await cluster.store.put(keys.SCHEDULER_LEADER, SchedulerRecord("s1", server.address).to_json())
-        while len(cluster.scheduler.hellos) < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(cluster.scheduler.hellos) == 2)
         assert (await cluster.ask(text_request())).text == "hello world"
 
     simulate(test)
@@ -295,8 +287,7 @@ def test_deadline_in_the_queue_withdraws() -> None:
         assert answer.error.code is Code.DEADLINE_EXCEEDED
         assert 0.3 < cluster.scheduler.enqueued[0].timeout_s < 0.5
         await cluster.at_rest()
-        while not cluster.scheduler.withdrawn:
-            await asyncio.sleep(0.01)
+        await until(lambda: bool(cluster.scheduler.withdrawn))
 
     simulate(test)
 

@@ -13,7 +13,7 @@ from manylora_worker.engine.api import AdapterTier, Sampled, StepBatch
 from manylora_worker.engine.fake_runner import FakeRunner, reference_tokens
 from manylora_worker.runtime import MAX_UNREAD_TOKENS, EndKind, OutputStream, StreamEnd
 
-from tests.worker.worker_fakes import UID, Engine, config, make_engine, request
+from tests.worker.worker_fakes import UID, Engine, config, eventually, make_engine, request
 
 
 async def drain(stream: OutputStream) -> tuple[dict[int, list[int]], StreamEnd]:
@@ -82,8 +82,7 @@ async def test_a_slow_reader_is_cut_off_and_its_unread_output_is_bounded(is_thre
     engine = make_engine(config(), threaded=is_threaded, step_s=0.0)
     engine.runtime.start()
     stream = engine.runtime.submit(request(max_tokens=MAX_UNREAD_TOKENS + 500))
-    while not stream.is_ended:
-        await asyncio.sleep(0.01)
+    await eventually(lambda: stream.is_ended)
     tokens, end = await drain(stream)
     assert end.kind is EndKind.SLOW_READER
     assert str(MAX_UNREAD_TOKENS) in end.message
@@ -109,8 +108,7 @@ async def test_prefetch_reaches_the_device(is_threaded: bool) -> None:
     engine = make_engine(config(), threaded=is_threaded)
     engine.runtime.start()
     engine.runtime.prefetch(UID)
-    while engine.runtime.view.adapters.get(UID) is not AdapterTier.DEVICE:
-        await asyncio.sleep(0.001)
+    await eventually(lambda: engine.runtime.view.adapters.get(UID) is AdapterTier.DEVICE)
     await engine.runtime.stop()
 
 
@@ -139,8 +137,7 @@ async def test_one_failed_step_fails_its_requests_and_many_fail_the_engine(is_th
         assert not reasons
     _, end = await drain(engine.runtime.submit(request("last")))
     assert end.kind is EndKind.ERROR
-    while not reasons:
-        await asyncio.sleep(0.001)
+    await eventually(lambda: bool(reasons))
     with pytest.raises(ServiceUnavailable, match="the engine has failed"):
         engine.runtime.submit(request("after"))
     await engine.runtime.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 import time
@@ -30,6 +31,13 @@ VALIDATE, CONTROL = METHODS["ValidateAdapter"], METHODS["Control"]
 MODEL = ModelInfo("tiny", "digest", "none", vocab_size=259, max_context_tokens=8192, eos_token_ids=(0,))
 UID = AdapterUid("ab" * 32)
 OTHER_UID = AdapterUid("cd" * 32)
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Waits until `condition` holds, for some seconds at most."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
 
 
 def config(**changes: Any) -> WorkerConfig:

@@ -201,8 +201,7 @@ def read_token_bytes(tokenizer: Any) -> TokenBytes | None:
         pieces.append(b"" if token is None or token_id in special else to_bytes(token))
     found = TokenBytes(pieces, strips)
     decode = _decode_function(tokenizer)
-    differing = next((ids for ids in _samples(len(pieces)) if not _agrees(found, decode, ids)), None)
-    if differing is not None:
+    if not all(_agrees(found, decode, ids) for ids in _samples(pieces)):
         _LOG.warning("this tokenizer's decode is not the bytes of its tokens; the slower way is taken")
         return None
     return found
@@ -213,17 +212,27 @@ _SAMPLES = 256
 _SAMPLE_TOKENS = 8
 
 
-def _samples(vocab_size: int) -> list[list[int]]:
-    """Token sequences to try a TokenBytes with: all over the vocabulary, the same at every start."""
-    numbers = [(i * _GOLDEN) % (1 << 32) % vocab_size for i in range(_SAMPLES * _SAMPLE_TOKENS)]
-    return [numbers[i : i + _SAMPLE_TOKENS] for i in range(0, len(numbers), _SAMPLE_TOKENS)]
+def _samples(pieces: Sequence[bytes]) -> list[list[int]]:
+    """Token sequences to try a TokenBytes with: all over the vocabulary, the same at every start.
+
+    Only of tokens that are whole characters: how bytes that are not UTF-8 are shown may differ, harmlessly.
+    """
+    whole = [token_id for token_id, piece in enumerate(pieces) if _is_utf8(piece)]
+    drawn = [whole[(i * _GOLDEN) % (1 << 32) % len(whole)] for i in range(_SAMPLES * _SAMPLE_TOKENS)] if whole else []
+    return [drawn[i : i + _SAMPLE_TOKENS] for i in range(0, len(drawn), _SAMPLE_TOKENS)]
+
+
+def _is_utf8(piece: bytes) -> bool:
+    try:
+        piece.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _agrees(tokens: TokenBytes, decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> bool:
-    """Sequences that are not UTF-8 as a whole prove nothing: how many U+FFFD they give differs harmlessly."""
     detokenizer = BytesDetokenizer(tokens)
-    text = "".join([detokenizer.push(token_id) for token_id in ids]) + detokenizer.finish()
-    return "\ufffd" in text or text == decode(ids)
+    return "".join([detokenizer.push(token_id) for token_id in ids]) + detokenizer.finish() == decode(ids)
 
 
 def _byte_level_alphabet() -> dict[str, int]:

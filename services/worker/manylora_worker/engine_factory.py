@@ -26,6 +26,8 @@ _LOG = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PRODUCT_OVERHEAD_FLOPS = {"cpu": 2e5, "cuda": 2e9}
 """Work that takes as long as starting one small product: about 4 us on either."""
+_JOINED_ADAPTER_BYTES = 256 * MIB
+"""Bound on the copies that join the adapters of a step, see LoraPlanner."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,6 @@ class EngineOptions:
         dtype: "float32", "bfloat16" or "float16".
         num_blocks: KV blocks; 0: as many as fit in `kv_cache_mb` MiB.
         adapter_store: the folder above `objects/`.
-        joined_adapter_mb: bound on the copies that join the adapters of a step, see LoraPlanner.
     """
 
     model: str
@@ -50,7 +51,6 @@ class EngineOptions:
     num_blocks: int = 0
     block_size: int = 16
     max_lora_rank: int = 64
-    joined_adapter_mb: int = 256
     threads: int = 1
 
 
@@ -85,7 +85,7 @@ def build_engine_parts(options: EngineOptions, *, notify: Callable[[], None] = l
     cache = _build_cache(loaded, options)
     planner = LoraPlanner(
         product_overhead_flops=_PRODUCT_OVERHEAD_FLOPS.get(loaded.device.type, _PRODUCT_OVERHEAD_FLOPS["cuda"]),
-        max_joined_weights=options.joined_adapter_mb * MIB // loaded.dtype.itemsize,
+        max_joined_weights=_JOINED_ADAPTER_BYTES // loaded.dtype.itemsize,
     )
     runner = TorchModelRunner(loaded, cache, planner)
     limits = AdapterLimits(max_rank=options.max_lora_rank)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -249,6 +250,10 @@ def _instantiate(
         raise ModelRefused(f"{folder}: {len(absent)} weights are missing or misshapen, such as {absent[0]}")
     if quantization == "none":
         model = model.to(device)
+    for module in model.modules():
+        # On some CPUs bitsandbytes would repack weights at their first use, with rounded scales and not for every shape.
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
     model.eval().requires_grad_(False)
     return model
 
@@ -309,7 +314,7 @@ class _Recorder:
         if not getattr(module, "is_causal", True):
             self.problems.append(f"{type(module).__name__} attends in both directions")
         effective = {k: v for k, v in others.items() if k not in _ATTENTION_KEYWORDS_WITHOUT_EFFECT}
-        strange = sorted(k for k, v in effective.items() if v is not None and v is not False and v != 0.0)
+        strange = sorted(k for k, v in effective.items() if isinstance(v, Tensor) or v)
         if strange:
             self.problems.append(f"its attention uses {', '.join(strange)}, which is not supported")
         self.layers[layer] = (key.shape[1], key.shape[3], value.shape[3])

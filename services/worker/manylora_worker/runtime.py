@@ -198,6 +198,7 @@ class EngineView:
         self.running: dict[RequestId, OutputStream] = {}
         self.failure: str | None = None
         """Why the engine is no more; None while it lives."""
+        self._is_closed = False
         self._max_requests = max_requests
         self._listeners: list[EngineListener] = []
         self._failure_callbacks: list[Callable[[str], None]] = []
@@ -214,10 +215,16 @@ class EngineView:
         """Calls back with the reason once the engine has failed, after its streams have ended."""
         self._failure_callbacks.append(callback)
 
+    def close(self) -> None:
+        """Opens no further stream."""
+        self._is_closed = True
+
     def open(self, request: EngineRequest) -> OutputStream:
         """A stream for a request that is about to be given to the engine."""
         if self.failure is not None:
             raise ServiceUnavailable(f"the engine has failed: {self.failure}")
+        if self._is_closed:
+            raise ServiceUnavailable("the engine has stopped")
         if request.request_id in self.running:
             raise AlreadyExists(f"request_id: {request.request_id} is being executed")
         if len(self.running) >= self._max_requests:
@@ -389,6 +396,7 @@ class ThreadRuntime:
         self._thread.start()
 
     async def stop(self) -> None:
+        self.view.close()
         with self._mailbox.condition:
             self._mailbox.is_stopping = True
             self._mailbox.condition.notify()
@@ -522,12 +530,16 @@ class LoopRuntime:
         self._task = asyncio.create_task(self._run(), name="engine")
 
     async def stop(self) -> None:
+        self.view.close()
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        for request_id in self._core.request_ids():
-            self._core.abort(request_id, self.now())
-        self._post()
+        if self.view.failure is None:
+            commands, self._commands = self._commands, []
+            self._turner.do(commands, self.now())
+            for request_id in self._core.request_ids():
+                self._core.abort(request_id, self.now())
+            self._post()
         self._backend.close()
 
     def submit(self, request: EngineRequest) -> OutputStream:

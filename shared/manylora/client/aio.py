@@ -27,6 +27,7 @@ from manylora.client.types import (
     ClusterStatus,
     Collector,
     Event,
+    FieldViolation,
     Models,
     RequestFailed,
     Result,
@@ -423,7 +424,16 @@ def _metadata(
         "idempotency-key": idempotency_key,
         "traceparent": traceparent,
     }
-    return {key: value for key, value in values.items() if value}
+    sent = {key: value for key, value in values.items() if value}
+    violations = [
+        FieldViolation(key, "must be printable ASCII")
+        for key, value in sent.items()
+        if not (value.isascii() and value.isprintable())
+    ]
+    if violations:
+        message = "; ".join(f"{v.field}: {v.description}" for v in violations)
+        raise RequestFailed(Code.INVALID_ARGUMENT.name, message, violations=violations)
+    return sent
 
 
 def _parts(

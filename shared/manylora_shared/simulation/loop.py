@@ -237,8 +237,8 @@ class SimLoop(base_events.BaseEventLoop):
             self._virtual_now = max(self._virtual_now, scheduled[0]._when)
             if self._virtual_now > self._limit_s:
                 raise SimLimit(f"{self._limit_s:g} virtual seconds have passed; {self._describe_tasks()}")
-        due = self._virtual_now + _RESOLUTION_S
-        while scheduled and scheduled[0]._when < due:
+        # Never early: whoever is woken a hair before its time would wait for the rest, in which no time passes.
+        while scheduled and scheduled[0]._when <= self._virtual_now:
             ready.append(self._pop_timer())
         batch: list[Any] = list(ready)
         ready.clear()

@@ -120,7 +120,8 @@ class EngineCore:
         self._in_step: SequenceOf[Scheduled] | None = None
         self._outputs: list[TokenOutput] = []
         self._ended: list[RequestEnd] = []
-        self._flows: dict[FlowKey, FlowTokens] = {}
+        self._flows: dict[FlowKey, list[int]] = {}
+        """[prompt tokens, output tokens], both cumulative."""
         self._changed_flows: dict[FlowKey, None] = {}
         self._unfinished = 0
         self._generated_tokens = 0
@@ -261,7 +262,7 @@ class EngineCore:
         self._pool.commit()
         drawn = iter(result)
         for item in scheduled:
-            self._advance(item, next(drawn) if _samples(item) else None, now)
+            self._advance(item, next(drawn) if item.samples else None, now)
 
     def take_outputs(self) -> list[TokenOutput]:
         """Outputs since the last call, in order."""
@@ -302,11 +303,11 @@ class EngineCore:
         return self._adapters.tiers()
 
     def flows(self) -> Mapping[FlowKey, FlowTokens]:
-        return self._flows
+        return {flow: FlowTokens(*tokens) for flow, tokens in self._flows.items()}
 
     def take_changed_flows(self) -> dict[FlowKey, FlowTokens]:
         """The flows whose counters grew since the last call."""
-        changed = {flow: self._flows[flow] for flow in self._changed_flows}
+        changed = {flow: FlowTokens(*self._flows[flow]) for flow in self._changed_flows}
         self._changed_flows.clear()
         return changed
 
@@ -370,7 +371,7 @@ class EngineCore:
     def _check_result(
         self, scheduled: SequenceOf[Scheduled], result: SequenceOf[Sampled]
     ) -> SequenceOf[Sampled] | Exception:
-        expected = [item.sequence.sequence_id for item in scheduled if _samples(item)]
+        expected = [item.sequence.sequence_id for item in scheduled if item.samples]
         if [sampled.sequence_id for sampled in result] != expected:
             return RuntimeError("the model's answer is not that of the batch")
         for sampled in result:
@@ -481,19 +482,15 @@ class EngineCore:
 
     def _count(self, group: SequenceGroup, prompt_tokens: int, output_tokens: int) -> None:
         key = (group.request.tenant_id, group.request.qos_class)
-        flow = self._flows.get(key, FlowTokens())
-        self._flows[key] = FlowTokens(flow.prompt_tokens + prompt_tokens, flow.output_tokens + output_tokens)
+        tokens = self._flows.setdefault(key, [0, 0])
+        tokens[0] += prompt_tokens
+        tokens[1] += output_tokens
         self._changed_flows[key] = None
         self._generated_tokens += output_tokens
 
 
 _CHOICES_BOUND = 64
 """Sequence ids: arrival x this + choice."""
-
-
-def _samples(item: Scheduled) -> bool:
-    """Whether the item computes the sequence's last token, so that the next one is drawn."""
-    return item.num_tokens == item.sequence.num_uncomputed_tokens
 
 
 def _chunk_of(item: Scheduled) -> SequenceChunk:
@@ -505,7 +502,7 @@ def _chunk_of(item: Scheduled) -> SequenceChunk:
         start_position=start,
         block_table=sequence.block_table,
         adapter_uid=request.adapter_uid,
-        samples=_samples(item),
+        samples=item.samples,
         sampling=request.sampling,
         choice=sequence.choice,
         output_index=len(sequence.output_token_ids),

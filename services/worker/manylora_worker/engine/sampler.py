@@ -185,7 +185,7 @@ def _nucleus_thresholds(shifted: Tensor, top_ps: Sequence[float]) -> Tensor:
         before = masses.cumsum(dim=-1) - masses
         sizes = (before < limits).sum(dim=-1, keepdim=True)
         if width == vocab_size or bool((sizes < width).all()):
-            return likeliest.gather(1, sizes - 1)
+            return likeliest.gather(1, (sizes - 1).clamp_(min=0))  # a row of NaN has no nucleus
         width = min(width * _NUCLEUS_GROWTH, vocab_size)
 
 

@@ -53,6 +53,8 @@ class Scheduled:
 
     sequence: Sequence
     num_tokens: int
+    samples: bool
+    """It computes the sequence's last token, so that the next one is drawn."""
 
 
 @dataclass(frozen=True)
@@ -131,13 +133,19 @@ class StepPlanner:
         wanted: list[Scheduled] = []
         for sequence in self._running:
             if sequence.status is SequenceStatus.DECODE:
-                wanted.append(Scheduled(sequence, 1))
+                wanted.append(Scheduled(sequence, 1, samples=True))
                 continue
-            num_tokens = min(sequence.num_uncomputed_tokens, self._limits.prefill_chunk_tokens, budget)
-            if num_tokens > 0:
-                wanted.append(Scheduled(sequence, num_tokens))
-                budget -= num_tokens
+            if budget > 0:
+                chunk = self._chunk(sequence, budget)
+                wanted.append(chunk)
+                budget -= chunk.num_tokens
         return wanted
+
+    def _chunk(self, sequence: Sequence, budget: int) -> Scheduled:
+        """The next part of a prefill."""
+        num_uncomputed = sequence.num_uncomputed_tokens
+        num_tokens = min(num_uncomputed, self._limits.prefill_chunk_tokens, budget)
+        return Scheduled(sequence, num_tokens, samples=num_tokens == num_uncomputed)
 
     def _make_room(self, item: Scheduled) -> tuple[bool, int]:
         """Gives the sequence the blocks that it is about to write, preempting the youngest while too few are free.
@@ -199,9 +207,9 @@ class StepPlanner:
             sequence.block_table = self._pool.allocate(sequence.tenant_id, blocks)
             sequence.move_to(SequenceStatus.PREFILL)
             bisect.insort(self._running, sequence, key=_order)
-            num_tokens = min(sequence.num_tokens, self._limits.prefill_chunk_tokens, budget)
-            budget -= num_tokens
-            admitted.append(Scheduled(sequence, num_tokens))
+            chunk = self._chunk(sequence, budget)
+            budget -= chunk.num_tokens
+            admitted.append(chunk)
         return admitted
 
 

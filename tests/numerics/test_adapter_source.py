@@ -1,0 +1,338 @@
+"""Reading adapter folders: every refusal names what is wrong, and nothing is read by halves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from manylora_shared.adapter_files import adapter_uid
+from manylora_shared.ids import AdapterUid
+from manylora_worker.adapters import source
+from manylora_worker.adapters.peft_config import LoraSettings, ModuleMatcher, PatternTimeout
+from manylora_worker.adapters.source import AdapterInvalid, AdapterLimits, read_adapter
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.other import get_pattern_key
+from safetensors.torch import load_file, save_file
+
+from tests.numerics.conftest import Family
+from tests.numerics.driver import LIMITS
+
+FamilyOf = Callable[[str], Family]
+FIRST_KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+class Folder:
+    """A copy of a good adapter, to be spoiled."""
+
+    def __init__(self, family: Family, path: Path) -> None:
+        self.family = family
+        self.path = path
+        shutil.copytree(family.adapters["all-linear"], path)
+        self.weights = path / "adapter_model.safetensors"
+
+    def set(self, **fields: Any) -> None:
+        config = json.loads((self.path / "adapter_config.json").read_text())
+        (self.path / "adapter_config.json").write_text(json.dumps(config | fields))
+
+    def change(self, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+        tensors = load_file(self.weights)
+        edit(tensors)
+        save_file(tensors, self.weights)
+
+    def read(self, limits: AdapterLimits = LIMITS, expected_uid: AdapterUid | None = None) -> source.HostAdapter:
+        return read_adapter(self.path, self.family.loaded, limits, expected_uid=expected_uid)
+
+    def problems(self, **options: Any) -> dict[str, str]:
+        """Field -> description of everything that is refused; the adapter must be refused."""
+        with pytest.raises(AdapterInvalid) as caught:
+            self.read(**options)
+        return {v.field: v.description for v in caught.value.violations}
+
+
+@pytest.fixture
+def folder(family_of: FamilyOf, tmp_path: Path) -> Folder:
+    return Folder(family_of("llama"), tmp_path / "adapter")
+
+
+def test_a_good_adapter_is_read_whole(folder: Folder) -> None:
+    adapter = folder.read()
+    tensors = load_file(folder.weights)
+    assert adapter.size_bytes == sum(t.numel() for t in tensors.values()) * 4
+    config = json.loads((folder.path / "adapter_config.json").read_text())
+    assert adapter.uid == adapter_uid(config, folder.weights)
+    assert folder.read(expected_uid=adapter.uid).uid == adapter.uid
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_accepted(folder: Folder, dtype: torch.dtype) -> None:
+    folder.change(lambda t: t.update({k: v.to(dtype) for k, v in t.items()}))
+    on_device = folder.read().on(torch.device("cpu"))
+    expected = load_file(folder.weights)[FIRST_KEY].float()
+    first_site = on_device.sites[folder.family.loaded.sites[0].index]
+    assert torch.equal(first_site.a_t.t()[: expected.shape[0]], expected)
+
+
+CONFIG_REFUSALS: list[tuple[str, Any]] = [
+    ("peft_type", "ADALORA"),
+    ("task_type", "SEQ_CLS"),
+    ("base_model_name_or_path", "someone/else"),
+    ("base_model_name_or_path", 7),
+    ("bias", "all"),
+    ("bias", "lora_only"),
+    ("use_dora", True),
+    ("modules_to_save", ["lm_head"]),
+    ("trainable_token_indices", [1, 2]),
+    ("target_parameters", ["model.layers.0.mlp.weight"]),
+    ("layer_replication", [[0, 2]]),
+    ("alora_invocation_tokens", [5]),
+    ("use_qalora", True),
+    ("lora_bias", True),
+    ("init_lora_weights", "pissa"),
+    ("kasa_config", {"beta": 1.0}),
+    ("something_new", True),
+    ("r", 0),
+    ("r", -4),
+    ("r", "8"),
+    ("r", True),
+    ("r", 65),
+    ("rank_pattern", {"q_proj": 65}),
+    ("rank_pattern", [1]),
+    ("rank_pattern", {"(": 3}),
+    ("lora_alpha", "16"),
+    ("lora_alpha", 1e300),
+    ("alpha_pattern", {"q_proj": None}),
+    ("use_rslora", "yes"),
+    ("target_modules", None),
+    ("target_modules", 5),
+    ("target_modules", "("),
+    ("target_modules", ["nothing_like_it"]),
+    ("target_modules", ["q_proj"]),
+    ("target_modules", ["q_proj", "lm_head"]),
+    ("target_modules", ["q_proj", "embed_tokens"]),
+    ("target_modules", ["q_proj", "mlp"]),
+    ("target_modules", ".*"),
+    ("exclude_modules", {"a": 1}),
+    ("layers_to_transform", ["0"]),
+    ("layers_pattern", "layers"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), CONFIG_REFUSALS, ids=[f"{n}={v}"[:40] for n, v in CONFIG_REFUSALS])
+def test_config_refusals_name_the_field(folder: Folder, name: str, value: Any) -> None:
+    if name != "target_modules":
+        folder.set(target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+        folder.read()
+    folder.set(**{name: value})
+    problems = folder.problems()
+    named = [field for field in problems if field == name or field.startswith(f"{name}[")]
+    # what is targeted may also show as tensors that are not
+    assert named or (name == "target_modules" and value == ["q_proj"] and len(problems) == 18), problems
+
+
+def test_harmless_fields_are_accepted(folder: Folder) -> None:
+    folder.set(
+        lora_dropout=0.1, fan_in_fan_out=True, inference_mode=True, revision=None, something_new=None, another=False,
+        init_lora_weights="gaussian", base_model_name_or_path=None, task_type=None, peft_version="9.9.9",
+    )  # fmt: skip
+    folder.read()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"r": NaN}', "[" * 100_000, "\xff"])
+def test_unreadable_config(folder: Folder, text: str) -> None:
+    (folder.path / "adapter_config.json").write_bytes(text.encode("latin-1"))
+    assert set(folder.problems()) == {"adapter_config.json"}
+
+
+def test_alpha_that_is_not_finite(folder: Folder) -> None:
+    config = (folder.path / "adapter_config.json").read_text()
+    (folder.path / "adapter_config.json").write_text(config.replace('"lora_alpha": 16', '"lora_alpha": 1e999'))
+    assert "lora_alpha" in folder.problems()
+
+
+def test_missing_files(folder: Folder) -> None:
+    folder.weights.unlink()
+    (folder.path / "adapter_config.json").unlink()
+    assert folder.problems() == {"adapter_config.json": "missing", "adapter_model.safetensors": "missing"}
+
+
+def test_pickle_instead_of_safetensors(folder: Folder) -> None:
+    torch.save(load_file(folder.weights), folder.path / "adapter_model.bin")
+    folder.weights.unlink()
+    assert "pickle" in folder.problems()["adapter_model.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_symlinked_file(folder: Folder, name: str, tmp_path: Path) -> None:
+    (folder.path / name).rename(tmp_path / "elsewhere")
+    (folder.path / name).symlink_to(tmp_path / "elsewhere")
+    assert folder.problems() == {name: "is a symlink"}
+
+
+def test_a_symlinked_folder_a_file_and_nothing(folder: Folder, tmp_path: Path) -> None:
+    real = folder.path
+    (tmp_path / "link").symlink_to(real)
+    for path, description in (("link", "is a symlink"), ("absent", "is not a folder")):
+        folder.path = tmp_path / path
+        assert folder.problems() == {"path": description}
+
+
+def test_a_pipe_is_not_opened(folder: Folder) -> None:
+    folder.weights.unlink()
+    os.mkfifo(folder.weights)
+    assert folder.problems() == {"adapter_model.safetensors": "is not a plain file"}
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x10", b"\xff" * 64, (8).to_bytes(8, "little") + b"{}xxxxxx", b"\x80\x02}q\x00."]
+)
+def test_garbage_weights(folder: Folder, data: bytes) -> None:
+    folder.weights.write_bytes(data)
+    assert set(folder.problems()) == {"adapter_model.safetensors"}
+
+
+def test_truncated_weights(folder: Folder) -> None:
+    folder.weights.write_bytes(folder.weights.read_bytes()[:-4])
+    assert set(folder.problems()) == {"adapter_model.safetensors"}
+
+
+def test_oversized_header_and_file(folder: Folder) -> None:
+    assert "limit" in folder.problems(limits=AdapterLimits(64, max_file_bytes=100))["adapter_model.safetensors"]
+    folder.weights.write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
+    assert "header" in folder.problems()["adapter_model.safetensors"]
+
+
+def test_wrong_shape(folder: Folder) -> None:
+    folder.change(lambda t: t.update({FIRST_KEY: t[FIRST_KEY][:, 1:].contiguous()}))
+    assert folder.problems() == {FIRST_KEY: "has shape [8, 63], but [8, 64] fits its rank and the base model"}
+
+
+def test_rank_differs_from_config(folder: Folder) -> None:
+    folder.set(rank_pattern={"layers.0.self_attn.q_proj": 3})
+    assert set(folder.problems()) == {FIRST_KEY, FIRST_KEY.replace("lora_A", "lora_B")}
+
+
+def test_missing_partner(folder: Folder) -> None:
+    folder.change(lambda t: t.pop(FIRST_KEY))
+    assert folder.problems() == {FIRST_KEY: "missing: its partner is there"}
+
+
+def test_module_without_weights(folder: Folder) -> None:
+    folder.change(lambda t: [t.pop(k) for k in list(t) if "layers.0.self_attn.q_proj" in k])
+    assert "layers.0.self_attn.q_proj" in folder.problems()["target_modules"]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight",
+        "base_model.model.lm_head.lora_A.weight",
+        "base_model.model.model.embed_tokens.lora_embedding_A",
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector",
+        "base_model.model.model.norm.weight",
+        "model.layers.0.self_attn.q_proj.lora_A.weight",
+        "x",
+    ],
+)
+def test_a_tensor_that_cannot_be_used(folder: Folder, key: str) -> None:
+    folder.change(lambda t: t.update({key: torch.ones(8, 64)}))
+    assert key in folder.problems()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_values_that_are_not_finite(folder: Folder, value: float) -> None:
+    folder.change(lambda t: t[FIRST_KEY].view(-1)[5:6].fill_(value))
+    assert set(folder.problems()) == {FIRST_KEY}
+
+
+def test_integer_weights(folder: Folder) -> None:
+    folder.change(lambda t: t.update({FIRST_KEY: t[FIRST_KEY].int()}))
+    assert "I32" in folder.problems()[FIRST_KEY]
+
+
+def test_content_that_was_not_registered(folder: Folder) -> None:
+    assert "uid" in folder.problems(expected_uid=AdapterUid("0" * 64))["adapter_model.safetensors"]
+
+
+def test_all_problems_at_once_and_bounded(folder: Folder) -> None:
+    folder.set(r=0, bias="all", base_model_name_or_path="other")
+    folder.change(lambda t: t.update({f"stray-{i}": torch.ones(1) for i in range(100)}))
+    with pytest.raises(AdapterInvalid) as caught:
+        folder.read()
+    violations = caught.value.violations
+    assert {"r", "bias", "base_model_name_or_path"} <= {v.field for v in violations}
+    assert len(violations) == source.MAX_REPORTED
+    assert "more problems" in violations[-1].description
+
+
+def test_a_pattern_that_explodes_is_cut_off(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manylora_worker.adapters.peft_config.PATTERN_BUDGET_S", 0.05)
+    folder.set(target_modules=r"(.|\w|[a-z])*!")
+    assert "too long" in folder.problems()["target_modules"]
+
+
+def test_matcher_budget_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manylora_worker.adapters.peft_config.PATTERN_BUDGET_S", -1.0)
+    settings = LoraSettings(1, 1.0, False, {}, {}, "x", (), None, ())
+    with pytest.raises(PatternTimeout):
+        ModuleMatcher(settings).is_targeted("x", is_linear=True)
+
+
+PATHS = [
+    f"model.layers.{i}.{m}" for i in range(12) for m in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj")
+] + ["model.experts.1.layers.3.q_proj", "q_proj", "lm_head"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": ["q_proj", "down_proj"]},
+        {"target_modules": ["layers.1.self_attn.q_proj", "model.layers.2.mlp.down_proj"]},
+        {"target_modules": r".*\.(1|11)\..*proj"},
+        {"target_modules": "q_proj|.*down_proj"},
+        {"target_modules": ["q_proj", "down_proj"], "exclude_modules": ["layers.1.self_attn.q_proj", "lm_head"]},
+        {"target_modules": ["q_proj"], "exclude_modules": r".*\.1\..*"},
+        {"target_modules": ["q_proj", "k_proj"], "layers_to_transform": [1, 3]},
+        {"target_modules": ["q_proj"], "layers_to_transform": 2, "layers_pattern": "layers"},
+        {"target_modules": ["q_proj"], "layers_to_transform": [3], "layers_pattern": ["h", "layers"]},
+        {"target_modules": ["q_proj", "model.layers.5.mlp.down_proj"], "layers_to_transform": [1]},
+        {"target_modules": ["q_proj"], "layers_to_transform": []},
+        {"target_modules": ["q_proj"], "rank_pattern": {"1.self_attn.q_proj": 3, "q_proj": 5}, "use_rslora": True},
+        {
+            "target_modules": ["q_proj"],
+            "rank_pattern": {"^model.layers.1.*": 3},
+            "alpha_pattern": {"proj": 3, "q_proj": 7},
+        },
+    ],
+)
+def test_modules_ranks_and_scales_are_chosen_as_peft_does(fields: dict[str, Any]) -> None:
+    config = LoraConfig(r=4, lora_alpha=6, **fields)
+    targets, excludes, layers = config.target_modules, config.exclude_modules, config.layers_to_transform
+    pattern = config.layers_pattern
+    matcher = ModuleMatcher(
+        LoraSettings(
+            rank=4,
+            alpha=6.0,
+            use_rslora=config.use_rslora,
+            rank_pattern=config.rank_pattern,
+            alpha_pattern=config.alpha_pattern,
+            target_modules=targets if isinstance(targets, str) else tuple(targets),
+            exclude_modules=excludes if isinstance(excludes, str) else tuple(excludes or ()),
+            layers_to_transform=(layers,) if isinstance(layers, int) else None if layers is None else tuple(layers),
+            layers_pattern=(pattern,) if isinstance(pattern, str) else tuple(pattern or ()),
+        )
+    )
+    for path in PATHS:
+        found = check_target_module_exists(config, path)
+        is_targeted = bool(found) and type(found).__name__ != "_ExcludedModule"
+        assert matcher.is_targeted(path, is_linear=True) == is_targeted, path
+        rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), path), 4)
+        alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), path), 6)
+        scale = alpha / rank**0.5 if config.use_rslora else alpha / rank
+        assert matcher.rank_and_scale(path) == (rank, pytest.approx(scale))

@@ -1,0 +1,173 @@
+"""What the loader refuses, what it reads off a model, and 4-bit weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.functional import dequantize_4bit
+from manylora_worker.loader import ModelRefused, load_model
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    BitsAndBytesConfig,
+    DeepseekV3Config,
+    GptOssConfig,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    MambaConfig,
+    PretrainedConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from tests.numerics.conftest import Family
+from tests.numerics.driver import Driver, Stream, make_runner, put_adapter
+from tests.numerics.families import FAMILIES
+
+FamilyOf = Callable[[str], Family]
+TINY = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def edited(family: Family, tmp_path: Path, **fields: Any) -> Path:
+    folder = tmp_path / "edited"
+    shutil.copytree(family.folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    return folder
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_spec(family_of: FamilyOf, name: str) -> None:
+    family = family_of(name)
+    spec = family.loaded.spec
+    config = FAMILIES[name]()
+    assert spec.model_type == name
+    assert spec.source_name == spec.name == f"tiny-{name}"
+    assert spec.vocab_size == config.vocab_size
+    assert spec.eos_token_ids == (2,)
+    assert spec.kv.num_layers == 3
+    assert spec.kv.num_kv_heads == 2
+    assert spec.max_context_tokens == (128 if name == "phi3" else 256)
+    assert len(spec.modules) == 3 * (4 if name == "phi3" else 7)
+    is_fused = name not in ("phi3", "olmo2")
+    assert len(family.loaded.sites) == 3 * 4 if is_fused or name == "phi3" else 3 * 7
+    assert "lm_head" in spec.head_modules
+    assert {s.path for site in family.loaded.sites for s in site.slots} == set(spec.modules)
+
+
+def test_digest_tells_weights_apart(family_of: FamilyOf, tmp_path: Path) -> None:
+    family = family_of("llama")
+    assert load_model(str(family.folder), name="other").spec.digest == family.loaded.spec.digest
+    folder = edited(family, tmp_path, rms_norm_eps=1e-5)
+    assert load_model(str(folder)).spec.digest != family.loaded.spec.digest
+
+
+def refusal(folder: Path | str) -> str:
+    with pytest.raises(ModelRefused) as caught:
+        load_model(str(folder))
+    return str(caught.value)
+
+
+def test_dynamic_rope(family_of: FamilyOf, tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert "rope_type dynamic" in refusal(edited(family_of("llama"), tmp_path, rope_parameters=rope))
+
+
+def test_own_code(family_of: FamilyOf, tmp_path: Path) -> None:
+    message = refusal(edited(family_of("llama"), tmp_path, auto_map={"AutoModelForCausalLM": "x.Y"}))
+    assert "auto_map" in message
+
+
+def test_bidirectional(family_of: FamilyOf, tmp_path: Path) -> None:
+    message = refusal(edited(family_of("gemma3_text"), tmp_path, use_bidirectional_attention=True))
+    assert "both directions" in message
+
+
+def test_files_that_are_not_there(family_of: FamilyOf, tmp_path: Path) -> None:
+    assert "neither a folder nor" in refusal("no/such-model")
+    assert "config" in refusal(tmp_path)
+    folder = edited(family_of("llama"), tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "safetensors" in refusal(folder)
+
+
+def test_weights_that_are_missing(family_of: FamilyOf, tmp_path: Path) -> None:
+    assert "missing" in refusal(edited(family_of("qwen3"), tmp_path, num_hidden_layers=4, layer_types=None))
+
+
+def saved(model: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_models_that_are_no_causal_language_models(tmp_path: Path) -> None:
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+    assert "not a causal" in refusal(saved(t5, tmp_path / "t5"))
+    classifier = LlamaForSequenceClassification(LlamaConfig(**TINY, pad_token_id=0))
+    assert "missing" in refusal(saved(classifier, tmp_path / "classifier"))
+    bert = BertLMHeadModel(BertConfig(**TINY, is_decoder=False))
+    assert refusal(saved(bert, tmp_path / "bert"))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (GptOssConfig(**TINY, num_key_value_heads=1, head_dim=8, num_local_experts=2, num_experts_per_tok=1), "s_aux"),
+        (MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, state_size=4), ""),
+        (
+            DeepseekV3Config(
+                **TINY, num_key_value_heads=2, moe_intermediate_size=16, n_routed_experts=2, n_group=1, topk_group=1,
+                num_experts_per_tok=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=8,
+                v_head_dim=8, first_k_dense_replace=2,
+            ),
+            "different head sizes",
+        ),
+    ],
+    ids=["gpt_oss", "mamba", "deepseek_v3"],
+)  # fmt: skip
+def test_attention_that_cannot_be_served(tmp_path: Path, config: PretrainedConfig, expected: str) -> None:
+    assert expected in refusal(saved(AutoModelForCausalLM.from_config(config), tmp_path / "model"))
+
+
+def test_nf4_equals_the_dequantized_model(family_of: FamilyOf) -> None:
+    """Logits of the 4-bit engine, adapters included, against transformers' own 4-bit model and against W dequantized."""
+    family = family_of("llama")
+    loaded = load_model(str(family.folder), quantization="nf4")
+    driver = Driver(make_runner(loaded))
+    uid = put_adapter(driver.runner, loaded, family.adapters["all-linear"])
+    prompt = list(range(3, 20))
+    base, adapted = driver.logits([Stream(prompt), Stream(prompt, uid)])
+    options = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )  # fmt: skip
+    quantized = AutoModelForCausalLM.from_pretrained(
+        family.folder, quantization_config=options, device_map={"": "cpu"}, dtype=torch.float32
+    )
+    with torch.no_grad():
+        expected = quantized(torch.tensor([prompt])).logits[0, -1]
+    torch.testing.assert_close(base, expected, atol=1e-4, rtol=0)
+    assert not torch.allclose(adapted, base, atol=1e-2)
+    layer = loaded.model.get_submodule("model.layers.0.self_attn.q_proj").base
+    x = torch.randn(5, 64)
+    weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, weight), atol=1e-6, rtol=0)
+
+
+def test_bfloat16(family_of: FamilyOf) -> None:
+    family = family_of("llama")
+    loaded = load_model(str(family.folder), dtype=torch.bfloat16)
+    driver = Driver(make_runner(loaded))
+    uid = put_adapter(driver.runner, loaded, family.adapters["all-linear"])
+    prompt = list(range(3, 30))
+    logits = driver.logits([Stream(prompt, uid), Stream(prompt)])
+    for row, name in zip(logits, ("all-linear", None), strict=True):
+        expected = family.reference.logits(prompt, name)[-1]
+        assert torch.nn.functional.cosine_similarity(row, expected, dim=0) > 0.99

@@ -1,0 +1,131 @@
+"""A whole worker over the torch engine, in this process: greedy tokens equal transformers + peft, a request at a time.
+
+Chunked prefill, concurrent arrivals, cancellations, a pool too small for all (sequences are preempted and recomputed),
+a device tier too small for all adapters (they are loaded and evicted meanwhile), several choices of one prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+from manylora.v1 import common_pb2, worker_pb2
+from manylora_shared.adapter_files import CONFIG_NAME, WEIGHTS_NAME, adapter_uid, parse_config
+from manylora_shared.coordination.memory import MemoryStoreServer
+from manylora_shared.errors import Code, RpcError
+from manylora_shared.ids import AdapterUid
+from manylora_shared.telemetry import Telemetry
+from manylora_shared.transport.grpc_transport import GrpcTransport
+from manylora_worker import engines
+from manylora_worker.app import WorkerApp
+from manylora_worker.runtime import ThreadRuntime
+
+from tests.numerics.adapters import Reference, recipes, save_adapter
+from tests.numerics.families import VOCAB_SIZE, make_model
+from tests.worker.worker_fakes import EXECUTE, VALIDATE, collect, config, message
+
+MAX_TOKENS = 24
+
+
+def store_adapter(source: Path, store: Path) -> AdapterUid:
+    uid = adapter_uid(parse_config((source / CONFIG_NAME).read_bytes()), source / WEIGHTS_NAME)
+    target = store / "objects" / uid
+    target.mkdir(parents=True)
+    for name in (CONFIG_NAME, WEIGHTS_NAME):
+        (target / name).write_bytes((source / name).read_bytes())
+    return uid
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+async def test_worker_equals_peft(family: str, tmp_path: Path) -> None:
+    model = make_model(family, tmp_path / "model")
+    folders = {
+        name: save_adapter(model, tmp_path / "adapters" / name, seed, **recipe)
+        for seed, (name, recipe) in enumerate(recipes(family).items())
+    }
+    store = tmp_path / "store"
+    uids = {name: store_adapter(folder, store) for name, folder in folders.items()}
+    rng = random.Random(family)
+    requests = [
+        (name, [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice((1, 3, 8, 21, 40)))])
+        for _ in range(2)
+        for name in (None, *folders)
+    ]
+    reference = Reference(model, folders)
+    expected = [reference.greedy(prompt, name, MAX_TOKENS) for name, prompt in requests]
+
+    settings = config(
+        engine="torch",
+        model=str(tmp_path / "model"),
+        model_name=family,
+        adapter_store=store,
+        num_blocks=40,
+        block_size=4,
+        sequence_slots=8,
+        max_batch_tokens=24,
+        prefill_chunk_tokens=7,
+        device_adapter_mb=0.25,
+        threads=1,
+    )
+    runtime, validator = engines.build(settings)
+    assert isinstance(runtime, ThreadRuntime)
+    app = WorkerApp(
+        settings,
+        transport=GrpcTransport(),
+        store=MemoryStoreServer(rng).client(),
+        runtime=runtime,
+        validate=validator,
+        telemetry=Telemetry.disabled(),
+        rng=rng,
+    )
+    await app.start()
+    channel = GrpcTransport().connect(app.address)
+    greedy = common_pb2.SamplingParams(seed=1, temperature=0.0)
+
+    def ask(i: int, name: str | None, prompt: list[int], **changes: object) -> worker_pb2.ExecuteRequest:
+        uid = uids[name] if name else ""
+        fields = {"adapter_uid": uid, "prompt_token_ids": prompt, "max_tokens": MAX_TOKENS, "sampling": greedy}
+        return message(f"r{i}", **(fields | changes))
+
+    async def complete(i: int, name: str | None, prompt: list[int]) -> list[list[int]]:
+        await asyncio.sleep(rng.uniform(0, 0.3))
+        result = await collect(channel.stream(EXECUTE, ask(i, name, prompt, n=1 + i % 2)))
+        assert result.finished.outcome == common_pb2.OUTCOME_COMPLETED, result.finished.message
+        return [result.tokens[choice] for choice in range(1 + i % 2)]
+
+    async def give_up(i: int, name: str | None, prompt: list[int]) -> None:
+        stream = channel.stream(EXECUTE, ask(1000 + i, name, prompt, max_tokens=100))
+        await stream.read()
+        await asyncio.sleep(rng.uniform(0, 0.2))
+        stream.cancel()
+
+    try:
+        results, _ = await asyncio.gather(
+            asyncio.gather(*(complete(i, *request) for i, request in enumerate(requests))),
+            asyncio.gather(*(give_up(i, *request) for i, request in enumerate(requests[::3]))),
+        )
+        for (name, prompt), want, got in zip(requests, expected, results, strict=True):
+            assert all(tokens == want for tokens in got), (name, len(prompt))
+        stats = runtime.view.stats
+        assert stats.preemptions > 0
+        assert stats.failed_steps == 0
+        some = next(iter(uids.values()))
+        good = await channel.call(VALIDATE, worker_pb2.ValidateAdapterRequest(path=f"objects/{some}"))
+        assert not good.problems
+        assert good.size_bytes > 0
+        assert good.max_lora_rank > 0
+        assert good.target_modules
+        (store / "objects" / some / WEIGHTS_NAME).unlink()
+        bad = await channel.call(VALIDATE, worker_pb2.ValidateAdapterRequest(path=f"objects/{some}"))
+        assert WEIGHTS_NAME in [p.field for p in bad.problems]
+        for path in ("../model", "/etc", "objects/../../model"):
+            with pytest.raises(RpcError) as refusal:
+                await channel.call(VALIDATE, worker_pb2.ValidateAdapterRequest(path=path))
+            assert refusal.value.code is Code.INVALID_ARGUMENT
+    finally:
+        await channel.close()
+        await app.stop()
+    assert runtime.view.stats.requests == 0
+    assert runtime.view.stats.blocks_free == runtime.view.stats.blocks_total

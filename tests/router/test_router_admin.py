@@ -1,0 +1,411 @@
+"""AdminService through the router: tenants, adapters, status. What fails leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import pytest
+from manylora.v1 import admin_pb2, common_pb2, inference_pb2, worker_pb2
+from manylora_router import app as app_module
+from manylora_shared.adapter_files import CONFIG_NAME, WEIGHTS_NAME
+from manylora_shared.coordination import keys
+from manylora_shared.errors import Code, RpcError
+from router_fakes import ADMIN, LIST_MODELS, RouterCluster, say, simulate, text_request
+
+CONFIG = json.dumps({"r": 8}).encode()
+WEIGHTS = b"weights" * 1000
+
+
+async def call(cluster: RouterCluster, method: str, **fields: Any) -> Any:
+    return await cluster.client.call(ADMIN[method], ADMIN[method].request_type(**fields))
+
+
+def header(name: str = "lower", tenant_id: str = "acme", store_path: str = "") -> admin_pb2.AddAdapterRequest:
+    inner = admin_pb2.AddAdapterHeader(tenant_id=tenant_id, name=name, store_path=store_path)
+    return admin_pb2.AddAdapterRequest(header=inner)
+
+
+def chunk(file_name: str, data: bytes) -> admin_pb2.AddAdapterRequest:
+    return admin_pb2.AddAdapterRequest(chunk=admin_pb2.FileChunk(file_name=file_name, data=data))
+
+
+GOOD = [chunk(CONFIG_NAME, CONFIG), chunk(WEIGHTS_NAME, WEIGHTS[:3000]), chunk(WEIGHTS_NAME, WEIGHTS[3000:])]
+
+
+async def upload(cluster: RouterCluster, *messages: admin_pb2.AddAdapterRequest) -> Any:
+    stream = cluster.client.stream(ADMIN["AddAdapter"])
+    for message in messages:
+        await stream.write(message)
+    await stream.close_send()
+    return await stream.read()
+
+
+def nothing_is_left(cluster: RouterCluster) -> None:
+    assert cluster.files.incoming() == []
+    assert not any(path.startswith("objects/") for path in cluster.files.files)
+    assert keys.adapter("acme", "lower") not in cluster.store_server.keys
+
+
+def test_tenants() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        first = await call(cluster, "ApplyTenant", policy_yaml="tenant_id: new\nclasses: {batch: {weight: 9}}")
+        assert (first.tenant_id, first.version) == ("new", 1)
+        same = await call(cluster, "ApplyTenant", policy_yaml='classes: {batch: {weight: 9}}\ntenant_id: "new" # !')
+        assert same.version == 1
+        assert (await cluster.ask(text_request(), x_tenant_id="new")).error is None
+        changed = await call(cluster, "ApplyTenant", policy_yaml="tenant_id: new\n")
+        assert changed.version == 2
+        got = (await call(cluster, "GetTenant", tenant_id="new")).tenant
+        assert (got.tenant_id, got.version, got.adapters) == ("new", 2, 0)
+        assert "weight: 1" in got.policy_yaml
+        listed = (await call(cluster, "ListTenants")).tenants
+        assert [(t.tenant_id, t.adapters) for t in listed] == [("acme", 1), ("new", 0), ("other", 1)]
+        assert (await call(cluster, "DeleteTenant", tenant_id="new")).removed_adapters == 0
+        assert (await call(cluster, "DeleteTenant", tenant_id="acme")).removed_adapters == 1
+        gone = await cluster.ask(text_request(), x_tenant_id="acme")
+        assert gone.error is not None
+        assert gone.error.code is Code.NOT_FOUND
+        assert keys.adapter("acme", "upper") not in cluster.store_server.keys
+        assert keys.adapter("other", "secret") in cluster.store_server.keys
+
+    simulate(test)
+
+
+def test_a_bad_policy_changes_nothing() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        before = await cluster.store.get(keys.tenant("acme"))
+        with pytest.raises(RpcError) as error:
+            await call(cluster, "ApplyTenant", policy_yaml="tenant_id: acme\nclasses:\n  batch: {weight: 0}\nx: 1\n")
+        assert error.value.code is Code.INVALID_ARGUMENT
+        assert [v.field for v in error.value.violations] == ["classes.batch.weight", "x"]
+        assert await cluster.store.get(keys.tenant("acme")) == before
+
+    simulate(test)
+
+
+@pytest.mark.parametrize("method", ["GetTenant", "DeleteTenant", "RemoveAdapter", "ListAdapters"])
+def test_unknown_tenants(method: str) -> None:
+    async def test(cluster: RouterCluster) -> None:
+        for tenant_id, code in (("nobody", Code.NOT_FOUND), ("../acme", Code.NOT_FOUND)):
+            with pytest.raises(RpcError) as error:
+                await call(cluster, method, tenant_id=tenant_id)
+            assert error.value.code is code
+            assert "tenant_id" in error.value.message
+
+    simulate(test)
+
+
+def test_policies_applied_at_once_do_not_overwrite_one_another() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        documents = [f"tenant_id: new\nclasses: {{batch: {{weight: {w}}}}}" for w in range(1, 7)]
+        versions = await asyncio.gather(*(call(cluster, "ApplyTenant", policy_yaml=d) for d in documents))
+        assert sorted(v.version for v in versions) == [1, 2, 3, 4, 5, 6]
+
+    simulate(test)
+
+
+def test_upload_then_use_then_remove() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        added = (await upload(cluster, header(), *GOOD)).adapter
+        assert (added.tenant_id, added.name, added.max_lora_rank, added.size_bytes) == ("acme", "lower", 8, 1000)
+        assert list(added.target_modules) == ["q_proj", "v_proj"]
+        assert added.created_unix_s > 0
+        assert cluster.files.read(added.version) == {CONFIG_NAME: CONFIG, WEIGHTS_NAME: WEIGHTS}
+        assert cluster.files.incoming() == []
+        validated = [path for worker in cluster.workers for path in worker.validated]
+        assert validated == ["incoming/1"]
+        answer = await cluster.ask(text_request(), x_adapter_id="lower")
+        assert answer.frames[0].started.adapter_version == added.version
+        listed = (await call(cluster, "ListAdapters", tenant_id="acme")).adapters
+        assert [a.name for a in listed] == ["lower", "upper"]
+        assert len((await call(cluster, "ListAdapters")).adapters) == 3
+        with pytest.raises(RpcError) as error:
+            await upload(cluster, header(), *GOOD)
+        assert error.value.code is Code.ALREADY_EXISTS
+        same = (await upload(cluster, header("lower-2"), *GOOD)).adapter
+        assert same.version == added.version
+        await call(cluster, "RemoveAdapter", tenant_id="acme", name="lower")
+        gone = await cluster.ask(text_request(), x_adapter_id="lower")
+        assert gone.error is not None
+        assert gone.error.code is Code.NOT_FOUND
+        with pytest.raises(RpcError) as error:
+            await call(cluster, "RemoveAdapter", tenant_id="acme", name="lower")
+        assert error.value.code is Code.NOT_FOUND
+
+    simulate(test)
+
+
+def test_import_from_the_store() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        cluster.files.files["imports/lower"] = {CONFIG_NAME: CONFIG, WEIGHTS_NAME: WEIGHTS}
+        added = (await upload(cluster, header(store_path="imports/lower"))).adapter
+        assert cluster.files.read(added.version)[WEIGHTS_NAME] == WEIGHTS
+
+    simulate(test)
+
+
+BAD_UPLOADS: dict[str, tuple[list[admin_pb2.AddAdapterRequest], str]] = {
+    "nothing": ([], "header"),
+    "no header": (GOOD, "header"),
+    "empty message": ([admin_pb2.AddAdapterRequest()], "header"),
+    "two headers": ([header(), header()], "chunk"),
+    "bad name": ([header("../x")], "header.name"),
+    "no name": ([header("")], "header.name"),
+    "bad tenant": ([header(tenant_id="A")], "header.tenant_id"),
+    "pickle": ([header(), chunk(CONFIG_NAME, CONFIG), chunk("adapter_model.bin", b"x")], "chunk.file_name"),
+    "another file": ([header(), chunk("../../x", b"x")], "chunk.file_name"),
+    "no weights": ([header(), chunk(CONFIG_NAME, CONFIG)], WEIGHTS_NAME),
+    "no configuration": ([header(), chunk(WEIGHTS_NAME, WEIGHTS)], CONFIG_NAME),
+    "not JSON": ([header(), chunk(CONFIG_NAME, b"{"), chunk(WEIGHTS_NAME, WEIGHTS)], CONFIG_NAME),
+    "chunks with a path": ([header(store_path="imports/x"), *GOOD], "chunk"),
+    "a path outside": ([header(store_path="../x")], "store_path"),
+    "a large chunk": ([header(), chunk(WEIGHTS_NAME, b"x" * ((1 << 20) + 1))], "chunk.data"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_UPLOADS)
+def test_bad_uploads_leave_nothing(name: str) -> None:
+    messages, field = BAD_UPLOADS[name]
+
+    async def test(cluster: RouterCluster) -> None:
+        with pytest.raises(RpcError) as error:
+            await upload(cluster, *messages)
+        assert error.value.code is Code.INVALID_ARGUMENT
+        assert [v.field for v in error.value.violations] == [field]
+        nothing_is_left(cluster)
+
+    simulate(test)
+
+
+def test_what_the_worker_finds_wrong_is_told_whole() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        for worker in cluster.workers:
+            worker.validation = worker_pb2.ValidateAdapterResponse(
+                problems=[
+                    worker_pb2.AdapterProblem(field="r", description="256 is over the limit of 64"),
+                    worker_pb2.AdapterProblem(field="q_proj.lora_A.weight", description="has NaN"),
+                ]
+            )
+        with pytest.raises(RpcError) as error:
+            await upload(cluster, header(), *GOOD)
+        assert error.value.code is Code.INVALID_ARGUMENT
+        assert [v.field for v in error.value.violations] == ["r", "q_proj.lora_A.weight"]
+        nothing_is_left(cluster)
+
+    simulate(test)
+
+
+def test_another_worker_validates_where_one_is_gone() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        cluster.workers[0].refuse_with = RpcError(Code.UNAVAILABLE, "stopping")
+        for index in range(6):
+            await upload(cluster, header(f"a{index}"), *GOOD)
+        cluster.workers[1].refuse_with = RpcError(Code.UNAVAILABLE, "stopping")
+        with pytest.raises(RpcError) as error:
+            await upload(cluster, header(), *GOOD)
+        assert error.value.code is Code.UNAVAILABLE
+        assert cluster.files.incoming() == []
+        assert keys.adapter("acme", "lower") not in cluster.store_server.keys
+
+    simulate(test)
+
+
+def test_tenant_unknown_to_an_upload() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        with pytest.raises(RpcError) as error:
+            await upload(cluster, header(tenant_id="nobody"), *GOOD)
+        assert error.value.code is Code.NOT_FOUND
+        nothing_is_left(cluster)
+
+    simulate(test)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_upload_that_its_caller_leaves(seed: int) -> None:
+    async def test(cluster: RouterCluster) -> None:
+        stream = cluster.client.stream(ADMIN["AddAdapter"])
+        for message in [header(), *GOOD][: seed % 4 + 1]:
+            await stream.write(message)
+        await asyncio.sleep(random.Random(seed).random() * 0.01)
+        stream.cancel()
+        await cluster.at_rest()
+        nothing_is_left(cluster)
+
+    simulate(test, seed=seed)
+
+
+def test_upload_that_stalls_is_given_up() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        stream = cluster.client.stream(ADMIN["AddAdapter"])
+        await stream.write(header())
+        await stream.write(GOOD[0])
+        with pytest.raises(RpcError, match="sent nothing"):
+            await stream.read()
+        nothing_is_left(cluster)
+
+    simulate(test)
+
+
+def test_uploads_at_once_are_bounded() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        held = [cluster.client.stream(ADMIN["AddAdapter"]) for _ in range(8)]
+        for index, stream in enumerate(held):
+            await stream.write(header(f"a{index}"))
+        await asyncio.sleep(0.1)
+        with pytest.raises(RpcError) as error:
+            await upload(cluster, header(), *GOOD)
+        assert error.value.code is Code.RESOURCE_EXHAUSTED
+        for stream in held:
+            stream.cancel()
+
+    simulate(test)
+
+
+def test_the_same_name_at_once_is_registered_once() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        async def one(index: int) -> Code:
+            try:
+                await upload(cluster, header(), chunk(CONFIG_NAME, CONFIG), chunk(WEIGHTS_NAME, b"w%d" % index))
+            except RpcError as e:
+                return e.code
+            return Code.OK
+
+        codes = await asyncio.gather(*(one(i) for i in range(6)))
+        assert sorted(codes) == [Code.OK] + [Code.ALREADY_EXISTS] * 5
+        assert cluster.files.incoming() == []
+
+    simulate(test)
+
+
+def test_tenant_deleted_during_an_upload() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        stream = cluster.client.stream(ADMIN["AddAdapter"])
+        await stream.write(header())
+        await asyncio.sleep(0.1)
+        await call(cluster, "DeleteTenant", tenant_id="acme")
+        for message in GOOD:
+            await stream.write(message)
+        await stream.close_send()
+        with pytest.raises(RpcError) as error:
+            await stream.read()
+        assert error.value.code is Code.NOT_FOUND
+        assert not any(key.startswith(keys.adapters_of("acme")) for key in cluster.store_server.keys)
+
+    simulate(test)
+
+
+def test_policy_changed_during_an_upload() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        stream = cluster.client.stream(ADMIN["AddAdapter"])
+        await stream.write(header())
+        await asyncio.sleep(0.1)
+        await call(cluster, "ApplyTenant", policy_yaml="tenant_id: acme\nclasses: {batch: {weight: 9}}")
+        for message in GOOD:
+            await stream.write(message)
+        await stream.close_send()
+        assert (await stream.read()).adapter.name == "lower"
+
+    simulate(test)
+
+
+def test_deleting_a_tenant_of_many_adapters() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        for index in range(250):
+            await cluster.put_adapter("acme", f"a{index}", "c" * 64)
+        assert (await call(cluster, "DeleteTenant", tenant_id="acme")).removed_adapters == 251
+        assert not any(key.startswith(keys.adapters_of("acme")) for key in cluster.store_server.keys)
+
+    simulate(test)
+
+
+def test_store_that_is_away() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        cluster.store_server.set_up(False)
+        with pytest.raises(RpcError) as error:
+            await call(cluster, "ApplyTenant", policy_yaml="tenant_id: new")
+        assert error.value.code is Code.UNAVAILABLE
+        with pytest.raises(RpcError) as error:
+            await upload(cluster, header(), *GOOD)
+        assert error.value.code is Code.UNAVAILABLE
+        nothing_is_left(cluster)
+        cluster.store_server.set_up(True)
+        assert (await call(cluster, "ApplyTenant", policy_yaml="tenant_id: new")).version == 1
+
+    simulate(test)
+
+
+def test_status_and_models() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        status = await call(cluster, "GetStatus")
+        assert (status.base_model, status.tenants, status.adapters) == ("tiny", 2, 2)
+        assert (status.scheduler.reachable, status.scheduler.epoch) == (True, 1)
+        assert [(w.worker_id, w.connected, w.running) for w in status.workers] == [
+            ("worker-0", True, 3),
+            ("worker-1", True, 3),
+        ]
+        assert [r.router_id for r in status.routers] == ["router-0"]
+        metadata = {"x-tenant-id": "acme"}
+        models = await cluster.client.call(LIST_MODELS, inference_pb2.ListModelsRequest(), metadata=metadata)
+        assert (models.base_model, models.max_context_tokens, list(models.adapters)) == ("tiny", 256, ["upper"])
+        with pytest.raises(RpcError) as error:
+            await cluster.client.call(LIST_MODELS, inference_pb2.ListModelsRequest())
+        assert error.value.code is Code.INVALID_ARGUMENT
+        assert cluster.scheduler.server is not None
+        await cluster.scheduler.server.stop(0.0)
+        status = await call(cluster, "GetStatus")
+        assert status.scheduler.reachable is False
+        assert [w.connected for w in status.workers] == [False, False]
+        await cluster.store.delete(keys.SCHEDULER_LEADER)
+        await asyncio.sleep(0.1)
+        assert (await call(cluster, "GetStatus")).scheduler.address == ""
+
+    simulate(test)
+
+
+def test_garbage_on_every_method_disturbs_nothing() -> None:
+    """Well-formed messages with anything in them; bytes that are no message are the transport's tests."""
+
+    async def test(cluster: RouterCluster) -> None:
+        running = asyncio.create_task(cluster.ask(text_request(max_tokens=100)))
+        for method in ADMIN.values():
+            if method.client_streaming:
+                continue
+            request = method.request_type()
+            for field in request.DESCRIPTOR.fields:
+                setattr(request, field.name, "\x00\u202e/../" * 20)
+            if method.path.endswith(("ListTenants", "GetStatus")):
+                await cluster.client.call(method, request)
+                continue
+            with pytest.raises(RpcError) as error:
+                await cluster.client.call(method, request)
+            assert error.value.code in (Code.INVALID_ARGUMENT, Code.NOT_FOUND), method.path
+        answer = await running
+        assert answer.finished.outcome == common_pb2.OUTCOME_COMPLETED
+
+    simulate(test, script=say("x" * 100, pause_s=0.01))
+
+
+def test_files_nobody_refers_to_are_collected_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(cluster: RouterCluster) -> None:
+        now = app_module.HOUSEKEEPING_S
+
+        def wall() -> float:
+            return asyncio.get_running_loop().time()
+
+        monkeypatch.setattr(cluster.app._clock, "now_unix_s", wall)
+        monkeypatch.setattr(cluster.files, "_now_unix_s", wall)
+        kept = (await upload(cluster, header("kept"), *GOOD)).adapter.version
+        other = [GOOD[0], chunk(WEIGHTS_NAME, b"other")]
+        gone = (await upload(cluster, header("gone"), *other)).adapter.version
+        await asyncio.sleep(5 * now)
+        await call(cluster, "RemoveAdapter", tenant_id="acme", name="gone")
+        await asyncio.sleep(0.9 * now)
+        assert f"objects/{gone}" in cluster.files.files
+        await asyncio.sleep(2 * now)
+        assert f"objects/{gone}" not in cluster.files.files
+        assert f"objects/{kept}" in cluster.files.files
+
+    simulate(test)

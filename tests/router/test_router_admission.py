@@ -1,0 +1,242 @@
+"""Admission: every wrong field is named, all at once, and nothing of other tenants shows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from manylora_router.admission import (
+    MAX_TEXT_BYTES,
+    ChatPrompt,
+    ModelLimits,
+    Prompt,
+    RequestInput,
+    SamplingInput,
+    TextPrompt,
+    TokenPrompt,
+    admit,
+    admit_caller,
+    check,
+    prompt_is_readable,
+    seed_of_key,
+)
+from manylora_shared.errors import Code, InvalidRequest, NotFound
+from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId
+from manylora_shared.policy import TenantLimits, TenantPolicy
+
+MODEL = ModelLimits(vocab_size=100, max_context_tokens=32, max_sequences=4)
+ACME = TenantPolicy(TenantId("acme"))
+GOOD = TokenPrompt([1, 2, 3])
+
+
+def fields_of(request: RequestInput, *, policy: TenantPolicy = ACME, tokens: list[int] | None = None) -> list[str]:
+    """The names of the fields at fault; empty: admitted."""
+    violations = check(request, MODEL)
+    readable = prompt_is_readable(request.prompt, violations)
+    ids = tokens if tokens is not None else list(getattr(request.prompt, "ids", [1]))
+    try:
+        admit(request, ids if readable else None, violations, policy, MODEL, default_max_tokens=8)
+    except InvalidRequest as e:
+        return [v.field for v in e.violations]
+    return []
+
+
+NAN = math.nan
+INF = math.inf
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [
+        ({"temperature": -0.1}, "sampling.temperature"),
+        ({"temperature": NAN}, "sampling.temperature"),
+        ({"temperature": INF}, "sampling.temperature"),
+        ({"top_p": 0.0}, "sampling.top_p"),
+        ({"top_p": 1.01}, "sampling.top_p"),
+        ({"top_p": NAN}, "sampling.top_p"),
+        ({"min_p": -0.01}, "sampling.min_p"),
+        ({"min_p": 1.01}, "sampling.min_p"),
+        ({"repetition_penalty": 0.0}, "sampling.repetition_penalty"),
+        ({"repetition_penalty": INF}, "sampling.repetition_penalty"),
+        ({"presence_penalty": 2.1}, "sampling.presence_penalty"),
+        ({"frequency_penalty": -2.1}, "sampling.frequency_penalty"),
+        ({"frequency_penalty": NAN}, "sampling.frequency_penalty"),
+        ({"top_logprobs": 21}, "sampling.top_logprobs"),
+        ({"logit_bias": {100: 1.0}}, "sampling.logit_bias[100]"),
+        ({"logit_bias": {5: 100.5}}, "sampling.logit_bias[5]"),
+        ({"logit_bias": {5: NAN}}, "sampling.logit_bias[5]"),
+        ({"logit_bias": dict.fromkeys(range(2000), 0.0)}, "sampling.logit_bias"),
+    ],
+)
+def test_bad_sampling(sampling: dict[str, Any], field: str) -> None:
+    assert fields_of(RequestInput(GOOD, sampling=SamplingInput(**sampling))) == [field]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, "seed": 2**64 - 1},
+        {"min_p": 1.0, "top_logprobs": 20, "presence_penalty": -2.0, "frequency_penalty": 2.0},
+        {"logit_bias": {0: -100.0, 99: 100.0}, "repetition_penalty": 1e-3, "temperature": 1e3},
+    ],
+)
+def test_good_sampling(sampling: dict[str, Any]) -> None:
+    assert fields_of(RequestInput(GOOD, sampling=SamplingInput(**sampling))) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"n": 9}, "n"),
+        ({"n": 5}, "n"),
+        ({"max_tokens": 30}, "max_tokens"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": ["x", ""]}, "stop[1]"),
+        ({"stop": ["é" * 33]}, "stop[0]"),
+        ({"stop_token_ids": [1] * 65}, "stop_token_ids"),
+        ({"stop_token_ids": [1, 100]}, "stop_token_ids[1]"),
+        ({"request_class": "urgent"}, "x-request-class"),
+        ({"request_class": "BATCH"}, "x-request-class"),
+        ({"priority": "101"}, "x-priority"),
+        ({"priority": "1.5"}, "x-priority"),
+        ({"priority": "-"}, "x-priority"),
+        ({"priority": "٣"}, "x-priority"),
+        ({"idempotency_key": "x" * 129}, "idempotency-key"),
+        ({"idempotency_key": "a\tb"}, "idempotency-key"),
+    ],
+)
+def test_bad_fields(more: dict[str, Any], field: str) -> None:
+    assert fields_of(RequestInput(GOOD, **more)) == [field]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "field"),
+    [
+        (None, None, "prompt"),
+        (TextPrompt(""), None, "prompt.text"),
+        (TextPrompt("x" * (16 * 32 + 1)), None, "prompt.text"),
+        (TextPrompt("x"), [], "prompt.text"),
+        (TextPrompt("x"), [1] * 32, "prompt.text"),
+        (TextPrompt("x"), [100], "prompt.text"),
+        (TokenPrompt([]), None, "prompt.token_ids"),
+        (TokenPrompt([1] * 32), None, "prompt.token_ids"),
+        (TokenPrompt([1, 2, 3, 100]), None, "prompt.token_ids[3]"),
+        (ChatPrompt([]), None, "prompt.chat.messages"),
+        (ChatPrompt([("user", "a"), ("", "b")]), None, "prompt.chat.messages[1].role"),
+        (ChatPrompt([("user", "x" * 600)]), None, "prompt.chat"),
+        (ChatPrompt([("user", "")] * 5000), None, "prompt.chat.messages"),
+        (ChatPrompt([("user", "a")]), [1] * 40, "prompt.chat"),
+    ],
+)
+def test_bad_prompts(prompt: Prompt | None, tokens: list[int] | None, field: str) -> None:
+    assert fields_of(RequestInput(prompt), tokens=tokens) == [field]
+
+
+def test_many_bad_token_ids_are_listed_in_part() -> None:
+    assert fields_of(RequestInput(TokenPrompt([100] * 30))) == [
+        *(f"prompt.token_ids[{i}]" for i in range(8)),
+        "prompt.token_ids",
+    ]
+
+
+def test_all_violations_at_once() -> None:
+    request = RequestInput(
+        TextPrompt("x"),
+        max_tokens=99,
+        sampling=SamplingInput(top_p=2.0, temperature=-1.0),
+        stop=[""],
+        n=9,
+        request_class="x",
+        priority="x",
+    )
+    found = fields_of(request, tokens=[1] * 50)
+    assert sorted(found) == sorted(
+        ["x-request-class", "x-priority", "sampling.temperature", "sampling.top_p", "stop[0]", "n", "prompt.text"]
+    )
+
+
+def test_defaults() -> None:
+    admitted = admit(RequestInput(GOOD), GOOD.ids, [], ACME, MODEL, default_max_tokens=8)
+    assert (admitted.qos_class, admitted.priority, admitted.max_tokens, admitted.n) == (QosClass.STANDARD, 0, 8, 1)
+    assert admit(RequestInput(GOOD), GOOD.ids, [], ACME, MODEL, default_max_tokens=99).max_tokens == 29
+    limited = TenantPolicy(TenantId("acme"), limits=TenantLimits(max_output_tokens=3))
+    assert admit(RequestInput(GOOD), GOOD.ids, [], limited, MODEL, default_max_tokens=99).max_tokens == 3
+
+
+def test_the_context_takes_prompt_and_output() -> None:
+    assert fields_of(RequestInput(TokenPrompt([1] * 31), max_tokens=1)) == []
+    assert fields_of(RequestInput(TokenPrompt([1] * 31), max_tokens=2)) == ["max_tokens"]
+
+
+def test_limits_of_the_tenant() -> None:
+    policy = TenantPolicy(TenantId("acme"), limits=TenantLimits(max_prompt_tokens=3, max_output_tokens=4))
+    assert fields_of(RequestInput(GOOD, max_tokens=4), policy=policy) == []
+    assert fields_of(RequestInput(TokenPrompt([1] * 4), max_tokens=5), policy=policy) == [
+        "prompt.token_ids",
+        "max_tokens",
+    ]
+
+
+def test_text_of_a_megabyte_is_never_read() -> None:
+    large = ModelLimits(vocab_size=100, max_context_tokens=1 << 20, max_sequences=1)
+    request = RequestInput(TextPrompt("x" * (MAX_TEXT_BYTES + 1)))
+    assert [v.field for v in check(request, large)] == ["prompt.text"]
+
+
+def test_priority_and_class() -> None:
+    request = RequestInput(GOOD, priority="-100", request_class="batch")
+    admitted = admit(request, GOOD.ids, check(request, MODEL), ACME, MODEL, default_max_tokens=8)
+    assert (admitted.priority, admitted.qos_class) == (-100, QosClass.BATCH)
+
+
+UIDS = {("acme", "upper"): AdapterUid("a" * 64), ("other", "secret"): AdapterUid("b" * 64)}
+
+
+def caller(tenant: str, adapter: str = "") -> Any:
+    return admit_caller(
+        tenant,
+        adapter,
+        lambda t: {"acme": ACME}.get(t),
+        lambda t, name: UIDS.get((t, name)),
+    )
+
+
+def test_callers() -> None:
+    assert caller("acme") == (ACME, None)
+    policy, adapter = caller("acme", "upper")
+    assert (policy, adapter.name, adapter.uid) == (ACME, AdapterName("upper"), "a" * 64)
+    with pytest.raises(InvalidRequest, match="x-tenant-id"):
+        caller("")
+
+
+@pytest.mark.parametrize("tenant", ["nobody", "../acme", "ACME", "x" * 5000, "acme/upper", "a\nb"])
+def test_unknown_tenants(tenant: str) -> None:
+    with pytest.raises(NotFound) as error:
+        caller(tenant)
+    assert error.value.message.startswith("x-tenant-id: ")
+    assert len(error.value.message) < 200
+    assert error.value.code is Code.NOT_FOUND
+
+
+@pytest.mark.parametrize("adapter", ["../secret", "UPPER", "x" * 5000, "other/secret", "secret/../upper"])
+def test_unknown_adapters(adapter: str) -> None:
+    with pytest.raises(NotFound) as error:
+        caller("acme", adapter)
+    assert error.value.message.startswith("x-adapter-id: ")
+
+
+def test_foreign_adapter_is_as_one_that_does_not_exist() -> None:
+    with pytest.raises(NotFound) as foreign:
+        caller("acme", "secret")
+    del UIDS["other", "secret"]
+    with pytest.raises(NotFound) as absent:
+        caller("acme", "secret")
+    assert (foreign.value.message, foreign.value.violations) == (absent.value.message, absent.value.violations)
+
+
+def test_seed_of_key() -> None:
+    assert seed_of_key("acme", "k") == seed_of_key("acme", "k")
+    assert len({seed_of_key(t, k) for t in ("a", "b") for k in ("1", "2")}) == 4
+    assert seed_of_key("a", "bc") != seed_of_key("ab", "c")
+    assert 0 <= seed_of_key("acme", "k") < 2**64

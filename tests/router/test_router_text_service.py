@@ -1,0 +1,204 @@
+"""HfTextService over tokenizers of the kinds that models have, built here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from manylora_router.text import BytesDetokenizer, Detokenizer, WindowDetokenizer
+from manylora_router.text_service import FakeText, HfTextService, TokenIdsOnlyText, read_token_bytes
+from manylora_shared.errors import InvalidRequest, Unready
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
+    "<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SENTENCE = "Hello  wörld, 日本語 🎉 <tool> x"
+
+
+def byte_level() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {c: i for i, c in enumerate(alphabet)} | {"Ġw": 256, "lo": 257}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("Ġ", "w"), ("l", "o")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def byte_fallback(strips: bool) -> Tokenizer:
+    vocab = {"<unk>": 0} | {f"<0x{b:02X}>": b + 1 for b in range(256)}
+    for piece in ["\u2581", "H", "e", "l", "o", "\u2581w", "\u2581Hello", "r", "d", ","]:
+        vocab[piece] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+        prepend_scheme="first" if strips else "never", split=False, replacement="\u2581"
+    )
+    steps: list[Any] = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strips else steps)
+    return tokenizer
+
+
+def word_piece() -> Tokenizer:
+    vocab = {w: i for i, w in enumerate(["[UNK]", "hello", "wor", "##ld", "##s", ",", "again"])}
+    tokenizer = Tokenizer(models.WordPiece(vocab=vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    return tokenizer
+
+
+KINDS = {
+    "byte_level": byte_level,
+    "byte_fallback": lambda: byte_fallback(False),
+    "byte_fallback_strip": lambda: byte_fallback(True),
+    "word_piece": word_piece,
+}
+
+
+def wrapped(tokenizer: Tokenizer, **more: Any) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.add_tokens([AddedToken("<tool>", special=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", **more)
+
+
+def text_of(detokenizer: Detokenizer, ids: list[int]) -> str:
+    return "".join([detokenizer.push(i) for i in ids]) + detokenizer.finish()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_detokenizer_gives_the_tokenizers_own_decode(kind: str) -> None:
+    tokenizer = wrapped(KINDS[kind]())
+    service = HfTextService(tokenizer)
+    try:
+        assert isinstance(service.detokenizer(), WindowDetokenizer if kind == "word_piece" else BytesDetokenizer)
+        sentence = "hello worlds , again" if kind == "word_piece" else SENTENCE
+        ids = list(await service.encode(sentence))
+        decode = tokenizer.backend_tokenizer.decode
+        assert text_of(service.detokenizer(), ids) == decode(ids) == sentence
+        eos = tokenizer.eos_token_id
+        assert text_of(service.detokenizer(), [eos, *ids, eos]) == decode([eos, *ids, eos], skip_special_tokens=True)
+        rng = random.Random(0)
+        for _ in range(300):
+            some = [rng.randrange(len(tokenizer)) for _ in range(rng.randrange(12))]
+            expected = decode(some, skip_special_tokens=True)
+            if "\ufffd" not in expected:
+                assert text_of(service.detokenizer(), some) == expected
+                assert text_of(WindowDetokenizer(service._decode), some) == expected
+    finally:
+        await service.close()
+
+
+def test_a_decoder_that_lies_about_its_kind_takes_the_slow_way(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = wrapped(byte_level())
+    backend = tokenizer.backend_tokenizer
+
+    class Lying:
+        backend_tokenizer = type(
+            "Backend",
+            (),
+            {
+                "to_str": staticmethod(lambda: json.dumps({"decoder": {"type": "ByteLevel"}})),
+                "get_added_tokens_decoder": staticmethod(dict),
+                "get_vocab_size": staticmethod(backend.get_vocab_size),
+                "id_to_token": staticmethod(backend.id_to_token),
+                "decode": staticmethod(lambda ids, skip_special_tokens: backend.decode(ids).upper()),
+            },
+        )()
+
+    assert read_token_bytes(Lying()) is None
+    assert "slower way" in caplog.text
+
+
+async def test_chat_template() -> None:
+    service = HfTextService(wrapped(byte_level(), chat_template=TEMPLATE))
+    try:
+        ids = list(await service.encode_chat([("system", "be kind"), ("user", "hi")]))
+        assert text_of(service.detokenizer(), ids) == "<|system|>be kind<|user|>hi<|assistant|>"
+        with pytest.raises(InvalidRequest, match=r"prompt\.chat.*no robots"):
+            await service.encode_chat([("robot", "hi")])
+    finally:
+        await service.close()
+
+
+async def test_no_chat_template() -> None:
+    service = HfTextService(wrapped(byte_level()))
+    with pytest.raises(Unready, match="chat template"):
+        await service.encode_chat([("user", "hi")])
+    await service.close()
+
+
+async def test_tokenizing_leaves_the_event_loop_free_and_runs_on_few_threads() -> None:
+    service = HfTextService(wrapped(byte_level()), threads=2)
+    running, most, lock = 0, 0, threading.Lock()
+    release = threading.Event()
+
+    def slow(text: str, add_special_tokens: bool) -> list[int]:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        release.wait(10)
+        with lock:
+            running -= 1
+        return [1]
+
+    service._encode = slow  # type: ignore[method-assign]
+    waiting = [asyncio.create_task(service.encode("x")) for _ in range(8)]
+    for _ in range(100):
+        await asyncio.sleep(0.001)
+        if running == 2:
+            break
+    release.set()
+    assert await asyncio.gather(*waiting) == [[1]] * 8
+    assert most == 2
+    await service.close()
+
+
+def test_loads_from_a_folder(tmp_path: Path) -> None:
+    wrapped(byte_level(), chat_template=TEMPLATE).save_pretrained(tmp_path)
+    service = HfTextService.load(tmp_path)
+
+    async def use() -> str:
+        ids = list(await service.encode(SENTENCE))
+        await service.close()
+        return text_of(service.detokenizer(), ids)
+
+    assert asyncio.run(use()) == SENTENCE
+    with pytest.raises(FileNotFoundError):
+        HfTextService.load(tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises((OSError, ValueError)):
+        HfTextService.load(tmp_path / "empty")
+
+
+async def test_other_services() -> None:
+    ids_only = TokenIdsOnlyText()
+    for refused in (ids_only.encode("x"), ids_only.encode_chat([("user", "x")])):
+        with pytest.raises(Unready):
+            await refused
+    assert text_of(ids_only.detokenizer(), [1, 2]) == ""
+    fake = FakeText()
+    assert text_of(fake.detokenizer(), list(await fake.encode("aé"))) == "aé"
+
+
+@pytest.mark.slow
+def test_router_text_needs_no_torch(tmp_path: Path) -> None:
+    wrapped(byte_level()).save_pretrained(tmp_path)
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import asyncio, pathlib\n"
+        "from manylora_router.text_service import HfTextService\n"
+        f"service = HfTextService.load(pathlib.Path({str(tmp_path)!r}))\n"
+        "print(len(asyncio.run(service.encode('hello'))))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "4"

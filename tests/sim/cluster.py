@@ -1,0 +1,296 @@
+"""The whole cluster in one SimLoop: real routers, schedulers and workers over a simulated network, store and model.
+
+Owns the processes and their incarnations. A process is a SimNode in which the service's own app runs; killing one cuts
+it off from network and store first, so that what its `finally` blocks still do reaches nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from manylora_router.app import RouterApp
+from manylora_router.config import RouterConfig
+from manylora_router.text_service import FakeText
+from manylora_scheduler.app import SchedulerApp
+from manylora_scheduler.config import SchedulerConfig
+from manylora_shared.adapter_files import MemoryAdapterFiles
+from manylora_shared.clock import WallClock
+from manylora_shared.coordination import keys
+from manylora_shared.coordination.memory import MemoryStore, MemoryStoreServer
+from manylora_shared.coordination.records import AdapterRecord
+from manylora_shared.ids import AdapterUid, QosClass, TenantId
+from manylora_shared.policy import ClassPolicy, TenantPolicy
+from manylora_shared.simulation.loop import SimLoop, SimNode, SimWallClock
+from manylora_shared.telemetry import Telemetry
+from manylora_shared.transport.memory import MemoryNetwork, MemoryTransport
+from manylora_worker import engines
+from manylora_worker.app import WorkerApp
+from manylora_worker.config import WorkerConfig
+from manylora_worker.engine.api import AdapterTier
+from manylora_worker.engine.core import EngineCore
+from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner
+from manylora_worker.runtime import LoopRuntime, ModelInfo
+from manylora_worker.validation import FakeValidator
+
+VOCAB_SIZE = 259
+EOS = 2
+EOS_ONE_IN = 64
+MAX_CONTEXT_TOKENS = 160
+BLOCK_SIZE = 4
+NUM_BLOCKS = 64
+SLOTS = 5
+STEP_S = 0.02
+MODEL = ModelInfo("tiny", "digest", "none", VOCAB_SIZE, MAX_CONTEXT_TOKENS, (EOS,))
+TENANTS = {"acme": (8, 4, 1), "bolt": (4, 2, 1), "crux": (1, 1, 1)}
+"""Tenant: weights of interactive, standard, batch."""
+ADAPTERS_PER_TENANT = 3
+BROKEN_ADAPTER = "broken"
+"""Registered for every tenant; its weights cannot be loaded."""
+_START_TIMEOUT_S = 30.0
+
+
+def uid_of(tenant: str, adapter: str) -> AdapterUid:
+    return AdapterUid(hashlib.sha256(f"{tenant}/{adapter}".encode()).hexdigest())
+
+
+def adapters_of(tenant: str) -> list[str]:
+    """Names of a tenant's good adapters."""
+    return [f"{tenant}-{i}" for i in range(ADAPTERS_PER_TENANT)]
+
+
+_BROKEN_UIDS = [uid_of(tenant, BROKEN_ADAPTER) for tenant in TENANTS]
+
+
+@dataclass
+class Engine:
+    core: EngineCore
+    runner: FakeRunner
+    runtime: LoopRuntime
+
+
+App = RouterApp | SchedulerApp | WorkerApp
+Boot = Callable[["Process"], Coroutine[Any, Any, App]]
+
+
+@dataclass(eq=False)
+class Process:
+    """A service by name, over its incarnations. States: down, starting, up; `is_paused` beside that."""
+
+    name: str
+    boot: Boot
+    node: SimNode | None = None
+    transport: MemoryTransport | None = None
+    store: MemoryStore | None = None
+    main: asyncio.Task[None] | None = None
+    app: App | None = None
+    is_paused: bool = False
+    is_changing: bool = False
+    """Being killed or stopped."""
+
+    @property
+    def is_down(self) -> bool:
+        return self.node is None
+
+
+class Cluster:
+    def __init__(self, seed: int, *, routers: int = 2, schedulers: int = 2, workers: int = 3) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, SimLoop)
+        self.loop = loop
+        self.network = MemoryNetwork(random.Random(f"{seed}/network"))
+        self.store_server = MemoryStoreServer(
+            random.Random(f"{seed}/store"), min_delay_s=0.0005, max_delay_s=0.004, watch_delay_s=0.005
+        )
+        self.files = MemoryAdapterFiles()
+        self.clock: WallClock = SimWallClock(loop)
+        self.engines: list[Engine] = []
+        """Of all workers there ever were."""
+        self.processes: dict[str, Process] = {}
+        self._rng = random.Random(f"{seed}/processes")
+        for kind, boot, count in (
+            ("scheduler", self._boot_scheduler, schedulers),
+            ("worker", self._boot_worker, workers),
+            ("router", self._boot_router, routers),
+        ):
+            for i in range(count):
+                self.processes[f"{kind}{i}"] = Process(f"{kind}{i}", boot)
+
+    def names(self, kind: str) -> list[str]:
+        return [name for name in self.processes if name.startswith(kind)]
+
+    async def start(self) -> None:
+        """Tenants and adapters into the store, then all processes."""
+        store = self.store_server.client()
+        for tenant, weights in TENANTS.items():
+            classes = {c: ClassPolicy(w) for c, w in zip(QosClass, weights, strict=True)}
+            await store.put(keys.tenant(tenant), TenantPolicy(TenantId(tenant), classes).to_yaml().encode())
+            for name in [*adapters_of(tenant), BROKEN_ADAPTER]:
+                record = AdapterRecord(tenant, name, uid_of(tenant, name), 8, 1000, ("q_proj",), 0.0)
+                await store.put(keys.adapter(tenant, name), record.to_json())
+        await store.close()
+        for process in self.processes.values():
+            self.launch(process)
+        await self.all_up()
+
+    def launch(self, process: Process) -> None:
+        """A new incarnation; it starts by itself."""
+        assert process.is_down
+        process.node = self.loop.node(process.name)
+        process.transport = self.network.transport(process.name)
+        process.store = self.store_server.client()
+        process.main = process.node.start(self._main(process))
+
+    async def kill(self, process: Process, *, silently: bool = False) -> None:
+        """As kill -9 (or, silently, as a machine that loses power)."""
+        assert process.node is not None
+        assert process.store is not None
+        process.is_changing = True
+        process.store.set_reachable(False)
+        self.network.kill(process.name, silently=silently)
+        await process.node.kill()
+        self._down(process)
+
+    async def stop(self, process: Process) -> None:
+        """As SIGTERM; where it is not up yet, as kill -9."""
+        assert process.node is not None
+        if process.app is None:
+            await self.kill(process)
+            return
+        process.is_changing = True
+        await process.node.start(process.app.stop())
+        assert process.store is not None
+        await process.store.close()
+        self.network.kill(process.name)
+        await process.node.kill()
+        self._down(process)
+
+    async def all_up(self) -> None:
+        """Launches what is down, and waits until all are up."""
+        async with asyncio.timeout(_START_TIMEOUT_S):
+            for process in self.processes.values():
+                while process.is_changing or process.app is None:
+                    if process.is_down and not process.is_changing:
+                        self.launch(process)
+                    if process.main is not None and process.main.done():
+                        process.main.result()
+                    await asyncio.sleep(0.01)
+
+    def resume(self, process: Process) -> None:
+        if process.is_paused and process.node is not None:
+            process.node.resume()
+        process.is_paused = False
+
+    def pause(self, process: Process) -> None:
+        if process.node is not None and not process.is_changing:
+            process.node.pause()
+            process.is_paused = True
+
+    def leaders(self) -> list[SchedulerApp]:
+        apps = [process.app for process in self.processes.values()]
+        return [a for a in apps if isinstance(a, SchedulerApp) and a.term is not None and a.term.is_leading]
+
+    def _down(self, process: Process) -> None:
+        process.node = process.app = process.main = None
+        process.is_paused = process.is_changing = False
+
+    async def _main(self, process: Process) -> None:
+        app = await process.boot(process)
+        process.app = app
+        if not isinstance(app, WorkerApp):
+            await app.failed()
+        else:
+            raise RuntimeError(f"the engine failed: {await app.wait_failed()}")
+
+    # ---- the three services
+
+    async def _boot_router(self, process: Process) -> App:
+        assert process.transport is not None
+        assert process.store is not None
+        app = RouterApp(
+            RouterConfig(adapter_store="memory", router_id=process.name),
+            transport=process.transport,
+            store=process.store,
+            text=FakeText(),
+            adapter_store=self.files,
+            telemetry=Telemetry.disabled(),
+            rng=self._draw(),
+            clock=self.clock,
+        )
+        await app.start()
+        return app
+
+    async def _boot_scheduler(self, process: Process) -> App:
+        assert process.transport is not None
+        assert process.store is not None
+        app = SchedulerApp(
+            SchedulerConfig(scheduler_id=process.name),
+            transport=process.transport,
+            store=process.store,
+            telemetry=Telemetry.disabled(),
+            rng=self._draw(),
+        )
+        await app.start()
+        return app
+
+    async def _boot_worker(self, process: Process) -> App:
+        assert process.transport is not None
+        assert process.store is not None
+        settings = WorkerConfig(
+            engine="fake",
+            worker_id=process.name,
+            sequence_slots=SLOTS,
+            max_batch_tokens=32,
+            prefill_chunk_tokens=16,
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            host_adapter_mb=6e-6,
+            device_adapter_mb=4e-6,
+            drain_s=1.0,
+        )
+        engine = self._engine(settings)
+        self.engines.append(engine)
+        app = WorkerApp(
+            settings,
+            transport=process.transport,
+            store=process.store,
+            runtime=engine.runtime,
+            validate=FakeValidator(),
+            telemetry=Telemetry.disabled(),
+            rng=self._draw(),
+        )
+        await app.start()
+        return app
+
+    def _engine(self, settings: WorkerConfig) -> Engine:
+        rng = self._draw()
+        runner = FakeRunner(
+            num_blocks=settings.num_blocks,
+            block_size=settings.block_size,
+            vocab_size=VOCAB_SIZE,
+            max_context_tokens=MAX_CONTEXT_TOKENS,
+            eos_token_id=EOS,
+            eos_one_in=EOS_ONE_IN,
+        )
+
+        def error_of(uid: AdapterUid, tier: AdapterTier) -> str | None:
+            return "the file is corrupt" if uid in _BROKEN_UIDS else None
+
+        backend = FakeAdapterBackend(
+            self.loop.time, load_s=lambda uid, tier: rng.choice([0.002, 0.02, 0.2]), error_of=error_of
+        )
+        limits = engines.engine_limits(settings)
+        core = EngineCore(runner, backend, limits)
+        runner.tenant_of = core.tenant_of
+        runner.adapters_on_device = lambda: backend.on_device
+        runtime = LoopRuntime(
+            core, backend, MODEL, max_requests=limits.max_requests, step_s=lambda batch: STEP_S * rng.uniform(0.5, 2.0)
+        )
+        return Engine(core, runner, runtime)
+
+    def _draw(self) -> random.Random:
+        return random.Random(self._rng.getrandbits(64))

@@ -1,0 +1,162 @@
+"""What goes wrong, and when, by a seed. A run also draws which kinds of faults it has: some are met alone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from manylora_shared.coordination import keys
+from manylora_shared.ids import QosClass, TenantId
+from manylora_shared.policy import ClassPolicy, TenantPolicy
+
+from tests.sim.cluster import TENANTS, Cluster, Process
+from tests.sim.traffic import CLIENT
+
+
+class Faults:
+    """Injects faults until it is healed. Logs what it did, for the reader of a failing seed."""
+
+    def __init__(self, cluster: Cluster, seed: int) -> None:
+        self.log: list[str] = []
+        self._cluster = cluster
+        self._rng = random.Random(f"{seed}/faults")
+        self._tasks: list[asyncio.Task[None]] = []
+        kinds: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+            "kill": self._kill,
+            "stop": self._stop,
+            "pause": self._pause,
+            "partition": self._partition,
+            "reset connections": self._reset_connections,
+            "store down": self._store_down,
+            "store cut off": self._store_cut_off,
+            "store loses answers": self._store_loses_answers,
+            "lease expires": self._lease_expires,
+            "history compacted": self._compact,
+            "policy changed": self._policy,
+        }
+        chosen = self._rng.sample(list(kinds), self._rng.randint(1, len(kinds)))
+        self._kinds = {name: kinds[name] for name in kinds if name in chosen}
+
+    async def run(self, duration_s: float, faults: int) -> None:
+        for _ in range(faults):
+            await asyncio.sleep(self._rng.expovariate(faults / duration_s))
+            name = self._rng.choice(list(self._kinds))
+            self._note(name)
+            self._tasks.append(asyncio.create_task(self._kinds[name](), name=f"fault {name}"))
+
+    async def heal(self) -> None:
+        """Ends everything that is wrong; then all processes are up."""
+        cluster = self._cluster
+        for process in cluster.processes.values():
+            cluster.resume(process)
+        cluster.network.heal()
+        cluster.store_server.set_up(True)
+        for process in cluster.processes.values():
+            self._mend_store(process)
+        for task in self._tasks:
+            await task
+        for process in cluster.processes.values():
+            cluster.resume(process)
+            self._mend_store(process)
+        cluster.network.heal()
+        cluster.store_server.set_up(True)
+        await cluster.all_up()
+        self._note("healed")
+
+    def _note(self, what: str) -> None:
+        self.log.append(f"{self._cluster.loop.time():8.3f} s  {what}")
+
+    def _pick(self) -> Process | None:
+        """A process that is there and that no other fault is changing."""
+        found = [p for p in self._cluster.processes.values() if not p.is_down and not p.is_changing]
+        process = self._rng.choice(found) if found else None
+        if process is not None:
+            self.log[-1] += f": {process.name}"
+        return process
+
+    async def _later(self, longest_s: float) -> None:
+        await asyncio.sleep(self._rng.uniform(0.05, longest_s))
+
+    async def _kill(self) -> None:
+        process = self._pick()
+        if process is not None:
+            await self._cluster.kill(process, silently=self._rng.random() < 0.3)
+            await self._restart(process)
+
+    async def _stop(self) -> None:
+        process = self._pick()
+        if process is not None:
+            self._cluster.resume(process)
+            await self._cluster.stop(process)
+            await self._restart(process)
+
+    async def _restart(self, process: Process) -> None:
+        await self._later(4.0)
+        if process.is_down:
+            self._cluster.launch(process)
+
+    async def _pause(self) -> None:
+        process = self._pick()
+        if process is not None:
+            self._cluster.pause(process)
+            await self._later(4.0)
+            self._cluster.resume(process)
+
+    async def _partition(self) -> None:
+        one, other = self._pair()
+        self._cluster.network.partition(one, other, both_ways=self._rng.random() < 0.5)
+        await self._later(5.0)
+        self._cluster.network.heal()
+
+    async def _reset_connections(self) -> None:
+        self._cluster.network.drop_connections(*self._pair())
+
+    def _pair(self) -> tuple[str, str]:
+        one, other = self._rng.sample([*self._cluster.processes, CLIENT], 2)
+        self.log[-1] += f": {one} {other}"
+        return one, other
+
+    async def _store_down(self) -> None:
+        self._cluster.store_server.set_up(False)
+        await self._later(6.0)
+        self._cluster.store_server.set_up(True)
+
+    async def _store_cut_off(self) -> None:
+        process = self._pick()
+        if process is not None and process.store is not None:
+            store = process.store
+            store.set_reachable(False)
+            await self._later(6.0)
+            if process.store is store and not process.is_changing and not process.is_down:
+                store.set_reachable(True)
+
+    async def _store_loses_answers(self) -> None:
+        process = self._pick()
+        if process is not None and process.store is not None:
+            store = process.store
+            store.lose_answers(True)
+            await self._later(3.0)
+            store.lose_answers(False)
+
+    async def _lease_expires(self) -> None:
+        leases = list(self._cluster.store_server.leases)
+        if leases and self._cluster.store_server.is_up:
+            self._cluster.store_server.expire_lease(self._rng.choice(leases))
+
+    async def _compact(self) -> None:
+        if self._cluster.store_server.is_up:
+            self._cluster.store_server.compact()
+
+    async def _policy(self) -> None:
+        tenant = self._rng.choice(list(TENANTS))
+        weight = self._rng.randint(1, 20)
+        policy = TenantPolicy(TenantId(tenant), {qos_class: ClassPolicy(weight) for qos_class in QosClass})
+        if self._cluster.store_server.is_up:
+            await self._cluster.store_server.client().put(keys.tenant(tenant), policy.to_yaml().encode())
+
+    def _mend_store(self, process: Process) -> None:
+        if process.store is not None and not process.is_down and not process.is_changing:
+            process.store.set_reachable(True)
+            process.store.lose_answers(False)

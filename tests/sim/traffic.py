@@ -1,0 +1,196 @@
+"""What the cluster's callers do, and what they see: seeded calls of every kind, each kept whole for validation."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from manylora.v1 import common_pb2, inference_pb2
+from manylora_shared.errors import RpcError
+from manylora_shared.transport.base import methods_of
+from manylora_worker.engine.fake_runner import reference_tokens
+
+from tests.sim.cluster import (
+    BROKEN_ADAPTER,
+    EOS,
+    EOS_ONE_IN,
+    TENANTS,
+    VOCAB_SIZE,
+    Cluster,
+    adapters_of,
+    uid_of,
+)
+
+GENERATE = methods_of(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"])["Generate"]
+CLIENT = "client"
+
+
+@dataclass(eq=False)
+class Call:
+    """One Generate call: what is asked, how its caller behaves, and what came of it."""
+
+    number: int
+    tenant: str
+    qos_class: str
+    adapter: str
+    prompt: Sequence[int]
+    max_tokens: int
+    n: int
+    seed: int
+    is_greedy: bool
+    stop: str = ""
+    timeout_s: float | None = None
+    cancel_after_frames: int | None = None
+    """The caller goes away after so many frames."""
+    read_pause_s: float = 0.0
+    """Between two reads."""
+    router: str = ""
+    began_at: float = 0.0
+    ended_at: float | None = None
+    frames: list[inference_pb2.GenerateResponse] = field(default_factory=list)
+    error: RpcError | None = None
+    is_cancelled: bool = False
+    is_after_heal: bool = False
+
+    @property
+    def finished(self) -> inference_pb2.Finished | None:
+        found = [f.finished for f in self.frames if f.HasField("finished")]
+        return found[-1] if found else None
+
+    def tokens_of(self, choice: int) -> list[int]:
+        return [t for f in self.frames if f.HasField("delta") and f.delta.choice == choice for t in f.delta.token_ids]
+
+    def reference(self, choice: int) -> list[int]:
+        """What a right cluster answers, were there no stop string."""
+        return reference_tokens(
+            self.prompt,
+            uid_of(self.tenant, self.adapter) if self.adapter else None,
+            self.seed,
+            choice,
+            self.max_tokens,
+            greedy=self.is_greedy,
+            vocab_size=VOCAB_SIZE,
+            eos_token_id=EOS,
+            eos_one_in=EOS_ONE_IN,
+            stop_token_ids=[EOS],
+        )
+
+    def describe(self) -> str:
+        outcome = common_pb2.Outcome.Name(self.finished.outcome) if self.finished is not None else "no terminal frame"
+        return (
+            f"call {self.number} of {self.tenant}/{self.adapter or 'base'} to {self.router} at {self.began_at:.3f} s: "
+            f"{len(self.frames)} frames, {outcome}, error {self.error}, ended {self.ended_at}"
+        )
+
+
+class Traffic:
+    """Draws calls and runs them as tasks of the callers' own node."""
+
+    def __init__(self, cluster: Cluster, seed: int) -> None:
+        self.calls: list[Call] = []
+        self._cluster = cluster
+        self._rng = random.Random(f"{seed}/traffic")
+        self._node = cluster.loop.node(CLIENT)
+        self._transport = cluster.network.transport(CLIENT)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def run(self, duration_s: float, calls: int) -> None:
+        """Bursts of calls, over about `duration_s`."""
+        left = calls
+        while left:
+            burst = min(left, self._rng.choice([1, 1, 2, 4, 12]))
+            for _ in range(burst):
+                self.begin(self.draw())
+            left -= burst
+            await asyncio.sleep(self._rng.expovariate(calls / duration_s / 3.0))
+
+    def begin(self, call: Call) -> None:
+        self.calls.append(call)
+        call.router = call.router or self._rng.choice(self._cluster.names("router"))
+        call.began_at = self._cluster.loop.time()
+        self._tasks.append(self._node.start(self._run(call)))
+
+    async def all_ended(self, timeout_s: float) -> None:
+        if self._tasks:
+            _, waiting = await asyncio.wait(self._tasks, timeout=timeout_s)
+            left = [call.describe() for call in self.calls if call.ended_at is None]
+            assert not waiting, f"{len(waiting)} calls have not ended {timeout_s} s after everything healed: {left}"
+        for task in self._tasks:
+            task.result()
+
+    def draw(self) -> Call:
+        rng = self._rng
+        call = self.plain(rng.choice(list(TENANTS)))
+        kind = rng.random()
+        if kind < 0.15:
+            call.cancel_after_frames = rng.randint(0, 6)
+        elif kind < 0.30:
+            call.timeout_s = rng.choice([0.05, 0.3, 1.0, 5.0])
+        elif kind < 0.40:
+            call.read_pause_s = rng.choice([0.02, 0.2])
+        elif kind < 0.45:
+            call.stop = chr(rng.randint(97, 122))
+        elif kind < 0.48:
+            call.adapter = rng.choice([BROKEN_ADAPTER, "unknown"])
+        elif kind < 0.50:
+            call.tenant = "stranger"
+        return call
+
+    def plain(self, tenant: str) -> Call:
+        """A call without any misbehaviour."""
+        rng = self._rng
+        n = rng.choice([1, 1, 1, 1, 2, 3])
+        return Call(
+            number=len(self.calls),
+            tenant=tenant,
+            qos_class=rng.choice(["", "interactive", "standard", "batch"]),
+            adapter=rng.choice(["", *adapters_of(tenant), *adapters_of(tenant)]),
+            prompt=[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice([1, 3, 8, 20, 50]))],
+            max_tokens=rng.choice([1, 4, 12, 30, 60, 90]),
+            n=n,
+            seed=rng.getrandbits(64),
+            is_greedy=n == 1 and rng.random() < 0.3,
+        )
+
+    async def _run(self, call: Call) -> None:
+        address = self._address(call.router)
+        metadata = {"x-tenant-id": call.tenant}
+        if call.qos_class:
+            metadata["x-request-class"] = call.qos_class
+        if call.adapter:
+            metadata["x-adapter-id"] = call.adapter
+        sampling = common_pb2.SamplingParams(seed=call.seed)
+        if call.is_greedy:
+            sampling.temperature = 0.0
+        request = inference_pb2.GenerateRequest(
+            token_ids=inference_pb2.TokenIds(ids=call.prompt),
+            max_tokens=call.max_tokens,
+            sampling=sampling,
+            stop=[call.stop] if call.stop else [],
+            n=call.n,
+        )
+        channel = self._transport.connect(address)
+        try:
+            stream = channel.stream(GENERATE, request, timeout=call.timeout_s, metadata=metadata)
+            while call.cancel_after_frames is None or len(call.frames) < call.cancel_after_frames:
+                frame = await stream.read()
+                if frame is None:
+                    break
+                call.frames.append(frame)
+                if call.read_pause_s:
+                    await asyncio.sleep(call.read_pause_s)
+            else:
+                call.is_cancelled = True
+                stream.cancel()
+        except RpcError as e:
+            call.error = e
+        finally:
+            await channel.close()
+            call.ended_at = self._cluster.loop.time()
+
+    def _address(self, router: str) -> str:
+        """Where the router is, or was."""
+        app = self._cluster.processes[router].app
+        return app.address if app is not None else "127.0.0.1:1"

@@ -1,0 +1,135 @@
+"""What must be true of every call, and of the cluster at rest."""
+
+from __future__ import annotations
+
+from manylora.v1 import common_pb2
+from manylora_router.app import RouterApp
+from manylora_scheduler.app import SchedulerApp
+from manylora_shared.errors import Code
+from manylora_worker.app import WorkerApp
+
+from tests.sim.cluster import BROKEN_ADAPTER, NUM_BLOCKS, TENANTS, Cluster, Engine
+from tests.sim.traffic import Call
+
+_CODES = {
+    common_pb2.OUTCOME_COMPLETED: None,
+    common_pb2.OUTCOME_DEADLINE_EXCEEDED: Code.DEADLINE_EXCEEDED,
+    common_pb2.OUTCOME_WORKER_LOST: Code.UNAVAILABLE,
+    common_pb2.OUTCOME_ADAPTER_FAILED: Code.FAILED_PRECONDITION,
+}
+"""Outcomes that a caller may see here, each with the status that follows; OUTCOME_INTERNAL is always a bug."""
+_LOST_CALLS = (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED)
+"""How a call may end without a terminal frame: its router went, or its deadline passed on the way."""
+_REFUSALS = (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED, Code.NOT_FOUND, Code.RESOURCE_EXHAUSTED)
+
+
+def check_call(call: Call) -> None:
+    """One call's frames and end, by the contract of inference.proto."""
+    who = call.describe()
+    assert [f.frame for f in call.frames] == list(range(len(call.frames))), f"frames are not dense: {who}"
+    kinds = [f.WhichOneof("event") for f in call.frames]
+    assert "finished" not in kinds[:-1], f"frames after the terminal one: {who}"
+    assert "started" not in kinds[1:], f"started twice: {who}"
+    for choice in range(call.n):
+        _check_choice(call, choice)
+    finished = call.finished
+    if finished is not None:
+        assert finished.outcome in _CODES, f"unexpected outcome: {who}"
+        delivered = sum(len(call.tokens_of(choice)) for choice in range(call.n))
+        assert finished.usage.completion_tokens == delivered, f"usage is not what was delivered: {who}"
+        if not call.is_cancelled:
+            code = call.error.code if call.error is not None else None
+            unlucky = code is Code.UNAVAILABLE or (call.timeout_s is not None and code is Code.DEADLINE_EXCEEDED)
+            assert code is _CODES[finished.outcome] or unlucky, f"status and outcome differ: {who}"
+        if finished.outcome == common_pb2.OUTCOME_COMPLETED:
+            _check_complete(call)
+        assert (finished.outcome == common_pb2.OUTCOME_ADAPTER_FAILED) == (
+            call.adapter == BROKEN_ADAPTER and finished.outcome not in _BEFORE_THE_ADAPTER
+        ), who
+    elif call.is_cancelled:
+        return
+    else:
+        assert call.error is not None, f"ended well without a terminal frame: {who}"
+        assert call.error.code in (_LOST_CALLS if call.frames else _REFUSALS), who
+    if call.tenant not in TENANTS or call.adapter == "unknown":
+        assert not call.frames, who
+
+
+_BEFORE_THE_ADAPTER = (common_pb2.OUTCOME_DEADLINE_EXCEEDED, common_pb2.OUTCOME_WORKER_LOST)
+
+
+def _check_choice(call: Call, choice: int) -> None:
+    position = 0
+    for frame in call.frames:
+        if frame.HasField("delta") and frame.delta.choice == choice:
+            assert frame.delta.first_position == position, f"positions of choice {choice}: {call.describe()}"
+            position += len(frame.delta.token_ids)
+    tokens = call.tokens_of(choice)
+    if tokens:
+        assert tokens == call.reference(choice)[: len(tokens)], f"wrong tokens in choice {choice}: {call.describe()}"
+
+
+def _check_complete(call: Call) -> None:
+    finished = call.finished
+    assert finished is not None
+    assert [end.choice for end in finished.choices] == list(range(call.n)), call.describe()
+    for end in finished.choices:
+        tokens, reference = call.tokens_of(end.choice), call.reference(end.choice)
+        if end.HasField("stop_string"):
+            assert end.stop_string == call.stop
+            text = "".join(f.delta.text for f in call.frames if f.HasField("delta") and f.delta.choice == end.choice)
+            assert call.stop not in text, f"the stop string is in the text: {call.describe()}"
+        else:
+            assert tokens == reference, f"choice {end.choice} is not whole: {call.describe()}"
+            reason = (
+                common_pb2.FINISH_REASON_LENGTH if len(reference) == call.max_tokens else common_pb2.FINISH_REASON_STOP
+            )
+            assert end.finish_reason == reason, call.describe()
+
+
+def check_engines(cluster: Cluster) -> None:
+    """No engine, dead ones included, ever broke a contract."""
+    for engine in cluster.engines:
+        assert engine.runner.faults == []
+        assert engine.core.stats().failed_steps == 0
+
+
+def check_at_rest(cluster: Cluster) -> None:
+    """All is up, nothing runs: nothing is held anywhere."""
+    leaders = cluster.leaders()
+    assert len(leaders) == 1, f"{len(leaders)} schedulers lead"
+    num_workers, num_routers = len(cluster.names("worker")), len(cluster.names("router"))
+    for process in cluster.processes.values():
+        app = process.app
+        assert process.main is not None
+        assert not process.main.done(), f"{process.name} has failed: {process.main}"
+        if isinstance(app, RouterApp):
+            counters = app.debug_counters()
+            assert counters.pop("channels") <= num_workers
+            assert not any(counters.values()), f"{process.name}: {counters}"
+        elif isinstance(app, SchedulerApp):
+            led = app in leaders
+            held = {"queued": 0, "granted": 0, "routers": num_routers * led, "workers": num_workers * led}
+            assert app.debug_counters() == held, f"{process.name}: {app.debug_counters()}"
+            if app.term is not None:
+                app.term.core.check_invariants()
+                assert all(w.connected and not w.used_sequences for w in app.term.core.workers)
+        else:
+            assert isinstance(app, WorkerApp)
+            engine = _engine_of(cluster, app)
+            stats = engine.core.stats()
+            in_engine = (stats.requests, stats.sequences, NUM_BLOCKS - stats.blocks_free)
+            assert in_engine == (0, 0, 0), f"{process.name}: {stats}"
+            assert not engine.runtime.view.running
+            engine.core.check_invariants()
+    assert cluster.network.open_calls == num_workers + num_routers, "one control stream a worker, one line a router"
+
+
+def _engine_of(cluster: Cluster, app: WorkerApp) -> Engine:
+    return next(e for e in cluster.engines if e.runtime is app._runtime)
+
+
+def check_stopped(cluster: Cluster) -> None:
+    """All was stopped: nothing is left at all."""
+    assert cluster.network.open_calls == 0
+    assert not cluster.store_server.leases

@@ -1,0 +1,64 @@
+"""The worker's settings: every flag is turned, every wrong value is refused with its flag's name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from manylora_shared.config import ConfigError, parse
+from manylora_worker import engines
+from manylora_worker.config import WorkerConfig
+from manylora_worker.engine.core import EngineCore
+from manylora_worker.runtime import ThreadRuntime
+
+
+def test_flags_and_environment() -> None:
+    flags = "--model=/m --device-adapter-mb=0.25 --quantization nf4 --insecure --listen=0.0.0.0:7 --advertise=w:7"
+    config = parse(WorkerConfig, flags.split(), {"MANYLORA_THREADS": "3", "MANYLORA_ADAPTER_STORE": "/a"})
+    assert (config.model, config.device_adapter_mb, config.quantization) == ("/m", 0.25, "nf4")
+    assert (config.threads, config.adapter_store, config.advertise) == (3, Path("/a"), "w:7")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("", "--model"),
+        ("--engine=fake --listen=0.0.0.0:0", "--listen"),
+        ("--engine=fake --listen=0.0.0.0:0 --insecure", "--advertise"),
+        ("--engine=gpu", "--engine"),
+        ("--engine=fake --max-batch-tokens=8 --sequence-slots=9", "--max-batch-tokens"),
+        ("--engine=fake --sequence-slots=0", "--sequence-slots"),
+        ("--engine=fake --block-size=0", "--block-size"),
+        ("--engine=fake --lease-ttl-s=0", "--lease-ttl-s"),
+        ("--engine=fake --kv-cache-mb=0", "--kv-cache-mb"),
+        ("--engine=fake --prefill-chunk-tokens=0", "--prefill-chunk-tokens"),
+        ("--engine=fake --max-lora-rank=0", "--max-lora-rank"),
+        ("--engine=fake --host-adapter-mb=0", "--host-adapter-mb"),
+        ("--engine=fake --device-adapter-mb=-1", "--device-adapter-mb"),
+        ("--engine=fake --num-blocks=-1", "--num-blocks"),
+        ("--engine=fake --threads=-1", "--threads"),
+        ("--engine=fake --fake-step-ms=-1", "--fake-step-ms"),
+        ("--engine=fake --drain-s=-1", "--drain-s"),
+        ("--engine=fake --dtype=int8", "--dtype"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(flags: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        parse(WorkerConfig, flags.split(), {})
+
+
+def test_settings_reach_the_engine() -> None:
+    flags = (
+        "--engine=fake --num-blocks=77 --block-size=8 --sequence-slots=5 --max-batch-tokens=50"
+        " --prefill-chunk-tokens=20 --host-adapter-mb=2 --device-adapter-mb=0.5"
+    )
+    config = parse(WorkerConfig, flags.split(), {})
+    runtime, _ = engines.build(config)
+    assert isinstance(runtime, ThreadRuntime)
+    core = runtime._core
+    assert isinstance(core, EngineCore)
+    assert (core.stats().blocks_total, core.stats().block_size) == (77, 8)
+    limits = engines.engine_limits(config)
+    assert (limits.planner.sequence_slots, limits.planner.max_batch_tokens) == (5, 50)
+    assert limits.planner.prefill_chunk_tokens == 20
+    assert (limits.adapters.host_bytes, limits.adapters.device_bytes) == (2 << 20, 1 << 19)

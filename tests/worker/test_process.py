@@ -1,0 +1,94 @@
+"""`python -m manylora_worker` as a process: its ready line, its end, and that the fake engine needs no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from manylora.v1 import worker_pb2
+from manylora_shared.coordination import keys
+from manylora_shared.coordination.binary import start_etcd
+from manylora_shared.coordination.etcd import EtcdStore
+from manylora_shared.transport.grpc_transport import GrpcTransport
+from manylora_worker.engine.fake_runner import reference_tokens
+
+from tests.worker.worker_fakes import EXECUTE, collect, message
+
+pytestmark = pytest.mark.e2e
+
+
+@contextlib.asynccontextmanager
+async def worker_process(*flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, Any]]]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "manylora_worker", *flags, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        line = await asyncio.wait_for(process.stdout.readline(), 30)
+        yield process, json.loads(line)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def test_a_fake_worker_serves_registers_and_ends_in_order(tmp_path: Path) -> None:
+    etcd = await start_etcd(tmp_path / "etcd", sync_to_disk=False)
+    store = EtcdStore([etcd.endpoint])
+    try:
+        flags = ("--engine=fake", "--fake-step-ms=1", f"--etcd={etcd.endpoint}", "--worker-id=w0", "--drain-s=0.2")
+        async with worker_process(*flags) as (process, ready):
+            assert (ready["ready"], ready["service"], ready["id"]) == (True, "worker", "w0")
+            record = await store.get(keys.worker("w0"))
+            assert record is not None
+            assert json.loads(record.value)["address"] == ready["address"]
+            channel = GrpcTransport().connect(ready["address"])
+            result = await collect(channel.stream(EXECUTE, message(max_tokens=50)))
+            assert result.tokens[0] == reference_tokens((5, 6, 7), None, 3, 0, 50)
+            endless = channel.stream(EXECUTE, message(max_tokens=30000))
+            await endless.read()
+            process.send_signal(signal.SIGTERM)
+            frames: list[worker_pb2.ExecuteResponse] = []
+            while (frame := await endless.read()) is not None:
+                frames.append(frame)
+            assert frames[-1].finished.message == "the worker is shutting down"
+            assert await asyncio.wait_for(process.wait(), 10) == 0
+            assert await store.get(keys.worker("w0")) is None
+            await channel.close()
+    finally:
+        await store.close()
+        await etcd.stop()
+
+
+async def test_what_cannot_run_ends_with_a_message(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        for flags, code, said in (
+            (["--engine=fake", "--no-such-flag"], 2, "--no-such-flag"),
+            (["--engine=fake", f"--listen={address}"], 1, address),
+            ([f"--model={tmp_path}"], 1, str(tmp_path)),
+        ):
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "manylora_worker", *flags, stderr=asyncio.subprocess.PIPE
+            )
+            _, errors = await asyncio.wait_for(process.communicate(), 60)
+            assert process.returncode == code
+            assert said in errors.decode()
+            assert b"Traceback" not in errors
+
+
+async def test_the_fake_engine_imports_no_torch() -> None:
+    code = (
+        "import sys; import manylora_worker.__main__; from manylora_worker import engines, config;"
+        "engines.build(config.WorkerConfig(engine='fake')); assert 'torch' not in sys.modules"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
+    assert await process.wait() == 0
