@@ -7,9 +7,9 @@ Four contenders run the same random model (same weights, same prompts, greedy, t
     peft_mixed               peft's mixed-batch generate(adapter_names=[...]), the adapters as above
     transformers_continuous  transformers' continuous batching (generate_batch), without adapters
 
-They take turns, `--repetitions` times after a warm-up each, so that a slow minute of the machine hits all of them. A
-line a measurement, and one `summary` line with medians and the ratios of medians: manylora over peft_mixed, and manylora
-(with its adapters) over transformers_continuous (without).
+They take turns, `--repetitions` times after a warm-up each, so that a slow minute of the machine hits all of them. One
+line a measurement, and one `summary` line with medians and the ratios of medians: manylora over peft_mixed, and
+manylora (with its adapters) over transformers_continuous (without).
 """
 
 from __future__ import annotations

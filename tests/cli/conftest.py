@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +29,14 @@ async def address(router: FakeRouter) -> AsyncIterator[str]:
     server.set_serving(True)
     yield server.address
     await server.stop(0)
+
+
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """An address where nobody listens, and nobody will while the test runs."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
 
 
 @dataclass(frozen=True)

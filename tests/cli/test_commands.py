@@ -91,8 +91,8 @@ async def test_a_name_that_cannot_be_sent_is_refused_here(manylora: Manylora) ->
     assert [v["field"] for v in out.json["error"]["violations"]] == ["x-tenant-id", "x-adapter-id"]
 
 
-async def test_no_server_is_a_failed_request(manylora: Manylora) -> None:
-    out = await manylora("status", "--json", "--server", "127.0.0.1:1")
+async def test_no_server_is_a_failed_request(manylora: Manylora, nobody: str) -> None:
+    out = await manylora("status", "--json", "--server", nobody)
     assert out.exit_code == 1
     assert out.json["error"]["code"] == "UNAVAILABLE"
 

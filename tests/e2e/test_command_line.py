@@ -329,12 +329,10 @@ async def _refused(cluster: UpCluster, *arguments: str) -> Any:
 
 async def _assert_nothing_is_left(cluster: UpCluster) -> None:
     """Of a refused adapter: no name, no files; and the good ones go on."""
-    listed = (await cluster.manylora("adapter", "list", "--json")).json["adapters"]
-    assert [(a["tenant_id"], a["name"]) for a in listed] == [
-        ("acme", "reverse"),
-        ("acme", "upper"),
-        ("birch", "words"),
-    ]
+    async with Client(cluster.router, tenant="acme") as client:
+        listed = await client.adapters.list()
+        answer = await client.complete(skills.prompt("ab3"), adapter="upper", sampling=Sampling(temperature=0.0))
+    assert [(a.tenant_id, a.name) for a in listed] == [("acme", "reverse"), ("acme", "upper"), ("birch", "words")]
+    assert answer.text == "AB3"
     incoming = cluster.adapter_store / "incoming"
     assert not incoming.exists() or os.listdir(incoming) == []
-    assert (await generate(cluster, "acme", "upper", "ab3"))["text"] == "AB3"

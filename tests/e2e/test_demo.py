@@ -69,9 +69,7 @@ async def test_up_refuses_a_data_folder_in_use(whole: UpCluster) -> None:
 
 @pytest.mark.slow
 async def test_the_demo_model_can_be_made_again(tmp_path: Path) -> None:
-    exit_code, stdout, stderr = await run(
-        "examples/make_demo_model.py", "--output", str(tmp_path), "--seed", "11", timeout_s=1800
-    )
+    exit_code, stdout, stderr = await run("examples/make_demo_model.py", "--output", str(tmp_path), timeout_s=1800)
     assert exit_code == 0, stderr
     lines = [json.loads(line) for line in stdout.splitlines() if line.startswith("{")]
     adapters = {line["adapter"]: line for line in lines if "adapter" in line}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.nn import Linear4bit
 from manylora_worker.loader import ModelRefused, load_model
 from transformers import (
     AutoModelForCausalLM,
@@ -137,7 +138,7 @@ def test_attention_that_cannot_be_served(tmp_path: Path, config: PretrainedConfi
 
 
 def test_nf4_equals_the_dequantized_model(family_of: FamilyOf) -> None:
-    """Logits of the 4-bit engine, adapters included, against transformers' own 4-bit model and against W dequantized."""
+    """The 4-bit engine against transformers' own 4-bit model, and one layer against its weight dequantized."""
     family = family_of("llama")
     loaded = load_model(str(family.folder), quantization="nf4")
     driver = Driver(make_runner(loaded))
@@ -151,6 +152,9 @@ def test_nf4_equals_the_dequantized_model(family_of: FamilyOf) -> None:
     quantized = AutoModelForCausalLM.from_pretrained(
         family.folder, quantization_config=options, device_map={"": "cpu"}, dtype=torch.float32
     )
+    for module in quantized.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False  # its repacking fails on these shapes
     with torch.no_grad():
         expected = quantized(torch.tensor([prompt])).logits[0, -1]
     torch.testing.assert_close(base, expected, atol=1e-4, rtol=0)

@@ -1,4 +1,4 @@
-"""The sampler: the right distributions, independent of the batch, and transformers' processors as the oracle of cuts."""
+"""The sampler: the right distributions, independent of the batch, with transformers' processors as oracle of cuts."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_greedy_is_argmax() -> None:
 )
 @pytest.mark.parametrize("keyed_by", ["seed", "index", "choice"])
 def test_draws_follow_the_distribution(options: dict[str, Any], keyed_by: str) -> None:
-    """Chi-square over 20,000 draws that differ in one part of the key only; the bound is passed by chance in 1 of 10^6."""
+    """Chi-square over 20,000 draws that differ in one part of the key only; the bound is far out in the tail."""
     vocab, draws = 12, 20_000
     logits = random_logits(1, vocab, seed=3, scale=1.0)
     sampling = Sampling(seed=77, **options)

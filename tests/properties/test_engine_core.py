@@ -392,6 +392,15 @@ def test_what_can_never_fit_is_refused_and_names_the_field() -> None:
     assert end.reason is FinishReason.STOP
 
 
+def test_a_full_context_ends_a_choice() -> None:
+    core, runner = _engine(32)
+    core.add(_request("r", _CONTEXT - 3, 20), 0.0)
+    outputs = [o for _ in range(9) for o in core.step(0.0)]
+    assert [o.finish_reason for o in outputs] == [None, None, FinishReason.LENGTH]
+    assert not runner.faults
+    assert core.step_error is None
+
+
 def test_a_failed_step_ends_its_requests_and_no_other() -> None:
     core, runner = _engine(16, batch_tokens=8, chunk=8, slots=1)
     core.add(_request("in the step", 8, 4), 0.0)

@@ -30,6 +30,7 @@ def pushed(detokenizer: Detokenizer, ids: Sequence[int]) -> str:
     return "".join([detokenizer.push(i) for i in ids]) + detokenizer.finish()
 
 
+@settings(deadline=None)
 @given(unicode_text)
 def test_bytes_give_the_text_back_and_never_half_a_character(text: str) -> None:
     detokenizer = BytesDetokenizer(BYTES)
@@ -41,6 +42,7 @@ def test_bytes_give_the_text_back_and_never_half_a_character(text: str) -> None:
     assert detokenizer.finish() == ""
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 8), max_size=30))
 def test_bytes_are_the_utf8_reading_of_the_pieces(ids: list[int]) -> None:
     joined = b"".join(PIECES.pieces[i] for i in ids)
@@ -61,11 +63,13 @@ def sentencepiece_like(ids: Sequence[int]) -> str:
     return b"".join(PIECES.pieces[i] for i in ids).decode("utf-8", "replace").removeprefix(" ")
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([0, 1, 2, 3, 7]), max_size=30))
 def test_window_gives_what_decoding_everything_gives(ids: list[int]) -> None:
     assert pushed(WindowDetokenizer(sentencepiece_like), ids) == sentencepiece_like(ids)
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([2, 3, 7]), max_size=10))
 def test_window_holds_back_characters_in_parts(ids: list[int]) -> None:
     in_parts = [part for i in ids for part in ([4, 5] if i == 3 else [i])]
@@ -101,7 +105,7 @@ def oracle(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 stop_lists = st.lists(st.text(st.sampled_from("abé"), min_size=1, max_size=5), min_size=1, max_size=5)
 
 
-@settings(max_examples=400)
+@settings(max_examples=200, deadline=None)
 @given(st.text(st.sampled_from("abé"), max_size=40), stop_lists, st.data())
 def test_stop_strings_are_found_as_in_the_whole_text(text: str, stops: list[str], data: st.DataObject) -> None:
     matcher = StopStringMatcher(StopStrings(stops))
@@ -117,6 +121,7 @@ def test_stop_strings_are_found_as_in_the_whole_text(text: str, stops: list[str]
     assert (given_out, matcher.matched) == oracle(text, stops)
 
 
+@settings(deadline=None)
 @given(st.text(st.sampled_from("ab"), max_size=40), stop_lists)
 def test_no_more_is_held_back_than_may_become_a_stop_string(text: str, stops: list[str]) -> None:
     matcher = StopStringMatcher(StopStrings(stops))
@@ -129,7 +134,7 @@ def test_no_more_is_held_back_than_may_become_a_stop_string(text: str, stops: li
         assert held == "" or any(s.startswith(held) for s in stops)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150, deadline=None)
 @given(unicode_text, st.lists(st.sampled_from(["a", "b é", "é日", "🎉", "\n\n"]), max_size=3), st.data())
 def test_any_grouping_of_tokens_is_the_same_choice(text: str, stops: list[str], data: st.DataObject) -> None:
     """Text, stop string and the number of tokens that count do not depend on how tokens came in frames."""
@@ -170,7 +175,7 @@ def test_a_token_costs_microseconds() -> None:
     stops = StopStrings([f"{i:02}" + "a" * 62 for i in range(16)])
     choice = ChoiceText(BytesDetokenizer(BYTES), stops)
     ids = list(b"0aaaa5aaaaa" * 10_000)
-    started = time.perf_counter()
+    started = time.process_time()
     for start in range(0, len(ids), 16):
         choice.push(ids[start : start + 16])
-    assert time.perf_counter() - started < 20e-6 * len(ids)
+    assert time.process_time() - started < 20e-6 * len(ids)

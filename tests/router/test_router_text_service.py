@@ -153,7 +153,7 @@ async def test_tokenizing_leaves_the_event_loop_free_and_runs_on_few_threads() -
 
     service._encode = slow  # type: ignore[method-assign]
     waiting = [asyncio.create_task(service.encode("x")) for _ in range(8)]
-    for _ in range(100):
+    for _ in range(10_000):
         await asyncio.sleep(0.001)
         if running == 2:
             break

@@ -58,6 +58,7 @@ def test_settings_reach_the_engine() -> None:
     core = runtime._core
     assert isinstance(core, EngineCore)
     assert (core.stats().blocks_total, core.stats().block_size) == (77, 8)
+    assert runtime.model.max_context_tokens == 77 * 8
     limits = engines.engine_limits(config)
     assert (limits.planner.sequence_slots, limits.planner.max_batch_tokens) == (5, 50)
     assert limits.planner.prefill_chunk_tokens == 20

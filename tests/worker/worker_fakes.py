@@ -76,7 +76,6 @@ def make_engine(
     *,
     threaded: bool = False,
     step_s: float = 0.001,
-    clock: Callable[[], float] = time.monotonic,
     load_s: float = 0.0,
     error_of: Callable[[AdapterUid, AdapterTier], str | None] = lambda uid, tier: None,
     eos_token_id: int | None = None,
@@ -85,6 +84,7 @@ def make_engine(
     def pace(batch: StepBatch) -> None:
         time.sleep(step_s)
 
+    clock = time.monotonic if threaded else lambda: asyncio.get_running_loop().time()
     runner = FakeRunner(
         num_blocks=settings.num_blocks,
         block_size=settings.block_size,

@@ -28,6 +28,8 @@ _LOG = logging.getLogger("manylora_router")
 def load_text(config: RouterConfig) -> TextService:
     if not config.model:
         return TokenIdsOnlyText()
+    # The router does without torch; where it is installed, transformers would import it, for seconds and memory.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     folder = Path(config.model)
     if folder.is_dir() and not has_tokenizer(folder):
         _LOG.warning("%s: has no tokenizer; requests must give token ids, and answers have no text", folder)

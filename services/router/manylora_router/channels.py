@@ -15,14 +15,15 @@ from manylora_shared.transport.base import Channel, Transport
 @dataclass(eq=False)
 class _Pooled:
     channel: Channel
+    is_member: bool
     users: int = 0
-    is_member: bool = True
 
 
 class WorkerChannels:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._pooled: dict[str, _Pooled] = {}
+        self._members: tuple[str, ...] = ()
         self._closing: dict[asyncio.Task[None], None] = {}
 
     def __len__(self) -> int:
@@ -36,7 +37,8 @@ class WorkerChannels:
         """A channel to use until `release`."""
         pooled = self._pooled.get(address)
         if pooled is None:
-            pooled = self._pooled[address] = _Pooled(self._transport.connect(address))
+            # A grant may name a worker that has left, or that this router has not heard of yet.
+            pooled = self._pooled[address] = _Pooled(self._transport.connect(address), address in self._members)
         pooled.users += 1
         return pooled.channel
 
@@ -47,8 +49,9 @@ class WorkerChannels:
 
     def retain(self, members: Collection[str]) -> None:
         """Closes the channels to addresses that are not in `members`, each once nobody uses it."""
+        self._members = tuple(members)
         for address, pooled in list(self._pooled.items()):
-            pooled.is_member = address in members
+            pooled.is_member = address in self._members
             self._close_unused(address, pooled)
 
     async def close(self) -> None:

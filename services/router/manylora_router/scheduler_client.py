@@ -219,14 +219,15 @@ class SchedulerClient:
             asyncio.create_task(self._watch_leader(line), name="scheduler-leader"),
         ]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-        for task in tasks:
-            if task in done:
-                task.result()
+        errors = [task.exception() for task in tasks if not task.cancelled()]
+        for error in errors:
+            if error is not None:
+                raise error
 
     async def _watch_leader(self, line: _Line) -> None:
         """Ends when the store names another leader. That it names none says only that a lease ran out."""

@@ -5,6 +5,7 @@ Owns nothing. torch is imported only where it is chosen, so a fake worker starts
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable
@@ -102,6 +103,8 @@ def _thread_runtime(
     config: WorkerConfig, runner: ModelRunner, backend: AdapterBackend, model: ModelInfo
 ) -> ThreadRuntime:
     limits = engine_limits(config)
+    capacity_tokens = runner.num_blocks * runner.block_size
+    model = dataclasses.replace(model, max_context_tokens=min(model.max_context_tokens, capacity_tokens))
     return ThreadRuntime(EngineCore(runner, backend, limits), backend, model, max_requests=limits.max_requests)
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -199,8 +198,8 @@ def _checked_config(folder: Path) -> PretrainedConfig:
 
 def _rope_parameters(config: PretrainedConfig) -> list[Mapping[str, Any]]:
     """Every set of rotary parameters in the config: one, or one a layer type."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    nested: list[Mapping[str, Any]] = [value for value in parameters.values() if isinstance(value, dict)]
     return nested or [parameters]
 
 
@@ -250,10 +249,13 @@ def _instantiate(
         raise ModelRefused(f"{folder}: {len(absent)} weights are missing or misshapen, such as {absent[0]}")
     if quantization == "none":
         model = model.to(device)
-    for module in model.modules():
-        # On some CPUs bitsandbytes would repack weights at their first use, with rounded scales and not for every shape.
-        if isinstance(module, Linear4bit):
-            module.support_avx512bf16_for_cpu = False
+    else:
+        from bitsandbytes.nn import Linear4bit
+
+        for module in model.modules():
+            # On some CPUs bitsandbytes repacks weights at their first use, with rounded scales and not for every shape.
+            if isinstance(module, Linear4bit):
+                module.support_avx512bf16_for_cpu = False
     model.eval().requires_grad_(False)
     return model
 
@@ -342,7 +344,7 @@ def _probe(model: PreTrainedModel) -> _Probe:
             )
     except (TypeError, KeyError, AttributeError) as error:  # its code looks into what we replaced, or drops keywords
         raise ModelRefused(
-            f"{label}: does not work with replaced linear layers, or does not hand keywords on to its attention ({error})"
+            f"{label}: does not work with other linear layers, or does not hand keywords on to its attention ({error})"
         ) from error
     num_layers = model.config.get_text_config().num_hidden_layers
     if sorted(recorder.layers) != list(range(num_layers)):
@@ -409,7 +411,7 @@ def _fuse(parent: nn.Module, parent_path: str, members: Sequence[str], index: in
 
 
 def _pack_linears(model: PreTrainedModel) -> None:
-    """Lays out every linear layer for the CPU, the head too (a copy, where it shares its weight with the embeddings)."""
+    """Lays out every linear layer for the CPU, the head too (a copy, where it shares the embeddings' weight)."""
     for path, module in list(model.named_modules()):
         if type(module) is nn.Linear:
             parent_path, _, leaf = path.rpartition(".")

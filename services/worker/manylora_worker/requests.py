@@ -119,7 +119,6 @@ def _sampling(
     check(message.HasField("seed"), "sampling.seed", "must be set")
     if message.HasField("top_logprobs"):
         check(message.top_logprobs <= MAX_TOP_LOGPROBS, "sampling.top_logprobs", f"must be 0 to {MAX_TOP_LOGPROBS}")
-    check(message.top_k <= model.vocab_size, "sampling.top_k", f"must be 0 to {model.vocab_size}")
     check(len(message.logit_bias) <= MAX_LOGIT_BIASES, "sampling.logit_bias", f"at most {MAX_LOGIT_BIASES} tokens")
     _check_token_ids(check, "sampling.logit_bias", tuple(message.logit_bias), model)
     biases = message.logit_bias.values()

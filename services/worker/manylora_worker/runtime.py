@@ -58,6 +58,7 @@ class ModelInfo:
     device: str
     vocab_size: int
     max_context_tokens: int
+    """Of prompt and output together: the model's, or what the KV blocks hold if that is less."""
     eos_token_ids: tuple[int, ...]
 
 

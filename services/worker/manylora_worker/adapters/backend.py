@@ -5,8 +5,8 @@ TorchAdapterBackend owns the host tier (uid -> HostAdapter) and publishes finish
 the order asked. It shares with the engine thread only two queues and single dict operations; the engine thread never
 waits for it, and computes nothing for it.
 
-The loader thread uses one compute thread, so that a load takes its time and not the step's cores. It has the priority of
-any other thread: a lower one would let it be put aside while it holds the interpreter's lock, and the engine with it.
+The loader thread uses one compute thread, so that a load takes its time and not the step's cores. It has the priority
+of any other thread: with a lower one it could be put aside while it holds the interpreter's lock, and the engine too.
 """
 
 from __future__ import annotations

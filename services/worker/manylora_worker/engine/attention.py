@@ -191,7 +191,8 @@ class AttentionStep:
             plan = self._plans[sliding_window] = self._build_plan(sliding_window, query.device)
         groups = plan.decode_groups
         if len(groups) == 1 and groups[0].rows is None:
-            return self._attend_decode(layer, groups[0], queries, scale, softcap).view(1, num_rows, num_heads, head_dim)
+            attended = self._attend_decode(layer, groups[0], queries, scale, softcap)
+            return attended.reshape(1, num_rows, num_heads, head_dim)
         output = torch.empty_like(queries)
         for group in groups:
             assert group.rows is not None

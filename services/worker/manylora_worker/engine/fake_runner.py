@@ -16,6 +16,7 @@ import functools
 import hashlib
 import struct
 from collections.abc import Callable, Collection, Sequence
+from typing import NoReturn
 
 from manylora_shared.ids import AdapterUid, TenantId
 
@@ -78,9 +79,8 @@ class FakeRunner:
             self._blocks[block_id][:] = bytes(self._block_bytes)
             self._tenants[block_id] = None
         for source, target in batch.copy_blocks:
-            self._check(
-                self._tenants[target] in (None, self._tenants[source]), f"block {target} is copied into uncleared"
-            )
+            if self._tenants[target] not in (None, self._tenants[source]):
+                self._fail(f"block {target} is copied into uncleared")
             self._blocks[target][:] = self._blocks[source]
             self._tenants[target] = self._tenants[source]
         written: set[tuple[int, int]] = set()
@@ -91,42 +91,51 @@ class FakeRunner:
             self._pace(batch)
         return sampled
 
-    def _check(self, condition: bool, fault: str) -> None:
-        if not condition:
-            self.faults.append(fault)
-            raise EngineFault(fault)
+    def _fail(self, fault: str) -> NoReturn:
+        self.faults.append(fault)
+        raise EngineFault(fault)
 
     def _write(self, chunk: SequenceChunk, written: set[tuple[int, int]]) -> None:
-        if chunk.adapter_uid is not None and self.adapters_on_device is not None:
-            self._check(chunk.adapter_uid in self.adapters_on_device(), f"{chunk.adapter_uid} is not on the device")
-        self._check(len(chunk.token_ids) > 0, "a chunk without tokens")
         end = chunk.start_position + len(chunk.token_ids)
-        self._check(end <= self.max_context_tokens, "past the model's context")
-        self._check(end <= len(chunk.block_table) * self.block_size, "the block table ends before the chunk")
+        if end == chunk.start_position:
+            self._fail("a chunk without tokens")
+        if end > self.max_context_tokens:
+            self._fail("past the model's context")
+        if end > len(chunk.block_table) * self.block_size:
+            self._fail("the block table ends before the chunk")
+        on_device = None if self.adapters_on_device is None else self.adapters_on_device()
+        if chunk.adapter_uid is not None and on_device is not None and chunk.adapter_uid not in on_device:
+            self._fail(f"{chunk.adapter_uid} is not on the device")
         tag = _adapter_tag(chunk.adapter_uid)
         tenant = None if self.tenant_of is None else self.tenant_of(chunk.sequence_id)
         for position, token_id in enumerate(chunk.token_ids, chunk.start_position):
-            block_id = chunk.block_table[position // self.block_size]
-            offset = position % self.block_size
-            self._check((block_id, offset) not in written, f"block {block_id} is written twice at {offset}")
+            block_index, offset = divmod(position, self.block_size)
+            block_id = chunk.block_table[block_index]
+            if (block_id, offset) in written:
+                self._fail(f"block {block_id} is written twice at {offset}")
             written.add((block_id, offset))
             if tenant is not None:
-                self._check(self._tenants[block_id] in (None, tenant), f"block {block_id} crosses tenants uncleared")
+                if self._tenants[block_id] not in (None, tenant):
+                    self._fail(f"block {block_id} crosses tenants uncleared")
                 self._tenants[block_id] = tenant
             _CELL.pack_into(self._blocks[block_id], offset * _CELL.size, token_id, position, tag)
 
     def _sample(self, chunk: SequenceChunk) -> Sampled:
         end = chunk.start_position + len(chunk.token_ids)
-        self._check(
-            end == len(chunk.prompt_token_ids) + len(chunk.output_token_ids),
-            "samples before the last token is computed",
+        if end != len(chunk.prompt_token_ids) + len(chunk.output_token_ids):
+            self._fail("samples before the last token is computed")
+        if chunk.output_index != len(chunk.output_token_ids):
+            self._fail("the output index is not the output's length")
+        blocks = self._blocks
+        num_blocks = -(-end // self.block_size)
+        context = b"".join([blocks[block_id] for block_id in chunk.block_table[:num_blocks]])
+        token_id, logprobs = self._draw.draw(
+            chunk.sampling,
+            chunk.choice,
+            chunk.output_index,
+            chunk.adapter_uid,
+            memoryview(context)[: end * _CELL.size],
         )
-        self._check(chunk.output_index == len(chunk.output_token_ids), "the output index is not the output's length")
-        full, rest = divmod(end, self.block_size)
-        parts: list[bytes | bytearray] = [self._blocks[block_id] for block_id in chunk.block_table[:full]]
-        if rest:
-            parts.append(self._blocks[chunk.block_table[full]][: rest * _CELL.size])
-        token_id, logprobs = self._draw.draw(chunk.sampling, chunk.choice, chunk.output_index, chunk.adapter_uid, parts)
         return Sampled(chunk.sequence_id, token_id, logprobs)
 
 
@@ -147,13 +156,12 @@ class TokenDraw:
         choice: int,
         output_index: int,
         adapter_uid: AdapterUid | None,
-        context: Sequence[bytes | bytearray],
+        context: bytes | bytearray | memoryview,
     ) -> tuple[int, Logprobs | None]:
         seed, choice = (0, 0) if sampling.is_greedy else (sampling.seed, choice)
         head = _HEAD.pack(seed % 2**64, choice, output_index, _adapter_tag(adapter_uid))
         digest = hashlib.blake2b(head, digest_size=16)
-        for part in context:
-            digest.update(part)
+        digest.update(context)
         value = int.from_bytes(digest.digest(), "little")
         token_id = self._token(value)
         if sampling.top_logprobs is None:
@@ -198,7 +206,7 @@ def reference_tokens(
         context += _CELL.pack(token_id, position, tag)
     output = list(emitted_token_ids)
     while len(output) < count:
-        token_id, _ = draw.draw(sampling, choice, len(output), adapter_uid, [context])
+        token_id, _ = draw.draw(sampling, choice, len(output), adapter_uid, context)
         if token_id in stop_token_ids:
             break
         context += _CELL.pack(token_id, len(prompt_token_ids) + len(output), tag)
