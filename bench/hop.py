@@ -1,8 +1,8 @@
 """What router and scheduler add to a request, and what one router process carries.
 
 Real processes on loopback: etcd, a scheduler, a router, and a worker whose engine is a paced fake (one step every
-`--step-ms`, no torch), so that every millisecond beyond the worker's own is the services'. All share this machine's cores with
-the load generator.
+`--step-ms`, no torch), so that every millisecond beyond the worker's own is the services'. All share the
+machine's cores with the load generator.
 
     added TTFT   the same closed-loop streams against the worker's Execute alone and through the router, in alternating
                  rounds of one run; the difference of the two distributions' p50 and p99

@@ -10,7 +10,7 @@ TenantId = NewType("TenantId", str)
 AdapterName = NewType("AdapterName", str)
 """An adapter's name inside its tenant's namespace."""
 AdapterUid = NewType("AdapterUid", str)
-"""sha256 (hex) over an adapter's content. Two names with the same bytes share one uid; a reload with other bytes has another."""
+"""sha256 (hex) over an adapter's content. Names with equal bytes share one; a reload with other bytes has another."""
 RequestId = NewType("RequestId", str)
 WorkerId = NewType("WorkerId", str)
 RouterId = NewType("RouterId", str)

@@ -24,7 +24,7 @@ ROUNDS = 3
 QUICK = ("llama", "gemma2")
 """The default run; the others are marked slow."""
 
-DEVICE_ADAPTER_MB = 0.15
+DEVICE_ADAPTER_MB = 0.28
 WORKER_FLAGS = (
     "--num-blocks=40",
     "--block-size=4",
@@ -60,7 +60,7 @@ async def test_cluster_equals_peft(family: str, tmp_path: Path) -> None:
     async with LocalCluster(options) as cluster, Client(cluster.router, tenant=TENANT) as client:
         await client.tenants.apply(f"tenant_id: {TENANT}")
         added = [await client.adapters.add(TENANT, name, folder) for name, folder in folders.items()]
-        assert sum(adapter.size_bytes for adapter in added) > 2 * DEVICE_ADAPTER_MB * 2**20, (
+        assert sum(adapter.size_bytes for adapter in added) > 1.3 * DEVICE_ADAPTER_MB * 2**20, (
             "all fit: nothing is evicted"
         )
 

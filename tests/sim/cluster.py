@@ -51,7 +51,11 @@ TENANTS = {"acme": (8, 4, 1), "bolt": (4, 2, 1), "crux": (1, 1, 1)}
 ADAPTERS_PER_TENANT = 3
 BROKEN_ADAPTER = "broken"
 """Registered for every tenant; its weights cannot be loaded."""
+LEAVING_ADAPTER = "leaving"
+"""Registered for every tenant; may be removed while it is used."""
+WATCH_DELAY_S = 0.005
 _START_TIMEOUT_S = 30.0
+_WATCH_S = 0.05
 
 
 def uid_of(tenant: str, adapter: str) -> AdapterUid:
@@ -104,13 +108,15 @@ class Cluster:
         self.loop = loop
         self.network = MemoryNetwork(random.Random(f"{seed}/network"))
         self.store_server = MemoryStoreServer(
-            random.Random(f"{seed}/store"), min_delay_s=0.0005, max_delay_s=0.004, watch_delay_s=0.005
+            random.Random(f"{seed}/store"), min_delay_s=0.0005, max_delay_s=0.004, watch_delay_s=WATCH_DELAY_S
         )
         self.files = MemoryAdapterFiles()
         self.clock: WallClock = SimWallClock(loop)
         self.engines: list[Engine] = []
         """Of all workers there ever were."""
         self.processes: dict[str, Process] = {}
+        self.removed_adapters: dict[str, None] = {}
+        """Tenants whose LEAVING_ADAPTER was removed."""
         self._rng = random.Random(f"{seed}/processes")
         for kind, boot, count in (
             ("scheduler", self._boot_scheduler, schedulers),
@@ -129,7 +135,7 @@ class Cluster:
         for tenant, weights in TENANTS.items():
             classes = {c: ClassPolicy(w) for c, w in zip(QosClass, weights, strict=True)}
             await store.put(keys.tenant(tenant), TenantPolicy(TenantId(tenant), classes).to_yaml().encode())
-            for name in [*adapters_of(tenant), BROKEN_ADAPTER]:
+            for name in [*adapters_of(tenant), BROKEN_ADAPTER, LEAVING_ADAPTER]:
                 record = AdapterRecord(tenant, name, uid_of(tenant, name), 8, 1000, ("q_proj",), 0.0)
                 await store.put(keys.adapter(tenant, name), record.to_json())
         await store.close()
@@ -189,6 +195,16 @@ class Cluster:
         if process.node is not None and not process.is_changing:
             process.node.pause()
             process.is_paused = True
+
+    async def watch(self) -> None:
+        """Checks what must hold at every moment, now and then, until it is cancelled."""
+        while True:
+            leaders = self.leaders()
+            assert len(leaders) <= 1, "two schedulers lead"
+            for app in leaders:
+                assert app.term is not None
+                app.term.core.check_invariants()
+            await asyncio.sleep(_WATCH_S)
 
     def leaders(self) -> list[SchedulerApp]:
         apps = [process.app for process in self.processes.values()]

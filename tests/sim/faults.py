@@ -8,10 +8,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from manylora_shared.coordination import keys
+from manylora_shared.coordination.base import StoreUnavailable
+from manylora_shared.coordination.memory import MemoryStore
 from manylora_shared.ids import QosClass, TenantId
 from manylora_shared.policy import ClassPolicy, TenantPolicy
 
-from tests.sim.cluster import TENANTS, Cluster, Process
+from tests.sim.cluster import LEAVING_ADAPTER, TENANTS, WATCH_DELAY_S, Cluster, Process
 from tests.sim.traffic import CLIENT
 
 
@@ -34,6 +36,8 @@ class Faults:
             "store loses answers": self._store_loses_answers,
             "lease expires": self._lease_expires,
             "history compacted": self._compact,
+            "watches lag": self._watches_lag,
+            "adapter removed": self._remove_adapter,
             "policy changed": self._policy,
         }
         chosen = self._rng.sample(list(kinds), self._rng.randint(1, len(kinds)))
@@ -62,6 +66,7 @@ class Faults:
             self._mend_store(process)
         cluster.network.heal()
         cluster.store_server.set_up(True)
+        cluster.store_server.watch_delay_s = WATCH_DELAY_S
         await cluster.all_up()
         self._note("healed")
 
@@ -114,7 +119,13 @@ class Faults:
         self._cluster.network.drop_connections(*self._pair())
 
     def _pair(self) -> tuple[str, str]:
-        one, other = self._rng.sample([*self._cluster.processes, CLIENT], 2)
+        """Two nodes that talk to each other."""
+        kinds = self._rng.choice(
+            [("router", "scheduler"), ("router", "worker"), ("scheduler", "worker"), (CLIENT, "router")]
+        )
+        one, other = (self._rng.choice(self._cluster.names(kind) or [kind]) for kind in kinds)
+        if self._rng.random() < 0.5:
+            one, other = other, one
         self.log[-1] += f": {one} {other}"
         return one, other
 
@@ -129,6 +140,8 @@ class Faults:
             store = process.store
             store.set_reachable(False)
             await self._later(6.0)
+            if self._rng.random() < 0.5:
+                await self._compact()
             if process.store is store and not process.is_changing and not process.is_down:
                 store.set_reachable(True)
 
@@ -149,12 +162,33 @@ class Faults:
         if self._cluster.store_server.is_up:
             self._cluster.store_server.compact()
 
+    async def _watches_lag(self) -> None:
+        self._cluster.store_server.watch_delay_s = self._rng.choice([0.1, 1.0])
+        await self._later(5.0)
+        self._cluster.store_server.watch_delay_s = WATCH_DELAY_S
+
+    async def _remove_adapter(self) -> None:
+        """For good; callers that name it afterwards must be told so."""
+        tenant = self._rng.choice(list(TENANTS))
+        self._cluster.removed_adapters[tenant] = None
+        await self._operator(lambda store: store.delete(keys.adapter(tenant, LEAVING_ADAPTER)))
+
     async def _policy(self) -> None:
         tenant = self._rng.choice(list(TENANTS))
         weight = self._rng.randint(1, 20)
         policy = TenantPolicy(TenantId(tenant), {qos_class: ClassPolicy(weight) for qos_class in QosClass})
-        if self._cluster.store_server.is_up:
-            await self._cluster.store_server.client().put(keys.tenant(tenant), policy.to_yaml().encode())
+        await self._operator(lambda store: store.put(keys.tenant(tenant), policy.to_yaml().encode()))
+
+    async def _operator(self, change: Callable[[MemoryStore], Coroutine[Any, Any, object]]) -> None:
+        """Someone changes the configuration, however long it takes."""
+        store = self._cluster.store_server.client()
+        while True:
+            try:
+                await change(store)
+                break
+            except StoreUnavailable:
+                await asyncio.sleep(0.2)
+        await store.close()
 
     def _mend_store(self, process: Process) -> None:
         if process.store is not None and not process.is_down and not process.is_changing:

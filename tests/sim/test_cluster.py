@@ -7,13 +7,14 @@ that run again, event for event.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from manylora.v1 import common_pb2
 from manylora_shared.simulation.loop import SimRun, run
 
 from tests.sim import validate
-from tests.sim.cluster import TENANTS, Cluster, adapters_of
+from tests.sim.cluster import LEAVING_ADAPTER, SLOTS, TENANTS, Cluster, adapters_of
 from tests.sim.faults import Faults
 from tests.sim.traffic import Traffic
 
@@ -32,6 +33,7 @@ async def chaos(seed: int, log: list[str]) -> Traffic:
     traffic = Traffic(cluster, seed)
     faults = Faults(cluster, seed)
     faults.log = log
+    watching = asyncio.create_task(cluster.watch(), name="watch")
     async with asyncio.TaskGroup() as group:
         group.create_task(traffic.run(CHAOS_S, calls=90))
         group.create_task(faults.run(CHAOS_S, faults=14))
@@ -43,13 +45,16 @@ async def chaos(seed: int, log: list[str]) -> Traffic:
             call.adapter = adapter
             call.is_after_heal = True
             traffic.begin(call)
+    for tenant in cluster.removed_adapters:
+        call = traffic.plain(tenant)
+        call.adapter = LEAVING_ADAPTER
+        call.is_after_heal = True
+        traffic.begin(call)
     await traffic.all_ended(END_S)
-    for call in traffic.calls:
-        validate.check_call(call)
-        if call.is_after_heal:
-            assert call.finished is not None, call.describe()
-            assert call.finished.outcome == common_pb2.OUTCOME_COMPLETED, call.describe()
+    validate.check_calls(cluster, traffic.calls)
     await asyncio.sleep(REST_S)
+    assert not watching.done(), watching.exception()
+    watching.cancel()
     validate.check_at_rest(cluster)
     for process in cluster.processes.values():
         await cluster.stop(process)
@@ -84,19 +89,24 @@ def test_without_faults_every_call_ends_as_it_should() -> None:
         cluster = Cluster(0)
         await cluster.start()
         traffic = Traffic(cluster, 0)
+
+        async def watch_room() -> None:
+            while True:
+                for engine in cluster.engines:
+                    assert engine.runtime.view.unfinished_sequences <= SLOTS, "a worker got more than it has room for"
+                await asyncio.sleep(0.001)
+
+        watching = [asyncio.create_task(watch_room()), asyncio.create_task(cluster.watch())]
         await traffic.run(10.0, calls=200)
         await traffic.all_ended(END_S)
+        assert not any(task.done() for task in watching)
+        validate.check_calls(cluster, traffic.calls)
         outcomes: dict[int, int] = {}
         for call in traffic.calls:
-            validate.check_call(call)
             if call.finished is not None:
                 outcomes[call.finished.outcome] = outcomes.get(call.finished.outcome, 0) + 1
-            assert (
-                call.error is None
-                or call.timeout_s is not None
-                or call.adapter in ("broken", "unknown")
-                or (call.tenant not in TENANTS)
-            ), call.describe()
+            is_wrong = call.adapter in ("broken", "unknown") or call.tenant not in TENANTS
+            assert call.error is None or call.timeout_s is not None or is_wrong, call.describe()
         assert outcomes[common_pb2.OUTCOME_COMPLETED] > 100
         assert outcomes[common_pb2.OUTCOME_DEADLINE_EXCEEDED] > 0
         await asyncio.sleep(REST_S)
@@ -104,3 +114,43 @@ def test_without_faults_every_call_ends_as_it_should() -> None:
         validate.check_engines(cluster)
 
     run(main(), seed=0, limit_s=600.0)
+
+
+def test_a_cancelled_call_frees_its_work_at_once() -> None:
+    async def main() -> None:
+        cluster = Cluster(1)
+        await cluster.start()
+        traffic = Traffic(cluster, 1)
+        call = replace(traffic.plain("acme"), max_tokens=100, n=3, cancel_after_frames=4)
+        traffic.begin(call)
+        await traffic.all_ended(10.0)
+        assert call.is_cancelled
+        await asyncio.sleep(0.1)
+        assert all(not engine.core.stats().requests for engine in cluster.engines)
+        assert sum(engine.core.stats().generated_tokens for engine in cluster.engines) < 60
+
+    run(main(), seed=1, limit_s=600.0)
+
+
+def test_a_grant_that_was_lost_on_its_way_is_given_again() -> None:
+    async def main() -> None:
+        cluster = Cluster(2, routers=1, schedulers=1)
+        await cluster.start()
+        await asyncio.sleep(1.0)
+        traffic = Traffic(cluster, 2)
+        cluster.network.partition("scheduler0", "router0", both_ways=False)
+        call = traffic.plain("acme")
+        traffic.begin(call)
+        await asyncio.sleep(0.5)
+        (leader,) = cluster.leaders()
+        assert leader.debug_counters()["granted"] == 1
+        cluster.network.drop_connections("scheduler0", "router0")
+        cluster.network.heal()
+        healed_at = cluster.loop.time()
+        await traffic.all_ended(10.0)
+        validate.check_calls(cluster, traffic.calls)
+        assert call.finished is not None
+        assert call.finished.outcome == common_pb2.OUTCOME_COMPLETED
+        assert cluster.loop.time() - healed_at < 5.0
+
+    run(main(), seed=2, limit_s=600.0)

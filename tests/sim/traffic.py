@@ -16,6 +16,7 @@ from tests.sim.cluster import (
     BROKEN_ADAPTER,
     EOS,
     EOS_ONE_IN,
+    LEAVING_ADAPTER,
     TENANTS,
     VOCAB_SIZE,
     Cluster,
@@ -133,7 +134,7 @@ class Traffic:
         elif kind < 0.45:
             call.stop = chr(rng.randint(97, 122))
         elif kind < 0.48:
-            call.adapter = rng.choice([BROKEN_ADAPTER, "unknown"])
+            call.adapter = rng.choice([BROKEN_ADAPTER, LEAVING_ADAPTER, "unknown"])
         elif kind < 0.50:
             call.tenant = "stranger"
         return call

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from manylora.v1 import common_pb2
 from manylora_router.app import RouterApp
 from manylora_scheduler.app import SchedulerApp
 from manylora_shared.errors import Code
 from manylora_worker.app import WorkerApp
 
-from tests.sim.cluster import BROKEN_ADAPTER, NUM_BLOCKS, TENANTS, Cluster, Engine
+from tests.sim.cluster import BROKEN_ADAPTER, LEAVING_ADAPTER, NUM_BLOCKS, TENANTS, Cluster, Engine
 from tests.sim.traffic import Call
 
 _CODES = {
@@ -21,6 +23,17 @@ _CODES = {
 _LOST_CALLS = (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED)
 """How a call may end without a terminal frame: its router went, or its deadline passed on the way."""
 _REFUSALS = (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED, Code.NOT_FOUND, Code.RESOURCE_EXHAUSTED)
+
+
+def check_calls(cluster: Cluster, calls: Sequence[Call]) -> None:
+    for call in calls:
+        check_call(call)
+        if call.is_after_heal and call.adapter == LEAVING_ADAPTER:
+            assert call.error is not None, call.describe()
+            assert call.error.code is Code.NOT_FOUND, call.describe()
+        elif call.is_after_heal:
+            assert call.finished is not None, call.describe()
+            assert call.finished.outcome == common_pb2.OUTCOME_COMPLETED, call.describe()
 
 
 def check_call(call: Call) -> None:
