@@ -47,6 +47,8 @@ class UpCluster:
 
     ready: dict[str, Any]
     stderr_path: Path
+    trace_file: Path
+    """Where all its processes append their spans."""
 
     @property
     def router(self) -> str:
@@ -93,19 +95,20 @@ class UpCluster:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpCluster]:
     folder = tmp_path_factory.mktemp("up")
     (folder / "tenants.yaml").write_text(TENANTS)
-    stderr_path = folder / "stderr"
+    stderr_path, trace_file = folder / "stderr", folder / "traces.jsonl"
     command = [sys.executable, "-m", "manylora", "up", "--model", "demo", "--workers", "2", "--port", "0"]
     command += ["--data", str(folder / "data"), "--tenants", str(folder / "tenants.yaml"), "--kv-cache-mb", "64"]
+    env = {**os.environ, "MANYLORA_TRACE_FILE": str(trace_file)}
     with (
         stderr_path.open("wb") as stderr,
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr) as process,
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, env=env) as process,
     ):
         try:
             assert process.stdout is not None
             readable, _, _ = select.select([process.stdout], [], [], START_TIMEOUT_S)
             line = process.stdout.readline() if readable else b""
             assert line, f"not ready:\n{stderr_path.read_text()}"
-            started = UpCluster(json.loads(line), stderr_path)
+            started = UpCluster(json.loads(line), stderr_path, trace_file)
             asyncio.run(_add_adapters(started))
             yield started
             process.terminate()

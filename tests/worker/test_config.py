@@ -63,3 +63,11 @@ def test_settings_reach_the_engine() -> None:
     assert (limits.planner.sequence_slots, limits.planner.max_batch_tokens) == (5, 50)
     assert limits.planner.prefill_chunk_tokens == 20
     assert (limits.adapters.host_bytes, limits.adapters.device_bytes) == (2 << 20, 1 << 19)
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [("", "float32"), ("--device=cuda:1", "bfloat16"), ("--device=cuda --dtype=float16", "float16")],
+)
+def test_the_compute_type_suits_the_device(flags: str, dtype: str) -> None:
+    assert parse(WorkerConfig, ["--engine=fake", *flags.split()], {}).compute_dtype == dtype

@@ -30,7 +30,9 @@ class WorkerConfig:
     model: str = field(default="", metadata={"help": "Hugging Face folder of the base model"})
     model_name: str = field(default="", metadata={"help": "what it is served as; empty: the folder's name"})
     device: str = field(default="cpu", metadata={"help": "cpu, cuda, cuda:1, ..."})
-    dtype: Literal["float32", "bfloat16", "float16"] = field(default="float32", metadata={"help": "compute type"})
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
+        default="auto", metadata={"help": "compute type; auto: float32 on the CPU, bfloat16 on any other device"}
+    )
     quantization: Literal["none", "nf4"] = field(default="none", metadata={"help": "of the base model's weights"})
     threads: int = field(default=0, metadata={"help": "compute threads on the CPU; 0: one a core"})
 
@@ -67,6 +69,13 @@ class WorkerConfig:
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')}: must not be negative")
+
+    @property
+    def compute_dtype(self) -> str:
+        """`dtype` with auto resolved."""
+        if self.dtype != "auto":
+            return self.dtype
+        return "float32" if self.device == "cpu" else "bfloat16"
 
 
 _AT_LEAST_ONE = (

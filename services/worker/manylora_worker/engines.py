@@ -62,7 +62,7 @@ def _build_torch(config: WorkerConfig) -> tuple[Runtime, AdapterValidator]:
         adapter_store=config.adapter_store,
         model_name=config.model_name,
         device=config.device,
-        dtype=config.dtype,
+        dtype=config.compute_dtype,
         quantization=config.quantization,
         kv_cache_mb=config.kv_cache_mb,
         num_blocks=config.num_blocks,

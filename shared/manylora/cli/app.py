@@ -63,7 +63,7 @@ def up(
     etcd: Annotated[str, typer.Option(metavar="URL", help="An etcd that runs already; otherwise one is started.")] = "",
     model_name: Annotated[str, typer.Option(help="The model's name; default: its folder's.")] = "",
     dtype: Annotated[
-        str, typer.Option(help="Compute type of the workers, e.g. float32 or bfloat16; default: the worker's choice.")
+        str, typer.Option(help="Compute type of the workers; default: float32 on the CPU, bfloat16 elsewhere.")
     ] = "",
     quantization: Annotated[Quantization, typer.Option(help="Of the base model's weights.")] = Quantization.NONE,
     kv_cache_mb: Annotated[
