@@ -8,7 +8,8 @@ Four contenders run the same random model (same weights, same prompts, greedy, t
     transformers_continuous  transformers' continuous batching (generate_batch), without adapters
 
 They take turns, `--repetitions` times after a warm-up each, so that a slow minute of the machine hits all of them. One
-line a measurement, and one `summary` line with medians and the ratios of medians: manylora over peft_mixed, and
+line a measurement (with the processor's seconds, which tell a busy machine from a slow contender), and one `summary`
+line with medians and the ratios of medians: manylora over peft_mixed, and
 manylora (with its adapters) over transformers_continuous (without).
 """
 
@@ -240,12 +241,18 @@ def measure(contenders: dict[str, Contender], arguments: argparse.Namespace) -> 
     expected = arguments.requests * arguments.new_tokens
     for repetition in range(-1, arguments.repetitions):
         for name, run in contenders.items():
-            started = time.perf_counter()
+            started, cpu_started = time.perf_counter(), time.process_time()
             tokens = run()
-            seconds = time.perf_counter() - started
+            seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
             if tokens != expected:
                 raise SystemExit(f"{name} made {tokens} tokens, not {expected}")
-            line = {"contender": name, "tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds}
+            line = {
+                "contender": name,
+                "tokens": tokens,
+                "seconds": seconds,
+                "cpu_seconds": cpu_seconds,
+                "tokens_per_s": tokens / seconds,
+            }
             emit({"event": "warmup" if repetition < 0 else "measurement", "repetition": repetition, **line})
             if repetition >= 0:
                 rates[name].append(tokens / seconds)

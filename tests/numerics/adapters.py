@@ -20,9 +20,12 @@ def recipes(family: str) -> Mapping[str, Mapping[str, Any]]:
     """Adapter name -> LoraConfig arguments, for the family's module names."""
     attention, mlp = (PHI3_ATTENTION, PHI3_MLP) if family == "phi3" else (ATTENTION, MLP)
     query, down = attention[0], mlp[-1]
+    everything = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
     return {
         "rank-1": {"r": 1, "lora_alpha": 2, "target_modules": attention + mlp},
-        "all-linear": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
+        "all-linear": everything,
+        "all-linear-b": everything,
+        "all-linear-c": everything,
         "rslora": {"r": 64, "lora_alpha": 8, "target_modules": [query, down], "use_rslora": True},
         "patterns": {
             "r": 4,
@@ -40,6 +43,7 @@ def recipes(family: str) -> Mapping[str, Mapping[str, Any]]:
             "layers_to_transform": [1],
             "layers_pattern": "layers",
         },
+        "regex-b": {"r": 13, "lora_alpha": 2, "target_modules": rf".*layers\.[02]\..*({query}|{mlp[0]})"},
         "excluded": {"r": 2, "lora_alpha": 3, "target_modules": attention + mlp, "exclude_modules": [query, down]},
     }
 

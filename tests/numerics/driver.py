@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from manylora_shared.ids import AdapterUid
-from manylora_worker.adapters.lora_linear import LoraPlanner
+from manylora_worker.adapters.lora_linear import LoraCosts, LoraPlanner
 from manylora_worker.adapters.source import AdapterLimits, read_adapter
 from manylora_worker.engine.api import Sampling, SequenceChunk, StepBatch
 from manylora_worker.engine.kv_cache import KvCache
@@ -18,17 +18,17 @@ from manylora_worker.loader import LoadedModel
 
 GREEDY = Sampling(seed=0, temperature=0.0)
 LIMITS = AdapterLimits(max_rank=64)
-ALWAYS_JOIN = 1e15
-NEVER_JOIN = 0.0
+ALWAYS_STACK = 1e15
+NEVER_STACK = 0.0
 
 
 def make_runner(
-    loaded: LoadedModel, *, num_blocks: int = 96, block_size: int = 4, overhead_flops: float = 2e5
+    loaded: LoadedModel, *, num_blocks: int = 96, block_size: int = 4, product_flops: float = 2e5
 ) -> TorchModelRunner:
     cache = KvCache(
         loaded.spec.kv, num_blocks=num_blocks, block_size=block_size, dtype=loaded.dtype, device=loaded.device
     )
-    planner = LoraPlanner(product_overhead_flops=overhead_flops, max_joined_weights=1 << 24)
+    planner = LoraPlanner(LoraCosts(product_flops, copied_weight=0.0), max_stacked_weights=1 << 24)
     return TorchModelRunner(loaded, cache, planner)
 
 

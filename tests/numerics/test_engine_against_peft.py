@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.numerics.conftest import Family
-from tests.numerics.driver import ALWAYS_JOIN, NEVER_JOIN, Driver, Stream, make_runner, put_adapter
+from tests.numerics.driver import ALWAYS_STACK, NEVER_STACK, Driver, Stream, make_runner, put_adapter
 from tests.numerics.families import FAMILIES, VOCAB_SIZE, WINDOW
 
 TOLERANCE = 1e-4
@@ -39,15 +39,15 @@ def assert_next_logits(family: Family, streams: list[tuple[Stream, str | None]],
         torch.testing.assert_close(row, expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("overhead_flops", [NEVER_JOIN, ALWAYS_JOIN], ids=["segmented", "joined"])
+@pytest.mark.parametrize("product_flops", [NEVER_STACK, ALWAYS_STACK], ids=["segmented", "stacked"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_mixed_batch_logits(family_of: FamilyOf, name: str, overhead_flops: float) -> None:
+def test_mixed_batch_logits(family_of: FamilyOf, name: str, product_flops: float) -> None:
     family = family_of(name)
-    driver = Driver(make_runner(family.loaded, num_blocks=200, overhead_flops=overhead_flops))
+    driver = Driver(make_runner(family.loaded, num_blocks=200, product_flops=product_flops))
     mixed = mixed_streams(family, driver)
     streams = [stream for stream, _ in mixed]
     assert_next_logits(family, mixed, driver.logits(streams))
-    for step in range(3):  # decode: the joined form takes over at the second step of one set
+    for step in range(3):
         for stream in streams:
             stream.output.append(stream.prompt[step % len(stream.prompt)])
         assert_next_logits(family, mixed, driver.logits(streams))
@@ -103,7 +103,7 @@ def test_the_oracle_feels_windows_caps_and_scales(family_of: FamilyOf, name: str
 def test_a_row_of_nan_stays_alone(family_of: FamilyOf, name: str) -> None:
     """A sequence whose cache is poisoned gets an error; the others' logits do not change by one bit."""
     family = family_of(name)
-    runner = make_runner(family.loaded, num_blocks=200, overhead_flops=ALWAYS_JOIN)
+    runner = make_runner(family.loaded, num_blocks=200, product_flops=ALWAYS_STACK)
     driver = Driver(runner)
     streams = [stream for stream, _ in mixed_streams(family, driver)]
     driver.run(streams, 3)

@@ -13,15 +13,15 @@ from tests.properties import fair_queue_suite as suite
 NUM_SEEDS = 400
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(seed=st.integers(0, 2**32), num_actions=st.integers(1, 120))
 def test_any_schedule_stays_within_the_bound(seed: int, num_actions: int) -> None:
     suite.random_schedule(FairQueue, seed, num_actions)
 
 
 def test_the_bound_is_not_slack() -> None:
-    worst = max(suite.random_schedule(FairQueue, seed).worst for seed in range(NUM_SEEDS))
-    print(f"largest spread / bound over {NUM_SEEDS} schedules: {worst:.2f}")
+    worst = max(suite.random_schedule(FairQueue, seed).worst for seed in range(150))
+    print(f"largest spread / bound over 150 schedules: {worst:.2f}")
     assert 0.5 < worst <= 1.0
 
 

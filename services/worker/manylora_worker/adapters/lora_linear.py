@@ -9,15 +9,14 @@ LoraSwitch holds the step's LoraBatch, or None when no row has an adapter; the m
 of the model reads it. Both are used by the engine thread only. DeviceAdapter objects are immutable and may be built by
 another thread.
 
-Isolation: what a row gets depends on that row and its own adapter alone. Segments touch only their own rows; the
-concatenated form computes every adapter's A for every row and drops the foreign columns with masked_fill, never by a
-multiplication that an infinity or a NaN would survive. B is finite (checked at load).
+Isolation: what a row gets depends on that row and its own adapter alone. In either form a row is multiplied by its own
+adapter only, so there is nothing to mask out, and an infinity or a NaN stays in its row.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -65,6 +64,20 @@ class SiteWeights:
         object.__setattr__(self, "ranks", [slot.stop - slot.start for slot in self.slots])
 
 
+class _Shape:
+    """A tuple whose hash is worked out once: it is a dictionary key in every step."""
+
+    def __init__(self, parts: tuple[object, ...]) -> None:
+        self._parts = parts
+        self._hash = hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Shape) and (self is other or self._parts == other._parts)
+
+
 @dataclass(frozen=True)
 class DeviceAdapter:
     """An adapter's weights on the device, by site index; sites that it does not touch are absent."""
@@ -76,9 +89,13 @@ class DeviceAdapter:
     num_products: int = field(init=False)
     """Matrix products that one segment of rows costs over the whole model."""
     num_weights: int = field(init=False)
+    shape: Hashable = field(init=False, repr=False)
+    """Equal for adapters with the same ranks on the same layers."""
 
     def __post_init__(self) -> None:
         sites = self.sites.values()
+        shape = tuple((i, tuple((s.slot, s.stop - s.start) for s in site.slots)) for i, site in self.sites.items())
+        object.__setattr__(self, "shape", _Shape(shape))
         object.__setattr__(self, "num_products", sum(1 + len(site.slots) for site in sites))
         object.__setattr__(
             self, "num_weights", sum(site.a_t.numel() + sum(s.b.numel() for s in site.slots) for site in sites)
@@ -209,131 +226,177 @@ class SegmentedLora:
 
 
 @dataclass(frozen=True)
-class _JoinedSite:
+class _StackedSite:
     a_t: Tensor
-    """[in, total rank]: by slot, then by adapter."""
-    column_owners: Tensor
-    """[total rank]: which adapter of the set each column of the product belongs to."""
-    owner_key: tuple[tuple[int, int], ...]
-    """(adapter, rank) runs of `column_owners`: sites of one key share the step's mask."""
-    slots: tuple[SlotWeights, ...]
+    """[adapters, in, sum of ranks]"""
+    ranks: list[int]
+    slots: tuple[tuple[int, Tensor], ...]
+    """(slot, B [adapters, rank, out])"""
 
 
-class JoinedAdapters:
-    """The weights of a set of adapters side by side, site by site."""
+class AdapterStack:
+    """A copy of the weights of adapters of one shape, site by site, so that one batched product serves them all."""
 
     def __init__(self, adapters: Sequence[DeviceAdapter]) -> None:
-        self.index_of = {adapter.uid: i for i, adapter in enumerate(adapters)}
-        self.sites: dict[int, _JoinedSite] = {}
-        for site_index in sorted({i for adapter in adapters for i in adapter.sites}):
-            self.sites[site_index] = _join_site([adapter.sites.get(site_index) for adapter in adapters])
-        self.num_weights = sum(s.a_t.numel() + sum(p.b.numel() for p in s.slots) for s in self.sites.values())
+        self.num_weights = sum(adapter.num_weights for adapter in adapters)
+        self.sites: dict[int, _StackedSite] = {}
+        for index, first in adapters[0].sites.items():
+            members = [adapter.sites[index] for adapter in adapters]
+            self.sites[index] = _StackedSite(
+                a_t=torch.stack([member.a_t.t() for member in members]).transpose(1, 2),
+                ranks=first.ranks,
+                slots=tuple(
+                    (part.slot, torch.stack([member.slots[i].b for member in members]))
+                    for i, part in enumerate(first.slots)
+                ),
+            )
 
 
-def _join_site(members: Sequence[SiteWeights | None]) -> _JoinedSite:
-    present = [(i, weights) for i, weights in enumerate(members) if weights is not None]
-    a_parts: list[Tensor] = []
-    owner_runs: list[tuple[int, int]] = []
-    slots: list[SlotWeights] = []
-    column = 0
-    for slot in sorted({part.slot for _, weights in present for part in weights.slots}):
-        b_parts = []
-        start = column
-        for i, weights in present:
-            for part in weights.slots:
-                if part.slot == slot:
-                    a_parts.append(weights.a_t[:, part.start : part.stop])
-                    b_parts.append(part.b)
-                    owner_runs.append((i, part.stop - part.start))
-                    column += part.stop - part.start
-        slots.append(SlotWeights(slot=slot, start=start, stop=column, b=torch.cat(b_parts)))
-    a_t = torch.cat(a_parts, dim=1)
-    owners = torch.tensor([i for i, rank in owner_runs for _ in range(rank)], device=a_t.device)
-    return _JoinedSite(a_t=a_t, column_owners=owners, owner_key=tuple(owner_runs), slots=tuple(slots))
+class StackedLora:
+    """Adapters of one shape in one batched product a matrix, each over its own rows only.
 
-
-class JoinedLora:
-    """All rows through all adapters' A at once, foreign columns dropped, then all B at once: few, wasteful products.
+    Where the adapters have different numbers of rows, the shorter ones repeat a row of their own, whose copies are
+    dropped.
 
     Args:
-        joined: a set that holds at least the adapters of these rows.
-        row_owners: [T], each row's adapter as an index into the set, -1 for none.
+        stack: of the segments' adapters, in the segments' order.
+        segments: one an adapter, in order of rows.
     """
 
-    def __init__(self, joined: JoinedAdapters, row_owners: Tensor) -> None:
-        self._joined = joined
-        self._row_owners = row_owners[:, None]
-        self._foreign: dict[tuple[tuple[int, int], ...], Tensor] = {}
+    def __init__(self, stack: AdapterStack, segments: Sequence[Segment], device: torch.device) -> None:
+        self._stack = stack
+        self._num_adapters = len(segments)
+        counts = [segment.last_row - segment.first_row for segment in segments]
+        first_row, last_row = segments[0].first_row, segments[-1].last_row
+        self._range: slice | None = None
+        """The rows, where they are consecutive."""
+        if last_row - first_row == sum(counts):
+            self._range = slice(first_row, last_row)
+        self._gather: Tensor | None = None
+        """[adapters * most rows]: where the products' rows come from; None: they are the range as it is."""
+        most = max(counts)
+        if self._range is None or min(counts) < most:
+            source = [s.first_row + min(i, n - 1) for s, n in zip(segments, counts, strict=True) for i in range(most)]
+            kept = [k * most + i for k, n in enumerate(counts) for i in range(n)]
+            rows = [row for s in segments for row in range(s.first_row, s.last_row)]
+            self._gather, self._kept, self._rows = (torch.tensor(x, device=device) for x in (source, kept, rows))
 
     def add(self, site: Site, inputs: Tensor, outputs: Tensor) -> None:
-        weights = self._joined.sites.get(site.index)
+        weights = self._stack.sites.get(site.index)
         if weights is None:
             return
-        foreign = self._foreign.get(weights.owner_key)
-        if foreign is None:
-            foreign = self._foreign[weights.owner_key] = self._row_owners != weights.column_owners
-        hidden = torch.mm(inputs, weights.a_t).masked_fill_(foreign, 0)
-        for part in weights.slots:
-            slot = site.slots[part.slot]
-            outputs[:, slot.start : slot.stop].addmm_(hidden[:, part.start : part.stop], part.b)
+        own = inputs[self._range] if self._gather is None else inputs.index_select(0, self._gather)
+        hidden = torch.bmm(own.view(self._num_adapters, -1, own.shape[1]), weights.a_t)
+        columns = hidden.split_with_sizes(weights.ranks, 2) if len(weights.slots) > 1 else (hidden,)
+        for (slot_index, b), low_rank in zip(weights.slots, columns, strict=True):
+            product = torch.bmm(low_rank, b).view(-1, b.shape[2])
+            slot = site.slots[slot_index]
+            target = outputs[:, slot.start : slot.stop]
+            if self._gather is not None:
+                product = product.index_select(0, self._kept)
+            if self._range is not None:
+                target[self._range].add_(product)
+            else:
+                target.index_add_(0, self._rows, product)
+
+
+class CombinedLora:
+    """Several batches over different rows."""
+
+    def __init__(self, parts: Sequence[LoraBatch]) -> None:
+        self._parts = parts
+
+    def add(self, site: Site, inputs: Tensor, outputs: Tensor) -> None:
+        for part in self._parts:
+            part.add(site, inputs, outputs)
+
+
+@dataclass(frozen=True)
+class LoraCosts:
+    """A device's fixed costs, in floating point operations that take as long.
+
+    Attributes:
+        product: starting one small matrix product.
+        copied_weight: copying one weight.
+    """
+
+    product: float
+    copied_weight: float
 
 
 class LoraPlanner:
-    """Chooses, step by step, how to compute a batch's adapters, and keeps the joined weights of recent sets.
+    """Chooses, step by step, how to compute a batch's adapters, and keeps the stacks of recent sets.
 
-    Segments cost a fixed time per product; joining costs the operations of rows x all adapters. The cheaper estimate
-    wins. Joined weights are a copy, so a set is joined only when it comes the second time in a row, and at most
-    `max_joined_weights` elements are kept (least recently used sets go first; one that is too large is never joined).
-
-    Args:
-        product_overhead_flops: how many floating point operations take as long as starting one small product.
-        max_joined_weights: elements over all joined sets.
+    Segments cost a fixed time a product and adapter; a stack costs that once for all adapters of one shape (the same
+    ranks on the same layers), and the rows that it repeats. Stacking copies weights, so a set is stacked only after the
+    steps that it spent as segments have lost as much as the copy costs: whatever comes next, no more than twice the
+    best is spent. Stacks hold at most `max_stacked_weights` elements; the least recently used go first.
     """
 
-    def __init__(self, *, product_overhead_flops: float, max_joined_weights: int) -> None:
-        self._product_overhead_flops = product_overhead_flops
-        self._max_joined_weights = max_joined_weights
-        self._joined: OrderedDict[tuple[AdapterUid, ...], JoinedAdapters] = OrderedDict()
-        self._last_set: tuple[AdapterUid, ...] = ()
+    def __init__(self, costs: LoraCosts, *, max_stacked_weights: int) -> None:
+        self._costs = costs
+        self._max_stacked_weights = max_stacked_weights
+        self._stacks: OrderedDict[tuple[AdapterUid, ...], AdapterStack] = OrderedDict()
+        self._losses: dict[tuple[AdapterUid, ...], float] = {}
+        """What the sets of the last step have lost by not being stacked, over consecutive steps."""
 
     def plan(self, segments: Sequence[Segment], num_rows: int, device: torch.device) -> LoraBatch | None:
-        """The batch for a step whose rows [0, num_rows) are covered by `segments` but for the rows without adapter."""
+        """The batch for a step whose rows [0, num_rows) are covered by `segments` but for the rows without adapter.
+
+        Args:
+            segments: in order of rows, one an adapter.
+        """
         if not segments:
             return None
-        adapters = {segment.adapter.uid: segment.adapter for segment in segments}
-        wanted = tuple(sorted(adapters))
-        seen_before, self._last_set = wanted == self._last_set, wanted
-        if not self._is_joining_cheaper(segments, list(adapters.values()), num_rows):
-            return SegmentedLora(segments, num_rows)
-        joined = self._joined.get(wanted)
-        if joined is None:
-            num_weights = sum(adapter.num_weights for adapter in adapters.values())
-            if not seen_before or num_weights > self._max_joined_weights:
-                return SegmentedLora(segments, num_rows)
-            joined = JoinedAdapters([adapters[uid] for uid in wanted])
-            self._joined[wanted] = joined
-            while sum(j.num_weights for j in self._joined.values()) > self._max_joined_weights:
-                self._joined.popitem(last=False)
-        self._joined.move_to_end(wanted)
-        owners = [-1] * num_rows
+        by_shape: dict[Hashable, list[Segment]] = {}
         for segment in segments:
-            count = segment.last_row - segment.first_row
-            owners[segment.first_row : segment.last_row] = [joined.index_of[segment.adapter.uid]] * count
-        return JoinedLora(joined, torch.tensor(owners, device=device))
+            by_shape.setdefault(segment.adapter.shape, []).append(segment)
+        losses: dict[tuple[AdapterUid, ...], float] = {}
+        parts: list[LoraBatch] = []
+        alone: list[Segment] = []
+        for alike in by_shape.values():
+            stack = self._stack_for(alike, losses)
+            if stack is None:
+                alone += alike
+            else:
+                parts.append(StackedLora(stack, alike, device))
+        self._losses = losses
+        if alone:
+            parts.append(SegmentedLora(sorted(alone, key=lambda s: s.first_row), num_rows))
+        return parts[0] if len(parts) == 1 else CombinedLora(parts)
 
     def forget(self, uid: AdapterUid) -> None:
-        """Drops every joined set that holds the adapter, which is leaving the device."""
-        for key in [key for key in self._joined if uid in key]:
-            del self._joined[key]
+        """Drops every stack that holds the adapter, which is leaving the device."""
+        for key in [key for key in self._stacks if uid in key]:
+            del self._stacks[key]
 
-    def _is_joining_cheaper(
-        self, segments: Sequence[Segment], adapters: Sequence[DeviceAdapter], num_rows: int
-    ) -> bool:
-        if len(segments) == 1:
-            return False
-        joined_flops = 2.0 * num_rows * sum(adapter.num_weights for adapter in adapters)
-        joined_products = max(adapter.num_products for adapter in adapters)
-        exact_flops = sum(2.0 * (s.last_row - s.first_row) * s.adapter.num_weights for s in segments)
-        exact_products = sum(s.adapter.num_products for s in segments)
-        saved = (exact_products - joined_products) * self._product_overhead_flops
-        return joined_flops - exact_flops < saved
+    def _stack_for(self, alike: Sequence[Segment], losses: dict[tuple[AdapterUid, ...], float]) -> AdapterStack | None:
+        """The stack of the segments' adapters, if it is worth using; else None, with the loss noted in `losses`."""
+        gain = self._gain(alike)
+        if gain <= 0:
+            return None
+        key = tuple(segment.adapter.uid for segment in alike)
+        stack = self._stacks.get(key)
+        if stack is None:
+            num_weights = sum(segment.adapter.num_weights for segment in alike)
+            losses[key] = self._losses.get(key, 0.0) + gain
+            if num_weights > self._max_stacked_weights or losses[key] < num_weights * self._costs.copied_weight:
+                return None
+            while self._stacks and num_weights + self._num_stacked_weights() > self._max_stacked_weights:
+                self._stacks.popitem(last=False)
+            stack = self._stacks[key] = AdapterStack([segment.adapter for segment in alike])
+        self._stacks.move_to_end(key)
+        return stack
+
+    def _num_stacked_weights(self) -> int:
+        return sum(stack.num_weights for stack in self._stacks.values())
+
+    def _gain(self, alike: Sequence[Segment]) -> float:
+        """What a stack would save in one step."""
+        if len(alike) == 1:
+            return 0.0
+        counts = [segment.last_row - segment.first_row for segment in alike]
+        adapter = alike[0].adapter
+        repeated_rows = len(counts) * max(counts) - sum(counts)
+        saved_products = (len(alike) - 1) * adapter.num_products
+        return saved_products * self._costs.product - 2.0 * repeated_rows * adapter.num_weights
