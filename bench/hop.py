@@ -73,7 +73,7 @@ def through_router(channel: Channel, max_tokens: int) -> Request:
     metadata = {"x-tenant-id": TENANT}
 
     async def request(seed: int, measured: Measured) -> None:
-        message = inference_pb2.GenerateRequest(max_tokens=max_tokens, ignore_eos=True)
+        message = inference_pb2.GenerateRequest(max_tokens=_length(seed, max_tokens), ignore_eos=True)
         message.token_ids.ids.extend(_prompt(seed))
         message.sampling.seed = seed
         started = time.perf_counter()
@@ -98,7 +98,7 @@ def to_worker(channel: Channel, max_tokens: int, epoch: int) -> Request:
             tenant_id=TENANT,
             qos_class=common_pb2.QOS_CLASS_STANDARD,
             prompt_token_ids=_prompt(seed),
-            max_tokens=max_tokens,
+            max_tokens=_length(seed, max_tokens),
             sampling=common_pb2.SamplingParams(seed=seed),
             n=1,
         )
@@ -196,6 +196,11 @@ def emit(**values: object) -> None:
 
 def _prompt(seed: int) -> list[int]:
     return [3 + (seed + i) % 250 for i in range(PROMPT_TOKENS)]
+
+
+def _length(seed: int, mean_tokens: int) -> int:
+    """Half to one and a half times the mean, so that the loops do not fall into step."""
+    return mean_tokens // 2 + seed % (mean_tokens + 1)
 
 
 def _quantiles(values: list[float]) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from manylora_shared import logs
 from manylora_shared.adapter_files import LocalAdapterFiles
 from manylora_shared.config import is_loopback, load
 from manylora_shared.coordination.etcd import EtcdStore
+from manylora_shared.heap import freeze_started
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.grpc_transport import GrpcTransport
 
@@ -64,6 +65,7 @@ async def run(config: RouterConfig) -> None:
         await asyncio.wait([starting, stop_wanted], return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
+            freeze_started()
             ready = {"ready": True, "service": "router", "id": app.router_id, "address": app.address}
             print(json.dumps(ready), flush=True)
             failing = asyncio.create_task(app.failed(), name="failure")

@@ -17,6 +17,7 @@ import sys
 from manylora_shared import logs
 from manylora_shared.config import is_loopback, load
 from manylora_shared.coordination.etcd import EtcdStore
+from manylora_shared.heap import freeze_started
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.grpc_transport import GrpcTransport
 
@@ -67,6 +68,7 @@ async def _serve(app: WorkerApp, stop_wanted: asyncio.Task[bool]) -> bool:
             await starting
         return True
     starting.result()
+    freeze_started()
     print(json.dumps({"ready": True, "service": "worker", "id": app.worker_id, "address": app.address}), flush=True)
     failed = asyncio.create_task(app.wait_failed(), name="failure")
     await asyncio.wait([failed, stop_wanted], return_when=asyncio.FIRST_COMPLETED)
