@@ -71,7 +71,7 @@ class TorchModelRunner:
             return self._forward(build_inputs(batch, self._cache, self.adapters, self._loaded.device)).float()
 
     def drop_adapter(self, uid: AdapterUid) -> None:
-        """Frees an adapter's weights, copies in joined sets included."""
+        """Frees an adapter's weights, copies in stacks included."""
         self.adapters.pop(uid, None)
         self._planner.forget(uid)
 
