@@ -2,13 +2,14 @@
 PYTHON ?= python3
 MODEL ?= demo
 SEEDS ?= 200
+SOAK_SECONDS ?= 600
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo up test unit sim check lint types layers format proto compose-test clean
+.PHONY: help install demo up test unit oracle soak sim check lint types layers format proto compose-test clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
@@ -33,6 +34,12 @@ test: $(STAMP) ## all tests but the slow, GPU and compose ones
 
 unit: $(STAMP) ## the tests that start no processes: unit and property tests
 	@$(BIN)/python -m pytest -q -m 'not e2e and not gpu and not slow and not compose'
+
+oracle: $(STAMP) ## every model family through a running cluster, against transformers + PEFT
+	@$(BIN)/python -m pytest -q -m e2e tests/e2e/test_oracle.py
+
+soak: $(STAMP) ## 64 streams, cancels, disconnects and adapter churn for ten minutes: make soak SOAK_SECONDS=600
+	@$(BIN)/python -m pytest -q -s -m slow tests/e2e/test_soak.py --soak-seconds $(SOAK_SECONDS)
 
 sim: $(STAMP) ## the whole cluster simulated under faults: make sim SEEDS=200
 	@$(BIN)/python -m pytest -q tests/sim --sim-seeds $(SEEDS)

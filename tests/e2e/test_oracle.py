@@ -51,6 +51,7 @@ async def test_cluster_equals_peft(family: str, tmp_path: Path) -> None:
         for _ in range(ROUNDS)
         for adapter in (None, *folders)
     ]
+    model.set_attn_implementation("eager")  # transformers' sdpa leaves out Gemma 2's soft cap of the scores
     reference = Reference(model, folders)
     expected = [reference.greedy(prompt, adapter, MAX_TOKENS) for adapter, prompt in requests]
 
