@@ -9,8 +9,10 @@ Four contenders run the same random model (same weights, same prompts, greedy, t
 
 They take turns, `--repetitions` times after a warm-up each, so that a slow minute of the machine hits all of them. One
 line a measurement (with the processor's seconds, which tell a busy machine from a slow contender), and one `summary`
-line with medians and the ratios of medians: manylora over peft_mixed, and
-manylora (with its adapters) over transformers_continuous (without).
+line with medians and the ratios of medians: manylora over peft_mixed, and manylora (with its adapters) over
+transformers_continuous (without).
+
+Run it on a machine that does nothing else: with two threads, every operation waits for the slower core.
 """
 
 from __future__ import annotations
