@@ -6,8 +6,8 @@ machine's cores with the load generator.
 
     added TTFT   the same closed-loop streams against the worker's Execute alone and through the router, in alternating
                  rounds of one run; the difference of the two distributions' p50 and p99
-    carried      a worker that produces more than one router can carry; tokens/s that reach the callers, messages they
-                 came in, and the router's CPU time for them
+    carried      two workers that produce as much as this machine lets them; tokens/s that reach the callers through
+                 one router, messages they came in, and the router's CPU time for them
 
 Prints JSON lines: {"bench": "hop", "case", "streams", ...}.
 
@@ -58,11 +58,11 @@ Request = Callable[[int, Measured], Awaitable[None]]
 
 
 @asynccontextmanager
-async def cluster(step_ms: float) -> AsyncIterator[LocalCluster]:
-    """A cluster of one router and one fake worker with the tenant in place."""
+async def cluster(step_ms: float, workers: int = 1) -> AsyncIterator[LocalCluster]:
+    """A cluster of one router and fake workers with the tenant in place."""
     flags = ("--engine=fake", f"--fake-step-ms={step_ms}", f"--sequence-slots={SLOTS}", "--num-blocks=20000")
     with tempfile.TemporaryDirectory() as data:
-        options = ClusterOptions(model=MODEL, model_name="fake", data=Path(data), worker_flags=flags)
+        options = ClusterOptions(model=MODEL, model_name="fake", data=Path(data), workers=workers, worker_flags=flags)
         async with LocalCluster(options, notify=lambda line: print(line, file=sys.stderr)) as running:
             async with Client(running.router) as client:
                 await client.tenants.apply(f"tenant_id: {TENANT}")
@@ -168,10 +168,10 @@ async def added_ttft(streams: int, seconds: float, step_ms: float, rounds: int =
 async def carried(streams: int, seconds: float, step_ms: float) -> None:
     rng = random.Random(7)
     measured = Measured()
-    async with cluster(step_ms) as running:
+    async with cluster(step_ms, workers=2) as running:
         router = psutil.Process(running.pids["router-0"])
         channel = GrpcTransport().connect(running.router)
-        request = through_router(channel, 512)
+        request = through_router(channel, 192)
         await drive(request, streams, 1.0, Measured(), rng)
         before = router.cpu_times()
         took_s = await drive(request, streams, seconds, measured, rng)
@@ -218,7 +218,7 @@ async def main() -> None:
     arguments = parser.parse_args()
     for streams in map(int, arguments.streams.split(",")):
         await added_ttft(streams, arguments.seconds, arguments.step_ms)
-    await carried(64, arguments.seconds, arguments.fast_step_ms)
+    await carried(128, arguments.seconds, arguments.fast_step_ms)
 
 
 if __name__ == "__main__":
