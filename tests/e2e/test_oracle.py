@@ -78,7 +78,7 @@ async def test_cluster_equals_peft(family: str, tmp_path: Path) -> None:
             return list(result.token_ids)
 
         async def give_up(adapter: str | None, prompt: list[int]) -> None:
-            async with client.generate(prompt, adapter=adapter or "", max_tokens=100, ignore_eos=True) as stream:
+            async with client.generate(prompt, adapter=adapter or "", max_tokens=80, ignore_eos=True) as stream:
                 async for _ in stream:
                     if rng.random() < 0.3:
                         return
