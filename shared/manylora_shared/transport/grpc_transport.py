@@ -76,7 +76,7 @@ _SERVER: Options = (
 )
 _RECONNECT: Options = (
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1000),  # how long one connection attempt may take
+    ("grpc.min_reconnect_backoff_ms", 2500),  # how long one connection attempt may take, on a busy machine too
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.use_local_subchannel_pool", 1),  # a channel shares neither connection nor backoff with another
     ("grpc.enable_http_proxy", 0),
