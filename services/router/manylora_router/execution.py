@@ -1,6 +1,6 @@
 """One admitted request on its way through the scheduler and a worker, as the frames that its caller reads.
 
-Owns the request's grant, its Execute stream, the text of its choices and its frame numbers. Nothing runs beside the
+Owns the request's grant, its Execute stream and its frame numbers; the text is its Choices'. Nothing runs beside the
 caller: frames are made when the caller asks for them (`advance`), so a caller that does not read holds up nothing but
 its own stream. States:
 
@@ -37,8 +37,9 @@ from manylora_shared.transport.base import Channel, Stream, methods_of
 
 from manylora_router.admission import ADAPTER_KEY, CLASS_KEY, TENANT_KEY, TRACEPARENT_KEY, Adapter
 from manylora_router.channels import WorkerChannels
+from manylora_router.choices import Choices
 from manylora_router.scheduler_client import Grant, SchedulerClient
-from manylora_router.text import ChoiceText, Detokenizer, StopStrings
+from manylora_router.text import Detokenizer, StopStrings
 
 _LOG = logging.getLogger(__name__)
 _METHODS = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])
@@ -102,13 +103,6 @@ class Job:
         )
 
 
-@dataclass(eq=False, slots=True)
-class _Choice:
-    text: ChoiceText
-    num_tokens: int = 0
-    end: inference_pb2.ChoiceEnd | None = None
-
-
 @dataclass
 class _Measured:
     queue_ms: float = 0.0
@@ -146,7 +140,7 @@ class Execution:
         self._channels = channels
         self._telemetry = telemetry
         self._rng = rng
-        self._choices = [_Choice(ChoiceText(d, job.stop)) for d in detokenizers]
+        self._choices = Choices(detokenizers, job.stop)
         self._measured = _Measured()
         self._next_frame = 0
         self._next_worker_frame = 0
@@ -157,8 +151,6 @@ class Execution:
         self._expiry: asyncio.TimerHandle | None = None
         self._is_expired = False
         self._is_queued = False
-        self._is_cut_short = False
-        """A choice met a stop string, and its worker would go on with it."""
         self._stopping: list[asyncio.Task[None]] = []
 
     @property
@@ -168,7 +160,7 @@ class Execution:
 
     @property
     def completion_tokens(self) -> int:
-        return sum(choice.num_tokens for choice in self._choices)
+        return self._choices.num_tokens
 
     @property
     def ttft_ms(self) -> float:
@@ -366,61 +358,19 @@ class Execution:
         )
 
     def _on_tokens(self, chunk: worker_pb2.TokenChunk) -> list[inference_pb2.GenerateResponse]:
-        frames: list[inference_pb2.GenerateResponse] = []
-        for tokens in chunk.choices:
-            if tokens.choice >= len(self._choices):
-                raise InternalError(f"the worker sent tokens of choice {tokens.choice} of {len(self._choices)}")
-            choice = self._choices[tokens.choice]
-            if choice.end is not None:
-                continue  # its stop string was found; the worker has not heard yet
-            if tokens.first_position != choice.num_tokens:
-                raise InternalError(
-                    f"the worker sent position {tokens.first_position} of choice {tokens.choice}, "
-                    f"not {choice.num_tokens}: output was lost"
-                )
-            delta = self._take(choice, tokens)
-            if delta is not None:
-                frames.append(self._frame(delta=delta))
+        taken = self._choices.take(chunk)
+        for index in taken.stopped:
+            self._stop_choice(index)
+        frames = [self._frame(delta=delta) for delta in taken.deltas]
         if frames and self._measured.ttft_ms == 0.0:
             self._measured.ttft_ms = self._elapsed_ms()
-        if self._is_cut_short and all(choice.end is not None for choice in self._choices):
+        if self._choices.are_cut_short:
             frames += self._finish(common_pb2.OUTCOME_COMPLETED)
         return frames
 
-    def _take(self, choice: _Choice, tokens: worker_pb2.ChoiceTokens) -> inference_pb2.Delta | None:
-        """New tokens of a choice that goes on; None where they amount to nothing."""
-        token_ids: Sequence[int] = tokens.token_ids
-        taken = choice.text.push(token_ids)
-        text, stop_string = taken.text, taken.stop_string
-        if stop_string is None and tokens.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED:
-            rest = choice.text.finish()
-            text, stop_string = text + rest.text, rest.stop_string
-        if stop_string is not None:
-            choice.end = inference_pb2.ChoiceEnd(
-                choice=tokens.choice, finish_reason=common_pb2.FINISH_REASON_STOP, stop_string=stop_string
-            )
-            if tokens.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED:
-                self._is_cut_short = True
-                self._stop_choice(tokens.choice)
-        elif tokens.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED:
-            choice.end = inference_pb2.ChoiceEnd(choice=tokens.choice, finish_reason=tokens.finish_reason)
-            if tokens.HasField("stop_token_id"):
-                choice.end.stop_token_id = tokens.stop_token_id
-        if taken.num_tokens < len(token_ids):
-            token_ids = token_ids[: taken.num_tokens]
-        if not token_ids and not text:
-            return None
-        delta = inference_pb2.Delta(
-            choice=tokens.choice, first_position=choice.num_tokens, token_ids=token_ids, text=text
-        )
-        if tokens.logprobs:
-            delta.logprobs.extend(tokens.logprobs[: taken.num_tokens])
-        choice.num_tokens += taken.num_tokens
-        return delta
-
     def _stop_choice(self, index: int) -> None:
         """Tells the worker that a choice is over, beside the stream, if other choices still run."""
-        if all(choice.end is not None for choice in self._choices):
+        if self._choices.have_ended:
             return
         channel = self._channel
         assert channel is not None
@@ -441,7 +391,7 @@ class Execution:
         worker_id = self._grant.worker_id
         match finished.outcome:
             case common_pb2.OUTCOME_COMPLETED:
-                if any(choice.end is None for choice in self._choices):
+                if not self._choices.have_ended:
                     raise InternalError(f"worker {worker_id} finished the request before all of its choices")
                 return self._finish(common_pb2.OUTCOME_COMPLETED)
             case common_pb2.OUTCOME_ADAPTER_FAILED:
@@ -460,17 +410,11 @@ class Execution:
 
     def _finish(self, outcome: common_pb2.Outcome) -> list[inference_pb2.GenerateResponse]:
         """The last frames: text that was held back, and the terminal one."""
-        frames: list[inference_pb2.GenerateResponse] = []
-        for index, choice in enumerate(self._choices):
-            if choice.end is None:
-                text = choice.text.finish().text
-                if text:
-                    delta = inference_pb2.Delta(choice=index, first_position=choice.num_tokens, text=text)
-                    frames.append(self._frame(delta=delta))
+        frames = [self._frame(delta=delta) for delta in self._choices.rest()]
         measured = self._measured
         finished = inference_pb2.Finished(
             outcome=outcome,
-            choices=[choice.end or inference_pb2.ChoiceEnd(choice=i) for i, choice in enumerate(self._choices)],
+            choices=self._choices.ends(),
             usage=common_pb2.Usage(
                 prompt_tokens=len(self.job.prompt_token_ids),
                 completion_tokens=self.completion_tokens,

@@ -1,0 +1,120 @@
+"""The choices of one request: the worker's tokens become deltas of text, until each choice has its end.
+
+Owns each choice's detokenizer, its stop strings, how many of its tokens the caller got, and its end. Knows nothing of
+grants, streams and frames. Synchronous; used by the task that reads the worker's stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from manylora.v1 import common_pb2, inference_pb2, worker_pb2
+from manylora_shared.errors import InternalError
+
+from manylora_router.text import ChoiceText, Detokenizer, StopStrings
+
+
+@dataclass(eq=False, slots=True)
+class _Choice:
+    text: ChoiceText
+    num_tokens: int = 0
+    end: inference_pb2.ChoiceEnd | None = None
+
+
+@dataclass(slots=True)
+class Taken:
+    """What a worker's tokens amount to.
+
+    Attributes:
+        deltas: for the caller, in the worker's order.
+        stopped: choices that met a stop string just now, and that the worker would go on with.
+    """
+
+    deltas: list[inference_pb2.Delta]
+    stopped: list[int]
+
+
+class Choices:
+    def __init__(self, detokenizers: Sequence[Detokenizer], stop: StopStrings | None) -> None:
+        """
+        Args:
+            detokenizers: a fresh one for each choice.
+        """
+        self._choices = [_Choice(ChoiceText(d, stop)) for d in detokenizers]
+        self._is_cut_short = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all choices, as the caller got them."""
+        return sum(choice.num_tokens for choice in self._choices)
+
+    @property
+    def have_ended(self) -> bool:
+        return all(choice.end is not None for choice in self._choices)
+
+    @property
+    def are_cut_short(self) -> bool:
+        """All have ended, and not all of them by the worker: it has not said yet that the request is over."""
+        return self._is_cut_short and self.have_ended
+
+    def take(self, chunk: worker_pb2.TokenChunk) -> Taken:
+        """Raises InternalError where tokens are missing, or are of no choice."""
+        taken = Taken([], [])
+        for tokens in chunk.choices:
+            if tokens.choice >= len(self._choices):
+                raise InternalError(f"the worker sent tokens of choice {tokens.choice} of {len(self._choices)}")
+            choice = self._choices[tokens.choice]
+            if choice.end is not None:
+                continue  # its stop string was found; the worker has not heard yet
+            if tokens.first_position != choice.num_tokens:
+                raise InternalError(
+                    f"the worker sent position {tokens.first_position} of choice {tokens.choice}, "
+                    f"not {choice.num_tokens}: output was lost"
+                )
+            self._take(choice, tokens, taken)
+        return taken
+
+    def rest(self) -> list[inference_pb2.Delta]:
+        """For a request that ends early: the text that choices without an end still held back. Called once."""
+        deltas: list[inference_pb2.Delta] = []
+        for index, choice in enumerate(self._choices):
+            text = choice.text.finish().text if choice.end is None else ""
+            if text:
+                deltas.append(inference_pb2.Delta(choice=index, first_position=choice.num_tokens, text=text))
+        return deltas
+
+    def ends(self) -> list[inference_pb2.ChoiceEnd]:
+        """Of every choice; without a reason where it has not ended by itself."""
+        return [choice.end or inference_pb2.ChoiceEnd(choice=i) for i, choice in enumerate(self._choices)]
+
+    def _take(self, choice: _Choice, tokens: worker_pb2.ChoiceTokens, taken: Taken) -> None:
+        token_ids: Sequence[int] = tokens.token_ids
+        is_last = tokens.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED
+        pushed = choice.text.push(token_ids)
+        text, stop_string = pushed.text, pushed.stop_string
+        if stop_string is None and is_last:
+            rest = choice.text.finish()
+            text, stop_string = text + rest.text, rest.stop_string
+        if stop_string is not None:
+            choice.end = inference_pb2.ChoiceEnd(
+                choice=tokens.choice, finish_reason=common_pb2.FINISH_REASON_STOP, stop_string=stop_string
+            )
+            if not is_last:
+                self._is_cut_short = True
+                taken.stopped.append(tokens.choice)
+        elif is_last:
+            choice.end = inference_pb2.ChoiceEnd(choice=tokens.choice, finish_reason=tokens.finish_reason)
+            if tokens.HasField("stop_token_id"):
+                choice.end.stop_token_id = tokens.stop_token_id
+        if pushed.num_tokens < len(token_ids):
+            token_ids = token_ids[: pushed.num_tokens]
+        if not token_ids and not text:
+            return
+        delta = inference_pb2.Delta(
+            choice=tokens.choice, first_position=choice.num_tokens, token_ids=token_ids, text=text
+        )
+        if tokens.logprobs:
+            delta.logprobs.extend(tokens.logprobs[: pushed.num_tokens])
+        choice.num_tokens += pushed.num_tokens
+        taken.deltas.append(delta)
