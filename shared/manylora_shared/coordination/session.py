@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
@@ -52,6 +52,72 @@ async def _stop(task: asyncio.Task[None] | None) -> None:
         raise error
 
 
+class _Lease:
+    """A lease as its one holder knows it: none (`lease_id` 0), or held, for certain until `valid_until`."""
+
+    def __init__(self, store: Store, ttl_s: int) -> None:
+        self.lease_id = 0
+        self._store = store
+        self._ttl_s = ttl_s
+        self._valid_until = 0.0
+        self._renew_at = 0.0
+
+    def is_valid(self, now: float) -> bool:
+        """Whether the store still holds it for certain."""
+        return self.lease_id != 0 and now < self._valid_until
+
+    async def renew(self) -> None:
+        """Also grants one where there is none. Raises StoreUnavailable, LeaseExpired."""
+        sent_at = _now()
+        if self.lease_id:
+            await self._store.keep_alive(self.lease_id)
+        else:
+            self.lease_id = await self._store.grant(self._ttl_s)
+        self._valid_until = sent_at + self._ttl_s
+        self._renew_at = _now() + self._ttl_s / 3
+
+    async def hold(self, use: Callable[[float], Awaitable[bool]]) -> str:
+        """Renews the lease every third of its time to live, and first of all where there is none.
+
+        Args:
+            use: called while the lease is valid, with the seconds that it may take; False: the lease is not needed any
+                more. It may raise StoreUnavailable, which is tried again, and LeaseExpired.
+
+        Returns:
+            Why it ended: the lease is lost, or not needed. It is the caller's to forget or to revoke.
+        """
+        while True:
+            try:
+                if not self.lease_id or _now() >= self._renew_at:
+                    await self._renew_in_time()
+                if not await use(max(0.0, min(self._renew_at, self._valid_until) - _now())):
+                    return "it is not needed any more"
+            except LeaseExpired:
+                return "the store no longer knows it"
+            except (StoreUnavailable, TimeoutError) as e:
+                if self.lease_id and _now() >= self._valid_until:
+                    return f"it could not be renewed: {e}"
+                self._renew_at = 0.0
+                await asyncio.sleep(min(RETRY_S, self._valid_until - _now()) if self.lease_id else RETRY_S)
+
+    def forget(self) -> int:
+        """Leaves the lease to expire by itself. Returns its id."""
+        lease_id, self.lease_id = self.lease_id, 0
+        return lease_id
+
+    async def revoke(self) -> None:
+        """Ends the lease, if there is one, and deletes its keys; unreachable, they expire by themselves."""
+        lease_id = self.forget()
+        if lease_id:
+            with contextlib.suppress(StoreUnavailable):
+                await self._store.revoke(lease_id)
+
+    async def _renew_in_time(self) -> None:
+        """Raises TimeoutError when a held lease's time to live has passed: no answer makes it certain again."""
+        async with asyncio.timeout_at(self._valid_until if self.lease_id else None):
+            await self.renew()
+
+
 class LeaseSession:
     """Keys that stand as long as this process lives.
 
@@ -66,10 +132,8 @@ class LeaseSession:
 
     def __init__(self, store: Store, *, ttl_s: int, on_lost: Callable[[], None] | None = None) -> None:
         self._store = store
-        self._ttl_s = ttl_s
+        self._lease = _Lease(store, ttl_s)
         self._on_lost = on_lost
-        self._lease_id = 0
-        self._valid_until = 0.0
         self._wanted: dict[str, bytes] = {}
         self._standing: dict[str, bytes] = {}
         self._unwanted: dict[str, None] = {}
@@ -80,11 +144,11 @@ class LeaseSession:
     @property
     def lease_id(self) -> int:
         """0 while there is none."""
-        return self._lease_id
+        return self._lease.lease_id
 
     def is_live(self, now: float) -> bool:
         """Whether the store still holds the lease for certain."""
-        return self._lease_id != 0 and now < self._valid_until
+        return self._lease.is_valid(now)
 
     def start(self) -> None:
         assert self._task is None, "start is called once"
@@ -119,11 +183,8 @@ class LeaseSession:
         try:
             await _stop(self._task)
         finally:
-            lease_id, self._lease_id = self._lease_id, 0
             self._standing.clear()
-            if lease_id:
-                with contextlib.suppress(StoreUnavailable):
-                    await self._store.revoke(lease_id)
+            await self._lease.revoke()
 
     async def _wait_progress(self) -> None:
         assert self._task is not None, "start comes first"
@@ -141,34 +202,15 @@ class LeaseSession:
         self._progress = asyncio.Event()
 
     async def _run(self) -> None:
-        renew_at = 0.0
         while True:
-            self._work.clear()
-            try:
-                if not self._lease_id or _now() >= renew_at:
-                    await self._renew()
-                    renew_at = _now() + self._ttl_s / 3
-                await self._reconcile()
-                pause_s = max(0.0, renew_at - _now())
-            except LeaseExpired:
-                self._lose("the store no longer knows it")
-                continue
-            except StoreUnavailable as e:
-                if self._lease_id and _now() >= self._valid_until:
-                    self._lose(f"it could not be renewed: {e}")
-                pause_s, renew_at = RETRY_S, 0.0
-                await asyncio.sleep(pause_s)
-                continue
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._work.wait(), pause_s)
+            self._lose(await self._lease.hold(self._use))
 
-    async def _renew(self) -> None:
-        sent_at = _now()
-        if self._lease_id:
-            await self._store.keep_alive(self._lease_id)
-        else:
-            self._lease_id = await self._store.grant(self._ttl_s)
-        self._valid_until = sent_at + self._ttl_s
+    async def _use(self, pause_s: float) -> bool:
+        self._work.clear()
+        await self._reconcile()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._work.wait(), pause_s)
+        return True
 
     async def _reconcile(self) -> None:
         """Makes the store agree with what is wanted."""
@@ -179,14 +221,13 @@ class LeaseSession:
             self._progressed()
         for key, value in list(self._wanted.items()):
             if self._standing.get(key) != value and self._wanted.get(key) == value:
-                await self._store.put(key, value, lease_id=self._lease_id)
+                await self._store.put(key, value, lease_id=self._lease.lease_id)
                 self._standing[key] = value
                 self._progressed()
 
     def _lose(self, why: str) -> None:
         """After a loss by time the old lease is left to expire: its keys may stand until the new ones are put."""
-        _LOG.warning("lease %x is lost: %s", self._lease_id, why)
-        self._lease_id = 0
+        _LOG.warning("lease %x is lost: %s", self._lease.forget(), why)
         self._standing.clear()
         if self._on_lost is not None:
             self._on_lost()
@@ -212,9 +253,7 @@ class Election:
         self._store = store
         self._key = key
         self._value = value
-        self._ttl_s = ttl_s
-        self._lease_id = 0
-        self._valid_until = 0.0
+        self._lease = _Lease(store, ttl_s)
         self._former_lease_id = 0
         self._epoch = 0
         self._changed = asyncio.Event()
@@ -227,7 +266,7 @@ class Election:
 
     def is_leader(self, now: float) -> bool:
         """Whether nobody else can be leader at `now`."""
-        return self._epoch != 0 and now < self._valid_until
+        return self._epoch != 0 and self._lease.is_valid(now)
 
     def start(self) -> None:
         assert self._task is None, "start is called once"
@@ -250,10 +289,7 @@ class Election:
             await _stop(self._task)
         finally:
             self._set_epoch(0)
-            lease_id, self._lease_id = self._lease_id, 0
-            if lease_id:
-                with contextlib.suppress(StoreUnavailable):
-                    await self._store.revoke(lease_id)
+            await self._lease.revoke()
 
     async def _wait_changed(self) -> None:
         assert self._task is not None, "start comes first"
@@ -280,7 +316,7 @@ class Election:
                 await asyncio.sleep(RETRY_S)
                 continue
             except LeaseExpired:
-                self._lease_id = 0
+                self._lease.forget()
                 continue
             _LOG.info("elected on %s, epoch %d", self._key, epoch)
             self._set_epoch(epoch)
@@ -296,13 +332,13 @@ class Election:
         while True:
             kv = await self._store.get(self._key)
             if kv is None:
-                await self._renew()
-                put = Put(self._key, self._value, lease_id=self._lease_id)
+                await self._lease.renew()
+                put = Put(self._key, self._value, lease_id=self._lease.lease_id)
                 result = await self._store.txn([Compare(self._key, 0)], [put])
                 if result.succeeded:
                     return result.revision
-            elif kv.lease_id and kv.lease_id == self._lease_id:
-                await self._renew()
+            elif kv.lease_id and kv.lease_id == self._lease.lease_id:
+                await self._lease.renew()
                 return kv.create_revision
             elif kv.lease_id and kv.lease_id == self._former_lease_id:
                 await self._store.revoke(kv.lease_id)  # left over from a term that ended while the store was away
@@ -320,38 +356,24 @@ class Election:
                 if batch.reset and not any(e.kv.create_revision == create_revision for e in events):
                     return
 
-    async def _renew(self) -> None:
-        sent_at = _now()
-        if self._lease_id:
-            await self._store.keep_alive(self._lease_id)
-        else:
-            self._lease_id = await self._store.grant(self._ttl_s)
-        self._valid_until = sent_at + self._ttl_s
-
     async def _lead(self) -> None:
         """Renews until the term ends. Returns with the lease given up, so that the next term has a new epoch."""
         watcher = asyncio.create_task(self._wait_free(self._epoch, self._epoch), name="election-watch")
+
+        async def is_ours(pause_s: float) -> bool:
+            await asyncio.wait([watcher], timeout=pause_s)
+            return not watcher.done()  # else somebody deleted the key: the term is over though the lease stands
+
         try:
-            pause_s = self._ttl_s / 3
-            while _now() < self._valid_until:
-                await asyncio.wait([watcher], timeout=min(pause_s, max(0.0, self._valid_until - _now())))
-                if watcher.done():
-                    watcher.result()
-                    break  # somebody deleted the key: the term is over though the lease stands
-                try:
-                    await asyncio.wait_for(self._renew(), max(0.0, self._valid_until - _now()))
-                    pause_s = self._ttl_s / 3
-                except (StoreUnavailable, TimeoutError):
-                    pause_s = RETRY_S
-                except LeaseExpired:
-                    break
+            await self._lease.hold(is_ours)
+            if watcher.done():
+                watcher.result()
         finally:
             watcher.cancel()
             await asyncio.wait([watcher])
         self._set_epoch(0)
-        self._former_lease_id, self._lease_id = self._lease_id, 0
-        with contextlib.suppress(StoreUnavailable):
-            await self._store.revoke(self._former_lease_id)
+        self._former_lease_id = self._lease.lease_id
+        await self._lease.revoke()
 
 
 class Mirror(Generic[T]):
