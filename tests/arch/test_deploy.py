@@ -72,6 +72,13 @@ def default_of(value: str) -> str:
     return re.sub(r"\$\{[A-Z_]+:-([^}]*)\}", r"\1", value)
 
 
+def test_threads_of_cpu_workers_sleep_while_they_wait(compose: dict[str, Any]) -> None:
+    """The image says so, and nothing takes it back."""
+    assert "ENV OMP_WAIT_POLICY=PASSIVE" in (ROOT / "services/worker/Dockerfile").read_text().splitlines()
+    workers = [service for name, service in compose["services"].items() if name.startswith("worker-")]
+    assert all("OMP_WAIT_POLICY" not in service["environment"] for service in workers)
+
+
 def test_configuration_files_that_compose_mounts_exist(compose: dict[str, Any]) -> None:
     for service in compose["services"].values():
         for volume in service.get("volumes", []):

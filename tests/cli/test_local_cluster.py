@@ -1,0 +1,33 @@
+"""What a local cluster gives its children, with a script in the place of each service."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from manylora import local_cluster
+from manylora.local_cluster import ClusterOptions, LocalCluster
+
+SERVE = (
+    "import json, os, time;"
+    "print(json.dumps({'ready': True, 'address': 'a:1', 'omp': os.environ.get('OMP_WAIT_POLICY')}), flush=True);"
+    "time.sleep(60)"
+)
+
+
+@pytest.mark.parametrize(("by_user", "seen"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+async def test_workers_threads_sleep_while_they_wait(
+    by_user: str | None, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def connected(self: LocalCluster) -> None: ...
+
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if by_user is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", by_user)
+    monkeypatch.setattr(local_cluster, "_python", lambda module: [sys.executable, "-c", SERVE])
+    monkeypatch.setattr(LocalCluster, "wait_connected", connected)
+    options = ClusterOptions(model=tmp_path, model_name="m", data=tmp_path / "data", workers=2, etcd="127.0.0.1:1")
+    async with LocalCluster(options) as cluster:
+        got = {name: child.ready["omp"] for name, child in cluster.children.items()}
+    assert got == {"scheduler": by_user, "router-0": by_user, "worker-0": seen, "worker-1": seen}
