@@ -224,7 +224,7 @@ class Cluster:
         if not isinstance(app, WorkerApp):
             await app.failed()
         else:
-            raise RuntimeError(f"the engine failed: {await app.wait_failed()}")
+            raise RuntimeError(f"the engine failed: {await app.failed()}")
 
     # ---- the three services
 

@@ -488,7 +488,7 @@ async def test_a_failed_engine_unregisters_the_worker(monkeypatch: pytest.Monkey
         monkeypatch.setattr(worker.engine.core, "begin_step", fail)
         result = await collect(worker.execute(message()))
         assert result.finished.outcome == common_pb2.OUTCOME_INTERNAL
-        assert await asyncio.wait_for(worker.app.wait_failed(), 2) == "RuntimeError: unforeseen"
+        assert await asyncio.wait_for(worker.app.failed(), 2) == "RuntimeError: unforeseen"
         await eventually(lambda: not worker.store.keys)
         assert (await refused(worker.execute(message()).read())).code is Code.UNAVAILABLE
 

@@ -88,6 +88,10 @@ class RouterApp:
         self._lease = LeaseSession(store, ttl_s=config.lease_ttl_s)
 
     @property
+    def instance_id(self) -> str:
+        return self.router_id
+
+    @property
     def address(self) -> str:
         """Where others dial this router."""
         assert self._server is not None, "start comes first"

@@ -48,6 +48,10 @@ class SchedulerApp:
         self._leading: asyncio.Task[None] | None = None
 
     @property
+    def instance_id(self) -> str:
+        return self.scheduler_id
+
+    @property
     def address(self) -> str:
         """Where others dial this scheduler."""
         assert self._server is not None, "start comes first"

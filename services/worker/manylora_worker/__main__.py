@@ -7,19 +7,14 @@ again), and with 2 on wrong settings.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
+import functools
 import logging
-import random
 import signal
 import sys
 
 from manylora_shared import logs
 from manylora_shared.config import is_loopback, load
-from manylora_shared.coordination.etcd import EtcdStore
-from manylora_shared.heap import freeze_started
-from manylora_shared.telemetry import Telemetry
-from manylora_shared.transport.grpc_transport import GrpcTransport
+from manylora_shared.service_main import Parts, serve
 
 from manylora_worker import engines
 from manylora_worker.app import WorkerApp
@@ -30,53 +25,16 @@ from manylora_worker.validation import AdapterValidator
 _LOG = logging.getLogger("manylora_worker")
 
 
-async def run(config: WorkerConfig, runtime: Runtime, validator: AdapterValidator) -> bool:
-    """Whether it ended because it was told to."""
-    loop = asyncio.get_running_loop()
-    stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
-    stop_wanted = asyncio.create_task(stopping.wait(), name="stop signal")
-    store = EtcdStore(config.etcd.split(","))
-    telemetry = Telemetry(
-        "worker", instance_id=config.worker_id, otlp_endpoint=config.otlp_endpoint, trace_file=config.trace_file
-    )
-    app = WorkerApp(
+async def build(config: WorkerConfig, runtime: Runtime, validator: AdapterValidator, parts: Parts) -> WorkerApp:
+    return WorkerApp(
         config,
-        transport=GrpcTransport(),
-        store=store,
+        transport=parts.transport,
+        store=parts.store,
         runtime=runtime,
         validate=validator,
-        telemetry=telemetry,
-        rng=random.SystemRandom(),
+        telemetry=parts.telemetry,
+        rng=parts.rng,
     )
-    try:
-        return await _serve(app, stop_wanted)
-    finally:
-        stop_wanted.cancel()
-        await app.stop()
-        await store.close()
-        await asyncio.to_thread(telemetry.shutdown)
-
-
-async def _serve(app: WorkerApp, stop_wanted: asyncio.Task[bool]) -> bool:
-    starting = asyncio.create_task(app.start(), name="start")
-    await asyncio.wait([starting, stop_wanted], return_when=asyncio.FIRST_COMPLETED)
-    if not starting.done():
-        starting.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await starting
-        return True
-    starting.result()
-    freeze_started()
-    print(json.dumps({"ready": True, "service": "worker", "id": app.worker_id, "address": app.address}), flush=True)
-    failed = asyncio.create_task(app.wait_failed(), name="failure")
-    await asyncio.wait([failed, stop_wanted], return_when=asyncio.FIRST_COMPLETED)
-    if failed.done():
-        _LOG.critical("the engine has failed: %s", failed.result())
-        return False
-    failed.cancel()
-    return True
 
 
 def main() -> None:
@@ -87,7 +45,9 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))  # while the model is loaded there is nothing to end in order
     try:
-        was_told = asyncio.run(run(config, *engines.build(config)))
+        runtime, validator = engines.build(config)
+        build_app = functools.partial(build, config, runtime, validator)
+        was_told = asyncio.run(serve("worker", config, build_app, instance_id=config.worker_id))
     except (OSError, ValueError) as e:
         _LOG.error("the worker cannot run: %s", e)
         sys.exit(1)

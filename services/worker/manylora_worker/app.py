@@ -51,8 +51,12 @@ class WorkerApp:
         )
         self._server: Server | None = None
         self._registration: Registration | None = None
-        self._failed: asyncio.Event = asyncio.Event()
+        self._engine_has_failed = asyncio.Event()
         runtime.view.when_failed(self._engine_failed)
+
+    @property
+    def instance_id(self) -> str:
+        return self.worker_id
 
     @property
     def address(self) -> str:
@@ -70,9 +74,9 @@ class WorkerApp:
             self._server.set_serving(True)
         _LOG.info("serving", extra=fields(worker=self.worker_id, address=self.address))
 
-    async def wait_failed(self) -> str:
-        """Until the engine has failed. Returns why."""
-        await self._failed.wait()
+    async def failed(self) -> str:
+        """Waits until the engine has failed. Returns why."""
+        await self._engine_has_failed.wait()
         assert self._runtime.view.failure is not None
         return self._runtime.view.failure
 
@@ -97,7 +101,7 @@ class WorkerApp:
             self._server.set_serving(False)
         if self._registration is not None:
             self._registration.withdraw()
-        self._failed.set()
+        self._engine_has_failed.set()
 
     def _record(self) -> WorkerRecord:
         model = self._runtime.model

@@ -1,0 +1,105 @@
+"""The life of a service's process, with an App that does what each test says. Signals are real."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from dataclasses import dataclass, field
+
+import pytest
+from manylora_shared import service_main
+from manylora_shared.service_main import Parts, serve
+
+
+@dataclass(frozen=True)
+class Settings:
+    etcd: str = "127.0.0.1:1"
+    otlp_endpoint: str = ""
+    trace_file: str = ""
+
+
+@dataclass
+class FakeApp:
+    starts: bool = True
+    reason: str = ""
+    """Why it cannot go on; empty: it can."""
+    error: Exception | None = None
+    terminated_at: str = ""
+    """The event at which this process gets a SIGTERM."""
+    events: list[str] = field(default_factory=list)
+    instance_id: str = "s0"
+    address: str = "127.0.0.1:7"
+
+    async def start(self) -> None:
+        self._happens("start")
+        if not self.starts:
+            await asyncio.get_running_loop().create_future()
+
+    async def failed(self) -> str:
+        self._happens("serving")
+        if self.error is not None:
+            raise self.error
+        if not self.reason:
+            await asyncio.get_running_loop().create_future()
+        return self.reason
+
+    async def stop(self) -> None:
+        self._happens("stop")
+
+    def _happens(self, event: str) -> None:
+        self.events.append(event)
+        if event == self.terminated_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.fixture(autouse=True)
+def _no_freeze(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests made so far is not to live as long as their process."""
+    monkeypatch.setattr(service_main, "freeze_started", lambda: None)
+
+
+async def run(app: FakeApp) -> bool:
+    async def build(parts: Parts) -> FakeApp:
+        return app
+
+    async with asyncio.timeout(10):
+        return await serve("router", Settings(), build)
+
+
+async def test_it_is_ready_serves_and_ends_when_told(capsys: pytest.CaptureFixture[str]) -> None:
+    app = FakeApp(terminated_at="serving")
+    assert await run(app)
+    assert app.events == ["start", "serving", "stop"]
+    ready = {"ready": True, "service": "router", "id": "s0", "address": "127.0.0.1:7"}
+    assert json.loads(capsys.readouterr().out) == ready
+
+
+async def test_a_signal_ends_a_start_that_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    app = FakeApp(starts=False, terminated_at="start")
+    assert await run(app)
+    assert app.events == ["start", "stop"]
+    assert capsys.readouterr().out == ""
+
+
+async def test_a_service_that_cannot_go_on_is_stopped(caplog: pytest.LogCaptureFixture) -> None:
+    app = FakeApp(reason="the engine broke")
+    assert not await run(app)
+    assert app.events == ["start", "serving", "stop"]
+    assert "the router cannot go on: the engine broke" in caplog.text
+
+
+async def test_a_bug_is_raised_after_the_end_in_order() -> None:
+    app = FakeApp(error=RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        await run(app)
+    assert app.events == ["start", "serving", "stop"]
+
+
+async def test_an_app_that_cannot_be_built() -> None:
+    async def build(parts: Parts) -> FakeApp:
+        raise ValueError("no tokenizer")
+
+    with pytest.raises(ValueError, match="no tokenizer"):
+        await serve("router", Settings(), build)
