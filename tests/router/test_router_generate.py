@@ -15,6 +15,7 @@ from manylora_shared.errors import Code, RpcError
 from router_fakes import (
     STARTED,
     Answer,
+    FakeWorker,
     RouterCluster,
     finished,
     ids_of,
@@ -362,20 +363,66 @@ def test_choices_stop_each_for_itself() -> None:
     simulate(test, script=script)
 
 
-def test_all_choices_stopped_ends_the_stream_at_once() -> None:
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_workers_figures_come_with_a_request_that_its_stop_strings_end(n: int) -> None:
+    """The worker ends a request once it was told to stop all of its choices."""
+    workers: list[FakeWorker] = []
+
+    async def script(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+        yield STARTED
+        frame = 1
+        for position in range(100):
+            await asyncio.sleep(0.01)
+            running = [choice for choice in range(n) if choice not in workers[0].stopped_choices]
+            for choice in running:
+                yield tokens(frame, position, ids_of("abcdef"[position % 6]), choice=choice)
+                frame += 1
+            if not running:
+                break
+        yield finished(frame)
+
+    async def test(cluster: RouterCluster) -> None:
+        workers.append(cluster.workers[0])
+        answer = await cluster.ask(text_request(n=n, stop=["ef"], max_tokens=100))
+        assert answer.error is None
+        assert [answer.text_of(c) for c in range(n)] == ["abcd"] * n
+        timings = answer.finished.timings
+        assert (timings.prefill_ms, timings.decode_ms) == (3.0, 5.0)
+        assert sorted(cluster.workers[0].stopped_choices) == list(range(n))
+        await cluster.at_rest()
+        assert cluster.workers[0].cancelled == 0
+
+    simulate(test, script=script)
+
+
+def test_a_worker_that_does_not_stop_is_not_waited_for_long() -> None:
     async def script(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
         yield STARTED
         for position in range(100):
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
             yield tokens(1 + 2 * position, position, ids_of("abcdef"[position % 6]), choice=0)
             yield tokens(2 + 2 * position, position, ids_of("abcdef"[position % 6]), choice=1)
 
     async def test(cluster: RouterCluster) -> None:
         answer = await cluster.ask(text_request(n=2, stop=["ef"], max_tokens=100))
         assert [answer.text_of(c) for c in range(2)] == ["abcd", "abcd"]
+        assert answer.finished.outcome == common_pb2.OUTCOME_COMPLETED
         assert answer.finished.usage.completion_tokens == 12
+        assert answer.finished.timings.total_ms < 2000
         await cluster.at_rest()
         assert cluster.workers[0].cancelled == 1
+
+
+def test_a_worker_that_dies_after_the_last_stop_string_takes_nothing_away() -> None:
+    async def script(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+        yield STARTED
+        yield tokens(1, 0, ids_of("abcdef"))
+        raise RpcError(Code.INTERNAL, "broken")
+
+    async def test(cluster: RouterCluster) -> None:
+        answer = await cluster.ask(text_request(stop=["ef"]))
+        assert (answer.error, answer.text) == (None, "abcd")
+        assert answer.finished.outcome == common_pb2.OUTCOME_COMPLETED
 
     simulate(test, script=script)
 

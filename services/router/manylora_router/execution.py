@@ -52,6 +52,8 @@ MAX_ATTEMPTS = 5
 _MIN_RETRY_S = 0.02
 _MAX_RETRY_S = 0.5
 _STOP_CHOICE_TIMEOUT_S = 2.0
+_FIGURES_TIMEOUT_S = 1.0
+"""For a worker to end a request of which every choice has met its end here: a round trip and the rest of a step."""
 
 _NOT_REACHED = (
     Code.UNAVAILABLE,
@@ -170,13 +172,9 @@ class Execution:
         """The next frames, at least one unless the request ended."""
         assert not self.ended
         try:
-            if self._stream is None:
-                message = await self._start()
-            else:
-                message = await self._read()
-            frames = self._on_message(message)
+            frames = await self._next()
             while not frames and not self.ended:
-                frames = self._on_message(await self._read())
+                frames = await self._next()
             return frames
         except ManyloraError as e:
             return self.fail(e)
@@ -196,6 +194,14 @@ class Execution:
             if self._span is not None:
                 self._span.fail(Code.CANCELLED)
         self._end()
+
+    async def _next(self) -> list[inference_pb2.GenerateResponse]:
+        if self._stream is None:
+            return self._on_message(await self._start())
+        if self._choices.are_cut_short:
+            await self._hear_figures()
+            return self._finish(common_pb2.OUTCOME_COMPLETED)
+        return self._on_message(await self._read())
 
     # Waiting and starting
 
@@ -337,6 +343,25 @@ class Execution:
         self._next_worker_frame += 1
         return message
 
+    async def _hear_figures(self) -> None:
+        """After the last stop string: what the worker measured, which comes with its last message.
+
+        The caller has all of the text by now. A worker that does not end its stream in time, or fails, changes nothing
+        about the answer; its figures are missing then.
+        """
+        try:
+            async with asyncio.timeout(_FIGURES_TIMEOUT_S):
+                message = await self._read()
+                while message.WhichOneof("event") != "finished":
+                    message = await self._read()
+        except (ManyloraError, TimeoutError) as e:
+            _LOG.warning(
+                "a stopped request ends without its worker's figures",
+                extra=fields(request=self.job.request_id, error=str(e)),
+            )
+        else:
+            self._measured.worker = message.finished
+
     def _on_message(self, message: worker_pb2.ExecuteResponse) -> list[inference_pb2.GenerateResponse]:
         match message.WhichOneof("event"):
             case "tokens":
@@ -364,14 +389,10 @@ class Execution:
         frames = [self._frame(delta=delta) for delta in taken.deltas]
         if frames and self._measured.ttft_ms == 0.0:
             self._measured.ttft_ms = self._elapsed_ms()
-        if self._choices.are_cut_short:
-            frames += self._finish(common_pb2.OUTCOME_COMPLETED)
         return frames
 
     def _stop_choice(self, index: int) -> None:
-        """Tells the worker that a choice is over, beside the stream, if other choices still run."""
-        if self._choices.have_ended:
-            return
+        """Tells the worker that a choice is over, beside the stream."""
         channel = self._channel
         assert channel is not None
 
