@@ -6,6 +6,7 @@ slots granted and running; every enqueue gets exactly one answer; room is used w
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, settings
@@ -40,6 +41,8 @@ from manylora_shared.policy import ClassPolicy, TenantPolicy
 from tests.scheduler.helpers import report, request
 
 REPORT_DELAY_S = 0.05
+GRANT_HELD_S = 9.0
+"""A router that has not reached a worker by then gives its grant back."""
 ROUTERS = ["r0", "r1"]
 
 
@@ -314,14 +317,24 @@ class World(RuleBasedStateMachine):
         policy = TenantPolicy(TenantId(tenant), classes) if weight else None
         self.apply(PolicyChanged(TenantId(tenant), policy))
 
+    def next_moment(self) -> float:
+        """When something happens by itself, but not before the time between reports has passed."""
+        if any(worker.connected and worker.dirty for worker in self.workers.values()):
+            return self.now + REPORT_DELAY_S
+        moments = [a.granted_at + GRANT_HELD_S for a in self.asked.values() if a.state == "granted"]
+        wakeup = self.core.next_wakeup()
+        if wakeup is not None:
+            moments.append(wakeup)
+        return max(self.now + REPORT_DELAY_S, min(moments, default=math.inf))
+
     @rule(seconds=st.sampled_from([0.01, 0.05, 0.3, 1.0, 6.0]))
     def time_passes(self, seconds: float) -> None:
         """In steps, so that workers report as often as they promise; routers do not sit on a grant for long."""
         until = self.now + seconds
         while self.now < until:
-            self.now = min(until, self.now + REPORT_DELAY_S)
+            self.now = min(until, self.next_moment())
             for asked in self.asked.values():
-                if asked.state == "granted" and self.now - asked.granted_at > 9.0:
+                if asked.state == "granted" and self.now >= asked.granted_at + GRANT_HELD_S:
                     asked.state = "done"
                     self.close(asked, reached=False)
             for worker in self.workers.values():
