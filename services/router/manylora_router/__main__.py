@@ -11,6 +11,7 @@ from pathlib import Path
 from manylora_shared import logs
 from manylora_shared.adapter_files import LocalAdapterFiles
 from manylora_shared.config import is_loopback, load
+from manylora_shared.model_files import model_folder
 from manylora_shared.service_main import Parts, serve
 
 from manylora_router.app import RouterApp
@@ -25,8 +26,8 @@ def load_text(config: RouterConfig) -> TextService:
         return TokenIdsOnlyText()
     # The router does without torch; where it is installed, transformers would import it, for seconds and memory.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    folder = Path(config.model)
-    if folder.is_dir() and not has_tokenizer(folder):
+    folder = model_folder(config.model)
+    if not has_tokenizer(folder):
         _LOG.warning("%s: has no tokenizer; requests must give token ids, and answers have no text", folder)
         return TokenIdsOnlyText()
     return HfTextService.load(folder, threads=config.tokenizer_threads)

@@ -17,7 +17,8 @@ class RouterConfig:
     etcd: str = field(default="127.0.0.1:2379", metadata={"help": "etcd's endpoints, comma-separated host:port"})
     router_id: str = field(default="", metadata={"help": "this router's name; empty: one is drawn"})
     model: str = field(
-        default="", metadata={"help": "folder with the base model's tokenizer; empty: serve token ids only"}
+        default="",
+        metadata={"help": "base model's folder or cached hub id, for its tokenizer; empty: token ids only"},
     )
     default_max_tokens: int = field(default=128, metadata={"help": "output tokens of a request that names no limit"})
     max_adapter_mb: int = field(default=4096, metadata={"help": "largest weight file that an adapter may have, in MiB"})

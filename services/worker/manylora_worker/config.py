@@ -27,8 +27,8 @@ class WorkerConfig:
         default="torch", metadata={"help": "fake: no model at all, for benches and tests of everything else"}
     )
     fake_step_ms: float = field(default=10.0, metadata={"help": "how long a step of the fake engine takes"})
-    model: str = field(default="", metadata={"help": "Hugging Face folder of the base model"})
-    model_name: str = field(default="", metadata={"help": "what it is served as; empty: the folder's name"})
+    model: str = field(default="", metadata={"help": "Hugging Face folder of the base model, or its cached hub id"})
+    model_name: str = field(default="", metadata={"help": "what it is served as; empty: the last part of model"})
     device: str = field(default="cpu", metadata={"help": "cpu, cuda, cuda:1, ..."})
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto", metadata={"help": "compute type; auto: float32 on the CPU, bfloat16 on any other device"}

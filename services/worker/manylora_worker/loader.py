@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from manylora_shared.model_files import ModelNotFound, model_folder, model_name
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -119,7 +120,7 @@ def load_model(
         ModelRefused: the model cannot be served, or its files are not there.
     """
     folder = _folder(path)
-    source_name = path.rstrip("/").rsplit("/", 1)[-1]
+    source_name = model_name(path)
     torch.set_num_threads(threads)
     config = _checked_config(folder)
     register_attention()
@@ -158,15 +159,10 @@ def load_model(
 
 
 def _folder(path: str) -> Path:
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
     try:
-        return Path(snapshot_download(path, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError) as error:
-        raise ModelRefused(f"{path}: neither a folder nor a model in the local hub cache") from error
+        return model_folder(path)
+    except ModelNotFound as error:
+        raise ModelRefused(str(error)) from error
 
 
 def _checked_config(folder: Path) -> PretrainedConfig:

@@ -44,7 +44,9 @@ Tenant = Annotated[str, typer.Option("--tenant", help="The tenant.")]
 
 @app.command()
 def up(
-    model: Annotated[str, typer.Option(help="Folder of a Hugging Face model; `demo` is the model that comes along.")],
+    model: Annotated[
+        str, typer.Option(help="Folder of a Hugging Face model, or its cached hub id; `demo` comes along.")
+    ],
     tenants: Annotated[
         Path | None,
         typer.Option(exists=True, dir_okay=False, readable=True, help="YAML documents to apply at the start."),
@@ -61,7 +63,7 @@ def up(
         Path, typer.Option(file_okay=False, help="Folder of the cluster's state: etcd, adapters, logs.")
     ] = Path("manylora-data"),
     etcd: Annotated[str, typer.Option(metavar="URL", help="An etcd that runs already; otherwise one is started.")] = "",
-    model_name: Annotated[str, typer.Option(help="The model's name; default: its folder's.")] = "",
+    model_name: Annotated[str, typer.Option(help="The model's name; default: the last part of --model.")] = "",
     dtype: Annotated[
         str, typer.Option(help="Compute type of the workers; default: float32 on the CPU, bfloat16 elsewhere.")
     ] = "",
@@ -78,8 +80,8 @@ def up(
     from manylora.local_cluster import ClusterOptions
 
     options = ClusterOptions(
-        model=cluster.model_folder(model),
-        model_name=model_name or cluster.model_name(model),
+        model=cluster.model_source(model),
+        model_name=model_name or cluster.name_of(model),
         data=data,
         workers=workers,
         routers=routers,

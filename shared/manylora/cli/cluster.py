@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import typer
+from manylora_shared.model_files import ModelNotFound, model_folder, model_name
 
 from manylora.cli.output import (
     EXIT_FAILED,
@@ -33,16 +34,22 @@ T = TypeVar("T")
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def model_folder(model: str) -> Path:
-    """The folder behind --model; where it holds no model, the command was called wrongly."""
-    folder = BASE_FOLDER if model == DEMO_MODEL else Path(model)
+def model_source(model: str) -> str:
+    """What the services are given for --model; where there is no model, the command was called wrongly."""
+    if model == DEMO_MODEL:
+        return str(BASE_FOLDER)
+    try:
+        folder = model_folder(model)
+    except ModelNotFound as error:
+        raise usage_error(f"--model: {error}") from None
     if not (folder / "config.json").is_file():
         raise usage_error(f"--model: {folder} is not the folder of a Hugging Face model: it has no config.json")
-    return folder.absolute()
+    # A hub id goes on as it is: its name, and not its snapshot's, is what adapters say that they were made for.
+    return str(folder.absolute()) if Path(model).is_dir() else model
 
 
-def model_name(model: str) -> str:
-    return BASE_NAME if model == DEMO_MODEL else model_folder(model).name
+def name_of(model: str) -> str:
+    return BASE_NAME if model == DEMO_MODEL else model_name(model_source(model))
 
 
 async def up(options: ClusterOptions, tenants_file: Path | None) -> None:
