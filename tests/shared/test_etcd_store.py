@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from manylora_shared.coordination import binary
 from manylora_shared.coordination.base import StoreUnavailable
 from manylora_shared.coordination.binary import EtcdFailed, EtcdNotFound, EtcdProcess, find_etcd, free_port, start_etcd
 from manylora_shared.coordination.etcd import EtcdStore
@@ -154,8 +153,8 @@ async def test_a_missing_binary_and_a_failing_one_are_told(tmp_path: Path, monke
     (tmp_path / "data").write_text("not a folder")
     with pytest.raises(EtcdFailed, match="not a directory"):
         await start_etcd(tmp_path, client_port=free_port())
-    monkeypatch.setattr(binary.shutil, "which", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: None)
     assert find_etcd().name == "etcd"
-    monkeypatch.setattr(binary.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EtcdNotFound, match="etcd-server"):
         find_etcd()

@@ -225,7 +225,7 @@ def test_killing_a_node_ends_its_tasks_and_callbacks_alone() -> None:
         await asyncio.sleep(10.5)
         assert len(a.tasks) == 3
         await a.kill()
-        assert (a.tasks, a.is_dead, ended) == ((), True, ["a", "a"])
+        assert (list(a.tasks), a.is_dead, ended) == ([], True, ["a", "a"])
         await asyncio.sleep(100)
         assert ticks == {"a": 20, "b": 220}
         assert ended == ["a", "a", "b timer"]

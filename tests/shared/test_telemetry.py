@@ -166,7 +166,7 @@ def test_a_file_holds_one_object_a_line_and_can_be_shared(tmp_path: Path) -> Non
     assert first.span(SpanName.STREAM).traceparent == ""
 
 
-class Receiver(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[misc]
+class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
     def __init__(self) -> None:
         self.spans: list[tuple[str, str]] = []
 
@@ -182,7 +182,7 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[mis
 def test_an_otlp_receiver_gets_the_spans_by_shutdown() -> None:
     receiver = Receiver()
     server = grpc.server(futures.ThreadPoolExecutor(2))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     telemetry = Telemetry("scheduler", otlp_endpoint=f"127.0.0.1:{port}")

@@ -17,7 +17,8 @@ from manylora_shared.errors import Code, FieldViolation, InvalidRequest, Overloa
 from manylora_shared.transport.base import Channel, Method, Server, Transport, methods_of
 from manylora_shared.transport.grpc_transport import GrpcTransport
 from manylora_shared.transport.memory import MemoryNetwork
-from transport_echo import DESCRIPTOR, METHODS, echo_service, text
+
+from tests.shared.transport_echo import DESCRIPTOR, METHODS, echo_service, text
 
 HEALTH = methods_of(health_pb2.DESCRIPTOR.services_by_name["Health"])
 SOON_S = 5.0
@@ -182,16 +183,17 @@ async def test_a_stray_cancellation_inside_a_handler_is_internal(net: Net) -> No
 async def test_bytes_that_are_no_message_are_refused_by_name(net: Net, name: str) -> None:
     async with net.running() as (_, channel):
         method = METHODS[name]
+        garbage: Any = _Garbage()
 
         async def send_garbage() -> None:
             if method.client_streaming:
                 stream = channel.stream(method)
-                await stream.write(_Garbage())
+                await stream.write(garbage)
                 await stream.read()
             elif method.server_streaming:
-                await channel.stream(method, _Garbage()).read()
+                await channel.stream(method, garbage).read()
             else:
-                await channel.call(method, _Garbage())
+                await channel.call(method, garbage)
 
         with pytest.raises(RpcError) as caught:
             await send_garbage()

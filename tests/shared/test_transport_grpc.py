@@ -18,7 +18,8 @@ from manylora_shared.errors import Code, FieldViolation, ManyloraError, RpcError
 from manylora_shared.transport.address import is_loopback, join_address, parse_address
 from manylora_shared.transport.grpc_transport import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, GrpcTransport
 from manylora_shared.transport.status import decode_error, encode_details
-from transport_echo import METHODS, echo_service, text
+
+from tests.shared.transport_echo import METHODS, echo_service, text
 
 FOLDER = Path(__file__).parent
 SERVER_PROGRAM = """

@@ -12,7 +12,8 @@ from manylora_shared.errors import Code, RpcError
 from manylora_shared.simulation.loop import SimLoop, SimRun, run
 from manylora_shared.transport.memory import MemoryNetwork
 from manylora_shared.transport.memory_wire import DETECT_MAX_S, DETECT_MIN_S
-from transport_echo import METHODS, echo_service, text
+
+from tests.shared.transport_echo import METHODS, echo_service, text
 
 SEEDS = range(10)
 

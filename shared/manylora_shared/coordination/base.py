@@ -10,7 +10,7 @@ Every method raises StoreUnavailable while the store cannot be reached; callers 
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -117,7 +117,7 @@ class Store(Protocol):
     async def revoke(self, lease_id: int) -> None:
         """Deletes the lease and its keys; unknown leases are ignored."""
 
-    def watch(self, prefix: str, *, start_revision: int) -> AsyncIterator[WatchBatch]:
+    def watch(self, prefix: str, *, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
         """Every change of a key under `prefix` from `start_revision` on, in order, once, for ever: it outlives broken
         connections and restarts of the store (resuming behind the last revision seen) and compaction (`reset`).
         An async generator: close it (contextlib.aclosing) where it is left early. `prefix` is not empty."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -161,7 +161,7 @@ class EtcdStore:
         """Forgets the history up to `revision`. Not part of Store: for upkeep and for tests."""
         await self._call(_COMPACT, pb.CompactionRequest(revision=revision, physical=True), repeatable=False)
 
-    async def watch(self, prefix: str, *, start_revision: int) -> AsyncIterator[WatchBatch]:
+    async def watch(self, prefix: str, *, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
         next_revision = start_revision
         history_lost = False
         while not self._closed:

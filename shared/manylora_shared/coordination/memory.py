@@ -15,7 +15,7 @@ import asyncio
 import bisect
 import contextvars
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from manylora_shared.coordination.base import (
@@ -294,7 +294,7 @@ class MemoryStore:
         self._server.revoke(lease_id)
         await self._back()
 
-    async def watch(self, prefix: str, *, start_revision: int) -> AsyncIterator[WatchBatch]:
+    async def watch(self, prefix: str, *, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
         assert prefix, "a prefix is not empty"
         next_revision = start_revision
         while not self._closed:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
@@ -347,7 +347,7 @@ class Election:
 
     async def _wait_free(self, create_revision: int, after_revision: int) -> None:
         """Returns when the key that was created at `create_revision`, seen at `after_revision`, is gone."""
-        watch = _closable(self._store.watch(self._key, start_revision=after_revision + 1))
+        watch = self._store.watch(self._key, start_revision=after_revision + 1)
         async with contextlib.aclosing(watch) as batches:
             async for batch in batches:
                 events = [e for e in batch.events if e.kv.key == self._key]
@@ -444,7 +444,7 @@ class Mirror(Generic[T]):
         self._revision = listing.revision
         self._ready.set()
         watch = self._store.watch(self._prefix, start_revision=listing.revision + 1)
-        async with contextlib.aclosing(_closable(watch)) as batches:
+        async with contextlib.aclosing(watch) as batches:
             async for batch in batches:
                 if batch.reset:
                     self._replace([event.kv for event in batch.events])
@@ -479,8 +479,3 @@ class Mirror(Generic[T]):
             self._values[name] = value
         if self._on_change is not None and value != before:
             self._on_change(name, value)
-
-
-def _closable(iterator: AsyncIterator[Any]) -> Any:
-    """The same iterator: watches are async generators, which aclosing wants to see."""
-    return iterator
