@@ -14,6 +14,9 @@ from manylora_shared.coordination.binary import EtcdFailed, EtcdNotFound, EtcdPr
 from manylora_shared.coordination.etcd import EtcdStore
 from manylora_shared.coordination.session import Election, LeaseSession, Mirror
 
+pytestmark = pytest.mark.e2e
+"""Each starts an etcd of its own, and kills it: seconds that `make unit` does not have."""
+
 
 @pytest_asyncio.fixture
 async def etcd(tmp_path: Path) -> AsyncIterator[EtcdProcess]:
