@@ -10,17 +10,22 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from manylora_worker.adapters.backend import TorchAdapterBackend
 from manylora_worker.adapters.lora_linear import LoraCosts, LoraPlanner
 from manylora_worker.adapters.source import AdapterLimits, HostAdapter, read_adapter
+from manylora_worker.engine.api import ModelRunner
 from manylora_worker.engine.kv_cache import MIB, KvCache
 from manylora_worker.engine.model_runner import TorchModelRunner
 from manylora_worker.engine.packed_linear import PackedLinear
 from manylora_worker.loader import LoadedModel, ModelRefused, ModelSpec, Quantization, load_model
 from manylora_worker.validation import AdapterReport
+
+if TYPE_CHECKING:
+    from manylora_worker.device.runner import DeviceModelRunner
 
 _LOG = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,12 +56,15 @@ class EngineOptions:
     num_blocks: int = 0
     block_size: int = 16
     max_lora_rank: int = 64
+    device_adapter_bytes: int = 512 * MIB
+    sequence_slots: int = 64
+    max_batch_tokens: int = 512
     threads: int = 1
 
 
 @dataclass(frozen=True)
 class EngineParts:
-    runner: TorchModelRunner
+    runner: ModelRunner
     backend: TorchAdapterBackend
     spec: ModelSpec
     validate: Callable[[Path], AdapterReport]
@@ -82,12 +90,8 @@ def build_engine_parts(options: EngineOptions, *, notify: Callable[[], None] = l
         quantization=options.quantization,
         threads=options.threads,
     )
-    cache = _build_cache(loaded, options)
-    planner = LoraPlanner(
-        _LORA_COSTS.get(loaded.device.type, _LORA_COSTS["cuda"]),
-        max_stacked_weights=_STACKED_ADAPTER_BYTES // loaded.dtype.itemsize,
-    )
-    runner = TorchModelRunner(loaded, cache, planner)
+    device_runner = _device_runner(loaded, options) if loaded.device.type == "cuda" else None
+    runner = device_runner or _reference_runner(loaded, options)
     limits = AdapterLimits(max_rank=options.max_lora_rank)
     backend = TorchAdapterBackend(options.adapter_store / "objects", loaded, runner, limits, notify=notify)
     return EngineParts(
@@ -96,6 +100,38 @@ def build_engine_parts(options: EngineOptions, *, notify: Callable[[], None] = l
         spec=loaded.spec,
         validate=lambda folder: _report(read_adapter(folder, loaded, limits), loaded),
     )
+
+
+def _reference_runner(loaded: LoadedModel, options: EngineOptions) -> TorchModelRunner:
+    """The runner for the CPU, and on a GPU for a model whose layers the device decoder does not know."""
+    planner = LoraPlanner(
+        _LORA_COSTS.get(loaded.device.type, _LORA_COSTS["cuda"]),
+        max_stacked_weights=_STACKED_ADAPTER_BYTES // loaded.dtype.itemsize,
+    )
+    return TorchModelRunner(loaded, _build_cache(loaded, options), planner)
+
+
+def _device_runner(loaded: LoadedModel, options: EngineOptions) -> DeviceModelRunner | None:
+    """The runner of fused kernels and CUDA graphs; None where the model has a part that it does not know."""
+    from manylora_worker.device.decoder_weights import read_decoder
+    from manylora_worker.device.runner import DeviceLimits, DeviceModelRunner
+
+    weights = read_decoder(loaded)
+    if weights is None:
+        _LOG.warning("%s has parts that the device decoder does not know: it runs slowly", loaded.spec.model_type)
+        return None
+    block_bytes = loaded.spec.kv.token_bytes(loaded.dtype) * options.block_size
+    adapter_blocks = options.device_adapter_bytes // block_bytes
+    if adapter_blocks < 1:
+        raise ModelRefused(f"device_adapter_mb: holds no block of {block_bytes} bytes")
+    cache = _build_cache(loaded, options, more_blocks=adapter_blocks)
+    limits = DeviceLimits(
+        max_rows=options.max_batch_tokens,
+        max_sequences=options.sequence_slots,
+        adapter_slots=adapter_blocks,
+        max_rank=options.max_lora_rank,
+    )
+    return DeviceModelRunner(loaded, weights, cache, limits, num_kv_blocks=cache.num_blocks - adapter_blocks)
 
 
 def _report(adapter: HostAdapter, loaded: LoadedModel) -> AdapterReport:
@@ -111,17 +147,20 @@ def _report(adapter: HostAdapter, loaded: LoadedModel) -> AdapterReport:
     )
 
 
-def _build_cache(loaded: LoadedModel, options: EngineOptions) -> KvCache:
+def _build_cache(loaded: LoadedModel, options: EngineOptions, *, more_blocks: int = 0) -> KvCache:
+    """more_blocks: beside those for KV, for adapters."""
     kv = loaded.spec.kv
     num_blocks = options.num_blocks or kv.blocks_in(options.kv_cache_mb * MIB, options.block_size, loaded.dtype)
     if num_blocks < 1:
         raise ModelRefused(f"kv_cache_mb: {options.kv_cache_mb} MiB hold no block of {options.block_size} tokens")
-    cache = KvCache(kv, num_blocks=num_blocks, block_size=options.block_size, dtype=loaded.dtype, device=loaded.device)
+    cache = KvCache(
+        kv, num_blocks=num_blocks + more_blocks, block_size=options.block_size, dtype=loaded.dtype, device=loaded.device
+    )
     weight_bytes = sum(p.nbytes for p in loaded.model.parameters())
     weight_bytes += sum(m.weight_bytes for m in loaded.model.modules() if isinstance(m, PackedLinear))
     _LOG.info(
         "model %s (%s, %s, %s): %.1f MiB of weights, %d linear layers in %d products; "
-        "KV cache %.1f MiB: %d blocks of %d tokens, %d bytes a token",
+        "KV cache and adapters %.1f MiB: %d + %d blocks of %d tokens, %d bytes a token",
         loaded.spec.name,
         loaded.spec.model_type,
         options.dtype,
@@ -131,6 +170,7 @@ def _build_cache(loaded: LoadedModel, options: EngineOptions) -> KvCache:
         len(loaded.sites),
         cache.size_bytes / MIB,
         num_blocks,
+        more_blocks,
         options.block_size,
         kv.token_bytes(loaded.dtype),
     )

@@ -68,6 +68,9 @@ def _build_torch(config: WorkerConfig) -> tuple[Runtime, AdapterValidator]:
         num_blocks=config.num_blocks,
         block_size=config.block_size,
         max_lora_rank=config.max_lora_rank,
+        device_adapter_bytes=round(config.device_adapter_mb * _MIB),
+        sequence_slots=config.sequence_slots,
+        max_batch_tokens=config.max_batch_tokens,
         threads=config.threads or os.cpu_count() or 1,
     )
     try:

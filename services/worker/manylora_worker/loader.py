@@ -84,6 +84,16 @@ class ModelSpec:
 
 
 @dataclass(frozen=True)
+class AttentionTraits:
+    """What one layer hands to its attention beside the tensors."""
+
+    num_heads: int
+    scaling: float | None
+    sliding_window: int | None
+    softcap: float | None
+
+
+@dataclass(frozen=True)
 class LoadedModel:
     """The model, its LoRA sites, and the switch that turns a step's adapters on."""
 
@@ -96,6 +106,8 @@ class LoadedModel:
     num_threads: int
     keeps_logits: bool
     """Whether forward() takes the rows whose logits are wanted."""
+    attention_traits: Sequence[AttentionTraits]
+    """By layer."""
 
 
 def load_model(
@@ -124,22 +136,51 @@ def load_model(
     torch.set_num_threads(threads)
     config = _checked_config(folder)
     register_attention()
-    model = _instantiate(folder, config, dtype, device, quantization)
+    # bitsandbytes' layers serve the CPU; a GPU takes kernels of our own, for which the weights are loaded as they are.
+    by_bitsandbytes = quantization == "nf4" and torch.device(device).type != "cuda"
+    model = _instantiate(folder, config, dtype, device, "nf4" if by_bitsandbytes else "none")
+    return prepare_model(
+        model,
+        name=name or source_name,
+        source_name=source_name,
+        digest=_digest(folder),
+        quantization=quantization,
+        threads=threads,
+    )
+
+
+def prepare_model(
+    model: PreTrainedModel,
+    *,
+    name: str,
+    source_name: str = "",
+    digest: str = "",
+    quantization: Quantization = "none",
+    threads: int = 1,
+) -> LoadedModel:
+    """Puts the engine's attention and linear layers into a model in memory, instantiated with ATTENTION.
+
+    Raises:
+        ModelRefused: the model cannot be served.
+    """
+    dtype, device = model.dtype, torch.device(model.device)
     modules = _linear_modules(model)
     head_modules = _head_modules(model)
     all_modules = {module_path for module_path, _ in model.named_modules() if module_path}
     switch = LoraSwitch()
-    sites = _install_linears(model, modules, switch, fused=quantization == "none")
-    if quantization == "none" and can_pack(dtype, torch.device(device)):
+    sites = _install_linears(model, modules, switch, fused=quantization == "none" or device.type == "cuda")
+    if quantization == "nf4" and device.type == "cuda":
+        _quantize_linears(model)
+    if quantization == "none" and can_pack(dtype, device):
         _pack_linears(model)
     probe = _probe(model)
     spec = ModelSpec(
-        name=name or source_name,
-        source_name=source_name,
-        digest=_digest(folder),
-        model_type=config.model_type,
+        name=name,
+        source_name=source_name or name,
+        digest=digest,
+        model_type=model.config.model_type,
         vocab_size=probe.vocab_size,
-        max_context_tokens=_max_context_tokens(config),
+        max_context_tokens=_max_context_tokens(model.config),
         eos_token_ids=_eos_token_ids(model),
         kv=probe.kv,
         modules={p: shape for p, shape in modules.items() if p not in head_modules},
@@ -152,9 +193,10 @@ def load_model(
         sites=sites,
         switch=switch,
         dtype=dtype,
-        device=torch.device(device),
+        device=device,
         num_threads=threads,
         keeps_logits="logits_to_keep" in inspect.signature(model.forward).parameters,
+        attention_traits=probe.attention_traits,
     )
 
 
@@ -292,6 +334,7 @@ class _Recorder:
 
     layers: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     """layer -> (kv heads, key head dim, value head dim)"""
+    traits: dict[int, AttentionTraits] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     def attend(
@@ -316,6 +359,7 @@ class _Recorder:
         if strange:
             self.problems.append(f"its attention uses {', '.join(strange)}, which is not supported")
         self.layers[layer] = (key.shape[1], key.shape[3], value.shape[3])
+        self.traits[layer] = AttentionTraits(query.shape[1], scaling, sliding_window, softcap)
         _, num_heads, num_rows, _ = query.shape
         return query.new_zeros(1, num_rows, num_heads, value.shape[3])
 
@@ -324,6 +368,7 @@ class _Recorder:
 class _Probe:
     kv: KvGeometry
     vocab_size: int
+    attention_traits: Sequence[AttentionTraits]
 
 
 def _probe(model: PreTrainedModel) -> _Probe:
@@ -355,7 +400,11 @@ def _probe(model: PreTrainedModel) -> _Probe:
     if recorder.problems:
         raise ModelRefused(f"{label}: " + "; ".join(dict.fromkeys(recorder.problems)))
     num_kv_heads, head_dim, _ = recorder.layers[0]
-    return _Probe(KvGeometry(num_layers, num_kv_heads, head_dim), vocab_size=output.logits.shape[-1])
+    return _Probe(
+        KvGeometry(num_layers, num_kv_heads, head_dim),
+        vocab_size=output.logits.shape[-1],
+        attention_traits=[recorder.traits[i] for i in range(num_layers)],
+    )
 
 
 def _install_linears(
@@ -412,6 +461,19 @@ def _pack_linears(model: PreTrainedModel) -> None:
         if type(module) is nn.Linear:
             parent_path, _, leaf = path.rpartition(".")
             setattr(model.get_submodule(parent_path), leaf, PackedLinear(module.weight, module.bias))
+
+
+def _quantize_linears(model: PreTrainedModel) -> None:
+    """Keeps the weight of every linear layer but the head in 4 bits, layer by layer."""
+    from manylora_worker.kernels.nf4 import BLOCK_SIZE, Nf4Linear, Nf4Workspace
+
+    workspace = Nf4Workspace(model.device)
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            linear = module.base
+            if type(linear) is not nn.Linear or linear.in_features % BLOCK_SIZE:
+                raise ModelRefused(f"{path}: nf4 needs a linear layer whose inputs are a multiple of {BLOCK_SIZE}")
+            module.base = Nf4Linear.from_weight(linear.weight.data, linear.bias, workspace)
 
 
 def _digest(folder: Path) -> str:

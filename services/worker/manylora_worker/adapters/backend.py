@@ -1,9 +1,9 @@
 """Moves adapters between the store, host memory and the device, beside the engine loop.
 
-TorchAdapterBackend owns the host tier (uid -> HostAdapter) and publishes finished device adapters into the runner's
-`adapters`; which adapters should be where is adapters/cache.py's decision. One thread loads, one adapter at a time, in
-the order asked. It shares with the engine thread only two queues and single dict operations; the engine thread never
-waits for it, and computes nothing for it.
+TorchAdapterBackend owns the host tier (uid -> HostAdapter); the device tier is the runner's, an AdapterTarget; which
+adapters should be where is adapters/cache.py's decision. One thread loads, one adapter at a time, in the order asked.
+It shares with the engine thread only two queues and single dict operations; the engine thread never waits for it, and
+computes nothing for it.
 
 The loader thread uses one compute thread, so that a load takes its time and not the step's cores. It has the priority
 of any other thread: with a lower one it could be put aside while it holds the interpreter's lock, and the engine too.
@@ -18,24 +18,40 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from manylora_shared.errors import ManyloraError
 from manylora_shared.ids import AdapterUid
 
-from manylora_worker.adapters.lora_linear import DeviceAdapter
 from manylora_worker.adapters.source import AdapterLimits, HostAdapter, read_adapter
 from manylora_worker.engine.api import AdapterEvent, AdapterTier
-from manylora_worker.engine.model_runner import TorchModelRunner
 from manylora_worker.loader import LoadedModel
 
 _LOG = logging.getLogger(__name__)
+
+
+class AdapterTarget(Protocol):
+    """Where adapters go on the device. Room is given on the engine's thread, weights are copied on the loader's."""
+
+    def adapter_bytes(self, adapter: HostAdapter) -> int:
+        """What it takes on the device."""
+
+    def reserve_adapter(self, adapter: HostAdapter) -> None:
+        """Takes room for it. Raises RuntimeError or ValueError where there is none, or it can have none."""
+
+    def fill_adapter(self, adapter: HostAdapter) -> None:
+        """Copies its weights into the room reserved, and returns when a step may use them. The loader's thread."""
+
+    def drop_adapter(self, uid: AdapterUid) -> None:
+        """Gives the room back. Unknown ids are ignored."""
 
 
 @dataclass(frozen=True)
 class _Job:
     uid: AdapterUid
     tier: AdapterTier
+    adapter: HostAdapter | None = None
 
 
 class TorchAdapterBackend:
@@ -43,7 +59,6 @@ class TorchAdapterBackend:
 
     Args:
         objects: the folder that holds one folder an adapter, named by uid.
-        runner: whose `adapters` hold what is on the device.
         notify: called by the loader thread after each event is queued, to wake the engine; must not block.
     """
 
@@ -51,14 +66,14 @@ class TorchAdapterBackend:
         self,
         objects: Path,
         loaded: LoadedModel,
-        runner: TorchModelRunner,
+        target: AdapterTarget,
         limits: AdapterLimits,
         *,
         notify: Callable[[], None] = lambda: None,
     ) -> None:
         self._objects = objects
         self._loaded = loaded
-        self._runner = runner
+        self._target = target
         self._limits = limits
         self._notify = notify
         self._host: dict[AdapterUid, HostAdapter] = {}
@@ -73,7 +88,16 @@ class TorchAdapterBackend:
         self._jobs.put(_Job(uid, AdapterTier.HOST))
 
     def start_device_load(self, uid: AdapterUid) -> None:
-        self._jobs.put(_Job(uid, AdapterTier.DEVICE))
+        adapter = self._host.get(uid)
+        try:
+            if adapter is None:
+                raise RuntimeError("the adapter is no longer in host memory")
+            self._target.reserve_adapter(adapter)
+        except (RuntimeError, ValueError) as error:
+            self._events.put(AdapterEvent(uid, AdapterTier.DEVICE, error=str(error)))
+            self._notify()
+            return
+        self._jobs.put(_Job(uid, AdapterTier.DEVICE, adapter))
 
     def poll(self) -> Sequence[AdapterEvent]:
         """See api.AdapterBackend.poll. Raises what ended the loader thread, if anything unforeseen did."""
@@ -83,10 +107,13 @@ class TorchAdapterBackend:
         with contextlib.suppress(queue.Empty):
             while True:
                 events.append(self._events.get_nowait())
+        for event in events:
+            if event.tier is AdapterTier.DEVICE and event.error is not None:
+                self._target.drop_adapter(event.uid)
         return events
 
     def drop_device(self, uid: AdapterUid) -> None:
-        self._runner.drop_adapter(uid)
+        self._target.drop_adapter(uid)
 
     def drop_host(self, uid: AdapterUid) -> None:
         self._host.pop(uid, None)
@@ -115,24 +142,13 @@ class TorchAdapterBackend:
         try:
             if job.tier is AdapterTier.HOST:
                 adapter = read_adapter(self._objects / job.uid, self._loaded, self._limits, expected_uid=job.uid)
+                # The greater of what it takes here and there: one number counts against both budgets.
+                size_bytes = max(adapter.size_bytes, self._target.adapter_bytes(adapter))
                 self._host[job.uid] = adapter
-                return AdapterEvent(job.uid, AdapterTier.HOST, adapter.size_bytes)
-            on_device = self._copy_to_device(self._host[job.uid])
-            self._runner.adapters[job.uid] = on_device
-            return AdapterEvent(job.uid, AdapterTier.DEVICE, on_device.size_bytes)
-        except KeyError:
-            return AdapterEvent(job.uid, job.tier, error="the adapter is no longer in host memory")
-        except (ManyloraError, OSError, RuntimeError, MemoryError) as error:
+                return AdapterEvent(job.uid, AdapterTier.HOST, size_bytes)
+            assert job.adapter is not None
+            self._target.fill_adapter(job.adapter)
+            return AdapterEvent(job.uid, AdapterTier.DEVICE, self._target.adapter_bytes(job.adapter))
+        except (ManyloraError, OSError, RuntimeError, ValueError, MemoryError) as error:
             _LOG.warning("adapter %s did not load: %s", job.uid, error)
             return AdapterEvent(job.uid, job.tier, error=str(error))
-
-    def _copy_to_device(self, host: HostAdapter) -> DeviceAdapter:
-        """Copies on a stream of its own, and waits for the copy here, so that the engine need not."""
-        device = self._loaded.device
-        if device.type != "cuda":
-            return host.on(device)
-        stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(stream):
-            adapter = host.on(device)
-        stream.synchronize()
-        return adapter

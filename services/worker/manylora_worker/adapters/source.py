@@ -68,7 +68,7 @@ class _Placed:
 
 
 @dataclass(frozen=True)
-class _PlacedSite:
+class PlacedSite:
     site: int
     a: _Placed
     slots: tuple[tuple[int, int, int, _Placed], ...]
@@ -79,7 +79,7 @@ class _PlacedSite:
 class HostAdapter:
     uid: AdapterUid
     buffer: Tensor
-    layout: tuple[_PlacedSite, ...]
+    layout: tuple[PlacedSite, ...]
 
     @property
     def size_bytes(self) -> int:
@@ -284,10 +284,10 @@ def _pack(
     with safe_open(folder / WEIGHTS_NAME, framework="pt") as file:
         targeted = {path for path, _ in map(_parse_key, file.keys())}
         settings_of = {path: matcher.rank_and_scale(path) for path in targeted}
-        layout: list[_PlacedSite] = []
+        layout: list[PlacedSite] = []
         end = 0
         for site in loaded.sites:
-            placed = _place_site(site, {path: settings_of[path][0] for path in targeted}, end)
+            placed = place_site(site, {path: settings_of[path][0] for path in targeted}, end)
             if placed is not None:
                 layout.append(placed)
                 last = placed.slots[-1][3]
@@ -309,7 +309,7 @@ def _pack(
     return HostAdapter(uid, buffer, tuple(layout))
 
 
-def _place_site(site: Site, ranks: Mapping[str, int], start: int) -> _PlacedSite | None:
+def place_site(site: Site, ranks: Mapping[str, int], start: int) -> PlacedSite | None:
     """The site's place in the buffer from element `start` on: A of all its slots, then each slot's B."""
     ranked = [(i, ranks[slot.path], slot) for i, slot in enumerate(site.slots) if slot.path in ranks]
     if not ranked:
@@ -324,4 +324,4 @@ def _place_site(site: Site, ranks: Mapping[str, int], start: int) -> _PlacedSite
         slots.append((i, column, column + rank, b))
         next_start += rank * (slot.stop - slot.start)
         column += rank
-    return _PlacedSite(site.index, a, tuple(slots))
+    return PlacedSite(site.index, a, tuple(slots))

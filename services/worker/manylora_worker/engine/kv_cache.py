@@ -68,6 +68,11 @@ class KvCache:
     def size_bytes(self) -> int:
         return self._arena.nbytes
 
+    @property
+    def flat(self) -> Tensor:
+        """The whole arena, [elements]."""
+        return self._arena.view(-1)
+
     def block_row(self, block_id: int) -> int:
         """The block's row in every view of `layer_blocks`."""
         return block_id * 2 * self.geometry.num_layers

@@ -4,8 +4,8 @@ TorchModelRunner owns the KV tensor (KvCache), the adapters on the device and th
 weights are the loader's. It runs on the engine's one thread. It knows nothing of requests: every chunk says where it
 stands, and the result of a chunk depends on that chunk alone.
 
-Two other threads touch `adapters`, by single dict operations only: the loader thread publishes a finished
-DeviceAdapter (see backend.py), which the engine learns of through an event before it may use it.
+One other thread touches `adapters`, by single dict operations only: the loader's, which publishes a finished
+DeviceAdapter (`fill_adapter`, see backend.py); the engine learns of it through an event before it may use it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from manylora_shared.ids import AdapterUid
 from torch import Tensor
 
 from manylora_worker.adapters.lora_linear import DeviceAdapter, LoraPlanner
+from manylora_worker.adapters.source import HostAdapter
 from manylora_worker.engine.api import Sampled, StepBatch
 from manylora_worker.engine.attention import STEP_KEYWORD
 from manylora_worker.engine.inputs import StepInputs, build_inputs, entered_blocks
@@ -70,8 +71,27 @@ class TorchModelRunner:
             self._prepare_blocks(batch)
             return self._forward(build_inputs(batch, self._cache, self.adapters, self._loaded.device)).float()
 
+    def adapter_bytes(self, adapter: HostAdapter) -> int:
+        """See backend.AdapterTarget."""
+        return adapter.size_bytes
+
+    def reserve_adapter(self, adapter: HostAdapter) -> None:
+        """See backend.AdapterTarget: room is the allocator's business here."""
+
+    def fill_adapter(self, adapter: HostAdapter) -> None:
+        """See backend.AdapterTarget."""
+        device = self._loaded.device
+        if device.type != "cuda":
+            self.adapters[adapter.uid] = adapter.on(device)
+            return
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            on_device = adapter.on(device)
+        stream.synchronize()
+        self.adapters[adapter.uid] = on_device
+
     def drop_adapter(self, uid: AdapterUid) -> None:
-        """Frees an adapter's weights, copies in stacks included."""
+        """See backend.AdapterTarget. Copies in stacks go too."""
         self.adapters.pop(uid, None)
         self._planner.forget(uid)
 

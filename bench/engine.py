@@ -1,0 +1,335 @@
+"""The engine on one GPU: what a decode step and a prefill cost, with and without adapters, against the bytes' floor.
+
+The models are shapes with random weights (no download). One JSON line a case:
+
+    {"bench": "engine", "case", "batch", "context", "adapters", "rank", "ms_per_step", "tokens_per_s", "floor_ms",
+     "fraction", ...}
+
+    decode-base       no row has an adapter
+    decode-one        all rows have the same one
+    decode-distinct   every row has its own, up to 64 of them
+    mixed-rank        as decode-distinct, with ranks 8, 16, 32, 64 in turn
+    prefill           fresh prompts; fraction is of the matrix ceiling
+
+`ms_per_step` is what a caller of DeviceModelRunner sees: steps submitted one after the other, each taking the tokens
+of the one before on the device; `device_ms` is the same graph replayed alone. `floor_ms` is the time to read weights,
+KV and distinct adapters once at `--read-tb-s`. Contexts stay at `--context` tokens, in blocks scattered at random.
+
+    python bench/engine.py [--shape llama-3.1-8b] [--cases decode-base,...] [--batches 1,8,32,64,256]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import transformers
+import triton
+from manylora_shared.ids import AdapterUid
+from manylora_worker.adapters.source import HostAdapter, place_site
+from manylora_worker.device.decoder_weights import read_decoder
+from manylora_worker.device.runner import DeviceLimits, DeviceModelRunner
+from manylora_worker.engine.api import Sampling, SequenceChunk, StepBatch
+from manylora_worker.engine.attention import ATTENTION, register_attention
+from manylora_worker.engine.kv_cache import KvCache
+from manylora_worker.kernels.nf4 import Nf4Linear
+from manylora_worker.loader import LoadedModel, prepare_model
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+GIB = 1 << 30
+SHAPES: dict[str, Any] = {
+    "llama-3.1-8b": lambda: LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=16384, rms_norm_eps=1e-5, tie_word_embeddings=False,
+    ),
+    "qwen3-8b": lambda: Qwen3Config(
+        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=16384, tie_word_embeddings=False,
+    ),
+    "llama-70b-20-layers": lambda: LlamaConfig(
+        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=20, num_attention_heads=64,
+        num_key_value_heads=8, max_position_embeddings=16384, rms_norm_eps=1e-5, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+GREEDY = Sampling(seed=0, temperature=0.0)
+MIXED_RANKS = (8, 16, 32, 64)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--cases", default="decode-base,decode-one,decode-distinct,mixed-rank,prefill")
+    parser.add_argument("--batches", default="1,8,32,64,256")
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--adapters", type=int, default=64)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--quantization", choices=("none", "nf4"), default="none")
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--read-tb-s", type=float, default=4.57, help="measured read ceiling of the device")
+    parser.add_argument("--matrix-tflops", type=float, default=786.0, help="measured bf16 ceiling of the device")
+    parser.add_argument("--profile", default="", help="print the kernels of one step of these case:batch")
+    return parser.parse_args()
+
+
+def make_model(shape: str, quantization: Literal["none", "nf4"]) -> LoadedModel:
+    register_attention()
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(SHAPES[shape](), dtype=torch.bfloat16, attn_implementation=ATTENTION)
+    model.eval().requires_grad_(False)
+    return prepare_model(model, name=shape, quantization=quantization)
+
+
+def make_adapter(loaded: LoadedModel, index: int, rank: int) -> HostAdapter:
+    layout = []
+    end = 0
+    for site in loaded.sites:
+        placed = place_site(site, {slot.path: rank for slot in site.slots}, end)
+        assert placed is not None
+        layout.append(placed)
+        last = placed.slots[-1][3]
+        end = last.start + last.rows * last.columns
+    generator = torch.Generator("cuda").manual_seed(index)
+    buffer = torch.randn(end, device="cuda", dtype=torch.bfloat16, generator=generator).mul_(0.02)
+    return HostAdapter(AdapterUid(f"adapter-{rank}-{index}"), buffer, tuple(layout))
+
+
+class Bench:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.batches = [int(b) for b in options.batches.split(",")]
+        started = time.perf_counter()
+        self.loaded = make_model(options.shape, options.quantization)
+        weights = read_decoder(self.loaded)
+        assert weights is not None
+        spec = self.loaded.spec
+        token_bytes = spec.kv.token_bytes(torch.bfloat16)
+        block_bytes = token_bytes * options.block_size
+        kv_tokens = max(max(self.batches) * (options.context + 64), 16 * 1024)
+        num_kv = kv_tokens // options.block_size + 600
+        adapter_bytes = make_adapter(self.loaded, 0, max(options.rank, 32)).size_bytes
+        num_adapter = int(2.4 * options.adapters * adapter_bytes / block_bytes) + 64
+        cache = KvCache(
+            spec.kv, num_blocks=num_kv + num_adapter, block_size=options.block_size, dtype=torch.bfloat16,
+            device=self.loaded.device,
+        )  # fmt: skip
+        cache.flat[: num_kv * block_bytes // 2].normal_()
+        limits = DeviceLimits(max_rows=8192, max_sequences=max(self.batches), adapter_slots=256, max_rank=64)
+        self.runner = DeviceModelRunner(self.loaded, weights, cache, limits, num_kv_blocks=num_kv)
+        self.weight_bytes = sum(
+            p.nbytes for name, p in self.loaded.model.named_parameters() if "embed_tokens" not in name
+        )
+        self.weight_bytes += sum(m.weight_bytes for m in self.loaded.model.modules() if isinstance(m, Nf4Linear))
+        self.weight_elements = sum(
+            p.numel() for name, p in self.loaded.model.named_parameters() if p.dim() == 2 and "embed" not in name
+        )
+        self.token_bytes = token_bytes
+        self.blocks = torch.randperm(num_kv).tolist()
+        self.adapters: dict[int, list[HostAdapter]] = {}
+        self.print(case="start", seconds=round(time.perf_counter() - started, 1), arena_gib=cache.size_bytes / GIB)
+
+    def print(self, **values: Any) -> None:
+        line = {"bench": "engine", "shape": self.options.shape, "quantization": self.options.quantization, **values}
+        print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}), flush=True)
+
+    def adapters_of(self, ranks: Sequence[int]) -> list[HostAdapter]:
+        """One resident adapter for each entry of `ranks`."""
+        taken: dict[int, int] = {}
+        found = []
+        for rank in ranks:
+            have = self.adapters.setdefault(rank, [])
+            index = taken.get(rank, 0)
+            taken[rank] = index + 1
+            if index == len(have):
+                adapter = make_adapter(self.loaded, index, rank)
+                self.runner.reserve_adapter(adapter)
+                self.runner.fill_adapter(adapter)
+                empty = torch.empty(0, dtype=torch.bfloat16)
+                have.append(HostAdapter(adapter.uid, empty, adapter.layout))
+                self.sizes[adapter.uid] = adapter.size_bytes
+            found.append(have[index])
+        return found
+
+    sizes: dict[AdapterUid, int] = {}  # noqa: RUF012
+
+    def batch(self, rows: int, adapters: Sequence[HostAdapter]) -> StepBatch:
+        context, size = self.options.context, self.options.block_size
+        blocks = -(-context // size)
+        chunks = [
+            SequenceChunk(
+                sequence_id=row + 1,
+                token_ids=(-1,),
+                start_position=context - 1,
+                block_table=self.blocks[row * blocks : (row + 1) * blocks],
+                adapter_uid=adapters[row % len(adapters)].uid if adapters else None,
+                samples=True,
+                sampling=GREEDY,
+                choice=0,
+                output_index=0,
+                prompt_token_ids=(),
+                output_token_ids=(),
+            )
+            for row in range(rows)
+        ]
+        return StepBatch(chunks)
+
+    def decode(self, case: str, rows: int, adapters: Sequence[HostAdapter]) -> None:
+        options = self.options
+        batch = self.batch(rows, adapters)
+        started = time.perf_counter()
+        for _ in range(5):
+            self.runner.submit(batch).result()
+        capture_s = time.perf_counter() - started
+        times = []
+        for _ in range(3):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            pending = None
+            for _ in range(options.steps):
+                following = self.runner.submit(batch)
+                if pending is not None:
+                    pending.result()
+                pending = following
+            assert pending is not None
+            pending.result()
+            times.append((time.perf_counter() - started) / options.steps * 1e3)
+        ms = statistics.median(times)
+        replay = self.runner.graph_of(batch)
+        device_ms = time_events(replay.replay, options.steps)
+        distinct = {a.uid for a in adapters[:rows]}
+        floor_bytes = self.weight_bytes + rows * options.context * self.token_bytes
+        floor_bytes += sum(self.sizes[uid] for uid in distinct)
+        floor_ms = floor_bytes / options.read_tb_s / 1e9
+        ranks = sorted({self.rank_of(a) for a in adapters})
+        self.print(
+            case=case,
+            batch=rows,
+            context=options.context,
+            adapters=len(distinct),
+            rank=ranks[0] if len(ranks) == 1 else ranks,
+            ms_per_step=ms,
+            device_ms=device_ms,
+            tokens_per_s=rows / ms * 1e3,
+            floor_ms=floor_ms,
+            fraction=floor_ms / ms,
+            capture_s=capture_s,
+        )
+        if f"{case}:{rows}" in options.profile.split(","):
+            profile(replay.replay)
+
+    def rank_of(self, adapter: HostAdapter) -> int:
+        _, start, stop, _ = adapter.layout[0].slots[0]
+        return stop - start
+
+    def prefill(self, case: str, prompts: int, tokens: int, adapters: Sequence[HostAdapter]) -> None:
+        options = self.options
+        blocks = -(-tokens // options.block_size)
+        chunks = [
+            SequenceChunk(
+                sequence_id=1000 + i,
+                token_ids=torch.randint(0, self.loaded.spec.vocab_size, (tokens,)).tolist(),
+                start_position=0,
+                block_table=self.blocks[i * blocks : (i + 1) * blocks],
+                adapter_uid=adapters[i % len(adapters)].uid if adapters else None,
+                samples=True,
+                sampling=GREEDY,
+                choice=0,
+                output_index=0,
+                prompt_token_ids=(),
+                output_token_ids=(),
+            )
+            for i in range(prompts)
+        ]
+        batch = StepBatch(chunks)
+        self.runner.submit(batch).result()
+        ms = time_events(lambda: self.runner.submit(batch), 5)
+        rows = prompts * tokens
+        config = self.loaded.model.config
+        head = config.vocab_size * config.hidden_size
+        flops = 2 * (self.weight_elements - head) * rows + 2 * head * prompts
+        flops += (
+            2 * rows * tokens * config.num_attention_heads * self.loaded.spec.kv.head_dim * config.num_hidden_layers
+        )
+        tflops = flops / ms / 1e9
+        self.print(
+            case=case, batch=prompts, context=tokens, adapters=len(adapters),
+            rank=self.rank_of(adapters[0]) if adapters else 0, ms_per_step=ms, tokens_per_s=rows / ms * 1e3,
+            floor_ms=flops / options.matrix_tflops / 1e9, fraction=tflops / options.matrix_tflops, tflops=tflops,
+        )  # fmt: skip
+        if f"{case}:{prompts}" in options.profile.split(","):
+            profile(lambda: self.runner.submit(batch))
+
+    def run(self) -> None:
+        options = self.options
+        for case in options.cases.split(","):
+            if case == "prefill":
+                self.prefill("prefill-base", 16, 512, [])
+                self.prefill("prefill-base", 1, 8192, [])
+                self.prefill("prefill-distinct", 16, 512, self.adapters_of([options.rank] * 16))
+                continue
+            for rows in self.batches:
+                if case == "decode-base":
+                    self.decode(case, rows, [])
+                elif case == "decode-one":
+                    self.decode(case, rows, self.adapters_of([options.rank]))
+                elif case == "decode-distinct":
+                    self.decode(case, rows, self.adapters_of([options.rank] * min(rows, options.adapters)))
+                elif case == "mixed-rank":
+                    count = min(rows, options.adapters)
+                    self.decode(case, rows, self.adapters_of([MIXED_RANKS[i % 4] for i in range(count)]))
+                else:
+                    sys.exit(f"--cases: {case} is not one of the cases")
+
+
+def time_events(call: Any, repetitions: int) -> float:
+    """Median milliseconds of one call on the device."""
+    for _ in range(2):
+        call()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)]
+    for begin, end in events:
+        begin.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return float(statistics.median(begin.elapsed_time(end) for begin, end in events))
+
+
+def profile(call: Any) -> None:
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
+
+    call()
+    torch.cuda.synchronize()
+    with torch_profile(activities=[ProfilerActivity.CUDA]) as found:
+        call()
+        torch.cuda.synchronize()
+    events = sorted(found.key_averages(), key=lambda event: -event.self_device_time_total)
+    for event in events[:10]:
+        total_us = event.self_device_time_total
+        print(
+            f"{total_us:9.1f} us {event.count:5d} x {total_us / event.count:8.2f} us  {event.key[:70]}", file=sys.stderr
+        )
+
+
+def main() -> None:
+    options = parse_arguments()
+    torch.set_num_threads(4)
+    with torch.inference_mode():
+        bench = Bench(options)
+        bench.print(
+            case="versions", torch=torch.__version__, triton=triton.__version__, transformers=transformers.__version__,
+            device=torch.cuda.get_device_name(), date=datetime.date.today().isoformat(),
+        )  # fmt: skip
+        bench.run()
+
+
+if __name__ == "__main__":
+    main()

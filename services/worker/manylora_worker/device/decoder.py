@@ -1,0 +1,292 @@
+"""One forward pass of a decoder, as a fixed sequence of kernels over preallocated buffers.
+
+The pass has no host decision in it that depends on the batch's content: which rows, blocks and adapters it is about
+stands in device tensors (DeviceStep), so the whole pass can be captured in a CUDA graph and replayed for other
+batches of the same shape. What differs in shape (rows, whether there is LoRA, how a context is split) makes another
+graph.
+
+Per layer: norm | qkv product, shrink beside it | rotate and store | attention | o product, shrink beside it | add and
+norm | gate-up product, shrink beside it | gate | down product, shrink beside it | add and norm (the next layer's).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from manylora_worker.device.decoder_weights import DecoderWeights, Projection
+from manylora_worker.kernels.attention import DecodeScratch, PagedLayout, attend_decode, attend_prefill
+from manylora_worker.kernels.elementwise import add_norm, gate, rotate_store
+from manylora_worker.kernels.gemm import MOST_SPLIT_ROWS, MOST_SPLITS, linear
+from manylora_worker.kernels.lora import LoraRows, low_rank_columns, shrink, shrink_splits
+
+MAX_SPLITS = 32
+
+
+@dataclass(frozen=True)
+class LoraStep:
+    """The adapters of a step's rows; formats in kernels/lora.py."""
+
+    tiles: Tensor
+    num_tiles: int
+    """0: by row."""
+    row_adapters: Tensor
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """What one pass is about. All tensors are on the device; `rows` of each are looked at.
+
+    Rows [0, decode_rows) decode; the rest are chunks of prompts, cut in `prefill_tiles`.
+    """
+
+    rows: int
+    num_rows: Tensor
+    """int32 scalar: rows that are there; those behind are padding."""
+    token_ids: Tensor
+    positions: Tensor
+    """int32"""
+    tables: Tensor
+    """int32 [sequences, blocks]"""
+    table_rows: Tensor
+    """int32: each row's sequence in `tables`."""
+    decode_rows: int
+    splits: int
+    prefill_tiles: Tensor | None = None
+    num_prefill_tiles: int = 0
+    lora: LoraStep | None = None
+    logit_rows: Tensor | None = None
+    """int64: rows whose logits are wanted; None: all, in order."""
+
+
+class Decoder:
+    """The model's pass over one arena.
+
+    Args:
+        arena: every block of KV and adapters, flat.
+        layer_offsets: where each layer's keys begin inside a block, in elements.
+        sites: int64 [sites, adapter slots, fields]; see kernels/lora.py.
+        max_rows: of one step.
+        max_decode_rows: rows that may decode in one step.
+        pdl: whether kernels may start while those before them end; see kernels/elementwise.py.
+    """
+
+    def __init__(
+        self,
+        weights: DecoderWeights,
+        *,
+        arena: Tensor,
+        layout: PagedLayout,
+        layer_offsets: Sequence[int],
+        sites: Tensor,
+        lora_chunks: int,
+        max_rows: int,
+        max_decode_rows: int,
+        pdl: bool,
+    ) -> None:
+        self.weights = weights
+        self._arena = arena
+        self._layout = layout
+        self._layer_caches = [arena[offset:] for offset in layer_offsets]
+        self._sites = sites
+        self._lora_chunks = lora_chunks
+        device, dtype = arena.device, arena.dtype
+        first = weights.layers[0]
+        shape = first.attention
+
+        def buffer(rows: int, columns: int, kind: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(rows, columns, dtype=kind, device=device)
+
+        out_features = [p.out_features for p in (first.qkv, first.o, first.gate_up)]
+        self._residual = buffer(max_rows, weights.hidden_size)
+        self._normed = buffer(max_rows, weights.hidden_size)
+        self._delta = buffer(max_rows, weights.hidden_size)
+        self._qkv = buffer(max_rows, first.qkv.out_features)
+        self._q = buffer(max_rows, shape.num_heads * shape.head_dim)
+        self._attended = buffer(max_rows, shape.num_heads * shape.head_dim)
+        self._gate_up = buffer(max_rows, first.gate_up.out_features)
+        self._gated = buffer(max_rows, first.down.in_features)
+        self._logits = buffer(max_decode_rows, weights.head.shape[0])
+        columns = low_rank_columns(lora_chunks)
+        widths = {p.in_features for p in (first.qkv, first.o, first.down)}
+        most = max(shrink_splits(width, rows) * rows for width in widths for rows in range(1, max_rows + 1))
+        self._low_rank = torch.zeros(most * columns, device=device)
+        self._parts = torch.empty(MOST_SPLITS * MOST_SPLIT_ROWS * max(out_features), device=device)
+        self._counters = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._pdl = pdl
+        self._scratch = DecodeScratch(max_decode_rows, shape, MAX_SPLITS, device)
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @property
+    def logits_buffer(self) -> Tensor:
+        """[max decode rows, vocab]: the logits of the last pass without `logit_rows`."""
+        return self._logits
+
+    def forward(self, step: DeviceStep) -> Tensor:
+        """[wanted rows, vocab], in a buffer that the next pass overwrites."""
+        weights = self.weights
+        rows = step.rows
+        residual, normed, delta = self._residual[:rows], self._normed[:rows], self._delta[:rows]
+        residual.copy_(weights.embed(step.token_ids[:rows]))
+        self._norm(None, residual, normed, None, weights.layers[0].input_norm, step, None)
+        for i, layer in enumerate(weights.layers):
+            q, attended = self._q[:rows], self._attended[:rows]
+            qkv, lora = self._product(layer.qkv, normed, self._qkv[:rows], step)
+            self._rotate(i, qkv, q, step, lora)
+            self._attend(i, q, attended, step)
+            product, lora = self._product(layer.o, attended, delta, step)
+            self._norm(product, residual, normed, layer.attention_post_norm, layer.ffn_norm, step, lora)
+            gated = self._gated[:rows]
+            gate_up, lora = self._product(layer.gate_up, normed, self._gate_up[:rows], step)
+            assert gate_up.shape[0] == 1
+            gate(
+                gate_up[0],
+                gated,
+                activation=weights.activation,
+                num_rows=step.num_rows,
+                lora=lora,
+                num_slots=len(layer.gate_up.site.slots),
+                pdl=self._pdl,
+            )
+            product, lora = self._product(layer.down, gated, delta, step)
+            is_last = i + 1 == len(weights.layers)
+            next_norm = weights.final_norm if is_last else weights.layers[i + 1].input_norm
+            self._norm(product, residual, normed, layer.ffn_post_norm, next_norm, step, lora)
+        return self._head(normed, step)
+
+    def _head(self, normed: Tensor, step: DeviceStep) -> Tensor:
+        if step.logit_rows is not None:
+            normed = normed.index_select(0, step.logit_rows)
+        logits = self._logits[: normed.shape[0]]
+        linear(normed, self.weights.head, None, logits, self._parts, pdl=self._pdl)
+        softcap = self.weights.logit_softcap
+        if softcap is not None:
+            logits.div_(softcap).tanh_().mul_(softcap)
+        return logits
+
+    def _product(
+        self, projection: Projection, x: Tensor, out: Tensor, step: DeviceStep
+    ) -> tuple[Tensor, LoraRows | None]:
+        """The base product [parts, rows, out] (see gemm.linear), and the low-rank values of rows with adapters."""
+        if step.lora is None:
+            return self._linear(projection, x, out), None
+        lora = LoraRows(
+            weights=self._arena,
+            sites=self._sites[projection.site.index],
+            tiles=step.lora.tiles,
+            num_tiles=step.lora.num_tiles,
+            row_adapters=step.lora.row_adapters,
+            low_rank=self._low_rank_of(x),
+            chunks=self._lora_chunks,
+        )
+        with self._beside():
+            shrink(x, lora, num_slots=len(projection.site.slots), num_rows=step.num_rows, pdl=self._pdl)
+        product = self._linear(projection, x, out)
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
+        return product, lora
+
+    def _linear(self, projection: Projection, x: Tensor, out: Tensor) -> Tensor:
+        if projection.nf4 is not None:
+            return projection.nf4(x)[None]
+        return linear(x, projection.weight, projection.bias, out, self._parts, pdl=self._pdl)
+
+    def _low_rank_of(self, x: Tensor) -> Tensor:
+        """[splits, rows, columns]"""
+        splits = shrink_splits(x.shape[1], x.shape[0])
+        columns = low_rank_columns(self._lora_chunks)
+        return self._low_rank[: splits * x.shape[0] * columns].view(splits, x.shape[0], columns)
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Work that runs beside what the main stream does next, until the main stream waits for `_side`."""
+        if self._side is None:
+            yield
+            return
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            yield
+
+    def _norm(
+        self,
+        delta: Tensor | None,
+        residual: Tensor,
+        normed: Tensor,
+        post: Tensor | None,
+        pre: Tensor,
+        step: DeviceStep,
+        lora: LoraRows | None,
+    ) -> None:
+        add_norm(
+            delta,
+            residual,
+            normed,
+            post_weight=post,
+            pre_weight=pre,
+            eps=self.weights.eps,
+            weight_plus_one=self.weights.norm_weight_plus_one,
+            num_rows=step.num_rows,
+            counters=self._counters,
+            lora=lora,
+            pdl=self._pdl,
+        )
+
+    def _rotate(self, index: int, qkv: Tensor, q: Tensor, step: DeviceStep, lora: LoraRows | None) -> None:
+        layer = self.weights.layers[index]
+        cos, sin = self.weights.ropes[layer.rope]
+        rotate_store(
+            qkv,
+            q,
+            self._layer_caches[index],
+            tables=step.tables,
+            table_rows=step.table_rows,
+            positions=step.positions,
+            cos=cos,
+            sin=sin,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=self.weights.eps,
+            weight_plus_one=self.weights.norm_weight_plus_one,
+            num_heads=layer.attention.num_heads,
+            num_kv_heads=layer.attention.num_kv_heads,
+            head_dim=layer.attention.head_dim,
+            layout=self._layout,
+            num_rows=step.num_rows,
+            lora=lora,
+            num_slots=len(layer.qkv.site.slots),
+            pdl=self._pdl,
+        )
+
+    def _attend(self, index: int, q: Tensor, attended: Tensor, step: DeviceStep) -> None:
+        shape = self.weights.layers[index].attention
+        cache = self._layer_caches[index]
+        if step.decode_rows:
+            attend_decode(
+                q,
+                cache,
+                attended,
+                tables=step.tables,
+                table_rows=step.table_rows[: step.decode_rows],
+                positions=step.positions,
+                num_rows=step.num_rows,
+                shape=shape,
+                layout=self._layout,
+                scratch=self._scratch,
+                splits=step.splits,
+                pdl=self._pdl,
+            )
+        if step.prefill_tiles is not None:
+            attend_prefill(
+                q,
+                cache,
+                attended,
+                tables=step.tables,
+                tiles=step.prefill_tiles,
+                num_tiles=step.num_prefill_tiles,
+                shape=shape,
+                layout=self._layout,
+            )

@@ -1,0 +1,554 @@
+"""ModelRunner for a CUDA device: steps that only decode replay a CUDA graph, steps with prompts run kernel by kernel.
+
+DeviceModelRunner owns the arena (KV blocks and adapter blocks in one tensor), the block tables and the last token of
+every sequence on the device, and the captured graphs. The host uploads a step's metadata in one copy; a row whose
+token the host does not know yet (PENDING_TOKEN) takes what its sequence drew last, on the device.
+
+Blocks are cleared, copied and written in stream order, so a block that a later step takes over is never touched by an
+earlier one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from manylora_shared.ids import AdapterUid
+from torch import Tensor
+
+from manylora_worker.adapters.source import HostAdapter
+from manylora_worker.device.adapter_arena import AdapterArena
+from manylora_worker.device.decoder import MAX_SPLITS, Decoder, DeviceStep, LoraStep
+from manylora_worker.device.decoder_weights import DecoderWeights
+from manylora_worker.device.step_tables import StepTables
+from manylora_worker.engine.api import Logprobs, Sampled, SequenceChunk, StepBatch
+from manylora_worker.engine.kv_cache import KvCache
+from manylora_worker.engine.sampler import sample
+from manylora_worker.kernels.attention import PREFILL_TILE_FIELDS, PagedLayout, prefill_block_m
+from manylora_worker.kernels.lora import TILE_FIELDS, TILE_ROWS
+from manylora_worker.kernels.sampling import MAX_TOP_LOGPROBS, DeviceSampler, RowState, SampledRows, SamplingPlan
+from manylora_worker.loader import LoadedModel
+
+PENDING_TOKEN = -1
+"""In SequenceChunk.token_ids: the token that this sequence drew in the step before, not yet known on the host."""
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    max_rows: int
+    """Of one step."""
+    max_sequences: int
+    """Rows that sample in one step."""
+    adapter_slots: int
+    max_rank: int
+
+
+def _fill_tiles(tiles: np.ndarray, runs: Sequence[Sequence[int]]) -> int:
+    """Cuts runs of rows (end, adapter slot) into tiles; entries behind the last are marked unused. Returns how many."""
+    count = first = 0
+    for end, adapter in runs:
+        for at in range(first, end, TILE_ROWS):
+            tiles[count] = (at, min(TILE_ROWS, end - at), adapter, 0)
+            count += 1
+        first = end
+    tiles[count:, 1] = 0
+    return count
+
+
+_BY_ROW = 0
+_NO_LORA = -1
+
+
+def _graph_tiles(tiles: int, bucket: int) -> int:
+    """How a captured step of `bucket` rows computes adapters whose rows make so many tiles: their room, or by row.
+
+    A few capacities only, so that there are few graphs: tiles that are not used cost little.
+    """
+    if 2 * tiles > bucket:
+        return _BY_ROW
+    return next(capacity for capacity in (max(1, bucket // 8), bucket // 2) if tiles <= capacity)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    step: DeviceStep
+    row_of: dict[int, int]
+    """Sequence id -> the row of its last token."""
+    is_decode: bool
+    """Every row decodes: the step can be a graph."""
+    lora_tiles: int
+    """_NO_LORA where no row has an adapter."""
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    graph: torch.cuda.CUDAGraph
+    drawn: SampledRows
+    """What each replay writes."""
+
+
+def _each(rows: SampledRows, take: Callable[[Tensor], Tensor]) -> SampledRows:
+    """The same rows of every tensor."""
+    return SampledRows(
+        take(rows.token_ids),
+        take(rows.sound),
+        None if rows.logprobs is None else take(rows.logprobs),
+        None if rows.top_values is None else take(rows.top_values),
+        None if rows.top_ids is None else take(rows.top_ids),
+    )
+
+
+class PendingStep:
+    """A step on its way; `result` waits for it."""
+
+    def __init__(
+        self, chunks: Sequence[SequenceChunk], results: Sequence[Sampled] = (), rows: SampledRows | None = None
+    ) -> None:
+        """results: of `chunks`, where they are known; else rows: device tensors, one row a chunk."""
+        self._chunks = chunks
+        self._results = results
+        self._host: list[Tensor] = []
+        self._event: torch.cuda.Event | None = None
+        if rows is not None:
+            wanted = (rows.token_ids, rows.sound, rows.logprobs, rows.top_values, rows.top_ids)
+            self._host = [_to_host(tensor) for tensor in wanted if tensor is not None]
+            if rows.token_ids.is_cuda:
+                self._event = torch.cuda.Event()
+                self._event.record()
+
+    def result(self) -> Sequence[Sampled]:
+        """One Sampled for each chunk that samples, in the batch's order."""
+        if not self._host:
+            return self._results
+        if self._event is not None:
+            self._event.synchronize()
+        token_ids, sound, *logprobs = (tensor.tolist() for tensor in self._host)
+        results = []
+        for i, chunk in enumerate(self._chunks):
+            if not sound[i]:
+                error = "the model's logits for this token are not finite"
+                results.append(Sampled(chunk.sequence_id, 0, error=error))
+                continue
+            found = None
+            wanted = chunk.sampling.top_logprobs
+            if wanted is not None:
+                own, values, ids = (column[i] for column in logprobs)
+                found = Logprobs(own, tuple(zip(ids[:wanted], values[:wanted], strict=True)))
+            results.append(Sampled(chunk.sequence_id, token_ids[i], found))
+        return results
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy on its way to the host."""
+    if not tensor.is_cuda:
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+_GREEDY = SamplingPlan()
+_PLANS = (
+    _GREEDY,
+    SamplingPlan(draws=True),
+    SamplingPlan(draws=True, cuts=True),
+    SamplingPlan(draws=True, cuts=True, top_logprobs=MAX_TOP_LOGPROBS),
+)
+"""What a captured step can do about sampling, cheapest first: few, so that there are few graphs."""
+
+
+_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+
+
+def _bucket(rows: int, largest: int) -> int:
+    """Rows of the smallest graph that serves so many."""
+    return min(largest, next(bucket for bucket in (*_BUCKETS, largest) if bucket >= rows))
+
+
+class DeviceModelRunner:
+    """See api.ModelRunner.
+
+    Args:
+        cache: its blocks from `num_kv_blocks` on hold adapters.
+        capture: whether decode steps are captured; False where there is no CUDA (the interpreter of the tests).
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        weights: DecoderWeights,
+        cache: KvCache,
+        limits: DeviceLimits,
+        *,
+        num_kv_blocks: int,
+        capture: bool = True,
+    ) -> None:
+        self._loaded = loaded
+        self._cache = cache
+        self._limits = limits
+        self._num_kv_blocks = num_kv_blocks
+        self._capture = capture and loaded.device.type == "cuda"
+        geometry = cache.geometry
+        bs, row = cache.block_size, geometry.row_elements
+        self._layout = PagedLayout(
+            block_size=bs,
+            stride_block=2 * geometry.num_layers * bs * row,
+            stride_token=row,
+            stride_kv=bs * row,
+            stride_head=geometry.head_dim,
+        )
+        self._adapters = AdapterArena(
+            cache.flat,
+            self._layout.stride_block,
+            range(num_kv_blocks, cache.num_blocks),
+            num_slots=limits.adapter_slots,
+            num_sites=len(loaded.sites),
+            max_rank=limits.max_rank,
+        )
+        pdl = loaded.device.type == "cuda" and torch.cuda.get_device_capability(loaded.device) >= (9, 0)
+        self._decoder = Decoder(
+            weights,
+            arena=cache.flat,
+            layout=self._layout,
+            layer_offsets=[2 * i * bs * row for i in range(geometry.num_layers)],
+            sites=self._adapters.sites,
+            lora_chunks=self._adapters.chunks,
+            max_rows=limits.max_rows,
+            max_decode_rows=limits.max_sequences,
+            pdl=pdl,
+        )
+        self._prefill_rows = prefill_block_m(weights.layers[0].attention)
+        device = loaded.device
+        max_blocks = -(-loaded.spec.max_context_tokens // bs)
+        self._slots = _SequenceSlots(2 * limits.max_sequences, max_blocks)
+        num_table_rows = self._slots.padding_row + 1
+        self._tables = torch.zeros(num_table_rows, max_blocks, dtype=torch.int32, device=device)
+        self._last_tokens = torch.zeros(num_table_rows, dtype=torch.int32, device=device)
+        self._decode_tables = StepTables(_fields(limits.max_sequences, limits.max_sequences, 0), device)
+        self._mixed_tables = StepTables(_fields(limits.max_rows, limits.max_sequences, limits.max_rows), device)
+        self._recordings: dict[tuple[int, int, SamplingPlan], _Recorded] = {}
+        self._row_owners: dict[int, tuple[int, int]] = {}
+        """By the sampler's row: the sequence whose parameters it has, and the output index that it draws next."""
+        self._pool = None
+        self._sampler = DeviceSampler(limits.max_sequences, loaded.spec.vocab_size, device)
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_kv_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self._cache.block_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self._loaded.spec.vocab_size
+
+    @property
+    def max_context_tokens(self) -> int:
+        return self._loaded.spec.max_context_tokens
+
+    def execute(self, batch: StepBatch) -> Sequence[Sampled]:
+        """See api.ModelRunner.execute."""
+        return self.submit(batch).result()
+
+    def submit(self, batch: StepBatch) -> PendingStep:
+        """Starts the step on the device and returns at once (but where a row has penalties: then it waits).
+
+        A later step may name this one's tokens as PENDING_TOKEN before the result is read.
+        """
+        with torch.inference_mode():
+            self._prepare_blocks(batch)
+            if not batch.chunks:
+                return PendingStep([])
+            sampled = [chunk for chunk in batch.chunks if chunk.samples]
+            plan = self._plan(batch.chunks)
+            rows = [plan.row_of[chunk.sequence_id] for chunk in sampled]
+            needed = SamplingPlan.of([chunk.sampling for chunk in sampled])
+            if not sampled:
+                self._run_logits(plan, rows)
+                return PendingStep([])
+            if needed.penalties:
+                results = sample(self._run_logits(plan, rows), sampled)
+                self._keep_tokens(plan, rows, torch.tensor([r.token_id for r in results], device=self._tables.device))
+                return PendingStep(sampled, results)
+            if plan.is_decode and self._capture:
+                return PendingStep(sampled, rows=self._replay(plan, sampled, rows, needed))
+            logits = self._run_logits(plan, rows)
+            drawn = self._draw(logits, sampled, range(len(sampled)), needed)
+            self._keep_tokens(plan, rows, drawn.token_ids)
+            return PendingStep(sampled, rows=drawn)
+
+    def logits(self, batch: StepBatch) -> Tensor:
+        """The pass without the draw: [chunks that sample, vocab], float32, in the batch's order. For tests."""
+        with torch.inference_mode():
+            self._prepare_blocks(batch)
+            plan = self._plan(batch.chunks)
+            return self._run_logits(plan, [plan.row_of[c.sequence_id] for c in batch.chunks if c.samples]).float()
+
+    def holds_adapter(self, uid: AdapterUid) -> bool:
+        return self._adapters.holds(uid)
+
+    def adapter_bytes(self, adapter: HostAdapter) -> int:
+        """See backend.AdapterTarget."""
+        return self._adapters.size_bytes(adapter)
+
+    def reserve_adapter(self, adapter: HostAdapter) -> None:
+        """See backend.AdapterTarget."""
+        self._adapters.reserve(adapter)
+
+    def fill_adapter(self, adapter: HostAdapter) -> None:
+        """See backend.AdapterTarget."""
+        self._adapters.fill(adapter)
+
+    def drop_adapter(self, uid: AdapterUid) -> None:
+        """See backend.AdapterTarget."""
+        self._adapters.drop(uid)
+
+    def graph_of(self, batch: StepBatch) -> torch.cuda.CUDAGraph:
+        """The graph that serves a batch of decoding, greedy rows, captured if it is not there yet. For benches."""
+        with torch.inference_mode():
+            return self._recorded(self._plan(batch.chunks), _GREEDY).graph
+
+    def _run_logits(self, plan: _Plan, rows: Sequence[int]) -> Tensor:
+        """[len(rows), vocab]"""
+        logit_rows = torch.tensor(rows, dtype=torch.long, device=self._tables.device)
+        if plan.is_decode and self._capture:
+            self._recorded(plan, _GREEDY).graph.replay()
+            self._row_owners.clear()
+            return self._decoder.logits_buffer[logit_rows]
+        return self._decoder.forward(replace(plan.step, token_ids=self._token_ids(plan.step), logit_rows=logit_rows))
+
+    def _replay(
+        self, plan: _Plan, sampled: Sequence[SequenceChunk], rows: Sequence[int], needed: SamplingPlan
+    ) -> SampledRows:
+        """The captured step; its tokens are kept for the next by the graph itself."""
+        variant = next(each for each in _PLANS if each.covers(needed))
+        recorded = self._recorded(plan, variant)
+        if variant == _GREEDY:
+            self._row_owners.clear()
+        else:
+            self._write_rows(sampled, rows)
+        recorded.graph.replay()
+        drawn = recorded.drawn
+        if list(rows) == list(range(len(rows))):
+            return _each(drawn, lambda tensor: tensor[: len(rows)])
+        index = torch.tensor(rows, device=self._tables.device)
+        return _each(drawn, lambda tensor: tensor[index])
+
+    def _draw(
+        self, logits: Tensor, sampled: Sequence[SequenceChunk], rows: Sequence[int], needed: SamplingPlan
+    ) -> SampledRows:
+        if needed.draws:
+            self._write_rows(sampled, rows)
+        else:
+            self._row_owners.clear()
+        return self._sampler.sample(logits, needed)
+
+    def _write_rows(self, sampled: Sequence[SequenceChunk], rows: Sequence[int]) -> None:
+        """Tells the sampler of the rows that changed hands; those that go on it advances by itself."""
+        changed = {
+            row: RowState(chunk.sampling, chunk.choice, chunk.output_index)
+            for chunk, row in zip(sampled, rows, strict=True)
+            if self._row_owners.get(row) != (chunk.sequence_id, chunk.output_index)
+        }
+        self._sampler.write_rows(changed)
+        self._row_owners = {
+            row: (chunk.sequence_id, chunk.output_index + 1) for chunk, row in zip(sampled, rows, strict=True)
+        }
+
+    def _keep_tokens(self, plan: _Plan, rows: Sequence[int], tokens: Tensor) -> None:
+        """For the next step, which may not have them from the host."""
+        index = torch.tensor(rows, dtype=torch.long, device=self._tables.device)
+        self._last_tokens.index_copy_(0, plan.step.table_rows[index].long(), tokens.int())
+
+    def _token_ids(self, step: DeviceStep) -> Tensor:
+        """The step's tokens, those of the step before filled in."""
+        given = step.token_ids[: step.rows]
+        last = self._last_tokens.index_select(0, step.table_rows[: step.rows])
+        return torch.where(given < 0, last, given)
+
+    def _recorded(self, plan: _Plan, variant: SamplingPlan) -> _Recorded:
+        bucket = _bucket(plan.step.rows, self._limits.max_sequences)
+        lora_tiles = _NO_LORA if plan.lora_tiles == _NO_LORA else _graph_tiles(plan.lora_tiles, bucket)
+        key = (bucket, lora_tiles, variant)
+        if key not in self._recordings:
+            self._recordings[key] = self._record(bucket, lora_tiles, variant)
+        return self._recordings[key]
+
+    def _record(self, bucket: int, lora_tiles: int, variant: SamplingPlan) -> _Recorded:
+        """Captures a step of decoding rows: pass, draw, and the tokens to where the next step finds them."""
+        step = self._device_step(self._decode_tables, bucket, bucket, lora_tiles, 0)
+
+        def run() -> SampledRows:
+            logits = self._decoder.forward(replace(step, token_ids=self._token_ids(step)))
+            drawn = self._sampler.sample(logits, variant)
+            # Rows of padding write to a table row of their own, that no sequence has.
+            self._last_tokens.index_copy_(0, step.table_rows[:bucket].long(), drawn.token_ids.int())
+            return drawn
+
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            run()  # compiles the kernels, and lets cuBLAS make its workspaces
+        stream.synchronize()
+        self._row_owners.clear()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            drawn = run()
+        self._pool = graph.pool()
+        return _Recorded(graph, drawn)
+
+    def _device_step(
+        self, tables: StepTables, rows: int, decode_rows: int, lora_tiles: int, num_prefill_tiles: int
+    ) -> DeviceStep:
+        lora_step = None
+        if lora_tiles != _NO_LORA:
+            tiles = tables.on_device("lora_tiles").view(-1, TILE_FIELDS)
+            lora_step = LoraStep(tiles, lora_tiles, tables.on_device("row_adapters"))
+        return DeviceStep(
+            rows=rows,
+            num_rows=tables.on_device("num_rows"),
+            token_ids=tables.on_device("token_ids"),
+            positions=tables.on_device("positions"),
+            tables=self._tables,
+            table_rows=tables.on_device("table_rows"),
+            decode_rows=decode_rows,
+            splits=self.splits_for(decode_rows),
+            prefill_tiles=tables.on_device("prefill_tiles").view(-1, PREFILL_TILE_FIELDS)
+            if num_prefill_tiles
+            else None,
+            num_prefill_tiles=num_prefill_tiles,
+            lora=lora_step,
+        )
+
+    def _plan(self, chunks: Sequence[SequenceChunk]) -> _Plan:
+        """Packs and uploads the step's metadata. Decoding rows come first, each kind in order of adapters."""
+        slot_of = {c.adapter_uid: self._adapters.slot_of(c.adapter_uid) for c in chunks if c.adapter_uid is not None}
+        adapter_slots = [0 if c.adapter_uid is None else slot_of[c.adapter_uid] for c in chunks]
+        order = sorted(range(len(chunks)), key=lambda i: (len(chunks[i].token_ids) > 1, adapter_slots[i]))
+        num_decodes = sum(len(c.token_ids) == 1 for c in chunks)
+        is_decode = num_decodes == len(chunks)
+        tables = self._decode_tables if is_decode else self._mixed_tables
+        host = tables.begin()
+        prefill_tiles = host["prefill_tiles"].reshape(-1, PREFILL_TILE_FIELDS)
+        updates = _TableUpdates()
+        row = num_prefill_tiles = 0
+        row_of: dict[int, int] = {}
+        runs: list[list[int]] = []
+        for i in order:
+            chunk, adapter = chunks[i], adapter_slots[i]
+            start, count = chunk.start_position, len(chunk.token_ids)
+            assert count > 0
+            slot = self._slots.take(chunk, self.block_size, updates)
+            if count == 1:
+                host["token_ids"][row] = chunk.token_ids[0]
+                host["positions"][row] = start
+                host["table_rows"][row] = slot
+                host["row_adapters"][row] = adapter
+            else:
+                end = row + count
+                host["token_ids"][row:end] = chunk.token_ids
+                host["positions"][row:end] = np.arange(start, start + count)
+                host["table_rows"][row:end] = slot
+                host["row_adapters"][row:end] = adapter
+                for first in range(0, count, self._prefill_rows):
+                    size = min(self._prefill_rows, count - first)
+                    prefill_tiles[num_prefill_tiles] = (row + first, size, start + first, slot)
+                    num_prefill_tiles += 1
+            row += count
+            row_of[chunk.sequence_id] = row - 1
+            if runs and runs[-1][1] == adapter:
+                runs[-1][0] = row
+            else:
+                runs.append([row, adapter])
+        host["num_rows"][0] = row
+        host["table_rows"][row:] = self._slots.padding_row
+        lora_tiles = _fill_tiles(host["lora_tiles"].reshape(-1, TILE_FIELDS), runs) if slot_of else _NO_LORA
+        tables.upload()
+        updates.apply(self._tables)
+        step = self._device_step(tables, row, num_decodes, lora_tiles, num_prefill_tiles)
+        return _Plan(step, row_of, is_decode, lora_tiles)
+
+    def splits_for(self, rows: int) -> int:
+        """Programs that share a row's context, so that about two programs stand on each of some 132 processors."""
+        return max(1, min(MAX_SPLITS, 264 // max(1, rows * self._cache.geometry.num_kv_heads)))
+
+    def _prepare_blocks(self, batch: StepBatch) -> None:
+        device = self._loaded.device
+        clears = [*batch.clear_blocks]
+        if clears:
+            self._cache.clear_blocks(torch.tensor(clears, device=device))
+        if batch.copy_blocks:
+            sources, targets = torch.tensor(batch.copy_blocks, device=device).unbind(1)
+            self._cache.copy_blocks(sources, targets)
+
+
+def _fields(rows: int, tiles: int, prefill_rows: int) -> dict[str, int]:
+    return {
+        "num_rows": 16,
+        "token_ids": rows,
+        "positions": rows,
+        "table_rows": rows,
+        "row_adapters": rows,
+        "lora_tiles": TILE_FIELDS * rows,
+        "prefill_tiles": PREFILL_TILE_FIELDS * prefill_rows,
+    }
+
+
+class _TableUpdates:
+    """Entries of the block tables that changed: [table row, entry] = block."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.entries: list[int] = []
+        self.blocks: list[int] = []
+
+    def apply(self, tables: Tensor) -> None:
+        if self.rows:
+            packed = torch.tensor([self.rows, self.entries, self.blocks])
+            if tables.is_cuda:
+                packed = packed.pin_memory().to(tables.device, non_blocking=True)
+            tables.index_put_((packed[0], packed[1]), packed[2].int())
+
+
+class _SequenceSlots:
+    """Which row of the device's block tables belongs to which sequence; those not seen for longest make room.
+
+    A sequence's entries before the one that its step writes do not change while it keeps its row, so only that one
+    and those behind it are compared.
+    """
+
+    def __init__(self, num_slots: int, max_blocks: int) -> None:
+        self._rows: OrderedDict[int, int] = OrderedDict()
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._mirror = np.zeros((num_slots, max_blocks), dtype=np.int32)
+        self._known = [0] * num_slots
+        self.padding_row = num_slots
+        """A row of the tables that no sequence has."""
+
+    def of(self, sequence_id: int) -> int:
+        return self._rows[sequence_id]
+
+    def take(self, chunk: SequenceChunk, block_size: int, updates: _TableUpdates) -> int:
+        row = self._rows.pop(chunk.sequence_id, None)
+        if row is None:
+            if not self._free:
+                _, freed = self._rows.popitem(last=False)
+                self._free.append(freed)
+            row = self._free.pop()
+            self._known[row] = 0
+        self._rows[chunk.sequence_id] = row
+        table, mirror = chunk.block_table, self._mirror[row]
+        first = min(self._known[row], chunk.start_position // block_size)
+        for entry in range(first, len(table)):
+            block = table[entry]
+            if entry >= self._known[row] or mirror[entry] != block:
+                mirror[entry] = block
+                updates.rows.append(row)
+                updates.entries.append(entry)
+                updates.blocks.append(block)
+        self._known[row] = len(table)
+        return row

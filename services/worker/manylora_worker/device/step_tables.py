@@ -1,0 +1,51 @@
+"""A step's metadata: packed on the host in one pinned buffer, copied in one transfer, read by kernels in place.
+
+The device tensors keep their addresses, so a captured graph reads whatever was uploaded last. A ring of host buffers
+lets the host pack the next step while a copy of the last one is still under way.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_RING = 4
+
+
+class StepTables:
+    """Named int32 fields of fixed lengths."""
+
+    def __init__(self, fields: dict[str, int], device: torch.device) -> None:
+        """fields: name -> length, in order."""
+        self._slices: dict[str, slice] = {}
+        end = 0
+        for name, length in fields.items():
+            self._slices[name] = slice(end, end + length)
+            end += length
+        pinned = device.type == "cuda"
+        self._host = [torch.zeros(end, dtype=torch.int32, pin_memory=pinned) for _ in range(_RING)]
+        self._done: list[torch.cuda.Event | None] = [None] * _RING
+        self._turn = 0
+        self._device = torch.zeros(end, dtype=torch.int32, device=device)
+
+    def on_device(self, name: str) -> Tensor:
+        return self._device[self._slices[name]]
+
+    def begin(self) -> dict[str, np.ndarray]:
+        """Host arrays to fill for the coming step, by field."""
+        self._turn = (self._turn + 1) % _RING
+        event = self._done[self._turn]
+        if event is not None:
+            event.synchronize()
+        array = self._host[self._turn].numpy()
+        return {name: array[place] for name, place in self._slices.items()}
+
+    def upload(self) -> None:
+        """Copies what `begin` gave out to the device, on the current stream."""
+        self._device.copy_(self._host[self._turn], non_blocking=True)
+        if self._device.is_cuda:
+            event = self._done[self._turn]
+            if event is None:
+                event = self._done[self._turn] = torch.cuda.Event()
+            event.record()

@@ -1,0 +1,378 @@
+"""The low-rank products of a mixed batch: shrink (x A^T) as a kernel, expand (s B) as a part of the kernels behind it.
+
+There are two ways to compute a batch. *By row*: every row for itself, with plain multiply-adds over weights that are
+read once, all in flight together; for rows of many adapters, where a matrix unit would idle on 15 of its 16 rows. *By
+tile*: up to TILE_ROWS consecutive rows of one adapter (or of none) at once on the matrix unit, with its weights read
+once; for rows that share adapters, and for prompts. Either way any ranks mix without padding: loops run over each
+adapter's own rank.
+
+An adapter's weights are chunks of up to CHUNK_RANKS ranks: of A [ranks, in], of B [ranks, out], row-major, B scaled by
+alpha / r already. A chunk may stand anywhere in the arena, so any free blocks serve any adapter.
+
+    tiles      int32 [n, 4]              first row, rows (0: an unused entry), adapter slot, 0; by tile
+    row_adapters  int32 [rows]           adapter slot of each row; by row
+    sites      int64 [slots, fields]     one site of every adapter slot:
+                                         0..2              rank of each linear layer ("slot") of the site; 0: none
+                                         4 + s * C + c     offset of A's chunk c of slot s
+                                         4 + (3 + s) C + c offset of B's chunk c of slot s
+    low_rank   float32 [splits, rows, 3 * C * CHUNK_RANKS]
+
+Offsets count elements of `weights`, the arena. C is the number of chunks of the largest rank served. Adapter slot 0
+stands for "no adapter": its ranks are zero. The expand is fused into the kernel that reads the base product anyway
+(elementwise.py): it costs no launch and no pass over the outputs.
+
+Sources of the idea: grouped products over adapter segments as in Punica (Chen et al., 2023) and S-LoRA (Sheng et al.,
+2023); the fused expand is ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE_FIELDS = 4
+CHUNK_RANKS = 16
+CHUNK_ALIGNMENT = 8
+"""Every chunk begins at a multiple of so many elements: 16 bytes, one load of a thread."""
+TILE_ROWS = 16
+"""Rows of one tile, at most."""
+MAX_SLOTS = 3
+"""Linear layers in one fused site."""
+_FIRST_OFFSET = 4
+
+
+def num_chunks(rank: int) -> int:
+    return -(-rank // CHUNK_RANKS)
+
+
+def site_fields(chunks: int) -> int:
+    """Numbers in one entry of `sites` where the largest rank served has `chunks` chunks."""
+    return _FIRST_OFFSET + 2 * MAX_SLOTS * chunks
+
+
+def a_field(slot: int, chunk: int, chunks: int) -> int:
+    return _FIRST_OFFSET + slot * chunks + chunk
+
+
+def b_field(slot: int, chunk: int, chunks: int) -> int:
+    return _FIRST_OFFSET + (MAX_SLOTS + slot) * chunks + chunk
+
+
+def low_rank_columns(chunks: int) -> int:
+    return MAX_SLOTS * chunks * CHUNK_RANKS
+
+
+@dataclass(frozen=True)
+class LoraRows:
+    """The adapters of a step's rows at one site."""
+
+    weights: Tensor
+    """The arena, flat."""
+    sites: Tensor
+    tiles: Tensor
+    num_tiles: int
+    """Entries of `tiles` to look at; 0: compute by row."""
+    row_adapters: Tensor
+    low_rank: Tensor
+    """[splits of this site, rows, columns]"""
+    chunks: int
+
+
+@triton.jit
+def load_tile(tiles_ptr, tile):
+    """First row, number of rows, adapter slot."""
+    first_row = tl.load(tiles_ptr + tile * 4)
+    num_rows = tl.load(tiles_ptr + tile * 4 + 1)
+    adapter = tl.load(tiles_ptr + tile * 4 + 2)
+    return first_row, num_rows, adapter
+
+
+@triton.jit
+def low_rank_of_row(s_row, within, rank_mask, stride_split, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr, dtype):
+    """[16]: one row's low-rank values, its splits added up, rounded as the weights are."""
+    splits = tl.arange(0, BLOCK_S)
+    parts = tl.load(
+        s_row + splits[:, None] * stride_split + within[None, :],
+        mask=(splits < SPLIT_K)[:, None] & rank_mask[None, :],
+        other=0.0,
+    )
+    return tl.sum(parts, 0).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _load_b(weights_ptr, site, slot, chunk, columns, column_mask, slot_columns, CHUNKS: tl.constexpr):
+    """[16, BLOCK_N]: one chunk of B; zero where the slot has no such ranks."""
+    within = tl.arange(0, 16)
+    rank_mask = within < tl.load(site + slot).to(tl.int32) - chunk * 16
+    b_ptr = weights_ptr + tl.multiple_of(tl.load(site + 4 + (3 + slot) * CHUNKS + chunk), 8)
+    return tl.load(
+        b_ptr + within[:, None] * slot_columns + columns[None, :],
+        mask=rank_mask[:, None] & column_mask[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def _add_low_rank(
+    acc,
+    b,
+    low_rank_ptr,
+    stride_low_rank,
+    stride_split,
+    site,
+    slot,
+    chunk,
+    rows,
+    row_mask,
+    BLOCK_M: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """acc [BLOCK_M, BLOCK_N] + s[rows, chunk] @ b."""
+    within = tl.arange(0, 16)
+    rank_mask = within < tl.load(site + slot).to(tl.int32) - chunk * 16
+    s_ptr = low_rank_ptr + slot * (CHUNKS * 16) + chunk * 16
+    if BLOCK_M == 1:
+        row = tl.max(rows, 0).to(tl.int64)
+        splits = tl.arange(0, BLOCK_S)
+        parts = tl.load(
+            s_ptr + row * stride_low_rank + splits[:, None] * stride_split + within[None, :],
+            mask=(splits < SPLIT_K)[:, None] & rank_mask[None, :],
+            other=0.0,
+        )
+        s_row = tl.sum(parts, 0).to(b.dtype).to(tl.float32)
+        return acc + tl.sum(s_row[:, None] * b.to(tl.float32), 0)[None, :]
+    else:
+        at = s_ptr + rows[:, None].to(tl.int64) * stride_low_rank + within[None, :]
+        both = row_mask[:, None] & rank_mask[None, :]
+        s = tl.load(at, mask=both, other=0.0)
+        for split in tl.static_range(1, SPLIT_K):
+            s += tl.load(at + split * stride_split, mask=both, other=0.0)
+        return tl.dot(s.to(b.dtype), b, acc, input_precision="ieee")
+
+
+@triton.jit
+def expand(
+    acc,
+    low_rank_ptr,
+    stride_low_rank,
+    stride_split,
+    weights_ptr,
+    site,
+    slot,
+    rows,
+    row_mask,
+    columns,
+    column_mask,
+    slot_columns,
+    BLOCK_M: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """acc [BLOCK_M, BLOCK_N] += s[rows] @ B[:, columns] of one slot; `columns` count inside the slot.
+
+    BLOCK_M is 1 or large enough for the matrix unit.
+    """
+    for chunk in range(0, tl.cdiv(tl.load(site + slot).to(tl.int32), 16)):
+        b = _load_b(weights_ptr, site, slot, chunk, columns, column_mask, slot_columns, CHUNKS)
+        acc = _add_low_rank(
+            acc, b, low_rank_ptr, stride_low_rank, stride_split, site, slot, chunk, rows, row_mask, BLOCK_M, CHUNKS,
+            SPLIT_K, BLOCK_S,
+        )  # fmt: skip
+    return acc
+
+
+@triton.jit
+def expand_pair(
+    one,
+    two,
+    low_rank_ptr,
+    stride_low_rank,
+    stride_split,
+    weights_ptr,
+    site,
+    slot_one,
+    slot_two,
+    rows,
+    row_mask,
+    columns_one,
+    columns_two,
+    column_mask,
+    slot_columns,
+    BLOCK_M: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """`expand` of two slots of equal width at once, so that both are under way together."""
+    rank = tl.maximum(tl.load(site + slot_one), tl.load(site + slot_two)).to(tl.int32)
+    for chunk in range(0, tl.cdiv(rank, 16)):
+        b_one = _load_b(weights_ptr, site, slot_one, chunk, columns_one, column_mask, slot_columns, CHUNKS)
+        b_two = _load_b(weights_ptr, site, slot_two, chunk, columns_two, column_mask, slot_columns, CHUNKS)
+        one = _add_low_rank(
+            one, b_one, low_rank_ptr, stride_low_rank, stride_split, site, slot_one, chunk, rows, row_mask, BLOCK_M,
+            CHUNKS, SPLIT_K, BLOCK_S,
+        )  # fmt: skip
+        two = _add_low_rank(
+            two, b_two, low_rank_ptr, stride_low_rank, stride_split, site, slot_two, chunk, rows, row_mask, BLOCK_M,
+            CHUNKS, SPLIT_K, BLOCK_S,
+        )  # fmt: skip
+    return one, two
+
+
+@triton.jit
+def _shrink_rows_kernel(
+    x_ptr,
+    weights_ptr,
+    sites_ptr,
+    row_adapters_ptr,
+    num_rows_ptr,
+    low_rank_ptr,
+    stride_x,
+    stride_site,
+    stride_low_rank,
+    stride_split,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    slot = tl.program_id(0)
+    split = tl.program_id(1)
+    row = tl.program_id(2)
+    is_there = row < tl.load(num_rows_ptr)
+    site = sites_ptr + tl.load(row_adapters_ptr + row, mask=is_there, other=0).to(tl.int64) * stride_site
+    rank = tl.load(site + slot).to(tl.int32)
+    within = tl.arange(0, 16)
+    ks = split * BLOCK_K + tl.arange(0, BLOCK_K)
+    k_mask = ks < K
+    out = low_rank_ptr + split * stride_split + row.to(tl.int64) * stride_low_rank + slot * (CHUNKS * 16)
+    if PDL and rank == 0:
+        tl.extra.cuda.gdc_wait()
+    for chunk in range(0, tl.cdiv(rank, 16)):
+        rank_mask = within < rank - chunk * 16
+        a_ptr = weights_ptr + tl.multiple_of(tl.load(site + 4 + slot * CHUNKS + chunk), 8)
+        a = tl.load(a_ptr + within[:, None] * K + ks[None, :], mask=rank_mask[:, None] & k_mask[None, :], other=0.0)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        x = tl.load(x_ptr + row.to(tl.int64) * stride_x + ks, mask=k_mask, other=0.0).to(tl.float32)
+        tl.store(out + chunk * 16 + within, tl.sum(a.to(tl.float32) * x[None, :], 1), mask=rank_mask)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _shrink_tiles_kernel(
+    x_ptr,
+    weights_ptr,
+    sites_ptr,
+    tiles_ptr,
+    low_rank_ptr,
+    stride_x,
+    stride_site,
+    stride_low_rank,
+    stride_split,
+    K: tl.constexpr,
+    K_OF_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    slot = tl.program_id(0)
+    split = tl.program_id(1)
+    first_row, num_rows, adapter = load_tile(tiles_ptr, tl.program_id(2))
+    site = sites_ptr + adapter.to(tl.int64) * stride_site
+    rank = tl.load(site + slot).to(tl.int32)
+    offsets = tl.arange(0, BLOCK_M)
+    rows = first_row + offsets
+    row_mask = offsets < num_rows
+    x_rows = x_ptr + rows[:, None].to(tl.int64) * stride_x
+    within = tl.arange(0, 16)
+    out = low_rank_ptr + split * stride_split + rows[:, None].to(tl.int64) * stride_low_rank + slot * (CHUNKS * 16)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if num_rows == 0:
+        return
+    for chunk in range(0, tl.cdiv(rank, 16)):
+        rank_mask = within < rank - chunk * 16
+        a_rows = weights_ptr + tl.multiple_of(tl.load(site + 4 + slot * CHUNKS + chunk), 8) + within[:, None] * K
+        acc = tl.zeros((BLOCK_M, 16), tl.float32)
+        for k in range(split * K_OF_SPLIT, split * K_OF_SPLIT + K_OF_SPLIT, BLOCK_K):
+            ks = k + tl.arange(0, BLOCK_K)
+            k_mask = ks < K
+            x = tl.load(x_rows + ks[None, :], mask=row_mask[:, None] & k_mask[None, :], other=0.0)
+            a = tl.load(a_rows + ks[None, :], mask=rank_mask[:, None] & k_mask[None, :], other=0.0)
+            acc = tl.dot(x, tl.trans(a), acc, input_precision="ieee")
+        tl.store(out + (chunk * 16 + within)[None, :], acc, mask=row_mask[:, None] & rank_mask[None, :])
+
+
+_K_OF_SPLIT = 1024
+_FEW_PROGRAMS_ROWS = 512
+"""Up to so many rows a shrink has too few programs unless its inner dimension is split."""
+
+
+def shrink_splits(in_features: int, rows: int) -> int:
+    """Splits of `low_rank` that `shrink` writes."""
+    return triton.cdiv(in_features, _K_OF_SPLIT) if rows <= _FEW_PROGRAMS_ROWS else 1
+
+
+def shrink(x: Tensor, lora: LoraRows, *, num_slots: int, num_rows: Tensor, pdl: bool) -> None:
+    """low_rank[split, row, :] = x[row] A^T over the split's share of the columns; the reader adds the splits up.
+
+    Args:
+        x: [rows, in], of the arena's dtype.
+        lora: rows without an adapter are left as they are.
+        num_slots: linear layers in the site, at most MAX_SLOTS.
+        num_rows: int32 scalar: rows that are there.
+        pdl: see elementwise.py.
+    """
+    rows, in_features = x.shape
+    splits = lora.low_rank.shape[0]
+    if lora.num_tiles == 0:
+        _shrink_rows_kernel[(num_slots, splits, rows)](
+            x,
+            lora.weights,
+            lora.sites,
+            lora.row_adapters,
+            num_rows,
+            lora.low_rank,
+            x.stride(0),
+            lora.sites.stride(0),
+            lora.low_rank.stride(1),
+            lora.low_rank.stride(0),
+            K=in_features,
+            BLOCK_K=_K_OF_SPLIT,
+            CHUNKS=lora.chunks,
+            PDL=pdl,
+            num_warps=4,
+            launch_pdl=pdl,
+        )
+        return
+    block_k = min(256, triton.next_power_of_2(in_features))
+    _shrink_tiles_kernel[(num_slots, splits, lora.num_tiles)](
+        x,
+        lora.weights,
+        lora.sites,
+        lora.tiles,
+        lora.low_rank,
+        x.stride(0),
+        lora.sites.stride(0),
+        lora.low_rank.stride(1),
+        lora.low_rank.stride(0),
+        K=in_features,
+        K_OF_SPLIT=triton.cdiv(triton.cdiv(in_features, splits), block_k) * block_k,
+        BLOCK_M=TILE_ROWS,
+        BLOCK_K=block_k,
+        CHUNKS=lora.chunks,
+        PDL=pdl,
+        num_warps=4,
+        num_stages=3,
+        launch_pdl=pdl,
+    )

@@ -1,0 +1,122 @@
+"""The device decoder against transformers + PEFT in fp32: every family that it knows, mixed batches, every kernel.
+
+On a machine with CUDA (marked gpu) it runs the kernels and graphs of production; elsewhere Triton's interpreter runs
+the same kernels, slowly, for a few cases.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from manylora_worker import loader
+from manylora_worker.adapters.source import read_adapter
+from manylora_worker.engine.attention import ATTENTION, register_attention
+from manylora_worker.engine.kv_cache import KvCache
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from tests.numerics.conftest import Family
+from tests.numerics.driver import LIMITS, Driver, Stream
+from tests.numerics.test_engine_against_peft import FamilyOf, mixed_streams
+
+triton = pytest.importorskip("triton", reason="the kernels need Triton")
+
+from manylora_worker.device.decoder_weights import read_decoder  # noqa: E402
+from manylora_worker.device.runner import DeviceLimits, DeviceModelRunner  # noqa: E402
+
+ON_DEVICE = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"]
+TOLERANCE = 1e-3
+
+
+def make_device_runner(family: Family, folder: Path, device: str) -> tuple[loader.LoadedModel, DeviceModelRunner]:
+    loaded = loader.load_model(str(folder), device=device)
+    weights = read_decoder(loaded)
+    assert weights is not None
+    cache = KvCache(loaded.spec.kv, num_blocks=900, block_size=16, dtype=loaded.dtype, device=loaded.device)
+    limits = DeviceLimits(max_rows=1024, max_sequences=32, adapter_slots=16, max_rank=64)
+    return loaded, DeviceModelRunner(loaded, weights, cache, limits, num_kv_blocks=400)
+
+
+def put_device_adapter(runner: DeviceModelRunner, loaded: loader.LoadedModel, folder: Path) -> str:
+    adapter = read_adapter(folder, loaded, LIMITS)
+    if not runner.holds_adapter(adapter.uid):
+        runner.reserve_adapter(adapter)
+        runner.fill_adapter(adapter)
+    return adapter.uid
+
+
+def check_family(family_of: FamilyOf, name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "can_pack", lambda *_: False)
+    monkeypatch.setattr("tests.numerics.test_engine_against_peft.put_adapter", put_device_adapter)
+    on_cpu = family_of(name)
+    loaded, runner = make_device_runner(on_cpu, on_cpu.folder, device)
+    family = Family(name, on_cpu.folder, on_cpu.adapters, loaded, on_cpu.reference)
+    driver = Driver(runner)  # type: ignore[arg-type]
+    mixed = mixed_streams(family, driver)
+    streams = [stream for stream, _ in mixed]
+    for round_number in range(2):
+        for row, (stream, adapter) in zip(driver.logits(streams), mixed, strict=True):
+            expected = on_cpu.reference.logits(stream.tokens, adapter)[-1]
+            torch.testing.assert_close(row.cpu(), expected, atol=TOLERANCE, rtol=0)
+        for stream in streams:
+            stream.output.append(stream.prompt[round_number])
+    if device == "cuda":
+        driver.run(streams, 8, prefill_tokens=5)
+        for stream, adapter in mixed:
+            assert stream.output[2:] == on_cpu.reference.greedy(stream.prompt + stream.output[:2], adapter, 6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_DEVICE)
+def test_on_the_device(family_of: FamilyOf, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_family(family_of, name, "cuda", monkeypatch)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "phi3"])
+def test_in_the_interpreter(family_of: FamilyOf, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_family(family_of, name, "cpu", monkeypatch)
+
+
+@pytest.mark.gpu
+def test_real_shapes_in_bfloat16() -> None:
+    """Layers as wide as an 8B model's, where products are split and cut otherwise than in the tiny models.
+
+    Decode steps of many sizes, against transformers' own pass in float32 over the same weights and tokens.
+    """
+    config = LlamaConfig(
+        vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=1024, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    register_attention()
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation=ATTENTION
+        ).eval()
+        exact = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=torch.float32, attn_implementation="sdpa"
+        ).eval()
+    exact.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
+    loaded = loader.prepare_model(model.requires_grad_(False), name="wide")
+    weights = read_decoder(loaded)
+    assert weights is not None
+    cache = KvCache(loaded.spec.kv, num_blocks=1200, block_size=16, dtype=loaded.dtype, device=loaded.device)
+    limits = DeviceLimits(max_rows=8192, max_sequences=128, adapter_slots=4, max_rank=16)
+    driver = Driver(DeviceModelRunner(loaded, weights, cache, limits, num_kv_blocks=1100))  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(2, 120, (100,), generator=generator).tolist()
+    streams = [Stream(torch.randint(3, 32000, (n,), generator=generator).tolist()) for n in lengths]
+    prefilled = driver.logits(streams)
+    batches = [streams[:1], streams[1:9], streams[9:49], streams[49:]]
+    for stream in streams:
+        stream.output.append(7)
+    decoded = torch.cat([driver.logits(batch) for batch in batches])
+    for i, stream in enumerate(streams):
+        with torch.inference_mode():
+            expected = exact(torch.tensor([stream.tokens], device="cuda")).logits[0, -2:].float()
+        for got, want in ((prefilled[i], expected[0]), (decoded[i], expected[1])):
+            assert (got - want).norm() / want.norm() < 0.03

@@ -1,0 +1,124 @@
+"""The engine core over the device runner and a real adapter store: all of a worker with a GPU but the network."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from manylora_shared.adapter_files import CONFIG_NAME, WEIGHTS_NAME, adapter_uid, parse_config
+from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
+from manylora_worker.adapters.cache import AdapterCacheLimits
+from manylora_worker.engine.api import EngineRequest, Sampling
+from manylora_worker.engine.core import EngineCore, EngineLimits
+from manylora_worker.engine.step_planner import PlannerLimits
+from manylora_worker.engine_factory import EngineOptions, build_engine_parts
+
+from tests.numerics.families import VOCAB_SIZE
+from tests.numerics.test_engine_against_peft import FamilyOf
+
+pytestmark = pytest.mark.gpu
+MAX_TOKENS = 20
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_core_equals_peft(family_of: FamilyOf, name: str, tmp_path: Path) -> None:
+    """Chunked prefill, a pool too small for all, adapters loaded and evicted meanwhile, graphs of many sizes."""
+    family = family_of(name)
+    uids: dict[str | None, AdapterUid | None] = {None: None}
+    for adapter, folder in family.adapters.items():
+        uid = adapter_uid(parse_config((folder / CONFIG_NAME).read_bytes()), folder / WEIGHTS_NAME)
+        uids[adapter] = uid
+        shutil.copytree(folder, tmp_path / "objects" / uid, dirs_exist_ok=True)
+    adapter_bytes = 3 << 18
+    options = EngineOptions(
+        model=str(family.folder), adapter_store=tmp_path, device="cuda", dtype="float32", num_blocks=16,
+        device_adapter_bytes=adapter_bytes, sequence_slots=8, max_batch_tokens=48,
+    )  # fmt: skip
+    parts = build_engine_parts(options)
+    limits = EngineLimits(
+        planner=PlannerLimits(max_batch_tokens=48, prefill_chunk_tokens=17, sequence_slots=8),
+        adapters=AdapterCacheLimits(host_bytes=1 << 30, device_bytes=adapter_bytes),
+        max_requests=100,
+    )
+    core = EngineCore(parts.runner, parts.backend, limits)
+    rng = random.Random(name)
+    wanted = [
+        (adapter, [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice((1, 3, 8, 21, 40)))])
+        for _ in range(2)
+        for adapter in uids
+    ]
+    for i, (adapter, prompt) in enumerate(wanted):
+        request = EngineRequest(
+            RequestId(f"r{i}"), TenantId("t"), QosClass("interactive"), uids[adapter], tuple(prompt), MAX_TOKENS,
+            Sampling(seed=i, temperature=0.0), n=1 + i % 2,
+        )  # fmt: skip
+        core.add(request, now=0.0)
+    got: dict[tuple[str, int], list[int]] = {}
+    deadline = time.monotonic() + 120
+    try:
+        while core.has_work():
+            assert time.monotonic() < deadline
+            for output in core.step(now=time.monotonic()):
+                got.setdefault((output.request_id, output.choice), []).extend(output.token_ids)
+            core.take_ended()
+            core.check_invariants()
+        for i, (adapter, prompt) in enumerate(wanted):
+            expected = family.reference.greedy(prompt, adapter, MAX_TOKENS)
+            for choice in range(1 + i % 2):
+                assert got[f"r{i}", choice] == expected, (adapter, len(prompt))
+        stats = core.stats()
+        assert stats.preemptions > 0
+        assert stats.failed_steps == 0
+    finally:
+        parts.backend.close()
+
+
+def test_drawn_tokens_are_those_of_the_cpu(family_of: FamilyOf, tmp_path: Path) -> None:
+    """Temperature, cuts and logprobs, in graphs and beside prompts: the tokens that the reference engine draws."""
+    family = family_of("llama")
+    rng = random.Random(5)
+    kinds = [
+        {"temperature": 0.0},
+        {"temperature": 0.9},
+        {"temperature": 1.3, "top_k": 7},
+        {"temperature": 1.0, "top_p": 0.7, "min_p": 0.02},
+        {"temperature": 0.8, "top_logprobs": 3},
+        {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    ]
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(2, 30))] for _ in range(12)]
+    drawn = []
+    for device in ("cpu", "cuda"):
+        options = EngineOptions(
+            model=str(family.folder), adapter_store=tmp_path, device=device, dtype="float32", num_blocks=200,
+            sequence_slots=8, max_batch_tokens=64,
+        )  # fmt: skip
+        parts = build_engine_parts(options)
+        limits = EngineLimits(
+            planner=PlannerLimits(max_batch_tokens=64, prefill_chunk_tokens=16, sequence_slots=8),
+            adapters=AdapterCacheLimits(host_bytes=1 << 20, device_bytes=1 << 20),
+            max_requests=100,
+        )
+        core = EngineCore(parts.runner, parts.backend, limits)
+        for i, prompt in enumerate(prompts):
+            sampling = Sampling(seed=i, **kinds[i % len(kinds)])  # type: ignore[arg-type]
+            core.add(
+                EngineRequest(
+                    RequestId(f"r{i}"), TenantId("t"), QosClass("batch"), None, tuple(prompt), MAX_TOKENS, sampling
+                ),
+                now=0.0,
+            )
+        tokens: dict[str, list[int]] = {}
+        logprobs: dict[str, list[float]] = {}
+        while core.has_work():
+            for output in core.step(now=0.0):
+                tokens.setdefault(output.request_id, []).extend(output.token_ids)
+                logprobs.setdefault(output.request_id, []).extend(each.logprob for each in output.logprobs)
+            core.take_ended()
+        parts.backend.close()
+        drawn.append((tokens, logprobs))
+    assert drawn[0][0] == drawn[1][0]
+    for request_id, expected in drawn[0][1].items():
+        assert drawn[1][1][request_id] == pytest.approx(expected, abs=1e-3)

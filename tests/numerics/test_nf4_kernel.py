@@ -1,0 +1,255 @@
+"""The 4-bit products against bitsandbytes: codes and scales bit for bit, products within bf16.
+
+Runs in Triton's interpreter on the CPU (TRITON_INTERPRET=1 before the first import of the kernels) and, marked gpu, as
+compiled code. The interpreter cannot run the kernels' PTX, so that is proven apart, by executing it here.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
+
+from manylora_worker.kernels import nf4  # noqa: E402
+from manylora_worker.kernels.nf4 import Nf4Linear, Nf4Weight, Nf4Workspace  # noqa: E402
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs where TRITON_INTERPRET=1")
+DEVICES = [
+    pytest.param("cpu", marks=needs_interpreter),
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET is set")]),
+]
+SHAPES = [(64, 64), (7, 192), (130, 448), (66, 1024)]
+"""(out, in): one block, less than a tile of outputs, no multiple of one; inputs of 64 but of no tile; whole tiles."""
+TOLERANCE = 1e-2
+
+
+def random_weight(out_features: int, in_features: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(out_features, in_features, generator=generator) * 0.05).bfloat16()
+
+
+def moved(weight: Nf4Weight, device: str) -> Nf4Weight:
+    return Nf4Weight(weight.codes.to(device), weight.absmax.to(device))
+
+
+def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    assert torch.isfinite(result).all()
+    return float((result.float() - expected.float()).abs().max() / expected.float().abs().max())
+
+
+def bitsandbytes_state(weight: torch.Tensor, *, double: bool) -> tuple[Any, torch.Tensor, Any]:
+    functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
+    packed, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=double)
+    return functional, packed, state
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("shape", [*SHAPES, (300, 4096)], ids=str)
+def test_quantizes_as_bitsandbytes_does(shape: tuple[int, int], double: bool, dtype: torch.dtype) -> None:
+    weight = random_weight(*shape, seed=sum(shape)).to(dtype)
+    weight[0, :64] = 0  # a block without a scale
+    weight[-1, -64:] *= 1e-3
+    functional, packed, state = bitsandbytes_state(weight, double=double)
+    theirs = nf4.from_bitsandbytes(packed, state)
+    ours = nf4.quantize(weight, double=double)
+    assert torch.equal(ours.codes, theirs.codes)
+    if double:
+        # float64 takes its portable code, which rounds to the nearest as its CUDA code does. Its C++ for the CPU reads
+        # the map through a table of 65,536 steps, and is one code off near a midpoint, once in some hundred scales.
+        plain_absmax = bitsandbytes_state(weight, double=False)[2].absmax
+        offset = plain_absmax.mean()
+        code_map = functional.create_dynamic_map()
+        shifted = plain_absmax - offset
+        exact_codes, scales = torch.ops.bitsandbytes.quantize_blockwise.default(shifted.double(), code_map, 256)
+        exact = nf4.nested_absmax(exact_codes, scales, code_map, offset)
+        assert torch.equal(ours.absmax.reshape(-1), exact)
+        own_codes = nf4._quantize_scales(shifted)[0].int()
+        off = (own_codes - state.absmax.int()).abs()
+        assert off.max() <= 1
+        assert off.sum() <= 2 + len(off) // 100
+    else:
+        assert torch.equal(ours.absmax, theirs.absmax)
+    assert torch.equal(nf4.dequantize_reference(theirs, dtype), functional.dequantize_4bit(packed, state))
+
+
+def test_the_dynamic_map_is_theirs() -> None:
+    functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
+    assert torch.equal(nf4.dynamic_map(), functional.create_dynamic_map())
+
+
+def test_refuses_what_it_cannot_hold() -> None:
+    weight = random_weight(4, 128, seed=0)
+    functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
+    packed, state = functional.quantize_4bit(weight, blocksize=64, quant_type="fp4")
+    with pytest.raises(ValueError, match="fp4"):
+        nf4.from_bitsandbytes(packed, state)
+    packed, state = functional.quantize_4bit(weight, blocksize=128, quant_type="nf4")
+    with pytest.raises(ValueError, match="128"):
+        nf4.from_bitsandbytes(packed, state)
+    with pytest.raises(ValueError, match="96 inputs"):
+        nf4.quantize(random_weight(2, 96, seed=0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_dequantizes_bit_for_bit(shape: tuple[int, int], device: str) -> None:
+    weight = nf4.quantize(random_weight(*shape, seed=3))
+    out = torch.full(shape, float("nan"), dtype=torch.bfloat16, device=device)
+    result = nf4.dequantize(moved(weight, device), Nf4Workspace(torch.device(device)), out)
+    assert torch.equal(result.cpu(), nf4.dequantize_reference(weight))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 16, 33, 64, 100])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products(shape: tuple[int, int], num_rows: int, device: str) -> None:
+    torch.manual_seed(num_rows * 1000 + sum(shape))
+    weight = nf4.quantize(torch.randn(shape).bfloat16())
+    x = torch.randn(num_rows, shape[1]).bfloat16()
+    bias = torch.randn(shape[0]).bfloat16() if (num_rows + shape[0]) % 2 else None
+    expected = torch.nn.functional.linear(
+        x.double(), nf4.dequantize_reference(weight).double(), None if bias is None else bias.double()
+    )
+    workspace = Nf4Workspace(torch.device(device))
+    workspace.parts.fill_(float("nan"))
+    arguments = (moved(weight, device), workspace, None if bias is None else bias.to(device))
+    results = [Nf4Linear(arguments[0], arguments[2], workspace)(x.to(device)[None])[0]]
+    for product, limit in ((nf4.product_by_reduction, 4), (nf4.product_by_tiles, 64)):
+        if num_rows <= limit:
+            out = torch.full((num_rows, shape[0]), float("nan"), dtype=torch.bfloat16, device=device)
+            results.append(product(x.to(device), *arguments, out))
+    for result in results:
+        assert relative_error(result.cpu(), expected) <= TOLERANCE
+    assert not workspace.arrivals.any()  # ready for the next product
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_does_not_depend_on_its_neighbours(device: str) -> None:
+    torch.manual_seed(5)
+    weight = moved(nf4.quantize(torch.randn(96, 512).bfloat16()), device)
+    workspace = Nf4Workspace(torch.device(device))
+    x = torch.randn(16, 512).bfloat16().to(device)
+    whole = nf4.product_by_tiles(x, weight, workspace)
+    for row in (0, 5, 15):
+        assert torch.equal(nf4.product_by_tiles(x[row : row + 1], weight, workspace)[0], whole[row])
+    assert torch.equal(nf4.product_by_tiles(x.flip(0), weight, workspace).flip(0), whole)
+    four = nf4.product_by_reduction(x[:4], weight, workspace)
+    assert torch.equal(nf4.product_by_reduction(x[:4].flip(0), weight, workspace).flip(0), four)
+
+
+@pytest.mark.gpu
+def test_products_in_a_graph() -> None:
+    if INTERPRETED:
+        pytest.skip("TRITON_INTERPRET is set")
+    torch.manual_seed(6)
+    workspace = Nf4Workspace(torch.device("cuda"))
+    layers = [Nf4Linear.from_weight(torch.randn(o, 1024).bfloat16().cuda(), None, workspace) for o in (1024, 4096)]
+    for num_rows in (1, 16, 64, 100):
+        x = torch.randn(num_rows, 1024).bfloat16().cuda()
+        expected = [layer(x) for layer in layers]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = [layer(x) for layer in layers]
+        for _ in range(3):
+            for result in results:
+                result.fill_(float("nan"))
+            graph.replay()
+            assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+def test_from_a_linear4bit() -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    plain = torch.nn.Linear(192, 7, dtype=torch.bfloat16)
+    theirs = bitsandbytes.nn.Linear4bit(192, 7, compute_dtype=torch.bfloat16, quant_type="nf4")
+    theirs.load_state_dict(plain.state_dict())
+    theirs = theirs.to("cpu")
+    workspace = Nf4Workspace(torch.device("cpu"))
+    ours = Nf4Linear.from_linear4bit(theirs, workspace)
+    own = Nf4Linear.from_weight(plain.weight.data, plain.bias, workspace)
+    assert torch.equal(ours._weight.codes, own._weight.codes)
+    assert torch.equal(ours._weight.absmax, own._weight.absmax)
+    if INTERPRETED:
+        x = torch.randn(8, 192).bfloat16()
+        expected = torch.nn.functional.linear(
+            x.float(),
+            bitsandbytes.functional.dequantize_4bit(theirs.weight.data, theirs.weight.quant_state).float(),
+            plain.bias.detach().float(),
+        )
+        assert relative_error(ours(x), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 64, 96, 264, 1000])
+@pytest.mark.parametrize("num_blocks", [1, 3, 64, 224])
+def test_splits_cover_the_inputs_once(tiles: int, num_blocks: int) -> None:
+    splits, per_split = nf4._split(tiles, num_blocks, 4)
+    assert (splits - 1) * per_split < num_blocks <= splits * per_split
+    if splits > 1:
+        assert per_split % 4 == 0
+        assert tiles <= nf4._PROGRAMS_WANTED
+        for tile in nf4._PRODUCT_TILES:
+            room = Nf4Workspace(torch.device("cpu")).parts.numel()
+            assert splits * tile.rows * tiles * tile.outs <= room
+
+
+# ---- the PTX
+
+
+def run_ptx(asm: str, inputs: dict[str, int]) -> dict[str, int]:
+    """Executes the straight-line integer PTX of the lookup; floating-point lines are left to the caller."""
+    values = dict(inputs)
+
+    def value(operand: str) -> int:
+        return int(operand, 16) if operand.startswith("0x") else int(operand) if operand.isdigit() else values[operand]
+
+    def permute(a: int, b: int, selector: int) -> int:
+        source = (a | b << 32).to_bytes(8, "little")
+        nibbles = [selector >> 4 * i & 0xF for i in range(4)]
+        chosen = [source[n & 7] if n < 8 else 0xFF * (source[n & 7] >> 7) for n in nibbles]
+        return int.from_bytes(bytes(chosen), "little")
+
+    for line in asm.strip("{} ").split(";"):
+        name, _, rest = line.strip().partition(" ")
+        operands = re.findall(r"[$\w]+", rest)
+        target, *sources = operands or [""]
+        if name == "and.b32":
+            values[target] = value(sources[0]) & value(sources[1])
+        elif name == "shr.b32":
+            values[target] = value(sources[0]) >> value(sources[1])
+        elif name == "lop3.b32":
+            assert value(sources[3]) == 0xEA
+            values[target] = value(sources[0]) & value(sources[1]) | value(sources[2])
+        elif name == "prmt.b32":
+            values[target] = permute(*(value(source) for source in sources))
+        elif name == "mov.b32":
+            low, high, source = operands
+            values[low], values[high] = value(source) & 0xFFFF, value(source) >> 16
+        else:
+            assert name in ("", ".reg", "cvt.rn.bf16x2.f32", "mul.rn.bf16x2"), name
+    return values
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_lookup_in_ptx(seed: int) -> None:
+    codes = torch.randint(16, (8,), generator=torch.Generator().manual_seed(seed)).tolist()
+    packed = bytes(high << 4 | low for high, low in zip(codes[::2], codes[1::2], strict=True))
+    word = int.from_bytes(packed, "little")
+    registers = [f"${9 + i}" for i in range(4)]
+    inputs = {"$8": word, **dict(zip(registers, nf4._register_words(nf4.REPEATED_BITS), strict=True))}
+    bits = run_ptx(nf4._floats_asm(), inputs)
+    floats = torch.tensor([bits[f"${i}"] for i in range(8)], dtype=torch.int64).to(torch.int32).view(torch.float32)
+    assert floats.tolist() == [nf4.REDUCTION_CODEBOOK[code] for code in codes]
+    inputs.update(zip(registers, nf4._register_words(nf4.PAIR_BITS), strict=True))
+    bits = run_ptx(nf4._scaled_pairs_asm(), inputs)
+    pairs = torch.tensor([bits[f"${i}"] for i in range(8)], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    assert torch.equal(pairs, torch.tensor(nf4.CODEBOOK)[codes].bfloat16())
+
+
+def test_the_reductions_codebook_is_within_half_a_step_of_bf16() -> None:
+    for value, used in zip(nf4.CODEBOOK, nf4.REDUCTION_CODEBOOK, strict=True):
+        assert abs(used - value) <= abs(value) * 2**-8
