@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo up test unit oracle soak sim check lint types layers format proto compose-test clean
+.PHONY: help install demo up test unit oracle soak sim kernels check lint types layers format proto compose-test clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
@@ -43,6 +43,10 @@ soak: $(STAMP) ## 64 streams, cancels, disconnects and adapter churn for ten min
 
 sim: $(STAMP) ## the whole cluster simulated under faults: make sim SEEDS=200
 	@$(BIN)/python -m pytest -q tests/sim --sim-seeds $(SEEDS)
+
+kernels: $(STAMP) ## the GPU's kernels in Triton's interpreter, on the CPU (installs Triton)
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt triton
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/numerics/test_device_runner.py tests/numerics/test_device_sampler.py tests/numerics/test_nf4_kernel.py
 
 check: lint types layers ## lint, types and the layers
 

@@ -478,9 +478,8 @@ class DeviceModelRunner:
 
     def _prepare_blocks(self, batch: StepBatch) -> None:
         device = self._loaded.device
-        clears = [*batch.clear_blocks]
-        if clears:
-            self._cache.clear_blocks(torch.tensor(clears, device=device))
+        if batch.clear_blocks:
+            self._cache.clear_blocks(torch.tensor(batch.clear_blocks, device=device))
         if batch.copy_blocks:
             sources, targets = torch.tensor(batch.copy_blocks, device=device).unbind(1)
             self._cache.copy_blocks(sources, targets)
