@@ -8,10 +8,10 @@ import pytest
 from manylora_scheduler.core import (
     CLOSING_GRACE_S,
     GRANT_TIMEOUT_S,
-    HOLD_AFTER_PASSES,
     PREFETCHES_PER_WORKER,
     CoreLimits,
 )
+from manylora_scheduler.dispatch import HOLD_AFTER_PASSES
 from manylora_scheduler.events import (
     Dropped,
     GrantClosed,
