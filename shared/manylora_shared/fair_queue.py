@@ -84,8 +84,7 @@ class Rank(NamedTuple):
     """Unique inside the flow."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pick(Generic[I, P]):
+class Pick(NamedTuple, Generic[I, P]):
     """What `select` chose; `dispatch` takes it."""
 
     item: I
@@ -97,8 +96,7 @@ class Pick(Generic[I, P]):
     """The item that would have been chosen if it could be started."""
 
 
-@dataclass(frozen=True)
-class FlowSnapshot(Generic[F]):
+class FlowSnapshot(NamedTuple, Generic[F]):
     flow: F
     weight: int
     settled: int
@@ -115,6 +113,11 @@ class Snapshot(Generic[F, I]):
     """What is left of each running item's reservation, in the order of dispatch."""
     counted: Mapping[str, Mapping[F, int]]
     """By source: the counters up to which `settled` goes."""
+
+    @property
+    def size(self) -> int:
+        """Entries in all."""
+        return len(self.flows) + len(self.reserved) + sum(map(len, self.counted.values()))
 
 
 class _Item(Generic[F]):
@@ -510,16 +513,14 @@ class FairQueue(Generic[F, I]):
         aged = self._aging * self._now_us
         rising, full = self._rising.first(), self._full.first()
         first = rising
-        if rising is None or (
-            full is not None and (full[0].key, full[0].order) < (rising[0].key - aged, rising[0].order)
-        ):
+        if rising is None or (full is not None and full[0][:2] < (rising[0][0] - aged, rising[0][1])):
             first = full
         if first is None:
             return
-        yield first[0].flow, first[1]
+        yield first[0][2], first[1]
         for _, _, flow, need in heapq.merge(
-            ((place.key - aged, place.order, place.flow, need) for place, need in self._rising.heads()),
-            ((place.key, place.order, place.flow, need) for place, need in self._full.heads()),
+            ((key - aged, order, flow, need) for (key, order, flow), need in self._rising.heads()),
+            ((key, order, flow, need) for (key, order, flow), need in self._full.heads()),
         ):
             yield flow, need
 
@@ -528,14 +529,14 @@ class FairQueue(Generic[F, I]):
         first = self._plain.first()
         assert first is not None
         if fitting.get(first[1]):
-            return first[0].key
-        for place, need in self._plain.heads():
+            return first[0][0]
+        for (tag, _, flow), need in self._plain.heads():
             if need not in fitting:
-                item = self._flows[place.flow].head
+                item = self._flows[flow].head
                 assert item is not None, "only flows with queued items stand in the contest"
                 fitting[need] = fits(item) is not None
             if fitting[need]:
-                return place.key
+                return tag
         raise AssertionError("one flow was found to fit")
 
     # ---- books
@@ -602,13 +603,13 @@ class FairQueue(Generic[F, I]):
         elif flow.tag <= self._clock:
             del self._flows[flow.key]
         else:
-            heapq.heappush(self._resting, Place(flow.tag, flow.order, flow.key))
+            heapq.heappush(self._resting, (flow.tag, flow.order, flow.key))
             if len(self._resting) > 2 * len(self._flows) + _COMPACT_SLACK:
-                self._resting = [Place(f.tag, f.order, f.key) for f in self._flows.values() if f.idle]
+                self._resting = [(f.tag, f.order, f.key) for f in self._flows.values() if f.idle]
                 heapq.heapify(self._resting)
 
     def _forget_passed(self) -> None:
-        while self._resting and self._resting[0].key <= self._clock:
+        while self._resting and self._resting[0][0] <= self._clock:
             tag, order, key = heapq.heappop(self._resting)
             flow = self._flows.get(key)
             if flow is not None and flow.idle and flow.order == order and flow.tag == tag:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Iterator
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 _COMPACT_SLACK = 64
 """A heap is rebuilt once it has this many entries more than twice the live ones."""
@@ -17,12 +17,9 @@ _COMPACT_SLACK = 64
 F = TypeVar("F", bound=Hashable)
 
 
-class Place(NamedTuple, Generic[F]):
-    """A flow's place. Places compare by key, then by `order`, which is unique."""
-
-    key: int
-    order: int
-    flow: F
+Place = tuple[int, int, F]
+"""(key, order, flow): a flow's place. Places compare by key, then by `order`, which is unique. Plain tuples: there are
+several a decision."""
 
 
 class _Group(Generic[F]):
@@ -52,7 +49,7 @@ class FlowOrder(Generic[F]):
 
     def put(self, flow: F, key: int, order: int, need: Hashable) -> None:
         """Gives a flow its place, or another one."""
-        place = Place(key, order, flow)
+        place = (key, order, flow)
         before = self._places.get(flow)
         group = self._groups.get(need)
         if group is None:
@@ -84,7 +81,7 @@ class FlowOrder(Generic[F]):
         while firsts:
             key, order, _, group = firsts[0]
             head = self._head(group)
-            if head is not None and head.key == key and head.order == order:
+            if head is not None and head[1] == order and head[0] == key:
                 return head, group.need
             heapq.heappop(firsts)
             if head is not None:
@@ -100,8 +97,8 @@ class FlowOrder(Generic[F]):
             head = self._head(group)
             if head is None or head is last:
                 continue
-            if (head.key, head.order) != (key, order):
-                heapq.heappush(firsts, (head.key, head.order, index, group))
+            if head[:2] != (key, order):
+                heapq.heappush(firsts, (head[0], head[1], index, group))
                 continue
             last = head
             yield head, group.need
@@ -114,21 +111,25 @@ class FlowOrder(Generic[F]):
                 del self._groups[group.need]
 
     def _stands(self, entry: Place[F], group: _Group[F]) -> bool:
-        found = self._places.get(entry.flow)
+        found = self._places.get(entry[2])
         return found is not None and found[1] is group and found[0] == entry
 
     def _head(self, group: _Group[F]) -> Place[F] | None:
-        heap = group.heap
-        while heap and not self._stands(heap[0], group):
+        heap, places = group.heap, self._places
+        while heap:
+            place = heap[0]
+            found = places.get(place[2])
+            if found is not None and found[1] is group and found[0] == place:
+                return place
             heapq.heappop(heap)
-        return heap[0] if heap else None
+        return None
 
     def _note_first(self, group: _Group[F]) -> None:
         head = group.heap[0]
-        heapq.heappush(self._firsts, (head.key, head.order, group.index, group))
+        heapq.heappush(self._firsts, (head[0], head[1], group.index, group))
         if len(self._firsts) > 2 * len(self._groups) + _COMPACT_SLACK:
             heads = [(head, g) for g in self._groups.values() if (head := self._head(g)) is not None]
-            self._firsts = [(head.key, head.order, g.index, g) for head, g in heads]
+            self._firsts = [(head[0], head[1], g.index, g) for head, g in heads]
             heapq.heapify(self._firsts)
 
     def check_invariants(self) -> None:
@@ -137,8 +138,8 @@ class FlowOrder(Generic[F]):
         for group in self._groups.values():
             head = self._head(group)
             assert head is not None
-            assert (head.key, head.order, id(group)) in shown or any(
-                entry[3] is group and entry[:2] < (head.key, head.order) for entry in self._firsts
+            assert (head[0], head[1], id(group)) in shown or any(
+                entry[3] is group and entry[:2] < head[:2] for entry in self._firsts
             ), "a group without a way to its first flow"
         for place, group in self._places.values():
             assert place in group.heap

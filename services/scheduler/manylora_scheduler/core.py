@@ -70,6 +70,7 @@ PREFETCHES_PER_WORKER = 4
 """Prefetches that a worker may have been sent and not have answered."""
 PREFETCH_TIMEOUT_S = 10.0
 MAX_RETRY_AFTER_S = 30.0
+MAX_DEPARTED = 1024
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,8 @@ class Core:
         self._timers: Timers[tuple[str, *tuple[object, ...]]] = Timers()
         self._routers: dict[RouterId, int] = {}
         """Connected routers and their session."""
+        self._departed: dict[WorkerId, str] = {}
+        """Workers that left, and their address: one that only lost its lease comes back with its counters."""
         self._unserved_since: float | None = 0.0
         self._now = 0.0
         self._out: list[Command] = []
@@ -117,8 +120,9 @@ class Core:
         """Takes one event in, with all timers that are due at `now`, and returns what is to be sent, in order."""
         assert now >= self._now
         self._now = now
-        for at in self._succession.begin(now) or ():
-            self._timers.set(("resume", at), at)
+        if self._queue.is_restoring:
+            for at in self._succession.begin(now):
+                self._timers.set(("resume", at), at)
         self._run_timers()
         match event:
             case Enqueued():
@@ -148,7 +152,8 @@ class Core:
             case Tick():
                 pass
         self._note_serving()
-        self._succession.try_resume(now, all_reported=self._fleet.all_connected)
+        if self._queue.is_restoring:
+            self._succession.try_resume(now, all_reported=self._fleet.all_connected)
         while (pick := self._dispatch.next_pick(now)) is not None:
             self._queue.dispatch(pick, self._flows.reservation(self._tickets[pick.item].request))
             self._grant(self._tickets[pick.item], pick.place)
@@ -158,6 +163,11 @@ class Core:
     def next_wakeup(self) -> float | None:
         """When Tick is to be applied at the latest, if no other event comes before."""
         return self._timers.next_at()
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether the clock waits for those who know what was done since the predecessor's snapshot."""
+        return self._queue.is_restoring
 
     def clock_snapshot(self) -> ClockSnapshot:
         """What the next leader's core is to be given."""
@@ -290,6 +300,8 @@ class Core:
             if known.address == event.address:
                 return
             self._on_worker_left(event.worker_id)
+        if self._departed.pop(event.worker_id, event.address) != event.address:
+            self._queue.forget_source(event.worker_id)
         self._fleet.join(event.worker_id, event.address, event.device, event.max_context_tokens)
 
     def _on_worker_left(self, worker_id: WorkerId) -> None:
@@ -300,7 +312,11 @@ class Core:
             self._end_ticket(ticket)
         for number in worker.adopted():
             self._succession.end(number)
-        self._queue.forget_source(worker_id)
+        self._departed[worker_id] = worker.address
+        if len(self._departed) > MAX_DEPARTED:
+            gone = next(iter(self._departed))
+            del self._departed[gone]
+            self._queue.forget_source(gone)
         for key in self._dispatch.forget_paused(worker_id=worker_id):
             self._timers.cancel(("paused", *key))
 

@@ -58,17 +58,18 @@ class Dispatch:
         """Whether a ticket may go to a worker, were there room."""
         request_id, router_id = request.request_id, request.router_id
 
+        def is_new(worker: WorkerView) -> bool:
+            return request_id not in worker.granted and request_id not in worker.running
+
         def allowed(worker: WorkerView) -> bool:
-            if request_id in worker.granted or request_id in worker.running:
+            if not is_new(worker):
                 return False
             if self._hold is not None and self._hold[1] == worker.worker_id and self._hold[0] != number:
                 return False
-            if self._unreached:
-                pause = self._unreached.get((router_id, worker.worker_id))
-                return pause is None or pause.until <= now
-            return True
+            pause = self._unreached.get((router_id, worker.worker_id))
+            return pause is None or pause.until <= now
 
-        return allowed
+        return allowed if self._hold is not None or self._unreached else is_new
 
     def _count_pass(self, pick: Pick[int, WorkerView], now: float) -> None:
         """Another ticket than the first in order is granted. Holds a worker for that once it was too often."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -147,31 +147,37 @@ class WorkerView:
 
     @property
     def free_sequences(self) -> int:
-        return max(0, self.sequence_slots - self.used_sequences)
+        free = self.sequence_slots - self.running_sequences - self._granted_sequences
+        return free if free > 0 else 0
 
     @property
     def free_blocks(self) -> int:
-        return max(0, self.kv_blocks_free - self._granted_blocks)
+        free = self.kv_blocks_free - self._granted_blocks
+        return free if free > 0 else 0
 
     def blocks_for(self, request: QueuedRequest) -> int:
         """KV blocks to begin with: the prompt and the first token, and one more for each further choice."""
         return -(-(request.prompt_tokens + 1) // self.block_size) + request.sequences - 1
 
     def has_room_for(self, request: QueuedRequest) -> bool:
-        return (
-            self.free_sequences >= request.sequences
-            and self.free_blocks >= self.blocks_for(request)
-            and self.could_ever_run(request)
-        )
+        sequences = request.sequences
+        if self.sequence_slots - self.running_sequences - self._granted_sequences < sequences:
+            return False
+        blocks = -(-(request.prompt_tokens + 1) // self.block_size) + sequences - 1
+        return self.kv_blocks_free - self._granted_blocks >= blocks and self.could_ever_run(request)
 
     def could_ever_run(self, request: QueuedRequest) -> bool:
         """Whether it could if it were empty: slots, and KV for one choice at its longest (its last token has none)."""
-        longest = request.prompt_tokens + request.max_new_tokens // request.sequences
-        kv_tokens = max(request.prompt_tokens, min(longest, self.max_context_tokens) - 1)
+        prompt_tokens, sequences = request.prompt_tokens, request.sequences
+        kv_tokens = self.kv_blocks_total * self.block_size
+        longest = prompt_tokens + request.max_new_tokens // sequences
+        if longest > self.max_context_tokens:
+            longest = self.max_context_tokens
         return (
-            self.sequence_slots >= request.sequences
+            self.sequence_slots >= sequences
+            and kv_tokens >= longest - 1
+            and kv_tokens >= prompt_tokens
             and self.kv_blocks_total >= self.blocks_for(request)
-            and self.kv_blocks_total * self.block_size >= kv_tokens
         )
 
     def residency(self, adapter_uid: AdapterUid) -> Residency:
@@ -338,8 +344,9 @@ class Fleet:
         self.holders = Holders()
         self._workers: dict[WorkerId, WorkerView] = {}
         self._places: dict[WorkerId, _Place] = {}
-        self._by_load: list[tuple[_LoadKey, WorkerView]] = []
-        """Open workers, least loaded first."""
+        self._loads: list[_LoadKey] = []
+        self._by_load: list[WorkerView] = []
+        """Open workers, least loaded first, and their loads."""
         self._by_free_kv: list[tuple[int, WorkerId]] = []
         """Open workers by the KV tokens that are free on them."""
         self._used_sequences = 0
@@ -388,9 +395,12 @@ class Fleet:
         self._used_sequences += place.used_sequences - before.used_sequences
         if before.load != place.load:
             if before.load is not None:
-                del self._by_load[bisect_left(self._by_load, before.load, key=_load_of)]
+                index = bisect_left(self._loads, before.load)
+                del self._loads[index], self._by_load[index]
             if place.load is not None:
-                insort(self._by_load, (place.load, worker), key=_load_of)
+                index = bisect_left(self._loads, place.load)
+                self._loads.insert(index, place.load)
+                self._by_load.insert(index, worker)
         if before.free_kv != place.free_kv:
             if before.free_kv is not None:
                 del self._by_free_kv[bisect_left(self._by_free_kv, (before.free_kv, worker.worker_id))]
@@ -413,9 +423,9 @@ class Fleet:
         """KV tokens that are free on the open worker that has most of them."""
         return self._by_free_kv[-1][0] if self._by_free_kv else 0
 
-    def open_workers(self) -> Iterable[WorkerView]:
-        """Least loaded first."""
-        return (worker for _, worker in self._by_load)
+    def open_workers(self) -> Sequence[WorkerView]:
+        """Least loaded first; for reading, until the next `update`."""
+        return self._by_load
 
     @property
     def any_serving(self) -> bool:
@@ -435,8 +445,8 @@ class Fleet:
         assert self._num_connected == sum(place.connected for place in places.values())
         assert self._num_serving == sum(place.serving for place in places.values())
         assert self._used_sequences == sum(place.used_sequences for place in open_places)
-        assert [load for load, _ in self._by_load] == sorted(p.load for p in open_places if p.load is not None)
-        assert all(places[worker.worker_id].load == load for load, worker in self._by_load)
+        assert self._loads == sorted(place.load for place in open_places if place.load is not None)
+        assert self._loads == [places[worker.worker_id].load for worker in self._by_load]
         assert sorted((p.free_kv, w) for w, p in places.items() if p.free_kv is not None) == self._by_free_kv
         for worker in self._workers.values():
             worker.check_invariants()
@@ -464,6 +474,3 @@ def _place(worker: WorkerView) -> _Place:
     load = (worker.used_sequences / worker.sequence_slots, -eighths, worker.worker_id)
     return _Place(worker.connected, True, worker.used_sequences, load, free_blocks * worker.block_size)
 
-
-def _load_of(entry: tuple[_LoadKey, WorkerView]) -> _LoadKey:
-    return entry[0]

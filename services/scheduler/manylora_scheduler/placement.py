@@ -38,28 +38,37 @@ def choose(request: QueuedRequest, fleet: Fleet, allowed: Callable[[WorkerView],
     if fleet.most_free_kv <= request.prompt_tokens:
         return None
 
-    def usable(worker: WorkerView) -> bool:
-        return worker.serving and worker.has_room_for(request) and allowed(worker)
-
     uid = request.adapter_uid
-    if uid is None:
-        return next(filter(usable, fleet.open_workers()), None)
-    cap = load_cap(fleet)
+    if uid is not None:
+        cap = load_cap(fleet)
 
-    def under_cap(worker: WorkerView) -> bool:
-        slots = worker.sequence_slots
-        return worker.used_sequences < min(slots, max(cap, slots // 4)) and usable(worker)
+        def under_cap(worker: WorkerView) -> bool:
+            slots = worker.sequence_slots
+            return (
+                worker.used_sequences < min(slots, max(cap, slots // 4))
+                and worker.serving
+                and worker.has_room_for(request)
+                and allowed(worker)
+            )
 
-    near = [worker for worker in _holders(uid, fleet) if under_cap(worker)]
-    if near:
-        return min(near, key=lambda w: (-w.residency(uid), w.used_sequences / w.sequence_slots, w.worker_id))
-    return home(uid, fleet, under_cap) or next(filter(usable, fleet.open_workers()), None)
+        near = [worker for worker in _holders(uid, fleet) if under_cap(worker)]
+        if near:
+            return min(near, key=lambda w: (-w.residency(uid), w.used_sequences / w.sequence_slots, w.worker_id))
+        found = home(uid, fleet, under_cap)
+        if found is not None:
+            return found
+    for worker in fleet.open_workers():
+        if worker.has_room_for(request) and allowed(worker):
+            return worker
+    return None
 
 
 def home(uid: AdapterUid, fleet: Fleet, accepts: Callable[[WorkerView], bool]) -> WorkerView | None:
     """The first open worker in the adapter's own order that `accepts` takes."""
     if fleet.num_open <= _FEW:
         found = [worker for worker in fleet.open_workers() if accepts(worker)]
+        if len(found) == 1:
+            return found[0]
         return min(found, key=lambda w: (fleet.ring.distance(uid, w.worker_id), w.worker_id), default=None)
     return first_in_order(uid, fleet, accepts)
 

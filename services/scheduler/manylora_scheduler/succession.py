@@ -35,17 +35,16 @@ class Succession:
             self._inherited = {request_id: (flow, left) for request_id, flow, left in predecessor.reserved}
             queue.restore(replace(predecessor, reserved=()))
 
-    def begin(self, now: float) -> tuple[float, float] | None:
-        """At the core's first event: when to look again, where dispatch has to wait."""
-        if self._began_at is not None or not self._queue.is_restoring:
-            return None
+    def begin(self, now: float) -> tuple[float, ...]:
+        """While dispatch waits. At the core's first event: the moments at which it may begin."""
+        if self._began_at is not None:
+            return ()
         self._began_at = now
         return now + MIN_WAIT_S, now + MAX_WAIT_S
 
     def try_resume(self, now: float, *, all_reported: bool) -> None:
         """Lets dispatch begin where there is nothing to wait for any more."""
-        if not self._queue.is_restoring or self._began_at is None:
-            return
+        assert self._began_at is not None, "begin comes first"
         if now >= self._began_at + (MIN_WAIT_S if all_reported else MAX_WAIT_S):
             self._queue.resume()
             if all_reported:

@@ -1,0 +1,113 @@
+"""Keeps the leader's clock in the coordination store, and reads the last leader's. Moves bytes; decides nothing.
+
+A clock is written whole or not at all: its parts go to the bank that the index does not name, then the index names it.
+Every write holds only while the leader's key has this term's revision, so a leader that was replaced writes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from manylora_shared.coordination import keys
+from manylora_shared.coordination.base import Compare, Put, Store
+from manylora_shared.coordination.records import ClockIndexRecord, ClockRecord
+from manylora_shared.fair_queue import FlowSnapshot, Snapshot
+from manylora_shared.ids import QosClass, RequestId, TenantId
+from manylora_shared.logs import fields
+
+from manylora_scheduler.request import FlowKey
+from manylora_scheduler.succession import ClockSnapshot
+
+_LOG = logging.getLogger(__name__)
+PART_BYTES = 512 * 1024
+"""Of one value; the store takes 1.5 MiB in a request."""
+
+
+class ClockKeeper:
+    """One term's. `save` is called by one task, one call after the other.
+
+    Args:
+        epoch: the term's: the revision of the leader's key.
+    """
+
+    def __init__(self, store: Store, epoch: int) -> None:
+        self._store = store
+        self._epoch = epoch
+        self._bank = 0
+        self._saved: bytes | None = None
+
+    async def load(self) -> ClockSnapshot | None:
+        """The clock that was kept last; None where there is none that can be read. Raises StoreUnavailable."""
+        kv = await self._store.get(keys.SCHEDULER_CLOCK)
+        if kv is None:
+            return None
+        try:
+            index = ClockIndexRecord.from_json(kv.value)
+            self._bank = 1 - index.bank
+            parts = [await self._store.get(keys.scheduler_clock_part(index.bank, i)) for i in range(index.parts)]
+            data = b"".join(part.value for part in parts if part is not None)
+            if len(data) != index.size_bytes:
+                raise ValueError(f"{len(data)} of {index.size_bytes} bytes are there")
+            return snapshot_of(ClockRecord.from_bytes(data))
+        except ValueError as e:
+            # Fairness begins anew then, as in a new cluster; requests are served all the same.
+            _LOG.error("the last leader's clock cannot be read", extra=fields(error=str(e)))
+            return None
+
+    async def save(self, snapshot: ClockSnapshot) -> bool:
+        """Writes a clock, unless it is the one that was written last. False: this term is over. Raises StoreUnavailable."""
+        data = record_of(snapshot).to_bytes()
+        if data == self._saved:
+            return True
+        parts = [data[i : i + PART_BYTES] for i in range(0, len(data), PART_BYTES)]
+        for i, part in enumerate(parts):
+            if not await self._put(keys.scheduler_clock_part(self._bank, i), part):
+                return False
+        index = ClockIndexRecord(bank=self._bank, parts=len(parts), size_bytes=len(data))
+        if not await self._put(keys.SCHEDULER_CLOCK, index.to_json()):
+            return False
+        self._bank, self._saved = 1 - self._bank, data
+        return True
+
+    async def _put(self, key: str, value: bytes) -> bool:
+        leading = [Compare(keys.SCHEDULER_LEADER, self._epoch)]
+        return (await self._store.txn(leading, [Put(key, value)])).succeeded
+
+
+def record_of(snapshot: ClockSnapshot) -> ClockRecord:
+    flows = [
+        (f.flow.tenant_id, f.flow.qos_class.value, f.weight, f.settled, f.queued) for f in snapshot.flows
+    ]
+    index = {f.flow: i for i, f in enumerate(snapshot.flows)}
+
+    def named(flow: FlowKey) -> int:
+        found = index.get(flow)
+        if found is None:
+            found = index[flow] = len(flows)
+            flows.append((flow.tenant_id, flow.qos_class.value, 0, 0, False))
+        return found
+
+    return ClockRecord(
+        clock=snapshot.clock,
+        reserved=tuple((request_id, named(flow), left) for request_id, flow, left in snapshot.reserved),
+        counted={
+            worker: {named(flow): total for flow, total in counted.items()}
+            for worker, counted in snapshot.counted.items()
+        },
+        flows=tuple(flows),
+    )
+
+
+def snapshot_of(record: ClockRecord) -> ClockSnapshot:
+    """Raises ValueError on a class that is not known."""
+    flows = [FlowKey(TenantId(tenant), QosClass(qos_class)) for tenant, qos_class, _, _, _ in record.flows]
+    return Snapshot(
+        clock=record.clock,
+        flows=tuple(
+            FlowSnapshot(flow, weight, settled, queued)
+            for flow, (_, _, weight, settled, queued) in zip(flows, record.flows, strict=True)
+            if weight
+        ),
+        reserved=tuple((RequestId(request_id), flows[i], left) for request_id, i, left in record.reserved),
+        counted={worker: {flows[i]: n for i, n in counted.items()} for worker, counted in record.counted.items()},
+    )
