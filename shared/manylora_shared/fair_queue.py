@@ -44,6 +44,7 @@ worker's counting: cumulative, so that a report that comes twice, or late, or no
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
@@ -136,8 +137,8 @@ class _Item(Generic[F]):
 class _Flow(Generic[F, I]):
     """One flow's books. `queue` is a heap of (rank, item) in which entries of removed items may linger."""
 
-    __slots__ = ("full_us", "head", "inverse", "key", "num_queued", "num_running", "order", "queue", "reserved",
-                 "settled", "share", "shown", "unspent")  # fmt: skip
+    __slots__ = ("full_us", "head", "inverse", "key", "num_queued", "num_running", "order", "order_of", "queue",
+                 "reserved", "settled", "share", "shown", "unspent")  # fmt: skip
 
     def __init__(self, key: F, order: int, share: Share) -> None:
         assert share.weight >= 1
@@ -157,6 +158,8 @@ class _Flow(Generic[F, I]):
         """The first queued item, as it stands in the contest; None: the flow does not."""
         self.shown = 0
         """The tag by which it stands there."""
+        self.order_of: FlowOrder[F] | None = None
+        """The order of boosted tags in which it stands."""
         self.full_us: int | None = None
         """When its boost reaches its cap, while that is to come."""
 
@@ -355,8 +358,10 @@ class FairQueue(Generic[F, I]):
         source's begin at zero.
         """
         counted = self._counted.setdefault(source, {})
-        if any(total < counted.get(flow, 0) for flow, total in totals.items()):
-            counted.clear()
+        for flow, total in totals.items():
+            if total < counted.get(flow, 0):
+                counted.clear()
+                break
         grown: list[tuple[F, int]] = []
         for flow, total in totals.items():
             cost = total - counted.get(flow, 0)
@@ -387,7 +392,9 @@ class FairQueue(Generic[F, I]):
                 FlowSnapshot(flow.key, flow.share.weight, flow.settled, flow.num_queued > 0)
                 for flow in self._flows.values()
             ),
-            reserved=tuple((item, flow.key, left) for flow in self._flows.values() for item, left in flow.unspent.items()),
+            reserved=tuple(
+                (item, flow.key, left) for flow in self._flows.values() for item, left in flow.unspent.items()
+            ),
             counted={source: dict(counted) for source, counted in self._counted.items()},
         )
 
@@ -457,11 +464,12 @@ class FairQueue(Generic[F, I]):
         """Brings the flow's place in the contest up to date."""
         if not flow.num_queued:
             if flow.head is not None:
-                flow.head = flow.full_us = None
-                for contest in (self._plain, self._rising, self._full):
-                    contest.drop(flow.key)
+                assert flow.order_of is not None
+                self._plain.drop(flow.key)
+                flow.order_of.drop(flow.key)
+                flow.head = flow.full_us = flow.order_of = None
             return
-        item, tag = self._first(flow), flow.tag
+        item, tag = self._first(flow), flow.settled + flow.reserved * flow.inverse
         if item == flow.head and tag == flow.shown:
             return
         flow.head, flow.shown = item, tag
@@ -479,13 +487,15 @@ class FairQueue(Generic[F, I]):
         elif self._aging:
             aged_us = item.since_us - (base - cap) // self._aging
             full_us = aged_us if full_us is None else min(full_us, aged_us)
-        if full_us is not None and full_us <= self._now_us:
-            flow.full_us = None
-            self._rising.drop(flow.key)
-            self._full.put(flow.key, flow.tag - cap, flow.order, item.need)
+        is_full = full_us is not None and full_us <= self._now_us
+        if flow.order_of is not None and flow.order_of is not (self._full if is_full else self._rising):
+            flow.order_of.drop(flow.key)
+        if is_full:
+            flow.full_us, flow.order_of = None, self._full
+            self._full.put(flow.key, flow.shown - cap, flow.order, item.need)
             return
-        self._full.drop(flow.key)
-        self._rising.put(flow.key, flow.tag - base + self._aging * item.since_us, flow.order, item.need)
+        flow.order_of = self._rising
+        self._rising.put(flow.key, flow.shown - base + self._aging * item.since_us, flow.order, item.need)
         if full_us != flow.full_us:
             flow.full_us = full_us
             if full_us is not None:
@@ -528,9 +538,7 @@ class FairQueue(Generic[F, I]):
         """The least tag of a flow that can be started. `fitting` has the needs that were asked for already."""
         first = self._plain.first()
         assert first is not None
-        if fitting.get(first[1]):
-            return first[0][0]
-        for (tag, _, flow), need in self._plain.heads():
+        for (tag, _, flow), need in itertools.chain((first,), self._plain.heads()):
             if need not in fitting:
                 item = self._flows[flow].head
                 assert item is not None, "only flows with queued items stand in the contest"
@@ -585,12 +593,16 @@ class FairQueue(Generic[F, I]):
 
     def _is_queued(self, entry: tuple[Rank, I]) -> bool:
         item = self._items.get(entry[1])
-        return item is not None and item.rank == entry[0]
+        return item is not None and item.rank is entry[0]
 
     def _first(self, flow: _Flow[F, I]) -> I:
-        while not self._is_queued(flow.queue[0]):
-            heapq.heappop(flow.queue)
-        return flow.queue[0][1]
+        queue, items = flow.queue, self._items
+        while True:
+            rank, first = queue[0]
+            item = items.get(first)
+            if item is not None and item.rank is rank:
+                return first
+            heapq.heappop(queue)
 
     def _rest(self, flow: _Flow[F, I]) -> None:
         """Forgets a flow that has become idle, or remembers to once the clock has passed it."""

@@ -49,17 +49,22 @@ class FlowOrder(Generic[F]):
 
     def put(self, flow: F, key: int, order: int, need: Hashable) -> None:
         """Gives a flow its place, or another one."""
-        place = (key, order, flow)
         before = self._places.get(flow)
-        group = self._groups.get(need)
-        if group is None:
-            group = self._groups[need] = _Group(need, self._next_index)
-            self._next_index += 1
-        if before is not None and before[1] is group and before[0] == place:
-            return
-        group.size += 1  # before the old place is left: its group may be this one, and must not become empty
-        if before is not None:
-            self._leave(before[1])
+        if before is not None and before[1].need == need:
+            group = before[1]
+            place = before[0]
+            if place[0] == key and place[1] == order:
+                return
+        else:
+            found = self._groups.get(need)
+            if found is None:
+                found = self._groups[need] = _Group(need, self._next_index)
+                self._next_index += 1
+            group = found
+            group.size += 1
+            if before is not None:
+                self._leave(before[1])
+        place = (key, order, flow)
         self._places[flow] = (place, group)
         heap = group.heap
         heapq.heappush(heap, place)
@@ -128,8 +133,8 @@ class FlowOrder(Generic[F]):
         head = group.heap[0]
         heapq.heappush(self._firsts, (head[0], head[1], group.index, group))
         if len(self._firsts) > 2 * len(self._groups) + _COMPACT_SLACK:
-            heads = [(head, g) for g in self._groups.values() if (head := self._head(g)) is not None]
-            self._firsts = [(head[0], head[1], g.index, g) for head, g in heads]
+            heads = [(first, g) for g in self._groups.values() if (first := self._head(g)) is not None]
+            self._firsts = [(first[0], first[1], g.index, g) for first, g in heads]
             heapq.heapify(self._firsts)
 
     def check_invariants(self) -> None:
@@ -144,4 +149,3 @@ class FlowOrder(Generic[F]):
         for place, group in self._places.values():
             assert place in group.heap
             assert self._groups[group.need] is group
-

@@ -339,9 +339,7 @@ def random_schedule(make: QueueClass, seed: int, num_actions: int = 100, *, stri
     boosts = rng.random() < 0.6
     shares = {f"flow{i}": _share(rng, boosts) for i in range(rng.randint(2, 4))}
     aging_per_s = rng.choice([0, 10, 1000]) if boosts else 0
-    harness = Harness(
-        make, shares, rng.randint(1, 6), counters=counters, aging_per_s=aging_per_s, strict=strict
-    )
+    harness = Harness(make, shares, rng.randint(1, 6), counters=counters, aging_per_s=aging_per_s, strict=strict)
     big = rng.random() < 0.3
     exact = rng.random() < 0.3
     asleep = {flow: rng.randrange(num_actions) if rng.random() < 0.4 else 0 for flow in shares}
@@ -360,9 +358,7 @@ def random_schedule(make: QueueClass, seed: int, num_actions: int = 100, *, stri
             urgent = rng.choice([None, None, 0, 200_000]) if boosts else None
             for _ in range(rng.choice(bursts)):
                 priority = rng.choice([0, 0, 1])
-                harness.arrive(
-                    flow, actual=actual, reserve=reserve, need=need, priority=priority, urgent_in_us=urgent
-                )
+                harness.arrive(flow, actual=actual, reserve=reserve, need=need, priority=priority, urgent_in_us=urgent)
         elif action < 0.7 and harness.running:
             harness.work(rng.choice(harness.running), rng.choice([1, 3, 10, 40]))
             if counters and rng.random() < 0.5:
@@ -471,9 +467,7 @@ def flood_delays_nobody(make: QueueClass) -> None:
     """One flow queues 2,000 items, another sends one: it is the next to start."""
     harness = Harness(make, {"flood": Share(1), "single": Share(1)}, 50)
     for _ in range(2_000):
-        harness.queue.push(
-            harness._next_item, "flood", share=Share(1), need=1, rank=Rank(0, 0, harness._next_item)
-        )
+        harness.queue.push(harness._next_item, "flood", share=Share(1), need=1, rank=Rank(0, 0, harness._next_item))
         harness._next_item += 1
     for item in range(50):
         pick = harness.queue.select(lambda _: True, 0)

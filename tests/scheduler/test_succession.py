@@ -323,5 +323,3 @@ def test_the_clock_is_kept_whole_and_by_the_leader_alone(monkeypatch: pytest.Mon
         assert await second.load() is None
 
     run(scenario(), seed=1)
-
-

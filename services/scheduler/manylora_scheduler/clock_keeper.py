@@ -75,9 +75,7 @@ class ClockKeeper:
 
 
 def record_of(snapshot: ClockSnapshot) -> ClockRecord:
-    flows = [
-        (f.flow.tenant_id, f.flow.qos_class.value, f.weight, f.settled, f.queued) for f in snapshot.flows
-    ]
+    flows = [(f.flow.tenant_id, f.flow.qos_class.value, f.weight, f.settled, f.queued) for f in snapshot.flows]
     index = {f.flow: i for i, f in enumerate(snapshot.flows)}
 
     def named(flow: FlowKey) -> int:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from manylora_shared.errors import Code
 from manylora_shared.fair_queue import FairQueue
-from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
+from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, WorkerId
 
 from manylora_scheduler.dispatch import Dispatch
 from manylora_scheduler.events import (
@@ -208,7 +208,7 @@ class Core:
         )
         if request.deadline is not None:
             self._timers.set(("deadline", ticket.number), request.deadline)
-        self._timers.set(("unserved", ticket.number), self._now + self._limits.worker_wait_s)
+        self._timers.set_after(("unserved", ticket.number), self._now, self._limits.worker_wait_s)
         if request.adapter_uid is not None and not self._fleet.num_open:
             self._prefetch(request.adapter_uid)
 
@@ -258,13 +258,13 @@ class Core:
         self._tickets.release(ticket)
         if ticket.phase is Phase.GRANTED:
             ticket.phase = Phase.CLOSING
-            self._timers.set(("grant", ticket.number), self._now + CLOSING_GRACE_S)
+            self._timers.set_after(("grant", ticket.number), self._now, CLOSING_GRACE_S)
 
     def _return_grant(self, ticket: Ticket) -> None:
         """A router did not reach the worker with a grant; the request may come again, and then keeps its place."""
         self._tickets.release(ticket)
         self._tickets.keep_place(ticket)
-        self._timers.set(("returned", ticket.request.request_id), self._now + GRANT_TIMEOUT_S)
+        self._timers.set_after(("returned", ticket.request.request_id), self._now, GRANT_TIMEOUT_S)
         if ticket.phase is Phase.GRANTED:
             self._drop_grant(ticket)
 
@@ -413,7 +413,7 @@ class Core:
         ticket = self._tickets[number]
         wait_s = self._limits.worker_wait_s
         if self._fleet.could_ever_run(ticket.request):
-            self._timers.set(("unserved", number), self._now + wait_s)
+            self._timers.set_after(("unserved", number), self._now, wait_s)
         elif self._fleet.any_serving:
             self._refuse(number, Code.FAILED_PRECONDITION, _too_large(ticket.request))
         else:
@@ -443,7 +443,7 @@ class Core:
         ticket.phase = Phase.GRANTED
         ticket.worker_id = worker.worker_id
         ticket.granted_at = self._now
-        self._timers.set(("grant", ticket.number), self._now + GRANT_TIMEOUT_S)
+        self._timers.set_after(("grant", ticket.number), self._now, GRANT_TIMEOUT_S)
         self._send_grant(ticket, worker, repeated=False)
         worker.grant(ticket)
         self._fleet.update(worker)
@@ -470,7 +470,7 @@ class Core:
         worker = first_in_order(uid, self._fleet, lambda w: w.serving and w.num_prefetches < PREFETCHES_PER_WORKER)
         if worker is not None:
             worker.send_prefetch(uid)
-            self._timers.set(("prefetch", worker.worker_id, uid), self._now + PREFETCH_TIMEOUT_S)
+            self._timers.set_after(("prefetch", worker.worker_id, uid), self._now, PREFETCH_TIMEOUT_S)
             self._out.append(SendPrefetch(worker.worker_id, uid))
 
     # ---- status

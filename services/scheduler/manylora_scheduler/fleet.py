@@ -312,12 +312,17 @@ class WorkerView:
     def fold_outputs(self, report: WorkerReport) -> list[tuple[FlowKey, int]]:
         """Output tokens by flow since the last report; nothing for the worker's first. Counters that fell back belong
         to a new process and count from zero."""
-        totals = {flow: tokens.output_tokens for flow, tokens in report.flows.items()}
-        if any(total < self._output_tokens.get(flow, 0) for flow, total in totals.items()):
-            self._output_tokens.clear()
-        grown = [(flow, total - self._output_tokens.get(flow, 0)) for flow, total in totals.items()]
-        self._output_tokens.update(totals)
-        return grown if self.has_reported else []
+        before = self._output_tokens
+        for flow, tokens in report.flows.items():
+            if tokens.output_tokens < before.get(flow, 0):
+                before.clear()
+                break
+        grown: list[tuple[FlowKey, int]] = []
+        for flow, tokens in report.flows.items():
+            if self.has_reported:
+                grown.append((flow, tokens.output_tokens - before.get(flow, 0)))
+            before[flow] = tokens.output_tokens
+        return grown
 
     def check_invariants(self) -> None:
         assert self._granted_sequences == sum(t.request.sequences for t in self.granted.values())
@@ -473,4 +478,3 @@ def _place(worker: WorkerView) -> _Place:
     eighths = 8 * free_blocks // max(1, worker.kv_blocks_total)
     load = (worker.used_sequences / worker.sequence_slots, -eighths, worker.worker_id)
     return _Place(worker.connected, True, worker.used_sequences, load, free_blocks * worker.block_size)
-

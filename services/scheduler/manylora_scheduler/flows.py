@@ -1,7 +1,7 @@
 """What the scheduler knows of each flow besides its place in the fair queue. Pure; written by the core alone.
 
-Owns the tenants' policies, and for flows that were served lately what they were served, how long their requests' outputs
-were and how long their last one waited. From these come a flow's share and what a request reserves at its grant.
+Owns the tenants' policies, and for flows that were served lately what they were served, how long their requests'
+outputs were and how long their last one waited. From these come a flow's share and what a request reserves.
 """
 
 from __future__ import annotations

@@ -38,6 +38,9 @@ def choose(request: QueuedRequest, fleet: Fleet, allowed: Callable[[WorkerView],
     if fleet.most_free_kv <= request.prompt_tokens:
         return None
 
+    if fleet.num_open == 1:  # a busy cluster's usual case, and then there is nothing to compare
+        only = fleet.open_workers()[0]
+        return only if only.has_room_for(request) and allowed(only) else None
     uid = request.adapter_uid
     if uid is not None:
         cap = load_cap(fleet)

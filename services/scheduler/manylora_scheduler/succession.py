@@ -9,7 +9,6 @@ heard of first.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from manylora_shared.fair_queue import FairQueue, Snapshot
 from manylora_shared.ids import RequestId
@@ -33,7 +32,7 @@ class Succession:
         self._began_at: float | None = None
         if predecessor is not None:
             self._inherited = {request_id: (flow, left) for request_id, flow, left in predecessor.reserved}
-            queue.restore(replace(predecessor, reserved=()))
+            queue.restore(Snapshot(predecessor.clock, predecessor.flows, (), predecessor.counted))
 
     def begin(self, now: float) -> tuple[float, ...]:
         """While dispatch waits. At the core's first event: the moments at which it may begin."""
