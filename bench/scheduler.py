@@ -3,15 +3,16 @@
 Every case is a backlogged cluster in a steady state, with `depth` requests waiting in every flow: a request ends on a
 worker chosen at random, and the worker's report brings the room for the next grant. Two cases a size:
 
-    core     the whole core, as the scheduler runs it. A round is, for each of `--batch` requests that ended in one report: the
-             report with its counters, the grant that follows, the router's GrantClosed, and a new Enqueued that keeps
-             the backlog. decisions_per_s counts grants against the time of all these events; dispatch_us is the time of
-             the reports alone (settlement, choice, placement, grant) per grant
+    core     the whole core, as the scheduler runs it. A round is, for `--batch` requests that ended in one report: that
+             report with its counters, the grants that follow, a GrantClosed for each request that ended, and a new
+             Enqueued for each grant, which keeps the backlog. decisions_per_s counts grants against the time of all
+             these events; dispatch_us is the part of the reports per grant (settlement, choice, placement, grant)
     queue    the fair queue alone: select, dispatch, count, settle and push, with as many places as the core's case
 
-Prompts have 1 to 1,000 tokens, every second request an adapter of its tenant's (each tenant has its own), so there
-are some fifty distinct needs. Costs vary, so the order of flows never repeats. Deadlines are set: their timers are part of
-the cost. Python's cycle collector is frozen after the set-up, as the service does.
+Prompts have 1 to 1,000 tokens, every second request an adapter of its tenant's (each tenant has its own), so there are
+some 300 distinct needs. Costs vary, so the order of flows never repeats. Deadlines are set: their timers are part of
+the cost. Python's cycle collector is frozen after the set-up, as the service does. Times are processor time of this
+one process; a machine that others use makes them longer all the same.
 
 Prints JSON lines with `--json`, else a table. `growth` of the last line of each case is the cost at the largest size
 against the smallest one, `log_growth` what log n would allow.
@@ -245,9 +246,8 @@ class Contest:
         self.spent.others_s += time.process_time() - before
 
 
-def measure(make: Callable[[], Cluster | Contest], batch: int, seconds: float, repeat: int) -> dict[str, float]:
+def measure(world: Cluster | Contest, batch: int, seconds: float, repeat: int) -> dict[str, float]:
     """The best of some runs over one set-up: what else the machine does only ever adds time."""
-    world = make()
     gc.collect()
     gc.freeze()
     found: list[Spent] = []
@@ -292,9 +292,17 @@ def main() -> None:
             # Few flows need a deeper queue, or the workers would run them dry.
             depth = max(args.depth, 2 * args.workers * SLOTS // size)
             load = os.getloadavg()[0]
-            what = measure(lambda: cases[case](size, args.workers, depth, 1), args.batch, args.seconds, args.repeat)
+            world = cases[case](size, args.workers, depth, 1)
+            what = measure(world, args.batch, args.seconds, args.repeat)
+            del world
             costs[size] = what["decision_us"]
-            line = {"bench": "scheduler", "case": case, "flows": size, "workers": args.workers, **what}
+            line: dict[str, object] = {
+                "bench": "scheduler",
+                "case": case,
+                "flows": size,
+                "workers": args.workers,
+                **what,
+            }
             line |= {"queued_per_flow": depth, "ended_per_report": args.batch, "load_before": round(load, 2)}
             line["rss_mb"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
             if size == sizes[-1] and len(sizes) > 1:

@@ -55,7 +55,14 @@ class ClockKeeper:
             return None
 
     async def save(self, snapshot: ClockSnapshot) -> bool:
-        """Writes a clock, unless it is the one that was written last. False: this term is over. Raises StoreUnavailable."""
+        """Writes a clock, unless it is the one that was written last.
+
+        Returns:
+            False where another leads by now, and nothing was written.
+
+        Raises:
+            StoreUnavailable
+        """
         data = record_of(snapshot).to_bytes()
         if data == self._saved:
             return True

@@ -1,8 +1,8 @@
 """The scheduler's one writer: events in, commands out. Pure; `now` comes with each event and never falls.
 
-Owns every queued request and live grant, the fair queue, the fleet, and all timers; the rooms beside it (tickets, flows,
-dispatch, succession) keep one kind of books each and are written from here. The shell turns streams, reports and store
-changes into events, sends the commands, and calls with Tick when `next_wakeup` says. A core lives for one term of
+Owns every queued request and live grant, the fair queue, the fleet, and all timers; the rooms beside it (tickets,
+flows, dispatch, succession) keep one kind of books each and are written from here. The shell turns streams, reports and
+store changes into events, sends the commands, and calls with Tick when `next_wakeup` says. A core lives for one term of
 leadership: the next one gets the clock's snapshot, the workers' counters and snapshots, and the routers' enqueues.
 
 What it promises:
