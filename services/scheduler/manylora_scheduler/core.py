@@ -54,6 +54,7 @@ from manylora_scheduler.request import (
     Phase,
     QueuedRequest,
     Ticket,
+    need_of,
     rank_of,
     to_us,
     urgent_us_of,
@@ -201,7 +202,7 @@ class Core:
             ticket.number,
             request.flow,
             share=self._flows.share(request.flow),
-            need=(request.sequences, _rounded(request.prompt_tokens), request.router_id),
+            need=need_of(request),
             rank=rank_of(ticket),
             since_us=to_us(ticket.enqueued_at),
             urgent_us=urgent_us_of(ticket),
@@ -518,12 +519,6 @@ class Core:
         for number in granted:
             waits = self._tickets[number].phase in (Phase.GRANTED, Phase.CLOSING)
             assert (("grant", number) in self._timers) == waits
-
-
-def _rounded(tokens: int) -> int:
-    """Up to three significant bits more than the leading one, so that there are few distinct needs."""
-    step = 1 << max(0, tokens.bit_length() - 4)
-    return -(-tokens // step) * step
 
 
 def _too_large(request: QueuedRequest) -> str:

@@ -1,7 +1,8 @@
 """What is granted next, and where: the fair queue's order, placement's choice, and what stands between the two.
 
 Pure; written by the core alone. Owns the held worker (a request that was passed over `HOLD_AFTER_PASSES` times because
-nothing had room for it gets one worker reserved until it fits) and which workers a router could not reach lately.
+nothing had room for it gets one worker reserved until it fits, or until one of equal need that is before it in the
+order by then does) and which workers a router could not reach lately.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from manylora_shared.ids import RouterId, WorkerId
 
 from manylora_scheduler.fleet import Fleet, WorkerView
 from manylora_scheduler.placement import choose
-from manylora_scheduler.request import FlowKey, QueuedRequest, to_us
+from manylora_scheduler.request import FlowKey, Need, QueuedRequest, need_of, to_us
 from manylora_scheduler.tickets import Tickets
 
 UNREACHED_PAUSE_S = (0.25, 0.5, 1.0, 2.0)
@@ -30,12 +31,19 @@ class _Unreached:
     until: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Hold:
+    number: int
+    worker_id: WorkerId
+    need: Need
+
+
 class Dispatch:
     def __init__(self, queue: FairQueue[FlowKey, int], fleet: Fleet, tickets: Tickets) -> None:
         self._queue = queue
         self._fleet = fleet
         self._tickets = tickets
-        self._hold: tuple[int, WorkerId] | None = None
+        self._hold: _Hold | None = None
         self._passed_over: tuple[int, int] = (-1, 0)
         """The ticket that was first in order last time, and how often another was granted before it."""
         self._unreached: dict[tuple[RouterId, WorkerId], _Unreached] = {}
@@ -47,16 +55,16 @@ class Dispatch:
 
         def fits(number: int) -> WorkerView | None:
             request = self._tickets[number].request
-            return choose(request, self._fleet, self._allows(number, request, now))
+            return choose(request, self._fleet, self._allows(request, now))
 
         pick = self._queue.select(fits, to_us(now))
         if pick is not None:
             self._count_pass(pick, now)
         return pick
 
-    def _allows(self, number: int, request: QueuedRequest, now: float) -> Callable[[WorkerView], bool]:
-        """Whether a ticket may go to a worker, were there room."""
-        request_id, router_id = request.request_id, request.router_id
+    def _allows(self, request: QueuedRequest, now: float) -> Callable[[WorkerView], bool]:
+        """Whether a request may go to a worker, were there room."""
+        request_id, router_id, hold = request.request_id, request.router_id, self._hold
 
         def is_new(worker: WorkerView) -> bool:
             return request_id not in worker.granted and request_id not in worker.running
@@ -64,12 +72,12 @@ class Dispatch:
         def allowed(worker: WorkerView) -> bool:
             if not is_new(worker):
                 return False
-            if self._hold is not None and self._hold[1] == worker.worker_id and self._hold[0] != number:
+            if hold is not None and hold.worker_id == worker.worker_id and hold.need != need_of(request):
                 return False
             pause = self._unreached.get((router_id, worker.worker_id))
             return pause is None or pause.until <= now
 
-        return allowed if self._hold is not None or self._unreached else is_new
+        return allowed if hold is not None or self._unreached else is_new
 
     def _count_pass(self, pick: Pick[int, WorkerView], now: float) -> None:
         """Another ticket than the first in order is granted. Holds a worker for that once it was too often."""
@@ -81,25 +89,25 @@ class Dispatch:
         if self._passed_over[1] < HOLD_AFTER_PASSES:
             return
         request = self._tickets[first].request
-        allowed = self._allows(first, request, now)
+        allowed = self._allows(request, now)
         able = [w for w in self._fleet.workers if w.serving and allowed(w) and w.could_ever_run(request)]
         if able:
 
             def missing(worker: WorkerView) -> tuple[int, int, WorkerId]:
                 return max(0, request.sequences - worker.free_sequences), -worker.free_blocks, worker.worker_id
 
-            self._hold = (first, min(able, key=missing).worker_id)
+            self._hold = _Hold(first, min(able, key=missing).worker_id, need_of(request))
 
     # ---- what others tell it
 
     def left_queue(self, number: int) -> None:
-        if self._hold is not None and self._hold[0] == number:
+        if self._hold is not None and self._hold.number == number:
             self._hold = None
 
     def check_hold(self) -> None:
         """Nothing is held on a worker that takes no requests."""
         if self._hold is not None:
-            worker = self._fleet.get(self._hold[1])
+            worker = self._fleet.get(self._hold.worker_id)
             if worker is None or not worker.serving:
                 self._hold = None
 
@@ -130,5 +138,5 @@ class Dispatch:
 
     def check_invariants(self, queued: set[int]) -> None:
         if self._hold is not None:
-            assert self._hold[0] in queued
-            assert self._fleet.get(self._hold[1]) is not None
+            assert self._hold.number in queued
+            assert self._fleet.get(self._hold.worker_id) is not None

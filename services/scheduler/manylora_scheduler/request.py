@@ -82,6 +82,21 @@ class Ticket:
     granted_at: float = 0.0
 
 
+class Need(NamedTuple):
+    """What it takes to start a request. Requests of equal need are placed alike."""
+
+    sequences: int
+    prompt_tokens: int
+    """Rounded up to three significant bits more than the leading one, so that there are few distinct needs."""
+    router_id: RouterId
+    """A router may be unable to reach a worker."""
+
+
+def need_of(request: QueuedRequest) -> Need:
+    step = 1 << max(0, request.prompt_tokens.bit_length() - 4)
+    return Need(request.sequences, -(-request.prompt_tokens // step) * step, request.router_id)
+
+
 def to_us(seconds: float) -> int:
     """A moment of the core's clock in the fair queue's whole microseconds."""
     return int(1e6 * seconds)

@@ -46,8 +46,7 @@ class Succession:
         assert self._began_at is not None, "begin comes first"
         if now >= self._began_at + (MIN_WAIT_S if all_reported else MAX_WAIT_S):
             self._queue.resume()
-            if all_reported:
-                self._inherited.clear()
+            self._inherited.clear()
 
     def adopt(self, request_id: RequestId, flows: Flows, tickets: Tickets) -> int | None:
         """A worker runs a request of the predecessor's: its reservation is taken over. Returns its number."""
@@ -74,18 +73,18 @@ class Succession:
         return False
 
     def snapshot(self, request_of: Callable[[int], RequestId]) -> ClockSnapshot:
-        """For the next leader: the queue's, with requests by their ids.
+        """For the next leader: the queue's, with requests by their ids. Not to be taken while dispatch waits.
 
         Args:
             request_of: the request of a ticket's number.
         """
+        assert not self._queue.is_restoring, "what was inherited is not all here yet"
         taken = self._queue.snapshot()
         reserved = [
             (self._adopted[number] if number in self._adopted else request_of(number), flow, left)
             for number, flow, left in taken.reserved
         ]
-        inherited = [(request_id, flow, left) for request_id, (flow, left) in self._inherited.items()]
-        return Snapshot(taken.clock, taken.flows, tuple(reserved + inherited), taken.counted)
+        return Snapshot(taken.clock, taken.flows, tuple(reserved), taken.counted)
 
     @property
     def adopted(self) -> set[int]:
