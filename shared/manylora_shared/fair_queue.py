@@ -46,7 +46,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
@@ -286,19 +286,32 @@ class FairQueue(Generic[F, I]):
         `fits` returns where the item would start, or None. Changes nothing but the time.
         """
         self._fill_boosts(now_us)
-        fitting: dict[Hashable, bool] = {}
-        passed_over: I | None = None
-        for flow, need in self._in_turn():
-            if need in fitting:
-                continue
-            item = self._flows[flow].head
-            assert item is not None, "only flows with queued items stand in the contest"
-            place = fits(item)
-            fitting[need] = place is not None
-            if place is not None:
-                return Pick(item, place, self._floor(fits, fitting), passed_over)
-            if passed_over is None:
-                passed_over = item
+        first = self._first_boosted()
+        if first is None:
+            return None
+        # Nearly always the first flow can be started, and so can the one with the least tag.
+        flow, need = first
+        item = self._head_of(flow)
+        place = fits(item)
+        if place is not None:
+            return Pick(item, place, self._floor(fits, {need: True}), None)
+        return self._select_behind(item, need, fits)
+
+    def _select_behind(self, passed_over: I, need: Hashable, fits: Callable[[I], P | None]) -> Pick[I, P] | None:
+        """The choice where the first in order does not fit: the first flows of all other needs, in order."""
+        fitting = {need: False}
+        aged = self._aging * self._now_us
+        in_order = heapq.merge(
+            ((key - aged, order, flow, need) for (key, order, flow), need in self._rising.heads()),
+            ((key, order, flow, need) for (key, order, flow), need in self._full.heads()),
+        )
+        for _, _, flow, other in in_order:
+            if other not in fitting:
+                item = self._head_of(flow)
+                place = fits(item)
+                fitting[other] = place is not None
+                if place is not None:
+                    return Pick(item, place, self._floor(fits, fitting), passed_over)
         return None
 
     def dispatch(self, pick: Pick[I, P], reserve: int) -> None:
@@ -518,31 +531,31 @@ class FairQueue(Generic[F, I]):
             self._filling = [(f.full_us, f.order, f.key) for f in dict.fromkeys(flows) if f.full_us is not None]
             heapq.heapify(self._filling)
 
-    def _in_turn(self) -> Iterator[tuple[F, Hashable]]:
-        """The first flows of all needs by their boosted tags; nearly always the first one of all is enough."""
-        aged = self._aging * self._now_us
+    def _first_boosted(self) -> tuple[F, Hashable] | None:
+        """The flow with the least boosted tag, and its need."""
         rising, full = self._rising.first(), self._full.first()
-        first = rising
-        if rising is None or (full is not None and full[0][:2] < (rising[0][0] - aged, rising[0][1])):
-            first = full
-        if first is None:
-            return
-        yield first[0][2], first[1]
-        for _, _, flow, need in heapq.merge(
-            ((key - aged, order, flow, need) for (key, order, flow), need in self._rising.heads()),
-            ((key, order, flow, need) for (key, order, flow), need in self._full.heads()),
-        ):
-            yield flow, need
+        if rising is None:
+            return (full[0][2], full[1]) if full is not None else None
+        if full is not None:
+            (key, order, flow), need = full
+            if (key, order) < (rising[0][0] - self._aging * self._now_us, rising[0][1]):
+                return flow, need
+        return rising[0][2], rising[1]
+
+    def _head_of(self, flow: F) -> I:
+        item = self._flows[flow].head
+        assert item is not None, "only flows with queued items stand in the contest"
+        return item
 
     def _floor(self, fits: Callable[[I], P | None], fitting: dict[Hashable, bool]) -> int:
         """The least tag of a flow that can be started. `fitting` has the needs that were asked for already."""
         first = self._plain.first()
         assert first is not None
+        if fitting.get(first[1]):
+            return first[0][0]
         for (tag, _, flow), need in itertools.chain((first,), self._plain.heads()):
             if need not in fitting:
-                item = self._flows[flow].head
-                assert item is not None, "only flows with queued items stand in the contest"
-                fitting[need] = fits(item) is not None
+                fitting[need] = fits(self._head_of(flow)) is not None
             if fitting[need]:
                 return tag
         raise AssertionError("one flow was found to fit")

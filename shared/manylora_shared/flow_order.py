@@ -82,14 +82,21 @@ class FlowOrder(Generic[F]):
 
     def first(self) -> tuple[Place[F], Hashable] | None:
         """The first flow of all, and its need."""
-        firsts = self._firsts
+        firsts, places = self._firsts, self._places
         while firsts:
             key, order, _, group = firsts[0]
-            head = self._head(group)
-            if head is not None and head[1] == order and head[0] == key:
-                return head, group.need
+            heap = group.heap
+            if heap:
+                head = heap[0]
+                found = places.get(head[2])
+                # The common case without a call: the group's first entry is no stale one, and is the one shown here.
+                if found is not None and found[0] is head and head[1] == order and head[0] == key:
+                    return head, group.need
+            first = self._head(group)
+            if first is not None and first[1] == order and first[0] == key:
+                return first, group.need
             heapq.heappop(firsts)
-            if head is not None:
+            if first is not None:
                 self._note_first(group)
         return None
 
