@@ -6,16 +6,15 @@ Every write holds only while the leader's key has this term's revision, so a lea
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Compare, Put, Store
-from manylora_shared.coordination.records import ClockIndexRecord, ClockRecord
-from manylora_shared.fair_queue import FlowSnapshot, Snapshot
-from manylora_shared.ids import QosClass, RequestId, TenantId
+from manylora_shared.coordination.records import ClockIndexRecord
 from manylora_shared.logs import fields
 
-from manylora_scheduler.request import FlowKey
+from manylora_scheduler.clock_codec import decode, encode
 from manylora_scheduler.succession import ClockSnapshot
 
 _LOG = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ class ClockKeeper:
             data = b"".join(part.value for part in parts if part is not None)
             if len(data) != index.size_bytes:
                 raise ValueError(f"{len(data)} of {index.size_bytes} bytes are there")
-            return snapshot_of(ClockRecord.from_bytes(data))
+            return decode(data)
         except ValueError as e:
             # Fairness begins anew then, as in a new cluster; requests are served all the same.
             _LOG.error("the last leader's clock cannot be read", extra=fields(error=str(e)))
@@ -63,7 +62,11 @@ class ClockKeeper:
         Raises:
             StoreUnavailable
         """
-        data = record_of(snapshot).to_bytes()
+        steps = []
+        for step in encode(snapshot):
+            steps.append(step)
+            await asyncio.sleep(0)  # a large clock takes a while, and grants go out meanwhile
+        data = b"".join(steps)
         if data == self._saved:
             return True
         parts = [data[i : i + PART_BYTES] for i in range(0, len(data), PART_BYTES)]
@@ -79,40 +82,3 @@ class ClockKeeper:
     async def _put(self, key: str, value: bytes) -> bool:
         leading = [Compare(keys.SCHEDULER_LEADER, self._epoch)]
         return (await self._store.txn(leading, [Put(key, value)])).succeeded
-
-
-def record_of(snapshot: ClockSnapshot) -> ClockRecord:
-    flows = [(f.flow.tenant_id, f.flow.qos_class.value, f.weight, f.settled, f.queued) for f in snapshot.flows]
-    index = {f.flow: i for i, f in enumerate(snapshot.flows)}
-
-    def named(flow: FlowKey) -> int:
-        found = index.get(flow)
-        if found is None:
-            found = index[flow] = len(flows)
-            flows.append((flow.tenant_id, flow.qos_class.value, 0, 0, False))
-        return found
-
-    return ClockRecord(
-        clock=snapshot.clock,
-        reserved=tuple((request_id, named(flow), left) for request_id, flow, left in snapshot.reserved),
-        counted={
-            worker: {named(flow): total for flow, total in counted.items()}
-            for worker, counted in snapshot.counted.items()
-        },
-        flows=tuple(flows),
-    )
-
-
-def snapshot_of(record: ClockRecord) -> ClockSnapshot:
-    """Raises ValueError on a class that is not known."""
-    flows = [FlowKey(TenantId(tenant), QosClass(qos_class)) for tenant, qos_class, _, _, _ in record.flows]
-    return Snapshot(
-        clock=record.clock,
-        flows=tuple(
-            FlowSnapshot(flow, weight, settled, queued)
-            for flow, (_, _, weight, settled, queued) in zip(flows, record.flows, strict=True)
-            if weight
-        ),
-        reserved=tuple((RequestId(request_id), flows[i], left) for request_id, i, left in record.reserved),
-        counted={worker: {flows[i]: n for i, n in counted.items()} for worker, counted in record.counted.items()},
-    )

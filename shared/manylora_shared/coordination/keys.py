@@ -4,7 +4,7 @@
 /manylora/routers/<router_id>              RouterRecord, bound to the router's lease
 /manylora/scheduler/leader                 SchedulerRecord, bound to the leader's lease; create_revision = epoch
 /manylora/scheduler/clock                  ClockIndexRecord
-/manylora/scheduler/clock/<bank>/<part>    a part of ClockRecord's bytes
+/manylora/scheduler/clock/<bank>/<part>    a part of the clock's bytes
 /manylora/tenants/<tenant_id>              TenantPolicy as YAML text
 /manylora/adapters/<tenant_id>/<name>      AdapterRecord
 """
