@@ -71,7 +71,7 @@ class AdapterRecord(_JsonRecord):
 @dataclass(frozen=True)
 class ClockIndexRecord(_JsonRecord):
     """Where the scheduler's clock stands: parts 0 to `parts` - 1 of a bank, together `size_bytes` long. The banks take
-    turns, so that the last whole clock can be read until the next one is whole. The form of the bytes is the scheduler's
+    turns, so that the last whole clock can be read until the next one is whole. What the bytes mean is the scheduler's
     (clock_codec)."""
 
     bank: int
