@@ -331,7 +331,7 @@ class FairQueue(Generic[F, I]):
         entry = self._remember(flow, share)
         self._items[item] = _Item(flow, None, None, 0, None)
         self._start(entry, item, reserve)
-        self._index(entry)
+        self._retag(entry)
 
     def settle(self, item: I, cost: int = 0) -> None:
         """A running item has ended, however it did: what it reserved and did not use is given back.
@@ -348,7 +348,7 @@ class FairQueue(Generic[F, I]):
         entry.settled += cost * entry.inverse
         entry.num_running -= 1
         self._num_running -= 1
-        self._index(entry)
+        self._retag(entry)
         self._rest(entry)
 
     def set_share(self, flow: F, share: Share) -> None:
@@ -474,7 +474,7 @@ class FairQueue(Generic[F, I]):
     # ---- the contest
 
     def _index(self, flow: _Flow[F, I]) -> None:
-        """Brings the flow's place in the contest up to date."""
+        """Brings the flow's place in the contest up to date after a change of its queue, its tag or its share."""
         if not flow.num_queued:
             if flow.head is not None:
                 assert flow.order_of is not None
@@ -482,11 +482,22 @@ class FairQueue(Generic[F, I]):
                 flow.order_of.drop(flow.key)
                 flow.head = flow.full_us = flow.order_of = None
             return
-        item, tag = self._first(flow), flow.settled + flow.reserved * flow.inverse
-        if item == flow.head and tag == flow.shown:
+        item = self._first(flow)
+        if item == flow.head:
+            self._retag(flow)
             return
-        flow.head, flow.shown = item, tag
-        self._plain.put(flow.key, tag, flow.order, self._items[item].need)
+        flow.head = item
+        self._show(flow)
+
+    def _retag(self, flow: _Flow[F, I]) -> None:
+        """As `_index`, where only the tag can have changed."""
+        if flow.head is not None and flow.settled + flow.reserved * flow.inverse != flow.shown:
+            self._show(flow)
+
+    def _show(self, flow: _Flow[F, I]) -> None:
+        assert flow.head is not None
+        flow.shown = flow.settled + flow.reserved * flow.inverse
+        self._plain.put(flow.key, flow.shown, flow.order, self._items[flow.head].need)
         self._boost(flow)
 
     def _boost(self, flow: _Flow[F, I]) -> None:
@@ -573,7 +584,7 @@ class FairQueue(Generic[F, I]):
             if left > used:
                 flow.unspent[item] = left - used
                 flow.unspent.move_to_end(item, last=False)
-        self._index(flow)
+        self._retag(flow)
         self._rest(flow)
 
     def _remember(self, flow: F, share: Share) -> _Flow[F, I]:
