@@ -366,7 +366,8 @@ class Core:
     def _end_ticket(self, ticket: Ticket) -> None:
         """A granted ticket whose grant is no longer with its worker."""
         self._queue.settle(ticket.number)
-        self._timers.cancel(("grant", ticket.number))
+        if ticket.phase is not Phase.RUNNING:
+            self._timers.cancel(("grant", ticket.number))
         self._tickets.forget(ticket)
 
     def _drop_grant(self, ticket: Ticket) -> None:

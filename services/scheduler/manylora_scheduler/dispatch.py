@@ -47,39 +47,39 @@ class Dispatch:
         self._passed_over: tuple[int, int] = (-1, 0)
         """The ticket that was first in order last time, and how often another was granted before it."""
         self._unreached: dict[tuple[RouterId, WorkerId], _Unreached] = {}
+        self._now = 0.0
 
     def next_pick(self, now: float) -> Pick[int, WorkerView] | None:
         """The ticket that is to be granted next and its worker; None where nothing more can be granted now."""
         if not self._queue.num_queued or not self._fleet.num_open or self._queue.is_restoring:
             return None
 
-        def fits(number: int) -> WorkerView | None:
-            request = self._tickets[number].request
-            return choose(request, self._fleet, self._allows(request, now))
-
-        pick = self._queue.select(fits, to_us(now))
+        self._now = now
+        pick = self._queue.select(self._place, to_us(now))
         if pick is not None:
-            self._count_pass(pick, now)
+            self._count_pass(pick)
         return pick
 
-    def _allows(self, request: QueuedRequest, now: float) -> Callable[[WorkerView], bool]:
-        """Whether a request may go to a worker, were there room."""
-        request_id, router_id, hold = request.request_id, request.router_id, self._hold
+    def _place(self, number: int) -> WorkerView | None:
+        """The worker on which a ticket could start now."""
+        request = self._tickets[number].request
+        return choose(request, self._fleet, self._allows(request))
 
-        def is_new(worker: WorkerView) -> bool:
-            return request_id not in worker.granted and request_id not in worker.running
+    def _allows(self, request: QueuedRequest) -> Callable[[WorkerView], bool]:
+        """Whether a request may go to a worker, were there room."""
+        hold, unreached = self._hold, self._unreached
+        if hold is None and not unreached:
+            return _allow_all
 
         def allowed(worker: WorkerView) -> bool:
-            if not is_new(worker):
-                return False
             if hold is not None and hold.worker_id == worker.worker_id and hold.need != need_of(request):
                 return False
-            pause = self._unreached.get((router_id, worker.worker_id))
-            return pause is None or pause.until <= now
+            pause = unreached.get((request.router_id, worker.worker_id))
+            return pause is None or pause.until <= self._now
 
-        return allowed if hold is not None or self._unreached else is_new
+        return allowed
 
-    def _count_pass(self, pick: Pick[int, WorkerView], now: float) -> None:
+    def _count_pass(self, pick: Pick[int, WorkerView]) -> None:
         """Another ticket than the first in order is granted. Holds a worker for that once it was too often."""
         first = pick.passed_over
         if self._hold is not None or first is None:
@@ -89,7 +89,7 @@ class Dispatch:
         if self._passed_over[1] < HOLD_AFTER_PASSES:
             return
         request = self._tickets[first].request
-        allowed = self._allows(request, now)
+        allowed = self._allows(request)
         able = [w for w in self._fleet.workers if w.serving and allowed(w) and w.could_ever_run(request)]
         if able:
 
@@ -140,3 +140,7 @@ class Dispatch:
         if self._hold is not None:
             assert self._hold.number in queued
             assert self._fleet.get(self._hold.worker_id) is not None
+
+
+def _allow_all(worker: WorkerView) -> bool:
+    return True

@@ -159,8 +159,11 @@ class WorkerView:
         """KV blocks to begin with: the prompt and the first token, and one more for each further choice."""
         return -(-(request.prompt_tokens + 1) // self.block_size) + request.sequences - 1
 
-    def has_room_for(self, request: QueuedRequest) -> bool:
-        sequences = request.sequences
+    def can_take(self, request: QueuedRequest) -> bool:
+        """Whether there is room for it now. An earlier attempt that is still here has to end first."""
+        request_id, sequences = request.request_id, request.sequences
+        if request_id in self.granted or request_id in self.running:
+            return False
         if self.sequence_slots - self.running_sequences - self._granted_sequences < sequences:
             return False
         blocks = -(-(request.prompt_tokens + 1) // self.block_size) + sequences - 1

@@ -40,7 +40,7 @@ def choose(request: QueuedRequest, fleet: Fleet, allowed: Callable[[WorkerView],
 
     if fleet.num_open == 1:  # a busy cluster's usual case, and then there is nothing to compare
         only = fleet.open_workers()[0]
-        return only if only.has_room_for(request) and allowed(only) else None
+        return only if only.can_take(request) and allowed(only) else None
     uid = request.adapter_uid
     if uid is not None:
         cap = load_cap(fleet)
@@ -50,7 +50,7 @@ def choose(request: QueuedRequest, fleet: Fleet, allowed: Callable[[WorkerView],
             return (
                 worker.used_sequences < min(slots, max(cap, slots // 4))
                 and worker.serving
-                and worker.has_room_for(request)
+                and worker.can_take(request)
                 and allowed(worker)
             )
 
@@ -61,7 +61,7 @@ def choose(request: QueuedRequest, fleet: Fleet, allowed: Callable[[WorkerView],
         if found is not None:
             return found
     for worker in fleet.open_workers():
-        if worker.has_room_for(request) and allowed(worker):
+        if worker.can_take(request) and allowed(worker):
             return worker
     return None
 
