@@ -43,6 +43,7 @@ from manylora_scheduler.events import (
     PolicyChanged,
     RouterConnected,
     SendGrant,
+    SendPrefetch,
     WorkerJoined,
     WorkerReported,
 )
@@ -87,6 +88,7 @@ class TrueWorker:
     flows: dict[FlowKey, FlowTokens] = field(default_factory=dict)
     running: deque[QueuedRequest] = field(default_factory=deque)
     granted: list[QueuedRequest] = field(default_factory=list)
+    prefetched: list[AdapterUid] = field(default_factory=list)
     adapters: dict[AdapterUid, Residency] = field(default_factory=dict)
 
 
@@ -135,9 +137,10 @@ class Cluster:
     def report(self, worker: TrueWorker, *, snapshot: bool = False, end: int = 0) -> WorkerReport:
         """What the worker says when `end` of its requests have ended and what it was granted has started."""
         started = tuple(StartedRequest(r.request_id, r.flow, r.sequences) for r in worker.granted)
-        new_adapters = [r.adapter_uid for r in worker.granted if r.adapter_uid not in (None, *worker.adapters)]
+        granted = [r.adapter_uid for r in worker.granted if r.adapter_uid is not None]
+        new_adapters = [uid for uid in granted + worker.prefetched if uid not in worker.adapters]
+        worker.prefetched = []
         for uid in new_adapters:
-            assert uid is not None
             worker.adapters[uid] = Residency.DEVICE
         while len(worker.adapters) > 4 * SLOTS:
             del worker.adapters[next(iter(worker.adapters))]
@@ -165,9 +168,13 @@ class Cluster:
         )
 
     def receive(self, commands: list[Command]) -> list[SendGrant]:
-        grants = [command for command in commands if isinstance(command, SendGrant)]
-        for grant in grants:
-            self.workers[grant.worker_id].granted.append(grant.request)
+        grants = []
+        for command in commands:
+            if isinstance(command, SendGrant):
+                self.workers[command.worker_id].granted.append(command.request)
+                grants.append(command)
+            elif isinstance(command, SendPrefetch):
+                self.workers[command.worker_id].prefetched.append(command.adapter_uid)
         return grants
 
     def round(self, batch: int) -> None:
@@ -184,10 +191,12 @@ class Cluster:
             GrantClosed(self.routers.index(r.router_id), r.router_id, r.request_id, worker.worker_id, True)
             for r in ending
         ] + [self.enqueue(grant.request.flow) for grant in grants]
+        commands = []
         before = time.process_time()
         for event in events:
-            self.core.apply(event, self.now)
+            commands += self.core.apply(event, self.now)
         self.spent.others_s += time.process_time() - before
+        assert not self.receive(commands), "room was left by the report"
         self.spent.grants += len(grants)
 
     def snapshot(self) -> dict[str, float]:

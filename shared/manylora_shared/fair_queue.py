@@ -2,7 +2,8 @@
 
 Start-time fair queuing (Goyal, Vin, Cheng 1996; with several servers SFQ(D), Jin, Chase, Kaur 2004) over token costs,
 generalised to costs that are known only afterwards, refunds, and capped boosts. The scheduler dispatches requests by
-it; a worker chooses whose quantum or prefill chunk is next by it. Whatever is dispatched is an *item* here.
+it; a worker can choose whose quantum or prefill chunk is next by it (docs/decisions/0008). Whatever is dispatched is an
+*item* here.
 
 Owns, of every flow f with items, its weight phi_f, its settled tag a_f (charges per weight, plus lifts), the cost R_f
 that its running items have reserved and not used yet, and its queue; the clock V; and what each source has counted.

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manylora_scheduler import placement
 from manylora_scheduler.fleet import Fleet, Residency, WorkerView
-from manylora_scheduler.placement import choose, first_in_order, home, load_cap
+from manylora_scheduler.placement import choose, home, in_order, load_cap
 from manylora_scheduler.ring import Ring
 from manylora_shared.ids import AdapterUid, WorkerId
 
@@ -101,8 +101,8 @@ def test_a_worker_that_leaves_moves_only_what_it_had() -> None:
     uids = [AdapterUid(f"{random.Random(i).getrandbits(256):064x}") for i in range(2_000)]
 
     def homes() -> dict[AdapterUid, WorkerId]:
-        found = {uid: first_in_order(uid, fleet, lambda _: True) for uid in uids}
-        return {uid: view.worker_id for uid, view in found.items() if view is not None}
+        found = {uid: next(in_order(uid, fleet, lambda _: True)) for uid in uids}
+        return {uid: view.worker_id for uid, view in found.items()}
 
     before = homes()
     fleet.leave(WorkerId("w3"))
@@ -119,7 +119,7 @@ def test_few_open_workers_and_many_are_in_the_same_order() -> None:
     assert fleet.num_open <= placement._FEW
     for i in range(200):
         uid = AdapterUid(f"{random.Random(i).getrandbits(256):064x}")
-        assert home(uid, fleet, lambda _: True) is first_in_order(uid, fleet, lambda _: True)
+        assert home(uid, fleet, lambda _: True) is next(in_order(uid, fleet, lambda _: True))
 
 
 def test_a_walk_meets_everybody_once_by_distance() -> None:

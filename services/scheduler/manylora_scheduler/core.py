@@ -19,6 +19,7 @@ What it promises:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 
 from manylora_shared.errors import Code
 from manylora_shared.fair_queue import FairQueue
@@ -46,7 +47,7 @@ from manylora_scheduler.events import (
 )
 from manylora_scheduler.fleet import Fleet, WorkerReport, WorkerView
 from manylora_scheduler.flows import AGING_PER_S, Flows
-from manylora_scheduler.placement import first_in_order
+from manylora_scheduler.placement import in_order
 from manylora_scheduler.request import (
     OUTPUT_TOKEN_COST,
     PROMPT_TOKEN_COST,
@@ -70,6 +71,8 @@ CLOSING_GRACE_S = 0.2
 PREFETCHES_PER_WORKER = 4
 """Prefetches that a worker may have been sent and not have answered."""
 PREFETCH_TIMEOUT_S = 10.0
+PREFETCH_WORKERS = 8
+"""So many workers, in the adapter's own order, may be asked to prefetch it; if all are busy with others, none is."""
 MAX_RETRY_AFTER_S = 30.0
 MAX_DEPARTED = 1024
 
@@ -469,7 +472,8 @@ class Core:
         """Has a worker load the adapter of a request that must wait, unless one has it or is about to."""
         if any(worker.serving for worker in self._fleet.holders.of(uid)):
             return
-        worker = first_in_order(uid, self._fleet, lambda w: w.serving and w.num_prefetches < PREFETCHES_PER_WORKER)
+        near = islice(in_order(uid, self._fleet, lambda worker: worker.serving), PREFETCH_WORKERS)
+        worker = next((w for w in near if w.num_prefetches < PREFETCHES_PER_WORKER), None)
         if worker is not None:
             worker.send_prefetch(uid)
             self._timers.set_after(("prefetch", worker.worker_id, uid), self._now, PREFETCH_TIMEOUT_S)

@@ -19,7 +19,7 @@ here stays in the queue. A choice costs O(log n) but for what cannot be used: it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from manylora_shared.ids import AdapterUid, WorkerId
@@ -73,12 +73,12 @@ def home(uid: AdapterUid, fleet: Fleet, accepts: Callable[[WorkerView], bool]) -
         if len(found) == 1:
             return found[0]
         return min(found, key=lambda w: (fleet.ring.distance(uid, w.worker_id), w.worker_id), default=None)
-    return first_in_order(uid, fleet, accepts)
+    return next(in_order(uid, fleet, accepts), None)
 
 
-def first_in_order(uid: AdapterUid, fleet: Fleet, accepts: Callable[[WorkerView], bool]) -> WorkerView | None:
-    """The first worker of all in the adapter's own order that `accepts` takes."""
-    return next(filter(accepts, (_member(fleet, worker_id) for worker_id in fleet.ring.walk(uid))), None)
+def in_order(uid: AdapterUid, fleet: Fleet, accepts: Callable[[WorkerView], bool]) -> Iterator[WorkerView]:
+    """All workers that `accepts` takes, in the adapter's own order."""
+    return filter(accepts, (_member(fleet, worker_id) for worker_id in fleet.ring.walk(uid)))
 
 
 def load_cap(fleet: Fleet) -> int:
