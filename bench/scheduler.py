@@ -51,6 +51,7 @@ from manylora_scheduler.fleet import FlowTokens, Residency, StartedRequest, Work
 from manylora_scheduler.flows import AGING_PER_S, Flows
 from manylora_scheduler.request import FlowKey, QueuedRequest
 from manylora_shared.fair_queue import FairQueue, Rank
+from manylora_shared.heap import collector_paused
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
 from manylora_shared.policy import ClassPolicy, TenantPolicy
 
@@ -202,7 +203,8 @@ class Cluster:
     def snapshot(self) -> dict[str, float]:
         """What keeping the clock costs: in one go, in which nothing is granted, and in all."""
         before = time.process_time()
-        snapshot = self.core.clock_snapshot()
+        with collector_paused():
+            snapshot = self.core.clock_snapshot()
         taken = time.process_time()
         size = sum(map(len, encode(snapshot)))
         return {

@@ -16,6 +16,7 @@ from manylora.v1 import admin_pb2, scheduler_pb2, worker_pb2
 from manylora_shared.coordination.base import StoreUnavailable
 from manylora_shared.coordination.records import WorkerRecord
 from manylora_shared.errors import Code, InvalidRequest, ManyloraError, Overloaded, ServiceUnavailable
+from manylora_shared.heap import collector_paused
 from manylora_shared.ids import RouterId, TenantId, WorkerId
 from manylora_shared.logs import fields
 from manylora_shared.policy import TenantPolicy, parse_policy
@@ -278,7 +279,8 @@ class Term:
             _LOG.warning("the last clock was not saved", extra=fields(error=str(e)))
 
     def _take_clock(self) -> ClockSnapshot:
-        snapshot = self.core.clock_snapshot()
+        with collector_paused():
+            snapshot = self.core.clock_snapshot()
         self._clock_pause_s = max(MIN_CLOCK_PAUSE_S, snapshot.size / CLOCK_ENTRIES_PER_S)
         return snapshot
 
