@@ -2,6 +2,7 @@
 PYTHON ?= python3
 MODEL ?= demo
 SEEDS ?= 200
+SCHEDULES ?= 10000
 SOAK_SECONDS ?= 600
 
 VENV := .venv
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo up test unit oracle soak sim kernels check lint types layers format proto compose-test clean
+.PHONY: help install demo up test unit oracle soak sim kernels fairness check lint types layers format proto compose-test clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
@@ -47,6 +48,9 @@ sim: $(STAMP) ## the whole cluster simulated under faults: make sim SEEDS=200
 kernels: $(STAMP) ## the GPU's kernels in Triton's interpreter, on the CPU (installs Triton)
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt triton
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/numerics/test_device_runner.py tests/numerics/test_device_sampler.py tests/numerics/test_nf4_kernel.py
+
+fairness: $(STAMP) ## random schedules against the fairness bound: make fairness SCHEDULES=10000
+	@$(BIN)/python -m pytest -q -s tests/properties/test_fair_queue.py --fair-schedules $(SCHEDULES)
 
 check: lint types layers ## lint, types and the layers
 

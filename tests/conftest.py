@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 
 DEFAULT_SIM_SEEDS = 20
+DEFAULT_FAIR_SCHEDULES = 200
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,6 +20,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=DEFAULT_SIM_SEEDS,
         metavar="N",
         help=f"run each simulation with the seeds 0 to N-1 (default {DEFAULT_SIM_SEEDS})",
+    )
+    parser.addoption(
+        "--fair-schedules",
+        type=int,
+        default=DEFAULT_FAIR_SCHEDULES,
+        metavar="N",
+        help=f"hold so many random schedules to the fairness bound (default {DEFAULT_FAIR_SCHEDULES})",
     )
     parser.addoption(
         "--soak-seconds", type=float, default=60.0, metavar="S", help="how long the soak runs (default 60)"
@@ -34,3 +42,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "sim_seed" in metafunc.fixturenames and "sim_seed" not in given:
         seeds = range(metafunc.config.getoption("--sim-seeds"))
         metafunc.parametrize("sim_seed", seeds, ids=[f"seed {seed}" for seed in seeds])
+
+
+@pytest.fixture
+def fair_schedules(request: pytest.FixtureRequest) -> int:
+    return int(request.config.getoption("--fair-schedules"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def freeze_started() -> None:
@@ -13,3 +15,15 @@ def freeze_started() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """For making many small objects that live for a moment: they would start one full collection after the other."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,28 +1,37 @@
-"""The fair queue: the properties of fair_queue_suite, mutants that these must catch, and the class's own contract."""
+"""The fair queue: the properties of fair_queue_suite, mutants that these must catch, and the class's own contract.
+
+`--fair-schedules N` runs N random schedules instead of the default few hundred; `make fairness` runs 10,000.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manylora_shared import fair_queue
-from manylora_shared.fair_queue import TAG_SCALE, FairQueue
+from manylora_shared.fair_queue import TAG_SCALE, FairQueue, Pick, Rank, Share
 
 from tests.properties import fair_queue_suite as suite
 
-NUM_SEEDS = 400
+NUM_SEEDS = 300
+"""Schedules that a mutant has to survive."""
 
 
-@settings(max_examples=300, deadline=None)
-@given(seed=st.integers(0, 2**32), num_actions=st.integers(1, 120))
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32), num_actions=st.integers(1, 100))
 def test_any_schedule_stays_within_the_bound(seed: int, num_actions: int) -> None:
     suite.random_schedule(FairQueue, seed, num_actions)
 
 
-def test_the_bound_is_not_slack() -> None:
-    worst = max(suite.random_schedule(FairQueue, seed).worst for seed in range(150))
-    print(f"largest spread / bound over 150 schedules: {worst:.2f}")
-    assert 0.5 < worst <= 1.0
+def test_spread_against_its_bound(fair_schedules: int) -> None:
+    """Every schedule's spread is within the formula, and some come close to it: the formula has no slack to hide in."""
+    ratios = sorted(suite.random_schedule(FairQueue, seed).worst for seed in range(fair_schedules))
+    middle = ratios[len(ratios) // 2]
+    print(f"\nspread / bound over {len(ratios)} schedules: median {middle:.3f}, largest {ratios[-1]:.3f}, 0 violations")
+    assert 0.7 < ratios[-1] <= 1.0
 
 
 def test_dispatch_is_within_one_item_of_each_flow_where_costs_are_known() -> None:
@@ -43,184 +52,356 @@ def test_a_flood_delays_nobody_else() -> None:
     suite.flood_delays_nobody(FairQueue)
 
 
+def test_boosts_end_at_their_cap() -> None:
+    suite.boosts_end_at_their_cap(FairQueue)
+
+
 def test_equal_histories_give_equal_choices() -> None:
     for seed in range(20):
         first = suite.random_schedule(FairQueue, seed)
         assert suite.random_schedule(FairQueue, seed).dispatched == first.dispatched
 
 
+Queue = FairQueue[str, int]
 Flow = fair_queue._Flow[str, int]
 
 
-class NoLift(FairQueue[str, int]):
+class ClockFromBoostedPicks(Queue):
+    def _advance_clock(self, pick: Pick[int, Any]) -> None:
+        self._clock = max(self._clock, self._flows[self._items[pick.item].flow].tag)
+
+
+class NoLift(Queue):
     def _lift(self, flow: Flow) -> None:
         pass
 
 
-class LiftToTheLeastOfTheOthers(FairQueue[str, int]):
+class LiftToTheLeastOfTheOthers(Queue):
     def _lift(self, flow: Flow) -> None:
         others = [f.tag for f in self._flows.values() if f.num_queued and f is not flow]
         flow.settled += max(0, min(others, default=0) - flow.tag)
 
 
-class ChargeAfter(FairQueue[str, int]):
+class ChargeAfter(Queue):
     def _reserve(self, flow: Flow, item: int, cost: int) -> None:
         pass
 
 
-class ForgottenRefund(FairQueue[str, int]):
+class RefundForgotten(Queue):
     def _refund(self, flow: Flow, item: int) -> None:
         left = flow.unspent.pop(item, 0)
         flow.reserved -= left
         flow.settled += left * flow.inverse
 
 
-class DoubleRefund(FairQueue[str, int]):
+class RefundTwice(Queue):
     def _refund(self, flow: Flow, item: int) -> None:
         left = flow.unspent.pop(item, 0)
         flow.reserved -= left
         flow.settled -= left * flow.inverse
 
 
-class StoppedClock(FairQueue[str, int]):
-    def _advance_clock(self, tag: int) -> None:
+class CapOffByOne(Queue):
+    def _cap(self, flow: Flow) -> int:
+        return super()._cap(flow) + 1 if flow.share.cap else 0
+
+
+class CapOneUnitShort(Queue):
+    def _cap(self, flow: Flow) -> int:
+        return max(0, super()._cap(flow) - flow.inverse)
+
+
+class CapForgotten(Queue):
+    def _cap(self, flow: Flow) -> int:
+        return super()._cap(flow) * 1000
+
+
+class StoppedClock(Queue):
+    def _advance_clock(self, pick: Pick[int, Any]) -> None:
         pass
 
 
-class FollowingClock(FairQueue[str, int]):
+class FallingClock(Queue):
     """The clock falls with the tag of whoever was chosen last."""
 
-    def _advance_clock(self, tag: int) -> None:
-        self._clock = tag
+    def _advance_clock(self, pick: Pick[int, Any]) -> None:
+        self._clock = pick.floor
 
 
-class WeightsIgnored(FairQueue[str, int]):
-    def push(self, item: int, flow: str, *, weight: int, need: object, order: int, priority: int = 0) -> None:
-        super().push(item, flow, weight=1, need=need, order=order, priority=priority)
-
-    def charge(self, flow: str, cost: int, *, weight: int) -> None:
-        super().charge(flow, cost, weight=1)
+class WeightsIgnored(Queue):
+    def _remember(self, flow: str, share: Share) -> Flow:
+        return super()._remember(flow, share._replace(weight=1))
 
 
-class ReservationsKept(FairQueue[str, int]):
+class ReservationsKept(Queue):
     """Work is charged on top of its own reservation."""
 
-    def _spend(self, flow: Flow, cost: int) -> None:
-        pass
+    def _charge(self, flow: Flow, cost: int) -> None:
+        flow.settled += cost * flow.inverse
+        self._index(flow)
+        self._rest(flow)
+
+
+class CountersAsIncrements(Queue):
+    """A report that comes twice is counted twice."""
+
+    def count(self, source: str, totals: Any, share_of: Any) -> Any:
+        self._counted.pop(source, None)
+        return super().count(source, totals, share_of)
+
+
+class AdoptedReservationsLost(Queue):
+    def adopt(self, item: int, flow: str, *, share: Share, reserve: int) -> None:
+        super().adopt(item, flow, share=share, reserve=2 * reserve)
+
+
+class SnapshotWithoutCounters(Queue):
+    def restore(self, snapshot: Any) -> None:
+        super().restore(snapshot)
+        self._counted.clear()
 
 
 MUTANTS = [
+    ClockFromBoostedPicks,
     NoLift,
     LiftToTheLeastOfTheOthers,
     ChargeAfter,
-    ForgottenRefund,
-    DoubleRefund,
+    RefundForgotten,
+    RefundTwice,
+    CapOffByOne,
+    CapOneUnitShort,
+    CapForgotten,
     StoppedClock,
-    FollowingClock,
+    FallingClock,
     WeightsIgnored,
     ReservationsKept,
+    CountersAsIncrements,
+    AdoptedReservationsLost,
+    SnapshotWithoutCounters,
 ]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.__name__)
-def test_the_suite_notices(mutant: type[FairQueue[str, int]]) -> None:
+def test_the_suite_notices(mutant: type[Queue]) -> None:
     with pytest.raises(AssertionError):
         suite.run_suite(mutant, range(NUM_SEEDS))
 
 
 @pytest.mark.parametrize(
-    "mutant", [NoLift, LiftToTheLeastOfTheOthers, StoppedClock, ForgottenRefund, DoubleRefund], ids=lambda m: m.__name__
+    ("mutant", "seed"),
+    [
+        (ClockFromBoostedPicks, 144),
+        (NoLift, 106),
+        (LiftToTheLeastOfTheOthers, 216),
+        (ChargeAfter, 2),
+        (RefundForgotten, 1),
+        (RefundTwice, 1),
+        (CapForgotten, 7),
+        (StoppedClock, 48),
+        (WeightsIgnored, 5),
+    ],
 )
-def test_random_schedules_alone_notice(mutant: type[FairQueue[str, int]]) -> None:
-    def run() -> None:
-        for seed in range(NUM_SEEDS):
-            suite.random_schedule(mutant, seed)
-
-    with pytest.raises(AssertionError):
-        run()
+def test_the_bound_alone_notices(mutant: type[Queue], seed: int) -> None:
+    """Without the brute-force check of each choice: the measured spread passes the formula."""
+    suite.random_schedule(FairQueue, seed, strict=False)
+    with pytest.raises(AssertionError, match="apart, bound"):
+        suite.random_schedule(mutant, seed, strict=False)
 
 
-def test_inside_a_flow_priority_then_order() -> None:
+def push(queue: FairQueue[Any, Any], item: Hashable, flow: Hashable, order: int, *, need: int = 1, **what: Any) -> None:
+    rank = Rank(-what.get("priority", 0), what.get("due_us", 0), order)
+    queue.push(item, flow, share=Share(what.get("weight", 1)), need=need, rank=rank)
+
+
+def start(queue: FairQueue[Any, Any], reserve: int, *, without: Hashable = None) -> Any:
+    """Dispatches what is next, of all but one item; returns it."""
+    pick = queue.select(lambda item: None if item == without else True, 0)
+    if pick is None:
+        return None
+    queue.dispatch(pick, reserve)
+    return pick.item
+
+
+def charge(queue: FairQueue[Any, Any], flow: Hashable, total: int, weight: int = 1) -> None:
+    queue.count("source", {flow: total}, lambda _: Share(weight))
+
+
+def test_inside_a_flow_priority_then_due_then_order() -> None:
     queue: FairQueue[str, str] = FairQueue()
-    for order, (item, priority) in enumerate([("a", 0), ("b", 5), ("c", 5), ("d", -1)]):
-        queue.push(item, "flow", weight=1, need=1, order=order, priority=priority)
-    started = []
-    while (item := queue.front()) is not None:
-        queue.dispatch(item, 1)
-        started.append(item)
-    assert started == ["b", "c", "a", "d"]
+    items = [("a", 0, 9), ("b", 5, 9), ("c", 5, 9), ("d", -1, 0), ("e", 0, 3), ("f", 0, 9)]
+    for order, (item, priority, due_us) in enumerate(items):
+        push(queue, item, "flow", order, priority=priority, due_us=due_us)
+    assert [start(queue, 1) for _ in items] == ["b", "c", "e", "a", "f", "d"]
 
 
 def test_a_flow_whose_first_item_fits_nowhere_keeps_its_tag_and_blocks_nobody() -> None:
     queue: FairQueue[str, str] = FairQueue()
-    queue.push("large", "patient", weight=1, need=8, order=0)
-    queue.push("behind", "patient", weight=1, need=1, order=1)
+    push(queue, "large", "patient", 0, need=8)
+    push(queue, "behind", "patient", 1)
     for i in range(10):
-        queue.push(f"small{i}", "other", weight=1, need=1, order=2 + i)
+        push(queue, f"small{i}", "other", 2 + i)
     tag = queue.tag_of("patient")
     for i in range(10):
-        assert queue.select(lambda item: item != "large") == f"small{i}"
-        queue.dispatch(f"small{i}", 10)
-        assert queue.front() == ("large" if i or queue.tag_of("other") > tag else f"small{i}")
-    assert queue.select(lambda item: item != "large") is None
+        pick = queue.select(lambda item: None if item == "large" else True, 0)
+        assert pick is not None
+        assert (pick.item, pick.passed_over) == (f"small{i}", "large")
+        queue.dispatch(pick, 10)
+    assert start(queue, 1, without="large") is None
     assert queue.tag_of("patient") == tag
     queue.check_invariants()
 
 
 def test_removal_of_a_first_item_brings_up_the_next() -> None:
     queue: FairQueue[str, str] = FairQueue()
-    queue.push("a", "flow", weight=1, need=4, order=0)
-    queue.push("b", "flow", weight=1, need=1, order=1)
+    push(queue, "a", "flow", 0, need=4)
+    push(queue, "b", "flow", 1)
     queue.remove("a")
     queue.check_invariants()
-    assert queue.select(lambda _: True) == "b"
+    pick = queue.select(lambda _: True, 0)
+    assert pick is not None
+    assert pick.item == "b"
     queue.remove("b")
     assert queue.num_flows == 0
     queue.check_invariants()
 
 
-def test_charges_name_flows_and_need_no_item() -> None:
+def test_an_item_is_refunded_once() -> None:
     queue: FairQueue[str, str] = FairQueue()
-    queue.push("a", "known", weight=1, need=1, order=0)
-    queue.charge("stranger", 10, weight=2)
+    push(queue, "a", "flow", 0)
+    push(queue, "b", "flow", 1)
+    before = queue.tag_of("flow")
+    start(queue, 100)
+    assert queue.tag_of("flow") == before + 100 * TAG_SCALE
+    queue.settle("a", 30)
+    assert queue.tag_of("flow") == before + 30 * TAG_SCALE
+    with pytest.raises(KeyError):
+        queue.settle("a", 30)
+    with pytest.raises(AssertionError):
+        queue.settle("b")
+
+
+def test_counters_name_flows_and_need_no_item() -> None:
+    queue: FairQueue[str, str] = FairQueue()
+    push(queue, "a", "known", 0)
+    charge(queue, "stranger", 10, weight=2)
     assert queue.tag_of("stranger") - queue.virtual_time == 10 * TAG_SCALE // 2
     assert queue.num_flows == 2
     queue.check_invariants()
 
 
+def test_counters_that_fell_back_are_a_new_process() -> None:
+    queue: FairQueue[str, str] = FairQueue()
+    push(queue, "a", "x", 0)
+    shares = {"x": Share(1), "y": Share(1)}
+    queue.begin_counting("w", {"x": 1_000, "y": 1_000})
+    assert queue.count("w", {"x": 1_010}, shares.__getitem__) == [("x", 10)]
+    assert queue.count("w", {"x": 1_010, "y": 1_001}, shares.__getitem__) == [("y", 1)]
+    assert queue.count("w", {"x": 3}, shares.__getitem__) == [("x", 3)]
+    assert queue.count("w", {"y": 4}, shares.__getitem__) == [("y", 4)]
+    assert queue.count("other", {"y": 4}, shares.__getitem__) == [("y", 4)]
+
+
 def test_a_new_weight_counts_for_what_is_reserved_and_later() -> None:
     queue: FairQueue[str, str] = FairQueue()
     for i in range(3):
-        queue.push(f"{i}", "flow", weight=1, need=1, order=i)
-    queue.dispatch("0", 100)
-    queue.charge("flow", 40, weight=1)
+        push(queue, f"{i}", "flow", i)
+    start(queue, 100)
+    charge(queue, "flow", 40)
     assert queue.tag_of("flow") == 100 * TAG_SCALE
-    queue.set_weight("flow", 4)
+    queue.set_share("flow", Share(4))
     assert queue.tag_of("flow") == 40 * TAG_SCALE + 60 * TAG_SCALE // 4
-    queue.charge("flow", 60, weight=4)
+    charge(queue, "flow", 100, weight=4)
     assert queue.tag_of("flow") == 40 * TAG_SCALE + 60 * TAG_SCALE // 4
+    queue.check_invariants()
+
+
+def test_a_boost_grows_with_the_wait_and_jumps_when_urgent() -> None:
+    queue: FairQueue[str, str] = FairQueue(aging_per_s=10)
+    ahead, plain = Share(1, 0, 1_000), Share(1)
+    queue.push("old", "ahead", share=ahead, need=1, rank=Rank(0, 0, 0), urgent_us=60_000_000)
+    push(queue, "new", "plain", 1)
+    queue.count("source", {"ahead": 100}, lambda _: ahead)
+    assert plain == queue._flows["plain"].share
+
+    def next_at(seconds: float) -> str | None:
+        pick = queue.select(lambda _: True, int(seconds * 1_000_000))
+        return pick.item if pick is not None else None
+
+    assert next_at(9.9) == "new"
+    assert next_at(10.1) == "old"
+    queue.count("source", {"ahead": 1_050}, lambda _: ahead)
+    assert next_at(59.9) == "new"
+    assert next_at(60) == "new", "50 beyond its cap"
+    queue.count("source", {"ahead": 1_050, "plain": 51}, lambda flow: ahead if flow == "ahead" else plain)
+    assert next_at(60) == "old", "at its full cap, long before its wait alone would have brought it there"
     queue.check_invariants()
 
 
 def test_state_stays_with_the_active_flows() -> None:
     queue: FairQueue[int, int] = FairQueue()
-    queue.push(-1, -1, weight=1, need=1, order=0)
-    queue.push(-2, -1, weight=1, need=1, order=0)
-    queue.dispatch(-1, 1)
+    push(queue, -1, -1, 0)
+    push(queue, -2, -1, 1)
+    start(queue, 1)
     for i in range(5_000):
-        queue.push(i, i, weight=1, need=i % 3, order=i)
-        while queue.front() is not None and queue.num_queued > 1:
-            item = queue.select(lambda item: item >= 0)
-            assert item is not None
-            queue.dispatch(item, 5)
-            queue.charge(i, 3, weight=1)
-            queue.close(item)
+        push(queue, i, i, i, need=i % 3)
+        while queue.num_queued > 1:
+            item = start(queue, 5, without=-2)
+            assert item >= 0
+            charge(queue, item, 3)
+            queue.settle(item)
         if i % 100 == 0:
-            item = queue.select(lambda item: item == -2)
-            assert item == -2
-            queue.dispatch(-2, 50)
-            queue.charge(-1, 50, weight=1)
-            queue.close(-2)
-            queue.push(-2, -1, weight=1, need=1, order=0)
+            assert start(queue, 50) == -2
+            queue.settle(-2, 50)
+            push(queue, -2, -1, 0)
     queue.check_invariants()
     assert queue.num_flows < 300
+    assert len(queue._plain._firsts) < 300
+
+
+def test_a_successor_knows_what_its_predecessor_knew() -> None:
+    old: FairQueue[str, int] = FairQueue()
+    for flow, weight in (("a", 1), ("b", 3)):
+        for i in range(20):
+            push(old, 100 * weight + i, flow, i, weight=weight)
+    for _ in range(6):
+        start(old, 30)
+    saved = old.snapshot()
+    totals = {"a": 40, "b": 75}
+    weights = {"a": Share(1), "b": Share(3)}
+    old.count("w", totals, weights.__getitem__)
+    new: FairQueue[str, int] = FairQueue()
+    new.restore(saved)
+    with pytest.raises(AssertionError):
+        new.dispatch(Pick(0, None, 0, None), 1)
+    for item, flow, left in saved.reserved:
+        new.adopt(item, flow, share=weights[flow], reserve=left)
+    assert len(new.count("w", totals, weights.__getitem__)) == 2
+    for flow, weight in (("a", 1), ("b", 3)):
+        for i in range(20):
+            if 100 * weight + i not in [item for item, _, _ in saved.reserved]:
+                push(new, 100 * weight + i, flow, i, weight=weight)
+    new.resume()
+    assert [new.tag_of(flow) for flow in "ab"] == [old.tag_of(flow) for flow in "ab"]
+    assert [start(new, 30) for _ in range(20)] == [start(old, 30) for _ in range(20)]
+    assert new.virtual_time == old.virtual_time
+    new.check_invariants()
+
+
+def test_whoever_comes_with_a_new_leader_begins_where_the_others_are() -> None:
+    """A flow that the snapshot does not know, or knows as idle, gets nothing for the clock's being old."""
+    old: FairQueue[str, int] = FairQueue()
+    for i in range(10):
+        push(old, i, "busy", i)
+    for _ in range(3):
+        queue_item = start(old, 10)
+        old.settle(queue_item, 10)
+    saved = old.snapshot()
+    totals = {"busy": 5_000}
+    new: FairQueue[str, int] = FairQueue()
+    new.restore(saved)
+    push(new, 99, "newcomer", 0)
+    new.count("w", totals, lambda _: Share(1))
+    for i in range(3, 10):
+        push(new, i, "busy", i)
+    new.resume()
+    assert new.tag_of("newcomer") == new.tag_of("busy") == new.virtual_time

@@ -17,6 +17,7 @@ from manylora_shared.coordination import keys
 from manylora_shared.coordination.memory import MemoryStoreServer
 from manylora_shared.coordination.records import SchedulerRecord, WorkerRecord
 from manylora_shared.errors import Code, RpcError
+from manylora_shared.fair_queue import TAG_SCALE
 from manylora_shared.ids import TenantId
 from manylora_shared.policy import TenantPolicy
 from manylora_shared.simulation.loop import run
@@ -24,6 +25,8 @@ from manylora_shared.telemetry import Attribute, SpanName, Telemetry
 from manylora_shared.transport.base import Service, Stream, Transport, methods_of
 from manylora_shared.transport.grpc_transport import GrpcTransport
 from manylora_shared.transport.memory import MemoryNetwork
+
+from tests.scheduler.helpers import flow
 
 _METHODS = methods_of(scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"])
 _WORKER = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
@@ -38,6 +41,8 @@ class ScriptedWorker:
         self.epochs: list[int] = []
         self.prefetched: list[str] = []
         self.running: list[str] = []
+        self.output_tokens = 0
+        """Of acme's standard class, in all."""
         self.break_streams = asyncio.Event()
         self.connected = asyncio.Event()
         self._transport = transport
@@ -98,6 +103,10 @@ class ScriptedWorker:
         self.running.remove(request_id)
         self._send(finished_request_ids=[request_id])
 
+    def compute(self, tokens: int) -> None:
+        self.output_tokens += tokens
+        self._send()
+
     def _send(self, **what: Any) -> None:
         for outbox in self._outboxes:
             outbox.put_nowait(self._report(**what))
@@ -107,7 +116,9 @@ class ScriptedWorker:
             what["started"] = [
                 worker_pb2.RunningRequest(request_id=r, tenant_id="acme", sequences=1) for r in self.running
             ]
+        counter = worker_pb2.FlowCounter(tenant_id="acme", output_tokens=self.output_tokens)
         return worker_pb2.ControlReport(
+            flows=[counter] if self.output_tokens else [],
             snapshot=snapshot,
             sequence_slots=self.slots,
             running_sequences=len(self.running),
@@ -358,6 +369,54 @@ def test_a_leader_that_cannot_reach_the_store_stops_granting() -> None:
         first._store.set_reachable(True)  # type: ignore[attr-defined]
         await asyncio.sleep(5)
         assert first.term is None
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_the_next_leader_has_the_last_ones_clock(planned: bool) -> None:
+    """The store has the clock as of the last second or, where the leader was stopped, as of its end; the workers'
+    counters have the rest."""
+
+    async def scenario(cluster: Cluster) -> None:
+        first = await cluster.scheduler("s0")
+        await cluster.leader()
+        second = await cluster.scheduler("s1")
+        worker = await cluster.worker("w0", slots=1)
+        router = await cluster.router(first)
+        for request_id in ("a", "b", "c"):
+            await router.enqueue(request_id)
+        assert (await router.answer()).request_id == "a"
+        worker.begin("a")
+        worker.compute(1_000)
+        await asyncio.sleep(2.5)
+        worker.compute(500)
+        await asyncio.sleep(0.1)
+        assert first.term is not None
+        queue = first.term.core._queue
+        tag = queue.tag_of(flow())
+        assert tag > 2 * 1_500 * TAG_SCALE // 2 - TAG_SCALE
+        if planned:
+            await first.stop()
+            cluster.apps.remove(first)
+        else:
+            first._store.set_reachable(False)  # type: ignore[attr-defined]
+        worker.output_tokens += 77  # done while nobody led
+        assert await cluster.leader(other_than=first) is second
+        router = await cluster.router(second)
+        for request_id in ("b", "c"):
+            await router.enqueue(request_id)
+        await asyncio.sleep(1.0)
+        assert second.term is not None
+        assert not second.term.core.is_restoring
+        queue = second.term.core._queue
+        assert queue.tag_of(flow()) == tag + 2 * 77 * (TAG_SCALE // 2)
+        assert queue.virtual_time <= queue.tag_of(flow())
+        if not planned:
+            first._store.set_reachable(True)  # type: ignore[attr-defined]
+            await asyncio.sleep(5)
+        worker.end("a")
+        assert (await router.answer()).request_id == "b"
 
     play(scenario)
 

@@ -8,10 +8,10 @@ import pytest
 from manylora_scheduler.core import (
     CLOSING_GRACE_S,
     GRANT_TIMEOUT_S,
-    HOLD_AFTER_PASSES,
     PREFETCHES_PER_WORKER,
     CoreLimits,
 )
+from manylora_scheduler.dispatch import HOLD_AFTER_PASSES
 from manylora_scheduler.events import (
     Dropped,
     GrantClosed,
@@ -484,6 +484,49 @@ def test_a_large_request_is_not_starved_by_small_ones() -> None:
     assert running == ["wide"]
     assert grants(desk.report(slots=2, running=2, started=[started("wide", "wide", 2)])) == []
     assert len(grants(desk.report(slots=2, running=0, finished=["wide"]))) == 2
+
+
+def test_a_held_worker_goes_to_whoever_of_that_need_is_first() -> None:
+    """Another wide request comes before the one that the worker is held for. Neither may wait for the other."""
+    desk = Desk()
+    classes = {qos_class: ClassPolicy(20) for qos_class in QosClass}
+    desk.apply(PolicyChanged(TenantId("small"), TenantPolicy(TenantId("small"), classes)))
+    desk.worker("w0", slots=2)
+    desk.worker("w1", slots=1)
+    running: dict[str, list[str]] = {"w0": [], "w1": []}
+    for i in range(3):
+        ((request_id, where),) = grants(desk.enqueue(f"s{i}", tenant="small"))
+        running[where].append(request_id)
+    desk.enqueue("wide", tenant="wide", sequences=2)
+    for i in range(3, 200):
+        desk.enqueue(f"s{i}", tenant="small")
+
+    done = {"w0": 0, "w1": 0}
+
+    def finish(worker: str) -> None:
+        ended = running[worker].pop(0)
+        done[worker] += 10
+        commands = desk.report(
+            worker,
+            slots=2 if worker == "w0" else 1,
+            running=len(running[worker]),
+            started=[started(request_id, "small") for request_id in running[worker]],
+            finished=[ended],
+            flows={flow("small"): FlowTokens(done[worker], done[worker])},
+        )
+        for request_id, where in grants(commands):
+            running[where].append(request_id)
+
+    for _ in range(HOLD_AFTER_PASSES + 2):
+        finish("w1")
+    desk.enqueue("wider", tenant="urgent", qos_class=QosClass.INTERACTIVE, sequences=2)
+    finish("w1")
+    finish("w0")
+    assert len(running["w0"]) == 1, "held"
+    finish("w0")
+    assert running["w0"] == ["wider"]
+    finish("w0")
+    assert running["w0"] == ["wide"]
 
 
 def test_adapters_of_waiting_requests_are_prefetched_within_bounds() -> None:

@@ -350,7 +350,7 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def no_room_is_wasted(self) -> None:
-        assert self.core._queue.select(self.core._fits) is None
+        assert self.core._dispatch.next_pick(self.now) is None
 
     def teardown(self) -> None:
         """Everything heals: then every request ends and nothing is left."""
@@ -387,9 +387,8 @@ class World(RuleBasedStateMachine):
         assert not left, left
         assert self.core.num_queued == self.core.num_granted == 0
         assert self.core._queue.num_flows == 0
-        assert not self.core._tickets
-        assert not self.core._returned
-        assert self.core.next_wakeup() is None or self.core._unreached or self.workers
+        assert len(self.core._tickets) == self.core._tickets.num_returned == 0
+        assert self.core.next_wakeup() is None or self.core._dispatch.has_paused or self.workers
 
 
 TestWorld = World.TestCase

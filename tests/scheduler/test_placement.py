@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manylora_scheduler.fleet import Residency, WorkerView
-from manylora_scheduler.placement import Placement, load_cap
+from manylora_scheduler import placement
+from manylora_scheduler.fleet import Fleet, Residency, WorkerView
+from manylora_scheduler.placement import choose, home, in_order, load_cap
+from manylora_scheduler.ring import Ring
 from manylora_shared.ids import AdapterUid, WorkerId
 
 from tests.scheduler.helpers import report, request
 
-
-def worker(name: str, *, slots: int = 32, running: int = 0, free: int = 1000, **tiers: Residency) -> WorkerView:
-    view = WorkerView(WorkerId(name), f"{name}:1", "cpu", 4096)
-    view.fold_capacity(report(snapshot=True, slots=slots, running=running, free=free, adapters=tiers))
-    return view
+Build = Callable[[Fleet], WorkerView]
 
 
-def chosen(workers: list[WorkerView], adapter: str | None = "uid", **what: int) -> str | None:
-    found = Placement().choose(request("r", adapter=adapter, **what), workers)  # type: ignore[arg-type]
+def worker(name: str, *, slots: int = 32, running: int = 0, free: int = 1000, **tiers: Residency) -> Build:
+    def build(fleet: Fleet) -> WorkerView:
+        view = fleet.join(WorkerId(name), f"{name}:1", "cpu", 4096)
+        view.fold_capacity(report(snapshot=True, slots=slots, running=running, free=free, adapters=tiers))
+        fleet.update(view)
+        return view
+
+    return build
+
+
+def fleet_of(workers: list[Build]) -> Fleet:
+    fleet = Fleet()
+    for build in workers:
+        build(fleet)
+    fleet.check_invariants()
+    return fleet
+
+
+def chosen(workers: list[Build], adapter: str | None = "uid", **what: int) -> str | None:
+    found = choose(request("r", adapter=adapter, **what), fleet_of(workers), lambda _: True)  # type: ignore[arg-type]
     return found.worker_id if found is not None else None
 
 
@@ -49,33 +66,73 @@ def test_no_room_no_worker() -> None:
     assert chosen([worker("a", free=4)], prompt_tokens=60) == "a"
 
 
+def test_room_counts_before_the_cap() -> None:
+    """The least loaded have no blocks: one above the cap is better than none."""
+    workers = [worker("a", running=1, free=0), worker("b", running=0, free=0), worker("c", running=20)]
+    assert chosen(workers, prompt_tokens=60) == "c"
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_every_choice_has_room_and_is_under_the_cap(data: st.DataObject) -> None:
     tiers = st.sampled_from(list(Residency))
     workers = []
-    for i in range(data.draw(st.integers(1, 6))):
+    for i in range(data.draw(st.integers(1, 24))):
         slots = data.draw(st.integers(1, 40))
         running = data.draw(st.integers(0, slots))
         workers.append(worker(f"w{i}", slots=slots, running=running, uid=data.draw(tiers)))
-    found = Placement().choose(request("r", adapter="uid"), workers)
-    open_workers = [w for w in workers if w.free_sequences]
-    assert (found is None) == (not open_workers)
+    fleet = fleet_of(workers)
+    found = choose(request("r", adapter="uid"), fleet, lambda _: True)
+    assert (found is None) == (fleet.num_open == 0)
     if found is not None:
-        cap = max(load_cap(open_workers), found.sequence_slots // 4)
+        cap = max(load_cap(fleet), found.sequence_slots // 4)
         assert found.used_sequences + 1 <= min(cap, found.sequence_slots)
 
 
+def test_of_an_adapter_that_everybody_has_the_least_loaded_open_workers_are_looked_at() -> None:
+    rng = random.Random(3)
+    running = {f"w{i:03}": rng.randrange(10, 30) for i in range(4 * placement._MAX_NEAR)}
+    running["w077"] = 3
+    assert chosen([worker(name, running=n, uid=Residency.DEVICE) for name, n in running.items()]) == "w077"
+
+
 def test_a_worker_that_leaves_moves_only_what_it_had() -> None:
-    placement = Placement()
-    workers = [worker(f"w{i}") for i in range(8)]
+    fleet = fleet_of([worker(f"w{i}") for i in range(8)])
     uids = [AdapterUid(f"{random.Random(i).getrandbits(256):064x}") for i in range(2_000)]
-    before = {uid: placement.home(uid, workers).worker_id for uid in uids}
-    left = workers.pop(3)
-    after = {uid: placement.home(uid, workers).worker_id for uid in uids}
+
+    def homes() -> dict[AdapterUid, WorkerId]:
+        found = {uid: next(in_order(uid, fleet, lambda _: True)) for uid in uids}
+        return {uid: view.worker_id for uid, view in found.items()}
+
+    before = homes()
+    fleet.leave(WorkerId("w3"))
+    after = homes()
     moved = [uid for uid in uids if before[uid] != after[uid]]
-    assert all(before[uid] == left.worker_id for uid in moved)
+    assert all(before[uid] == "w3" for uid in moved)
     assert len(moved) <= 1.5 * len(uids) / 8
+    fleet.join(WorkerId("w3"), "w3:1", "cpu", 4096)
+    assert homes() == before
+
+
+def test_few_open_workers_and_many_are_in_the_same_order() -> None:
+    fleet = fleet_of([worker(f"w{i}") for i in range(12)])
+    assert fleet.num_open <= placement._FEW
+    for i in range(200):
+        uid = AdapterUid(f"{random.Random(i).getrandbits(256):064x}")
+        assert home(uid, fleet, lambda _: True) is next(in_order(uid, fleet, lambda _: True))
+
+
+def test_a_walk_meets_everybody_once_by_distance() -> None:
+    ring = Ring()
+    for i in range(20):
+        ring.add(WorkerId(f"w{i}"))
+    for i in range(50):
+        uid = AdapterUid(f"uid{i}")
+        order = list(ring.walk(uid))
+        assert order == sorted(order, key=lambda w: ring.distance(uid, w))
+        assert len(set(order)) == len(order) == 20
+    ring.remove(WorkerId("w7"))
+    assert WorkerId("w7") not in list(ring.walk(AdapterUid("uid")))
 
 
 def test_choices_do_not_depend_on_the_order_of_workers() -> None:
@@ -87,6 +144,6 @@ def test_choices_do_not_depend_on_the_order_of_workers() -> None:
 
 
 def test_homes_are_the_same_in_every_process() -> None:
-    workers = [worker(f"w{i}") for i in range(4)]
-    homes = [Placement().home(AdapterUid(uid), workers).worker_id for uid in ("a", "b", "c", "d", "e", "f")]
-    assert homes == ["w2", "w0", "w3", "w2", "w1", "w2"]
+    fleet = fleet_of([worker(f"w{i}") for i in range(4)])
+    homes = [home(AdapterUid(uid), fleet, lambda _: True) for uid in ("a", "b", "c", "d", "e", "f")]
+    assert [w.worker_id for w in homes if w is not None] == ["w1", "w1", "w2", "w1", "w3", "w1"]

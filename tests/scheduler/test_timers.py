@@ -34,18 +34,49 @@ def test_setting_again_moves() -> None:
     assert len(timers) == 0
 
 
-@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 9), st.booleans()), max_size=400))
-def test_as_a_dict_would(actions: list[tuple[str, int, bool]]) -> None:
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abcdef"),
+            st.integers(0, 9),
+            st.sampled_from(["set", "after", "after", "cancel", "cancel", "time", "pop"]),
+        ),
+        max_size=400,
+    )
+)
+def test_as_a_dict_would(actions: list[tuple[str, int, str]]) -> None:
     timers: Timers[str] = Timers()
-    model: dict[str, int] = {}
-    for key, at, cancel in actions:
-        if cancel:
+    model: dict[str, tuple[float, int]] = {}
+    now = 0.0
+    for order, (key, number, action) in enumerate(actions):
+        if action == "cancel":
             timers.cancel(key)
             model.pop(key, None)
+        elif action == "set":
+            timers.set(key, now + number)
+            model[key] = (now + number, order)
+        elif action == "after":
+            timers.set_after(key, now, float(number % 3))
+            model[key] = (now + number % 3, order)
+        elif action == "time":
+            now += number / 4
         else:
-            timers.set(key, float(at))
-            model[key] = at
+            due = sorted((at, order, key) for key, (at, order) in model.items() if at <= now)
+            assert drain(timers, now) == [key for _, _, key in due]
+            for _, _, key in due:
+                del model[key]
         assert len(timers) == len(model)
-        assert timers.next_at() == min(model.values(), default=None)
-    assert len(timers._heap) <= 2 * len(model) + 65
-    assert sorted(drain(timers, 10.0)) == sorted(model)
+        assert timers.next_at() == min((at for at, _ in model.values()), default=None)
+    assert len(timers._heap) + sum(map(len, timers._lanes.values())) == timers._num_entries
+    left = sorted((at, order, key) for key, (at, order) in model.items())
+    assert drain(timers, now + 10.0) == [key for _, _, key in left]
+
+
+def test_stale_entries_are_bounded() -> None:
+    timers: Timers[int] = Timers()
+    for i in range(10_000):
+        timers.set(i, 1e9 - i)
+        timers.set_after(-i - 1, float(i), 5.0)
+        timers.cancel(i - 10)
+        timers.cancel(-(i - 10))
+        assert timers._num_entries <= 2 * len(timers) + 66

@@ -12,21 +12,25 @@ from collections.abc import Coroutine
 from typing import Any
 
 from manylora_shared.coordination import keys
-from manylora_shared.coordination.base import KeyValue, Store
+from manylora_shared.coordination.base import KeyValue, Store, StoreUnavailable
 from manylora_shared.coordination.records import SchedulerRecord, WorkerRecord
 from manylora_shared.coordination.session import Election, Mirror
 from manylora_shared.ids import TenantId, WorkerId
+from manylora_shared.logs import fields
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.address import parse_address
 from manylora_shared.transport.base import Server, Transport
 
+from manylora_scheduler.clock_keeper import ClockKeeper
 from manylora_scheduler.config import SchedulerConfig
 from manylora_scheduler.core import CoreLimits
 from manylora_scheduler.servicer import SchedulerServicer
+from manylora_scheduler.succession import ClockSnapshot
 from manylora_scheduler.term import Term
 
 _LOG = logging.getLogger(__name__)
 _STOP_GRACE_S = 1.0
+_LOAD_RETRY_S = 0.1
 
 
 class SchedulerApp:
@@ -120,6 +124,8 @@ class SchedulerApp:
     async def _lead(self, election: Election) -> None:
         while True:
             epoch = await election.elected()
+            clock = ClockKeeper(self._store, epoch)
+            predecessor = await self._load(clock, election, epoch)
             term = Term(
                 epoch=epoch,
                 scheduler_id=self.scheduler_id,
@@ -130,6 +136,8 @@ class SchedulerApp:
                     max_queued_per_tenant=self.config.max_queued_per_tenant,
                     worker_wait_s=self.config.worker_wait_s,
                 ),
+                clock=clock,
+                predecessor=predecessor,
                 transport=self._transport,
                 telemetry=self._telemetry,
                 rng=self._rng,
@@ -142,6 +150,16 @@ class SchedulerApp:
             finally:
                 self._servicer.term = None
                 await term.close()
+
+    async def _load(self, clock: ClockKeeper, election: Election, epoch: int) -> ClockSnapshot | None:
+        """The predecessor's clock; waits for the store as long as this scheduler leads."""
+        while election.is_leader(asyncio.get_running_loop().time()):
+            try:
+                return await clock.load()
+            except StoreUnavailable as e:
+                _LOG.warning("the last leader's clock is not there yet", extra=fields(epoch=epoch, error=str(e)))
+                await asyncio.sleep(_LOAD_RETRY_S)
+        return None
 
     def _worker_changed(self, name: str, record: WorkerRecord | None) -> None:
         if self.term is not None:

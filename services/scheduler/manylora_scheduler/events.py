@@ -104,8 +104,10 @@ Event = (
 # ---- commands
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SendGrant:
+    """Not frozen: there is one a decision, and freezing would double what making it costs."""
+
     request: QueuedRequest
     session: int
     worker_id: WorkerId

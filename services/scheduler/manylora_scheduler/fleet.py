@@ -1,18 +1,22 @@
 """Workers as the scheduler sees them: folded from their records in the coordination store and from their reports.
 
 Owns, for each worker, what it said last and what was granted to it since and is not part of a report yet. Room is
-always the worker's word minus those grants, so a grant counts exactly once. Written by the core alone.
+always the worker's word minus those grants, so a grant counts exactly once. Written by the core alone, which calls
+`Fleet.update` once it is done with a worker: the orders that placement looks through follow then.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from manylora_shared.ids import AdapterUid, RequestId, WorkerId
 
 from manylora_scheduler.request import FlowKey, QueuedRequest, Ticket
+from manylora_scheduler.ring import Ring
 
 
 class Residency(enum.IntEnum):
@@ -66,12 +70,43 @@ class _Running:
     flow: FlowKey
     sequences: int
     ticket: Ticket | None
+    adopted: int | None = None
+    """The number under which the fair queue knows what an earlier leader had reserved for it."""
+
+
+class Holders:
+    """For each adapter the workers that have it or will, in the order in which they came to it."""
+
+    def __init__(self) -> None:
+        self._workers: dict[AdapterUid, dict[WorkerId, WorkerView]] = {}
+
+    def of(self, uid: AdapterUid) -> Collection[WorkerView]:
+        found = self._workers.get(uid)
+        return found.values() if found is not None else ()
+
+    def note(self, uid: AdapterUid, worker: WorkerView) -> None:
+        """The worker's residency for this adapter may have changed."""
+        if worker.residency(uid) is not Residency.ABSENT:
+            self._workers.setdefault(uid, {})[worker.worker_id] = worker
+        else:
+            self.forget(uid, worker)
+
+    def forget(self, uid: AdapterUid, worker: WorkerView) -> None:
+        found = self._workers.get(uid)
+        if found is not None and found.pop(worker.worker_id, None) is not None and not found:
+            del self._workers[uid]
+
+    def uids_of(self, worker: WorkerView) -> set[AdapterUid]:
+        """For checks."""
+        return {uid for uid, workers in self._workers.items() if worker.worker_id in workers}
 
 
 class WorkerView:
     """One worker. It takes requests while it is connected (the present stream brought a snapshot) and not draining."""
 
-    def __init__(self, worker_id: WorkerId, address: str, device: str, max_context_tokens: int) -> None:
+    def __init__(
+        self, worker_id: WorkerId, address: str, device: str, max_context_tokens: int, holders: Holders
+    ) -> None:
         self.worker_id = worker_id
         self.address = address
         self.device = device
@@ -87,12 +122,14 @@ class WorkerView:
         self.block_size = 1
         self.generated_tokens = 0
         self.adapters: Mapping[AdapterUid, Residency] = {}
-        self.prefetches: dict[AdapterUid, None] = {}
+        self._prefetches: dict[AdapterUid, None] = {}
         """Sent and not yet answered by residency."""
         self.running: dict[RequestId, _Running] = {}
         self.granted: dict[RequestId, Ticket] = {}
         """Granted and not yet reported."""
-        self.counters: dict[FlowKey, FlowTokens] = {}
+        self._output_tokens: dict[FlowKey, int] = {}
+        """The worker's counters of output tokens, as of its last report."""
+        self._holders = holders
         self._granted_sequences = 0
         self._granted_blocks = 0
         self._assigned: dict[AdapterUid, int] = {}
@@ -110,36 +147,45 @@ class WorkerView:
 
     @property
     def free_sequences(self) -> int:
-        return max(0, self.sequence_slots - self.used_sequences)
+        free = self.sequence_slots - self.running_sequences - self._granted_sequences
+        return free if free > 0 else 0
 
     @property
     def free_blocks(self) -> int:
-        return max(0, self.kv_blocks_free - self._granted_blocks)
+        free = self.kv_blocks_free - self._granted_blocks
+        return free if free > 0 else 0
 
     def blocks_for(self, request: QueuedRequest) -> int:
         """KV blocks to begin with: the prompt and the first token, and one more for each further choice."""
         return -(-(request.prompt_tokens + 1) // self.block_size) + request.sequences - 1
 
-    def has_room_for(self, request: QueuedRequest) -> bool:
-        return (
-            self.free_sequences >= request.sequences
-            and self.free_blocks >= self.blocks_for(request)
-            and self.could_ever_run(request)
-        )
+    def can_take(self, request: QueuedRequest) -> bool:
+        """Whether there is room for it now. An earlier attempt that is still here has to end first."""
+        request_id, sequences = request.request_id, request.sequences
+        if request_id in self.granted or request_id in self.running:
+            return False
+        if self.sequence_slots - self.running_sequences - self._granted_sequences < sequences:
+            return False
+        blocks = -(-(request.prompt_tokens + 1) // self.block_size) + sequences - 1
+        return self.kv_blocks_free - self._granted_blocks >= blocks and self.could_ever_run(request)
 
     def could_ever_run(self, request: QueuedRequest) -> bool:
         """Whether it could if it were empty: slots, and KV for one choice at its longest (its last token has none)."""
-        longest = request.prompt_tokens + request.max_new_tokens // request.sequences
-        kv_tokens = max(request.prompt_tokens, min(longest, self.max_context_tokens) - 1)
+        prompt_tokens, sequences = request.prompt_tokens, request.sequences
+        kv_tokens = self.kv_blocks_total * self.block_size
+        longest = prompt_tokens + request.max_new_tokens // sequences
+        if longest > self.max_context_tokens:
+            longest = self.max_context_tokens
         return (
-            self.sequence_slots >= request.sequences
+            self.sequence_slots >= sequences
+            and kv_tokens >= longest - 1
+            and kv_tokens >= prompt_tokens
             and self.kv_blocks_total >= self.blocks_for(request)
-            and self.kv_blocks_total * self.block_size >= kv_tokens
         )
 
     def residency(self, adapter_uid: AdapterUid) -> Residency:
         found = self.adapters.get(adapter_uid, Residency.ABSENT)
-        if found is Residency.ABSENT and (adapter_uid in self._assigned or adapter_uid in self.prefetches):
+        if found is Residency.ABSENT and (adapter_uid in self._assigned or adapter_uid in self._prefetches):
             return Residency.ARRIVING
         return found
 
@@ -180,6 +226,18 @@ class WorkerView:
             self.drop_grant(ticket)
         return ticket
 
+    def adopt(self, request_id: RequestId, number: int) -> None:
+        """A running request of an earlier leader's has this number in the fair queue."""
+        self.running[request_id].adopted = number
+
+    def adopted_as(self, request_id: RequestId) -> int | None:
+        running = self.running.get(request_id)
+        return running.adopted if running is not None else None
+
+    def adopted(self) -> list[int]:
+        """The numbers of all running requests that were adopted."""
+        return [r.adopted for r in self.running.values() if r.adopted is not None]
+
     def tickets(self) -> list[Ticket]:
         """Of all live grants."""
         return [r.ticket for r in self.running.values() if r.ticket is not None] + list(self.granted.values())
@@ -198,6 +256,38 @@ class WorkerView:
             self._assigned[uid] = count
         else:
             del self._assigned[uid]
+        if count == max(0, change):  # the first has come, or the last has gone
+            self._holders.note(uid, self)
+
+    # ---- prefetches
+
+    @property
+    def num_prefetches(self) -> int:
+        return len(self._prefetches)
+
+    def send_prefetch(self, uid: AdapterUid) -> None:
+        self._prefetches[uid] = None
+        self._holders.note(uid, self)
+
+    def forget_prefetch(self, uid: AdapterUid) -> None:
+        """It was answered, or is not waited for any more."""
+        if uid in self._prefetches:
+            del self._prefetches[uid]
+            self._holders.note(uid, self)
+
+    def disconnect(self) -> None:
+        """The control stream broke; prefetches that were sent over it may be lost."""
+        self.connected = False
+        for uid in list(self._prefetches):
+            self.forget_prefetch(uid)
+
+    def leave(self) -> None:
+        """The worker is gone, and with it all that it held."""
+        for uid in self._residents():
+            self._holders.forget(uid, self)
+
+    def _residents(self) -> set[AdapterUid]:
+        return {*self.adapters, *self._assigned, *self._prefetches}
 
     # ---- reports
 
@@ -213,36 +303,29 @@ class WorkerView:
         self.draining = report.draining
         self.generated_tokens = report.generated_tokens
         if report.adapters is not None:
-            self.adapters = report.adapters
-            for uid in [uid for uid in self.prefetches if report.adapters.get(uid, 0) >= Residency.HOST]:
-                del self.prefetches[uid]
+            before, self.adapters = self.adapters, report.adapters
+            for uid in [*(u for u in before if u not in self.adapters), *(u for u in self.adapters if u not in before)]:
+                self._holders.note(uid, self)
+            for uid in [uid for uid in self._prefetches if report.adapters.get(uid, 0) >= Residency.HOST]:
+                self.forget_prefetch(uid)
         self.has_reported = True
         if report.snapshot:
             self.connected = True
 
-    def fold_counters(self, report: WorkerReport, *, known: bool) -> list[tuple[FlowKey, int, int]]:
-        """What was computed since the last report: (flow, prompt tokens, output tokens).
-
-        Args:
-            known: whether this worker has reported here before. What it did before its first report is not ours to
-                count. Counters that fell back belong to a new process and count from zero.
-        """
-        restarted = any(
-            tokens.prompt_tokens < before.prompt_tokens or tokens.output_tokens < before.output_tokens
-            for flow, tokens in report.flows.items()
-            if (before := self.counters.get(flow)) is not None
-        )
-        if restarted:
-            self.counters.clear()
-        done: list[tuple[FlowKey, int, int]] = []
+    def fold_outputs(self, report: WorkerReport) -> list[tuple[FlowKey, int]]:
+        """Output tokens by flow since the last report; nothing for the worker's first. Counters that fell back belong
+        to a new process and count from zero."""
+        before = self._output_tokens
         for flow, tokens in report.flows.items():
-            before = self.counters.get(flow, FlowTokens(0, 0))
-            self.counters[flow] = tokens
-            prompt = tokens.prompt_tokens - before.prompt_tokens
-            output = tokens.output_tokens - before.output_tokens
-            if known and (prompt or output):
-                done.append((flow, prompt, output))
-        return done
+            if tokens.output_tokens < before.get(flow, 0):
+                before.clear()
+                break
+        grown: list[tuple[FlowKey, int]] = []
+        for flow, tokens in report.flows.items():
+            if self.has_reported:
+                grown.append((flow, tokens.output_tokens - before.get(flow, 0)))
+            before[flow] = tokens.output_tokens
+        return grown
 
     def check_invariants(self) -> None:
         assert self._granted_sequences == sum(t.request.sequences for t in self.granted.values())
@@ -253,19 +336,38 @@ class WorkerView:
             if ticket.request.adapter_uid is not None:
                 counts[ticket.request.adapter_uid] = counts.get(ticket.request.adapter_uid, 0) + 1
         assert counts == self._assigned
+        held = {uid for uid in self._residents() if self.residency(uid) is not Residency.ABSENT}
+        assert self._holders.uids_of(self) == held
 
 
 class Fleet:
-    """All workers that stand in the coordination store, in the order in which they joined."""
+    """All workers that stand in the coordination store, and the orders in which placement looks for one.
+
+    A worker is *open* while it takes requests and has a free sequence slot. The orders are sorted lists: moving a
+    worker costs two binary searches and a memmove of a few kilobytes, which thousands of workers do not feel.
+    """
 
     def __init__(self) -> None:
+        self.ring = Ring()
+        self.holders = Holders()
         self._workers: dict[WorkerId, WorkerView] = {}
+        self._places: dict[WorkerId, _Place] = {}
+        self._loads: list[_LoadKey] = []
+        self._by_load: list[WorkerView] = []
+        """Open workers, least loaded first, and their loads."""
+        self._by_free_kv: list[tuple[int, WorkerId]] = []
+        """Open workers by the KV tokens that are free on them."""
+        self._used_sequences = 0
+        """On open workers."""
+        self._num_connected = 0
+        self._num_serving = 0
 
     def __len__(self) -> int:
         return len(self._workers)
 
     @property
     def workers(self) -> Iterable[WorkerView]:
+        """In the order in which they joined."""
         return self._workers.values()
 
     def get(self, worker_id: WorkerId) -> WorkerView | None:
@@ -273,20 +375,109 @@ class Fleet:
 
     def join(self, worker_id: WorkerId, address: str, device: str, max_context_tokens: int) -> WorkerView:
         assert worker_id not in self._workers
-        view = self._workers[worker_id] = WorkerView(worker_id, address, device, max_context_tokens)
+        view = self._workers[worker_id] = WorkerView(worker_id, address, device, max_context_tokens, self.holders)
+        self._places[worker_id] = _Place()
+        self.ring.add(worker_id)
         return view
 
     def leave(self, worker_id: WorkerId) -> WorkerView | None:
-        return self._workers.pop(worker_id, None)
+        worker = self._workers.pop(worker_id, None)
+        if worker is not None:
+            self._move(worker, _Place())
+            del self._places[worker_id]
+            worker.leave()
+            self.ring.remove(worker_id)
+        return worker
 
-    def any_free_slot(self) -> bool:
-        return any(w.serving and w.free_sequences for w in self._workers.values())
+    def update(self, worker: WorkerView) -> None:
+        """Takes note of all that may have changed in a member."""
+        self._move(worker, _place(worker))
 
+    def _move(self, worker: WorkerView, place: _Place) -> None:
+        before = self._places[worker.worker_id]
+        if before == place:
+            return
+        self._places[worker.worker_id] = place
+        self._num_connected += place.connected - before.connected
+        self._num_serving += place.serving - before.serving
+        self._used_sequences += place.used_sequences - before.used_sequences
+        if before.load != place.load:
+            if before.load is not None:
+                index = bisect_left(self._loads, before.load)
+                del self._loads[index], self._by_load[index]
+            if place.load is not None:
+                index = bisect_left(self._loads, place.load)
+                self._loads.insert(index, place.load)
+                self._by_load.insert(index, worker)
+        if before.free_kv != place.free_kv:
+            if before.free_kv is not None:
+                del self._by_free_kv[bisect_left(self._by_free_kv, (before.free_kv, worker.worker_id))]
+            if place.free_kv is not None:
+                insort(self._by_free_kv, (place.free_kv, worker.worker_id))
+
+    # ---- reading
+
+    @property
+    def num_open(self) -> int:
+        return len(self._by_load)
+
+    @property
+    def used_sequences(self) -> int:
+        """On open workers, all together."""
+        return self._used_sequences
+
+    @property
+    def most_free_kv(self) -> int:
+        """KV tokens that are free on the open worker that has most of them."""
+        return self._by_free_kv[-1][0] if self._by_free_kv else 0
+
+    def open_workers(self) -> Sequence[WorkerView]:
+        """Least loaded first; for reading, until the next `update`."""
+        return self._by_load
+
+    @property
     def any_serving(self) -> bool:
-        return any(w.serving for w in self._workers.values())
+        return self._num_serving > 0
 
+    @property
     def all_connected(self) -> bool:
-        return all(w.connected for w in self._workers.values())
+        return self._num_connected == len(self._workers)
 
     def could_ever_run(self, request: QueuedRequest) -> bool:
         return any(w.serving and w.could_ever_run(request) for w in self._workers.values())
+
+    def check_invariants(self) -> None:
+        places = {worker_id: _place(worker) for worker_id, worker in self._workers.items()}
+        assert places == self._places, "update was forgotten"
+        open_places = [place for place in places.values() if place.load is not None]
+        assert self._num_connected == sum(place.connected for place in places.values())
+        assert self._num_serving == sum(place.serving for place in places.values())
+        assert self._used_sequences == sum(place.used_sequences for place in open_places)
+        assert self._loads == sorted(place.load for place in open_places if place.load is not None)
+        assert self._loads == [places[worker.worker_id].load for worker in self._by_load]
+        assert sorted((p.free_kv, w) for w, p in places.items() if p.free_kv is not None) == self._by_free_kv
+        for worker in self._workers.values():
+            worker.check_invariants()
+
+
+_LoadKey = tuple[float, int, WorkerId]
+
+
+class _Place(NamedTuple):
+    """What of a worker the fleet's orders and counts are made of."""
+
+    connected: bool = False
+    serving: bool = False
+    used_sequences: int = 0
+    load: _LoadKey | None = None
+    free_kv: int | None = None
+
+
+def _place(worker: WorkerView) -> _Place:
+    free_blocks = worker.free_blocks
+    if not worker.serving or not worker.free_sequences:
+        return _Place(worker.connected, worker.serving)
+    # Free blocks change with every report: eighths are fine enough to tell two workers of equal load apart.
+    eighths = 8 * free_blocks // max(1, worker.kv_blocks_total)
+    load = (worker.used_sequences / worker.sequence_slots, -eighths, worker.worker_id)
+    return _Place(worker.connected, True, worker.used_sequences, load, free_blocks * worker.block_size)

@@ -1,73 +1,101 @@
-"""Which worker runs a request: where its adapter is, while that does not crowd one worker. Pure; keeps only a cache.
+"""Which worker runs a request: where its adapter is, while that does not crowd one worker. Pure; keeps nothing.
 
-Among the workers with room (a slot for each sequence, KV blocks for the prompt), with n of them and `total` sequences
-in flight on these, a worker is *under the cap* while
+Among the open workers (a free sequence slot), with n of them and `total` sequences in flight on these, a worker is
+*under the cap* while
 
     load + 1 <= min(slots, max(ceil(1.25 * (total + 1) / n), slots // 4))
 
 (bounded load: Mirrokni, Thorup, Zadimoghaddam 2018; never above the real slots, and a lightly loaded worker is not left
-for the sake of balance). In this order, least loaded first:
+for the sake of balance). Of those with room for the request (a slot for each sequence, KV blocks for the prompt), in
+this order, least loaded first:
 
     1. the adapter is on the device, under the cap          2. on the host, under the cap
     3. it is arriving there, under the cap                  4. the first under the cap in the adapter's own order
+    5. any
 
-The adapter's own order is by rendezvous hash (blake2b, the same in every process), so a worker that leaves moves only
-what it had. Requests for the base model go to the least loaded. A request with no worker here stays in the queue.
+The adapter's own order is the ring's. Requests for the base model go to the least loaded. A request with no worker
+here stays in the queue. A choice costs O(log n) but for what cannot be used: it looks through workers until one fits.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 from manylora_shared.ids import AdapterUid, WorkerId
 
-from manylora_scheduler.fleet import Residency, WorkerView
+from manylora_scheduler.fleet import Fleet, Residency, WorkerView
 from manylora_scheduler.request import QueuedRequest
 
-_MAX_CACHED_HASHES = 65_536
+_MAX_NEAR = 32
+"""Of an adapter that more workers have, so many are looked at: the least loaded open workers first."""
+_FEW = 16
+"""So many open workers are compared by their distance; of more, the ring is walked."""
 
 
-class Placement:
-    def __init__(self) -> None:
-        self._hashes: dict[tuple[AdapterUid, WorkerId], bytes] = {}
+def choose(request: QueuedRequest, fleet: Fleet, allowed: Callable[[WorkerView], bool]) -> WorkerView | None:
+    """The worker for a request among those that `allowed` accepts; None where none of them has room."""
+    if fleet.most_free_kv <= request.prompt_tokens:
+        return None
 
-    def choose(self, request: QueuedRequest, workers: Sequence[WorkerView]) -> WorkerView | None:
-        """The worker for a request among those that may be used; None where none of them has room."""
-        candidates = [w for w in workers if w.has_room_for(request)]
-        if not candidates:
-            return None
-        uid = request.adapter_uid
-        if uid is None:
-            return min(candidates, key=_load_order)
-        cap = load_cap(candidates)
-        under = [w for w in candidates if w.used_sequences < min(w.sequence_slots, max(cap, w.sequence_slots // 4))]
-        assert under, "the least loaded worker is under the cap"
-        nearest = max(w.residency(uid) for w in under)
-        if nearest is Residency.ABSENT:
-            return self.home(uid, under)
-        near = [w for w in under if w.residency(uid) is nearest]
-        return min(near, key=lambda w: (w.used_sequences / w.sequence_slots, self._hash(uid, w.worker_id)))
+    if fleet.num_open == 1:  # a busy cluster's usual case, and then there is nothing to compare
+        only = fleet.open_workers()[0]
+        return only if only.can_take(request) and allowed(only) else None
+    uid = request.adapter_uid
+    if uid is not None:
+        cap = load_cap(fleet)
 
-    def home(self, uid: AdapterUid, workers: Sequence[WorkerView]) -> WorkerView:
-        """The first of some workers in the adapter's own order."""
-        return min(workers, key=lambda w: self._hash(uid, w.worker_id))
+        def under_cap(worker: WorkerView) -> bool:
+            slots = worker.sequence_slots
+            return (
+                worker.used_sequences < min(slots, max(cap, slots // 4))
+                and worker.serving
+                and worker.can_take(request)
+                and allowed(worker)
+            )
 
-    def _hash(self, uid: AdapterUid, worker_id: WorkerId) -> bytes:
-        found = self._hashes.get((uid, worker_id))
-        if found is None:
-            if len(self._hashes) >= _MAX_CACHED_HASHES:
-                self._hashes.clear()
-            found = hashlib.blake2b(f"{uid}|{worker_id}".encode(), digest_size=8).digest()
-            self._hashes[uid, worker_id] = found
-        return found
+        near = [worker for worker in _holders(uid, fleet) if under_cap(worker)]
+        if near:
+            return min(near, key=lambda w: (-w.residency(uid), w.used_sequences / w.sequence_slots, w.worker_id))
+        found = home(uid, fleet, under_cap)
+        if found is not None:
+            return found
+    for worker in fleet.open_workers():
+        if worker.can_take(request) and allowed(worker):
+            return worker
+    return None
 
 
-def load_cap(candidates: Sequence[WorkerView]) -> int:
-    """ceil(1.25 * (total + 1) / n) over the candidates."""
-    total = sum(w.used_sequences for w in candidates)
-    return -(-5 * (total + 1) // (4 * len(candidates)))
+def home(uid: AdapterUid, fleet: Fleet, accepts: Callable[[WorkerView], bool]) -> WorkerView | None:
+    """The first open worker in the adapter's own order that `accepts` takes."""
+    if fleet.num_open <= _FEW:
+        found = [worker for worker in fleet.open_workers() if accepts(worker)]
+        if len(found) == 1:
+            return found[0]
+        return min(found, key=lambda w: (fleet.ring.distance(uid, w.worker_id), w.worker_id), default=None)
+    return next(in_order(uid, fleet, accepts), None)
 
 
-def _load_order(worker: WorkerView) -> tuple[float, int, WorkerId]:
-    return (worker.used_sequences / worker.sequence_slots, -worker.free_blocks, worker.worker_id)
+def in_order(uid: AdapterUid, fleet: Fleet, accepts: Callable[[WorkerView], bool]) -> Iterator[WorkerView]:
+    """All workers that `accepts` takes, in the adapter's own order."""
+    return filter(accepts, (_member(fleet, worker_id) for worker_id in fleet.ring.walk(uid)))
+
+
+def load_cap(fleet: Fleet) -> int:
+    """ceil(1.25 * (total + 1) / n) over the open workers, of which there is one at least."""
+    return -(-5 * (fleet.used_sequences + 1) // (4 * fleet.num_open))
+
+
+def _holders(uid: AdapterUid, fleet: Fleet) -> Iterable[WorkerView]:
+    """Workers that have the adapter, or will; some of them where they are many."""
+    holders = fleet.holders.of(uid)
+    if len(holders) <= _MAX_NEAR:
+        return holders
+    idle = (w for w in islice(fleet.open_workers(), _MAX_NEAR) if w.residency(uid) is not Residency.ABSENT)
+    return [*idle, *islice(holders, _MAX_NEAR)]
+
+
+def _member(fleet: Fleet, worker_id: WorkerId) -> WorkerView:
+    worker = fleet.get(worker_id)
+    assert worker is not None, "the ring has members only"
+    return worker

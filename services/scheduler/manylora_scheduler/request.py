@@ -14,8 +14,11 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from manylora_shared.fair_queue import Rank
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
 
+PATIENCE_S = 60.0
+"""A request without a deadline takes its place in its flow as if it had this one."""
 PROMPT_TOKEN_COST = 1
 OUTPUT_TOKEN_COST = 2
 """Cost counts tokens that are really computed; an output token costs a whole pass over the weights."""
@@ -72,9 +75,46 @@ class Ticket:
     """Its place inside its flow; an attempt after an unused grant keeps the place of the first."""
     attempt: int
     enqueued_at: float
+    waits_since: float
+    """When the first of its attempts was enqueued."""
     phase: Phase = Phase.QUEUED
     worker_id: WorkerId | None = None
     granted_at: float = 0.0
+
+
+class Need(NamedTuple):
+    """What it takes to start a request. Requests of equal need are placed alike."""
+
+    sequences: int
+    prompt_tokens: int
+    """Rounded up to three significant bits more than the leading one, so that there are few distinct needs."""
+    router_id: RouterId
+    """A router may be unable to reach a worker."""
+
+
+def need_of(request: QueuedRequest) -> Need:
+    step = 1 << max(0, request.prompt_tokens.bit_length() - 4)
+    return Need(request.sequences, -(-request.prompt_tokens // step) * step, request.router_id)
+
+
+def to_us(seconds: float) -> int:
+    """A moment of the core's clock in the fair queue's whole microseconds."""
+    return int(1e6 * seconds)
+
+
+def rank_of(ticket: Ticket) -> Rank:
+    """The ticket's place in its flow: priority, then earliest deadline, then the order of coming."""
+    request, since = ticket.request, ticket.waits_since
+    due = since + PATIENCE_S if request.deadline is None else min(request.deadline, since + PATIENCE_S)
+    return Rank(-request.priority, to_us(due), ticket.order)
+
+
+def urgent_us_of(ticket: Ticket) -> int | None:
+    """When the request becomes urgent: once half of the time that its caller gave it has gone by in the queue."""
+    request = ticket.request
+    if request.deadline is None:
+        return None
+    return to_us(ticket.enqueued_at + (request.deadline - ticket.enqueued_at) / 2)
 
 
 class OutputEstimate:

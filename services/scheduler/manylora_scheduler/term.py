@@ -13,14 +13,17 @@ import random
 from collections.abc import Callable, Mapping
 
 from manylora.v1 import admin_pb2, scheduler_pb2, worker_pb2
+from manylora_shared.coordination.base import StoreUnavailable
 from manylora_shared.coordination.records import WorkerRecord
 from manylora_shared.errors import Code, InvalidRequest, ManyloraError, Overloaded, ServiceUnavailable
+from manylora_shared.heap import collector_paused
 from manylora_shared.ids import RouterId, TenantId, WorkerId
 from manylora_shared.logs import fields
 from manylora_shared.policy import TenantPolicy, parse_policy
 from manylora_shared.telemetry import Attribute, SpanName, Telemetry, request_attributes
 from manylora_shared.transport.base import Transport
 
+from manylora_scheduler.clock_keeper import ClockKeeper
 from manylora_scheduler.core import Core, CoreLimits
 from manylora_scheduler.dispatcher import WorkerLine
 from manylora_scheduler.events import (
@@ -39,11 +42,16 @@ from manylora_scheduler.events import (
 )
 from manylora_scheduler.messages import flow_status, grant_message, refusal_message, worker_status
 from manylora_scheduler.request import QueuedRequest
+from manylora_scheduler.succession import ClockSnapshot
 
 _LOG = logging.getLogger(__name__)
 
 MAX_UNREAD = 100_000
 """Answers that a router may leave unread; one that leaves more loses its stream."""
+MIN_CLOCK_PAUSE_S = 1.0
+CLOCK_ENTRIES_PER_S = 10_000
+"""A large clock is saved less often, so that saving it takes a few percent of the time."""
+LAST_SAVE_TIMEOUT_S = 0.5
 _END_OF_LINE = ServiceUnavailable("this scheduler is not the leader any more")
 
 
@@ -87,6 +95,8 @@ class Term:
         epoch: the fencing epoch, on every grant and every control stream.
         is_leading: whether nobody else can be leader at a moment of the event loop's clock.
         policies: the tenants' policy documents; each is read when the tenant's first request comes.
+        clock: keeps this term's clock.
+        predecessor: the clock that was kept last.
     """
 
     def __init__(
@@ -97,6 +107,8 @@ class Term:
         is_leading: Callable[[float], bool],
         policies: Mapping[str, str],
         limits: CoreLimits,
+        clock: ClockKeeper,
+        predecessor: ClockSnapshot | None,
         transport: Transport,
         telemetry: Telemetry,
         rng: random.Random,
@@ -109,16 +121,21 @@ class Term:
         self._telemetry = telemetry
         self._rng = rng
         self._loop = asyncio.get_running_loop()
-        self.core = Core(limits)
+        self.core = Core(limits, predecessor)
+        self._clock = clock
         self._routers: dict[RouterId, RouterLine] = {}
         self._workers: dict[WorkerId, WorkerLine] = {}
         self._ending: dict[asyncio.Task[None], None] = {}
         """Workers' lines that are being closed."""
         self._known_tenants: dict[TenantId, None] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._clock_pause_s = MIN_CLOCK_PAUSE_S
         self._next_session = 1
         self._closed = False
         self._failure: asyncio.Future[None] = self._loop.create_future()
+        self._keeping = asyncio.create_task(self._keep_clock(), name="clock")
+        self._keeping.add_done_callback(self._keeping_ended)
+        self.post(Tick())
 
     @property
     def is_leading(self) -> bool:
@@ -148,7 +165,9 @@ class Term:
 
     async def close(self) -> None:
         """Ends all streams: routers are told to look for the leader, workers go on with what they have."""
+        was_leading = self.is_leading
         self._closed = True
+        self._keeping.cancel()
         if self._timer is not None:
             self._timer.cancel()
         for router in list(self._routers.values()):
@@ -158,6 +177,9 @@ class Term:
             self._end_line(worker_id)
         while self._ending:
             await asyncio.wait(list(self._ending))
+        await asyncio.wait([self._keeping])
+        if was_leading:
+            await self._save_last()
         if not self._failure.done():
             self._failure.cancel()
 
@@ -231,6 +253,40 @@ class Term:
 
     def _line_ended(self, task: asyncio.Task[None]) -> None:
         del self._ending[task]
+
+    # ---- the clock
+
+    async def _keep_clock(self) -> None:
+        """Saves the clock again and again; how often depends on how large it is."""
+        while True:
+            await asyncio.sleep(self._clock_pause_s)
+            if self.core.is_restoring:
+                continue
+            try:
+                if not await self._clock.save(self._take_clock()):
+                    return  # another leads; the election says so soon
+            except StoreUnavailable as e:
+                _LOG.warning("the clock was not saved", extra=fields(error=str(e)))
+
+    async def _save_last(self) -> None:
+        """The planned end of a term: the next leader begins exactly where this one ended."""
+        if self.core.is_restoring:
+            return
+        try:
+            async with asyncio.timeout(LAST_SAVE_TIMEOUT_S):
+                await self._clock.save(self._take_clock())
+        except (StoreUnavailable, TimeoutError) as e:
+            _LOG.warning("the last clock was not saved", extra=fields(error=str(e)))
+
+    def _take_clock(self) -> ClockSnapshot:
+        with collector_paused():
+            snapshot = self.core.clock_snapshot()
+        self._clock_pause_s = max(MIN_CLOCK_PAUSE_S, snapshot.size / CLOCK_ENTRIES_PER_S)
+        return snapshot
+
+    def _keeping_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
 
     # ---- status
 

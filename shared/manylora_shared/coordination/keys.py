@@ -3,6 +3,8 @@
 /manylora/workers/<worker_id>              WorkerRecord, bound to the worker's lease
 /manylora/routers/<router_id>              RouterRecord, bound to the router's lease
 /manylora/scheduler/leader                 SchedulerRecord, bound to the leader's lease; create_revision = epoch
+/manylora/scheduler/clock                  ClockIndexRecord
+/manylora/scheduler/clock/<bank>/<part>    a part of the clock's bytes
 /manylora/tenants/<tenant_id>              TenantPolicy as YAML text
 /manylora/adapters/<tenant_id>/<name>      AdapterRecord
 """
@@ -13,6 +15,7 @@ ROOT = "/manylora/"
 WORKERS = ROOT + "workers/"
 ROUTERS = ROOT + "routers/"
 SCHEDULER_LEADER = ROOT + "scheduler/leader"
+SCHEDULER_CLOCK = ROOT + "scheduler/clock"
 TENANTS = ROOT + "tenants/"
 ADAPTERS = ROOT + "adapters/"
 
@@ -23,6 +26,10 @@ def worker(worker_id: str) -> str:
 
 def router(router_id: str) -> str:
     return ROUTERS + router_id
+
+
+def scheduler_clock_part(bank: int, part: int) -> str:
+    return f"{SCHEDULER_CLOCK}/{bank}/{part}"
 
 
 def tenant(tenant_id: str) -> str:

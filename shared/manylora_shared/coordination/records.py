@@ -66,3 +66,14 @@ class AdapterRecord(_JsonRecord):
     size_bytes: int
     target_modules: tuple[str, ...]
     created_unix_s: float
+
+
+@dataclass(frozen=True)
+class ClockIndexRecord(_JsonRecord):
+    """Where the scheduler's clock stands: parts 0 to `parts` - 1 of a bank, together `size_bytes` long. The banks take
+    turns, so that the last whole clock can be read until the next one is whole. What the bytes mean is the scheduler's
+    (clock_codec)."""
+
+    bank: int
+    parts: int
+    size_bytes: int

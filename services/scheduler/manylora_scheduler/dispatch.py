@@ -1,0 +1,146 @@
+"""What is granted next, and where: the fair queue's order, placement's choice, and what stands between the two.
+
+Pure; written by the core alone. Owns the held worker (a request that was passed over `HOLD_AFTER_PASSES` times because
+nothing had room for it gets one worker reserved until it fits, or until one of equal need that is before it in the
+order by then does) and which workers a router could not reach lately.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from manylora_shared.fair_queue import FairQueue, Pick
+from manylora_shared.ids import RouterId, WorkerId
+
+from manylora_scheduler.fleet import Fleet, WorkerView
+from manylora_scheduler.placement import choose
+from manylora_scheduler.request import FlowKey, Need, QueuedRequest, need_of, to_us
+from manylora_scheduler.tickets import Tickets
+
+UNREACHED_PAUSE_S = (0.25, 0.5, 1.0, 2.0)
+"""How long a worker gets nothing from a router that could not reach it, by failures in a row."""
+HOLD_AFTER_PASSES = 16
+
+
+@dataclass(slots=True)
+class _Unreached:
+    """A worker that a router could not reach."""
+
+    failures: int
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Hold:
+    number: int
+    worker_id: WorkerId
+    need: Need
+
+
+class Dispatch:
+    def __init__(self, queue: FairQueue[FlowKey, int], fleet: Fleet, tickets: Tickets) -> None:
+        self._queue = queue
+        self._fleet = fleet
+        self._tickets = tickets
+        self._hold: _Hold | None = None
+        self._passed_over: tuple[int, int] = (-1, 0)
+        """The ticket that was first in order last time, and how often another was granted before it."""
+        self._unreached: dict[tuple[RouterId, WorkerId], _Unreached] = {}
+        self._now = 0.0
+
+    def next_pick(self, now: float) -> Pick[int, WorkerView] | None:
+        """The ticket that is to be granted next and its worker; None where nothing more can be granted now."""
+        if not self._queue.num_queued or not self._fleet.num_open or self._queue.is_restoring:
+            return None
+
+        self._now = now
+        pick = self._queue.select(self._place, to_us(now))
+        if pick is not None:
+            self._count_pass(pick)
+        return pick
+
+    def _place(self, number: int) -> WorkerView | None:
+        """The worker on which a ticket could start now."""
+        request = self._tickets[number].request
+        return choose(request, self._fleet, self._allows(request))
+
+    def _allows(self, request: QueuedRequest) -> Callable[[WorkerView], bool]:
+        """Whether a request may go to a worker, were there room."""
+        hold, unreached = self._hold, self._unreached
+        if hold is None and not unreached:
+            return _allow_all
+
+        def allowed(worker: WorkerView) -> bool:
+            if hold is not None and hold.worker_id == worker.worker_id and hold.need != need_of(request):
+                return False
+            pause = unreached.get((request.router_id, worker.worker_id))
+            return pause is None or pause.until <= self._now
+
+        return allowed
+
+    def _count_pass(self, pick: Pick[int, WorkerView]) -> None:
+        """Another ticket than the first in order is granted. Holds a worker for that once it was too often."""
+        first = pick.passed_over
+        if self._hold is not None or first is None:
+            return
+        ticket, passes = self._passed_over
+        self._passed_over = (first, passes + 1 if ticket == first else 1)
+        if self._passed_over[1] < HOLD_AFTER_PASSES:
+            return
+        request = self._tickets[first].request
+        allowed = self._allows(request)
+        able = [w for w in self._fleet.workers if w.serving and allowed(w) and w.could_ever_run(request)]
+        if able:
+
+            def missing(worker: WorkerView) -> tuple[int, int, WorkerId]:
+                return max(0, request.sequences - worker.free_sequences), -worker.free_blocks, worker.worker_id
+
+            self._hold = _Hold(first, min(able, key=missing).worker_id, need_of(request))
+
+    # ---- what others tell it
+
+    def left_queue(self, number: int) -> None:
+        if self._hold is not None and self._hold.number == number:
+            self._hold = None
+
+    def check_hold(self) -> None:
+        """Nothing is held on a worker that takes no requests."""
+        if self._hold is not None:
+            worker = self._fleet.get(self._hold.worker_id)
+            if worker is None or not worker.serving:
+                self._hold = None
+
+    def pause(self, router_id: RouterId, worker_id: WorkerId, now: float) -> float | None:
+        """The router could not reach the worker. Returns until when it is not sent there, unless that was known."""
+        found = self._unreached.setdefault((router_id, worker_id), _Unreached(0, now))
+        if found.until > now:
+            return None
+        found.until = now + UNREACHED_PAUSE_S[min(found.failures, len(UNREACHED_PAUSE_S) - 1)]
+        found.failures += 1
+        return found.until
+
+    def reached(self, router_id: RouterId, worker_id: WorkerId) -> None:
+        self._unreached.pop((router_id, worker_id), None)
+
+    def forget_paused(
+        self, *, router_id: RouterId | None = None, worker_id: WorkerId | None = None
+    ) -> list[tuple[RouterId, WorkerId]]:
+        """Of a router or a worker that is gone. Returns whom it had paused."""
+        gone = [key for key in self._unreached if key[0] == router_id or key[1] == worker_id]
+        for key in gone:
+            del self._unreached[key]
+        return gone
+
+    @property
+    def has_paused(self) -> bool:
+        return bool(self._unreached)
+
+    def check_invariants(self, queued: set[int]) -> None:
+        if self._hold is not None:
+            assert self._hold.number in queued
+            assert self._fleet.get(self._hold.worker_id) is not None
+
+
+def _allow_all(worker: WorkerView) -> bool:
+    return True

@@ -1,0 +1,82 @@
+"""What the scheduler knows of each flow besides its place in the fair queue. Pure; written by the core alone.
+
+Owns the tenants' policies, and for flows that were served lately what they were served, how long their requests'
+outputs were and how long their last one waited. From these come a flow's share and what a request reserves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from manylora_shared.fair_queue import Share
+from manylora_shared.ids import QosClass, TenantId
+from manylora_shared.policy import DEFAULT_WEIGHTS, TenantPolicy
+
+from manylora_scheduler.request import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, FlowKey, OutputEstimate, QueuedRequest
+
+CHUNK_COST = 512
+"""Cost of one full prefill chunk: the measure in which boosts are given."""
+BOOSTS: Mapping[QosClass, tuple[int, int]] = {
+    QosClass.INTERACTIVE: (CHUNK_COST, 2 * CHUNK_COST),
+    QosClass.STANDARD: (0, CHUNK_COST),
+    QosClass.BATCH: (0, CHUNK_COST),
+}
+"""(base, cap) of each class: interactive work begins one chunk ahead, and nobody ever comes further than the cap."""
+AGING_PER_S = 32
+"""Cost per unit of weight by which a waiting flow's boost grows in a second."""
+MAX_KNOWN_FLOWS = 262_144
+"""Flows of which the served cost and the output estimate are remembered; beyond, the oldest are forgotten."""
+
+
+@dataclass(slots=True)
+class KnownFlow:
+    estimate: OutputEstimate
+    served_cost: int = 0
+    last_wait_s: float = 0.0
+    """Time in the queue of the request that was granted last."""
+
+
+class Flows:
+    def __init__(self) -> None:
+        self._policies: dict[TenantId, TenantPolicy] = {}
+        self._known: dict[FlowKey, KnownFlow] = {}
+        self._shares: dict[tuple[int, QosClass], Share] = {}
+
+    def set_policy(self, tenant_id: TenantId, policy: TenantPolicy | None) -> None:
+        """None: the tenant has the default weights."""
+        if policy is None:
+            self._policies.pop(tenant_id, None)
+        else:
+            self._policies[tenant_id] = policy
+
+    def share(self, flow: FlowKey) -> Share:
+        policy = self._policies.get(flow.tenant_id)
+        weight = policy.weight(flow.qos_class) if policy is not None else DEFAULT_WEIGHTS[flow.qos_class]
+        found = self._shares.get((weight, flow.qos_class))
+        if found is None:
+            base, cap = BOOSTS[flow.qos_class]
+            found = self._shares[weight, flow.qos_class] = Share(weight, base, cap)
+        return found
+
+    def known(self, flow: FlowKey) -> KnownFlow:
+        known = self._known.get(flow)
+        if known is None:
+            if len(self._known) >= MAX_KNOWN_FLOWS:
+                del self._known[next(iter(self._known))]
+            known = self._known[flow] = KnownFlow(OutputEstimate())
+        return known
+
+    def served_cost(self, flow: FlowKey) -> int:
+        known = self._known.get(flow)
+        return known.served_cost if known is not None else 0
+
+    def last_wait_s(self, flow: FlowKey) -> float:
+        known = self._known.get(flow)
+        return known.last_wait_s if known is not None else 0.0
+
+    def reservation(self, request: QueuedRequest) -> int:
+        """What a request is expected to cost in all. Workers do not give a slot back before a request's end, so that is
+        what its flow takes with the grant."""
+        expected = self.known(request.flow).estimate.expect(request.max_new_tokens)
+        return PROMPT_TOKEN_COST * request.prompt_tokens + OUTPUT_TOKEN_COST * expected

@@ -1,0 +1,92 @@
+"""How one leader's clock becomes the next one's. Pure; written by the core alone.
+
+Owns, after a takeover, what the predecessor had reserved for requests that may still run, and when dispatch begins:
+once all workers have reported (their counters say what was done since the snapshot) and routers had a moment to ask
+again for what waits, and after `MAX_WAIT_S` in any case. Nothing is granted before, so that nobody gains by being
+heard of first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from manylora_shared.fair_queue import FairQueue, Snapshot
+from manylora_shared.ids import RequestId
+
+from manylora_scheduler.flows import Flows
+from manylora_scheduler.request import FlowKey
+from manylora_scheduler.tickets import Tickets
+
+MIN_WAIT_S = 0.25
+MAX_WAIT_S = 1.0
+
+ClockSnapshot = Snapshot[FlowKey, RequestId]
+
+
+class Succession:
+    def __init__(self, queue: FairQueue[FlowKey, int], predecessor: ClockSnapshot | None) -> None:
+        self._queue = queue
+        self._follows = predecessor is not None
+        self._inherited: dict[RequestId, tuple[FlowKey, int]] = {}
+        self._adopted: dict[int, RequestId] = {}
+        self._began_at: float | None = None
+        if predecessor is not None:
+            self._inherited = {request_id: (flow, left) for request_id, flow, left in predecessor.reserved}
+            queue.restore(Snapshot(predecessor.clock, predecessor.flows, (), predecessor.counted))
+
+    def begin(self, now: float) -> tuple[float, ...]:
+        """While dispatch waits. At the core's first event: the moments at which it may begin."""
+        if self._began_at is not None:
+            return ()
+        self._began_at = now
+        return now + MIN_WAIT_S, now + MAX_WAIT_S
+
+    def try_resume(self, now: float, *, all_reported: bool) -> None:
+        """Lets dispatch begin where there is nothing to wait for any more."""
+        assert self._began_at is not None, "begin comes first"
+        if now >= self._began_at + (MIN_WAIT_S if all_reported else MAX_WAIT_S):
+            self._queue.resume()
+            self._inherited.clear()
+
+    def adopt(self, request_id: RequestId, flows: Flows, tickets: Tickets) -> int | None:
+        """A worker runs a request of the predecessor's: its reservation is taken over. Returns its number."""
+        found = self._inherited.pop(request_id, None)
+        if found is None:
+            return None
+        number = tickets.new_number()
+        flow, left = found
+        self._queue.adopt(number, flow, share=flows.share(flow), reserve=left)
+        self._adopted[number] = request_id
+        return number
+
+    def end(self, number: int) -> None:
+        """An adopted request has ended."""
+        del self._adopted[number]
+        self._queue.settle(number)
+
+    def first_report(self, worker_id: str, totals: dict[FlowKey, int]) -> bool:
+        """Whether the counters of a worker's first report are to be charged. What it did before this cluster had a
+        clock is not; what it did since the predecessor's snapshot is, all of it where that does not know the worker."""
+        if self._follows or self._queue.knows_source(worker_id):
+            return True
+        self._queue.begin_counting(worker_id, totals)
+        return False
+
+    def snapshot(self, request_of: Callable[[int], RequestId]) -> ClockSnapshot:
+        """For the next leader: the queue's, with requests by their ids. Not to be taken while dispatch waits.
+
+        Args:
+            request_of: the request of a ticket's number.
+        """
+        assert not self._queue.is_restoring, "what was inherited is not all here yet"
+        taken = self._queue.snapshot()
+        reserved = [
+            (self._adopted[number] if number in self._adopted else request_of(number), flow, left)
+            for number, flow, left in taken.reserved
+        ]
+        return Snapshot(taken.clock, taken.flows, tuple(reserved), taken.counted)
+
+    @property
+    def adopted(self) -> set[int]:
+        """Numbers of the adopted requests that still run."""
+        return set(self._adopted)

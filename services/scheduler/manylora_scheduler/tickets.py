@@ -1,0 +1,120 @@
+"""The book of tickets: every request that is queued or granted, by all the names under which it is asked for.
+
+Pure; written by the core alone. Decides nothing. A ticket enters queued, may become granted (`leave_queue`), and goes
+(`forget`). Apart from tickets it remembers for a while the requests whose grant came back unused, so that their next
+attempt keeps its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from manylora_shared.ids import RequestId, RouterId, TenantId
+
+from manylora_scheduler.request import FlowKey, Phase, QueuedRequest, Ticket
+
+
+class Tickets:
+    def __init__(self) -> None:
+        self._live: dict[int, Ticket] = {}
+        self._wanted: dict[RequestId, Ticket] = {}
+        """The ticket that stands for a request: queued, or granted and not ended by its router."""
+        self._queued_by_router: dict[RouterId, dict[int, Ticket]] = {}
+        self._queued_by_tenant: dict[TenantId, int] = {}
+        self._returned: dict[RequestId, Ticket] = {}
+        """The last attempt of requests whose grant came back unused."""
+        self._next_number = 0
+
+    def __getitem__(self, number: int) -> Ticket:
+        return self._live[number]
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def num_returned(self) -> int:
+        return len(self._returned)
+
+    def wanted(self, request_id: RequestId) -> Ticket | None:
+        return self._wanted.get(request_id)
+
+    def queued_of(self, router_id: RouterId) -> list[Ticket]:
+        return list(self._queued_by_router.get(router_id, {}).values())
+
+    def num_queued_of(self, tenant_id: TenantId) -> int:
+        return self._queued_by_tenant.get(tenant_id, 0)
+
+    def oldest_by_flow(self) -> Mapping[FlowKey, float]:
+        """When the oldest queued request of each flow was enqueued."""
+        oldest: dict[FlowKey, float] = {}
+        for tickets in self._queued_by_router.values():
+            for ticket in tickets.values():
+                flow = ticket.request.flow
+                oldest[flow] = min(oldest.get(flow, ticket.enqueued_at), ticket.enqueued_at)
+        return oldest
+
+    def new_number(self) -> int:
+        """A number that no ticket has or will have."""
+        self._next_number += 1
+        return self._next_number - 1
+
+    def enqueue(self, request: QueuedRequest, session: int, now: float) -> Ticket:
+        """A new queued ticket; it has the place of the request's attempt that came back, if there is one."""
+        before = self._returned.pop(request.request_id, None)
+        number = self.new_number()
+        ticket = Ticket(
+            number=number,
+            request=request,
+            session=session,
+            order=before.order if before is not None else number,
+            attempt=before.attempt + 1 if before is not None else 1,
+            enqueued_at=now,
+            waits_since=before.waits_since if before is not None else now,
+        )
+        self._live[number] = ticket
+        self._wanted[request.request_id] = ticket
+        self._queued_by_router.setdefault(request.router_id, {})[number] = ticket
+        tenant_id = request.flow.tenant_id
+        self._queued_by_tenant[tenant_id] = self._queued_by_tenant.get(tenant_id, 0) + 1
+        return ticket
+
+    def leave_queue(self, ticket: Ticket) -> None:
+        router_id, tenant_id = ticket.request.router_id, ticket.request.flow.tenant_id
+        of_router = self._queued_by_router[router_id]
+        del of_router[ticket.number]
+        if not of_router:
+            del self._queued_by_router[router_id]
+        left = self._queued_by_tenant[tenant_id] - 1
+        if left:
+            self._queued_by_tenant[tenant_id] = left
+        else:
+            del self._queued_by_tenant[tenant_id]
+
+    def release(self, ticket: Ticket) -> None:
+        """The router is done with it; the worker may not be."""
+        if self._wanted.get(ticket.request.request_id) is ticket:
+            del self._wanted[ticket.request.request_id]
+
+    def forget(self, ticket: Ticket) -> None:
+        del self._live[ticket.number]
+        self.release(ticket)
+
+    def keep_place(self, ticket: Ticket) -> None:
+        """Its request may come again until `lose_place`."""
+        self._returned[ticket.request.request_id] = ticket
+
+    def lose_place(self, request_id: RequestId) -> None:
+        self._returned.pop(request_id, None)
+
+    def check_invariants(self, routers: Iterable[RouterId]) -> tuple[set[int], set[int]]:
+        """Every index against the tickets. Returns the numbers of the queued and of the granted ones."""
+        queued = {n for n, t in self._live.items() if t.phase is Phase.QUEUED}
+        assert queued == {n for tickets in self._queued_by_router.values() for n in tickets}
+        assert len(queued) == sum(self._queued_by_tenant.values())
+        assert all(self._queued_by_router.values())
+        assert set(self._queued_by_router) <= set(routers)
+        assert all(self._live.get(t.number) is t for t in self._wanted.values())
+        for ticket in self._live.values():
+            wanted = self._wanted.get(ticket.request.request_id) is ticket
+            assert wanted or ticket.phase in (Phase.CLOSING, Phase.RUNNING)
+        return queued, self._live.keys() - queued
