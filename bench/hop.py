@@ -32,8 +32,12 @@ from pathlib import Path
 import manylora
 import psutil
 from manylora.client import Client
+from manylora.client.credentials import read_key
 from manylora.local_cluster import ClusterOptions, LocalCluster
 from manylora.v1 import common_pb2, inference_pb2, worker_pb2
+from manylora_shared.coordination.etcd import EtcdStore
+from manylora_shared.identity import bearer
+from manylora_shared.peers import PeerSecret, PeerTransport
 from manylora_shared.transport.base import Channel, methods_of
 from manylora_shared.transport.grpc_transport import GrpcTransport
 
@@ -69,8 +73,8 @@ async def cluster(step_ms: float, workers: int = 1) -> AsyncIterator[LocalCluste
             yield running
 
 
-def through_router(channel: Channel, max_tokens: int) -> Request:
-    metadata = {"x-tenant-id": TENANT}
+def through_router(channel: Channel, key: str, max_tokens: int) -> Request:
+    metadata = {"x-tenant-id": TENANT, **bearer(key)}
 
     async def request(seed: int, measured: Measured) -> None:
         message = inference_pb2.GenerateRequest(max_tokens=_length(seed, max_tokens), ignore_eos=True)
@@ -138,10 +142,11 @@ async def added_ttft(streams: int, seconds: float, step_ms: float, rounds: int =
     async with cluster(step_ms) as running, Client(running.router) as client:
         status = await client.status()
         transport = GrpcTransport()
-        router, worker = transport.connect(running.router), transport.connect(status.workers[0].address)
+        router = transport.connect(running.router)
+        worker = PeerTransport(transport, await _peer_secret(running)).connect(status.workers[0].address)
         paths = [
             (direct, to_worker(worker, max_tokens, status.scheduler.epoch)),
-            (routed, through_router(router, max_tokens)),
+            (routed, through_router(router, read_key(running.key_file), max_tokens)),
         ]
         for _, request in paths:
             await drive(request, streams, 1.0, Measured(), rng)
@@ -171,7 +176,7 @@ async def carried(streams: int, seconds: float, step_ms: float) -> None:
     async with cluster(step_ms, workers=2) as running:
         router = psutil.Process(running.pids["router-0"])
         channel = GrpcTransport().connect(running.router)
-        request = through_router(channel, 192)
+        request = through_router(channel, read_key(running.key_file), 192)
         await drive(request, streams, 1.0, Measured(), rng)
         before = router.cpu_times()
         took_s = await drive(request, streams, seconds, measured, rng)
@@ -187,6 +192,14 @@ async def carried(streams: int, seconds: float, step_ms: float) -> None:
         router_cpu_share=cpu_s / took_s,
         tokens_per_router_cpu_s=measured.tokens / cpu_s,
     )
+
+
+async def _peer_secret(running: LocalCluster) -> PeerSecret:
+    """What the workers ask of their callers."""
+    store, secret = EtcdStore([running.etcd_address]), PeerSecret()
+    await secret.load(store, random.SystemRandom().getrandbits)
+    await store.close()
+    return secret
 
 
 def emit(**values: object) -> None:

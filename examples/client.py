@@ -39,7 +39,9 @@ async def stream(client: Client, tenant: str, adapter: str, text: str) -> None:
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", default="127.0.0.1:7070")
-    async with Client(parser.parse_args().server) as client:
+    parser.add_argument("--key", help="default: MANYLORA_KEY, or the local cluster's operator key")
+    arguments = parser.parse_args()
+    async with Client(arguments.server, key=arguments.key) as client:
         await add_adapter(client, "acme", "upper")
         await add_adapter(client, "birch", "words")
         await asyncio.gather(

@@ -4,6 +4,9 @@ Owns its children and the data folder (locked against a second cluster):
 
     <data>/etcd/        the coordination store          <data>/adapters/   the adapter store
     <data>/logs/        one file a process              <data>/lock
+    <data>/operator.key the operator's key, readable by its owner alone
+
+Clients of the same user find that key by the router's address (client/credentials.py).
 
 A child that dies is started again with its id and data, and a router at its address, so that what a client or a test
 sees is what it would see of a real cluster under a process supervisor. All listen on loopback. Children end with their
@@ -29,6 +32,7 @@ from manylora_shared.coordination.etcd import EtcdStore
 
 from manylora.child import Child, ChildFailed, Notify
 from manylora.client import Client, ClusterStatus, RequestFailed
+from manylora.client.credentials import read_key, remove_note, write_note
 
 ETCD = "etcd"
 SCHEDULER = "scheduler"
@@ -103,6 +107,10 @@ class LocalCluster:
         return self._data / "adapters"
 
     @property
+    def key_file(self) -> Path:
+        return self._data / "operator.key"
+
+    @property
     def pids(self) -> dict[str, int]:
         return {name: child.pid for name, child in self.children.items()}
 
@@ -114,6 +122,7 @@ class LocalCluster:
             "routers": self.router_addresses,
             "etcd": self._etcd,
             "data": str(self._data),
+            "key_file": str(self.key_file),
             "pids": self.pids,
         }
 
@@ -134,6 +143,7 @@ class LocalCluster:
 
     async def stop(self) -> None:
         """Ends all children, the store last. Idempotent."""
+        self._forget_key()
         services = [child for name, child in self.children.items() if name != ETCD]
         await asyncio.gather(*(child.stop(self.options.grace_s) for child in services))
         if ETCD in self.children:
@@ -149,8 +159,9 @@ class LocalCluster:
 
     async def wait_connected(self, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
         """Until every router serves, reaches the scheduler, and that one has all workers. Raises ClusterFailed."""
+        key = read_key(self.key_file)
         for address in self.router_addresses:
-            async with Client(address, retry=None) as client:
+            async with Client(address, key=key, retry=None) as client:
                 seen = "it does not answer"
                 try:
                     async with asyncio.timeout(timeout_s):
@@ -201,6 +212,24 @@ class LocalCluster:
             for child in starting:
                 tasks.create_task(child.start())
         await self.wait_connected()
+        self._note_key()
+
+    def _note_key(self) -> None:
+        try:
+            for address in self.router_addresses:
+                write_note(address, self.key_file)
+        except OSError as error:
+            self._notify(
+                f"clients will not find the key by themselves ({error}): set MANYLORA_KEY from {self.key_file}"
+            )
+
+    def _forget_key(self) -> None:
+        try:
+            for child in self.children.values():
+                if "address" in child.ready:
+                    remove_note(str(child.ready["address"]), self.key_file)
+        except OSError as error:
+            self._notify(f"the note of the key file stays behind: {error}")
 
     async def _start_etcd(self) -> None:
         port = binary.free_port()
@@ -277,6 +306,7 @@ class LocalCluster:
             f"--router-id=router-{index}",
             f"--model={self.options.model}",
             f"--adapter-store={self.adapter_store}",
+            *([f"--operator-key-file={self.key_file}"] if index == 0 else []),
             *self.options.router_flags,
         ]
 

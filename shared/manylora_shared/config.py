@@ -21,7 +21,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
-import ipaddress
 import os
 import sys
 import types
@@ -146,31 +145,11 @@ def help_text(config: type[_Dataclass]) -> str:
     return "\n".join(lines)
 
 
-def is_loopback(address: str) -> bool:
-    """Whether `host:port` can be reached from this machine alone; not so for any name but localhost."""
-    host = address.rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def check_listen(listen: str, *, insecure: bool) -> None:
-    """For `__post_init__`: refuses a listener that others could reach while callers are not authenticated.
-
-    Raises:
-        ConfigError: `listen` is no `host:port`, or not on loopback while `insecure` is off.
-    """
+def check_listen(listen: str) -> None:
+    """For `__post_init__`: raises ConfigError where `listen` is no `host:port`."""
     host, separator, port = listen.rpartition(":")
     if not separator or not host or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"--listen: {listen!r} is not host:port")
-    if not insecure and not is_loopback(listen):
-        raise ConfigError(
-            f"--listen: {listen} can be reached from other machines and callers are not authenticated; "
-            "listen on 127.0.0.1, or accept this with --insecure"
-        )
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,19 @@
     |   |-- InvalidRequest            INVALID_ARGUMENT     the request is wrong whatever the state (field violations)
     |   |-- NotFound                  NOT_FOUND            tenant or adapter; foreign and absent answer alike
     |   |-- AlreadyExists             ALREADY_EXISTS
+    |   |-- VersionConflict           ABORTED              somebody else changed it since the caller looked
     |   |-- Unready                   FAILED_PRECONDITION  right request, wrong state
-    |   |-- Overloaded                RESOURCE_EXHAUSTED   queue cap or quota; may carry a retry hint
-    |   `-- Unauthenticated           UNAUTHENTICATED
+    |   |-- Overloaded                RESOURCE_EXHAUSTED   the cluster's own caps; may carry a retry hint
+    |   |-- QuotaExceeded             RESOURCE_EXHAUSTED   the tenant's quotas; no hint where it can never fit
+    |   |-- Unauthenticated           UNAUTHENTICATED      no valid key; missing, unknown and revoked answer alike
+    |   `-- PermissionDenied          PERMISSION_DENIED    a valid key, of which this call needs more
     `-- Interrupted                   after it was queued
         |-- WorkerLost                UNAVAILABLE
         |-- ServiceUnavailable        UNAVAILABLE          a service that the request needs cannot be reached
         |-- DeadlineExceeded          DEADLINE_EXCEEDED
         |-- Cancelled                 CANCELLED
         |-- AdapterFailed             FAILED_PRECONDITION  the adapter's weights could not be loaded
+        |-- QuotaExhausted            RESOURCE_EXHAUSTED   the tenant's tokens ran out while the answer streamed
         |-- SlowReader                RESOURCE_EXHAUSTED   the caller did not read its stream
         `-- InternalError             INTERNAL
 
@@ -57,6 +61,18 @@ class FieldViolation:
     description: str
 
 
+@dataclass(frozen=True)
+class QuotaBreach:
+    """One quota that a request does not fit into."""
+
+    quota: str
+    """Its path in the tenant's policy: `classes.batch.token_bucket`, `quotas.concurrency`."""
+    tenant_id: str
+    limit: int
+    """In the quota's own unit; of a bucket its rate a second."""
+    description: str
+
+
 class ManyloraError(Exception):
     """Base of the tree.
 
@@ -64,18 +80,25 @@ class ManyloraError(Exception):
         message: what is wrong and where, for the caller to read.
         violations: the fields at fault, where fields are (google.rpc.BadRequest on the wire).
         retry_after_s: when trying again may help (google.rpc.RetryInfo on the wire); None where it cannot.
+        breaches: the quotas at fault, where quotas are (google.rpc.QuotaFailure on the wire).
     """
 
     code: Code = Code.INTERNAL
     label: str = "internal"
 
     def __init__(
-        self, message: str, *, violations: Sequence[FieldViolation] = (), retry_after_s: float | None = None
+        self,
+        message: str,
+        *,
+        violations: Sequence[FieldViolation] = (),
+        retry_after_s: float | None = None,
+        breaches: Sequence[QuotaBreach] = (),
     ) -> None:
         super().__init__(message)
         self.message = message
         self.violations = tuple(violations)
         self.retry_after_s = retry_after_s
+        self.breaches = tuple(breaches)
 
 
 class Rejected(ManyloraError):
@@ -108,6 +131,11 @@ class AlreadyExists(Rejected):
     label = "already_exists"
 
 
+class VersionConflict(Rejected):
+    code = Code.ABORTED
+    label = "version_conflict"
+
+
 class Unready(Rejected):
     code = Code.FAILED_PRECONDITION
     label = "unready"
@@ -118,9 +146,19 @@ class Overloaded(Rejected):
     label = "overloaded"
 
 
+class QuotaExceeded(Rejected):
+    code = Code.RESOURCE_EXHAUSTED
+    label = "quota_exceeded"
+
+
 class Unauthenticated(Rejected):
     code = Code.UNAUTHENTICATED
     label = "unauthenticated"
+
+
+class PermissionDenied(Rejected):
+    code = Code.PERMISSION_DENIED
+    label = "permission_denied"
 
 
 class Interrupted(ManyloraError):
@@ -152,6 +190,11 @@ class AdapterFailed(Interrupted):
     label = "adapter_failed"
 
 
+class QuotaExhausted(Interrupted):
+    code = Code.RESOURCE_EXHAUSTED
+    label = "quota_exhausted"
+
+
 class SlowReader(Interrupted):
     code = Code.RESOURCE_EXHAUSTED
     label = "slow_reader"
@@ -175,8 +218,9 @@ class RpcError(ManyloraError):
         *,
         violations: Sequence[FieldViolation] = (),
         retry_after_s: float | None = None,
+        breaches: Sequence[QuotaBreach] = (),
     ) -> None:
-        super().__init__(message, violations=violations, retry_after_s=retry_after_s)
+        super().__init__(message, violations=violations, retry_after_s=retry_after_s, breaches=breaches)
         self.code = code
         self.label = code.name.lower()
 

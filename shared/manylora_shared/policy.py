@@ -5,28 +5,58 @@ error that it has (the first 24 of them: they travel in a status), each at its l
 equal policies have equal text, and it is what the coordination store keeps.
 
     tenant_id: "acme"
-    classes:                     # optional; a class that is absent has its default weight
-      interactive: {weight: 8}
+    classes:                     # all optional; a class that is absent has its default weight and no bounds
+      interactive:
+        weight: 8
+        token_bucket: {rate_tps: 2000, burst_tps: 8000}
+        slo: {ttft_p95_ms: 300, availability: 0.999}
       batch: {weight: 1}
-    limits:                      # optional; an absent limit leaves only the model's own
+    quotas:                      # all optional; an absent one leaves only the model's and the cluster's own bounds
+      requests_per_s: 50
+      requests_burst: 100
+      concurrency: 64
+      max_queued: 256
       max_prompt_tokens: 2048
       max_output_tokens: 512
+      kv_hbm_mb: 4096
+      kv_hbm_mb_hard: 8192
+      kv_hbm_mb_reserve: 1024
+    adapters: {pin: [support]}
+    security: {can_stream: true, data_retention_days: 0}
+
+What the grammar knows and nothing enforces yet stands in NOT_ENFORCED, and is refused: an operator who reads a policy
+back must be able to rely on all of it. Whoever builds the enforcement takes the name out of that list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from manylora_shared.errors import FieldViolation, InvalidRequest
-from manylora_shared.ids import QosClass, TenantId, is_valid_name
+from manylora_shared.ids import AdapterName, QosClass, TenantId, is_valid_name
 
 DEFAULT_WEIGHTS: Mapping[QosClass, int] = {QosClass.INTERACTIVE: 4, QosClass.STANDARD: 2, QosClass.BATCH: 1}
 MAX_WEIGHT = 1000
 MAX_LIMIT_TOKENS = 1 << 30
+MAX_RATE = 1_000_000_000
+MAX_KV_MB = 1 << 30
+MAX_PINS = 256
+MAX_TTFT_MS = 3_600_000
+MIN_AVAILABILITY = 0.5
+MAX_RETENTION_DAYS = 36_500
+NOT_ENFORCED = (
+    "classes.*.slo",
+    "quotas.kv_hbm_mb",
+    "quotas.kv_hbm_mb_hard",
+    "quotas.kv_hbm_mb_reserve",
+    "adapters.pin",
+)
+"""Paths of the grammar that `parse_policy` reads and refuses; `*` stands for any class."""
 MAX_DOCUMENT_BYTES = 16 * 1024
 _MAX_DEPTH = 8
 """Deeper nesting than the grammar has, and far less than would exhaust the stack."""
@@ -34,15 +64,56 @@ _MAX_VIOLATIONS = 24
 _MAX_SHOWN = 80
 """Characters of a wrong value that an error repeats."""
 
+_Read = Callable[[str, yaml.Node], object]
+V = TypeVar("V")
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _STR_TAG = "tag:yaml.org,2002:str"
 _INT_TAG = "tag:yaml.org,2002:int"
+_BOOL_TAG = "tag:yaml.org,2002:bool"
+_SHARE = re.compile(r"0\.[0-9]{1,6}")
+_LIMITS = {"max_prompt_tokens": (1, MAX_LIMIT_TOKENS), "max_output_tokens": (1, MAX_LIMIT_TOKENS)}
+_QUOTAS = {
+    "requests_per_s": (1, MAX_RATE),
+    "requests_burst": (1, MAX_RATE),
+    "concurrency": (1, MAX_RATE),
+    "max_queued": (1, MAX_RATE),
+    "kv_hbm_mb": (1, MAX_KV_MB),
+    "kv_hbm_mb_hard": (1, MAX_KV_MB),
+    "kv_hbm_mb_reserve": (1, MAX_KV_MB),
+}
+_ORDERED = (
+    ("kv_hbm_mb_reserve", "kv_hbm_mb"),
+    ("kv_hbm_mb", "kv_hbm_mb_hard"),
+    ("kv_hbm_mb_reserve", "kv_hbm_mb_hard"),
+)
+"""The second is never less than the first."""
+
+
+@dataclass(frozen=True)
+class TokenRate:
+    """A token bucket: what a flow may use in the long run, and at once."""
+
+    rate_tps: int
+    """Tokens a second, prompt and output tokens alike."""
+    burst_tps: int
+    """Tokens that the bucket holds: what may be used at once after a pause."""
+
+
+@dataclass(frozen=True)
+class Slo:
+    """What the operator promises the flow. At least one of the two is given."""
+
+    ttft_p95_ms: int | None = None
+    availability: float | None = None
+    """Share of requests that end well, e.g. 0.999."""
 
 
 @dataclass(frozen=True)
 class ClassPolicy:
     weight: int
     """1..1000: the flow's share of contended service, relative to all other flows."""
+    token_bucket: TokenRate | None = None
+    slo: Slo | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +123,32 @@ class TenantLimits:
     max_prompt_tokens: int | None = None
     max_output_tokens: int | None = None
     """Per choice."""
+
+
+@dataclass(frozen=True)
+class TenantQuotas:
+    """Bounds on what a tenant uses, over all routers; None: unbounded."""
+
+    requests_per_s: int | None = None
+    requests_burst: int | None = None
+    """Requests at once after a pause; None: as many as requests_per_s."""
+    concurrency: int | None = None
+    """Requests that are admitted and have not ended, queued ones included."""
+    max_queued: int | None = None
+    """Of these, requests that no worker runs yet."""
+    kv_hbm_mb: int | None = None
+    """KV memory on the device that the tenant may hold while others want it, MiB."""
+    kv_hbm_mb_hard: int | None = None
+    """KV memory on the device that it never passes, MiB."""
+    kv_hbm_mb_reserve: int | None = None
+    """KV memory on the device that is always its own, MiB."""
+
+
+@dataclass(frozen=True)
+class TenantSecurity:
+    can_stream: bool = True
+    """False: an answer is handed out whole, once it is finished."""
+    data_retention_days: int = 0
 
 
 def _default_classes() -> dict[QosClass, ClassPolicy]:
@@ -64,6 +161,10 @@ class TenantPolicy:
     classes: Mapping[QosClass, ClassPolicy] = field(default_factory=_default_classes)
     """Always all classes, in the order of QosClass."""
     limits: TenantLimits = TenantLimits()
+    quotas: TenantQuotas = TenantQuotas()
+    pinned_adapters: tuple[AdapterName, ...] = ()
+    """Adapters that stay on the device, in the document's order."""
+    security: TenantSecurity = TenantSecurity()
 
     def weight(self, qos_class: QosClass) -> int:
         return self.classes[qos_class].weight
@@ -72,29 +173,42 @@ class TenantPolicy:
         """The canonical document; parse_policy gives an equal policy back."""
         lines = [f'tenant_id: "{self.tenant_id}"', "classes:"]
         for qos_class in QosClass:
-            lines += [f"  {qos_class.value}:", f"    weight: {self.classes[qos_class].weight}"]
-        limits = [
-            (name, value)
-            for name, value in (
-                ("max_prompt_tokens", self.limits.max_prompt_tokens),
-                ("max_output_tokens", self.limits.max_output_tokens),
-            )
-            if value is not None
-        ]
-        if limits:
-            lines.append("limits:")
-            lines += [f"  {name}: {value}" for name, value in limits]
+            policy = self.classes[qos_class]
+            lines += [f"  {qos_class.value}:", f"    weight: {policy.weight}"]
+            if policy.token_bucket is not None:
+                lines += ["    token_bucket:", *_given(policy.token_bucket, "      ")]
+            if policy.slo is not None:
+                lines += ["    slo:", *_given(policy.slo, "      ")]
+        quotas = _given(self.quotas, "  ") + _given(self.limits, "  ")
+        if quotas:
+            lines += ["quotas:", *quotas]
+        if self.pinned_adapters:
+            lines += ["adapters:", "  pin:", *(f'  - "{name}"' for name in self.pinned_adapters)]
+        if self.security != TenantSecurity():
+            lines += ["security:", *_given(self.security, "  ")]
         return "\n".join(lines) + "\n"
 
 
-def parse_policy(yaml_text: str) -> TenantPolicy:
+def _given(values: TokenRate | Slo | TenantLimits | TenantQuotas | TenantSecurity, indent: str) -> list[str]:
+    """Lines of a document for all values that are not None."""
+    return [f"{indent}{name}: {_scalar(value)}" for name, value in vars(values).items() if value is not None]
+
+
+def _scalar(value: bool | int | float) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def parse_policy(yaml_text: str, *, enforced_only: bool = True) -> TenantPolicy:
     """Reads one policy document.
+
+    Args:
+        enforced_only: whether what stands in NOT_ENFORCED is an error.
 
     Raises:
         InvalidRequest: with one violation for each error; its description begins with `line N`.
     """
     root = _compose(yaml_text)
-    reader = _Reader()
+    reader = _Reader(NOT_ENFORCED if enforced_only else ())
     policy = reader.policy(root)
     if reader.violations:
         more = len(reader.violations) - _MAX_VIOLATIONS
@@ -138,6 +252,10 @@ def _compose(yaml_text: str) -> yaml.Node | None:
         raise InvalidRequest.of("policy_yaml", f"is not YAML: {' '.join(str(e).split())}") from e
 
 
+def _only(values: Sequence[V | None]) -> V | None:
+    return values[0] if values else None
+
+
 def _line(marked: Any) -> int:
     return int(marked.start_mark.line) + 1
 
@@ -149,33 +267,54 @@ def _shown(text: str) -> str:
 class _Reader:
     """Walks the nodes of one document and collects its violations. A value that is None had one."""
 
-    def __init__(self) -> None:
+    def __init__(self, refused: tuple[str, ...]) -> None:
         self.violations: list[FieldViolation] = []
+        self._refused = refused
 
     def policy(self, root: yaml.Node | None) -> TenantPolicy | None:
         if root is None:
             self.violations.append(FieldViolation("policy_yaml", "line 1: is empty"))
             return None
-        tenant_id: TenantId | None = None
+        tenant_id: list[TenantId | None] = []
         classes = _default_classes()
-        limits = TenantLimits()
-
-        def read_tenant(path: str, node: yaml.Node) -> None:
-            nonlocal tenant_id
-            tenant_id = self._tenant_id(path, node)
-
-        def read_classes(path: str, node: yaml.Node) -> None:
-            self._mapping(path, node, {c.value: self._class_reader(c, classes) for c in QosClass})
-
-        def read_limits(path: str, node: yaml.Node) -> None:
-            nonlocal limits
-            limits = self._limits(path, node)
-
-        readers = {"tenant_id": read_tenant, "classes": read_classes, "limits": read_limits}
+        limits: dict[str, tuple[int, yaml.Node]] = {}
+        quotas: dict[str, tuple[int, yaml.Node]] = {}
+        pins: list[AdapterName] = []
+        security: dict[str, Any] = {}
+        readers: dict[str, _Read] = {
+            "tenant_id": lambda path, node: tenant_id.append(self._tenant_id(path, node)),
+            "classes": lambda path, node: self._classes(path, node, classes),
+            "quotas": lambda path, node: self._integers(path, node, {**_QUOTAS, **_LIMITS}, quotas),
+            "limits": lambda path, node: self._integers(path, node, _LIMITS, limits),
+            "adapters": lambda path, node: self._adapters(path, node, pins),
+            "security": lambda path, node: self._security(path, node, security),
+        }
         found = self._mapping("", root, readers)
         if found is not None and "tenant_id" not in found:
             self._add("tenant_id", root, "is missing")
-        return TenantPolicy(tenant_id, classes, limits) if tenant_id is not None else None
+        for name in quotas.keys() & limits.keys():
+            self._add(f"limits.{name}", limits[name][1], f"is given in quotas.{name} already")
+        self._check_quotas(quotas)
+        if not tenant_id or tenant_id[0] is None:
+            return None
+        values = {name: value for name, (value, _) in {**limits, **quotas}.items()}
+        return TenantPolicy(
+            tenant_id=tenant_id[0],
+            classes=classes,
+            limits=TenantLimits(**{name: value for name, value in values.items() if name in _LIMITS}),
+            quotas=TenantQuotas(**{name: value for name, value in values.items() if name in _QUOTAS}),
+            pinned_adapters=tuple(pins),
+            security=TenantSecurity(**security),
+        )
+
+    def _check_quotas(self, quotas: Mapping[str, tuple[int, yaml.Node]]) -> None:
+        """What two fields say of one another; told at the second one's line."""
+        for low, high in _ORDERED:
+            if low in quotas and high in quotas and quotas[low][0] > quotas[high][0]:
+                value, node = quotas[high]
+                self._add(f"quotas.{high}", node, f"{value} is less than {low}, {quotas[low][0]}")
+        if "requests_burst" in quotas and "requests_per_s" not in quotas:
+            self._add("quotas.requests_burst", quotas["requests_burst"][1], "needs requests_per_s beside it")
 
     def _tenant_id(self, path: str, node: yaml.Node) -> TenantId | None:
         if not isinstance(node, yaml.ScalarNode):
@@ -193,35 +332,98 @@ class _Reader:
             return TenantId(node.value)
         return None
 
-    def _class_reader(
-        self, qos_class: QosClass, classes: dict[QosClass, ClassPolicy]
-    ) -> Callable[[str, yaml.Node], None]:
-        def read_weight(path: str, node: yaml.Node) -> None:
-            weight = self._integer(path, node, 1, MAX_WEIGHT)
-            if weight is not None:
-                classes[qos_class] = ClassPolicy(weight)
+    def _classes(self, path: str, node: yaml.Node, classes: dict[QosClass, ClassPolicy]) -> None:
+        self._mapping(path, node, {c.value: self._class_reader(c, classes) for c in QosClass})
 
+    def _class_reader(self, qos_class: QosClass, classes: dict[QosClass, ClassPolicy]) -> _Read:
         def read_class(path: str, node: yaml.Node) -> None:
-            found = self._mapping(path, node, {"weight": read_weight})
+            weights: list[int | None] = []
+            buckets: list[TokenRate | None] = []
+            slos: list[Slo | None] = []
+            readers: dict[str, _Read] = {
+                "weight": lambda at, value: weights.append(self._integer(at, value, 1, MAX_WEIGHT)),
+                "token_bucket": lambda at, value: buckets.append(self._token_bucket(at, value)),
+                "slo": lambda at, value: slos.append(self._slo(at, value)),
+            }
+            found = self._mapping(path, node, readers)
             if found is not None and "weight" not in found:
                 self._add(f"{path}.weight", node, "is missing")
+            if weights and weights[0] is not None:
+                classes[qos_class] = ClassPolicy(weights[0], _only(buckets), _only(slos))
 
         return read_class
 
-    def _limits(self, path: str, node: yaml.Node) -> TenantLimits:
-        values: dict[str, int] = {}
+    def _token_bucket(self, path: str, node: yaml.Node) -> TokenRate | None:
+        values: dict[str, tuple[int, yaml.Node]] = {}
+        found = self._integers(path, node, {"rate_tps": (1, MAX_RATE), "burst_tps": (1, MAX_RATE)}, values)
+        for name in ("rate_tps", "burst_tps"):
+            if found is not None and name not in found:
+                self._add(f"{path}.{name}", node, "is missing")
+        return TokenRate(values["rate_tps"][0], values["burst_tps"][0]) if len(values) == 2 else None
 
-        def read_limit(limit_path: str, limit_node: yaml.Node) -> None:
-            value = self._integer(limit_path, limit_node, 1, MAX_LIMIT_TOKENS)
-            if value is not None:
-                values[limit_path.rpartition(".")[2]] = value
+    def _slo(self, path: str, node: yaml.Node) -> Slo | None:
+        ttft: list[int | None] = []
+        availability: list[float | None] = []
+        readers: dict[str, _Read] = {
+            "ttft_p95_ms": lambda at, value: ttft.append(self._integer(at, value, 1, MAX_TTFT_MS)),
+            "availability": lambda at, value: availability.append(self._share(at, value)),
+        }
+        if self._mapping(path, node, readers) == []:
+            self._add(path, node, f"needs one of the keys {', '.join(readers)}")
+        return Slo(_only(ttft), _only(availability)) if ttft or availability else None
 
-        self._mapping(path, node, {"max_prompt_tokens": read_limit, "max_output_tokens": read_limit})
-        return TenantLimits(values.get("max_prompt_tokens"), values.get("max_output_tokens"))
+    def _adapters(self, path: str, node: yaml.Node, pins: list[AdapterName]) -> None:
+        def read_pins(at: str, value: yaml.Node) -> None:
+            if not isinstance(value, yaml.SequenceNode):
+                self._add(at, value, "must be a list of adapters' names")
+                return
+            if len(value.value) > MAX_PINS:
+                self._add(at, value, f"has {len(value.value)} names, more than {MAX_PINS}")
+                return
+            for index, item in enumerate(value.value):
+                if not isinstance(item, yaml.ScalarNode) or not is_valid_name(item.value):
+                    self._add(f"{at}[{index}]", item, "is not an adapter's name")
+                elif item.value in pins:
+                    self._add(f"{at}[{index}]", item, f"{item.value} is given twice")
+                else:
+                    pins.append(AdapterName(item.value))
 
-    def _mapping(
-        self, path: str, node: yaml.Node, readers: Mapping[str, Callable[[str, yaml.Node], None]]
+        self._mapping(path, node, {"pin": read_pins})
+
+    def _security(self, path: str, node: yaml.Node, security: dict[str, Any]) -> None:
+        def read_can_stream(at: str, value: yaml.Node) -> None:
+            if isinstance(value, yaml.ScalarNode) and value.tag == _BOOL_TAG and value.value in ("true", "false"):
+                security["can_stream"] = value.value == "true"
+            else:
+                self._add(at, value, "must be true or false")
+
+        def read_retention(at: str, value: yaml.Node) -> None:
+            days = self._integer(at, value, 0, MAX_RETENTION_DAYS)
+            if days:
+                self._add(at, value, "not enforced yet: prompts and answers are never kept, so only 0 is true")
+
+        self._mapping(path, node, {"can_stream": read_can_stream, "data_retention_days": read_retention})
+
+    def _integers(
+        self,
+        path: str,
+        node: yaml.Node,
+        ranges: Mapping[str, tuple[int, int]],
+        values: dict[str, tuple[int, yaml.Node]],
     ) -> list[str] | None:
+        """Reads a mapping of whole numbers into `values`, each with its node. Returns the keys found, as `_mapping`."""
+
+        def reader(name: str, low: int, high: int) -> _Read:
+            def read(at: str, value_node: yaml.Node) -> None:
+                value = self._integer(at, value_node, low, high)
+                if value is not None:
+                    values[name] = (value, value_node)
+
+            return read
+
+        return self._mapping(path, node, {name: reader(name, *bounds) for name, bounds in ranges.items()})
+
+    def _mapping(self, path: str, node: yaml.Node, readers: Mapping[str, _Read]) -> list[str] | None:
         """Reads every known key of a mapping. Returns the keys found; None where the node is no mapping."""
         if not isinstance(node, yaml.MappingNode):
             self._add(path or "policy_yaml", node, f"must be a mapping with the keys {', '.join(readers)}")
@@ -238,8 +440,24 @@ class _Reader:
                 self._add(key_path, key_node, "is given twice")
             else:
                 found.append(key)
+                if self._is_refused(key_path):
+                    self._add(key_path, key_node, "is not enforced yet, so it is not accepted")
                 readers[key](key_path, value_node)
         return found
+
+    def _is_refused(self, path: str) -> bool:
+        parts = path.split(".")
+        if len(parts) == 3 and parts[0] == "classes":
+            parts[1] = "*"
+        return ".".join(parts) in self._refused
+
+    def _share(self, path: str, node: yaml.Node) -> float | None:
+        if isinstance(node, yaml.ScalarNode) and _SHARE.fullmatch(node.value):
+            share = float(node.value)
+            if MIN_AVAILABILITY <= share < 1:
+                return share
+        self._add(path, node, f"must be a share from {MIN_AVAILABILITY} to below 1, e.g. 0.999")
+        return None
 
     def _integer(self, path: str, node: yaml.Node, low: int, high: int) -> int | None:
         # Plain decimal digits only: YAML's octal, hexadecimal and sexagesimal integers would surprise their reader.

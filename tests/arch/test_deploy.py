@@ -49,7 +49,7 @@ def test_ports_are_published_on_loopback_only(compose: dict[str, Any]) -> None:
 
 
 def test_commands_are_settings_of_the_services(compose: dict[str, Any]) -> None:
-    """Each service's own loader takes its command line and environment, and listening beyond loopback is said aloud."""
+    """Each service's own loader takes its command line and environment."""
     from manylora_router.config import RouterConfig
     from manylora_scheduler.config import SchedulerConfig
     from manylora_shared.config import parse
@@ -60,11 +60,12 @@ def test_commands_are_settings_of_the_services(compose: dict[str, Any]) -> None:
         service = compose["services"][name]
         env = {key: default_of(value) for key, value in service.get("environment", {}).items()}
         config = parse(kinds[name.partition("-")[0]], [default_of(word) for word in service["command"]], env)
-        assert config.insecure is True
         assert config.listen.startswith("0.0.0.0:")
         assert config.etcd == "etcd:2379"
         assert config.advertise == f"{name}:{config.listen.rpartition(':')[2]}"
         assert config.listen.rpartition(":")[2] in service["healthcheck"]["test"][-1]
+        if name == "router":
+            assert any(config.operator_key_file.startswith(v.split(":")[1] + "/") for v in service["volumes"])
 
 
 def default_of(value: str) -> str:

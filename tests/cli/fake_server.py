@@ -15,6 +15,7 @@ from manylora_shared.errors import (
     NotFound,
     Overloaded,
     ServiceUnavailable,
+    VersionConflict,
     WorkerLost,
 )
 from manylora_shared.transport.base import ServerCall, Service
@@ -28,6 +29,7 @@ class FakeRouter:
 
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, str]] = field(default_factory=list)
+    keys: dict[str, admin_pb2.KeyInfo] = field(default_factory=dict)
     tenants: dict[str, tuple[str, int]] = field(default_factory=dict)
     adapters: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
     store_paths: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -50,6 +52,9 @@ class FakeRouter:
                     "AddAdapter": self.add_adapter,
                     "ListAdapters": self.list_adapters,
                     "RemoveAdapter": self.remove_adapter,
+                    "CreateKey": self.create_key,
+                    "ListKeys": self.list_keys,
+                    "RevokeKey": self.revoke_key,
                     "GetStatus": self.get_status,
                 },
             ),
@@ -120,9 +125,15 @@ class FakeRouter:
         if "bad" in request.policy_yaml:
             raise InvalidRequest.of("classes.batch.weight", "line 2: must be a whole number")
         tenant_id = request.policy_yaml.split("tenant_id:")[1].split()[0]
-        version = self.tenants.get(tenant_id, ("", 0))[1] + 1
-        self.tenants[tenant_id] = (request.policy_yaml, version)
-        return admin_pb2.ApplyTenantResponse(tenant_id=tenant_id, version=version)
+        before, version = self.tenants.get(tenant_id, ("", 0))
+        if request.HasField("expected_version") and request.expected_version != version:
+            raise VersionConflict(f"expected_version: tenant {tenant_id} is at version {version}")
+        if not request.validate_only:
+            version += 1
+            self.tenants[tenant_id] = (request.policy_yaml, version)
+        return admin_pb2.ApplyTenantResponse(
+            tenant_id=tenant_id, version=version, policy_yaml=request.policy_yaml, previous_policy_yaml=before
+        )
 
     async def get_tenant(self, request: admin_pb2.GetTenantRequest, call: ServerCall) -> admin_pb2.GetTenantResponse:
         return admin_pb2.GetTenantResponse(tenant=self._tenant(request.tenant_id))
@@ -167,6 +178,25 @@ class FakeRouter:
         if self.adapters.pop((request.tenant_id, request.name), None) is None:
             raise NotFound(f"adapter {request.name!r} is not known")
         return admin_pb2.RemoveAdapterResponse()
+
+    async def create_key(self, request: admin_pb2.CreateKeyRequest, call: ServerCall) -> admin_pb2.CreateKeyResponse:
+        key_id = f"{len(self.keys):016x}"
+        info = admin_pb2.KeyInfo(
+            key_id=key_id, tenant_id=request.tenant_id, scopes=request.scopes, name=request.name, created_unix_s=1.0
+        )
+        self.keys[key_id] = info
+        self.metadata.append(dict(call.metadata))
+        return admin_pb2.CreateKeyResponse(key=f"mlk-{key_id}-{'5' * 64}", info=info)
+
+    async def list_keys(self, request: admin_pb2.ListKeysRequest, call: ServerCall) -> admin_pb2.ListKeysResponse:
+        found = [info for info in self.keys.values() if request.tenant_id in ("", info.tenant_id)]
+        return admin_pb2.ListKeysResponse(keys=found)
+
+    async def revoke_key(self, request: admin_pb2.RevokeKeyRequest, call: ServerCall) -> admin_pb2.RevokeKeyResponse:
+        if request.key_id not in self.keys:
+            raise NotFound(f"key_id: key {request.key_id!r} is not known")
+        self.keys[request.key_id].revoked_unix_s = 2.0
+        return admin_pb2.RevokeKeyResponse(info=self.keys[request.key_id])
 
     async def get_status(self, request: Any, call: ServerCall) -> admin_pb2.GetStatusResponse:
         return admin_pb2.GetStatusResponse(

@@ -16,6 +16,7 @@ from manylora.client import (
     Delta,
     Finished,
     RequestFailed,
+    RetryBudget,
     RetryPolicy,
     Sampling,
     Started,
@@ -106,7 +107,7 @@ async def test_a_failure_after_frames_holds_what_came(address: str) -> None:
 
 async def test_the_deadline_covers_all_attempts(address: str, router: FakeRouter) -> None:
     router.failures_left = 10**9
-    patient = RetryPolicy(max_attempts=10**6, base_delay_s=0.01, max_delay_s=0.05)
+    patient = RetryPolicy(max_attempts=10**6, base_delay_s=0.01, max_delay_s=0.05, budget_attempts=1e9)
     async with Client(address, tenant="acme", retry=patient) as client:
         with pytest.raises(RequestFailed, match="UNAVAILABLE"):
             await asyncio.wait_for(client.complete("unavailable", timeout_s=0.3), 5)
@@ -210,3 +211,27 @@ async def _until(condition: Callable[[], bool]) -> None:
             if condition():
                 return
             await asyncio.sleep(0.01)
+
+
+def test_the_retry_budget_bounds_what_is_added() -> None:
+    budget = RetryBudget(RetryPolicy(budget_ratio=0.1, budget_attempts=3.0))
+    assert [budget.spend() for _ in range(4)] == [True, True, True, False]
+    added = 0
+    for _ in range(1000):
+        budget.on_call()
+        while budget.spend():
+            added += 1
+    assert 99 <= added <= 100
+    for _ in range(1000):
+        budget.on_call()
+    assert [budget.spend() for _ in range(4)] == [True, True, True, False], "what is saved up is bounded too"
+
+
+async def test_a_client_stops_repeating_when_its_budget_is_spent(address: str, router: FakeRouter) -> None:
+    router.failures_left = 10**9
+    retry = RetryPolicy(max_attempts=3, base_delay_s=0.001, max_delay_s=1.0, budget_ratio=0.0, budget_attempts=4.0)
+    async with Client(address, tenant="acme", retry=retry) as client:
+        for _ in range(5):
+            with pytest.raises(RequestFailed, match="UNAVAILABLE"):
+                await client.complete("unavailable")
+    assert len(router.requests) == 5 + 4

@@ -85,6 +85,8 @@ class Cluster:
     engine: Engine
     server: str
     receiver: Receiver
+    key: str
+    """The operator's."""
 
 
 def find_compose() -> tuple[str, ...]:
@@ -127,7 +129,8 @@ def cluster() -> Iterator[Cluster]:
         up = ("up", "--detach", "--no-build")
         engine.compose(*up, timeout_s=START_TIMEOUT_S)
         wait_until_healthy(engine)
-        yield Cluster(engine, f"127.0.0.1:{port}", receiver)
+        key = engine.compose("exec", "-T", "router", "cat", "/var/lib/manylora/keys/operator.key").strip()
+        yield Cluster(engine, f"127.0.0.1:{port}", receiver, key)
     except BaseException:
         print(engine.compose("logs", "--no-color", "--tail=60", check=False))
         raise
@@ -170,8 +173,23 @@ def test_only_the_router_is_published_and_on_loopback_only(cluster: Cluster) -> 
         assert published == expected, service
 
 
+async def test_nobody_calls_without_a_key_or_past_the_router(cluster: Cluster) -> None:
+    async with Client(cluster.server, key="") as client:
+        with pytest.raises(RequestFailed) as raised:
+            await client.status()
+        assert raised.value.code == "UNAUTHENTICATED"
+    probe = (
+        "import grpc,sys; from manylora.v1 import scheduler_pb2 as pb, scheduler_pb2_grpc as stubs\n"
+        "stub = stubs.SchedulerServiceStub(grpc.insecure_channel('scheduler:7071'))\n"
+        "try: stub.GetSchedulerStatus(pb.GetSchedulerStatusRequest(), timeout=10)\n"
+        "except grpc.RpcError as e: print(e.code().name)"
+    )
+    answer = cluster.engine.docker("exec", cluster.engine.container("router"), "python", "-c", probe)
+    assert answer.strip() == "UNAUTHENTICATED"
+
+
 async def test_four_tenants_get_their_own_adapters_answers(cluster: Cluster) -> None:
-    async with Client(cluster.server) as client:
+    async with Client(cluster.server, key=cluster.key) as client:
         status = await client.status()
         assert sorted(worker.worker_id for worker in status.workers) == ["worker-0", "worker-1"]
         versions = await measure.set_up(client)
@@ -187,7 +205,7 @@ async def test_four_tenants_get_their_own_adapters_answers(cluster: Cluster) -> 
 async def test_a_foreign_adapter_is_answered_like_one_that_is_not_there(cluster: Cluster) -> None:
     mine, other = measure.TENANTS[:2]
     failures = []
-    async with Client(cluster.server, tenant=mine.tenant) as client:
+    async with Client(cluster.server, key=cluster.key, tenant=mine.tenant) as client:
         for adapter in (other.skill.adapter, "nowhere"):
             with pytest.raises(RequestFailed) as raised:
                 await client.complete(skills.prompt("ab3"), adapter=adapter)
@@ -200,7 +218,7 @@ async def test_a_request_is_one_trace_over_three_services(cluster: Cluster) -> N
     sampling = Sampling(temperature=0)
     requests = {}
     for tenant in measure.TENANTS:
-        async with Client(cluster.server, tenant=tenant.tenant) as client:
+        async with Client(cluster.server, key=cluster.key, tenant=tenant.tenant) as client:
             prompt = skills.prompt("ab3")
             result = await client.complete(
                 prompt, adapter=tenant.skill.adapter, qos_class="interactive", max_tokens=32, sampling=sampling
@@ -248,7 +266,7 @@ async def received_traces(receiver: Receiver, request_ids: set[str]) -> dict[str
 async def test_a_killed_worker_is_replaced_by_the_other_and_comes_back(cluster: Cluster) -> None:
     tenant = measure.TENANTS[0]
     victim = cluster.engine.container("worker-1")
-    async with Client(cluster.server, tenant=tenant.tenant) as client:
+    async with Client(cluster.server, key=cluster.key, tenant=tenant.tenant) as client:
         cluster.engine.docker("kill", "--signal=KILL", victim)
         results = await asyncio.gather(
             *(

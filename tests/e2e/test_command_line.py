@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 from manylora.client import Client, Sampling
+from manylora.client.credentials import read_key
 from manylora.demo import adapter_folder, skills
 from manylora.v1 import admin_pb2, inference_pb2, scheduler_pb2, worker_pb2
+from manylora_shared.coordination.etcd import EtcdStore
 from manylora_shared.errors import Code, RpcError
+from manylora_shared.identity import bearer
+from manylora_shared.peers import PeerSecret
 from manylora_shared.transport.base import Method, methods_of
 from manylora_shared.transport.grpc_transport import GrpcTransport
 from safetensors.numpy import load_file, save_file
@@ -275,16 +280,20 @@ async def test_garbage_bytes_on_every_rpc(whole: UpCluster) -> None:
         status["scheduler"]["address"]: (scheduler_pb2,),
         status["workers"][0]["address"]: (worker_pb2,),
     }
+    store, secret = EtcdStore([whole.ready["etcd"]]), PeerSecret()
+    await secret.load(store, random.getrandbits)
+    await store.close()
+    shown = {**bearer(read_key(Path(whole.ready["key_file"]))), **secret.metadata()}
     tried = 0
     for address, modules in servers.items():
         channel = GrpcTransport().connect(address)
         for module in modules:
             for service in module.DESCRIPTOR.services_by_name.values():
                 for method in methods_of(service).values():
-                    assert await _send_garbage(channel, method) is Code.INVALID_ARGUMENT, method.path
+                    assert await _send_garbage(channel, method, shown) is Code.INVALID_ARGUMENT, method.path
                     tried += 1
         await channel.close()
-    assert tried == 16
+    assert tried == 19
     assert (await generate(whole, "acme", "upper", "ab3"))["text"] == "AB3"
 
 
@@ -295,13 +304,13 @@ class _Garbage:
         return b"\xff\xff\xff\xff garbage"
 
 
-async def _send_garbage(channel: Any, method: Method) -> Code | None:
+async def _send_garbage(channel: Any, method: Method, metadata: dict[str, str]) -> Code | None:
     garbage: Any = _Garbage()
     try:
         if not method.client_streaming and not method.server_streaming:
-            await channel.call(method, garbage, timeout=5)
+            await channel.call(method, garbage, timeout=5, metadata=metadata)
             return None
-        stream = channel.stream(method, None if method.client_streaming else garbage, timeout=5)
+        stream = channel.stream(method, None if method.client_streaming else garbage, timeout=5, metadata=metadata)
         if method.client_streaming:
             await stream.write(garbage)
         while await stream.read() is not None:
@@ -336,3 +345,31 @@ async def _assert_nothing_is_left(cluster: UpCluster) -> None:
     assert answer.text == "AB3"
     incoming = cluster.adapter_store / "incoming"
     assert not incoming.exists() or os.listdir(incoming) == []
+
+
+async def test_a_tenants_key_is_the_tenant_and_nothing_more(whole: UpCluster) -> None:
+    made = (await whole.manylora("key", "create", "--tenant", "acme", "--json")).json
+    mine = ("--key", made["key"])
+    answer = await whole.manylora("generate", "--adapter", "upper", *GREEDY, "--json", *mine, skills.prompt("ab3"))
+    assert answer.json["text"] == "AB3"
+    assert (await _refused(whole, "generate", "--tenant", "birch", *mine, "x"))["code"] == "PERMISSION_DENIED"
+    assert (await _refused(whole, "tenant", "list", *mine))["code"] == "PERMISSION_DENIED"
+    status = (await whole.manylora("status", "--json", *mine)).json
+    assert (status["tenants"], status["workers"], status["routers"]) == (1, [], [])
+    assert made["key"] not in (await whole.manylora("key", "list", "--json")).stdout
+    assert (await whole.manylora("key", "revoke", made["key_id"])).exit_code == 0
+    refused = await _refused(whole, "generate", *mine, "x")
+    assert refused == await _refused(whole, "generate", "--key", "nonsense", "x")
+    assert refused["code"] == "UNAUTHENTICATED"
+    _assert_keys_are_kept(whole, made["key"])
+
+
+def _assert_keys_are_kept(cluster: UpCluster, key: str) -> None:
+    """The operator's file is its owner's alone, and neither its key nor `key` is in any log or trace."""
+    key_file = Path(cluster.ready["key_file"])
+    assert key_file.stat().st_mode & 0o777 == 0o600
+    kept = [*(key_file.parent / "logs").glob("*.log"), cluster.trace_file, cluster.stderr_path]
+    assert len(kept) > 4
+    for path in kept:
+        for each in (key, read_key(key_file)):
+            assert each.rpartition("-")[2] not in path.read_text(), path

@@ -15,7 +15,7 @@ from tests.e2e.conftest import UpCluster
 pytestmark = pytest.mark.e2e
 
 LONG_TOKENS = 1000
-PATIENT = RetryPolicy(max_attempts=100, base_delay_s=0.1, max_delay_s=0.5)
+PATIENT = RetryPolicy(max_attempts=100, base_delay_s=0.1, max_delay_s=0.5, budget_attempts=1e6)
 
 
 @pytest.fixture

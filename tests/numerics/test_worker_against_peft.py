@@ -16,6 +16,7 @@ from manylora_shared.adapter_files import CONFIG_NAME, WEIGHTS_NAME, adapter_uid
 from manylora_shared.coordination.memory import MemoryStoreServer
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.ids import AdapterUid
+from manylora_shared.peers import PeerSecret, PeerTransport
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.grpc_transport import GrpcTransport
 from manylora_worker import engines
@@ -71,17 +72,20 @@ async def test_worker_equals_peft(family: str, tmp_path: Path) -> None:
     )
     runtime, validator = engines.build(settings)
     assert isinstance(runtime, ThreadRuntime)
+    coordination = MemoryStoreServer(rng)
     app = WorkerApp(
         settings,
         transport=GrpcTransport(),
-        store=MemoryStoreServer(rng).client(),
+        store=coordination.client(),
         runtime=runtime,
         validate=validator,
         telemetry=Telemetry.disabled(),
         rng=rng,
     )
     await app.start()
-    channel = GrpcTransport().connect(app.address)
+    secret = PeerSecret()
+    await secret.load(coordination.client(), rng.getrandbits)
+    channel = PeerTransport(GrpcTransport(), secret).connect(app.address)
     greedy = common_pb2.SamplingParams(seed=1, temperature=0.0)
 
     def ask(i: int, name: str | None, prompt: list[int], **changes: object) -> worker_pb2.ExecuteRequest:

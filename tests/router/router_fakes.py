@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from manylora.v1 import admin_pb2, common_pb2, inference_pb2, scheduler_pb2, worker_pb2
 from manylora_router.app import RouterApp
@@ -16,11 +17,12 @@ from manylora_shared.adapter_files import MemoryAdapterFiles
 from manylora_shared.clock import FakeClock
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.memory import MemoryStore, MemoryStoreServer
-from manylora_shared.coordination.records import AdapterRecord, SchedulerRecord, WorkerRecord
+from manylora_shared.coordination.records import AdapterRecord, KeyRecord, SchedulerRecord, WorkerRecord
 from manylora_shared.errors import Code, RpcError
+from manylora_shared.identity import bearer, new_key
 from manylora_shared.simulation import loop as simulation
 from manylora_shared.telemetry import Telemetry
-from manylora_shared.transport.base import Channel, Server, ServerCall, Service, Stream, methods_of
+from manylora_shared.transport.base import Channel, Method, Server, ServerCall, Service, Stream, methods_of
 from manylora_shared.transport.memory import MemoryNetwork, MemoryTransport
 
 GENERATE = methods_of(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"])["Generate"]
@@ -193,6 +195,16 @@ class FakeScheduler:
         self.num_grants = 0
         self.closed: list[scheduler_pb2.GrantClosed] = []
         self.hellos: list[str] = []
+        self.flows: list[admin_pb2.FlowStatus] = []
+        self.lease_tokens: int | None = None
+        """What the first lease of each request holds; None: no leases."""
+        self.grows_by: int | None = 10
+        """How an asked-for lease grows; None: it is refused."""
+        self.answers_wants = True
+        self.leased: dict[str, int] = {}
+        self.wanted: list[str] = []
+        self.settled: list[tuple[str, int]] = []
+        self.held: list[list[scheduler_pb2.HeldLease]] = []
         self.server: Server | None = None
         self._lines: list[_Line] = []
         self._next = 0
@@ -207,7 +219,7 @@ class FakeScheduler:
         self, request: scheduler_pb2.GetSchedulerStatusRequest, call: ServerCall
     ) -> scheduler_pb2.GetSchedulerStatusResponse:
         return scheduler_pb2.GetSchedulerStatusResponse(
-            scheduler=admin_pb2.SchedulerStatus(epoch=self.epoch),
+            scheduler=admin_pb2.SchedulerStatus(epoch=self.epoch, flows=self.flows),
             workers=[admin_pb2.WorkerStatus(worker_id=w, connected=True, running=3) for w, _ in self.workers],
         )
 
@@ -216,6 +228,7 @@ class FakeScheduler:
     ) -> AsyncIterator[scheduler_pb2.ScheduleResponse]:
         first = await anext(aiter(requests))
         self.hellos.append(first.hello.router_id)
+        self.held.append(list(first.hello.leases))
         line = _Line()
         self._lines.append(line)
         yield scheduler_pb2.ScheduleResponse(hello=scheduler_pb2.SchedulerHello(epoch=self.epoch))
@@ -238,6 +251,15 @@ class FakeScheduler:
                 case "withdraw":
                     self.withdrawn.append(request.withdraw.request_id)
                     self.queued.pop(request.withdraw.request_id, None)
+                case "settled":
+                    settled = request.settled
+                    assert settled.request_id not in dict(self.settled), "a request is settled once"
+                    self.settled.append((settled.request_id, settled.tokens))
+                    self.leased.pop(settled.request_id, None)
+                case "lease_wanted":
+                    self.wanted.append(request.lease_wanted.request_id)
+                    if self.answers_wants:
+                        self.answer_want(request.lease_wanted.request_id, line)
                 case "grant_closed":
                     closed = request.grant_closed
                     self.closed.append(closed)
@@ -263,7 +285,26 @@ class FakeScheduler:
         elif not self.holds:
             self.grant(request.request_id)
 
+    def answer_want(self, request_id: str, line: _Line | None = None) -> None:
+        if self.grows_by is None:
+            breach = scheduler_pb2.QuotaBreach(
+                quota="classes.standard.token_bucket", tenant_id="acme", limit=7, description="no tokens came free"
+            )
+            refused = scheduler_pb2.LeaseRefused(
+                request_id=request_id, message="no tokens", retry_after_s=1.5, breaches=[breach]
+            )
+            response = scheduler_pb2.ScheduleResponse(lease_refused=refused)
+        else:
+            self.leased[request_id] += self.grows_by
+            lease = scheduler_pb2.Lease(request_id=request_id, tokens=self.leased[request_id])
+            response = scheduler_pb2.ScheduleResponse(lease=lease)
+        (line or self._lines[-1]).outbox.put_nowait(response)
+
     def grant(self, request_id: str) -> None:
+        if self.lease_tokens is not None and request_id not in self.leased:
+            self.leased[request_id] = self.lease_tokens
+            lease = scheduler_pb2.Lease(request_id=request_id, tokens=self.lease_tokens)
+            self._lines[-1].outbox.put_nowait(scheduler_pb2.ScheduleResponse(lease=lease))
         self.queued.pop(request_id)
         worker_id, address = self.workers[self._next % len(self.workers)]
         self._next += 1
@@ -309,6 +350,27 @@ class Answer:
         return self.frames[-1].finished
 
 
+class KeyedChannel:
+    """A channel whose calls present a key, unless their own metadata says who calls."""
+
+    def __init__(self, channel: Channel, key: str) -> None:
+        self._channel = channel
+        self._credentials = bearer(key)
+
+    async def call(
+        self, method: Method, request: Any, *, metadata: Mapping[str, str] | None = None, **more: Any
+    ) -> Any:
+        return await self._channel.call(method, request, metadata={**self._credentials, **(metadata or {})}, **more)
+
+    def stream(
+        self, method: Method, request: Any = None, *, metadata: Mapping[str, str] | None = None, **more: Any
+    ) -> Stream:
+        return self._channel.stream(method, request, metadata={**self._credentials, **(metadata or {})}, **more)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
 class RouterCluster:
     """One router, its store, a scheduler and two workers, and a client of the router."""
 
@@ -330,10 +392,12 @@ class RouterCluster:
             rng=random.Random(seed),
             clock=FakeClock(),
         )
-        self._client: Channel | None = None
+        self.key_rng = random.Random(f"{seed}/keys")
+        self._client: KeyedChannel | None = None
 
     @property
-    def client(self) -> Channel:
+    def client(self) -> KeyedChannel:
+        """Presents a key with the scopes operator and gateway."""
         assert self._client is not None
         return self._client
 
@@ -345,8 +409,22 @@ class RouterCluster:
         await self.put_tenant("other")
         await self.put_adapter("acme", "upper", "a" * 64)
         await self.put_adapter("other", "secret", "b" * 64)
+        key = await self.put_key(scopes=("gateway", "operator"))
         await self.app.start()
-        self._client = self.network.transport("client").connect(self.app.address)
+        self._client = self.caller(key)
+
+    def caller(self, key: str) -> KeyedChannel:
+        """A client of the router that presents this key; an empty one: none."""
+        return KeyedChannel(self.network.transport("client").connect(self.app.address), key)
+
+    async def put_key(self, *, tenant: str = "", scopes: Sequence[str] = ("generate",)) -> str:
+        """A key that stands in the store already."""
+        made = new_key(self.key_rng.getrandbits, tenant_id=tenant, scopes=scopes, name="", now_unix_s=1.0)
+        await self.put_key_record(made.record)
+        return made.key
+
+    async def put_key_record(self, record: KeyRecord) -> None:
+        await self.store.put(keys.api_key(record.key_id), record.to_json())
 
     async def start_scheduler(self) -> None:
         transport: MemoryTransport = self.network.transport("scheduler")
@@ -380,13 +458,15 @@ class RouterCluster:
         """Waits until the router holds nothing; checks that each grant was closed and no worker runs anything."""
         for _ in range(2000):
             held = {k: v for k, v in self.app.debug_counters().items() if k != "channels" and v}
-            if not held and not self.scheduler.granted and not any(w.running for w in self.workers):
+            open_at_scheduler = self.scheduler.granted or self.scheduler.leased
+            if not held and not open_at_scheduler and not any(w.running for w in self.workers):
                 break
             if not held and self.scheduler.lossy:
                 self.scheduler.granted.clear()  # a scheduler forgets grants that nobody mentions
             await asyncio.sleep(0.01)
         assert not held, held
         assert self.scheduler.granted == {}
+        assert self.scheduler.leased == {}
         assert [w.running for w in self.workers] == [0, 0]
 
     async def stop(self) -> None:

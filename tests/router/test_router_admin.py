@@ -13,7 +13,7 @@ from manylora_router import app as app_module
 from manylora_shared.adapter_files import CONFIG_NAME, WEIGHTS_NAME
 from manylora_shared.coordination import keys
 from manylora_shared.errors import Code, RpcError
-from router_fakes import ADMIN, LIST_MODELS, RouterCluster, say, simulate, text_request
+from router_fakes import ADMIN, LIST_MODELS, RouterCluster, say, simulate, text_request, until
 
 CONFIG = json.dumps({"r": 8}).encode()
 WEIGHTS = b"weights" * 1000
@@ -82,6 +82,67 @@ def test_a_bad_policy_changes_nothing() -> None:
         assert error.value.code is Code.INVALID_ARGUMENT
         assert [v.field for v in error.value.violations] == ["classes.batch.weight", "x"]
         assert await cluster.store.get(keys.tenant("acme")) == before
+
+    simulate(test)
+
+
+def test_a_version_is_replaced_only_if_it_is_the_one_expected() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        document = "tenant_id: new\nclasses: {{batch: {{weight: {}}}}}"
+
+        async def apply(weight: int, expected: int) -> Any:
+            return await call(cluster, "ApplyTenant", policy_yaml=document.format(weight), expected_version=expected)
+
+        assert (await apply(1, 0)).version == 1
+        for wrong in (0, 2):
+            with pytest.raises(RpcError) as error:
+                await apply(2, wrong)
+            assert error.value.code is Code.ABORTED
+            assert "version 1" in error.value.message
+        assert (await apply(2, 1)).version == 2
+        stored = await cluster.store.get(keys.tenant("new"))
+        races = await asyncio.gather(*(apply(w, 2) for w in range(3, 9)), return_exceptions=True)
+        assert [r.version for r in races if not isinstance(r, BaseException)] == [3]
+        assert {r.code for r in races if isinstance(r, RpcError)} == {Code.ABORTED}
+        after = await cluster.store.get(keys.tenant("new"))
+        assert stored is not None
+        assert after is not None
+        assert after.version == stored.version + 1
+
+    simulate(test)
+
+
+def test_what_an_apply_would_change() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        document = "tenant_id: acme\nclasses: {batch: {weight: 9}}"
+        before = await cluster.store.get(keys.tenant("acme"))
+        assert before is not None
+        answer = await call(cluster, "ApplyTenant", policy_yaml=document, validate_only=True)
+        assert (answer.version, answer.previous_policy_yaml) == (before.version, before.value.decode())
+        assert "weight: 9" in answer.policy_yaml
+        assert await cluster.store.get(keys.tenant("acme")) == before
+        fresh = await call(cluster, "ApplyTenant", policy_yaml="tenant_id: new", validate_only=True)
+        assert (fresh.version, fresh.previous_policy_yaml) == (0, "")
+        with pytest.raises(RpcError) as error:
+            await call(cluster, "ApplyTenant", policy_yaml="tenant_id: new\nx: 1", validate_only=True)
+        assert [v.field for v in error.value.violations] == ["x"]
+
+    simulate(test)
+
+
+def test_a_stored_policy_that_cannot_be_read_leaves_the_one_before_in_force() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        await cluster.put_tenant("acme", "quotas: {max_output_tokens: 3}\n")
+        await until(lambda: "max_output" in cluster.app.directory.tenants["acme"].policy_yaml)
+        refused = await cluster.ask(text_request(max_tokens=4))
+        assert refused.error is not None
+        assert refused.error.code is Code.INVALID_ARGUMENT
+        await cluster.put_tenant("acme", "quotas: nonsense\n")
+        await until(lambda: "nonsense" in cluster.app.directory.tenants["acme"].policy_yaml)
+        again = await cluster.ask(text_request(max_tokens=4))
+        assert again.error is not None
+        assert again.error.message == refused.error.message
+        assert (await cluster.ask(text_request(max_tokens=3))).error is None
 
     simulate(test)
 
@@ -375,8 +436,11 @@ def test_garbage_on_every_method_disturbs_nothing() -> None:
                 continue
             request = method.request_type()
             for field in request.DESCRIPTOR.fields:
-                setattr(request, field.name, "\x00\u202e/../" * 20)
-            if method.path.endswith(("ListTenants", "GetStatus")):
+                if field.name == "scopes":
+                    request.scopes.append("\x00\u202e/../" * 20)
+                elif field.cpp_type == field.CPPTYPE_STRING:
+                    setattr(request, field.name, "\x00\u202e/../" * 20)
+            if method.path.endswith(("ListTenants", "ListKeys", "GetStatus")):
                 await cluster.client.call(method, request)
                 continue
             with pytest.raises(RpcError) as error:

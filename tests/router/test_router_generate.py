@@ -589,6 +589,29 @@ def test_foreign_and_absent_adapters_answer_alike() -> None:
     simulate(test)
 
 
+def test_a_tenant_that_may_not_stream_gets_its_answer_whole() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        await cluster.put_tenant("acme", "security: {can_stream: false}\n")
+        await until(lambda: "can_stream" in cluster.app.directory.tenants["acme"].policy_yaml)
+        loop = asyncio.get_running_loop()
+        came_at: list[float] = []
+        stream = cluster.open(text_request(max_tokens=12))
+        answer = Answer()
+        while (frame := await stream.read()) is not None:
+            came_at.append(loop.time())
+            answer.frames.append(frame)
+        assert answer.text == "x" * 12
+        assert answer.finished.usage.completion_tokens == 12
+        assert came_at[-1] - came_at[0] < 0.5
+        streamed: list[float] = []
+        stream = cluster.open(text_request(max_tokens=12), x_tenant_id="other")
+        while await stream.read() is not None:
+            streamed.append(loop.time())
+        assert streamed[-1] - streamed[0] > 2
+
+    simulate(test, script=say("x" * 50, per_frame=1, pause_s=0.25))
+
+
 def test_tenant_limits_hold() -> None:
     async def test(cluster: RouterCluster) -> None:
         await cluster.put_tenant("acme", "limits: {max_prompt_tokens: 4, max_output_tokens: 6}\n")

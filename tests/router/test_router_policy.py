@@ -8,30 +8,54 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manylora_shared.errors import InvalidRequest
-from manylora_shared.ids import QosClass, TenantId
+from manylora_shared.ids import AdapterName, QosClass, TenantId
 from manylora_shared.policy import (
     DEFAULT_WEIGHTS,
     MAX_DOCUMENT_BYTES,
+    NOT_ENFORCED,
     ClassPolicy,
+    Slo,
     TenantLimits,
     TenantPolicy,
+    TenantQuotas,
+    TenantSecurity,
+    TokenRate,
     parse_policy,
 )
 
 names = st.from_regex(r"\A[a-z0-9][a-z0-9._-]{0,20}\Z").filter(lambda name: ".." not in name)
 tokens = st.none() | st.integers(1, 1 << 30)
+rates = st.integers(1, 1_000_000_000)
+shares = st.integers(500_000, 999_999).map(lambda millionths: millionths / 1_000_000)
+slos = st.builds(Slo, st.integers(1, 3_600_000), st.none() | shares) | st.builds(Slo, st.none(), shares)
+classes = st.builds(ClassPolicy, st.integers(1, 1000), st.none() | st.builds(TokenRate, rates, rates), st.none() | slos)
+
+
+@st.composite
+def quotas(draw: st.DrawFn) -> TenantQuotas:
+    reserve, soft, hard = sorted(draw(st.lists(st.integers(1, 1 << 30), min_size=3, max_size=3)))
+    kept = draw(st.lists(st.booleans(), min_size=3, max_size=3))
+    kv = [value if keep else None for value, keep in zip((soft, hard, reserve), kept, strict=True)]
+    per_s = draw(st.none() | rates)
+    burst = draw(st.none() | rates) if per_s is not None else None
+    return TenantQuotas(per_s, burst, draw(st.none() | rates), draw(st.none() | rates), *kv)
+
+
 policies = st.builds(
     TenantPolicy,
     names.map(TenantId),
-    st.fixed_dictionaries({c: st.integers(1, 1000).map(ClassPolicy) for c in QosClass}),
+    st.fixed_dictionaries(dict.fromkeys(QosClass, classes)),
     st.builds(TenantLimits, tokens, tokens),
+    quotas(),
+    st.lists(names.map(AdapterName), max_size=4, unique=True).map(tuple),
+    st.builds(TenantSecurity, st.booleans()),
 )
 
 
 @settings(deadline=None)
 @given(policies)
 def test_canonical_text_comes_back_equal(policy: TenantPolicy) -> None:
-    again = parse_policy(policy.to_yaml())
+    again = parse_policy(policy.to_yaml(), enforced_only=False)
     assert again == policy
     assert again.to_yaml() == policy.to_yaml()
 
@@ -72,6 +96,41 @@ def test_what_is_absent_has_its_default() -> None:
         ("tenant_id: a\nclasses:\n  batch: {weight: 1:30}\n", "classes.batch.weight", 3),
         ("tenant_id: a\nclasses:\n  batch: {weight: true}\n", "classes.batch.weight", 3),
         ("tenant_id: a\nclasses:\n  batch: {weight: 1, burst: 2}\n", "classes.batch.burst", 3),
+        ("tenant_id: a\nclasses:\n  batch: {weight: 1, token_bucket: 5}\n", "classes.batch.token_bucket", 3),
+        (
+            "tenant_id: a\nclasses:\n  batch: {weight: 1, token_bucket: {rate_tps: 5}}\n",
+            "classes.batch.token_bucket.burst_tps",
+            3,
+        ),
+        (
+            "tenant_id: a\nclasses:\n  batch:\n    weight: 1\n    token_bucket:\n"
+            "      burst_tps: 9\n      rate_tps: 0\n",
+            "classes.batch.token_bucket.rate_tps",
+            7,
+        ),
+        ("tenant_id: a\nclasses:\n  batch: {weight: 1, slo: {}}\n", "classes.batch.slo", 3),
+        (
+            "tenant_id: a\nclasses:\n  batch: {weight: 1, slo: {availability: 99.9}}\n",
+            "classes.batch.slo.availability",
+            3,
+        ),
+        ("tenant_id: a\nquotas: {concurrency: 0}\n", "quotas.concurrency", 2),
+        ("tenant_id: a\nquotas: {requests_burst: 5}\n", "quotas.requests_burst", 2),
+        ("tenant_id: a\nquotas:\n  kv_hbm_mb_hard: 5\n  kv_hbm_mb: 6\n", "quotas.kv_hbm_mb_hard", 3),
+        ("tenant_id: a\nquotas:\n  kv_hbm_mb_reserve: 7\n  kv_hbm_mb: 6\n", "quotas.kv_hbm_mb", 4),
+        ("tenant_id: a\nquotas: {tokens: 5}\n", "quotas.tokens", 2),
+        (
+            "tenant_id: a\nlimits: {max_prompt_tokens: 3}\nquotas: {max_prompt_tokens: 3}\n",
+            "limits.max_prompt_tokens",
+            2,
+        ),
+        ("tenant_id: a\nadapters: {pin: a}\n", "adapters.pin", 2),
+        ("tenant_id: a\nadapters:\n  pin:\n  - a\n  - ../b\n", "adapters.pin[1]", 5),
+        ("tenant_id: a\nadapters:\n  pin: [a,\n    a]\n", "adapters.pin[1]", 4),
+        ("tenant_id: a\nsecurity: {can_stream: yes}\n", "security.can_stream", 2),
+        ("tenant_id: a\nsecurity: {can_stream: 1}\n", "security.can_stream", 2),
+        ("tenant_id: a\nsecurity:\n  data_retention_days: 30\n", "security.data_retention_days", 3),
+        ("tenant_id: a\nsecurity:\n  data_retention_days: -1\n", "security.data_retention_days", 3),
         ("tenant_id: a\nlimits: {max_prompt_tokens: 0}\n", "limits.max_prompt_tokens", 2),
         ("tenant_id: a\nlimits: {max_queued: 5}\n", "limits.max_queued", 2),
         ("tenant_id: a\n? [x]\n: 1\n", "policy_yaml", 2),
@@ -89,7 +148,7 @@ def test_what_is_absent_has_its_default() -> None:
 )
 def test_errors_have_their_line(document: str, field: str, line: int) -> None:
     with pytest.raises(InvalidRequest) as error:
-        parse_policy(document)
+        parse_policy(document, enforced_only=False)
     assert [v.field for v in error.value.violations] == [field]
     assert error.value.violations[0].description.startswith(f"line {line}: ")
 
@@ -115,6 +174,58 @@ def test_what_is_too_much_is_refused_before_it_is_read() -> None:
         parse_policy("\n".join(f"k{i}: 1" for i in range(1500)))
     assert len(error.value.violations) == 25
     assert "1477 more" in error.value.violations[-1].description
+
+
+FULL = """\
+tenant_id: a
+classes:
+  interactive:
+    weight: 8
+    token_bucket: {rate_tps: 20, burst_tps: 80}
+    slo: {ttft_p95_ms: 300, availability: 0.999}
+quotas:
+  requests_per_s: 5
+  requests_burst: 10
+  concurrency: 6
+  max_queued: 7
+  max_prompt_tokens: 8
+  max_output_tokens: 9
+  kv_hbm_mb: 10
+  kv_hbm_mb_hard: 11
+  kv_hbm_mb_reserve: 3
+adapters:
+  pin: [one, two]
+security: {can_stream: false, data_retention_days: 0}
+"""
+
+
+def test_everything_that_the_grammar_has() -> None:
+    policy = parse_policy(FULL, enforced_only=False)
+    assert policy == TenantPolicy(
+        TenantId("a"),
+        {
+            QosClass.INTERACTIVE: ClassPolicy(8, TokenRate(20, 80), Slo(300, 0.999)),
+            QosClass.STANDARD: ClassPolicy(2),
+            QosClass.BATCH: ClassPolicy(1),
+        },
+        TenantLimits(8, 9),
+        TenantQuotas(5, 10, 6, 7, 10, 11, 3),
+        (AdapterName("one"), AdapterName("two")),
+        TenantSecurity(can_stream=False),
+    )
+
+
+def test_what_nothing_enforces_is_refused_at_its_line() -> None:
+    with pytest.raises(InvalidRequest) as error:
+        parse_policy(FULL)
+    lines = FULL.splitlines()
+    refused = set()
+    for violation in error.value.violations:
+        line, _, said = violation.description.removeprefix("line ").partition(": ")
+        assert said == "is not enforced yet, so it is not accepted"
+        assert violation.field.rpartition(".")[2] + ":" in lines[int(line) - 1]
+        refused.add(violation.field.replace("classes.interactive", "classes.*"))
+    assert refused == set(NOT_ENFORCED)
 
 
 @settings(deadline=None)

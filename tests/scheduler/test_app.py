@@ -19,6 +19,7 @@ from manylora_shared.coordination.records import SchedulerRecord, WorkerRecord
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.fair_queue import TAG_SCALE
 from manylora_shared.ids import TenantId
+from manylora_shared.peers import PeerSecret, PeerTransport
 from manylora_shared.policy import TenantPolicy
 from manylora_shared.simulation.loop import run
 from manylora_shared.telemetry import Attribute, SpanName, Telemetry
@@ -185,7 +186,13 @@ class Cluster:
         return worker
 
     async def router(self, app: SchedulerApp, name: str = "r0") -> ScriptedRouter:
-        return await ScriptedRouter.connect(self.network.transport(name), app.address, name)
+        return await ScriptedRouter.connect(await self.peer(name), app.address, name)
+
+    async def peer(self, name: str) -> Transport:
+        """The network as one of the cluster's services has it."""
+        secret = PeerSecret()
+        await secret.load(self.store, self.rng.getrandbits)
+        return PeerTransport(self.network.transport(name), secret)
 
     async def leader(self, *, other_than: SchedulerApp | None = None) -> SchedulerApp:
         async with asyncio.timeout(20):
@@ -233,7 +240,7 @@ def test_a_grant_goes_out_as_soon_as_room_appears() -> None:
         await asyncio.sleep(1.0)
         assert worker.prefetched == ["ab" * 32]
         status = (
-            await cluster.network.transport("cli")
+            await (await cluster.peer("cli"))
             .connect(app.address)
             .call(_METHODS["GetSchedulerStatus"], scheduler_pb2.GetSchedulerStatusRequest())
         )
@@ -303,7 +310,7 @@ def test_a_stream_begins_with_a_hello(message: scheduler_pb2.ScheduleRequest) ->
     async def scenario(cluster: Cluster) -> None:
         app = await cluster.scheduler("s0")
         await cluster.leader()
-        stream = cluster.network.transport("r0").connect(app.address).stream(_METHODS["Schedule"])
+        stream = (await cluster.peer("r0")).connect(app.address).stream(_METHODS["Schedule"])
         await stream.write(message)
         with pytest.raises(RpcError) as caught:
             await stream.read()
@@ -452,7 +459,7 @@ def test_a_worker_that_leaves_gets_nothing_more() -> None:
         await router.answer()
         await cluster.store.delete(keys.worker("w0"))
         await asyncio.sleep(0.1)
-        assert app.debug_counters() == {"queued": 0, "granted": 0, "routers": 1, "workers": 0}
+        assert app.debug_counters() == {"queued": 0, "granted": 0, "leases": 1, "routers": 1, "workers": 0}
         await router.enqueue("b")
         await cluster.worker("w1")
         assert (await router.answer()).worker_id == "w1"
@@ -545,7 +552,9 @@ async def test_over_grpc() -> None:
     await app.start()
     worker = ScriptedWorker("w0", transport, slots=64)
     await worker.start(server.client())
-    channel = transport.connect(app.address)
+    secret = PeerSecret()
+    await secret.load(server.client(), app._rng.getrandbits)
+    channel = PeerTransport(transport, secret).connect(app.address)
     try:
         async with asyncio.timeout(10):
             assert app._election is not None
@@ -564,10 +573,30 @@ async def test_over_grpc() -> None:
         await worker.server.stop(0)
 
 
+def test_who_does_not_show_the_clusters_secret_is_refused() -> None:
+    async def scenario(cluster: Cluster) -> None:
+        app = await cluster.scheduler("s0")
+        await cluster.leader()
+        for metadata in ({}, {"x-manylora-peer": ""}, {"x-manylora-peer": "0" * 64}):
+            channel = cluster.network.transport("stranger").connect(app.address)
+            stream = channel.stream(_METHODS["Schedule"], metadata=metadata)
+            with pytest.raises(RpcError) as error:
+                await stream.read()
+            assert error.value.code is Code.UNAUTHENTICATED
+            request = scheduler_pb2.GetSchedulerStatusRequest()
+            with pytest.raises(RpcError) as error:
+                await channel.call(_METHODS["GetSchedulerStatus"], request, metadata=metadata)
+            assert error.value.code is Code.UNAUTHENTICATED
+        assert app.term is not None
+        assert app.term.num_routers == 0
+
+    play(scenario)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--listen", "0.0.0.0:0"], "--insecure"),
+        (["--listen", "0.0.0.0"], "--listen"),
         (["--lease-ttl-s", "1"], "--lease-ttl-s"),
         (["--max-queued", "0"], "--max-queued"),
         (["--max-queued-per-tenant", "0"], "--max-queued-per-tenant"),

@@ -12,9 +12,10 @@ from typing import Any
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from manylora_shared.errors import Code, FieldViolation, ManyloraError, RpcError
+from manylora_shared.errors import Code, FieldViolation, ManyloraError, QuotaBreach, QuotaExceeded, RpcError
 from manylora_shared.transport.address import is_loopback, join_address, parse_address
 from manylora_shared.transport.grpc_transport import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, GrpcTransport
 from manylora_shared.transport.status import decode_error, encode_details
@@ -121,3 +122,21 @@ def test_bad_addresses(address: str) -> None:
 def test_loopback_addresses() -> None:
     assert all(is_loopback(address) for address in ("127.0.0.1:1", "localhost:1", "[::1]:1", "127.8.0.1:1"))
     assert not any(is_loopback(address) for address in ("0.0.0.0:1", "[::]:1", "example.org:1", "10.0.0.1:1"))
+
+
+def test_quotas_travel_in_the_details() -> None:
+    breach = QuotaBreach("classes.batch.token_bucket", "acme", 500, "3 tokens are needed")
+    error = QuotaExceeded("too much", retry_after_s=1.25, breaches=[breach])
+    details = encode_details(error)
+    seen = decode_error(error.code, error.message, details)
+    assert (seen.breaches, seen.retry_after_s, seen.label) == ((breach,), 1.25, "quota_exceeded")
+    status = status_pb2.Status.FromString(details)
+    kinds = [detail.TypeName().rpartition(".")[2] for detail in status.details]
+    assert kinds == ["ErrorInfo", "QuotaFailure", "RetryInfo"]
+    info = error_details_pb2.ErrorInfo.FromString(status.details[0].value)
+    assert (info.reason, info.domain) == ("QUOTA_EXCEEDED", "manylora")
+    assert dict(info.metadata) == {"tenant": "acme", "quotas": "classes.batch.token_bucket"}
+    failure = error_details_pb2.QuotaFailure.FromString(status.details[1].value)
+    assert [(v.subject, v.quota_value) for v in failure.violations] == [("tenant:acme", 500)]
+    never = status_pb2.Status.FromString(encode_details(QuotaExceeded("never", breaches=[breach])))
+    assert not any(detail.TypeName().endswith("RetryInfo") for detail in never.details)

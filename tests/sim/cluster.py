@@ -23,6 +23,7 @@ from manylora_shared.clock import WallClock
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.memory import MemoryStore, MemoryStoreServer
 from manylora_shared.coordination.records import AdapterRecord
+from manylora_shared.identity import new_key
 from manylora_shared.ids import AdapterUid, QosClass, TenantId
 from manylora_shared.policy import ClassPolicy, TenantPolicy
 from manylora_shared.simulation.loop import SimLoop, SimNode, SimWallClock
@@ -116,6 +117,12 @@ class Cluster:
         self.engines: list[Engine] = []
         """Of all workers there ever were."""
         self.processes: dict[str, Process] = {}
+        self.policies: dict[str, TenantPolicy] = {}
+        """As they were put last."""
+        self.bounded_tenants: dict[str, None] = {}
+        """Those with quotas."""
+        self.key = ""
+        """A gateway's."""
         self.lease_taken_at = float("-inf")
         self.removed_adapters: dict[str, None] = {}
         """Tenants whose LEAVING_ADAPTER was removed."""
@@ -134,9 +141,12 @@ class Cluster:
     async def start(self) -> None:
         """Tenants and adapters into the store, then all processes."""
         store = self.store_server.client()
+        made = new_key(self._rng.getrandbits, tenant_id="", scopes=("gateway",), name="", now_unix_s=0.0)
+        self.key = made.key
+        await store.put(keys.api_key(made.record.key_id), made.record.to_json())
         for tenant, weights in TENANTS.items():
             classes = {c: ClassPolicy(w) for c, w in zip(QosClass, weights, strict=True)}
-            await store.put(keys.tenant(tenant), TenantPolicy(TenantId(tenant), classes).to_yaml().encode())
+            await self.put_policy(store, TenantPolicy(TenantId(tenant), classes))
             for name in [*adapters_of(tenant), BROKEN_ADAPTER, LEAVING_ADAPTER]:
                 record = AdapterRecord(tenant, name, uid_of(tenant, name), 8, 1000, ("q_proj",), 0.0)
                 await store.put(keys.adapter(tenant, name), record.to_json())
@@ -144,6 +154,10 @@ class Cluster:
         for process in self.processes.values():
             self.launch(process)
         await self.all_up()
+
+    async def put_policy(self, store: MemoryStore, policy: TenantPolicy) -> None:
+        self.policies[policy.tenant_id] = policy
+        await store.put(keys.tenant(policy.tenant_id), policy.to_yaml().encode())
 
     def launch(self, process: Process) -> None:
         """A new incarnation; it starts by itself."""
@@ -208,6 +222,7 @@ class Cluster:
             for app in leaders:
                 assert app.term is not None
                 app.term.core.check_invariants()
+                app.term.quotas.authority.check_invariants()
             await asyncio.sleep(_WATCH_S)
 
     def leaders(self) -> list[SchedulerApp]:

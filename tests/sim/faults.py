@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import StoreUnavailable
 from manylora_shared.coordination.memory import MemoryStore
-from manylora_shared.ids import QosClass, TenantId
-from manylora_shared.policy import ClassPolicy, TenantPolicy
+from manylora_shared.ids import QosClass
 
 from tests.sim.cluster import LEAVING_ADAPTER, TENANTS, WATCH_DELAY_S, Cluster, Process
 from tests.sim.traffic import CLIENT
@@ -177,8 +177,10 @@ class Faults:
     async def _policy(self) -> None:
         tenant = self._rng.choice(list(TENANTS))
         weight = self._rng.randint(1, 20)
-        policy = TenantPolicy(TenantId(tenant), {qos_class: ClassPolicy(weight) for qos_class in QosClass})
-        await self._operator(lambda store: store.put(keys.tenant(tenant), policy.to_yaml().encode()))
+        before = self._cluster.policies[tenant]
+        classes = {qos_class: replace(before.classes[qos_class], weight=weight) for qos_class in QosClass}
+        policy = replace(before, classes=classes)
+        await self._operator(lambda store: self._cluster.put_policy(store, policy))
 
     async def _operator(self, change: Callable[[MemoryStore], Coroutine[Any, Any, object]]) -> None:
         """Someone changes the configuration, however long it takes."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from manylora.v1 import common_pb2, inference_pb2
 from manylora_shared.errors import RpcError
+from manylora_shared.identity import bearer
 from manylora_shared.transport.base import methods_of
 from manylora_worker.engine.fake_runner import reference_tokens
 
@@ -51,6 +52,8 @@ class Call:
     began_at: float = 0.0
     ended_at: float | None = None
     frames: list[inference_pb2.GenerateResponse] = field(default_factory=list)
+    frame_times: list[float] = field(default_factory=list)
+    """When each frame was read."""
     error: RpcError | None = None
     is_cancelled: bool = False
     is_after_heal: bool = False
@@ -157,7 +160,7 @@ class Traffic:
 
     async def _run(self, call: Call) -> None:
         address = self._address(call.router)
-        metadata = {"x-tenant-id": call.tenant}
+        metadata = {"x-tenant-id": call.tenant, **bearer(self._cluster.key)}
         if call.qos_class:
             metadata["x-request-class"] = call.qos_class
         if call.adapter:
@@ -180,6 +183,7 @@ class Traffic:
                 if frame is None:
                     break
                 call.frames.append(frame)
+                call.frame_times.append(self._cluster.loop.time())
                 if call.read_pause_s:
                     await asyncio.sleep(call.read_pause_s)
             else:

@@ -18,6 +18,7 @@ _CODES = {
     common_pb2.OUTCOME_DEADLINE_EXCEEDED: Code.DEADLINE_EXCEEDED,
     common_pb2.OUTCOME_WORKER_LOST: Code.UNAVAILABLE,
     common_pb2.OUTCOME_ADAPTER_FAILED: Code.FAILED_PRECONDITION,
+    common_pb2.OUTCOME_QUOTA_EXHAUSTED: Code.RESOURCE_EXHAUSTED,
 }
 """Outcomes that a caller may see here, each with the status that follows; OUTCOME_INTERNAL is always a bug."""
 _LOST_CALLS = (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED)
@@ -28,6 +29,8 @@ _REFUSALS = (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED, Code.NOT_FOUND, Code.RESO
 def check_calls(cluster: Cluster, calls: Sequence[Call]) -> None:
     for call in calls:
         check_call(call)
+        is_cut = call.finished is not None and call.finished.outcome == common_pb2.OUTCOME_QUOTA_EXHAUSTED
+        assert not is_cut or call.tenant in cluster.bounded_tenants, f"cut without a quota: {call.describe()}"
         if call.is_after_heal and call.adapter == LEAVING_ADAPTER:
             assert call.error is not None, call.describe()
             assert call.error.code is Code.NOT_FOUND, call.describe()
@@ -69,6 +72,20 @@ def check_call(call: Call) -> None:
 
 
 _BEFORE_THE_ADAPTER = (common_pb2.OUTCOME_DEADLINE_EXCEEDED, common_pb2.OUTCOME_WORKER_LOST)
+
+
+def check_contract(calls: Sequence[Call], *, rate: int, burst: int, since: float) -> int:
+    """What the callers of one flow got never passes burst + rate * t. Returns how much it was in all."""
+    got: list[tuple[float, int]] = []
+    for call in calls:
+        for at, frame in zip(call.frame_times, call.frames, strict=True):
+            tokens = len(call.prompt) if frame.HasField("started") else len(frame.delta.token_ids)
+            got.append((at, tokens))
+    total = 0
+    for at, tokens in sorted(got):
+        total += tokens
+        assert total <= burst + rate * (at - since), f"at {at:.3f} s the flow had {total} tokens"
+    return total
 
 
 def _check_choice(call: Call, choice: int) -> None:
@@ -122,10 +139,12 @@ def check_at_rest(cluster: Cluster) -> None:
             assert not any(counters.values()), f"{process.name}: {counters}"
         elif isinstance(app, SchedulerApp):
             led = app in leaders
-            held = {"queued": 0, "granted": 0, "routers": num_routers * led, "workers": num_workers * led}
+            held = {"queued": 0, "granted": 0, "leases": 0}
+            held |= {"routers": num_routers * led, "workers": num_workers * led}
             assert app.debug_counters() == held, f"{process.name}: {app.debug_counters()}"
             if app.term is not None:
                 app.term.core.check_invariants()
+                app.term.quotas.authority.check_invariants()
                 assert all(w.connected and not w.used_sequences for w in app.term.core.workers)
         else:
             assert isinstance(app, WorkerApp)

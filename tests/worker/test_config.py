@@ -13,7 +13,7 @@ from manylora_worker.runtime import ThreadRuntime
 
 
 def test_flags_and_environment() -> None:
-    flags = "--model=/m --device-adapter-mb=0.25 --quantization nf4 --insecure --listen=0.0.0.0:7 --advertise=w:7"
+    flags = "--model=/m --device-adapter-mb=0.25 --quantization nf4 --listen=0.0.0.0:7 --advertise=w:7"
     config = parse(WorkerConfig, flags.split(), {"MANYLORA_THREADS": "3", "MANYLORA_ADAPTER_STORE": "/a"})
     assert (config.model, config.device_adapter_mb, config.quantization) == ("/m", 0.25, "nf4")
     assert (config.threads, config.adapter_store, config.advertise) == (3, Path("/a"), "w:7")
@@ -23,8 +23,9 @@ def test_flags_and_environment() -> None:
     ("flags", "named"),
     [
         ("", "--model"),
-        ("--engine=fake --listen=0.0.0.0:0", "--listen"),
-        ("--engine=fake --listen=0.0.0.0:0 --insecure", "--advertise"),
+        ("--engine=fake --listen=nowhere", "--listen"),
+        ("--engine=fake --listen=0.0.0.0:0", "--advertise"),
+        ("--engine=fake --insecure", "--insecure"),
         ("--engine=gpu", "--engine"),
         ("--engine=fake --max-batch-tokens=8 --sequence-slots=9", "--max-batch-tokens"),
         ("--engine=fake --sequence-slots=0", "--sequence-slots"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import signal
 import socket
 import sys
@@ -17,6 +18,7 @@ from manylora.v1 import worker_pb2
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.binary import start_etcd
 from manylora_shared.coordination.etcd import EtcdStore
+from manylora_shared.peers import PeerSecret, PeerTransport
 from manylora_shared.transport.grpc_transport import GrpcTransport
 from manylora_worker.engine.fake_runner import reference_tokens
 
@@ -50,7 +52,9 @@ async def test_a_fake_worker_serves_registers_and_ends_in_order(tmp_path: Path) 
             record = await store.get(keys.worker("w0"))
             assert record is not None
             assert json.loads(record.value)["address"] == ready["address"]
-            channel = GrpcTransport().connect(ready["address"])
+            secret = PeerSecret()
+            await secret.load(store, random.getrandbits)
+            channel = PeerTransport(GrpcTransport(), secret).connect(ready["address"])
             result = await collect(channel.stream(EXECUTE, message(max_tokens=50)))
             assert result.tokens[0] == reference_tokens((5, 6, 7), None, 3, 0, 50)
             endless = channel.stream(EXECUTE, message(max_tokens=30000))

@@ -453,7 +453,7 @@ async def test_validation_answers_with_facts_or_problems() -> None:
 
 async def test_registration_and_stop() -> None:
     async with running_worker() as worker:
-        assert list(worker.store.keys) == [keys.worker("w")]
+        assert list(worker.store.keys) == [keys.PEER_SECRET, keys.worker("w")]
         stored = worker.store.get(keys.worker("w"))
         assert stored is not None
         record = json.loads(stored.value)
@@ -469,7 +469,7 @@ async def test_registration_and_stop() -> None:
         assert result.outcome == common_pb2.OUTCOME_WORKER_LOST
         assert result.message == "the worker is shutting down"
         await stopping
-        assert list(worker.store.keys) == []
+        assert list(worker.store.keys) == [keys.PEER_SECRET]
 
 
 async def collect_finished(stream: Stream) -> worker_pb2.ExecuteFinished:
@@ -489,7 +489,7 @@ async def test_a_failed_engine_unregisters_the_worker(monkeypatch: pytest.Monkey
         result = await collect(worker.execute(message()))
         assert result.finished.outcome == common_pb2.OUTCOME_INTERNAL
         assert await asyncio.wait_for(worker.app.failed(), 2) == "RuntimeError: unforeseen"
-        await eventually(lambda: not worker.store.keys)
+        await eventually(lambda: list(worker.store.keys) == [keys.PEER_SECRET])
         assert (await refused(worker.execute(message()).read())).code is Code.UNAVAILABLE
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from manylora.v1 import common_pb2, worker_pb2
 from manylora_shared.coordination.memory import MemoryStoreServer
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
+from manylora_shared.peers import PeerSecret, PeerTransport
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import Channel, Stream, Transport, methods_of
 from manylora_shared.transport.memory import MemoryNetwork
@@ -147,6 +148,9 @@ async def running_worker(
         rng=rng,
     )
     await app.start()
+    secret = PeerSecret()
+    await secret.load(store.client(), rng.getrandbits)
+    transport = PeerTransport(transport, secret)
     channel = transport.connect(app.address)
     try:
         yield Worker(app, engine, channel, transport, store)

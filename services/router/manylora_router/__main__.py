@@ -10,7 +10,7 @@ from pathlib import Path
 
 from manylora_shared import logs
 from manylora_shared.adapter_files import LocalAdapterFiles
-from manylora_shared.config import is_loopback, load
+from manylora_shared.config import load
 from manylora_shared.model_files import model_folder
 from manylora_shared.service_main import Parts, serve
 
@@ -49,8 +49,6 @@ async def build(config: RouterConfig, parts: Parts) -> RouterApp:
 def main() -> None:
     config = load(RouterConfig)
     logs.setup("router", config.log_level, instance_id=config.router_id)
-    if not is_loopback(config.listen):
-        _LOG.warning("--insecure: %s can be reached by others and callers are not authenticated", config.listen)
     try:
         was_told = asyncio.run(serve("router", config, functools.partial(build, config), instance_id=config.router_id))
     except (OSError, ValueError) as e:

@@ -1,23 +1,25 @@
-"""AdminService: tenants, adapters, status.
+"""AdminService: tenants, keys, adapters, status.
 
 Owns the uploads that run now. Every change of the store is one transaction guarded by what was read before it, so that
 routers do not overwrite one another. An adapter becomes known only when its files stand in the adapter store and are
-validated; whatever fails before that leaves nothing behind.
+validated; whatever fails before that leaves nothing behind. Each handler first asks whether the caller's key permits
+the call, before it looks anything up.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from manylora.v1 import admin_pb2, scheduler_pb2, worker_pb2
 from manylora_shared.adapter_files import AdapterFiles
 from manylora_shared.clock import WallClock
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Compare, Delete, KeyValue, Put, Store
-from manylora_shared.coordination.records import AdapterRecord
+from manylora_shared.coordination.records import AdapterRecord, KeyRecord
 from manylora_shared.errors import (
     AlreadyExists,
     Code,
@@ -28,7 +30,9 @@ from manylora_shared.errors import (
     Overloaded,
     RpcError,
     ServiceUnavailable,
+    VersionConflict,
 )
+from manylora_shared.identity import TENANT_SCOPES, Principal, Scope, authenticate, new_key, permission_denied
 from manylora_shared.ids import NAME_PATTERN, AdapterUid, is_valid_name
 from manylora_shared.logs import fields
 from manylora_shared.policy import parse_policy
@@ -85,6 +89,9 @@ class AdminServicer:
                 "AddAdapter": self.add_adapter,
                 "ListAdapters": self.list_adapters,
                 "RemoveAdapter": self.remove_adapter,
+                "CreateKey": self.create_key,
+                "ListKeys": self.list_keys,
+                "RevokeKey": self.revoke_key,
                 "GetStatus": self.get_status,
             },
         )
@@ -93,35 +100,51 @@ class AdminServicer:
     def num_uploads(self) -> int:
         return self._num_uploads
 
+    def _caller(self, call: ServerCall) -> Principal:
+        """Raises Unauthenticated."""
+        return authenticate(call.metadata, self._directory.key_of)
+
     # Tenants
 
     async def apply_tenant(
         self, request: admin_pb2.ApplyTenantRequest, call: ServerCall
     ) -> admin_pb2.ApplyTenantResponse:
+        self._caller(call).require(Scope.OPERATOR)
         policy = parse_policy(request.policy_yaml)
         key, value = keys.tenant(policy.tenant_id), policy.to_yaml().encode()
         for _ in range(_MAX_CONFLICTS):
             stored = await self._store.get(key)
-            if stored is not None and stored.value == value:
-                return admin_pb2.ApplyTenantResponse(tenant_id=policy.tenant_id, version=stored.version)
+            version = stored.version if stored is not None else 0
+            if request.HasField("expected_version") and request.expected_version != version:
+                raise _changed_meanwhile(policy.tenant_id, version, request.expected_version)
+            answer = admin_pb2.ApplyTenantResponse(
+                tenant_id=policy.tenant_id,
+                version=version,
+                policy_yaml=value.decode(),
+                previous_policy_yaml=stored.value.decode() if stored is not None else "",
+            )
+            if request.validate_only or (stored is not None and stored.value == value):
+                return answer
             before = stored.mod_revision if stored is not None else 0
             result = await self._store.txn([Compare(key, before)], [Put(key, value)])
             if result.succeeded:
                 await self._directory.tenant_seen(policy.tenant_id, result.revision)
-                version = stored.version + 1 if stored is not None else 1
-                return admin_pb2.ApplyTenantResponse(tenant_id=policy.tenant_id, version=version)
+                answer.version = version + 1
+                return answer
         raise _conflict()
 
     async def get_tenant(self, request: admin_pb2.GetTenantRequest, call: ServerCall) -> admin_pb2.GetTenantResponse:
-        stored = await self._stored_tenant(request.tenant_id)
-        adapters = await self._store.list(keys.adapters_of(request.tenant_id))
+        tenant_id = self._caller(call).require_tenant(request.tenant_id, [Scope.ADMIN])
+        stored = await self._stored_tenant(tenant_id)
+        adapters = await self._store.list(keys.adapters_of(tenant_id))
         return admin_pb2.GetTenantResponse(
-            tenant=_tenant_info(request.tenant_id, stored.value.decode(), stored.version, len(adapters.kvs))
+            tenant=_tenant_info(tenant_id, stored.value.decode(), stored.version, len(adapters.kvs))
         )
 
     async def list_tenants(
         self, request: admin_pb2.ListTenantsRequest, call: ServerCall
     ) -> admin_pb2.ListTenantsResponse:
+        self._caller(call).require(Scope.OPERATOR)
         counts: dict[str, int] = {}
         for entry in self._directory.adapters.values():
             counts[entry.record.tenant_id] = counts.get(entry.record.tenant_id, 0) + 1
@@ -135,6 +158,7 @@ class AdminServicer:
     async def delete_tenant(
         self, request: admin_pb2.DeleteTenantRequest, call: ServerCall
     ) -> admin_pb2.DeleteTenantResponse:
+        self._caller(call).require(Scope.OPERATOR)
         tenant_id = request.tenant_id
         removed = 0
         for _ in range(_MAX_CONFLICTS):
@@ -144,18 +168,26 @@ class AdminServicer:
                 [Compare(keys.tenant(tenant_id), stored.mod_revision)], [Delete(keys.tenant(tenant_id))]
             )
             if result.succeeded:
-                # Registering an adapter needs the tenant's key: none comes after this. Some may have come before it.
+                # Registering an adapter or an API key needs the tenant's record: none comes after this. Some may have
+                # come before it.
                 removed += await self._delete_adapters(tenant_id)
+                await self._delete_keys(tenant_id)
                 await self._directory.tenant_seen(tenant_id, result.revision, deleted=True)
                 return admin_pb2.DeleteTenantResponse(removed_adapters=removed)
         raise _conflict()
 
     async def _delete_adapters(self, tenant_id: str) -> int:
         listing = await self._store.list(keys.adapters_of(tenant_id))
-        names = [kv.key for kv in listing.kvs]
+        await self._delete([kv.key for kv in listing.kvs])
+        return len(listing.kvs)
+
+    async def _delete_keys(self, tenant_id: str) -> None:
+        listing = await self._store.list(keys.API_KEYS)
+        await self._delete([kv.key for kv in listing.kvs if KeyRecord.from_json(kv.value).tenant_id == tenant_id])
+
+    async def _delete(self, names: Sequence[str]) -> None:
         for start in range(0, len(names), _DELETE_BATCH):
             await self._store.txn([], [Delete(key) for key in names[start : start + _DELETE_BATCH]])
-        return len(names)
 
     async def _stored_tenant(self, tenant_id: str) -> KeyValue:
         if not tenant_id:
@@ -165,12 +197,61 @@ class AdminServicer:
             raise NotFound(f"tenant_id: tenant {tenant_id[:80]!r} is not known")
         return stored
 
+    # Keys
+
+    async def create_key(self, request: admin_pb2.CreateKeyRequest, call: ServerCall) -> admin_pb2.CreateKeyResponse:
+        self._caller(call).require(Scope.OPERATOR)
+        made = new_key(
+            self._rng.getrandbits,
+            tenant_id=request.tenant_id,
+            scopes=request.scopes,
+            name=request.name,
+            now_unix_s=self._clock.now_unix_s(),
+        )
+        record = made.record
+        key = keys.api_key(record.key_id)
+        for _ in range(_MAX_CONFLICTS):
+            compares = [Compare(key, 0)]
+            if record.tenant_id:
+                tenant = await self._stored_tenant(record.tenant_id)
+                compares.append(Compare(keys.tenant(record.tenant_id), tenant.mod_revision))
+            if (await self._store.txn(compares, [Put(key, record.to_json())])).succeeded:
+                await self._directory.key_seen(record)
+                _LOG.info("key made", extra=fields(key_id=record.key_id, tenant=record.tenant_id))
+                return admin_pb2.CreateKeyResponse(key=made.key, info=_key_info(record))
+        raise _conflict()
+
+    async def list_keys(self, request: admin_pb2.ListKeysRequest, call: ServerCall) -> admin_pb2.ListKeysResponse:
+        self._caller(call).require(Scope.OPERATOR)
+        found = [r for r in self._directory.api_keys.values() if request.tenant_id in ("", r.tenant_id)]
+        found.sort(key=lambda record: (record.created_unix_s, record.key_id))
+        return admin_pb2.ListKeysResponse(keys=[_key_info(record) for record in found])
+
+    async def revoke_key(self, request: admin_pb2.RevokeKeyRequest, call: ServerCall) -> admin_pb2.RevokeKeyResponse:
+        """Revoking a key again changes nothing. A caller may revoke the key that it calls with."""
+        self._caller(call).require(Scope.OPERATOR)
+        key = keys.api_key(request.key_id)
+        for _ in range(_MAX_CONFLICTS):
+            stored = await self._store.get(key) if is_valid_name(request.key_id) else None
+            if stored is None:
+                raise NotFound(f"key_id: key {request.key_id[:80]!r} is not known")
+            record = KeyRecord.from_json(stored.value)
+            if not record.revoked_unix_s:
+                record = dataclasses.replace(record, revoked_unix_s=self._clock.now_unix_s())
+                result = await self._store.txn([Compare(key, stored.mod_revision)], [Put(key, record.to_json())])
+                if not result.succeeded:
+                    continue
+                _LOG.info("key revoked", extra=fields(key_id=record.key_id, tenant=record.tenant_id))
+            await self._directory.key_seen(record)
+            return admin_pb2.RevokeKeyResponse(info=_key_info(record))
+        raise _conflict()
+
     # Adapters
 
     async def add_adapter(
         self, requests: AsyncIterator[admin_pb2.AddAdapterRequest], call: ServerCall
     ) -> admin_pb2.AddAdapterResponse:
-        header = await self._read_header(requests)
+        header = await self._read_header(requests, self._caller(call))
         await self._stored_tenant(header.tenant_id)
         key = keys.adapter(header.tenant_id, header.name)
         if await self._store.get(key) is not None:
@@ -223,9 +304,10 @@ class AdminServicer:
     async def list_adapters(
         self, request: admin_pb2.ListAdaptersRequest, call: ServerCall
     ) -> admin_pb2.ListAdaptersResponse:
-        if request.tenant_id:
-            await self._stored_tenant(request.tenant_id)
-            records = self._directory.adapters_of(request.tenant_id)
+        tenant_id = self._caller(call).require_tenant(request.tenant_id, TENANT_SCOPES)
+        if tenant_id:
+            await self._stored_tenant(tenant_id)
+            records = self._directory.adapters_of(tenant_id)
         else:
             records = [entry.record for _, entry in sorted(self._directory.adapters.items())]
         return admin_pb2.ListAdaptersResponse(adapters=[_adapter_info(record) for record in records])
@@ -234,18 +316,25 @@ class AdminServicer:
         self, request: admin_pb2.RemoveAdapterRequest, call: ServerCall
     ) -> admin_pb2.RemoveAdapterResponse:
         """The files stay for a while, for requests that were queued before; RouterApp collects them."""
-        await self._stored_tenant(request.tenant_id)
-        key = keys.adapter(request.tenant_id, request.name)
+        tenant_id = self._caller(call).require_tenant(request.tenant_id, [Scope.ADMIN])
+        await self._stored_tenant(tenant_id)
+        key = keys.adapter(tenant_id, request.name)
         if not is_valid_name(request.name) or not await self._store.delete(key):
             raise NotFound(f"name: adapter {request.name[:80]!r} is not known to this tenant")
-        await self._directory.adapter_seen(request.tenant_id, request.name, 0, deleted=True)
+        await self._directory.adapter_seen(tenant_id, request.name, 0, deleted=True)
         return admin_pb2.RemoveAdapterResponse()
 
-    async def _read_header(self, requests: AsyncIterator[admin_pb2.AddAdapterRequest]) -> admin_pb2.AddAdapterHeader:
+    async def _read_header(
+        self, requests: AsyncIterator[admin_pb2.AddAdapterRequest], caller: Principal
+    ) -> admin_pb2.AddAdapterHeader:
+        """The header, its tenant filled in. Raises PermissionDenied and InvalidRequest."""
+        if not (caller.may(Scope.OPERATOR) or caller.may(Scope.ADMIN)):
+            raise permission_denied()
         first = await self._next(requests)
         if first is None or first.WhichOneof("part") != "header":
             raise InvalidRequest.of("header", "must be the first message")
         header = first.header
+        header.tenant_id = caller.require_tenant(header.tenant_id, [Scope.ADMIN])
         wrong = [
             FieldViolation(f"header.{name}", f"must match {NAME_PATTERN}" if value else "is missing")
             for name, value in (("tenant_id", header.tenant_id), ("name", header.name))
@@ -308,7 +397,10 @@ class AdminServicer:
     # Status
 
     async def get_status(self, request: admin_pb2.GetStatusRequest, call: ServerCall) -> admin_pb2.GetStatusResponse:
+        caller = self._caller(call)
         directory = self._directory
+        if not caller.may(Scope.OPERATOR):
+            return await self._status_of_tenant(caller.require_tenant("", TENANT_SCOPES))
         answer = await self._scheduler_status()
         reported = {status.worker_id: status for status in answer.workers}
         workers: list[admin_pb2.WorkerStatus] = []
@@ -329,6 +421,21 @@ class AdminServicer:
             ],
             tenants=len(directory.tenants),
             adapters=len(directory.adapters),
+        )
+
+    async def _status_of_tenant(self, tenant_id: str) -> admin_pb2.GetStatusResponse:
+        """What a tenant may know: the model, its own flows and counts. Nothing of other tenants or of the machines."""
+        answer = await self._scheduler_status()
+        model = self._directory.model
+        return admin_pb2.GetStatusResponse(
+            base_model=model.name if model is not None else "",
+            scheduler=admin_pb2.SchedulerStatus(
+                reachable=answer.scheduler.reachable,
+                flows=[flow for flow in answer.scheduler.flows if flow.tenant_id == tenant_id],
+                quotas=[quota for quota in answer.scheduler.quotas if quota.tenant_id == tenant_id],
+            ),
+            tenants=1 if tenant_id in self._directory.tenants else 0,
+            adapters=len(self._directory.adapters_of(tenant_id)),
         )
 
     async def _scheduler_status(self) -> scheduler_pb2.GetSchedulerStatusResponse:
@@ -369,8 +476,24 @@ def _adapter_info(record: AdapterRecord) -> admin_pb2.AdapterInfo:
     )
 
 
+def _key_info(record: KeyRecord) -> admin_pb2.KeyInfo:
+    return admin_pb2.KeyInfo(
+        key_id=record.key_id,
+        tenant_id=record.tenant_id,
+        scopes=record.scopes,
+        name=record.name,
+        created_unix_s=record.created_unix_s,
+        revoked_unix_s=record.revoked_unix_s,
+    )
+
+
 def _exists(name: str) -> AlreadyExists:
     return AlreadyExists(f"header.name: the tenant has an adapter {name!r} already")
+
+
+def _changed_meanwhile(tenant_id: str, version: int, expected: int) -> VersionConflict:
+    stands = f"is at version {version}" if version else "does not exist"
+    return VersionConflict(f"expected_version: tenant {tenant_id} {stands}, not at {expected}; nothing was changed")
 
 
 def _conflict() -> ServiceUnavailable:

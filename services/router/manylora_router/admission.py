@@ -1,9 +1,10 @@
 """Admission: may this request be queued, and as what?
 
-Owns no state. `admit_caller` finds the tenant and the adapter, `check` reads everything else that can be said before
-the prompt is tokenized, `admit` what can only be said after it. A request is refused with all violations at once, each
-naming the field as the caller wrote it (`sampling.top_p`, `prompt.token_ids[3]`, `x-request-class`). Tenants learn
-nothing of one another: an adapter that another tenant owns is refused in the same bytes as one that does not exist.
+Owns no state. `tenant_of` says in whose name a caller asks, `admit_caller` finds the tenant and the adapter, `check`
+reads everything else that can be said before the prompt is tokenized, `admit` what can only be said after it. A request
+is refused with all violations at once, each naming the field as the caller wrote it (`sampling.top_p`,
+`prompt.token_ids[3]`, `x-request-class`). Tenants learn nothing of one another: an adapter that another tenant owns is
+refused in the same bytes as one that does not exist.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from manylora_shared.errors import FieldViolation, InvalidRequest, NotFound
+from manylora_shared.identity import Principal, Scope, permission_denied
 from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId, is_valid_name
 from manylora_shared.policy import TenantPolicy
 
@@ -129,6 +131,23 @@ def not_found_adapter(adapter: str) -> NotFound:
     return NotFound(f"{ADAPTER_KEY}: adapter {_shown(adapter)} is not known to this tenant")
 
 
+def tenant_of(principal: Principal, named: str) -> str:
+    """The tenant in whose name a caller asks: its key's. Only a gateway's key lets the request's metadata name it.
+
+    Args:
+        named: x-tenant-id, empty where absent.
+
+    Raises:
+        PermissionDenied: the key is for nobody's requests, or for another tenant's than the one named.
+    """
+    if principal.may(Scope.GATEWAY):
+        return named
+    principal.require(Scope.GENERATE)
+    if principal.tenant_id is None or named not in ("", principal.tenant_id):
+        raise permission_denied()
+    return principal.tenant_id
+
+
 def admit_caller(
     tenant: str,
     adapter: str,
@@ -138,7 +157,7 @@ def admit_caller(
     """The caller's policy, and the adapter that it names; None: the base model.
 
     Args:
-        tenant: x-tenant-id, empty where absent.
+        tenant: what `tenant_of` gave; empty where a gateway names none.
         adapter: x-adapter-id, empty where absent.
         policy_of: the policy of a tenant; None: there is no such tenant.
         uid_of: the content of a tenant's adapter; None: it has none of that name.

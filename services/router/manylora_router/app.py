@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from pathlib import Path
 
 from manylora_shared.adapter_files import AdapterFiles
 from manylora_shared.clock import SystemClock, WallClock
@@ -17,9 +18,11 @@ from manylora_shared.coordination.base import Store, StoreUnavailable
 from manylora_shared.coordination.records import AdapterRecord, RouterRecord
 from manylora_shared.coordination.session import LeaseSession
 from manylora_shared.ids import AdapterUid
+from manylora_shared.peers import PeerSecret, PeerTransport
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import Server, Transport
 
+from manylora_router import operator_key
 from manylora_router.admin import AdminServicer
 from manylora_router.channels import WorkerChannels
 from manylora_router.config import RouterConfig
@@ -58,14 +61,17 @@ class RouterApp:
         self._text = text
         self._files = adapter_store
         self._clock = clock or SystemClock()
+        self._rng = rng
         self._server: Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self.channels = WorkerChannels(transport)
+        self._peer_secret = PeerSecret()
+        peers = PeerTransport(transport, self._peer_secret)
+        self.channels = WorkerChannels(peers)
         self.directory = Directory(
             store, on_leader_changed=self._leader_changed, on_workers_changed=self._workers_changed
         )
         self.scheduler = SchedulerClient(
-            router_id=self.router_id, transport=transport, leader_address=self.directory.leader_address, rng=rng
+            router_id=self.router_id, transport=peers, leader_address=self.directory.leader_address, rng=rng
         )
         self.inference = InferenceServicer(
             directory=self.directory,
@@ -81,7 +87,7 @@ class RouterApp:
             store=store,
             files=adapter_store,
             channels=self.channels,
-            transport=transport,
+            transport=peers,
             clock=self._clock,
             rng=rng,
         )
@@ -106,6 +112,7 @@ class RouterApp:
             "live_requests": len(self.inference.live_requests()),
             "waiting": self.scheduler.num_waiting,
             "granted": self.scheduler.num_granted,
+            "leases": self.scheduler.num_leases,
             "unsent": self.scheduler.num_unsent,
             "uploads": self.admin.num_uploads,
             "streams": self.channels.num_users,
@@ -114,6 +121,14 @@ class RouterApp:
 
     async def start(self) -> None:
         """Returns when this router serves. Waits for the store as long as it takes."""
+        await self._peer_secret.load(self._store, self._rng.getrandbits)
+        if self.config.operator_key_file:
+            await operator_key.ensure(
+                self._store,
+                Path(self.config.operator_key_file),
+                getrandbits=self._rng.getrandbits,
+                now_unix_s=self._clock.now_unix_s(),
+            )
         self.directory.start()
         await self.directory.ready()
         self._server = await self._transport.serve(self.config.listen, [self.inference.service(), self.admin.service()])

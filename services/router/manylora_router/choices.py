@@ -49,6 +49,10 @@ class Choices:
         """Of all choices, as the caller got them."""
         return sum(choice.num_tokens for choice in self._choices)
 
+    def goes_on(self, choice: int) -> bool:
+        """Whether the caller is to get what the worker sends of it."""
+        return choice < len(self._choices) and self._choices[choice].end is None
+
     @property
     def have_ended(self) -> bool:
         return all(choice.end is not None for choice in self._choices)

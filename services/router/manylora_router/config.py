@@ -24,15 +24,15 @@ class RouterConfig:
     max_adapter_mb: int = field(default=4096, metadata={"help": "largest weight file that an adapter may have, in MiB"})
     tokenizer_threads: int = field(default=2, metadata={"help": "prompts that are tokenized at a time"})
     lease_ttl_s: int = field(default=2, metadata={"help": "seconds after which a dead router leaves the cluster"})
-    insecure: bool = field(
-        default=False, metadata={"help": "serve beyond loopback although callers are not authenticated"}
+    operator_key_file: str = field(
+        default="", metadata={"help": "file with an operator's key, made where there is none; empty: none"}
     )
     otlp_endpoint: str = field(default="", metadata={"help": "OTLP receiver of traces, host:port; empty: none"})
     trace_file: str = field(default="", metadata={"help": "file to append spans to, one JSON object a line"})
     log_level: str = field(default="info", metadata={"help": "debug, info, warning or error"})
 
     def __post_init__(self) -> None:
-        check_listen(self.listen, insecure=self.insecure)
+        check_listen(self.listen)
         if not self.adapter_store:
             raise ConfigError("--adapter-store: must name a folder")
         for name, low in (

@@ -1,4 +1,5 @@
-"""What the router knows of the cluster: tenants, adapters, workers, routers and the leader, as the store has them.
+"""What the router knows of the cluster: tenants, adapters, API keys, workers, routers and the leader, as the store has
+them.
 
 Owns the mirrors; the coordination store owns the truth. Everything here is the last knowledge and stays in force while
 the store is away. Policies are parsed when first used, since a router may know many more tenants than it serves.
@@ -7,6 +8,7 @@ the store is away. Policies are parsed when first used, since a router may know 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
@@ -14,15 +16,17 @@ from typing import Any
 
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import KeyValue, Store
-from manylora_shared.coordination.records import AdapterRecord, RouterRecord, SchedulerRecord, WorkerRecord
+from manylora_shared.coordination.records import AdapterRecord, KeyRecord, RouterRecord, SchedulerRecord, WorkerRecord
 from manylora_shared.coordination.session import Mirror
 from manylora_shared.errors import InternalError, InvalidRequest
 from manylora_shared.ids import AdapterName, AdapterUid, TenantId
+from manylora_shared.logs import fields
 from manylora_shared.policy import TenantPolicy, parse_policy
 from manylora_shared.transport.address import parse_address
 
 from manylora_router.admission import ModelLimits
 
+_LOG = logging.getLogger(__name__)
 _CATCH_UP_S = 2.0
 
 
@@ -67,12 +71,16 @@ class Directory:
         self._changed = asyncio.Event()
         self._tenants = Mirror(store, keys.TENANTS, parse=_tenant, on_change=self._tenant_changed)
         self._adapters = Mirror(store, keys.ADAPTERS, parse=_adapter, on_change=self._note)
+        self._api_keys = Mirror(
+            store, keys.API_KEYS, parse=lambda kv: KeyRecord.from_json(kv.value), on_change=self._note
+        )
         self._workers = Mirror(store, keys.WORKERS, parse=_worker, on_change=self._worker_changed)
         self._routers = Mirror(store, keys.ROUTERS, parse=lambda kv: RouterRecord.from_json(kv.value))
         self._leader = Mirror(store, keys.SCHEDULER_LEADER, parse=_leader, on_change=self._leader_changed)
         self._mirrors: list[Mirror[Any]] = [
             self._tenants,
             self._adapters,
+            self._api_keys,
             self._workers,
             self._routers,
             self._leader,
@@ -102,6 +110,11 @@ class Directory:
         return self._adapters.values
 
     @property
+    def api_keys(self) -> Mapping[str, KeyRecord]:
+        """By key id, revoked ones too."""
+        return self._api_keys.values
+
+    @property
     def workers(self) -> Mapping[str, WorkerRecord]:
         """By worker id."""
         return self._workers.values
@@ -128,13 +141,20 @@ class Directory:
             try:
                 cached = (entry.mod_revision, parse_policy(entry.policy_yaml))
             except InvalidRequest as e:
-                raise InternalError(f"the stored policy of tenant {tenant_id} cannot be read") from e
+                # Written past AdminService, or by a version that knows more: what was in force stays in force.
+                _LOG.error("a stored policy cannot be read", extra=fields(tenant=tenant_id, error=e.message))
+                if cached is None:
+                    raise InternalError(f"the stored policy of tenant {tenant_id} cannot be read") from e
+                cached = (entry.mod_revision, cached[1])
             self._policies[tenant_id] = cached
         return cached[1]
 
     def uid_of(self, tenant_id: TenantId, name: AdapterName) -> AdapterUid | None:
         entry = self._adapters.values.get(f"{tenant_id}/{name}")
         return AdapterUid(entry.record.uid) if entry is not None else None
+
+    def key_of(self, key_id: str) -> KeyRecord | None:
+        return self._api_keys.values.get(key_id)
 
     def adapters_of(self, tenant_id: str) -> list[AdapterRecord]:
         """Sorted by name."""
@@ -158,6 +178,10 @@ class Directory:
             return entry is None if deleted else entry is not None and entry.mod_revision >= revision
 
         await self._until(is_seen)
+
+    async def key_seen(self, record: KeyRecord) -> None:
+        """The same for a key that was made or revoked."""
+        await self._until(lambda: self._api_keys.values.get(record.key_id) == record)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         # The change is made whether or not the watch is late: the other routers learn it by the same watch.

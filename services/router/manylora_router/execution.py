@@ -8,7 +8,9 @@ its own stream. States:
        ^-----------------|  the worker was never reached: its grant is given back, and the request queued again
 
 Every grant is closed exactly once, and a request that was queued has exactly one Finished frame, whatever happens; a
-request that the scheduler refuses has no frame at all. A caller that goes away calls `close`, which ends everything.
+request that the scheduler refuses has no frame at all. Tokens are handed out only as far as the request's lease of its
+tenant's quota covers them; where the lease does not grow the request ends there, and what it used is settled exactly
+once. A caller that goes away calls `close`, which ends everything.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from manylora.v1 import common_pb2, inference_pb2, scheduler_pb2, worker_pb2
@@ -26,6 +28,7 @@ from manylora_shared.errors import (
     DeadlineExceeded,
     InternalError,
     ManyloraError,
+    QuotaExhausted,
     RpcError,
     SlowReader,
     WorkerLost,
@@ -38,7 +41,7 @@ from manylora_shared.transport.base import Channel, Stream, methods_of
 from manylora_router.admission import ADAPTER_KEY, CLASS_KEY, TENANT_KEY, TRACEPARENT_KEY, Adapter
 from manylora_router.channels import WorkerChannels
 from manylora_router.choices import Choices
-from manylora_router.scheduler_client import Grant, SchedulerClient
+from manylora_router.scheduler_client import Grant, Lease, SchedulerClient
 from manylora_router.text import Detokenizer, StopStrings
 
 _LOG = logging.getLogger(__name__)
@@ -52,6 +55,10 @@ MAX_ATTEMPTS = 5
 _MIN_RETRY_S = 0.02
 _MAX_RETRY_S = 0.5
 _STOP_CHOICE_TIMEOUT_S = 2.0
+LEASE_WAIT_S = 10.0
+"""How long a stream whose lease is used up waits for the scheduler's answer: longer than a change of leaders takes."""
+_MIN_LEFT_TOKENS = 16
+"""More is asked for once so little of a lease is left: an answer takes less than a stream takes for these."""
 _FIGURES_TIMEOUT_S = 1.0
 """For a worker to end a request of which every choice has met its end here: a round trip and the rest of a step."""
 
@@ -93,6 +100,8 @@ class Job:
     """By the event loop's clock, as is the deadline."""
     deadline: float | None
     traceparent: str
+    can_stream: bool = True
+    """False: the caller gets all frames once the request has ended."""
 
     def attributes(self) -> dict[str, str | bool | int | float]:
         """What every span of the request carries."""
@@ -153,7 +162,18 @@ class Execution:
         self._expiry: asyncio.TimerHandle | None = None
         self._is_expired = False
         self._is_queued = False
+        self._rest: worker_pb2.ExecuteResponse | None = None
+        """What the lease did not cover of the worker's last message."""
+        self._was_held_up = False
+        """The stream waited for its lease, and so did not read from the worker."""
+        self._is_started = False
+        """A worker has begun it."""
         self._stopping: list[asyncio.Task[None]] = []
+
+    @property
+    def used_tokens(self) -> int:
+        """What the tenant's quota is charged: the prompt once a worker has begun, and the tokens handed out."""
+        return len(self.job.prompt_token_ids) * self._is_started + self.completion_tokens
 
     @property
     def was_queued(self) -> bool:
@@ -201,7 +221,7 @@ class Execution:
         if self._choices.are_cut_short:
             await self._hear_figures()
             return self._finish(common_pb2.OUTCOME_COMPLETED)
-        return self._on_message(await self._read())
+        return self._on_message(await self._covered())
 
     # Waiting and starting
 
@@ -343,6 +363,48 @@ class Execution:
         self._next_worker_frame += 1
         return message
 
+    async def _covered(self) -> worker_pb2.ExecuteResponse:
+        """The worker's next message, as far as the lease covers its tokens; what it does not cover is the next one's.
+
+        Raises:
+            QuotaExhausted: the lease is used up, and does not grow soon, or nobody says whether it does.
+        """
+        message = self._rest if self._rest is not None else await self._read()
+        self._rest = None
+        coming = sum(len(choice.token_ids) for choice in message.tokens.choices if self._choices.goes_on(choice.choice))
+        if not coming:
+            return message
+        lease = self._scheduler.lease(self.job.request_id)
+        if lease.tokens is None:
+            return message
+        if lease.tokens <= self.used_tokens:
+            await self._wait_for_tokens(lease)
+            if lease.tokens is None:
+                return message  # the quota was taken away meanwhile
+        left = lease.tokens - self.used_tokens
+        if coming > left:
+            message, self._rest = _split(message, left, self._choices.goes_on)
+        most = len(self.job.prompt_token_ids) + self.job.max_tokens * self.job.n
+        if lease.tokens < most and left - coming < _MIN_LEFT_TOKENS:
+            self._scheduler.want_more(self.job.request_id)
+        return message
+
+    async def _wait_for_tokens(self, lease: Lease) -> None:
+        """Until the lease holds more than was used. Raises QuotaExhausted."""
+        self._was_held_up = True
+        has_asked = False
+        while lease.tokens is not None and lease.tokens <= self.used_tokens:
+            if has_asked and lease.refusal is not None:
+                raise lease.refusal
+            self._scheduler.want_more(self.job.request_id)
+            has_asked = True
+            try:
+                async with self._within_deadline(), asyncio.timeout(LEASE_WAIT_S):
+                    await lease.changed.wait()
+            except TimeoutError:
+                text = "the scheduler did not say whether the tenant's quota has more tokens"
+                raise QuotaExhausted(text, retry_after_s=1.0) from None
+
     async def _hear_figures(self) -> None:
         """After the last stop string: what the worker measured, which comes with its last message.
 
@@ -367,6 +429,7 @@ class Execution:
             case "tokens":
                 return self._on_tokens(message.tokens)
             case "started":
+                self._is_started = True
                 return [self._frame(started=self._started())]
             case "finished":
                 return self._on_finished(message.finished)
@@ -418,6 +481,10 @@ class Execution:
             case common_pb2.OUTCOME_ADAPTER_FAILED:
                 name = self.job.adapter.name if self.job.adapter else ""
                 raise AdapterFailed(f"adapter {name!r} could not be loaded: {finished.message}")
+            case common_pb2.OUTCOME_SLOW_READER if self._was_held_up:
+                raise QuotaExhausted(
+                    "the tenant's quota gave tokens more slowly than they were made", retry_after_s=1.0
+                )
             case common_pb2.OUTCOME_SLOW_READER:
                 raise SlowReader(finished.message or "the stream was not read fast enough")
             case common_pb2.OUTCOME_DEADLINE_EXCEEDED:
@@ -437,7 +504,7 @@ class Execution:
             outcome=outcome,
             choices=self._choices.ends(),
             usage=common_pb2.Usage(
-                prompt_tokens=len(self.job.prompt_token_ids),
+                prompt_tokens=self.used_tokens - self.completion_tokens,
                 completion_tokens=self.completion_tokens,
                 cached_prompt_tokens=measured.worker.cached_prompt_tokens,
             ),
@@ -459,6 +526,7 @@ class Execution:
     def _end(self) -> None:
         self.ended = True
         self._leave_worker(reached_worker=True, error=self.error)
+        self._scheduler.settle(self.job.request_id, self.used_tokens)
 
     def _elapsed_ms(self) -> float:
         return (asyncio.get_running_loop().time() - self.job.received_at) * 1000
@@ -473,6 +541,34 @@ class Execution:
         number = self._next_frame
         self._next_frame = number + 1
         return inference_pb2.GenerateResponse(frame=number, started=started, delta=delta, finished=finished)
+
+
+def _split(
+    message: worker_pb2.ExecuteResponse, tokens: int, goes_on: Callable[[int], bool]
+) -> tuple[worker_pb2.ExecuteResponse, worker_pb2.ExecuteResponse]:
+    """A message's first tokens of choices that go on, and the rest; ends of choices stay behind their last token."""
+    head, rest = worker_pb2.ExecuteResponse(frame=message.frame), worker_pb2.ExecuteResponse(frame=message.frame)
+    for part in message.tokens.choices:
+        if not goes_on(part.choice):
+            continue
+        taken = min(tokens, len(part.token_ids))
+        tokens -= taken
+        if taken == len(part.token_ids):
+            head.tokens.choices.append(part)
+            continue
+        if taken:
+            head.tokens.choices.add(
+                choice=part.choice,
+                first_position=part.first_position,
+                token_ids=part.token_ids[:taken],
+                logprobs=part.logprobs[:taken],
+            )
+        behind = rest.tokens.choices.add()
+        behind.CopyFrom(part)
+        behind.first_position = part.first_position + taken
+        del behind.token_ids[:taken]
+        del behind.logprobs[:taken]
+    return head, rest
 
 
 class _Deadline:
@@ -505,5 +601,7 @@ def _outcome_of(error: ManyloraError) -> common_pb2.Outcome:
             return common_pb2.OUTCOME_ADAPTER_FAILED
         case SlowReader():
             return common_pb2.OUTCOME_SLOW_READER
+        case QuotaExhausted():
+            return common_pb2.OUTCOME_QUOTA_EXHAUSTED
         case _:
             return common_pb2.OUTCOME_INTERNAL

@@ -1,10 +1,15 @@
 """The router's line to the scheduler: one Schedule stream to the leader, kept alive for the router's whole life.
 
-Owns what the router waits for (`_waiting`), what it holds (`_granted`) and the messages not yet sent (`_outbox`). One
+Owns what the router waits for (`_waiting`), what it holds (`_granted`), the quota leases of both (`_leases`) and the
+messages not yet sent (`_outbox`). One
 task (`run`) writes and reads the stream; callers only change these and wake it. Life of a request here:
 
     enqueue --> waiting --Grant--> granted --close_grant--> gone
                    |--Refusal / withdraw--> gone
+
+A lease says how many tokens of its tenant's quota a request may use. It is opened by the scheduler before the grant,
+may be asked to grow (`want_more`), and is settled with what was used exactly once (`settle`), after the request's end.
+Until then every new stream tells the scheduler of it, so that another leader takes it over and does not debit it again.
 
 Messages leave in the order of the calls, so that a closed grant is seen before the same request asks for another. A
 lost stream changes none of it: the task finds the leader again (the address follows the coordination store), sends the
@@ -22,7 +27,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from manylora.v1 import scheduler_pb2
-from manylora_shared.errors import Code, Overloaded, RpcError
+from manylora_shared.errors import (
+    Code,
+    ManyloraError,
+    Overloaded,
+    QuotaBreach,
+    QuotaExceeded,
+    QuotaExhausted,
+    RpcError,
+)
 from manylora_shared.logs import fields
 from manylora_shared.transport.base import Channel, Stream, Transport, methods_of
 
@@ -56,6 +69,22 @@ class _Waiting:
     grant: asyncio.Future[Grant]
 
 
+@dataclass(eq=False)
+class Lease:
+    """What one request may use. One task at a time waits for `changed`."""
+
+    request: scheduler_pb2.Enqueue
+    tokens: int | None = None
+    """Prompt and output in all; None: not bounded."""
+    is_known: bool = False
+    """The scheduler has told of it, or granted the request."""
+    is_wanted: bool = False
+    """More was asked for and not answered."""
+    refusal: QuotaExhausted | None = None
+    """The scheduler's answer, where it is no."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 @dataclass
 class SchedulerCounters:
     """For tests and status: cumulative since the start."""
@@ -63,6 +92,8 @@ class SchedulerCounters:
     connects: int = 0
     grants: int = 0
     grants_closed: int = 0
+    settled_tokens: int = 0
+    """Told to the scheduler: prompt and output tokens that requests used."""
     stray_grants: int = 0
     """Grants that nobody waited for, closed at once."""
 
@@ -98,6 +129,9 @@ class SchedulerClient:
         self._rng = rng
         self._waiting: dict[str, _Waiting] = {}
         self._granted: dict[str, str] = {}
+        self._leases: dict[str, Lease] = {}
+        self._settling: dict[str, Lease] = {}
+        """Leases whose settlement is in the outbox."""
         self._outbox: deque[scheduler_pb2.ScheduleRequest | _Waiting] = deque()
         self._line: _Line | None = None
         self._leader_moved = asyncio.Event()
@@ -109,6 +143,10 @@ class SchedulerClient:
     @property
     def num_granted(self) -> int:
         return len(self._granted)
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._leases)
 
     @property
     def num_unsent(self) -> int:
@@ -126,7 +164,8 @@ class SchedulerClient:
             deadline: by the event loop's clock.
 
         Raises:
-            RpcError: the scheduler refused it, with the scheduler's code.
+            QuotaExceeded: the tenant's quotas do not admit it.
+            RpcError: the scheduler refused it otherwise, with the scheduler's code.
             Overloaded: too many requests of this router wait.
         """
         request_id = request.request_id
@@ -136,6 +175,7 @@ class SchedulerClient:
             raise Overloaded(f"{MAX_WAITING} requests wait at this router already", retry_after_s=1.0)
         waiting = _Waiting(request, deadline, asyncio.get_running_loop().create_future())
         self._waiting[request_id] = waiting
+        self._leases.setdefault(request_id, Lease(request))
         if self._line is not None:
             self._outbox.append(waiting)
             self._line.wake.set()
@@ -156,6 +196,29 @@ class SchedulerClient:
         worker_id = self._granted.pop(request_id)
         self.counters.grants_closed += 1
         self._close(request_id, worker_id, reached_worker)
+
+    def lease(self, request_id: str) -> Lease:
+        """Of a request that was granted and is not settled."""
+        return self._leases[request_id]
+
+    def want_more(self, request_id: str) -> None:
+        """Asks for a longer lease; `changed` is set when the answer comes. Asking again before that changes nothing."""
+        lease = self._leases[request_id]
+        if not lease.is_wanted:
+            lease.is_wanted, lease.refusal = True, None
+            lease.changed.clear()
+            if self._line is not None:
+                self._outbox.append(_wanted(request_id))
+                self._line.wake.set()
+
+    def settle(self, request_id: str, tokens: int) -> None:
+        """The request has ended and used so many tokens. One that was never queued, or was refused, has no lease."""
+        lease = self._leases.pop(request_id, None)
+        if lease is not None:
+            self._settling[request_id] = lease
+            self.counters.settled_tokens += tokens
+            settled = scheduler_pb2.Settled(request_id=request_id, tokens=tokens)
+            self._send_end(scheduler_pb2.ScheduleRequest(settled=settled))
 
     def leader_changed(self) -> None:
         """The coordination store names another leader, or none."""
@@ -192,14 +255,15 @@ class SchedulerClient:
             stream = channel.stream(SCHEDULE)
             line = _Line(address, stream)
             async with asyncio.timeout(_HELLO_TIMEOUT_S):
-                hello = scheduler_pb2.RouterHello(router_id=self._router_id)
+                hello = scheduler_pb2.RouterHello(router_id=self._router_id, leases=self._held_leases())
                 await stream.write(scheduler_pb2.ScheduleRequest(hello=hello))
                 first = await stream.read()
             if first is None or first.WhichOneof("event") != "hello":
                 raise RpcError(Code.INTERNAL, "the scheduler's first message is no hello")
             line.epoch = first.hello.epoch
-            ends = [m for m in self._outbox if not isinstance(m, _Waiting)]
-            self._outbox = deque([*ends, *self._waiting.values()])
+            ends = [m for m in self._outbox if not isinstance(m, _Waiting) and not m.HasField("lease_wanted")]
+            wanted = [_wanted(request_id) for request_id, lease in self._leases.items() if lease.is_wanted]
+            self._outbox = deque([*ends, *self._waiting.values(), *wanted])
             self._line = line
             self.counters.connects += 1
             _LOG.info("connected to the scheduler", extra=fields(address=address, epoch=line.epoch))
@@ -254,6 +318,7 @@ class SchedulerClient:
                 except BaseException:
                     self._outbox.appendleft(item)
                     raise
+                self._settling.pop(item.settled.request_id, None)
             line.wake.clear()
             await line.wake.wait()
 
@@ -267,6 +332,10 @@ class SchedulerClient:
                     self._on_grant(message.grant)
                 case "refusal":
                     self._on_refusal(message.refusal)
+                case "lease":
+                    self._on_lease(message.lease)
+                case "lease_refused":
+                    self._on_lease_refused(message.lease_refused)
                 case other:
                     raise RpcError(Code.INTERNAL, f"unexpected message from the scheduler: {other}")
 
@@ -280,16 +349,54 @@ class SchedulerClient:
             return
         self.counters.grants += 1
         self._granted[grant.request_id] = grant.worker_id
+        self._leases[grant.request_id].is_known = True
         waiting.grant.set_result(Grant(grant.worker_id, grant.worker_address, grant.epoch, grant.queue_ms))
 
     def _on_refusal(self, refusal: scheduler_pb2.Refusal) -> None:
         waiting = self._waiting.pop(refusal.request_id, None)
         if waiting is None or waiting.grant.done():
             return
+        self._leases.pop(refusal.request_id, None)
         known = refusal.code in {int(code) for code in Code} and refusal.code != Code.OK
         code = Code(refusal.code) if known else Code.UNKNOWN
         retry_after_s = refusal.retry_after_s if refusal.HasField("retry_after_s") else None
-        waiting.grant.set_exception(RpcError(code, refusal.message, retry_after_s=retry_after_s))
+        error: ManyloraError
+        if refusal.breaches:
+            breaches = [_breach(breach) for breach in refusal.breaches]
+            error = QuotaExceeded(refusal.message, retry_after_s=retry_after_s, breaches=breaches)
+        else:
+            error = RpcError(code, refusal.message, retry_after_s=retry_after_s)
+        waiting.grant.set_exception(error)
+
+    def _on_lease(self, message: scheduler_pb2.Lease) -> None:
+        lease = self._leases.get(message.request_id)
+        if lease is not None:
+            lease.tokens = message.tokens if message.HasField("tokens") else None
+            lease.is_known, lease.is_wanted = True, False
+            lease.changed.set()
+
+    def _on_lease_refused(self, message: scheduler_pb2.LeaseRefused) -> None:
+        lease = self._leases.get(message.request_id)
+        if lease is not None:
+            retry_after_s = message.retry_after_s if message.HasField("retry_after_s") else None
+            breaches = [_breach(breach) for breach in message.breaches]
+            lease.refusal = QuotaExhausted(message.message, retry_after_s=retry_after_s, breaches=breaches)
+            lease.is_wanted = False
+            lease.changed.set()
+
+    def _held_leases(self) -> list[scheduler_pb2.HeldLease]:
+        """Also those whose settlement has not left yet: the scheduler is told of both, in this order."""
+        return [
+            scheduler_pb2.HeldLease(
+                request_id=lease.request.request_id,
+                tenant_id=lease.request.tenant_id,
+                qos_class=lease.request.qos_class,
+                tokens=lease.tokens,
+                max_tokens=lease.request.prompt_tokens + lease.request.max_new_tokens,
+            )
+            for lease in [*self._leases.values(), *self._settling.values()]
+            if lease.is_known
+        ]
 
     def _close(self, request_id: str, worker_id: str, reached_worker: bool) -> None:
         closed = scheduler_pb2.GrantClosed(request_id=request_id, worker_id=worker_id, reached_worker=reached_worker)
@@ -301,5 +408,15 @@ class SchedulerClient:
             self._line.wake.set()
         else:
             if len(self._outbox) >= _MAX_UNSENT_ENDS:
-                self._outbox.popleft()
+                dropped = self._outbox.popleft()
+                if not isinstance(dropped, _Waiting):
+                    self._settling.pop(dropped.settled.request_id, None)
             self._outbox.append(message)
+
+
+def _wanted(request_id: str) -> scheduler_pb2.ScheduleRequest:
+    return scheduler_pb2.ScheduleRequest(lease_wanted=scheduler_pb2.LeaseWanted(request_id=request_id))
+
+
+def _breach(message: scheduler_pb2.QuotaBreach) -> QuotaBreach:
+    return QuotaBreach(message.quota, message.tenant_id, message.limit, message.description)

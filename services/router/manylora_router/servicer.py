@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from manylora.v1 import common_pb2, inference_pb2
 from manylora_shared.errors import InternalError, ManyloraError, ServiceUnavailable, Unready
+from manylora_shared.identity import authenticate
 from manylora_shared.ids import TenantId
 from manylora_shared.policy import TenantPolicy
 from manylora_shared.telemetry import Attribute, Span, SpanName, Telemetry, request_attributes
@@ -87,7 +88,7 @@ class InferenceServicer:
     async def list_models(
         self, request: inference_pb2.ListModelsRequest, call: ServerCall
     ) -> inference_pb2.ListModelsResponse:
-        policy, _ = self._admit_caller(call.metadata.get(admission.TENANT_KEY, ""), "")
+        policy, _ = self._admit_caller(self._tenant_of(call.metadata), "")
         model = self._model()
         return inference_pb2.ListModelsResponse(
             base_model=model.name,
@@ -101,8 +102,13 @@ class InferenceServicer:
         received_at = asyncio.get_running_loop().time()
         metadata = call.metadata
         request_id = f"{self._rng.getrandbits(128):032x}"
+        tenant, refusal = "", None
+        try:
+            tenant = self._tenant_of(metadata)
+        except ManyloraError as e:
+            refusal = e  # raised inside the request's span, which then names no tenant
         attributes = request_attributes(
-            tenant=metadata.get(admission.TENANT_KEY, "")[:64],
+            tenant=tenant[:64],
             qos_class=metadata.get(admission.CLASS_KEY, "standard")[:64],
             adapter=metadata.get(admission.ADAPTER_KEY, "")[:64],
             request_id=request_id,
@@ -116,7 +122,9 @@ class InferenceServicer:
             with self._telemetry.span(
                 SpanName.ADMISSION, parent=span.traceparent, attributes=attributes
             ) as admission_span:
-                job = await self._admit(request, metadata, request_id, received_at, call.time_remaining(), span)
+                if refusal is not None:
+                    raise refusal
+                job = await self._admit(request, metadata, tenant, request_id, received_at, call.time_remaining(), span)
                 admission_span.set(Attribute.PROMPT_TOKENS, len(job.prompt_token_ids))
             execution = Execution(
                 job,
@@ -126,8 +134,13 @@ class InferenceServicer:
                 telemetry=self._telemetry,
                 rng=self._rng,
             )
+            held: list[inference_pb2.GenerateResponse] = []
             while not execution.ended:
-                for frame in await self._advance(execution):
+                frames = await self._advance(execution)
+                if not job.can_stream:
+                    held += frames
+                    frames = held if execution.ended else []
+                for frame in frames:
                     yield frame
             if execution.error is not None:
                 raise execution.error
@@ -166,6 +179,11 @@ class InferenceServicer:
         if execution.ttft_ms:
             span.set(Attribute.TTFT_MS, execution.ttft_ms)
 
+    def _tenant_of(self, metadata: Mapping[str, str]) -> str:
+        """Raises Unauthenticated or PermissionDenied."""
+        principal = authenticate(metadata, self._directory.key_of)
+        return admission.tenant_of(principal, metadata.get(admission.TENANT_KEY, ""))
+
     def _admit_caller(self, tenant: str, adapter: str) -> tuple[TenantPolicy, Adapter | None]:
         return admission.admit_caller(tenant, adapter, self._directory.policy_of, self._directory.uid_of)
 
@@ -179,15 +197,14 @@ class InferenceServicer:
         self,
         request: inference_pb2.GenerateRequest,
         metadata: Mapping[str, str],
+        tenant: str,
         request_id: str,
         received_at: float,
         time_remaining_s: float | None,
         span: Span,
     ) -> Job:
         """The request as a job. Raises Rejected, or ServiceUnavailable while nothing is known of the model."""
-        policy, adapter = self._admit_caller(
-            metadata.get(admission.TENANT_KEY, ""), metadata.get(admission.ADAPTER_KEY, "")
-        )
+        policy, adapter = self._admit_caller(tenant, metadata.get(admission.ADAPTER_KEY, ""))
         if adapter is not None:
             span.set(Attribute.ADAPTER_VERSION, adapter.uid)
         model = self._model()
@@ -220,6 +237,7 @@ class InferenceServicer:
             received_at=received_at,
             deadline=deadline,
             traceparent=span.traceparent,
+            can_stream=policy.security.can_stream,
         )
 
     async def _tokenize(self, prompt: Prompt | None) -> Sequence[int]:

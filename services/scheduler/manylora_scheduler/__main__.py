@@ -8,7 +8,7 @@ import logging
 import sys
 
 from manylora_shared import logs
-from manylora_shared.config import is_loopback, load
+from manylora_shared.config import load
 from manylora_shared.service_main import Parts, serve
 
 from manylora_scheduler.app import SchedulerApp
@@ -24,8 +24,6 @@ async def build(config: SchedulerConfig, parts: Parts) -> SchedulerApp:
 def main() -> None:
     config = load(SchedulerConfig)
     logs.setup("scheduler", config.log_level, instance_id=config.scheduler_id)
-    if not is_loopback(config.listen):
-        _LOG.warning("--insecure: %s can be reached by others and callers are not authenticated", config.listen)
     try:
         was_told = asyncio.run(
             serve("scheduler", config, functools.partial(build, config), instance_id=config.scheduler_id)

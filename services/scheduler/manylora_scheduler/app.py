@@ -17,6 +17,7 @@ from manylora_shared.coordination.records import SchedulerRecord, WorkerRecord
 from manylora_shared.coordination.session import Election, Mirror
 from manylora_shared.ids import TenantId, WorkerId
 from manylora_shared.logs import fields
+from manylora_shared.peers import PeerSecret, PeerTransport, guarded
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.address import parse_address
 from manylora_shared.transport.base import Server, Transport
@@ -44,6 +45,7 @@ class SchedulerApp:
         self._store = store
         self._telemetry = telemetry
         self._rng = rng
+        self._peer_secret = PeerSecret()
         self._servicer = SchedulerServicer(telemetry)
         self._workers = Mirror(store, keys.WORKERS, parse=_worker, on_change=self._worker_changed)
         self._tenants = Mirror(store, keys.TENANTS, parse=lambda kv: kv.value.decode(), on_change=self._tenant_changed)
@@ -70,21 +72,25 @@ class SchedulerApp:
         """What is held now; all zero when nothing runs, but for the lines to living routers and workers."""
         term = self.term
         if term is None:
-            return {"queued": 0, "granted": 0, "routers": 0, "workers": 0}
+            return {"queued": 0, "granted": 0, "leases": 0, "routers": 0, "workers": 0}
         return {
             "queued": term.core.num_queued,
             "granted": term.core.num_granted,
+            "leases": term.quotas.authority.num_leases,
             "routers": term.num_routers,
             "workers": term.num_workers,
         }
 
     async def start(self) -> None:
         """Returns when this scheduler serves, leading or not. Waits for the store as long as it takes."""
+        await self._peer_secret.load(self._store, self._rng.getrandbits)
         self._workers.start()
         self._tenants.start()
         await self._workers.ready()
         await self._tenants.ready()
-        self._server = await self._transport.serve(self.config.listen, [self._servicer.service()])
+        self._server = await self._transport.serve(
+            self.config.listen, [guarded(self._servicer.service(), self._peer_secret)]
+        )
         self._servicer.address = self.address
         record = SchedulerRecord(scheduler_id=self.scheduler_id, address=self.address)
         self._election = Election(
@@ -138,7 +144,7 @@ class SchedulerApp:
                 ),
                 clock=clock,
                 predecessor=predecessor,
-                transport=self._transport,
+                transport=PeerTransport(self._transport, self._peer_secret),
                 telemetry=self._telemetry,
                 rng=self._rng,
             )

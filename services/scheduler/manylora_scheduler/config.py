@@ -21,15 +21,12 @@ class SchedulerConfig:
     worker_wait_s: float = field(
         default=30.0, metadata={"help": "seconds that a request waits while no worker could run it"}
     )
-    insecure: bool = field(
-        default=False, metadata={"help": "serve beyond loopback although callers are not authenticated"}
-    )
     otlp_endpoint: str = field(default="", metadata={"help": "OTLP receiver of traces, host:port; empty: none"})
     trace_file: str = field(default="", metadata={"help": "file to append spans to, one JSON object a line"})
     log_level: str = field(default="info", metadata={"help": "debug, info, warning or error"})
 
     def __post_init__(self) -> None:
-        check_listen(self.listen, insecure=self.insecure)
+        check_listen(self.listen)
         for name, low in (("lease_ttl_s", 2), ("max_queued", 1), ("max_queued_per_tenant", 1)):
             if getattr(self, name) < low:
                 raise ConfigError(f"--{name.replace('_', '-')}: must be at least {low}")

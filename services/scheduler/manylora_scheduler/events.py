@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manylora_shared.errors import Code
+from manylora_shared.errors import Code, QuotaBreach
 from manylora_shared.ids import AdapterUid, RequestId, RouterId, TenantId, WorkerId
 from manylora_shared.policy import TenantPolicy
 
 from manylora_scheduler.fleet import WorkerReport
-from manylora_scheduler.request import QueuedRequest
+from manylora_scheduler.request import FlowKey, QueuedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class HeldLease:
+    """A lease that a router says it holds. `tokens` None: not bounded."""
+
+    request_id: RequestId
+    flow: FlowKey
+    tokens: int | None
+    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +28,7 @@ class RouterConnected:
 
     router_id: RouterId
     session: int
+    leases: tuple[HeldLease, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +56,22 @@ class GrantClosed:
     request_id: RequestId
     worker_id: WorkerId
     reached_worker: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseWanted:
+    session: int
+    router_id: RouterId
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A request that was enqueued has ended. `tokens`: prompt and output tokens that it used."""
+
+    router_id: RouterId
+    request_id: RequestId
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +119,8 @@ Event = (
     | Enqueued
     | Withdrawn
     | GrantClosed
+    | LeaseWanted
+    | Settled
     | WorkerJoined
     | WorkerLeft
     | WorkerDisconnected
@@ -125,6 +154,27 @@ class SendRefusal:
     code: Code
     message: str
     retry_after_s: float | None = None
+    breaches: tuple[QuotaBreach, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SendLease:
+    """What a request may use in all; None: not bounded."""
+
+    router_id: RouterId
+    session: int
+    request_id: RequestId
+    tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class SendLeaseRefusal:
+    router_id: RouterId
+    session: int
+    request_id: RequestId
+    message: str
+    retry_after_s: float | None
+    breaches: tuple[QuotaBreach, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,4 +190,4 @@ class Dropped:
     request: QueuedRequest
 
 
-Command = SendGrant | SendRefusal | SendPrefetch | Dropped
+Command = SendGrant | SendRefusal | SendLease | SendLeaseRefusal | SendPrefetch | Dropped

@@ -6,12 +6,13 @@ import math
 
 from manylora.v1 import admin_pb2, common_pb2, scheduler_pb2, worker_pb2
 from manylora_shared.adapter_files import is_uid
-from manylora_shared.errors import InvalidRequest
+from manylora_shared.errors import InvalidRequest, QuotaBreach
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId
 
 from manylora_scheduler.core import FlowView
-from manylora_scheduler.events import SendGrant, SendRefusal
+from manylora_scheduler.events import HeldLease, SendGrant, SendLease, SendLeaseRefusal, SendRefusal
 from manylora_scheduler.fleet import FlowTokens, Residency, StartedRequest, WorkerReport, WorkerView
+from manylora_scheduler.quota import QuotaView
 from manylora_scheduler.request import FlowKey, QueuedRequest
 
 MAX_ID_LENGTH = 256
@@ -113,7 +114,53 @@ def refusal_message(refusal: SendRefusal) -> scheduler_pb2.ScheduleResponse:
             code=int(refusal.code),
             message=refusal.message,
             retry_after_s=refusal.retry_after_s,
+            breaches=[_breach(breach) for breach in refusal.breaches],
         )
+    )
+
+
+def held_lease(message: scheduler_pb2.HeldLease) -> HeldLease:
+    """Raises InvalidRequest."""
+    for name, value in (("request_id", message.request_id), ("tenant_id", message.tenant_id)):
+        if not 1 <= len(value) <= MAX_ID_LENGTH:
+            raise InvalidRequest.of(f"hello.leases.{name}", f"must have 1 to {MAX_ID_LENGTH} characters")
+    return HeldLease(
+        request_id=RequestId(message.request_id),
+        flow=flow_key(message.tenant_id, message.qos_class),
+        tokens=message.tokens if message.HasField("tokens") else None,
+        max_tokens=message.max_tokens,
+    )
+
+
+def lease_message(lease: SendLease | SendLeaseRefusal) -> scheduler_pb2.ScheduleResponse:
+    if isinstance(lease, SendLease):
+        return scheduler_pb2.ScheduleResponse(
+            lease=scheduler_pb2.Lease(request_id=lease.request_id, tokens=lease.tokens)
+        )
+    return scheduler_pb2.ScheduleResponse(
+        lease_refused=scheduler_pb2.LeaseRefused(
+            request_id=lease.request_id,
+            message=lease.message,
+            retry_after_s=lease.retry_after_s,
+            breaches=[_breach(breach) for breach in lease.breaches],
+        )
+    )
+
+
+def quota_status(view: QuotaView) -> admin_pb2.QuotaStatus:
+    return admin_pb2.QuotaStatus(
+        tenant_id=view.flow.tenant_id,
+        qos_class=_QOS_NUMBERS[view.flow.qos_class],
+        requests=view.requests,
+        leased_tokens=view.leased_tokens,
+        settled_tokens=view.settled_tokens,
+        level_tokens=view.level_tokens,
+    )
+
+
+def _breach(breach: QuotaBreach) -> scheduler_pb2.QuotaBreach:
+    return scheduler_pb2.QuotaBreach(
+        quota=breach.quota, tenant_id=breach.tenant_id, limit=breach.limit, description=breach.description
     )
 
 

@@ -15,8 +15,8 @@ from manylora_shared.ids import RequestId, RouterId, WorkerId
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import ServerCall, Service
 
-from manylora_scheduler.events import Enqueued, GrantClosed, Withdrawn
-from manylora_scheduler.messages import MAX_ID_LENGTH, queued_request
+from manylora_scheduler.events import Enqueued, GrantClosed, LeaseWanted, Settled, Withdrawn
+from manylora_scheduler.messages import MAX_ID_LENGTH, held_lease, queued_request
 from manylora_scheduler.term import RouterLine, Term
 
 _DESCRIPTOR = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
@@ -51,9 +51,10 @@ class SchedulerServicer:
         router_id = first.hello.router_id
         if not first.HasField("hello") or not 1 <= len(router_id) <= MAX_ID_LENGTH:
             raise InvalidRequest.of("hello", f"must come first, with a router_id of 1 to {MAX_ID_LENGTH} characters")
+        leases = tuple(held_lease(lease) for lease in first.hello.leases)
         if not term.is_leading:
             raise _not_leading()
-        line = term.connect_router(RouterId(router_id))
+        line = term.connect_router(RouterId(router_id), leases)
         reader = asyncio.create_task(self._read_all(term, line, requests), name=f"router {router_id}")
         try:
             yield scheduler_pb2.ScheduleResponse(hello=scheduler_pb2.SchedulerHello(epoch=term.epoch))
@@ -97,6 +98,12 @@ class SchedulerServicer:
                         reached_worker=closed.reached_worker,
                     )
                 )
+            case "lease_wanted":
+                request_id = RequestId(message.lease_wanted.request_id)
+                term.post(LeaseWanted(line.session, line.router_id, request_id))
+            case "settled":
+                settled = message.settled
+                term.post(Settled(line.router_id, RequestId(settled.request_id), settled.tokens))
             case other:
                 raise InvalidRequest.of("event", f"{other or 'nothing'} is not expected here")
 

@@ -30,17 +30,28 @@ from manylora_scheduler.events import (
     Command,
     Dropped,
     Event,
+    HeldLease,
     PolicyChanged,
     RouterConnected,
     RouterDisconnected,
     SendGrant,
+    SendLease,
+    SendLeaseRefusal,
     SendPrefetch,
     SendRefusal,
     Tick,
     WorkerJoined,
     WorkerLeft,
 )
-from manylora_scheduler.messages import flow_status, grant_message, refusal_message, worker_status
+from manylora_scheduler.messages import (
+    flow_status,
+    grant_message,
+    lease_message,
+    quota_status,
+    refusal_message,
+    worker_status,
+)
+from manylora_scheduler.quota import QuotaGate
 from manylora_scheduler.request import QueuedRequest
 from manylora_scheduler.succession import ClockSnapshot
 
@@ -123,6 +134,7 @@ class Term:
         self._loop = asyncio.get_running_loop()
         self.core = Core(limits, predecessor)
         self._clock = clock
+        self.quotas = QuotaGate(self.core, self._loop.time())
         self._routers: dict[RouterId, RouterLine] = {}
         self._workers: dict[WorkerId, WorkerLine] = {}
         self._ending: dict[asyncio.Task[None], None] = {}
@@ -155,7 +167,7 @@ class Term:
         if self._closed or not self._is_leading(now):
             return
         began_ns = self._telemetry.now_ns()
-        for command in self.core.apply(event, now):
+        for command in self.quotas.apply(event, now):
             self._send(command, began_ns)
         self._set_timer()
 
@@ -185,7 +197,7 @@ class Term:
 
     # ---- routers
 
-    def connect_router(self, router_id: RouterId) -> RouterLine:
+    def connect_router(self, router_id: RouterId, leases: tuple[HeldLease, ...] = ()) -> RouterLine:
         """A new stream of a router; an earlier one that is not over yet is ended."""
         line = RouterLine(router_id, self._next_session)
         self._next_session += 1
@@ -193,7 +205,9 @@ class Term:
         if before is not None:
             before.close(ServiceUnavailable("another stream of this router took over"))
         self._routers[router_id] = line
-        self.post(RouterConnected(router_id, line.session))
+        for tenant_id in dict.fromkeys(lease.flow.tenant_id for lease in leases):
+            self.learn_tenant(tenant_id)
+        self.post(RouterConnected(router_id, line.session, leases))
         return line
 
     def disconnect_router(self, line: RouterLine) -> None:
@@ -218,8 +232,9 @@ class Term:
             try:
                 policy = parse_policy(text)
             except InvalidRequest as e:
-                # Routers refuse the tenant for it; what is queued goes on by the default weights.
+                # What was in force stays in force; where nothing was, routers refuse the tenant.
                 _LOG.error("a stored policy cannot be read", extra=fields(tenant=tenant_id, error=str(e)))
+                return
         self.post(PolicyChanged(tenant_id, policy))
 
     # ---- workers
@@ -292,7 +307,8 @@ class Term:
 
     def scheduler_status(self, address: str) -> admin_pb2.SchedulerStatus:
         flows = [flow_status(view) for view in self.core.flow_views()]
-        return admin_pb2.SchedulerStatus(reachable=True, address=address, epoch=self.epoch, flows=flows)
+        quotas = [quota_status(view) for view in self.quotas.authority.views(self._loop.time())]
+        return admin_pb2.SchedulerStatus(reachable=True, address=address, epoch=self.epoch, flows=flows, quotas=quotas)
 
     def worker_statuses(self) -> list[admin_pb2.WorkerStatus]:
         return [worker_status(view) for view in self.core.workers]
@@ -300,7 +316,7 @@ class Term:
     # ---- the inside
 
     def _set_timer(self) -> None:
-        at = self.core.next_wakeup()
+        at = self.quotas.next_wakeup()
         if self._timer is not None:
             if not self._timer.cancelled() and self._timer.when() == at:
                 return
@@ -321,6 +337,10 @@ class Term:
             case SendRefusal():
                 self._trace_end(command.request, command.code, command.message)
                 self._send_to_router(command, refusal_message(command))
+            case SendLease() | SendLeaseRefusal():
+                line = self._routers.get(command.router_id)
+                if line is not None and line.session == command.session:
+                    line.send(lease_message(command))
             case SendPrefetch():
                 worker = self._workers.get(command.worker_id)
                 if worker is not None:

@@ -13,7 +13,7 @@ import signal
 import sys
 
 from manylora_shared import logs
-from manylora_shared.config import is_loopback, load
+from manylora_shared.config import load
 from manylora_shared.service_main import Parts, serve
 
 from manylora_worker import engines
@@ -40,8 +40,6 @@ async def build(config: WorkerConfig, runtime: Runtime, validator: AdapterValida
 def main() -> None:
     config = load(WorkerConfig)
     logs.setup("worker", config.log_level, instance_id=config.worker_id)
-    if not is_loopback(config.listen):
-        _LOG.warning("--insecure: %s can be reached by others and callers are not authenticated", config.listen)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))  # while the model is loaded there is nothing to end in order
     try:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from manylora_shared.coordination.base import Store
 from manylora_shared.coordination.records import WorkerRecord
 from manylora_shared.logs import fields
+from manylora_shared.peers import PeerSecret, guarded
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import Server, Transport
 
@@ -45,6 +46,8 @@ class WorkerApp:
         self._config = config
         self._transport = transport
         self._store = store
+        self._rng = rng
+        self._peer_secret = PeerSecret()
         self._runtime = runtime
         self._servicer = WorkerServicer(
             runtime, validate, telemetry, worker_id=self.worker_id, sequence_slots=config.sequence_slots
@@ -67,7 +70,9 @@ class WorkerApp:
     async def start(self) -> None:
         """Returns when the worker serves and is registered."""
         self._runtime.start()
-        self._server = await self._transport.serve(self._config.listen, [self._servicer.service()])
+        services = [guarded(self._servicer.service(), self._peer_secret)]
+        self._server = await self._transport.serve(self._config.listen, services)
+        await self._peer_secret.load(self._store, self._rng.getrandbits)
         self._registration = Registration(self._store, self._record(), lease_ttl_s=self._config.lease_ttl_s)
         await self._registration.start()
         if self._runtime.view.failure is None:

@@ -17,7 +17,6 @@ class WorkerConfig:
 
     listen: str = field(default="127.0.0.1:0", metadata={"help": "host:port to serve on; port 0: any free one"})
     advertise: str = field(default="", metadata={"help": "host:port that others dial; empty: the bound one"})
-    insecure: bool = field(default=False, metadata={"help": "serve beyond this machine without authentication"})
     etcd: str = field(default="127.0.0.1:2379", metadata={"help": "etcd's endpoints, comma-separated host:port"})
     lease_ttl_s: int = field(default=2, metadata={"help": "how long others take a silent worker for alive"})
     worker_id: str = field(default="", metadata={"help": "this worker's name; empty: drawn"})
@@ -53,7 +52,7 @@ class WorkerConfig:
     trace_file: str = field(default="", metadata={"help": "file to append traces to, one JSON object a line"})
 
     def __post_init__(self) -> None:
-        check_listen(self.listen, insecure=self.insecure)
+        check_listen(self.listen)
         if self.listen.rpartition(":")[0] in _ANY_HOST and not self.advertise:
             raise ConfigError(f"--advertise: must be set, for nobody can dial {self.listen}")
         if self.engine == "torch" and not self.model:

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
-from manylora.cli.output import print_json, print_table, stderr_console, write
-from manylora.client import AdapterInfo, Client
+from manylora.cli.output import Target, print_json, print_table, stderr_console, write
+from manylora.client import AdapterInfo
 from manylora.client.aio import Progress
 
 STORE_PREFIX = "store:"
 
 
-async def add(server: str, tenant: str, name: str, path: str, *, as_json: bool) -> None:
-    async with Client(server) as client:
+async def add(target: Target, tenant: str, name: str, path: str, *, as_json: bool) -> None:
+    async with target.client() as client:
         if path.startswith(STORE_PREFIX):
             added = await client.adapters.add_from_store(tenant, name, path.removeprefix(STORE_PREFIX))
         else:
@@ -26,8 +26,8 @@ async def add(server: str, tenant: str, name: str, path: str, *, as_json: bool) 
         write(f"{added.tenant_id}/{added.name}: added, version {added.version}, rank {added.max_lora_rank}\n")
 
 
-async def list_all(server: str, tenant: str, *, as_json: bool) -> None:
-    async with Client(server) as client:
+async def list_all(target: Target, tenant: str, *, as_json: bool) -> None:
+    async with target.client() as client:
         adapters = await client.adapters.list(tenant)
     if as_json:
         print_json({"adapters": adapters})
@@ -36,8 +36,8 @@ async def list_all(server: str, tenant: str, *, as_json: bool) -> None:
         print_table(columns, [_row(a) for a in adapters], empty="there are no adapters")
 
 
-async def remove(server: str, tenant: str, name: str, *, as_json: bool) -> None:
-    async with Client(server) as client:
+async def remove(target: Target, tenant: str, name: str, *, as_json: bool) -> None:
+    async with target.client() as client:
         await client.adapters.remove(tenant, name)
     if as_json:
         print_json({"tenant_id": tenant, "name": name, "removed": True})

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from manylora.cli.output import run, usage_error
+from manylora.cli.output import connect, run, usage_error
 
 DEFAULT_SERVER = "127.0.0.1:7070"
 DEFAULT_PORT = 7070
@@ -21,8 +21,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 tenant_app = typer.Typer(help="Tenants and their policies.", no_args_is_help=True)
+key_app = typer.Typer(help="API keys: who may call, and for whom.", no_args_is_help=True)
 adapter_app = typer.Typer(help="Adapters in tenants' namespaces.", no_args_is_help=True)
 app.add_typer(tenant_app, name="tenant")
+app.add_typer(key_app, name="key")
 app.add_typer(adapter_app, name="adapter")
 
 
@@ -37,7 +39,25 @@ class Quantization(enum.StrEnum):
     NF4 = "nf4"
 
 
+class KeyScope(enum.StrEnum):
+    GENERATE = "generate"
+    ADMIN = "admin"
+    GATEWAY = "gateway"
+    OPERATOR = "operator"
+
+
 Server = Annotated[str, typer.Option(envvar="MANYLORA_SERVER", metavar="HOST:PORT", help="The router to talk to.")]
+Key = Annotated[
+    str | None,
+    typer.Option(
+        "--key",
+        envvar="MANYLORA_KEY",
+        show_envvar=True,
+        metavar="KEY",
+        help="The API key (in the environment others cannot see it); "
+        "default: the operator's of the local cluster at that address.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="The result as one JSON document on stdout.")]
 Tenant = Annotated[str, typer.Option("--tenant", help="The tenant.")]
 
@@ -106,8 +126,8 @@ def demo(as_json: Json = False) -> None:
 
 @app.command()
 def generate(
-    tenant: Tenant,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; `-` reads it from stdin.")] = None,
+    tenant: Annotated[str, typer.Option(help="The tenant; a key that is bound to one needs no other.")] = "",
     adapter: Annotated[str, typer.Option(help="The adapter's name; without one the base model answers.")] = "",
     qos_class: Annotated[
         ServiceClass | None, typer.Option("--class", help="Service class; default: the router's.")
@@ -121,6 +141,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
     as_json: Json = False,
     server: Server = DEFAULT_SERVER,
+    key: Key = None,
 ) -> None:
     """Stream one continuation. With --json it streams to stderr and ends with one object on stdout."""
     if (prompt is None) == (token_ids is None):
@@ -129,7 +150,7 @@ def generate(
 
     run(
         generation.generate(
-            server,
+            connect(server, key),
             generation.read_prompt(prompt) if prompt is not None else _token_ids(token_ids or ""),
             tenant=tenant,
             adapter=adapter,
@@ -147,41 +168,114 @@ def generate(
 @tenant_app.command("apply")
 def tenant_apply(
     file: Annotated[Path, typer.Argument(help="YAML, one policy a document; `-` reads stdin.", allow_dash=True)],
+    expect_version: Annotated[
+        int | None,
+        typer.Option(min=0, help="Only if the tenant is at this version; 0: only if there is no such tenant."),
+    ] = None,
     as_json: Json = False,
     server: Server = DEFAULT_SERVER,
+    key: Key = None,
 ) -> None:
     """Create or replace tenants from policy documents, in their order; stops at the first that is refused."""
     from manylora.cli import tenants
 
-    run(tenants.apply(server, file, as_json=as_json), as_json=as_json)
+    run(tenants.apply(connect(server, key), file, expect_version, as_json=as_json), as_json=as_json)
+
+
+@tenant_app.command("diff")
+def tenant_diff(
+    file: Annotated[Path, typer.Argument(help="YAML, one policy a document; `-` reads stdin.", allow_dash=True)],
+    as_json: Json = False,
+    server: Server = DEFAULT_SERVER,
+    key: Key = None,
+) -> None:
+    """Show what `apply` would change, and change nothing."""
+    from manylora.cli import tenants
+
+    run(tenants.diff(connect(server, key), file, as_json=as_json), as_json=as_json)
 
 
 @tenant_app.command("get")
 def tenant_get(
-    tenant_id: Annotated[str, typer.Argument(metavar="TENANT")], as_json: Json = False, server: Server = DEFAULT_SERVER
+    tenant_id: Annotated[str, typer.Argument(metavar="TENANT")],
+    as_json: Json = False,
+    server: Server = DEFAULT_SERVER,
+    key: Key = None,
 ) -> None:
     """Print a tenant's policy."""
     from manylora.cli import tenants
 
-    run(tenants.get(server, tenant_id, as_json=as_json), as_json=as_json)
+    run(tenants.get(connect(server, key), tenant_id, as_json=as_json), as_json=as_json)
 
 
 @tenant_app.command("list")
-def tenant_list(as_json: Json = False, server: Server = DEFAULT_SERVER) -> None:
+def tenant_list(as_json: Json = False, server: Server = DEFAULT_SERVER, key: Key = None) -> None:
     """List all tenants."""
     from manylora.cli import tenants
 
-    run(tenants.list_all(server, as_json=as_json), as_json=as_json)
+    run(tenants.list_all(connect(server, key), as_json=as_json), as_json=as_json)
 
 
 @tenant_app.command("delete")
 def tenant_delete(
-    tenant_id: Annotated[str, typer.Argument(metavar="TENANT")], as_json: Json = False, server: Server = DEFAULT_SERVER
+    tenant_id: Annotated[str, typer.Argument(metavar="TENANT")],
+    as_json: Json = False,
+    server: Server = DEFAULT_SERVER,
+    key: Key = None,
 ) -> None:
     """Remove a tenant and its adapters."""
     from manylora.cli import tenants
 
-    run(tenants.delete(server, tenant_id, as_json=as_json), as_json=as_json)
+    run(tenants.delete(connect(server, key), tenant_id, as_json=as_json), as_json=as_json)
+
+
+@key_app.command("create")
+def key_create(
+    tenant: Annotated[
+        str, typer.Option(help="The tenant that the key is bound to; without one it is the cluster's.")
+    ] = "",
+    scope: Annotated[
+        list[KeyScope] | None,
+        typer.Option(help="May be repeated; default: generate with --tenant. gateway and operator are without one."),
+    ] = None,
+    name: Annotated[str, typer.Option(help="What you call it.")] = "",
+    as_json: Json = False,
+    server: Server = DEFAULT_SERVER,
+    key: Key = None,
+) -> None:
+    """Make an API key. It is shown once, on stdout, and kept nowhere."""
+    from manylora.cli import keys
+
+    if not scope and not tenant:
+        raise usage_error("give --tenant, or --scope gateway or --scope operator")
+    scopes = [each.value for each in scope] if scope else [KeyScope.GENERATE.value]
+    run(keys.create(connect(server, key), scopes, tenant, name, as_json=as_json), as_json=as_json)
+
+
+@key_app.command("list")
+def key_list(
+    tenant: Annotated[str, typer.Option(help="Only those bound to this tenant.")] = "",
+    as_json: Json = False,
+    server: Server = DEFAULT_SERVER,
+    key: Key = None,
+) -> None:
+    """List keys by their ids, revoked ones too."""
+    from manylora.cli import keys
+
+    run(keys.list_all(connect(server, key), tenant, as_json=as_json), as_json=as_json)
+
+
+@key_app.command("revoke")
+def key_revoke(
+    key_id: Annotated[str, typer.Argument(metavar="KEY_ID")],
+    as_json: Json = False,
+    server: Server = DEFAULT_SERVER,
+    key: Key = None,
+) -> None:
+    """Revoke a key: new requests with it are refused at once, requests in flight go on."""
+    from manylora.cli import keys
+
+    run(keys.revoke(connect(server, key), key_id, as_json=as_json), as_json=as_json)
 
 
 @adapter_app.command("add")
@@ -193,11 +287,12 @@ def adapter_add(
     tenant: Tenant,
     as_json: Json = False,
     server: Server = DEFAULT_SERVER,
+    key: Key = None,
 ) -> None:
     """Upload, check and register an adapter."""
     from manylora.cli import adapters
 
-    run(adapters.add(server, tenant, name, path, as_json=as_json), as_json=as_json)
+    run(adapters.add(connect(server, key), tenant, name, path, as_json=as_json), as_json=as_json)
 
 
 @adapter_app.command("list")
@@ -205,29 +300,34 @@ def adapter_list(
     tenant: Annotated[str, typer.Option(help="Only this tenant's.")] = "",
     as_json: Json = False,
     server: Server = DEFAULT_SERVER,
+    key: Key = None,
 ) -> None:
     """List adapters."""
     from manylora.cli import adapters
 
-    run(adapters.list_all(server, tenant, as_json=as_json), as_json=as_json)
+    run(adapters.list_all(connect(server, key), tenant, as_json=as_json), as_json=as_json)
 
 
 @adapter_app.command("remove")
 def adapter_remove(
-    name: Annotated[str, typer.Argument()], tenant: Tenant, as_json: Json = False, server: Server = DEFAULT_SERVER
+    name: Annotated[str, typer.Argument()],
+    tenant: Tenant,
+    as_json: Json = False,
+    server: Server = DEFAULT_SERVER,
+    key: Key = None,
 ) -> None:
     """Remove an adapter's name; requests in flight end as they would have."""
     from manylora.cli import adapters
 
-    run(adapters.remove(server, tenant, name, as_json=as_json), as_json=as_json)
+    run(adapters.remove(connect(server, key), tenant, name, as_json=as_json), as_json=as_json)
 
 
 @app.command()
-def status(as_json: Json = False, server: Server = DEFAULT_SERVER) -> None:
+def status(as_json: Json = False, server: Server = DEFAULT_SERVER, key: Key = None) -> None:
     """Show the cluster: workers, routers, scheduler, flows."""
     from manylora.cli import overview
 
-    run(overview.show(server, as_json=as_json), as_json=as_json)
+    run(overview.show(connect(server, key), as_json=as_json), as_json=as_json)
 
 
 def _token_ids(text: str) -> list[int]:

@@ -25,6 +25,7 @@ from manylora.cli.output import (
 )
 from manylora.cli.tenants import apply_documents, read_file
 from manylora.client import Client
+from manylora.client.credentials import read_key
 from manylora.demo import BASE_FOLDER, BASE_NAME, measure
 from manylora.local_cluster import ClusterFailed, ClusterOptions, LocalCluster
 
@@ -61,7 +62,7 @@ async def up(options: ClusterOptions, tenants_file: Path | None) -> None:
         await _start(cluster)
         try:
             if tenants_file is not None:
-                async with Client(cluster.router) as client:
+                async with _client(cluster) as client:
                     for tenant in await apply_documents(client, str(tenants_file), policies):
                         say(f"tenant {tenant['tenant_id']}: version {tenant['version']}")
             print_json(cluster.describe())
@@ -105,10 +106,14 @@ async def demo(*, as_json: bool) -> None:
 async def _run_demo(cluster: LocalCluster) -> measure.Report:
     from manylora.demo.view import showing
 
-    async with Client(cluster.router) as client:
+    async with _client(cluster) as client:
         versions = await measure.set_up(client)
         with showing(stderr_console(), measure.TENANTS) as view:
             return await measure.run(client, view, versions)
+
+
+def _client(cluster: LocalCluster) -> Client:
+    return Client(cluster.router, key=read_key(cluster.key_file))
 
 
 def _show_report(report: measure.Report, *, as_json: bool) -> None:

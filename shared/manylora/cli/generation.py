@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import typer
 
-from manylora.cli.output import EXIT_FAILED, print_json, report, say, write
-from manylora.client import Client, Delta, RequestFailed, Result, Sampling
+from manylora.cli.output import EXIT_FAILED, Target, print_json, report, say, write
+from manylora.client import Delta, RequestFailed, Result, Sampling
 
 
 def read_prompt(argument: str) -> str:
@@ -16,7 +16,7 @@ def read_prompt(argument: str) -> str:
 
 
 async def generate(
-    server: str,
+    target: Target,
     prompt: str | Sequence[int],
     *,
     tenant: str,
@@ -30,7 +30,7 @@ async def generate(
 ) -> None:
     sampling = Sampling(temperature=temperature, seed=seed)
     async with (
-        Client(server, tenant=tenant) as client,
+        target.client(tenant=tenant) as client,
         client.generate(
             prompt, adapter=adapter, qos_class=qos_class, max_tokens=max_tokens, sampling=sampling, stop=stop
         ) as stream,

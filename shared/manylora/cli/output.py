@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -14,7 +15,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from manylora.client import RequestFailed
+    from manylora.client import Client, RequestFailed
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -63,6 +64,26 @@ def print_table(
     if not console.is_terminal:
         console.width = PIPE_COLUMNS
     console.print(table)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The router that a command talks to, and the key that it presents; None: the one that the client finds."""
+
+    server: str
+    key: str | None
+
+    def client(self, *, tenant: str = "") -> Client:
+        from manylora.client import Client
+
+        try:
+            return Client(self.server, key=self.key, tenant=tenant)
+        except OSError as error:
+            raise usage_error(f"the key of the cluster at {self.server} cannot be read: {error}") from None
+
+
+def connect(server: str, key: str | None) -> Target:
+    return Target(server, key or None)
 
 
 def usage_error(message: str) -> typer.Exit:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from manylora.cli.output import print_json, print_table, write
-from manylora.client import Client, ClusterStatus, WorkerStatus
+from manylora.cli.output import Target, print_json, print_table, write
+from manylora.client import ClusterStatus, WorkerStatus
 
 
-async def show(server: str, *, as_json: bool) -> None:
-    async with Client(server) as client:
+async def show(target: Target, *, as_json: bool) -> None:
+    async with target.client() as client:
         status = await client.status()
     if as_json:
         print_json(status)
@@ -30,6 +30,14 @@ def _print(status: ClusterStatus) -> None:
             for f in scheduler.flows
         ]
         print_table(("tenant", "class", "queued", "running", "oldest wait", "served cost"), flows, empty="")
+
+    if any(quota.level_tokens is not None for quota in scheduler.quotas):
+        quotas = [
+            (q.tenant_id, q.qos_class, q.requests, q.leased_tokens, q.settled_tokens, q.level_tokens)
+            for q in scheduler.quotas
+            if q.level_tokens is not None
+        ]
+        print_table(("tenant", "class", "requests", "leased", "settled", "tokens left"), quotas, empty="")
 
 
 def _worker_row(worker: WorkerStatus) -> tuple[object, ...]:

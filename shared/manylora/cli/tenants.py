@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,8 @@ from pathlib import Path
 import typer
 import yaml
 
-from manylora.cli.output import EXIT_FAILED, print_json, print_table, report, usage_error, write
-from manylora.client import Client, RequestFailed
+from manylora.cli.output import EXIT_FAILED, Target, print_json, print_table, report, say, usage_error, write
+from manylora.client import Client, PolicyChange, RequestFailed
 
 
 @dataclass(frozen=True)
@@ -46,20 +47,31 @@ def _is_empty(text: str) -> bool:
     return not content or (len(content) == 1 and isinstance(content[0], yaml.ScalarEvent) and content[0].value == "")
 
 
-async def apply_documents(client: Client, source: str, text: str) -> list[dict[str, object]]:
+async def apply_documents(
+    client: Client, source: str, text: str, expected_version: int | None = None
+) -> list[dict[str, object]]:
     """Applies all documents in order. A refusal ends it; its RequestFailed says which document of `source` it was."""
     applied: list[dict[str, object]] = []
+    documents = _documents(source, text)
+    for document in documents:
+        try:
+            tenant_id, version = await client.tenants.apply(document.text, expected_version=expected_version)
+        except RequestFailed as error:
+            raise _NotApplied(error, _place(source, document, documents), applied) from None
+        applied.append({"tenant_id": tenant_id, "version": version})
+    return applied
+
+
+def _documents(source: str, text: str) -> list[PolicyDocument]:
     documents = split_documents(text)
     if not documents:
         raise RequestFailed("INVALID_ARGUMENT", f"{source}: has no policy document")
-    for document in documents:
-        try:
-            tenant_id, version = await client.tenants.apply(document.text)
-        except RequestFailed as error:
-            place = f"{source}: " if len(documents) == 1 else f"{source}, document from line {document.first_line}: "
-            raise _NotApplied(error, place, applied) from None
-        applied.append({"tenant_id": tenant_id, "version": version})
-    return applied
+    return documents
+
+
+def _place(source: str, document: PolicyDocument, documents: list[PolicyDocument]) -> str:
+    """Before the message of a refusal: which document it was. Lines in the message count from the document's first."""
+    return f"{source}: " if len(documents) == 1 else f"{source}, document from line {document.first_line}: "
 
 
 def read_file(file: Path) -> str:
@@ -70,12 +82,14 @@ def read_file(file: Path) -> str:
         raise usage_error(f"{file}: cannot be read: {error}") from None
 
 
-async def apply(server: str, file: Path, *, as_json: bool) -> None:
+async def apply(target: Target, file: Path, expected_version: int | None, *, as_json: bool) -> None:
     source = "stdin" if str(file) == "-" else str(file)
     text = read_file(file)
-    async with Client(server) as client:
+    if expected_version is not None and len(split_documents(text)) > 1:
+        raise usage_error("--expect-version is for a file of one document")
+    async with target.client() as client:
         try:
-            applied = await apply_documents(client, source, text)
+            applied = await apply_documents(client, source, text, expected_version)
         except _NotApplied as error:
             if not as_json:
                 _show_applied(error.applied, as_json=False)
@@ -84,8 +98,50 @@ async def apply(server: str, file: Path, *, as_json: bool) -> None:
     _show_applied(applied, as_json=as_json)
 
 
-async def get(server: str, tenant_id: str, *, as_json: bool) -> None:
-    async with Client(server) as client:
+async def diff(target: Target, file: Path, *, as_json: bool) -> None:
+    """What `apply` would change, a unified diff for each tenant that it would. Nothing is changed."""
+    source = "stdin" if str(file) == "-" else str(file)
+    documents = _documents(source, read_file(file))
+    changes: list[PolicyChange] = []
+    async with target.client() as client:
+        for document in documents:
+            try:
+                changes.append(await client.tenants.diff(document.text))
+            except RequestFailed as error:
+                raise _NotApplied(error, _place(source, document, documents), []) from None
+    if as_json:
+        print_json({"changes": [_change(change) for change in changes]})
+        return
+    for change in changes:
+        if change.is_empty:
+            say(f"{change.tenant_id}: no change, version {change.version}")
+        else:
+            write("".join(_diff_lines(change)))
+
+
+def _change(change: PolicyChange) -> dict[str, object]:
+    return {
+        "tenant_id": change.tenant_id,
+        "version": change.version,
+        "changed": not change.is_empty,
+        "diff": "".join(_diff_lines(change)),
+    }
+
+
+def _diff_lines(change: PolicyChange) -> list[str]:
+    before = f"{change.tenant_id} (version {change.version})" if change.version else "/dev/null"
+    return list(
+        difflib.unified_diff(
+            change.previous_policy_yaml.splitlines(keepends=True),
+            change.policy_yaml.splitlines(keepends=True),
+            before,
+            f"{change.tenant_id} (as it would be)",
+        )
+    )
+
+
+async def get(target: Target, tenant_id: str, *, as_json: bool) -> None:
+    async with target.client() as client:
         tenant = await client.tenants.get(tenant_id)
     if as_json:
         print_json(tenant)
@@ -93,8 +149,8 @@ async def get(server: str, tenant_id: str, *, as_json: bool) -> None:
         write(tenant.policy_yaml)
 
 
-async def list_all(server: str, *, as_json: bool) -> None:
-    async with Client(server) as client:
+async def list_all(target: Target, *, as_json: bool) -> None:
+    async with target.client() as client:
         tenants = await client.tenants.list()
     if as_json:
         print_json(
@@ -105,8 +161,8 @@ async def list_all(server: str, *, as_json: bool) -> None:
         print_table(("tenant", "version", "adapters"), rows, empty="there are no tenants")
 
 
-async def delete(server: str, tenant_id: str, *, as_json: bool) -> None:
-    async with Client(server) as client:
+async def delete(target: Target, tenant_id: str, *, as_json: bool) -> None:
+    async with target.client() as client:
         removed_adapters = await client.tenants.delete(tenant_id)
     if as_json:
         print_json({"tenant_id": tenant_id, "removed_adapters": removed_adapters})

@@ -6,13 +6,15 @@
                 ...
         result = await client.complete("do:ab3=", adapter="upper")
 
+A key is taken from MANYLORA_KEY or from the local cluster at the address, where the client is given none.
+
 Every failure of a request is a `RequestFailed` with the status's code, message, field violations and retry hint. The
 client holds one connection and no other state: it may be shared by any number of tasks (SyncClient: threads).
 """
 
 from manylora.client.aio import Client, GenerateStream
 from manylora.client.folder import AdapterFolder
-from manylora.client.retry import DEFAULT_RETRY, RetryPolicy
+from manylora.client.retry import DEFAULT_RETRY, RetryBudget, RetryPolicy
 from manylora.client.sync import SyncClient, SyncGenerateStream
 from manylora.client.types import (
     AdapterInfo,
@@ -23,8 +25,12 @@ from manylora.client.types import (
     FieldViolation,
     Finished,
     FlowStatus,
+    KeyInfo,
     Models,
+    PolicyChange,
     PositionLogprobs,
+    QuotaBreach,
+    QuotaStatus,
     RequestFailed,
     Result,
     RouterStatus,
@@ -50,10 +56,15 @@ __all__ = [
     "Finished",
     "FlowStatus",
     "GenerateStream",
+    "KeyInfo",
     "Models",
+    "PolicyChange",
     "PositionLogprobs",
+    "QuotaBreach",
+    "QuotaStatus",
     "RequestFailed",
     "Result",
+    "RetryBudget",
     "RetryPolicy",
     "RouterStatus",
     "Sampling",

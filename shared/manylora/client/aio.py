@@ -17,24 +17,30 @@ from typing import Any, Self
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from manylora_shared.errors import Code, RpcError
+from manylora_shared.identity import bearer
 from manylora_shared.transport.base import Channel, Method, Stream, Transport, methods_of
 from manylora_shared.transport.grpc_transport import GrpcTransport
 
+from manylora.client.credentials import find_key
 from manylora.client.folder import AdapterFolder
-from manylora.client.retry import DEFAULT_RETRY, RetryPolicy
+from manylora.client.retry import DEFAULT_RETRY, RetryBudget, RetryPolicy
 from manylora.client.types import (
     AdapterInfo,
     ClusterStatus,
     Collector,
     Event,
     FieldViolation,
+    KeyInfo,
     Models,
+    PolicyChange,
     RequestFailed,
     Result,
     Sampling,
     TenantInfo,
     adapter_from,
+    change_from,
     event_from,
+    key_from,
     models_from,
     status_from,
     tenant_from,
@@ -56,12 +62,27 @@ _HEALTH = methods_of(health_pb2.DESCRIPTOR.services_by_name["Health"])
 
 
 class _Caller:
-    """One connection, its retry policy and its randomness; shared by the client and its parts."""
+    """One connection, the key that its calls present, its retry policy and its randomness; shared by the client and
+    its parts."""
 
-    def __init__(self, channel: Channel, retry: RetryPolicy | None, rng: random.Random) -> None:
+    def __init__(self, channel: Channel, key: str, retry: RetryPolicy | None, rng: random.Random) -> None:
         self.channel = channel
+        self._credentials = _printable(bearer(key))
         self.retry = retry
+        self.budget = RetryBudget(retry or DEFAULT_RETRY)
         self.rng = rng
+
+    def stream(
+        self,
+        method: Method,
+        request: Message | None = None,
+        *,
+        timeout_s: float | None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> Stream:
+        return self.channel.stream(
+            method, request, timeout=timeout_s, metadata={**(metadata or {}), **self._credentials}
+        )
 
     async def wait_to_repeat(
         self, error: RpcError, attempt: int, deadline: float | None, *, repeatable: bool = True
@@ -69,6 +90,8 @@ class _Caller:
         """Sleeps until the next attempt; False (at once) where there shall be none."""
         delay_s = self.retry.delay_s(error, attempt, self.rng, repeatable=repeatable) if self.retry else None
         if delay_s is None or (deadline is not None and time.monotonic() + delay_s >= deadline):
+            return False
+        if not self.budget.spend():
             return False
         await asyncio.sleep(delay_s)
         return True
@@ -83,10 +106,12 @@ class _Caller:
         repeatable: bool = True,
     ) -> Any:
         deadline = _deadline(timeout_s)
+        sent = {**(metadata or {}), **self._credentials}
+        self.budget.on_call()
         attempt = 1
         while True:
             try:
-                return await self.channel.call(method, request, timeout=_left_s(deadline), metadata=metadata)
+                return await self.channel.call(method, request, timeout=_left_s(deadline), metadata=sent)
             except RpcError as error:
                 if not await self.wait_to_repeat(error, attempt, deadline, repeatable=repeatable):
                     raise RequestFailed.of(error) from None
@@ -166,11 +191,12 @@ class GenerateStream:
         return message
 
     async def _first(self) -> Any:
-        """The first frame, after as many attempts as the policy allows."""
+        """The first frame, after as many attempts as the policy and the client's budget allow."""
+        self._caller.budget.on_call()
         attempt = 1
         while True:
-            stream = self._caller.channel.stream(
-                _INFERENCE["Generate"], self._request, timeout=_left_s(self._deadline), metadata=self._metadata
+            stream = self._caller.stream(
+                _INFERENCE["Generate"], self._request, timeout_s=_left_s(self._deadline), metadata=self._metadata
             )
             self._stream = stream
             try:
@@ -187,11 +213,24 @@ class Tenants:
     def __init__(self, caller: _Caller) -> None:
         self._caller = caller
 
-    async def apply(self, policy_yaml: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[str, int]:
-        """Creates or replaces one tenant's policy (one YAML document). Returns its tenant id and version."""
-        request = admin_pb2.ApplyTenantRequest(policy_yaml=policy_yaml)
-        answer = await self._caller.call(_ADMIN["ApplyTenant"], request, timeout_s=timeout_s)
+    async def apply(
+        self, policy_yaml: str, *, expected_version: int | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> tuple[str, int]:
+        """Creates or replaces one tenant's policy (one YAML document). Returns its tenant id and version.
+
+        Args:
+            expected_version: the version that is to be replaced, 0: none; where another stands it fails with ABORTED.
+        """
+        request = admin_pb2.ApplyTenantRequest(policy_yaml=policy_yaml, expected_version=expected_version)
+        # A second try of an apply that was carried out would meet its own version.
+        repeatable = expected_version is None
+        answer = await self._caller.call(_ADMIN["ApplyTenant"], request, timeout_s=timeout_s, repeatable=repeatable)
         return answer.tenant_id, answer.version
+
+    async def diff(self, policy_yaml: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> PolicyChange:
+        """What applying the document would change. Checks it as `apply` does, and changes nothing."""
+        request = admin_pb2.ApplyTenantRequest(policy_yaml=policy_yaml, validate_only=True)
+        return change_from(await self._caller.call(_ADMIN["ApplyTenant"], request, timeout_s=timeout_s))
 
     async def get(self, tenant_id: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> TenantInfo:
         request = admin_pb2.GetTenantRequest(tenant_id=tenant_id)
@@ -206,6 +245,37 @@ class Tenants:
         request = admin_pb2.DeleteTenantRequest(tenant_id=tenant_id)
         answer = await self._caller.call(_ADMIN["DeleteTenant"], request, timeout_s=timeout_s, repeatable=False)
         return int(answer.removed_adapters)
+
+
+class Keys:
+    """API keys. Only an operator's key may call these."""
+
+    def __init__(self, caller: _Caller) -> None:
+        self._caller = caller
+
+    async def create(
+        self, scopes: Sequence[str], *, tenant: str = "", name: str = "", timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> tuple[str, KeyInfo]:
+        """A new key, which nothing will show again, and what is known of it.
+
+        Args:
+            scopes: generate, admin (with a tenant); gateway, operator (without one).
+            tenant: whom it is bound to; empty: nobody.
+            name: for people.
+        """
+        request = admin_pb2.CreateKeyRequest(tenant_id=tenant, scopes=scopes, name=name)
+        answer = await self._caller.call(_ADMIN["CreateKey"], request, timeout_s=timeout_s, repeatable=False)
+        return answer.key, key_from(answer.info)
+
+    async def list(self, tenant: str = "", *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[KeyInfo, ...]:
+        """All keys, revoked ones too, oldest first; with a tenant those bound to it."""
+        request = admin_pb2.ListKeysRequest(tenant_id=tenant)
+        answer = await self._caller.call(_ADMIN["ListKeys"], request, timeout_s=timeout_s)
+        return tuple(key_from(k) for k in answer.keys)
+
+    async def revoke(self, key_id: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> KeyInfo:
+        request = admin_pb2.RevokeKeyRequest(key_id=key_id)
+        return key_from((await self._caller.call(_ADMIN["RevokeKey"], request, timeout_s=timeout_s)).info)
 
 
 class Adapters:
@@ -252,7 +322,7 @@ class Adapters:
         on_progress: Progress | None,
         timeout_s: float,
     ) -> AdapterInfo:
-        stream = self._caller.channel.stream(_ADMIN["AddAdapter"], timeout=timeout_s)
+        stream = self._caller.stream(_ADMIN["AddAdapter"], timeout_s=timeout_s)
         try:
             for message, sent_bytes in _parts(header, folder):
                 await stream.write(message)
@@ -274,7 +344,10 @@ class Client:
 
     Args:
         server: `host:port`. It is dialled at the first call, and again by itself after a loss.
-        tenant: the tenant in whose name requests are sent, where a call names no other.
+        key: the API key that calls present; None: MANYLORA_KEY's, or the operator's key of the local cluster
+            (`manylora up`) that serves at this address; empty: none.
+        tenant: the tenant in whose name requests are sent, where a call names no other. Only a gateway's key needs it:
+            the others are bound to their tenant.
         retry: see RetryPolicy; None switches it off.
         transport: how to connect; the default speaks gRPC.
     """
@@ -283,14 +356,17 @@ class Client:
         self,
         server: str = DEFAULT_SERVER,
         *,
+        key: str | None = None,
         tenant: str = "",
         retry: RetryPolicy | None = DEFAULT_RETRY,
         transport: Transport | None = None,
     ) -> None:
         self.server = server
         self._tenant = tenant
-        self._caller = _Caller((transport or GrpcTransport()).connect(server), retry, random.Random())
+        credentials = find_key(server) if key is None else key
+        self._caller = _Caller((transport or GrpcTransport()).connect(server), credentials, retry, random.Random())
         self.tenants = Tenants(self._caller)
+        self.keys = Keys(self._caller)
         self.adapters = Adapters(self._caller)
 
     def generate(
@@ -424,7 +500,11 @@ def _metadata(
         "idempotency-key": idempotency_key,
         "traceparent": traceparent,
     }
-    sent = {key: value for key, value in values.items() if value}
+    return _printable({key: value for key, value in values.items() if value})
+
+
+def _printable(sent: dict[str, str]) -> dict[str, str]:
+    """Raises RequestFailed where metadata could not be sent as it is; the message repeats no value."""
     violations = [
         FieldViolation(key, "must be printable ASCII")
         for key, value in sent.items()

@@ -1,4 +1,5 @@
-"""When the client tries again by itself, and after how long. Pure: the jitter's source of randomness is passed in.
+"""When the client tries again by itself, how often in all, and after how long. Pure: the jitter's source of randomness
+is passed in.
 
 Only two failures are tried again, and only while nothing of the request was delivered: RESOURCE_EXHAUSTED with the
 server's own hint, and UNAVAILABLE (for calls that may safely happen twice). Everything else is the caller's to judge.
@@ -14,11 +15,14 @@ from manylora_shared.errors import Code, RpcError
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Exponential backoff with jitter, bounded in number and in each delay. `max_attempts` counts the first one."""
+    """Exponential backoff with jitter, bounded in number, in each delay, and over all calls of a client together.
+    `max_attempts` counts the first one; of the budget see RetryBudget."""
 
     max_attempts: int = 4
     base_delay_s: float = 0.1
     max_delay_s: float = 5.0
+    budget_ratio: float = 0.1
+    budget_attempts: float = 10.0
 
     def delay_s(self, error: RpcError, attempt: int, rng: random.Random, *, repeatable: bool = True) -> float | None:
         """How long to wait before the next attempt; None: do not try again.
@@ -35,6 +39,29 @@ class RetryPolicy:
         if error.code is Code.UNAVAILABLE and repeatable:
             return float(min(self.max_delay_s, self.base_delay_s * 2 ** (attempt - 1)) * rng.uniform(0.5, 1.0))
         return None
+
+
+class RetryBudget:
+    """Bounds the attempts that a client adds to its calls, so that clients do not keep an overload alive: each call
+    puts the policy's `budget_ratio` of an attempt in, each repetition takes a whole one out, and where there is none
+    the failure stands. It holds `budget_attempts` at most, and begins full, so that a few calls may repeat at once.
+    (Google's SRE book, "Handling Overload": per-client retry budget.)
+    """
+
+    def __init__(self, policy: RetryPolicy) -> None:
+        self._ratio = policy.budget_ratio
+        self._capacity = policy.budget_attempts
+        self._attempts = policy.budget_attempts
+
+    def on_call(self) -> None:
+        self._attempts = min(self._capacity, self._attempts + self._ratio)
+
+    def spend(self) -> bool:
+        """Whether one more attempt may be made; it counts as made."""
+        if self._attempts < 1.0:
+            return False
+        self._attempts -= 1.0
+        return True
 
 
 DEFAULT_RETRY = RetryPolicy()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -13,7 +13,7 @@ from manylora_shared.transport.base import Transport
 
 from manylora.client.aio import DEFAULT_SERVER, DEFAULT_TIMEOUT_S, Client, GenerateStream, Progress, Prompt
 from manylora.client.retry import DEFAULT_RETRY, RetryPolicy
-from manylora.client.types import AdapterInfo, ClusterStatus, Event, Models, Result, TenantInfo
+from manylora.client.types import AdapterInfo, ClusterStatus, Event, KeyInfo, Models, PolicyChange, Result, TenantInfo
 
 T = TypeVar("T")
 
@@ -89,8 +89,15 @@ class SyncTenants:
         self._thread = thread
         self._tenants = client.tenants
 
-    def apply(self, policy_yaml: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[str, int]:
-        return self._thread.run(self._tenants.apply(policy_yaml, timeout_s=timeout_s))
+    def apply(
+        self, policy_yaml: str, *, expected_version: int | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> tuple[str, int]:
+        return self._thread.run(
+            self._tenants.apply(policy_yaml, expected_version=expected_version, timeout_s=timeout_s)
+        )
+
+    def diff(self, policy_yaml: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> PolicyChange:
+        return self._thread.run(self._tenants.diff(policy_yaml, timeout_s=timeout_s))
 
     def get(self, tenant_id: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> TenantInfo:
         return self._thread.run(self._tenants.get(tenant_id, timeout_s=timeout_s))
@@ -100,6 +107,25 @@ class SyncTenants:
 
     def delete(self, tenant_id: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
         return self._thread.run(self._tenants.delete(tenant_id, timeout_s=timeout_s))
+
+
+class SyncKeys:
+    """See Keys."""
+
+    def __init__(self, thread: _LoopThread, client: Client) -> None:
+        self._thread = thread
+        self._keys = client.keys
+
+    def create(
+        self, scopes: Sequence[str], *, tenant: str = "", name: str = "", timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> tuple[str, KeyInfo]:
+        return self._thread.run(self._keys.create(scopes, tenant=tenant, name=name, timeout_s=timeout_s))
+
+    def list(self, tenant: str = "", *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[KeyInfo, ...]:
+        return self._thread.run(self._keys.list(tenant, timeout_s=timeout_s))
+
+    def revoke(self, key_id: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> KeyInfo:
+        return self._thread.run(self._keys.revoke(key_id, timeout_s=timeout_s))
 
 
 class SyncAdapters:
@@ -137,13 +163,15 @@ class SyncClient:
         self,
         server: str = DEFAULT_SERVER,
         *,
+        key: str | None = None,
         tenant: str = "",
         retry: RetryPolicy | None = DEFAULT_RETRY,
         transport: Transport | None = None,
     ) -> None:
         self._thread = _LoopThread()
-        self._client = self._thread.run(_connect(server, tenant, retry, transport))
+        self._client = self._thread.run(_connect(server, key, tenant, retry, transport))
         self.tenants = SyncTenants(self._thread, self._client)
+        self.keys = SyncKeys(self._thread, self._client)
         self.adapters = SyncAdapters(self._thread, self._client)
 
     def generate(self, prompt: Prompt, **options: Any) -> SyncGenerateStream:
@@ -177,8 +205,10 @@ class SyncClient:
         self.close()
 
 
-async def _connect(server: str, tenant: str, retry: RetryPolicy | None, transport: Transport | None) -> Client:
-    return Client(server, tenant=tenant, retry=retry, transport=transport)
+async def _connect(
+    server: str, key: str | None, tenant: str, retry: RetryPolicy | None, transport: Transport | None
+) -> Client:
+    return Client(server, key=key, tenant=tenant, retry=retry, transport=transport)
 
 
 async def _next(stream: GenerateStream) -> Event | None:

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message
-from manylora_shared.errors import FieldViolation, RpcError
+from manylora_shared.errors import FieldViolation, QuotaBreach, RpcError
 
 from manylora.v1 import admin_pb2, common_pb2, inference_pb2
 
-__all__ = ["FieldViolation"]
+__all__ = ["FieldViolation", "QuotaBreach"]
 
 
 class RequestFailed(Exception):
@@ -27,6 +27,7 @@ class RequestFailed(Exception):
         code: the status's name, e.g. "NOT_FOUND".
         violations: the fields at fault, where fields are.
         retry_after_s: when trying again may help; None where it cannot.
+        breaches: the quotas at fault, where quotas are.
         result: what a stream had delivered when it failed; None where nothing was.
     """
 
@@ -37,6 +38,7 @@ class RequestFailed(Exception):
         *,
         violations: Iterable[FieldViolation] = (),
         retry_after_s: float | None = None,
+        breaches: Iterable[QuotaBreach] = (),
         result: Result | None = None,
     ) -> None:
         super().__init__(f"{code}: {message}")
@@ -44,6 +46,7 @@ class RequestFailed(Exception):
         self.message = message
         self.violations = tuple(violations)
         self.retry_after_s = retry_after_s
+        self.breaches = tuple(breaches)
         self.result = result
 
     @classmethod
@@ -53,15 +56,20 @@ class RequestFailed(Exception):
             error.message,
             violations=error.violations,
             retry_after_s=error.retry_after_s,
+            breaches=error.breaches,
             result=result,
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        told: dict[str, Any] = {
             "code": self.code,
             "message": self.message,
             "violations": [dataclasses.asdict(v) for v in self.violations],
         }
+        if self.breaches:
+            told["quotas"] = [dataclasses.asdict(b) for b in self.breaches]
+            told["retry_after_s"] = self.retry_after_s
+        return told
 
 
 @dataclass(frozen=True)
@@ -272,6 +280,34 @@ class TenantInfo:
 
 
 @dataclass(frozen=True)
+class PolicyChange:
+    """A tenant's policy as it stands and as a document would have it, both in canonical form."""
+
+    tenant_id: str
+    version: int
+    """Of what stands; 0: there is no such tenant."""
+    previous_policy_yaml: str
+    policy_yaml: str
+
+    @property
+    def is_empty(self) -> bool:
+        return self.previous_policy_yaml == self.policy_yaml
+
+
+@dataclass(frozen=True)
+class KeyInfo:
+    """What is known of an API key: all but the key."""
+
+    key_id: str
+    tenant_id: str
+    scopes: tuple[str, ...]
+    name: str
+    created_unix_s: float
+    revoked_unix_s: float
+    """0: in force."""
+
+
+@dataclass(frozen=True)
 class AdapterInfo:
     tenant_id: str
     name: str
@@ -293,11 +329,25 @@ class FlowStatus:
 
 
 @dataclass(frozen=True)
+class QuotaStatus:
+    """A flow's account since the scheduler's term began, in prompt and output tokens."""
+
+    tenant_id: str
+    qos_class: str
+    requests: int
+    leased_tokens: int
+    settled_tokens: int
+    level_tokens: int | None
+    """What the token bucket holds; None: there is none."""
+
+
+@dataclass(frozen=True)
 class SchedulerStatus:
     reachable: bool
     address: str
     epoch: int
     flows: tuple[FlowStatus, ...]
+    quotas: tuple[QuotaStatus, ...]
 
 
 @dataclass(frozen=True)
@@ -349,13 +399,30 @@ def status_from(message: admin_pb2.GetStatusResponse) -> ClusterStatus:
         _scalars(FlowStatus, f, qos_class=_enum_name(common_pb2.QosClass.DESCRIPTOR, f.qos_class, "QOS_CLASS_"))
         for f in message.scheduler.flows
     )
+    quotas = tuple(
+        _scalars(
+            QuotaStatus,
+            q,
+            qos_class=_enum_name(common_pb2.QosClass.DESCRIPTOR, q.qos_class, "QOS_CLASS_"),
+            level_tokens=q.level_tokens if q.HasField("level_tokens") else None,
+        )
+        for q in message.scheduler.quotas
+    )
     return _scalars(
         ClusterStatus,
         message,
-        scheduler=_scalars(SchedulerStatus, message.scheduler, flows=flows),
+        scheduler=_scalars(SchedulerStatus, message.scheduler, flows=flows, quotas=quotas),
         workers=tuple(_scalars(WorkerStatus, w) for w in message.workers),
         routers=tuple(_scalars(RouterStatus, r) for r in message.routers),
     )
+
+
+def change_from(message: admin_pb2.ApplyTenantResponse) -> PolicyChange:
+    return _scalars(PolicyChange, message)
+
+
+def key_from(message: admin_pb2.KeyInfo) -> KeyInfo:
+    return _scalars(KeyInfo, message, scopes=tuple(message.scopes))
 
 
 def event_from(message: inference_pb2.GenerateResponse) -> Event | None:

@@ -8,18 +8,26 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ApplyTenantRequest(_message.Message):
-    __slots__ = ("policy_yaml",)
+    __slots__ = ("policy_yaml", "expected_version", "validate_only")
     POLICY_YAML_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
     policy_yaml: str
-    def __init__(self, policy_yaml: _Optional[str] = ...) -> None: ...
+    expected_version: int
+    validate_only: bool
+    def __init__(self, policy_yaml: _Optional[str] = ..., expected_version: _Optional[int] = ..., validate_only: _Optional[bool] = ...) -> None: ...
 
 class ApplyTenantResponse(_message.Message):
-    __slots__ = ("tenant_id", "version")
+    __slots__ = ("tenant_id", "version", "policy_yaml", "previous_policy_yaml")
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    POLICY_YAML_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_POLICY_YAML_FIELD_NUMBER: _ClassVar[int]
     tenant_id: str
     version: int
-    def __init__(self, tenant_id: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+    policy_yaml: str
+    previous_policy_yaml: str
+    def __init__(self, tenant_id: _Optional[str] = ..., version: _Optional[int] = ..., policy_yaml: _Optional[str] = ..., previous_policy_yaml: _Optional[str] = ...) -> None: ...
 
 class GetTenantRequest(_message.Message):
     __slots__ = ("tenant_id",)
@@ -66,6 +74,64 @@ class TenantInfo(_message.Message):
     version: int
     adapters: int
     def __init__(self, tenant_id: _Optional[str] = ..., policy_yaml: _Optional[str] = ..., version: _Optional[int] = ..., adapters: _Optional[int] = ...) -> None: ...
+
+class CreateKeyRequest(_message.Message):
+    __slots__ = ("tenant_id", "scopes", "name")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    SCOPES_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    scopes: _containers.RepeatedScalarFieldContainer[str]
+    name: str
+    def __init__(self, tenant_id: _Optional[str] = ..., scopes: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ...) -> None: ...
+
+class CreateKeyResponse(_message.Message):
+    __slots__ = ("key", "info")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    info: KeyInfo
+    def __init__(self, key: _Optional[str] = ..., info: _Optional[_Union[KeyInfo, _Mapping]] = ...) -> None: ...
+
+class ListKeysRequest(_message.Message):
+    __slots__ = ("tenant_id",)
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    def __init__(self, tenant_id: _Optional[str] = ...) -> None: ...
+
+class ListKeysResponse(_message.Message):
+    __slots__ = ("keys",)
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedCompositeFieldContainer[KeyInfo]
+    def __init__(self, keys: _Optional[_Iterable[_Union[KeyInfo, _Mapping]]] = ...) -> None: ...
+
+class RevokeKeyRequest(_message.Message):
+    __slots__ = ("key_id",)
+    KEY_ID_FIELD_NUMBER: _ClassVar[int]
+    key_id: str
+    def __init__(self, key_id: _Optional[str] = ...) -> None: ...
+
+class RevokeKeyResponse(_message.Message):
+    __slots__ = ("info",)
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    info: KeyInfo
+    def __init__(self, info: _Optional[_Union[KeyInfo, _Mapping]] = ...) -> None: ...
+
+class KeyInfo(_message.Message):
+    __slots__ = ("key_id", "tenant_id", "scopes", "name", "created_unix_s", "revoked_unix_s")
+    KEY_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    SCOPES_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    REVOKED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    key_id: str
+    tenant_id: str
+    scopes: _containers.RepeatedScalarFieldContainer[str]
+    name: str
+    created_unix_s: float
+    revoked_unix_s: float
+    def __init__(self, key_id: _Optional[str] = ..., tenant_id: _Optional[str] = ..., scopes: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., created_unix_s: _Optional[float] = ..., revoked_unix_s: _Optional[float] = ...) -> None: ...
 
 class AddAdapterRequest(_message.Message):
     __slots__ = ("header", "chunk")
@@ -162,16 +228,18 @@ class GetStatusResponse(_message.Message):
     def __init__(self, base_model: _Optional[str] = ..., scheduler: _Optional[_Union[SchedulerStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., routers: _Optional[_Iterable[_Union[RouterStatus, _Mapping]]] = ..., tenants: _Optional[int] = ..., adapters: _Optional[int] = ...) -> None: ...
 
 class SchedulerStatus(_message.Message):
-    __slots__ = ("reachable", "address", "epoch", "flows")
+    __slots__ = ("reachable", "address", "epoch", "flows", "quotas")
     REACHABLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FLOWS_FIELD_NUMBER: _ClassVar[int]
+    QUOTAS_FIELD_NUMBER: _ClassVar[int]
     reachable: bool
     address: str
     epoch: int
     flows: _containers.RepeatedCompositeFieldContainer[FlowStatus]
-    def __init__(self, reachable: _Optional[bool] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowStatus, _Mapping]]] = ...) -> None: ...
+    quotas: _containers.RepeatedCompositeFieldContainer[QuotaStatus]
+    def __init__(self, reachable: _Optional[bool] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowStatus, _Mapping]]] = ..., quotas: _Optional[_Iterable[_Union[QuotaStatus, _Mapping]]] = ...) -> None: ...
 
 class FlowStatus(_message.Message):
     __slots__ = ("tenant_id", "qos_class", "queued", "running", "oldest_wait_s", "served_cost")
@@ -188,6 +256,22 @@ class FlowStatus(_message.Message):
     oldest_wait_s: float
     served_cost: int
     def __init__(self, tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., oldest_wait_s: _Optional[float] = ..., served_cost: _Optional[int] = ...) -> None: ...
+
+class QuotaStatus(_message.Message):
+    __slots__ = ("tenant_id", "qos_class", "requests", "leased_tokens", "settled_tokens", "level_tokens")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    QOS_CLASS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    LEASED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    qos_class: _common_pb2.QosClass
+    requests: int
+    leased_tokens: int
+    settled_tokens: int
+    level_tokens: int
+    def __init__(self, tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., requests: _Optional[int] = ..., leased_tokens: _Optional[int] = ..., settled_tokens: _Optional[int] = ..., level_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker_id", "address", "device", "connected", "draining", "sequence_slots", "running", "kv_blocks_total", "kv_blocks_free", "adapters_on_device", "adapters_on_host", "generated_tokens")

@@ -69,6 +69,21 @@ class AdminServiceStub:
                 request_serializer=manylora_dot_v1_dot_admin__pb2.RemoveAdapterRequest.SerializeToString,
                 response_deserializer=manylora_dot_v1_dot_admin__pb2.RemoveAdapterResponse.FromString,
                 _registered_method=True)
+        self.CreateKey = channel.unary_unary(
+                '/manylora.v1.AdminService/CreateKey',
+                request_serializer=manylora_dot_v1_dot_admin__pb2.CreateKeyRequest.SerializeToString,
+                response_deserializer=manylora_dot_v1_dot_admin__pb2.CreateKeyResponse.FromString,
+                _registered_method=True)
+        self.ListKeys = channel.unary_unary(
+                '/manylora.v1.AdminService/ListKeys',
+                request_serializer=manylora_dot_v1_dot_admin__pb2.ListKeysRequest.SerializeToString,
+                response_deserializer=manylora_dot_v1_dot_admin__pb2.ListKeysResponse.FromString,
+                _registered_method=True)
+        self.RevokeKey = channel.unary_unary(
+                '/manylora.v1.AdminService/RevokeKey',
+                request_serializer=manylora_dot_v1_dot_admin__pb2.RevokeKeyRequest.SerializeToString,
+                response_deserializer=manylora_dot_v1_dot_admin__pb2.RevokeKeyResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/manylora.v1.AdminService/GetStatus',
                 request_serializer=manylora_dot_v1_dot_admin__pb2.GetStatusRequest.SerializeToString,
@@ -125,8 +140,29 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetStatus(self, request, context):
+    def CreateKey(self, request, context):
+        """Makes an API key. The key itself is in this answer and nowhere else.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListKeys(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RevokeKey(self, request, context):
+        """New requests with the key are refused as soon as a router hears of it; requests in flight go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetStatus(self, request, context):
+        """An operator's key sees the cluster; a key of a tenant sees its own flows and counts alone.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -168,6 +204,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.RemoveAdapter,
                     request_deserializer=manylora_dot_v1_dot_admin__pb2.RemoveAdapterRequest.FromString,
                     response_serializer=manylora_dot_v1_dot_admin__pb2.RemoveAdapterResponse.SerializeToString,
+            ),
+            'CreateKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateKey,
+                    request_deserializer=manylora_dot_v1_dot_admin__pb2.CreateKeyRequest.FromString,
+                    response_serializer=manylora_dot_v1_dot_admin__pb2.CreateKeyResponse.SerializeToString,
+            ),
+            'ListKeys': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListKeys,
+                    request_deserializer=manylora_dot_v1_dot_admin__pb2.ListKeysRequest.FromString,
+                    response_serializer=manylora_dot_v1_dot_admin__pb2.ListKeysResponse.SerializeToString,
+            ),
+            'RevokeKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeKey,
+                    request_deserializer=manylora_dot_v1_dot_admin__pb2.RevokeKeyRequest.FromString,
+                    response_serializer=manylora_dot_v1_dot_admin__pb2.RevokeKeyResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -364,6 +415,87 @@ class AdminService:
             '/manylora.v1.AdminService/RemoveAdapter',
             manylora_dot_v1_dot_admin__pb2.RemoveAdapterRequest.SerializeToString,
             manylora_dot_v1_dot_admin__pb2.RemoveAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/manylora.v1.AdminService/CreateKey',
+            manylora_dot_v1_dot_admin__pb2.CreateKeyRequest.SerializeToString,
+            manylora_dot_v1_dot_admin__pb2.CreateKeyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListKeys(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/manylora.v1.AdminService/ListKeys',
+            manylora_dot_v1_dot_admin__pb2.ListKeysRequest.SerializeToString,
+            manylora_dot_v1_dot_admin__pb2.ListKeysResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevokeKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/manylora.v1.AdminService/RevokeKey',
+            manylora_dot_v1_dot_admin__pb2.RevokeKeyRequest.SerializeToString,
+            manylora_dot_v1_dot_admin__pb2.RevokeKeyResponse.FromString,
             options,
             channel_credentials,
             insecure,

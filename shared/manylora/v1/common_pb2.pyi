@@ -30,6 +30,7 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_ADAPTER_FAILED: _ClassVar[Outcome]
     OUTCOME_INTERNAL: _ClassVar[Outcome]
     OUTCOME_SLOW_READER: _ClassVar[Outcome]
+    OUTCOME_QUOTA_EXHAUSTED: _ClassVar[Outcome]
 QOS_CLASS_UNSPECIFIED: QosClass
 QOS_CLASS_INTERACTIVE: QosClass
 QOS_CLASS_STANDARD: QosClass
@@ -45,6 +46,7 @@ OUTCOME_WORKER_LOST: Outcome
 OUTCOME_ADAPTER_FAILED: Outcome
 OUTCOME_INTERNAL: Outcome
 OUTCOME_SLOW_READER: Outcome
+OUTCOME_QUOTA_EXHAUSTED: Outcome
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "top_logprobs", "logit_bias")

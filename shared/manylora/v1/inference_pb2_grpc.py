@@ -26,8 +26,11 @@ if _version_not_supported:
 
 
 class InferenceServiceStub:
-    """Request metadata of every RPC here (all optional but x-tenant-id):
-    x-tenant-id       the tenant
+    """Request metadata of every RPC here (all optional but authorization):
+    authorization     `Bearer <key>`: an API key. The tenant is the key's. A call without a valid key ends with
+    UNAUTHENTICATED, one that the key does not permit with PERMISSION_DENIED
+    x-tenant-id       the tenant; read from a gateway's key alone, which has none of its own. With a key of a tenant it
+    may repeat that tenant and nothing else
     x-request-class   interactive | standard | batch
     x-adapter-id      the adapter's name in the tenant's namespace; absent: the base model
     x-priority        integer -100..100, higher is sooner, inside the tenant's own queue only
@@ -55,8 +58,11 @@ class InferenceServiceStub:
 
 
 class InferenceServiceServicer:
-    """Request metadata of every RPC here (all optional but x-tenant-id):
-    x-tenant-id       the tenant
+    """Request metadata of every RPC here (all optional but authorization):
+    authorization     `Bearer <key>`: an API key. The tenant is the key's. A call without a valid key ends with
+    UNAUTHENTICATED, one that the key does not permit with PERMISSION_DENIED
+    x-tenant-id       the tenant; read from a gateway's key alone, which has none of its own. With a key of a tenant it
+    may repeat that tenant and nothing else
     x-request-class   interactive | standard | batch
     x-adapter-id      the adapter's name in the tenant's namespace; absent: the base model
     x-priority        integer -100..100, higher is sooner, inside the tenant's own queue only
@@ -68,7 +74,8 @@ class InferenceServiceServicer:
     def Generate(self, request, context):
         """Streams the continuation of one prompt. Frames are numbered from 0 without gaps. An admitted request ends with
         exactly one `finished` frame; one that failed after admission is followed by a non-OK status as well.
-        A request that is refused gets a status alone (google.rpc.Status details name the field).
+        A request that is refused gets a status alone (google.rpc.Status details name the field, or the quota: then
+        RESOURCE_EXHAUSTED with QuotaFailure, and RetryInfo where trying again can help).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -103,8 +110,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """Request metadata of every RPC here (all optional but x-tenant-id):
-    x-tenant-id       the tenant
+    """Request metadata of every RPC here (all optional but authorization):
+    authorization     `Bearer <key>`: an API key. The tenant is the key's. A call without a valid key ends with
+    UNAUTHENTICATED, one that the key does not permit with PERMISSION_DENIED
+    x-tenant-id       the tenant; read from a gateway's key alone, which has none of its own. With a key of a tenant it
+    may repeat that tenant and nothing else
     x-request-class   interactive | standard | batch
     x-adapter-id      the adapter's name in the tenant's namespace; absent: the base model
     x-priority        integer -100..100, higher is sooner, inside the tenant's own queue only

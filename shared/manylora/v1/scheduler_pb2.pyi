@@ -9,22 +9,56 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ScheduleRequest(_message.Message):
-    __slots__ = ("hello", "enqueue", "withdraw", "grant_closed")
+    __slots__ = ("hello", "enqueue", "withdraw", "grant_closed", "lease_wanted", "settled")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ENQUEUE_FIELD_NUMBER: _ClassVar[int]
     WITHDRAW_FIELD_NUMBER: _ClassVar[int]
     GRANT_CLOSED_FIELD_NUMBER: _ClassVar[int]
+    LEASE_WANTED_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     enqueue: Enqueue
     withdraw: Withdraw
     grant_closed: GrantClosed
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., enqueue: _Optional[_Union[Enqueue, _Mapping]] = ..., withdraw: _Optional[_Union[Withdraw, _Mapping]] = ..., grant_closed: _Optional[_Union[GrantClosed, _Mapping]] = ...) -> None: ...
+    lease_wanted: LeaseWanted
+    settled: Settled
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., enqueue: _Optional[_Union[Enqueue, _Mapping]] = ..., withdraw: _Optional[_Union[Withdraw, _Mapping]] = ..., grant_closed: _Optional[_Union[GrantClosed, _Mapping]] = ..., lease_wanted: _Optional[_Union[LeaseWanted, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ...) -> None: ...
 
 class RouterHello(_message.Message):
-    __slots__ = ("router_id",)
+    __slots__ = ("router_id", "leases")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
     router_id: str
-    def __init__(self, router_id: _Optional[str] = ...) -> None: ...
+    leases: _containers.RepeatedCompositeFieldContainer[HeldLease]
+    def __init__(self, router_id: _Optional[str] = ..., leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ...) -> None: ...
+
+class HeldLease(_message.Message):
+    __slots__ = ("request_id", "tenant_id", "qos_class", "tokens", "max_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    QOS_CLASS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tenant_id: str
+    qos_class: _common_pb2.QosClass
+    tokens: int
+    max_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+
+class LeaseWanted(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class Settled(_message.Message):
+    __slots__ = ("request_id", "tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class Enqueue(_message.Message):
     __slots__ = ("request_id", "tenant_id", "qos_class", "priority", "adapter_uid", "prompt_tokens", "max_new_tokens", "sequences", "timeout_s", "traceparent", "adapter_id")
@@ -69,14 +103,50 @@ class GrantClosed(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., reached_worker: _Optional[bool] = ...) -> None: ...
 
 class ScheduleResponse(_message.Message):
-    __slots__ = ("hello", "grant", "refusal")
+    __slots__ = ("hello", "grant", "refusal", "lease", "lease_refused")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_REFUSED_FIELD_NUMBER: _ClassVar[int]
     hello: SchedulerHello
     grant: Grant
     refusal: Refusal
-    def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+    lease: Lease
+    lease_refused: LeaseRefused
+    def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., lease_refused: _Optional[_Union[LeaseRefused, _Mapping]] = ...) -> None: ...
+
+class Lease(_message.Message):
+    __slots__ = ("request_id", "tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class LeaseRefused(_message.Message):
+    __slots__ = ("request_id", "message", "retry_after_s", "breaches")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    BREACHES_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    message: str
+    retry_after_s: float
+    breaches: _containers.RepeatedCompositeFieldContainer[QuotaBreach]
+    def __init__(self, request_id: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., breaches: _Optional[_Iterable[_Union[QuotaBreach, _Mapping]]] = ...) -> None: ...
+
+class QuotaBreach(_message.Message):
+    __slots__ = ("quota", "tenant_id", "limit", "description")
+    QUOTA_FIELD_NUMBER: _ClassVar[int]
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    quota: str
+    tenant_id: str
+    limit: int
+    description: str
+    def __init__(self, quota: _Optional[str] = ..., tenant_id: _Optional[str] = ..., limit: _Optional[int] = ..., description: _Optional[str] = ...) -> None: ...
 
 class SchedulerHello(_message.Message):
     __slots__ = ("epoch",)
@@ -99,16 +169,18 @@ class Grant(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., worker_address: _Optional[str] = ..., epoch: _Optional[int] = ..., queue_ms: _Optional[float] = ...) -> None: ...
 
 class Refusal(_message.Message):
-    __slots__ = ("request_id", "code", "message", "retry_after_s")
+    __slots__ = ("request_id", "code", "message", "retry_after_s", "breaches")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    BREACHES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     code: int
     message: str
     retry_after_s: float
-    def __init__(self, request_id: _Optional[str] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
+    breaches: _containers.RepeatedCompositeFieldContainer[QuotaBreach]
+    def __init__(self, request_id: _Optional[str] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., breaches: _Optional[_Iterable[_Union[QuotaBreach, _Mapping]]] = ...) -> None: ...
 
 class GetSchedulerStatusRequest(_message.Message):
     __slots__ = ()

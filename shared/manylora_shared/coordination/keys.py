@@ -7,6 +7,8 @@
 /manylora/scheduler/clock/<bank>/<part>    a part of the clock's bytes
 /manylora/tenants/<tenant_id>              TenantPolicy as YAML text
 /manylora/adapters/<tenant_id>/<name>      AdapterRecord
+/manylora/keys/<key_id>                    KeyRecord: an API key's hash, never the key
+/manylora/cluster/peer_secret              what services show one another (peers.py), as text
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ SCHEDULER_LEADER = ROOT + "scheduler/leader"
 SCHEDULER_CLOCK = ROOT + "scheduler/clock"
 TENANTS = ROOT + "tenants/"
 ADAPTERS = ROOT + "adapters/"
+API_KEYS = ROOT + "keys/"
+PEER_SECRET = ROOT + "cluster/peer_secret"
 
 
 def worker(worker_id: str) -> str:
@@ -42,3 +46,7 @@ def adapter(tenant_id: str, name: str) -> str:
 
 def adapters_of(tenant_id: str) -> str:
     return f"{ADAPTERS}{tenant_id}/"
+
+
+def api_key(key_id: str) -> str:
+    return API_KEYS + key_id

@@ -77,3 +77,20 @@ class ClockIndexRecord(_JsonRecord):
     bank: int
     parts: int
     size_bytes: int
+
+
+@dataclass(frozen=True)
+class KeyRecord(_JsonRecord):
+    """An API key as the store has it. The key itself is nowhere but with its holder."""
+
+    key_id: str
+    secret_hash: str
+    """identity.hash_of(key_id, secret), hex."""
+    tenant_id: str
+    """Empty: bound to no tenant."""
+    scopes: tuple[str, ...]
+    name: str
+    """What its creator calls it; for people alone."""
+    created_unix_s: float
+    revoked_unix_s: float = 0.0
+    """0: in force. A revoked key's record stays, so that nothing can bring the key back."""

@@ -10,13 +10,14 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from manylora_shared.errors import Code, FieldViolation, ManyloraError, RpcError
+from manylora_shared.errors import Code, FieldViolation, ManyloraError, QuotaBreach, RpcError
 
 DETAILS_KEY = "grpc-status-details-bin"
 ERROR_DOMAIN = "manylora"
 MAX_MESSAGE_CHARS = 1024
 MAX_VIOLATIONS_BYTES = 4096
 _NANOS = 1_000_000_000
+_TENANT = "tenant:"
 
 
 def message_of(error: ManyloraError) -> str:
@@ -25,9 +26,25 @@ def message_of(error: ManyloraError) -> str:
 
 
 def encode_details(error: ManyloraError) -> bytes:
-    """The serialized google.rpc.Status of `error`: ErrorInfo always, BadRequest and RetryInfo where it has them."""
+    """The serialized google.rpc.Status of `error`: ErrorInfo always; BadRequest, QuotaFailure and RetryInfo where it
+    has them. ErrorInfo names the quotas too, for readers of no other detail."""
     status = status_pb2.Status(code=int(error.code), message=message_of(error))
-    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.label.upper(), domain=ERROR_DOMAIN))
+    info = error_details_pb2.ErrorInfo(reason=error.label.upper(), domain=ERROR_DOMAIN)
+    if error.breaches:
+        info.metadata["tenant"] = error.breaches[0].tenant_id
+        info.metadata["quotas"] = ",".join(breach.quota for breach in error.breaches)
+    status.details.add().Pack(info)
+    if error.breaches:
+        violations = [
+            error_details_pb2.QuotaFailure.Violation(
+                subject=f"{_TENANT}{breach.tenant_id}",
+                description=breach.description[:MAX_MESSAGE_CHARS],
+                quota_id=breach.quota,
+                quota_value=breach.limit,
+            )
+            for breach in error.breaches
+        ]
+        status.details.add().Pack(error_details_pb2.QuotaFailure(violations=violations))
     if error.violations:
         bad_request = error_details_pb2.BadRequest()
         budget_bytes = MAX_VIOLATIONS_BYTES
@@ -52,6 +69,7 @@ def decode_error(code: Code, message: str, details: bytes | None) -> RpcError:
     """The client's view of a status. Details that do not parse are those of another server: the status stands alone."""
     status = status_pb2.Status()
     violations: list[FieldViolation] = []
+    breaches: list[QuotaBreach] = []
     retry_after_s: float | None = None
     label: str | None = None
     try:
@@ -61,6 +79,13 @@ def decode_error(code: Code, message: str, details: bytes | None) -> RpcError:
                 bad_request = error_details_pb2.BadRequest()
                 detail.Unpack(bad_request)
                 violations += [FieldViolation(v.field, v.description) for v in bad_request.field_violations]
+            elif detail.Is(error_details_pb2.QuotaFailure.DESCRIPTOR):
+                failure = error_details_pb2.QuotaFailure()
+                detail.Unpack(failure)
+                breaches += [
+                    QuotaBreach(v.quota_id, v.subject.removeprefix(_TENANT), v.quota_value, v.description)
+                    for v in failure.violations
+                ]
             elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
                 retry = error_details_pb2.RetryInfo()
                 detail.Unpack(retry)
@@ -71,8 +96,8 @@ def decode_error(code: Code, message: str, details: bytes | None) -> RpcError:
                 if info.domain == ERROR_DOMAIN:
                     label = info.reason.lower()
     except DecodeError:
-        violations, retry_after_s, label = [], None, None
-    error = RpcError(code, message, violations=violations, retry_after_s=retry_after_s)
+        violations, breaches, retry_after_s, label = [], [], None, None
+    error = RpcError(code, message, violations=violations, retry_after_s=retry_after_s, breaches=breaches)
     if label is not None:
         error.label = label
     return error

@@ -1,0 +1,65 @@
+"""Which key a client presents where it was given none: MANYLORA_KEY's, or that of the local cluster behind the address.
+
+Owns the notes by which a client on this machine finds a local cluster's key file: for each router's address one small
+file in the user's state folder, with the path of the key file. A note holds no key, and is of use only to who may read
+the key file itself.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from manylora_shared.config import environment
+
+KEY_VARIABLE = "MANYLORA_KEY"
+_MAX_KEY_CHARS = 256
+
+
+def find_key(server: str) -> str:
+    """The key for a server; empty where none is found.
+
+    Raises:
+        OSError: there is a note of a key file, and the file cannot be read.
+    """
+    key = environment().get(KEY_VARIABLE, "").strip()
+    if key:
+        return key
+    try:
+        path = Path(_note(server).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return ""  # no note: no local cluster is known at this address
+    return read_key(path) if path.exists() else ""
+
+
+def read_key(path: Path) -> str:
+    """The key in a file. Raises OSError."""
+    with path.open(encoding="ascii", errors="replace") as file:
+        return file.read(_MAX_KEY_CHARS).strip()
+
+
+def write_note(server: str, key_file: Path) -> None:
+    """Raises OSError."""
+    note = _note(server)
+    note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    draft = note.with_name(f"{note.name}.{os.getpid()}")
+    draft.write_text(str(key_file), encoding="utf-8")
+    draft.replace(note)
+
+
+def remove_note(server: str, key_file: Path) -> None:
+    """Removes the note unless another cluster took it over. Raises OSError."""
+    note = _note(server)
+    if note.exists() and note.read_text(encoding="utf-8") == str(key_file):
+        note.unlink()
+
+
+def _note(server: str) -> Path:
+    env = environment()
+    state = Path(env["XDG_STATE_HOME"]) if env.get("XDG_STATE_HOME") else Path.home() / ".local" / "state"
+    host, _, port = server.rpartition(":")
+    name = "".join(c if c.isalnum() or c in ".-" else "_" for c in f"{_LOCAL.get(host, host)}_{port}")
+    return state / "manylora" / "clusters" / name
+
+
+_LOCAL = {"localhost": "127.0.0.1", "": "127.0.0.1"}

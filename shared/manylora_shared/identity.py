@@ -1,0 +1,186 @@
+"""Who calls: API keys, what they may do, and how one is checked. Pure; owns no state.
+
+A key is `mlk-<key id>-<secret>`: 64 random bits that name it and 256 that prove it. The store has only the hash of the
+secret. A plain sha256 is enough for it: no search finds 256 random bits, so a slow hash would protect nothing and cost
+every request. Whoever presents a key is told neither which part of it was wrong nor whether such a key ever existed.
+
+    scope      bound to       may
+    generate   a tenant       InferenceService in the tenant's name
+    admin      a tenant       add, list and remove the tenant's adapters, read its policy
+    gateway    no tenant      InferenceService in the name of the tenant that x-tenant-id names
+    operator   no tenant      all of AdminService
+
+Any key that is bound to a tenant may list the tenant's adapters and see its status.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from manylora_shared.coordination.records import KeyRecord
+from manylora_shared.errors import FieldViolation, InvalidRequest, PermissionDenied, Unauthenticated
+from manylora_shared.ids import TenantId, is_valid_name
+
+AUTHORIZATION_KEY = "authorization"
+"""Of the request's metadata; its value is `Bearer <key>`."""
+MAX_KEY_NAME_CHARS = 128
+_KEY = re.compile(r"mlk-([0-9a-f]{16})-([0-9a-f]{64})")
+_BEARER = "bearer "
+_NO_KEY_ID, _NO_SECRET = "0" * 16, "0" * 64
+_NO_HASH = "0" * 64
+
+
+class Scope(enum.StrEnum):
+    GENERATE = "generate"
+    ADMIN = "admin"
+    GATEWAY = "gateway"
+    OPERATOR = "operator"
+
+
+TENANT_SCOPES = (Scope.GENERATE, Scope.ADMIN)
+CLUSTER_SCOPES = (Scope.GATEWAY, Scope.OPERATOR)
+
+
+@dataclass(frozen=True)
+class Principal:
+    """Who a valid key belongs to."""
+
+    key_id: str
+    tenant_id: TenantId | None
+    scopes: tuple[Scope, ...]
+
+    def may(self, scope: Scope) -> bool:
+        return scope in self.scopes
+
+    def require(self, scope: Scope) -> None:
+        """Raises PermissionDenied."""
+        if not self.may(scope):
+            raise permission_denied()
+
+    def require_tenant(self, tenant: str, scopes: Iterable[Scope]) -> str:
+        """The tenant that a call is about, where the caller may make it.
+
+        Args:
+            tenant: as the caller names it; empty: its own.
+            scopes: of which a key that is bound to the tenant needs one. An operator needs none.
+
+        Raises:
+            PermissionDenied: before anything is looked up, so it says nothing of what exists.
+        """
+        if self.may(Scope.OPERATOR):
+            return tenant
+        if self.tenant_id is None or tenant not in ("", self.tenant_id) or not any(self.may(s) for s in scopes):
+            raise permission_denied()
+        return self.tenant_id
+
+
+@dataclass(frozen=True)
+class NewKey:
+    """A key that was just made: the only moment at which `key` exists outside its holder's hands."""
+
+    key: str
+    record: KeyRecord
+
+    def __repr__(self) -> str:
+        return f"NewKey({self.record.key_id})"
+
+
+def new_key(
+    getrandbits: Callable[[int], int], *, tenant_id: str, scopes: Iterable[str], name: str, now_unix_s: float
+) -> NewKey:
+    """
+    Args:
+        getrandbits: of a cryptographic source (random.SystemRandom, outside of tests).
+        tenant_id: empty: bound to none.
+
+    Raises:
+        InvalidRequest: with every field at fault.
+    """
+    wanted = list(dict.fromkeys(scopes))
+    _check(tenant_id, wanted, name)
+    key_id, secret = f"{getrandbits(64):016x}", f"{getrandbits(256):064x}"
+    record = KeyRecord(
+        key_id=key_id,
+        secret_hash=hash_of(key_id, secret),
+        tenant_id=tenant_id,
+        scopes=tuple(sorted(wanted)),
+        name=name,
+        created_unix_s=now_unix_s,
+    )
+    return NewKey(f"mlk-{key_id}-{secret}", record)
+
+
+def hash_of(key_id: str, secret: str) -> str:
+    """sha256 in hex, over the id too: a hash that is moved to another record is good for nothing."""
+    return hashlib.sha256(f"manylora-key-v1\0{key_id}\0{secret}".encode()).hexdigest()
+
+
+def split_key(key: str) -> tuple[str, str] | None:
+    """(key id, secret) of a well-formed key."""
+    match = _KEY.fullmatch(key)
+    return (match[1], match[2]) if match else None
+
+
+def is_key(key: str, record: KeyRecord) -> bool:
+    """Whether `record` is this key's, revoked or not."""
+    parts = split_key(key)
+    return parts is not None and parts[0] == record.key_id and _matches(*parts, record)
+
+
+def bearer(key: str) -> dict[str, str]:
+    """The metadata that presents a key; none for an empty one."""
+    return {AUTHORIZATION_KEY: f"Bearer {key}"} if key else {}
+
+
+def authenticate(metadata: Mapping[str, str], record_of: Callable[[str], KeyRecord | None]) -> Principal:
+    """Whose key a request presents.
+
+    The work is the same for a key that is missing, malformed, unknown, wrong or revoked: one look-up, one hash, one
+    comparison in constant time.
+
+    Raises:
+        Unauthenticated: in the same words for all of these.
+    """
+    value = metadata.get(AUTHORIZATION_KEY, "")
+    given = value[len(_BEARER) :].strip() if value[: len(_BEARER)].lower() == _BEARER else ""
+    key_id, secret = split_key(given) or (_NO_KEY_ID, _NO_SECRET)
+    record = record_of(key_id)
+    is_right = _matches(key_id, secret, record)
+    if record is None or not is_right or record.revoked_unix_s:
+        raise Unauthenticated("this call needs a valid key, in its metadata as `authorization: Bearer <key>`")
+    known = [Scope(scope) for scope in record.scopes if scope in tuple(Scope)]
+    return Principal(key_id, TenantId(record.tenant_id) if record.tenant_id else None, tuple(known))
+
+
+def permission_denied() -> PermissionDenied:
+    return PermissionDenied("this key does not permit the call")
+
+
+def _matches(key_id: str, secret: str, record: KeyRecord | None) -> bool:
+    expected = record.secret_hash if record is not None else _NO_HASH
+    return hmac.compare_digest(hash_of(key_id, secret).encode(), expected.encode())
+
+
+def _check(tenant_id: str, scopes: list[str], name: str) -> None:
+    found: list[FieldViolation] = []
+    if tenant_id and not is_valid_name(tenant_id):
+        found.append(FieldViolation("tenant_id", "is not a tenant's name"))
+    if not scopes:
+        found.append(FieldViolation("scopes", f"is empty; there are {', '.join(Scope)}"))
+    for scope in scopes:
+        if scope not in tuple(Scope):
+            found.append(FieldViolation("scopes", f"{scope[:80]!r} is not one of {', '.join(Scope)}"))
+        elif (scope in TENANT_SCOPES) != bool(tenant_id):
+            needs = (
+                "is for keys that are bound to a tenant" if scope in TENANT_SCOPES else "is for keys without a tenant"
+            )
+            found.append(FieldViolation("scopes", f"{scope} {needs}"))
+    if len(name) > MAX_KEY_NAME_CHARS or not (name.isprintable()):
+        found.append(FieldViolation("name", f"must be at most {MAX_KEY_NAME_CHARS} printable characters"))
+    if found:
+        raise InvalidRequest.of_all(found)

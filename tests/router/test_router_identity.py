@@ -1,0 +1,305 @@
+"""Who may call what at a router, and that nobody learns from a refusal what exists."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from typing import Any
+
+import pytest
+from manylora.v1 import admin_pb2, inference_pb2
+from manylora_router import operator_key
+from manylora_shared.coordination import keys
+from manylora_shared.coordination.records import KeyRecord
+from manylora_shared.errors import Code, RpcError
+from manylora_shared.identity import authenticate, bearer, split_key
+from router_fakes import (
+    ADMIN,
+    GENERATE,
+    LIST_MODELS,
+    Answer,
+    KeyedChannel,
+    RouterCluster,
+    read_all,
+    say,
+    simulate,
+    text_request,
+    until,
+)
+
+OPEN_TO_TENANTS = {"GetTenant", "ListAdapters", "AddAdapter", "RemoveAdapter", "GetStatus"}
+"""Methods of AdminService that some key of a tenant may call, about its tenant."""
+
+
+async def ask(cluster: RouterCluster, key: str, **metadata: str) -> Answer:
+    sent = {name.replace("_", "-"): value for name, value in metadata.items()}
+    return await read_all(cluster.caller(key).stream(GENERATE, text_request(), metadata=sent))
+
+
+async def call(channel: KeyedChannel, rpc: str, **fields: Any) -> Any:
+    method = ADMIN[rpc]
+    if not method.client_streaming:
+        return await channel.call(method, method.request_type(**fields))
+    stream = channel.stream(method)
+    header = admin_pb2.AddAdapterHeader(**{"name": "x", **fields})
+    await stream.write(admin_pb2.AddAdapterRequest(header=header))
+    await stream.close_send()
+    return await stream.read()
+
+
+async def code_of(channel: KeyedChannel, rpc: str, **fields: Any) -> Code:
+    try:
+        await call(channel, rpc, **fields)
+    except RpcError as e:
+        return e.code
+    return Code.OK
+
+
+def refused(answer: Answer) -> tuple[Code, str]:
+    assert answer.frames == []
+    assert answer.error is not None
+    return answer.error.code, answer.error.message
+
+
+def test_without_a_valid_key_nothing_answers() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        good = await cluster.put_key(tenant="acme")
+        key_id, _ = split_key(good) or ("", "")
+        wrong = f"mlk-{key_id}-{'0' * 64}"
+        unknown = f"mlk-{'0' * 16}-{'0' * 64}"
+        await until(lambda: key_id in cluster.app.directory.api_keys)
+        assert (await ask(cluster, good)).error is None
+        answers = {refused(await ask(cluster, key, x_tenant_id="acme")) for key in ("", "x", wrong, unknown)}
+        assert [code for code, _ in answers] == [Code.UNAUTHENTICATED]
+        for key in ("", wrong, unknown):
+            channel = cluster.caller(key)
+            for name in ADMIN:
+                assert await code_of(channel, name) is Code.UNAUTHENTICATED, name
+            with pytest.raises(RpcError) as error:
+                await channel.call(LIST_MODELS, inference_pb2.ListModelsRequest())
+            assert error.value.code is Code.UNAUTHENTICATED
+
+    simulate(test)
+
+
+def test_the_tenant_is_the_keys() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        acme = await cluster.put_key(tenant="acme")
+        gateway = await cluster.put_key(scopes=("gateway",))
+        operator = await cluster.put_key(scopes=("operator",))
+        admin = await cluster.put_key(tenant="acme", scopes=("admin",))
+        await until(lambda: len(cluster.app.directory.api_keys) == 5)
+        assert (await ask(cluster, acme)).error is None
+        assert (await ask(cluster, acme, x_tenant_id="acme", x_adapter_id="upper")).error is None
+        assert {request.tenant_id for request in cluster.scheduler.enqueued} == {"acme"}
+        denied = {
+            refused(await ask(cluster, acme, x_tenant_id="other")),
+            refused(await ask(cluster, acme, x_tenant_id="nobody")),
+            refused(await ask(cluster, operator, x_tenant_id="acme")),
+            refused(await ask(cluster, admin)),
+        }
+        assert [code for code, _ in denied] == [Code.PERMISSION_DENIED]
+        assert (await ask(cluster, gateway, x_tenant_id="other")).error is None
+        assert cluster.scheduler.enqueued[-1].tenant_id == "other"
+        assert refused(await ask(cluster, gateway))[0] is Code.INVALID_ARGUMENT
+        models = await cluster.caller(acme).call(LIST_MODELS, inference_pb2.ListModelsRequest())
+        assert list(models.adapters) == ["upper"]
+
+    simulate(test)
+
+
+def test_an_absent_and_a_foreign_adapter_answer_alike() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        acme = await cluster.put_key(tenant="acme")
+        admin = await cluster.put_key(tenant="acme", scopes=("admin",))
+        await until(lambda: len(cluster.app.directory.api_keys) == 3)
+        foreign = refused(await ask(cluster, acme, x_adapter_id="secret"))
+        with pytest.raises(RpcError) as kept:
+            await call(cluster.caller(admin), "RemoveAdapter", tenant_id="acme", name="secret")
+        await cluster.store.delete(keys.adapter("other", "secret"))
+        await until(lambda: "other/secret" not in cluster.app.directory.adapters)
+        assert refused(await ask(cluster, acme, x_adapter_id="secret")) == foreign
+        assert foreign[0] is Code.NOT_FOUND
+        with pytest.raises(RpcError) as absent:
+            await call(cluster.caller(admin), "RemoveAdapter", tenant_id="acme", name="secret")
+        assert (kept.value.code, kept.value.message) == (absent.value.code, absent.value.message)
+
+    simulate(test)
+
+
+def test_what_each_scope_may_administer() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        generate = cluster.caller(await cluster.put_key(tenant="acme"))
+        admin = cluster.caller(await cluster.put_key(tenant="acme", scopes=("admin",)))
+        gateway = cluster.caller(await cluster.put_key(scopes=("gateway",)))
+        await until(lambda: len(cluster.app.directory.api_keys) == 4)
+        for name in ADMIN:
+            assert await code_of(gateway, name) is Code.PERMISSION_DENIED, name
+            if name not in OPEN_TO_TENANTS:
+                assert await code_of(generate, name) is Code.PERMISSION_DENIED, name
+                assert await code_of(admin, name) is Code.PERMISSION_DENIED, name
+            elif name != "GetStatus":
+                # Denied before it is looked up: a tenant that exists and one that does not answer alike.
+                for tenant_id in ("other", "nobody"):
+                    assert await code_of(generate, name, tenant_id=tenant_id) is Code.PERMISSION_DENIED, name
+                    assert await code_of(admin, name, tenant_id=tenant_id) is Code.PERMISSION_DENIED, name
+        for name in ("GetTenant", "AddAdapter", "RemoveAdapter"):
+            assert await code_of(generate, name, tenant_id="acme") is Code.PERMISSION_DENIED, name
+        assert (await call(admin, "GetTenant")).tenant.tenant_id == "acme"
+        for channel in (admin, generate):
+            assert [a.name for a in (await call(channel, "ListAdapters")).adapters] == ["upper"]
+        await call(admin, "RemoveAdapter", name="upper")
+        assert (await call(generate, "ListAdapters", tenant_id="acme")).adapters == []
+
+    simulate(test)
+
+
+def test_a_tenant_sees_its_own_status_alone() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        channel = cluster.caller(await cluster.put_key(tenant="acme"))
+        await until(lambda: len(cluster.app.directory.api_keys) == 2)
+        cluster.scheduler.flows = [
+            admin_pb2.FlowStatus(tenant_id="acme", queued=1),
+            admin_pb2.FlowStatus(tenant_id="other", queued=7),
+        ]
+        mine = await call(channel, "GetStatus")
+        assert [(f.tenant_id, f.queued) for f in mine.scheduler.flows] == [("acme", 1)]
+        assert (mine.tenants, mine.adapters) == (1, 1)
+        assert (list(mine.workers), list(mine.routers), mine.scheduler.address) == ([], [], "")
+        whole = await call(cluster.client, "GetStatus")
+        assert len(whole.scheduler.flows) == 2
+        assert len(whole.workers) == 2
+
+    simulate(test)
+
+
+def test_keys_are_made_listed_and_revoked_at_once() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        made = await call(cluster.client, "CreateKey", tenant_id="acme", scopes=["generate"], name="ci")
+        stored = await cluster.store.get(keys.api_key(made.info.key_id))
+        assert stored is not None
+        assert split_key(made.key) is not None
+        assert made.key.rpartition("-")[2] not in stored.value.decode()
+        answer = await ask(cluster, made.key)
+        assert answer.error is None
+        running = asyncio.create_task(ask(cluster, made.key))
+        await until(lambda: any(w.running for w in cluster.workers))
+        listed = (await call(cluster.client, "ListKeys")).keys
+        assert {k.name for k in listed} == {"", "ci"}
+        assert [k.key_id for k in (await call(cluster.client, "ListKeys", tenant_id="acme")).keys] == [made.info.key_id]
+        assert made.key not in str(listed)
+        revoked = await call(cluster.client, "RevokeKey", key_id=made.info.key_id)
+        assert revoked.info.revoked_unix_s > 0
+        assert refused(await ask(cluster, made.key))[0] is Code.UNAUTHENTICATED
+        assert (await running).error is None
+        again = await call(cluster.client, "RevokeKey", key_id=made.info.key_id)
+        assert again.info.revoked_unix_s == revoked.info.revoked_unix_s
+        assert await code_of(cluster.client, "RevokeKey", key_id="0" * 16) is Code.NOT_FOUND
+        assert await code_of(cluster.client, "CreateKey", tenant_id="nobody", scopes=["generate"]) is Code.NOT_FOUND
+        assert await code_of(cluster.client, "CreateKey", tenant_id="acme", scopes=["x"]) is Code.INVALID_ARGUMENT
+
+    simulate(test, script=say("x" * 20, pause_s=0.05))
+
+
+def test_another_routers_revocation_is_heard_of() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        key = await cluster.put_key(tenant="acme")
+        key_id, _ = split_key(key) or ("", "")
+        await until(lambda: key_id in cluster.app.directory.api_keys)
+        assert (await ask(cluster, key)).error is None
+        record = cluster.app.directory.api_keys[key_id]
+        await cluster.put_key_record(dataclasses.replace(record, revoked_unix_s=2.0))
+        await until(lambda: cluster.app.directory.api_keys[key_id].revoked_unix_s > 0)
+        assert refused(await ask(cluster, key))[0] is Code.UNAUTHENTICATED
+
+    simulate(test)
+
+
+def test_the_last_known_keys_hold_while_the_store_is_away() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        cluster.store_server.set_up(False)
+        assert (await cluster.ask(text_request())).error is None
+        assert refused(await ask(cluster, "", x_tenant_id="acme"))[0] is Code.UNAUTHENTICATED
+        assert await code_of(cluster.client, "CreateKey", scopes=["operator"]) is Code.UNAVAILABLE
+        cluster.store_server.set_up(True)
+
+    simulate(test)
+
+
+def test_a_deleted_tenants_keys_go_with_it() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        mine = await cluster.put_key(tenant="acme")
+        theirs = await cluster.put_key(tenant="other")
+        await until(lambda: len(cluster.app.directory.api_keys) == 3)
+        await call(cluster.client, "DeleteTenant", tenant_id="acme")
+        await until(lambda: len(cluster.app.directory.api_keys) == 2)
+        assert refused(await ask(cluster, mine))[0] is Code.UNAUTHENTICATED
+        assert (await ask(cluster, theirs)).error is None
+
+    simulate(test)
+
+
+def test_keys_are_in_no_log_and_no_trace(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    made: list[str] = []
+
+    async def test(cluster: RouterCluster) -> None:
+        answer = await call(cluster.client, "CreateKey", tenant_id="acme", scopes=["generate"], name="ci")
+        made.append(answer.key)
+        await ask(cluster, answer.key)
+        await ask(cluster, answer.key, x_tenant_id="other")
+        await ask(cluster, answer.key[:-1] + "x")
+        await ask(cluster, answer.key + answer.key)
+        await call(cluster.client, "RevokeKey", key_id=answer.info.key_id)
+        refusal = await ask(cluster, answer.key)
+        made.append(str(cluster.telemetry.recorded()))
+        made.append(str(refusal.error))
+
+    simulate(test)
+    key, spans, error = made
+    secret = key.rpartition("-")[2][:-1]
+    assert len(secret) == 63
+    for text in (spans, error, caplog.text, *(str(vars(record)) for record in caplog.records)):
+        assert secret not in text
+    assert "manylora.request" in spans
+
+
+def test_the_operators_key_file(tmp_path: Any) -> None:
+    path = tmp_path / "deep" / "operator.key"
+
+    async def ensure(cluster: RouterCluster) -> str:
+        await operator_key.ensure(cluster.store, path, getrandbits=cluster.key_rng.getrandbits, now_unix_s=1.0)
+        assert path.stat().st_mode & 0o777 == 0o600
+        return str(path.read_text().strip())
+
+    async def stored(cluster: RouterCluster) -> dict[str, KeyRecord]:
+        listing = await cluster.store.list(keys.API_KEYS)
+        records = [KeyRecord.from_json(kv.value) for kv in listing.kvs]
+        return {record.key_id: record for record in records}
+
+    async def test(cluster: RouterCluster) -> None:
+        key = await ensure(cluster)
+        assert authenticate(bearer(key), (await stored(cluster)).get).tenant_id is None
+        assert await ensure(cluster) == key
+        key_id, _ = split_key(key) or ("", "")
+        # A store that has lost it gets it back; one that has revoked it gets another.
+        await cluster.store.delete(keys.api_key(key_id))
+        assert await ensure(cluster) == key
+        record = (await stored(cluster))[key_id]
+        await cluster.put_key_record(dataclasses.replace(record, revoked_unix_s=3.0))
+        other = await ensure(cluster)
+        assert other != key
+        assert (await stored(cluster))[key_id].revoked_unix_s == 3.0
+        authenticate(bearer(other), (await stored(cluster)).get)
+        path.write_text("nonsense")
+        assert await ensure(cluster) not in (key, other, "nonsense")
+        path.chmod(0o644)
+        with pytest.raises(PermissionError, match="0600"):
+            await ensure(cluster)
+
+    async def main() -> None:
+        cluster = RouterCluster()
+        await test(cluster)
+
+    asyncio.run(main())

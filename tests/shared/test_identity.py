@@ -1,0 +1,153 @@
+"""API keys: only the whole key of a record in force is one, and a refusal does not say why."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from manylora_shared import identity
+from manylora_shared.coordination.records import KeyRecord
+from manylora_shared.errors import Code, InvalidRequest, PermissionDenied, Unauthenticated
+from manylora_shared.identity import Principal, Scope, authenticate, bearer, is_key, new_key, split_key
+from manylora_shared.ids import TenantId
+
+RNG = random.Random(3)
+MADE = new_key(RNG.getrandbits, tenant_id="acme", scopes=["generate"], name="ci", now_unix_s=5.0)
+OTHER = new_key(RNG.getrandbits, tenant_id="other", scopes=["admin", "generate"], name="", now_unix_s=6.0)
+RECORDS = {made.record.key_id: made.record for made in (MADE, OTHER)}
+
+
+def test_a_key_is_its_records_alone() -> None:
+    assert authenticate(bearer(MADE.key), RECORDS.get) == Principal(
+        MADE.record.key_id, TenantId("acme"), (Scope.GENERATE,)
+    )
+    assert authenticate({"authorization": f"bearer  {OTHER.key} "}, RECORDS.get).tenant_id == "other"
+    assert is_key(MADE.key, MADE.record)
+    assert not is_key(MADE.key, OTHER.record)
+    assert not is_key("mlk", MADE.record)
+
+
+def test_the_record_holds_neither_key_nor_secret() -> None:
+    _, secret = split_key(MADE.key) or ("", "")
+    text = MADE.record.to_json().decode()
+    assert len(secret) == 64
+    assert secret not in text
+    assert MADE.key not in text
+    assert secret not in repr(MADE)
+    assert KeyRecord.from_json(text.encode()) == MADE.record
+
+
+def refusal(metadata: dict[str, str], records: dict[str, KeyRecord] = RECORDS) -> tuple[Code, str]:
+    with pytest.raises(Unauthenticated) as error:
+        authenticate(metadata, records.get)
+    assert not error.value.violations
+    return error.value.code, error.value.message
+
+
+def test_every_wrong_key_is_answered_in_the_same_words() -> None:
+    key_id, secret = split_key(MADE.key) or ("", "")
+    _, other_secret = split_key(OTHER.key) or ("", "")
+    revoked = {key_id: dataclasses.replace(MADE.record, revoked_unix_s=9.0)}
+    moved = {key_id: dataclasses.replace(OTHER.record, key_id=key_id)}
+    answers = {
+        refusal({}),
+        refusal({"authorization": ""}),
+        refusal({"authorization": MADE.key}),
+        refusal({"authorization": f"Basic {MADE.key}"}),
+        refusal({"x-api-key": MADE.key}),
+        refusal(bearer("nonsense")),
+        refusal(bearer(MADE.key.upper())),
+        refusal(bearer(f"mlk-{key_id}-{other_secret}")),
+        refusal(bearer(f"mlk-{'f' * 16}-{secret}")),
+        refusal(bearer(MADE.key + "0")),
+        refusal(bearer(MADE.key), {}),
+        refusal(bearer(MADE.key), revoked),
+        refusal(bearer(OTHER.key.replace(OTHER.record.key_id, key_id)), moved),
+        refusal(bearer(f"mlk-{'0' * 16}-{'0' * 64}")),
+    }
+    assert len(answers) == 1
+
+
+def test_every_wrong_key_costs_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One look-up, one hash and one comparison in constant time, whatever is wrong."""
+    work: list[str] = []
+
+    def counted(name: str, function: object) -> object:
+        def call(*arguments: object) -> object:
+            work.append(name)
+            return function(*arguments)  # type: ignore[operator]
+
+        return call
+
+    monkeypatch.setattr(identity, "hash_of", counted("hash", identity.hash_of))
+    monkeypatch.setattr(identity.hmac, "compare_digest", counted("compare", identity.hmac.compare_digest))
+    key_id, _ = split_key(MADE.key) or ("", "")
+    for metadata in ({}, bearer("x"), bearer(f"mlk-{'f' * 16}-{'0' * 64}"), bearer(f"mlk-{key_id}-{'0' * 64}")):
+        work.clear()
+        looked_up: list[str] = []
+
+        def look_up(key_id: str, looked_up: list[str] = looked_up) -> KeyRecord | None:
+            looked_up.append(key_id)
+            return RECORDS.get(key_id)
+
+        with pytest.raises(Unauthenticated):
+            authenticate(metadata, look_up)
+        assert (work, len(looked_up)) == (["hash", "compare"], 1)
+
+
+@settings(deadline=None)
+@given(st.integers(0, len(MADE.key) - 1), st.characters(codec="ascii"))
+def test_one_wrong_character_is_enough(position: int, character: str) -> None:
+    changed = MADE.key[:position] + character + MADE.key[position + 1 :]
+    if changed != MADE.key:
+        refusal(bearer(changed))
+
+
+@settings(deadline=None)
+@given(st.text(max_size=200) | st.text(st.sampled_from("mlkbearer -0123456789abcdefBM\t"), max_size=120))
+def test_no_other_text_is_a_key(value: str) -> None:
+    refusal({"authorization": value})
+    refusal({"authorization": f"Bearer {value}"})
+
+
+@pytest.mark.parametrize(
+    ("tenant", "scopes", "name", "fields"),
+    [
+        ("acme", [], "", ["scopes"]),
+        ("acme", ["gateway"], "", ["scopes"]),
+        ("acme", ["generate", "operator"], "", ["scopes"]),
+        ("", ["generate"], "", ["scopes"]),
+        ("", ["root"], "", ["scopes"]),
+        ("../x", ["generate"], "a\nb", ["tenant_id", "name"]),
+        ("", ["operator"], "x" * 129, ["name"]),
+    ],
+)
+def test_keys_that_are_not_made(tenant: str, scopes: list[str], name: str, fields: list[str]) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        new_key(RNG.getrandbits, tenant_id=tenant, scopes=scopes, name=name, now_unix_s=0.0)
+    assert [v.field for v in error.value.violations] == fields
+
+
+def test_whom_a_call_may_be_about() -> None:
+    operator = Principal("k", None, (Scope.OPERATOR,))
+    gateway = Principal("k", None, (Scope.GATEWAY,))
+    admin = Principal("k", TenantId("acme"), (Scope.ADMIN,))
+    user = Principal("k", TenantId("acme"), (Scope.GENERATE,))
+    assert operator.require_tenant("other", [Scope.ADMIN]) == "other"
+    assert operator.require_tenant("", [Scope.ADMIN]) == ""
+    assert admin.require_tenant("", [Scope.ADMIN]) == "acme"
+    assert admin.require_tenant("acme", [Scope.ADMIN]) == "acme"
+    messages = set()
+    for principal, tenant in ((admin, "other"), (user, "acme"), (user, ""), (gateway, "acme"), (gateway, "")):
+        with pytest.raises(PermissionDenied) as error:
+            principal.require_tenant(tenant, [Scope.ADMIN])
+        messages.add(error.value.message)
+    assert len(messages) == 1
+
+
+def test_scopes_of_a_later_version_are_no_scopes_here() -> None:
+    record = dataclasses.replace(MADE.record, scopes=("audit", "generate"))
+    assert authenticate(bearer(MADE.key), {record.key_id: record}.get).scopes == (Scope.GENERATE,)

@@ -1,0 +1,102 @@
+"""Quotas under kills, pauses, partitions and changes of leaders: no flow ever gets more than its contract."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from manylora.v1 import common_pb2
+from manylora_shared.ids import QosClass, TenantId
+from manylora_shared.policy import ClassPolicy, TenantPolicy, TenantQuotas, TokenRate
+from manylora_shared.simulation.loop import run
+
+from tests.sim import validate
+from tests.sim.cluster import Cluster
+from tests.sim.faults import Faults
+from tests.sim.traffic import Call, Traffic
+
+TENANT = "acme"
+RATE, BURST = 60, 120
+CHAOS_S = 14.0
+SETTLE_S = 8.0
+END_S = 60.0
+REST_S = 14.0
+"""Longer than the leases of an absent router are kept."""
+
+
+async def contended(seed: int, log: list[str], *, num_faults: int) -> tuple[Traffic, int]:
+    """Most calls are the bounded tenant's, of all classes: about three times what its buckets give."""
+    cluster = Cluster(seed, routers=3)
+    await cluster.start()
+    cluster.bounded_tenants[TENANT] = None
+    classes = {c: ClassPolicy(1, TokenRate(RATE, BURST)) for c in QosClass}
+    policy = TenantPolicy(TenantId(TENANT), classes, quotas=TenantQuotas(requests_per_s=40, concurrency=30))
+    await cluster.put_policy(cluster.store_server.client(), policy)
+    await asyncio.sleep(1.0)
+    traffic = Traffic(cluster, seed)
+    faults = Faults(cluster, seed)
+    faults.log = log
+    watching = asyncio.create_task(cluster.watch(), name="watch")
+
+    async def flood() -> None:
+        for _ in range(25):
+            for _ in range(6):
+                traffic.begin(traffic.plain(TENANT))
+            await asyncio.sleep(CHAOS_S / 25)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(flood())
+        group.create_task(traffic.run(CHAOS_S, calls=40))
+        group.create_task(faults.run(CHAOS_S, faults=num_faults))
+    await faults.heal()
+    await asyncio.sleep(SETTLE_S)
+    for qos_class in QosClass:
+        call = traffic.plain(TENANT)
+        call.qos_class, call.prompt, call.max_tokens, call.n = qos_class.value, [5, 6, 7], 4, 1
+        call.is_after_heal = True
+        traffic.begin(call)
+    await traffic.all_ended(END_S)
+    validate.check_calls(cluster, traffic.calls)
+    total = 0
+    for qos_class in QosClass:
+        mine = [c for c in traffic.calls if c.tenant == TENANT and (c.qos_class or "standard") == qos_class.value]
+        # All buckets begin empty, those of the first term after time 0: there is not even a burst to add.
+        total += validate.check_contract(mine, rate=RATE, burst=0, since=0.0)
+    await asyncio.sleep(REST_S)
+    assert not watching.done(), watching.exception()
+    watching.cancel()
+    validate.check_at_rest(cluster)
+    for process in cluster.processes.values():
+        await cluster.stop(process)
+    await asyncio.sleep(5.0)
+    validate.check_stopped(cluster)
+    return traffic, total
+
+
+def _cut_or_refused(calls: list[Call]) -> int:
+    return sum(
+        call.error is not None and bool(call.error.breaches) and call.tenant == TENANT and not call.is_cancelled
+        for call in calls
+    )
+
+
+def test_quotas_hold_under_faults(sim_seed: int) -> None:
+    log: list[str] = []
+    try:
+        run(contended(sim_seed, log, num_faults=14), seed=sim_seed, limit_s=600.0, max_events=2_000_000)
+    except BaseException:
+        print(f"seed {sim_seed} fails; its faults:", *log, sep="\n  ")
+        raise
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_contract_is_met_and_nobody_else_is_bounded(seed: int) -> None:
+    traffic, total = run(contended(seed, [], num_faults=0), seed=seed, limit_s=600.0, max_events=2_000_000).result
+    assert _cut_or_refused(traffic.calls) > 10, "the load was too small to meet the quotas"
+    assert total > 0.7 * 3 * RATE * CHAOS_S
+    for call in traffic.calls:
+        if call.tenant != TENANT:
+            assert call.error is None or not call.error.breaches, call.describe()
+        elif call.finished is not None and call.finished.outcome == common_pb2.OUTCOME_QUOTA_EXHAUSTED:
+            assert call.error is not None
+            assert call.error.retry_after_s is not None
