@@ -134,6 +134,7 @@ class Bench:
         self.token_bytes = token_bytes
         self.blocks = torch.randperm(num_kv).tolist()
         self.adapters: dict[int, list[HostAdapter]] = {}
+        self.sizes: dict[AdapterUid, int] = {}
         self.print(case="start", seconds=round(time.perf_counter() - started, 1), arena_gib=cache.size_bytes / GIB)
 
     def print(self, **values: Any) -> None:
@@ -157,8 +158,6 @@ class Bench:
                 self.sizes[adapter.uid] = adapter.size_bytes
             found.append(have[index])
         return found
-
-    sizes: dict[AdapterUid, int] = {}  # noqa: RUF012
 
     def batch(self, rows: int, adapters: Sequence[HostAdapter]) -> StepBatch:
         context, size = self.options.context, self.options.block_size

@@ -260,6 +260,7 @@ class DeviceModelRunner:
         A later step may name this one's tokens as PENDING_TOKEN before the result is read.
         """
         with torch.inference_mode():
+            self._use_device()
             self._prepare_blocks(batch)
             if not batch.chunks:
                 return PendingStep([])
@@ -284,6 +285,7 @@ class DeviceModelRunner:
     def logits(self, batch: StepBatch) -> Tensor:
         """The pass without the draw: [chunks that sample, vocab], float32, in the batch's order. For tests."""
         with torch.inference_mode():
+            self._use_device()
             self._prepare_blocks(batch)
             plan = self._plan(batch.chunks)
             return self._run_logits(plan, [plan.row_of[c.sequence_id] for c in batch.chunks if c.samples]).float()
@@ -301,6 +303,7 @@ class DeviceModelRunner:
 
     def fill_adapter(self, adapter: HostAdapter) -> None:
         """See backend.AdapterTarget."""
+        self._use_device()
         self._adapters.fill(adapter)
 
     def drop_adapter(self, uid: AdapterUid) -> None:
@@ -396,7 +399,8 @@ class DeviceModelRunner:
         stream.synchronize()
         self._row_owners.clear()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+        # thread_local: the loader's thread may allocate and copy meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             drawn = run()
         self._pool = graph.pool()
         return _Recorded(graph, drawn)
@@ -475,6 +479,11 @@ class DeviceModelRunner:
     def splits_for(self, rows: int) -> int:
         """Programs that share a row's context, so that about two programs stand on each of some 132 processors."""
         return max(1, min(MAX_SPLITS, 264 // max(1, rows * self._cache.geometry.num_kv_heads)))
+
+    def _use_device(self) -> None:
+        """Streams, graphs and Triton go to the thread's current device: it has to be ours."""
+        if self._tables.is_cuda:
+            torch.cuda.set_device(self._tables.device)
 
     def _prepare_blocks(self, batch: StepBatch) -> None:
         device = self._loaded.device

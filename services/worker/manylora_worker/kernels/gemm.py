@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 MOST_SPLITS = 4
 MOST_SPLIT_ROWS = 64
@@ -124,8 +125,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, parts: T
     if not splits:
         torch.mm(x, weight.t(), out=out)
         return out[None]
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     block_m = max(16, triton.next_power_of_2(rows))
     result = parts[: splits * rows * n].view(splits, rows, n)
     _split_kernel[(n // _BLOCK_N, splits)](
