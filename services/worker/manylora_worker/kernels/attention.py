@@ -197,7 +197,7 @@ def _decode_kernel(
                 slot = (row * NUM_HEADS + heads) * SPLITS + other
                 # volatile: written by other programs of this launch, so not from the L1
                 its_largest = tl.load(stats_ptr + slot * 2, mask=group_mask, other=0.0, volatile=True)
-                its_total = tl.load(stats_ptr + slot * 2 + 1, mask=group_mask, other=0.0, volatile=True)
+                its_total = tl.load(stats_ptr + slot * 2 + 1, mask=group_mask, other=1.0, volatile=True)
                 its_acc = tl.load(
                     partial_ptr + slot[:, None] * HEAD_DIM + dims[None, :], mask=both, other=0.0, volatile=True
                 )
@@ -377,7 +377,8 @@ def _prefill_kernel(
         total = total * rescale + tl.sum(weights, 1)
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
         largest = new_largest
-    tl.store(out_ptr + at, acc / total[:, None], mask=both)
+    # Rows behind the tile's last may have seen nothing; they are not stored.
+    tl.store(out_ptr + at, acc / tl.where(total == 0, 1.0, total)[:, None], mask=both)
 
 
 def prefill_block_m(shape: AttentionShape) -> int:
