@@ -35,7 +35,7 @@ import triton
 from manylora_shared.ids import AdapterUid
 from manylora_worker.adapters.source import HostAdapter, place_site
 from manylora_worker.device.decoder_weights import read_decoder
-from manylora_worker.device.runner import DeviceLimits, DeviceModelRunner
+from manylora_worker.device.runner import PENDING_TOKEN, DeviceLimits, DeviceModelRunner
 from manylora_worker.engine.api import Sampling, SequenceChunk, StepBatch
 from manylora_worker.engine.attention import ATTENTION, register_attention
 from manylora_worker.engine.kv_cache import KvCache
@@ -102,6 +102,24 @@ def make_adapter(loaded: LoadedModel, index: int, rank: int) -> HostAdapter:
     return HostAdapter(AdapterUid(f"adapter-{rank}-{index}"), buffer, tuple(layout))
 
 
+def make_chunk(
+    sequence_id: int, token_ids: Sequence[int], start: int, blocks: Sequence[int], adapter_uid: AdapterUid | None
+) -> SequenceChunk:
+    return SequenceChunk(
+        sequence_id=sequence_id,
+        token_ids=token_ids,
+        start_position=start,
+        block_table=blocks,
+        adapter_uid=adapter_uid,
+        samples=True,
+        sampling=GREEDY,
+        choice=0,
+        output_index=0,
+        prompt_token_ids=(),
+        output_token_ids=(),
+    )
+
+
 class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -163,18 +181,12 @@ class Bench:
         context, size = self.options.context, self.options.block_size
         blocks = -(-context // size)
         chunks = [
-            SequenceChunk(
-                sequence_id=row + 1,
-                token_ids=(-1,),
-                start_position=context - 1,
-                block_table=self.blocks[row * blocks : (row + 1) * blocks],
-                adapter_uid=adapters[row % len(adapters)].uid if adapters else None,
-                samples=True,
-                sampling=GREEDY,
-                choice=0,
-                output_index=0,
-                prompt_token_ids=(),
-                output_token_ids=(),
+            make_chunk(
+                row + 1,
+                [PENDING_TOKEN],
+                context - 1,
+                self.blocks[row * blocks : (row + 1) * blocks],
+                adapters[row % len(adapters)].uid if adapters else None,
             )
             for row in range(rows)
         ]
@@ -232,18 +244,12 @@ class Bench:
         options = self.options
         blocks = -(-tokens // options.block_size)
         chunks = [
-            SequenceChunk(
-                sequence_id=1000 + i,
-                token_ids=torch.randint(0, self.loaded.spec.vocab_size, (tokens,)).tolist(),
-                start_position=0,
-                block_table=self.blocks[i * blocks : (i + 1) * blocks],
-                adapter_uid=adapters[i % len(adapters)].uid if adapters else None,
-                samples=True,
-                sampling=GREEDY,
-                choice=0,
-                output_index=0,
-                prompt_token_ids=(),
-                output_token_ids=(),
+            make_chunk(
+                1000 + i,
+                torch.randint(0, self.loaded.spec.vocab_size, (tokens,)).tolist(),
+                0,
+                self.blocks[i * blocks : (i + 1) * blocks],
+                adapters[i % len(adapters)].uid if adapters else None,
             )
             for i in range(prompts)
         ]

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from manylora_worker.device.decoder_weights import DecoderWeights, Projection
+from manylora_worker.kernels.add_norm import add_norm
 from manylora_worker.kernels.attention import DecodeScratch, PagedLayout, attend_decode, attend_prefill
-from manylora_worker.kernels.elementwise import add_norm, gate, rotate_store
+from manylora_worker.kernels.gate import gate
 from manylora_worker.kernels.gemm import MOST_SPLIT_ROWS, MOST_SPLITS, linear
 from manylora_worker.kernels.lora import LoraRows, low_rank_columns, shrink, shrink_splits
+from manylora_worker.kernels.rotate import rotate_store
 
 MAX_SPLITS = 32
 
@@ -72,7 +74,7 @@ class Decoder:
         sites: int64 [sites, adapter slots, fields]; see kernels/lora.py.
         max_rows: of one step.
         max_decode_rows: rows that may decode in one step.
-        pdl: whether kernels may start while those before them end; see kernels/elementwise.py.
+        pdl: whether kernels may start while those before them end; see the kernels package.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from manylora_worker.adapters.lora_linear import FusedMember, LoraLinear, Site
 from manylora_worker.kernels.attention import AttentionShape
-from manylora_worker.kernels.elementwise import Activation
+from manylora_worker.kernels.gate import Activation
 from manylora_worker.kernels.nf4 import Nf4Linear
 from manylora_worker.loader import LoadedModel
 

@@ -244,7 +244,7 @@ def attend_decode(
         positions: int32 [rows]: of the row's token; it sees those up to itself.
         num_rows: int32 scalar: rows behind it are padding, and left alone.
         splits: programs that share one row's context, where it is long enough.
-        pdl: see elementwise.py.
+        pdl: see the package.
     """
     rows = table_rows.shape[0]
     group = shape.num_heads // shape.num_kv_heads

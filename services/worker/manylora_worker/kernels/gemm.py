@@ -25,6 +25,15 @@ _FEW_OUTPUTS = 8192
 
 
 @triton.jit
+def load_product(at, stride_part, mask, PARTS: tl.constexpr):
+    """A product's result, its parts added up (see gemm.linear)."""
+    value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        value += tl.load(at + part * stride_part, mask=mask, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
 def _row_kernel(
     x_ptr, w_ptr, out_ptr, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
 ):

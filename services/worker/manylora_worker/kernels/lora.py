@@ -19,7 +19,7 @@ alpha / r already. A chunk may stand anywhere in the arena, so any free blocks s
 
 Offsets count elements of `weights`, the arena. C is the number of chunks of the largest rank served. Adapter slot 0
 stands for "no adapter": its ranks are zero. The expand is fused into the kernel that reads the base product anyway
-(elementwise.py): it costs no launch and no pass over the outputs.
+(add_norm.py, rotate.py, gate.py): it costs no launch and no pass over the outputs.
 
 Sources of the idea: grouped products over adapter segments as in Punica (Chen et al., 2023) and S-LoRA (Sheng et al.,
 2023); the fused expand is ours.
@@ -331,7 +331,7 @@ def shrink(x: Tensor, lora: LoraRows, *, num_slots: int, num_rows: Tensor, pdl: 
         lora: rows without an adapter are left as they are.
         num_slots: linear layers in the site, at most MAX_SLOTS.
         num_rows: int32 scalar: rows that are there.
-        pdl: see elementwise.py.
+        pdl: see the package.
     """
     rows, in_features = x.shape
     splits = lora.low_rank.shape[0]

@@ -1,0 +1,136 @@
+"""activation(gate) * up, both with their LoRA: what stands between the two products of a gated feed-forward layer.
+
+All arithmetic is in float32 and rounds once, when it is stored. Rows beyond `num_rows` are left alone.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from manylora_worker.kernels.lora import TILE_ROWS, LoraRows, expand_pair, load_tile
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@triton.jit
+def _gate_kernel(
+    gate_up_ptr,
+    out_ptr,
+    num_rows_ptr,
+    tiles_ptr,
+    row_adapters_ptr,
+    low_rank_ptr,
+    weights_ptr,
+    sites_ptr,
+    stride_low_rank,
+    stride_split,
+    stride_site,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GELU: tl.constexpr,
+    HAS_LORA: tl.constexpr,
+    BY_TILE: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if BY_TILE:
+        first_row, count, adapter = load_tile(tiles_ptr, tl.program_id(1))
+    else:
+        first_row = tl.program_id(1) * BLOCK_M
+        count = tl.minimum(tl.load(num_rows_ptr) - first_row, BLOCK_M)
+        if HAS_LORA:
+            adapter = tl.load(row_adapters_ptr + first_row, mask=count > 0, other=0)
+    offsets = tl.arange(0, BLOCK_M)
+    rows = first_row + offsets
+    row_mask = offsets < count
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_mask = columns < N
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if count <= 0:
+        return
+    mask = row_mask[:, None] & column_mask[None, :]
+    at = gate_up_ptr + rows[:, None].to(tl.int64) * (2 * N) + columns[None, :]
+    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(at + N, mask=mask, other=0.0).to(tl.float32)
+    if HAS_LORA:
+        site = sites_ptr + adapter.to(tl.int64) * stride_site
+        # A family that fuses gate and up itself has one slot with the columns of both.
+        UP_SLOT: tl.constexpr = 0 if NUM_SLOTS == 1 else 1
+        UP_COLUMN: tl.constexpr = N if NUM_SLOTS == 1 else 0
+        SLOT_COLUMNS: tl.constexpr = 2 * N if NUM_SLOTS == 1 else N
+        gate, up = expand_pair(
+            gate, up, low_rank_ptr, stride_low_rank, stride_split, weights_ptr, site, 0, UP_SLOT, rows, row_mask,
+            columns, columns + UP_COLUMN, column_mask, SLOT_COLUMNS, BLOCK_M, CHUNKS, SPLIT_K, BLOCK_S,
+        )  # fmt: skip
+    if GELU:
+        # tanh(z) = 1 - 2 / (exp(2 z) + 1), which is right at both ends of the range
+        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        activated = 0.5 * gate * (2.0 - 2.0 / (tl.exp(2.0 * z) + 1.0))
+    else:
+        activated = gate / (1.0 + tl.exp(-gate))
+    tl.store(out_ptr + rows[:, None].to(tl.int64) * N + columns[None, :], activated * up, mask=mask)
+
+
+def gate(
+    gate_up: Tensor,
+    out: Tensor,
+    *,
+    activation: Activation,
+    num_rows: Tensor,
+    lora: LoraRows | None,
+    num_slots: int,
+    pdl: bool,
+) -> None:
+    """out = activation(gate) * up, both with their LoRA.
+
+    Args:
+        gate_up: [rows, 2 * width], the gate's columns first.
+        out: [rows, width], written.
+        lora: of the projection, with `num_slots` 2 (gate, up) or 1 (a family that fuses them itself).
+    """
+    rows, width = out.shape
+    by_tile = lora is not None and lora.num_tiles > 0
+    block_m = TILE_ROWS if by_tile else 1
+    if by_tile:
+        block_n, num_warps = (512, 8) if rows <= 512 else (128, 4)
+    else:
+        block_n, num_warps = (1024, 4) if lora is None else (512, 2)
+    block_n = min(block_n, triton.next_power_of_2(width))
+    any_tensor = gate_up
+    grid = (triton.cdiv(width, block_n), lora.num_tiles if lora is not None and by_tile else rows)
+    _gate_kernel[grid](
+        gate_up,
+        out,
+        num_rows,
+        num_rows if lora is None else lora.tiles,
+        num_rows if lora is None else lora.row_adapters,
+        any_tensor if lora is None else lora.low_rank,
+        any_tensor if lora is None else lora.weights,
+        num_rows if lora is None else lora.sites,
+        0 if lora is None else lora.low_rank.stride(1),
+        0 if lora is None else lora.low_rank.stride(0),
+        0 if lora is None else lora.sites.stride(0),
+        N=width,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        GELU=activation == "gelu_tanh",
+        HAS_LORA=lora is not None,
+        BY_TILE=by_tile,
+        NUM_SLOTS=num_slots,
+        CHUNKS=1 if lora is None else lora.chunks,
+        SPLIT_K=1 if lora is None else lora.low_rank.shape[0],
+        BLOCK_S=1 if lora is None else triton.next_power_of_2(lora.low_rank.shape[0]),
+        PDL=pdl,
+        num_warps=num_warps,
+        launch_pdl=pdl,
+    )
