@@ -10,7 +10,6 @@ earlier one.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,8 +22,10 @@ from manylora_worker.adapters.source import HostAdapter
 from manylora_worker.device.adapter_arena import AdapterArena
 from manylora_worker.device.decoder import MAX_SPLITS, Decoder, DeviceStep, LoraStep
 from manylora_worker.device.decoder_weights import DecoderWeights
+from manylora_worker.device.pending_step import PendingStep
+from manylora_worker.device.sequence_slots import SequenceSlots, TableUpdates
 from manylora_worker.device.step_tables import StepTables
-from manylora_worker.engine.api import Logprobs, Sampled, SequenceChunk, StepBatch
+from manylora_worker.engine.api import Sampled, SequenceChunk, StepBatch
 from manylora_worker.engine.kv_cache import KvCache
 from manylora_worker.engine.sampler import sample
 from manylora_worker.kernels.attention import PREFILL_TILE_FIELDS, PagedLayout, prefill_block_m
@@ -101,54 +102,6 @@ def _each(rows: SampledRows, take: Callable[[Tensor], Tensor]) -> SampledRows:
     )
 
 
-class PendingStep:
-    """A step on its way; `result` waits for it."""
-
-    def __init__(
-        self, chunks: Sequence[SequenceChunk], results: Sequence[Sampled] = (), rows: SampledRows | None = None
-    ) -> None:
-        """results: of `chunks`, where they are known; else rows: device tensors, one row a chunk."""
-        self._chunks = chunks
-        self._results = results
-        self._host: list[Tensor] = []
-        self._event: torch.cuda.Event | None = None
-        if rows is not None:
-            wanted = (rows.token_ids, rows.sound, rows.logprobs, rows.top_values, rows.top_ids)
-            self._host = [_to_host(tensor) for tensor in wanted if tensor is not None]
-            if rows.token_ids.is_cuda:
-                self._event = torch.cuda.Event()
-                self._event.record()
-
-    def result(self) -> Sequence[Sampled]:
-        """One Sampled for each chunk that samples, in the batch's order."""
-        if not self._host:
-            return self._results
-        if self._event is not None:
-            self._event.synchronize()
-        token_ids, sound, *logprobs = (tensor.tolist() for tensor in self._host)
-        results = []
-        for i, chunk in enumerate(self._chunks):
-            if not sound[i]:
-                error = "the model's logits for this token are not finite"
-                results.append(Sampled(chunk.sequence_id, 0, error=error))
-                continue
-            found = None
-            wanted = chunk.sampling.top_logprobs
-            if wanted is not None:
-                own, values, ids = (column[i] for column in logprobs)
-                found = Logprobs(own, tuple(zip(ids[:wanted], values[:wanted], strict=True)))
-            results.append(Sampled(chunk.sequence_id, token_ids[i], found))
-        return results
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """A copy on its way to the host."""
-    if not tensor.is_cuda:
-        return tensor.clone()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
-
-
 _GREEDY = SamplingPlan()
 _PLANS = (
     _GREEDY,
@@ -222,7 +175,7 @@ class DeviceModelRunner:
         self._prefill_rows = prefill_block_m(weights.layers[0].attention)
         device = loaded.device
         max_blocks = -(-loaded.spec.max_context_tokens // bs)
-        self._slots = _SequenceSlots(2 * limits.max_sequences, max_blocks)
+        self._slots = SequenceSlots(2 * limits.max_sequences, max_blocks)
         num_table_rows = self._slots.padding_row + 1
         self._tables = torch.zeros(num_table_rows, max_blocks, dtype=torch.int32, device=device)
         self._last_tokens = torch.zeros(num_table_rows, dtype=torch.int32, device=device)
@@ -438,7 +391,7 @@ class DeviceModelRunner:
         tables = self._decode_tables if is_decode else self._mixed_tables
         host = tables.begin()
         prefill_tiles = host["prefill_tiles"].reshape(-1, PREFILL_TILE_FIELDS)
-        updates = _TableUpdates()
+        updates = TableUpdates()
         row = num_prefill_tiles = 0
         row_of: dict[int, int] = {}
         runs: list[list[int]] = []
@@ -504,59 +457,3 @@ def _fields(rows: int, tiles: int, prefill_rows: int) -> dict[str, int]:
         "lora_tiles": TILE_FIELDS * rows,
         "prefill_tiles": PREFILL_TILE_FIELDS * prefill_rows,
     }
-
-
-class _TableUpdates:
-    """Entries of the block tables that changed: [table row, entry] = block."""
-
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-        self.entries: list[int] = []
-        self.blocks: list[int] = []
-
-    def apply(self, tables: Tensor) -> None:
-        if self.rows:
-            packed = torch.tensor([self.rows, self.entries, self.blocks])
-            if tables.is_cuda:
-                packed = packed.pin_memory().to(tables.device, non_blocking=True)
-            tables.index_put_((packed[0], packed[1]), packed[2].int())
-
-
-class _SequenceSlots:
-    """Which row of the device's block tables belongs to which sequence; those not seen for longest make room.
-
-    A sequence's entries before the one that its step writes do not change while it keeps its row, so only that one
-    and those behind it are compared.
-    """
-
-    def __init__(self, num_slots: int, max_blocks: int) -> None:
-        self._rows: OrderedDict[int, int] = OrderedDict()
-        self._free = list(range(num_slots - 1, -1, -1))
-        self._mirror = np.zeros((num_slots, max_blocks), dtype=np.int32)
-        self._known = [0] * num_slots
-        self.padding_row = num_slots
-        """A row of the tables that no sequence has."""
-
-    def of(self, sequence_id: int) -> int:
-        return self._rows[sequence_id]
-
-    def take(self, chunk: SequenceChunk, block_size: int, updates: _TableUpdates) -> int:
-        row = self._rows.pop(chunk.sequence_id, None)
-        if row is None:
-            if not self._free:
-                _, freed = self._rows.popitem(last=False)
-                self._free.append(freed)
-            row = self._free.pop()
-            self._known[row] = 0
-        self._rows[chunk.sequence_id] = row
-        table, mirror = chunk.block_table, self._mirror[row]
-        first = min(self._known[row], chunk.start_position // block_size)
-        for entry in range(first, len(table)):
-            block = table[entry]
-            if entry >= self._known[row] or mirror[entry] != block:
-                mirror[entry] = block
-                updates.rows.append(row)
-                updates.entries.append(entry)
-                updates.blocks.append(block)
-        self._known[row] = len(table)
-        return row
