@@ -112,6 +112,8 @@ class Victim:
     ttft_ms: list[float] = field(default_factory=list)
     token_gap_ms: list[float] = field(default_factory=list)
     """Of each finished request: the mean time between two tokens."""
+    queue_ms: list[float] = field(default_factory=list)
+    """Of each finished request: how much of its time to the first token it waited for its grant."""
     prompt_tokens: int = 0
     tokens: int = 0
     unanswered: int = 0
@@ -121,6 +123,7 @@ class Victim:
     def add(self, other: Victim) -> None:
         self.ttft_ms += other.ttft_ms
         self.token_gap_ms += other.token_gap_ms
+        self.queue_ms += other.queue_ms
         self.prompt_tokens += other.prompt_tokens
         self.tokens += other.tokens
         self.unanswered += other.unanswered
@@ -200,6 +203,8 @@ async def _victim_request(channel: Channel, target: Target, seed: int, ends_at: 
                         tokens_at_first = len(response.delta.token_ids)
                     tokens += len(response.delta.token_ids)
                     found.tokens += len(response.delta.token_ids)
+                elif response.WhichOneof("event") == "finished":
+                    found.queue_ms.append(response.finished.timings.queue_ms)
         if first_at is not None and tokens > tokens_at_first:
             found.token_gap_ms.append((now - first_at) * 1e3 / (tokens - tokens_at_first))
     except TimeoutError:
@@ -452,6 +457,7 @@ def _seen(found: Victim) -> dict[str, object]:
         "victim_failed": dict(found.failed),
         "victim_ttft_p50_ms": quantile(found.ttft_ms, 0.5),
         "victim_ttft_p95_ms": quantile(found.ttft_ms, 0.95),
+        "victim_queue_p95_ms": quantile(found.queue_ms, 0.95),
         "victim_token_gap_p50_ms": quantile(found.token_gap_ms, 0.5),
         "victim_tokens_per_s": found.tokens_per_s,
     }
