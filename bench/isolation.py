@@ -1,14 +1,16 @@
 """What a tenant feels of its neighbour: a steady interactive victim alone, then beside an attacker of each kind.
 
 Real processes on loopback, twice in one run: a cluster that schedules fairly and one that grants in order of arrival
-(`--order arrival`, "fcfs" here), each with etcd, scheduler, router and one worker. Both tenants have the same weight. The
-victim is a closed loop of few streams that asks for well under half of what the worker can do: each stream sends its
-next request when the last one has ended and its period is over. The attacker keeps far more requests outstanding than
-the worker has slots, from a process of its own, so that the victim's times are not those of the attacker's event loop.
+(`--order arrival`, "fcfs" here), each with etcd, scheduler, router and one worker. Both tenants have the same weight.
+The victim is a closed loop of few streams that asks for well under half of what the worker can do: each stream sends
+its next request when the last one has ended and its period is over. The attacker keeps far more requests outstanding
+than the worker has slots, from a process of its own, so that the victim's times are not those of its event loop.
 
-    short          a flood of short requests              long-outputs   the longest generations
-    long-prompts   a flood of the longest prompts         adapters       every request asks for the next of many adapters,
-    slow-readers   long answers that are hardly read                     far more than the device and the host hold
+    short          a flood of short requests
+    long-prompts   a flood of the longest prompts
+    long-outputs   the longest generations
+    adapters       every request asks for the next of many adapters, far more than the device and the host hold
+    slow-readers   long answers that are hardly read
 
 For each attack and policy: the victim alone, the attack's beginning, the victim beside it. A request of the victim that
 has no token at the end counts with the time that it has waited (`victim_unanswered` of them), so a long wait is never
