@@ -4,13 +4,14 @@ MODEL ?= demo
 SEEDS ?= 200
 SCHEDULES ?= 10000
 SOAK_SECONDS ?= 600
+SHARE_SECONDS ?= 60
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo up test unit oracle soak sim kernels fairness check lint types layers format proto compose-test clean
+.PHONY: help install demo up test unit oracle soak sim kernels fairness shares check lint types layers format proto compose-test clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
@@ -51,6 +52,9 @@ kernels: $(STAMP) ## the GPU's kernels in Triton's interpreter, on the CPU (inst
 
 fairness: $(STAMP) ## random schedules against the fairness bound: make fairness SCHEDULES=10000
 	@$(BIN)/python -m pytest -q -s tests/properties/test_fair_queue.py --fair-schedules $(SCHEDULES)
+
+shares: $(STAMP) ## shares of backlogged tenants through real services: make shares SHARE_SECONDS=60
+	@$(BIN)/python -m pytest -q -s -m e2e tests/e2e/test_fairness.py --fairness-seconds $(SHARE_SECONDS)
 
 check: lint types layers ## lint, types and the layers
 

@@ -29,6 +29,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help=f"hold so many random schedules to the fairness bound (default {DEFAULT_FAIR_SCHEDULES})",
     )
     parser.addoption(
+        "--fairness-seconds",
+        type=float,
+        default=12.0,
+        metavar="S",
+        help="how long shares are measured through real services (default 12)",
+    )
+    parser.addoption(
         "--soak-seconds", type=float, default=60.0, metavar="S", help="how long the soak runs (default 60)"
     )
 

@@ -69,6 +69,7 @@ class ClusterOptions:
     worker_flags: tuple[str, ...] = ()
     """Further settings of the workers, as flags (`--block-size=4`), for tests and measurements."""
     router_flags: tuple[str, ...] = ()
+    scheduler_flags: tuple[str, ...] = ()
     start_timeout_s: float = 900.0
     """For each process; a large model takes its time to load."""
     grace_s: float = 10.0
@@ -277,7 +278,12 @@ class LocalCluster:
         return child
 
     def _scheduler_command(self, ready: Mapping[str, Any]) -> list[str]:
-        return [*_python("manylora_scheduler"), *self._common("127.0.0.1:0"), f"--scheduler-id={SCHEDULER}"]
+        return [
+            *_python("manylora_scheduler"),
+            *self._common("127.0.0.1:0"),
+            f"--scheduler-id={SCHEDULER}",
+            *self.options.scheduler_flags,
+        ]
 
     def _worker_command(self, index: int, ready: Mapping[str, Any]) -> list[str]:
         options = self.options

@@ -679,3 +679,33 @@ class FairQueue(Generic[F, I]):
                 assert (flow.full_us is None) or flow.key in self._rising
             else:
                 assert flow.head is None
+
+
+class ArrivalQueue(FairQueue[F, I]):
+    """First come, first served, with the books of the fair queue: what fair queuing is compared with.
+
+    Of the flows whose first item can be started, the one whose first item came first is next; weights, boosts,
+    priorities and deadlines count for nothing. Ranks' `order` must be unique over all flows and grow as items come.
+    Tags, reservations, counters and snapshots go on, so that an owner may change from the one queue to the other.
+    """
+
+    def push(
+        self,
+        item: I,
+        flow: F,
+        *,
+        share: Share,
+        need: Hashable,
+        rank: Rank,
+        since_us: int = 0,
+        urgent_us: int | None = None,
+    ) -> None:
+        by_arrival = Rank(0, 0, rank.order)
+        super().push(item, flow, share=share, need=need, rank=by_arrival, since_us=since_us, urgent_us=urgent_us)
+
+    def _boost(self, flow: _Flow[F, I]) -> None:
+        assert flow.head is not None
+        item = self._items[flow.head]
+        assert item.rank is not None, "a first item is queued"
+        flow.order_of = self._full
+        self._full.put(flow.key, item.rank.order, flow.order, item.need)

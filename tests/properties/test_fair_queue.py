@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manylora_shared import fair_queue
-from manylora_shared.fair_queue import TAG_SCALE, FairQueue, Pick, Rank, Share
+from manylora_shared.fair_queue import TAG_SCALE, ArrivalQueue, FairQueue, Pick, Rank, Share
 
 from tests.properties import fair_queue_suite as suite
 
@@ -405,3 +405,36 @@ def test_whoever_comes_with_a_new_leader_begins_where_the_others_are() -> None:
         push(new, i, "busy", i)
     new.resume()
     assert new.tag_of("newcomer") == new.tag_of("busy") == new.virtual_time
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_in_order_of_arrival_the_first_that_fits_is_next(data: st.DataObject) -> None:
+    """Against a list: of the flows' first items, the earliest that fits, whatever weights, ranks and charges say."""
+    queue: ArrivalQueue[str, int] = ArrivalQueue(aging_per_s=32)
+    waiting: list[tuple[int, str, int]] = []
+    shares = {"light": Share(1), "heavy": Share(1000, 512, 1024), "third": Share(7, 0, 64)}
+    for order in range(data.draw(st.integers(1, 60))):
+        action = data.draw(st.sampled_from(("push", "push", "start", "remove", "charge")))
+        flow = data.draw(st.sampled_from(sorted(shares)))
+        if action == "push":
+            need = data.draw(st.integers(1, 2))
+            rank = Rank(data.draw(st.integers(-100, 100)), data.draw(st.integers(0, 10)), order)
+            queue.push(order, flow, share=shares[flow], need=need, rank=rank, since_us=order, urgent_us=0)
+            waiting.append((order, flow, need))
+        elif action == "charge":
+            queue.count("source", {flow: 1_000 * order}, shares.__getitem__)
+        elif action == "remove" and waiting:
+            item, _, _ = waiting.pop(data.draw(st.integers(0, len(waiting) - 1)))
+            queue.remove(item)
+        elif action == "start":
+            room = data.draw(st.integers(1, 2))
+            needs = {item: need for item, _, need in waiting}
+            firsts = {flow: (item, flow, need) for item, flow, need in reversed(waiting)}.values()
+            expected = min((first for first in firsts if first[2] <= room), default=None)
+            pick = queue.select(lambda item, needs=needs, room=room: needs[item] <= room or None, order)
+            assert (pick and pick.item) == (expected and expected[0])
+            if pick is not None:
+                queue.dispatch(pick, 10)
+                waiting.remove(expected)
+        queue.check_invariants()

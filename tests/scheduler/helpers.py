@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from manylora_scheduler.core import Core, CoreLimits
+from manylora_scheduler.core import Core, CoreLimits, Order
 from manylora_scheduler.events import Command, Enqueued, Event, RouterConnected, SendGrant, WorkerJoined, WorkerReported
 from manylora_scheduler.fleet import FlowTokens, Residency, StartedRequest, WorkerReport
 from manylora_scheduler.request import FlowKey, QueuedRequest
@@ -80,8 +80,8 @@ def started(request_id: str, tenant: str = "acme", sequences: int = 1) -> Starte
 class Desk:
     """A core with a router, and its clock."""
 
-    def __init__(self, limits: CoreLimits | None = None) -> None:
-        self.core = Core(limits)
+    def __init__(self, limits: CoreLimits | None = None, order: Order = "fair") -> None:
+        self.core = Core(limits, order=order)
         self.now = 0.0
         self.apply(RouterConnected(ROUTER, 1))
 

@@ -569,3 +569,34 @@ def test_estimates_follow_what_requests_really_use() -> None:
         desk.report(slots=1, finished=[f"r{i}"], flows={flow(): FlowTokens(10 * (i + 1), produced)})
     assert reserved[0] == 10 + 2 * 1_000
     assert reserved[-1] == 10 + 2 * 20
+
+
+def test_in_order_of_arrival_nothing_but_arrival_counts() -> None:
+    desk = Desk(order="arrival")
+    heavy = TenantId("heavy")
+    desk.apply(PolicyChanged(heavy, TenantPolicy(heavy, {c: ClassPolicy(1000) for c in QosClass})))
+    desk.worker(slots=1)
+    desk.enqueue("running")
+    desk.enqueue("a")
+    desk.enqueue("b", priority=100)
+    desk.enqueue("c", tenant="heavy", deadline=5.0)
+    desk.enqueue("d", tenant="third", qos_class=QosClass.INTERACTIVE)
+    desk.enqueue("e")
+    assert desk.core.num_queued == 5
+    granted, running = [], "running"
+    for _ in range(5):
+        desk.report(slots=1, running=1, started=[started(running)])
+        ((running, _worker),) = grants(desk.report(slots=1, finished=[running]))
+        granted.append(running)
+    assert granted == ["a", "b", "c", "d", "e"]
+
+
+def test_in_order_of_arrival_a_request_that_fits_nowhere_lets_others_pass() -> None:
+    desk = Desk(order="arrival")
+    desk.worker(slots=2)
+    desk.enqueue("first")
+    desk.enqueue("second")
+    desk.report(slots=2, running=2, started=[started("first"), started("second")])
+    assert desk.enqueue("two slots", sequences=2) == []
+    assert desk.enqueue("one slot", tenant="other") == []
+    assert grants(desk.report(slots=2, running=1, finished=["first"])) == [("one slot", "w0")]

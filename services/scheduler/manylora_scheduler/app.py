@@ -142,6 +142,7 @@ class SchedulerApp:
                     max_queued_per_tenant=self.config.max_queued_per_tenant,
                     worker_wait_s=self.config.worker_wait_s,
                 ),
+                order=self.config.order,
                 clock=clock,
                 predecessor=predecessor,
                 transport=PeerTransport(self._transport, self._peer_secret),

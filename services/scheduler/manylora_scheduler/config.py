@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from manylora_shared.config import ConfigError, check_listen
 
@@ -20,6 +21,10 @@ class SchedulerConfig:
     max_queued_per_tenant: int = field(default=20_000, metadata={"help": "requests that one tenant may have queued"})
     worker_wait_s: float = field(
         default=30.0, metadata={"help": "seconds that a request waits while no worker could run it"}
+    )
+    order: Literal["fair", "arrival"] = field(
+        default="fair",
+        metadata={"help": "arrival: first come, first served, with no regard to tenants; only to compare with"},
     )
     otlp_endpoint: str = field(default="", metadata={"help": "OTLP receiver of traces, host:port; empty: none"})
     trace_file: str = field(default="", metadata={"help": "file to append spans to, one JSON object a line"})

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
+from typing import Literal
 
 from manylora_shared.errors import Code
-from manylora_shared.fair_queue import FairQueue
+from manylora_shared.fair_queue import ArrivalQueue, FairQueue
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, WorkerId
 
 from manylora_scheduler.dispatch import Dispatch
@@ -76,6 +77,9 @@ PREFETCH_WORKERS = 8
 MAX_RETRY_AFTER_S = 30.0
 MAX_DEPARTED = 1024
 
+Order = Literal["fair", "arrival"]
+"""fair: by the fair queue's tags. arrival: first come, first served over all tenants, for comparison."""
+
 
 @dataclass(frozen=True)
 class CoreLimits:
@@ -99,11 +103,15 @@ class Core:
 
     Args:
         predecessor: the last snapshot of the clock that an earlier leader kept; None where there was none.
+        order: in which queued requests are granted.
     """
 
-    def __init__(self, limits: CoreLimits | None = None, predecessor: ClockSnapshot | None = None) -> None:
+    def __init__(
+        self, limits: CoreLimits | None = None, predecessor: ClockSnapshot | None = None, order: Order = "fair"
+    ) -> None:
         self._limits = limits or CoreLimits()
-        self._queue: FairQueue[FlowKey, int] = FairQueue(aging_per_s=AGING_PER_S)
+        kind: type[FairQueue[FlowKey, int]] = FairQueue if order == "fair" else ArrivalQueue
+        self._queue = kind(aging_per_s=AGING_PER_S)
         self._fleet = Fleet()
         self._tickets = Tickets()
         self._flows = Flows()

@@ -24,7 +24,7 @@ from manylora_shared.telemetry import Attribute, SpanName, Telemetry, request_at
 from manylora_shared.transport.base import Transport
 
 from manylora_scheduler.clock_keeper import ClockKeeper
-from manylora_scheduler.core import Core, CoreLimits
+from manylora_scheduler.core import Core, CoreLimits, Order
 from manylora_scheduler.dispatcher import WorkerLine
 from manylora_scheduler.events import (
     Command,
@@ -108,6 +108,7 @@ class Term:
         policies: the tenants' policy documents; each is read when the tenant's first request comes.
         clock: keeps this term's clock.
         predecessor: the clock that was kept last.
+        order: see Core.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Term:
         is_leading: Callable[[float], bool],
         policies: Mapping[str, str],
         limits: CoreLimits,
+        order: Order,
         clock: ClockKeeper,
         predecessor: ClockSnapshot | None,
         transport: Transport,
@@ -132,7 +134,7 @@ class Term:
         self._telemetry = telemetry
         self._rng = rng
         self._loop = asyncio.get_running_loop()
-        self.core = Core(limits, predecessor)
+        self.core = Core(limits, predecessor, order)
         self._clock = clock
         self.quotas = QuotaGate(self.core, self._loop.time())
         self._routers: dict[RouterId, RouterLine] = {}
