@@ -37,7 +37,8 @@ from manylora_worker.engine.api import (
     StepBatch,
     TokenOutput,
 )
-from manylora_worker.engine.core import EngineCore, EngineStats, FlowKey, FlowTokens, RequestEnd
+from manylora_worker.engine.core import EngineCore, EngineStats, FlowTokens, RequestEnd
+from manylora_worker.engine.tenant_shares import FlowKey
 
 _LOG = logging.getLogger(__name__)
 
