@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from manylora_shared.errors import InvalidRequest
+from manylora_shared.errors import InvalidRequest, QuotaExceeded
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
 from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.engine.api import (
@@ -196,7 +196,7 @@ class EngineMachine(RuleBasedStateMachine):
         try:
             self.core.check(request)
             self.core.add(request, self.now)
-        except InvalidRequest:
+        except (InvalidRequest, QuotaExceeded):
             return
         self.seen.add(request)
         self._take()

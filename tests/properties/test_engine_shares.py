@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from manylora_shared.errors import InvalidRequest
+from manylora_shared.errors import QuotaExceeded
 from manylora_shared.ids import QosClass, RequestId, TenantId
 from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.engine import step_planner
@@ -265,13 +265,14 @@ def test_three_tenants_fight_for_a_third_of_what_they_need(seed: int) -> None:
 
 def test_what_can_never_fit_its_tenants_cap_is_refused() -> None:
     rig = Rig.make(64, 4)
-    rig.core.set_share(_A, TenantShare(hard_blocks=4))
+    rig.core.set_share(_A, TenantShare(hard_blocks=4, hard_mb=7))
     rig.add(_A, 8, 9)
-    with pytest.raises(InvalidRequest) as refusal:
+    with pytest.raises(QuotaExceeded) as refusal:
         rig.add(_A, 8, 10)
-    assert str(refusal.value.violations[0].description) == (
-        "prompt and output are up to 18 tokens, the tenant's KV memory on a worker holds 16"
-    )
+    (breach,) = refusal.value.breaches
+    assert (breach.quota, breach.tenant_id, breach.limit) == ("quotas.kv_hbm_mb_hard", "a", 7)
+    assert "20 tokens, the tenant's hard cap is 16" in breach.description
+    assert refusal.value.retry_after_s is None, "it never fits"
     rig.add(_B, 8, 10)
 
 
@@ -279,7 +280,7 @@ def test_what_others_have_reserved_is_nothing_to_count_on() -> None:
     rig = Rig.make(20, 4)
     rig.core.set_share(_B, TenantShare(reserve_blocks=10))
     rig.add(_A, 8, 33)
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(QuotaExceeded):
         rig.add(_A, 8, 34)
 
 
@@ -298,7 +299,7 @@ def test_a_cap_that_falls_is_reached_within_a_quantum_and_a_longer_request_still
         rig.step()
     assert set(rig.ended) == set(requests)
     rig.core.set_share(_A, TenantShare(hard_blocks=5))
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(QuotaExceeded):
         rig.add(_A, 16, 40)
 
 
@@ -350,7 +351,9 @@ def test_reserves_together_take_half_of_the_pool_at_most() -> None:
     assert shares.reserve(_A) == 50
     shares.set(_B, TenantShare(reserve_blocks=30))
     assert (shares.reserve(_A), shares.reserve(_B)) == (37, 12)
-    assert shares.max_blocks(_C) == 51
+    shares.check(_C, 51, _BLOCK)
+    with pytest.raises(QuotaExceeded):
+        shares.check(_C, 52, _BLOCK)
     shares.set(_A, None)
     assert (shares.reserve(_A), shares.reserve(_B)) == (0, 30)
 

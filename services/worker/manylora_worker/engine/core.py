@@ -144,16 +144,11 @@ class EngineCore:
         """Whether the engine could ever run the request, under its tenant's present bounds. From any thread.
 
         Raises:
-            InvalidRequest: it never could.
+            InvalidRequest: the model never could.
+            QuotaExceeded: its tenant's bounds never let it.
         """
         self._check_model(request)
-        most = self._shares.max_blocks(request.tenant_id)
-        if self._longest_blocks(request) > most:
-            raise InvalidRequest.of(
-                "max_tokens",
-                f"prompt and output are up to {self._longest_tokens(request) + 1} tokens, "
-                f"the tenant's KV memory on a worker holds {most * self._pool.block_size}",
-            )
+        self._shares.check(request.tenant_id, self._longest_blocks(request), self._pool.block_size)
 
     def _check_model(self, request: EngineRequest) -> None:
         """As `check`, the tenant's bounds aside: depends on nothing that changes."""

@@ -134,7 +134,7 @@ class StepPlanner:
         """Oldest first."""
         self._next_item = 0
         self._step = 0
-        self._turn = _Turn(0, 0, {}, is_forced=False)
+        self._round = _Round(0, 0, {}, is_forced=False)
 
     @property
     def running(self) -> SequenceOf[Sequence]:
@@ -218,7 +218,7 @@ class StepPlanner:
         """Decides one step and takes its blocks. Everything scheduled must then be computed, or its sequences ended."""
         self._step += 1
         ended = self._end_units()
-        self._turn = _Turn(
+        self._round = _Round(
             budget=self._limits.max_batch_tokens - len(self._units),
             ready_decodes=sum(s.status is SequenceStatus.DECODE for s in self._parked),
             claims={},
@@ -241,7 +241,7 @@ class StepPlanner:
                 unit.tokens_left = 0
                 chunks.append(unit.chunk)
         num_yielded = sum(s in self._parked for s in ended) if self._parked else 0
-        return StepPlan(scheduled + chunks, self._turn.num_evicted, num_yielded)
+        return StepPlan(scheduled + chunks, self._round.num_evicted, num_yielded)
 
     def _end_units(self) -> list[Sequence]:
         """Parks the sequences whose units are through, and queues their next ones.
@@ -267,13 +267,13 @@ class StepPlanner:
 
     def _force(self) -> None:
         """Nothing can be started: the first in order takes from whomever it needs, reserves and leads aside."""
-        self._turn.is_forced = True
-        self._turn.claims.clear()
-        self._turn.refused.clear()
+        self._round.is_forced = True
+        self._round.claims.clear()
+        self._round.refused.clear()
         pick = self._queue.select(self._fits, 0)
         assert pick is not None, "a sequence cannot run alone"
         self._start(pick)
-        self._turn.is_forced = False
+        self._round.is_forced = False
         self._fill_slots()
 
     def _start(self, pick: Pick[int, _Place]) -> None:
@@ -288,24 +288,24 @@ class StepPlanner:
         if sequence.status is SequenceStatus.DECODE:
             chunk = Scheduled(sequence, 1, samples=True)
             cost = num_tokens * OUTPUT_TOKEN_COST
-            self._turn.ready_decodes -= 1
-            self._turn.budget -= 1
+            self._round.ready_decodes -= 1
+            self._round.budget -= 1
         else:
             chunk = Scheduled(sequence, num_tokens, samples=num_tokens == sequence.num_uncomputed_tokens)
             cost = _cost(chunk)
-            self._turn.budget -= num_tokens
+            self._round.budget -= num_tokens
         self._queue.dispatch(pick, cost)
         bisect.insort(self._units, _Unit(sequence, pick.item, chunk, num_tokens), key=_unit_order)
 
     def _fits(self, item: int) -> _Place | None:
         """How a queued unit can be started now; None: it cannot. Changes nothing."""
-        turn = self._turn
-        if item in turn.refused:
+        round_ = self._round
+        if item in round_.refused:
             return None
         sequence = self._queued[item]
         place = self._place_of(sequence)
         if place is None:
-            turn.refused[item] = None  # in one plan room only shrinks
+            round_.refused[item] = None  # in one plan room only shrinks
         return place
 
     def _place_of(self, sequence: Sequence) -> _Place | None:
@@ -333,7 +333,7 @@ class StepPlanner:
     def _chunk_tokens(self, sequence: Sequence) -> int:
         """Tokens of the next part of a prefill; 0 where the step has none left for it."""
         other_slots = self._limits.sequence_slots - len(self._units) - 1
-        budget = self._turn.budget - min(self._turn.ready_decodes, other_slots)
+        budget = self._round.budget - min(self._round.ready_decodes, other_slots)
         return max(0, min(sequence.num_uncomputed_tokens, self._limits.prefill_chunk_tokens, budget))
 
     def _tokens_to_draw(self, sequence: Sequence) -> int:
@@ -386,7 +386,7 @@ class StepPlanner:
                 continue
             victims = self._victims(sequence, num_blocks, may_evict=True)
             if victims is None:
-                self._turn.claims[tenant_id] = num_blocks
+                self._round.claims[tenant_id] = num_blocks
                 blocked[tenant_id] = None
                 continue
             for victim in victims:
@@ -405,11 +405,11 @@ class StepPlanner:
 
     def _victims(self, taker: Sequence, num_blocks: int, *, may_evict: bool) -> list[Sequence] | None:
         """Whom to evict so that `taker` can take `num_blocks`; None: that is not possible. See the module's order."""
-        pool, shares, turn = self._pool, self._shares, self._turn
+        pool, shares, round_ = self._pool, self._shares, self._round
         tenant_id = taker.tenant_id
         held = pool.held_by(tenant_id)
         is_new = taker.status is SequenceStatus.WAITING
-        kept = sum(blocks for claimer, blocks in turn.claims.items() if claimer != tenant_id) if turn.claims else 0
+        kept = sum(blocks for claimer, blocks in round_.claims.items() if claimer != tenant_id) if round_.claims else 0
         is_within_reserve = held + num_blocks <= shares.reserve(tenant_id)
         if is_new and not is_within_reserve and (self._units or len(self._parked) > 0):
             kept += pool.num_blocks // _WATERMARK_DIVISOR
@@ -427,7 +427,7 @@ class StepPlanner:
                 continue
             if parked.tenant_id != tenant_id:
                 others.append(parked)
-            elif turn.is_forced or (self._queue.tag_of(_flow(parked)), parked.order) > first:
+            elif round_.is_forced or (self._queue.tag_of(_flow(parked)), parked.order) > first:
                 own.append(parked)
         victims: list[Sequence] = []
         own.sort(key=_least_recent)
@@ -437,7 +437,7 @@ class StepPlanner:
             freed = self._freed_by(victim)
             over, short = over - freed, short - freed
             victims.append(victim)
-        if over > 0 and not turn.is_forced:
+        if over > 0 and not round_.is_forced:
             return None
         if short > 0:
             is_within_soft = held + num_blocks <= shares.soft(tenant_id)
@@ -446,7 +446,7 @@ class StepPlanner:
             )
         # Blocks that victims share with one another come free only with the last of them, and are not counted: where
         # nothing else runs, all of them go.
-        return victims if turn.is_forced or (over <= 0 and short <= 0) else None
+        return victims if round_.is_forced or (over <= 0 and short <= 0) else None
 
     def _take_from_others(
         self,
@@ -463,8 +463,8 @@ class StepPlanner:
         excess = {tenant: held - self._shares.soft(tenant) for tenant, held in left.items()}
         taken = dict.fromkeys(left, 0)
         tags = {flow: self._queue.tag_of(flow) for flow in {_flow(s): None for s in others}}
-        eligible = others if self._turn.is_forced else []
-        if not self._turn.is_forced:
+        eligible = others if self._round.is_forced else []
+        if not self._round.is_forced:
             tag = self._queue.tag_of(_flow(taker))
             eligible = [
                 other
@@ -488,7 +488,7 @@ class StepPlanner:
             tenant, reserve = victim.tenant_id, self._shares.reserve(victim.tenant_id)
             # Between two reserves the sequence is the grain: one that stands partly above its tenant's may go.
             is_protected = left[tenant] <= reserve if is_within_reserve else left[tenant] - freed < reserve
-            if reserve and is_protected and not self._turn.is_forced:
+            if reserve and is_protected and not self._round.is_forced:
                 continue
             victims.append(victim)
             left[tenant] -= freed
@@ -511,14 +511,14 @@ class StepPlanner:
         del self._parked[sequence]
         self._release_blocks(sequence)
         is_decoding = sequence.status is SequenceStatus.DECODE
-        self._turn.ready_decodes -= is_decoding
+        self._round.ready_decodes -= is_decoding
         done = sequence.num_tokens if is_decoding else sequence.num_computed_tokens
         sequence.num_charged_tokens = max(sequence.num_charged_tokens, done)
         sequence.num_computed_tokens = 0
         sequence.move_to(SequenceStatus.WAITING)
         bisect.insort(self._waiting, sequence, key=_order)
         self._requeue(sequence)
-        self._turn.num_evicted += 1
+        self._round.num_evicted += 1
 
     def _release_blocks(self, sequence: Sequence) -> None:
         self._pool.free(sequence.block_table)
@@ -564,7 +564,7 @@ class StepPlanner:
         assert all(unit.cost <= self._queue.reserved_by(_flow(unit.sequence)) for unit in self._units)
 
 
-class _Turn:
+class _Round:
     """What one plan has left, and what it has found out."""
 
     __slots__ = ("budget", "claims", "is_forced", "num_evicted", "ready_decodes", "refused")

@@ -1,7 +1,7 @@
 """What each tenant may have of this worker: weights of its flows, and KV blocks.
 
-Owns the tenants' shares as their policies give them. Written by EngineCore alone; `max_blocks` may be read from any
-thread (one dictionary look-up). Knows limits, never who holds what: that is BlockPool's.
+Owns the tenants' shares as their policies give them. Written by EngineCore alone; `check` may be called from any
+thread: what it reads is replaced, never changed in place. Knows limits, never who holds what: that is BlockPool's.
 
 Of KV blocks a tenant has up to three bounds:
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from manylora_shared.errors import QuotaBreach, QuotaExceeded
 from manylora_shared.ids import QosClass, TenantId
 from manylora_shared.policy import DEFAULT_WEIGHTS, TenantPolicy
 
@@ -33,6 +34,9 @@ class TenantShare:
     soft_blocks: int | None = None
     hard_blocks: int | None = None
     reserve_blocks: int = 0
+    hard_mb: int = 0
+    reserve_mb: int = 0
+    """As the policy gives them, for refusals to name."""
 
     @staticmethod
     def of(policy: TenantPolicy, block_bytes: int) -> TenantShare:
@@ -50,6 +54,8 @@ class TenantShare:
             soft_blocks=blocks(quotas.kv_hbm_mb),
             hard_blocks=blocks(quotas.kv_hbm_mb_hard),
             reserve_blocks=-(-(quotas.kv_hbm_mb_reserve or 0) * _MIB // block_bytes),
+            hard_mb=quotas.kv_hbm_mb_hard or 0,
+            reserve_mb=quotas.kv_hbm_mb_reserve or 0,
         )
 
 
@@ -112,9 +118,23 @@ class TenantShares:
     def has_caps(self) -> bool:
         return self._has_caps
 
-    def max_blocks(self, tenant_id: TenantId) -> int:
-        """The most that one request of the tenant can count on: its hard cap, and what others' reserves leave."""
-        blocks = self._shares.get(tenant_id, _DEFAULT).hard_blocks
+    def check(self, tenant_id: TenantId, longest_blocks: int, block_size: int) -> None:
+        """Whether a request that may come to hold so many blocks can count on them. From any thread.
+
+        Raises:
+            QuotaExceeded: it cannot, now or later: past its hard cap, or more than others' reserves leave.
+        """
+        share = self._shares.get(tenant_id, _DEFAULT)
         others = self._reserved_blocks - self._reserves.get(tenant_id, 0)
         left = self._num_blocks - others
-        return left if blocks is None else min(blocks, left)
+        needs = f"the request may come to hold KV of {longest_blocks * block_size} tokens"
+        if share.hard_blocks is not None and longest_blocks > share.hard_blocks:
+            quota, limit = "quotas.kv_hbm_mb_hard", share.hard_mb
+            description = f"{needs}, the tenant's hard cap is {share.hard_blocks * block_size} on a worker"
+        elif longest_blocks > left:
+            quota, limit = "quotas.kv_hbm_mb_reserve", share.reserve_mb
+            description = f"{needs}, other tenants' reserves leave {left * block_size} on a worker"
+        else:
+            return
+        breach = QuotaBreach(quota, tenant_id, limit, description)
+        raise QuotaExceeded(f"{quota}: {description}", breaches=[breach])
