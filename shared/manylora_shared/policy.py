@@ -51,9 +51,6 @@ MIN_AVAILABILITY = 0.5
 MAX_RETENTION_DAYS = 36_500
 NOT_ENFORCED = (
     "classes.*.slo",
-    "quotas.kv_hbm_mb",
-    "quotas.kv_hbm_mb_hard",
-    "quotas.kv_hbm_mb_reserve",
     "adapters.pin",
 )
 """Paths of the grammar that `parse_policy` reads and refuses; `*` stands for any class."""
@@ -137,11 +134,11 @@ class TenantQuotas:
     max_queued: int | None = None
     """Of these, requests that no worker runs yet."""
     kv_hbm_mb: int | None = None
-    """KV memory on the device that the tenant may hold while others want it, MiB."""
+    """KV memory on each worker's device that the tenant may hold while others want it, MiB."""
     kv_hbm_mb_hard: int | None = None
-    """KV memory on the device that it never passes, MiB."""
+    """KV memory on each worker's device that it never passes, MiB."""
     kv_hbm_mb_reserve: int | None = None
-    """KV memory on the device that is always its own, MiB."""
+    """KV memory on each worker's device that is always its own, MiB."""
 
 
 @dataclass(frozen=True)

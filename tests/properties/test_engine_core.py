@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from manylora_shared.errors import InvalidRequest
+from manylora_shared.errors import InvalidRequest, QuotaExceeded
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
 from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.engine.api import (
@@ -23,6 +23,7 @@ from manylora_worker.engine.api import (
 from manylora_worker.engine.core import EngineCore, EngineLimits, RequestEnd
 from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner, reference_tokens
 from manylora_worker.engine.step_planner import PlannerLimits
+from manylora_worker.engine.tenant_shares import TenantShare
 
 _EOS = 0
 _EOS_ONE_IN = 12
@@ -193,8 +194,9 @@ class EngineMachine(RuleBasedStateMachine):
             emitted = tuple(expected(request, 0)[: min(num_emitted, max_tokens - 1)])
             request = EngineRequest(**{**request.__dict__, "emitted_token_ids": emitted})
         try:
+            self.core.check(request)
             self.core.add(request, self.now)
-        except InvalidRequest:
+        except (InvalidRequest, QuotaExceeded):
             return
         self.seen.add(request)
         self._take()
@@ -210,6 +212,27 @@ class EngineMachine(RuleBasedStateMachine):
     def stop_choice(self, data: st.DataObject, choice: int) -> None:
         self.core.stop_choice(data.draw(st.sampled_from(self._live())), choice, self.now)
         self._take()
+
+    @rule(
+        tenant=st.sampled_from(["a", "b", "c"]),
+        weight=st.integers(1, 5),
+        bounds=st.none() | st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(0, 6)),
+        is_soft=st.booleans(),
+        is_hard=st.booleans(),
+    )
+    def set_share(
+        self, tenant: str, weight: int, bounds: tuple[int, int, int] | None, is_soft: bool, is_hard: bool
+    ) -> None:
+        share = None
+        if bounds is not None:
+            reserve, soft, hard = bounds
+            share = TenantShare(
+                dict.fromkeys(QosClass, weight),
+                soft_blocks=reserve + soft if is_soft else None,
+                hard_blocks=reserve + soft + hard if is_hard else None,
+                reserve_blocks=reserve,
+            )
+        self.core.set_share(TenantId(tenant), share)
 
     @rule(uid=st.sampled_from(sorted(_SIZES)))
     def prefetch(self, uid: AdapterUid) -> None:
@@ -328,7 +351,7 @@ def test_a_pool_too_small_for_all_preempts_and_every_text_stays_right(
     assert set(seen.reasons.values()) <= {FinishReason.LENGTH}
 
 
-def test_preemption_happens_and_resumes_exactly() -> None:
+def test_eviction_happens_and_resumes_exactly() -> None:
     core, _ = _engine(6)
     seen = Collector()
     for i in range(3):
@@ -337,7 +360,10 @@ def test_preemption_happens_and_resumes_exactly() -> None:
         seen.add(request)
     while core.has_work():
         seen.take(core.step(0.0), core.take_ended())
-    assert core.stats().preemptions > 0
+    stats = core.stats()
+    assert stats.evictions > 0
+    assert stats.recomputed_tokens > 0
+    assert sum(tokens.prompt_tokens for tokens in core.flows().values()) == 3 * 4, "recompute was charged"
     assert len(seen.ends) == 3
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from manylora.v1 import common_pb2, scheduler_pb2, worker_pb2
 from manylora_router import execution
-from manylora_shared.errors import Code
+from manylora_shared.errors import Code, QuotaBreach, RpcError
 from router_fakes import (
     STARTED,
     Answer,
@@ -133,6 +133,25 @@ def test_a_request_that_the_quotas_do_not_admit() -> None:
             ]
         await cluster.at_rest()
         assert cluster.scheduler.settled == []
+
+    simulate(test)
+
+
+def test_a_request_that_its_tenants_memory_never_holds_is_refused_by_the_first_worker() -> None:
+    """No second worker is tried, and the caller hears which bound it is."""
+
+    async def test(cluster: RouterCluster) -> None:
+        breach = QuotaBreach("quotas.kv_hbm_mb_hard", "acme", 5, "it may come to hold more")
+        for worker in cluster.workers:
+            worker.refuse_with = RpcError(Code.RESOURCE_EXHAUSTED, "too long", breaches=[breach])
+        answer = await cluster.ask(text_request(PROMPT))
+        assert answer.frames == []
+        assert answer.error is not None
+        assert (answer.error.code, answer.error.label) == (Code.RESOURCE_EXHAUSTED, "quota_exceeded")
+        assert answer.error.retry_after_s is None
+        assert list(answer.error.breaches) == [breach]
+        await cluster.at_rest()
+        assert [closed.reached_worker for closed in cluster.scheduler.closed] == [False]
 
     simulate(test)
 

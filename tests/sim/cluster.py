@@ -46,7 +46,7 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 64
 SLOTS = 5
 STEP_S = 0.02
-MODEL = ModelInfo("tiny", "digest", "none", VOCAB_SIZE, MAX_CONTEXT_TOKENS, (EOS,))
+MODEL = ModelInfo("tiny", "digest", "none", VOCAB_SIZE, MAX_CONTEXT_TOKENS, (EOS,), kv_block_bytes=1 << 20)
 TENANTS = {"acme": (8, 4, 1), "bolt": (4, 2, 1), "crux": (1, 1, 1)}
 """Tenant: weights of interactive, standard, batch."""
 ADAPTERS_PER_TENANT = 3

@@ -12,7 +12,7 @@ import pytest
 from manylora.v1 import common_pb2, worker_pb2
 from manylora_shared.coordination import keys
 from manylora_shared.errors import Code, FieldViolation, RpcError
-from manylora_shared.ids import AdapterUid
+from manylora_shared.ids import AdapterUid, QosClass, TenantId
 from manylora_shared.simulation import loop as simulation
 from manylora_shared.telemetry import Attribute, SpanName, Telemetry
 from manylora_shared.transport.base import Stream
@@ -30,6 +30,7 @@ from tests.worker.worker_fakes import (
     collect,
     config,
     eventually,
+    make_engine,
     message,
     running_worker,
 )
@@ -491,6 +492,51 @@ async def test_a_failed_engine_unregisters_the_worker(monkeypatch: pytest.Monkey
         assert await asyncio.wait_for(worker.app.failed(), 2) == "RuntimeError: unforeseen"
         await eventually(lambda: list(worker.store.keys) == [keys.PEER_SECRET])
         assert (await refused(worker.execute(message()).read())).code is Code.UNAVAILABLE
+
+
+# -- tenants' policies
+
+
+def _policy(hard_mb: int, weight: int = 3) -> bytes:
+    return (
+        f"tenant_id: acme\nclasses: {{batch: {{weight: {weight}}}}}\nquotas: {{kv_hbm_mb_hard: {hard_mb}}}\n".encode()
+    )
+
+
+async def test_a_policy_bounds_a_tenants_kv_memory_and_changes_live() -> None:
+    async with running_worker() as worker:
+        store = worker.store.client()
+        longest = message(max_tokens=62)  # 64 tokens are held at most: 4 blocks of 256 KiB, 1 MiB
+        await store.put(keys.tenant("acme"), _policy(1))
+        await eventually(lambda: worker.engine.core._shares.hard(TenantId("acme")) == 4)
+        assert worker.engine.core._shares.weight((TenantId("acme"), QosClass.BATCH)) == 3
+        assert (await collect(worker.execute(longest))).finished.outcome == common_pb2.OUTCOME_COMPLETED
+        longer = message("r2", max_tokens=63)
+        error = await refused(worker.execute(longer).read())
+        assert (error.code, error.label, error.retry_after_s) == (Code.RESOURCE_EXHAUSTED, "quota_exceeded", None)
+        assert [(b.quota, b.tenant_id, b.limit) for b in error.breaches] == [("quotas.kv_hbm_mb_hard", "acme", 1)]
+        await collect(worker.execute(message("r3", tenant_id="beta", max_tokens=63)))
+
+        await store.put(keys.tenant("acme"), b"tenant_id: acme\nquotas: {kv_hbm_mb_hard: none}\n")
+        await store.put(keys.tenant("beta"), _policy(1).replace(b"acme", b"beta"))
+        await eventually(lambda: worker.engine.core._shares.hard(TenantId("beta")) == 4)
+        assert (await refused(worker.execute(longer).read())).label == "quota_exceeded", "it stays in force"
+
+        await store.put(keys.tenant("acme"), _policy(2))
+        await eventually(lambda: worker.engine.core._shares.hard(TenantId("acme")) == 8)
+        assert (await collect(worker.execute(longer))).finished.outcome == common_pb2.OUTCOME_COMPLETED
+        await store.delete(keys.tenant("acme"))
+        await eventually(lambda: worker.engine.core._shares.hard(TenantId("acme")) == 4096)
+
+
+async def test_policies_are_in_force_before_a_worker_is_registered() -> None:
+    """The scheduler cannot grant to a worker before it knows the tenants' bounds."""
+    engine = make_engine(config())
+    shares: list[int] = []
+    async with running_worker(engine=engine, policies={"acme": _policy(1)}) as worker:
+        await eventually(lambda: any(key.startswith(keys.WORKERS) for key in worker.store.keys))
+        shares.append(worker.engine.core._shares.hard(TenantId("acme")))
+    assert shares == [4]
 
 
 # -- traces

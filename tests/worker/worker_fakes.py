@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from manylora.v1 import common_pb2, worker_pb2
+from manylora_shared.coordination import keys
 from manylora_shared.coordination.memory import MemoryStoreServer
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
 from manylora_shared.peers import PeerSecret, PeerTransport
@@ -29,7 +30,9 @@ from manylora_worker.validation import FakeValidator
 METHODS = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])
 EXECUTE, STOP_CHOICE = METHODS["Execute"], METHODS["StopChoice"]
 VALIDATE, CONTROL = METHODS["ValidateAdapter"], METHODS["Control"]
-MODEL = ModelInfo("tiny", "digest", "none", vocab_size=259, max_context_tokens=8192, eos_token_ids=(0,))
+MODEL = ModelInfo(
+    "tiny", "digest", "none", vocab_size=259, max_context_tokens=8192, eos_token_ids=(0,), kv_block_bytes=1 << 18
+)
 UID = AdapterUid("ab" * 32)
 OTHER_UID = AdapterUid("cd" * 32)
 
@@ -130,13 +133,16 @@ async def running_worker(
     engine: Engine | None = None,
     telemetry: Telemetry | None = None,
     validate: FakeValidator | None = None,
+    policies: Mapping[str, bytes] | None = None,
     **engine_options: Any,
 ) -> AsyncIterator[Worker]:
-    """A started worker; at the end it is stopped, and nothing may be left in it."""
+    """A started worker, tenants' policies in its store; at the end it is stopped, and nothing may be left in it."""
     settings = settings or config()
     engine = engine or make_engine(settings, **engine_options)
     rng = random.Random(1)
     store = MemoryStoreServer(rng)
+    for tenant, text in (policies or {}).items():
+        await store.client().put(keys.tenant(tenant), text)
     transport = transport or MemoryNetwork(rng).transport("worker")
     app = WorkerApp(
         settings,

@@ -28,6 +28,7 @@ from manylora_shared.errors import (
     DeadlineExceeded,
     InternalError,
     ManyloraError,
+    QuotaExceeded,
     QuotaExhausted,
     RpcError,
     SlowReader,
@@ -240,6 +241,9 @@ class Execution:
                 if e.code not in _NOT_REACHED:
                     raise InternalError(f"worker {grant.worker_id} failed: {e.message}") from e
                 self._leave_worker(reached_worker=False, error=e)
+                if e.breaches:  # the tenant's own bounds: it is refused everywhere, and nothing was begun
+                    self._is_queued = False
+                    raise QuotaExceeded(e.message, breaches=e.breaches) from e
                 if attempt >= MAX_ATTEMPTS:
                     message = f"worker {grant.worker_id} was lost, after {attempt} attempts on workers: {e.message}"
                     raise WorkerLost(message, retry_after_s=1.0) from e

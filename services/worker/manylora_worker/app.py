@@ -1,8 +1,9 @@
 """The worker as a whole: serves, registers, drains, stops. Built from ready parts, so the simulation builds it too.
 
-Owns the order of starting and stopping. Started: the engine turns, the server listens, the record stands in the store,
-health says SERVING. Stopping: health says NOT_SERVING and the scheduler hears of the draining; running requests go on
-for `drain_s`; what is left ends with OUTCOME_WORKER_LOST; then the engine, the record and the server go.
+Owns the order of starting and stopping. Started: the engine turns, the server listens, the tenants' policies are in
+force, the record stands in the store, health says SERVING. Stopping: health says NOT_SERVING and the scheduler hears of
+the draining; running requests go on for `drain_s`; what is left ends with OUTCOME_WORKER_LOST; then the engine, the
+record and the server go.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from manylora_worker.config import WorkerConfig
 from manylora_worker.registration import Registration
 from manylora_worker.runtime import Runtime
 from manylora_worker.servicer import WorkerServicer
+from manylora_worker.tenants import TenantWatch
 from manylora_worker.validation import AdapterValidator
 
 _LOG = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class WorkerApp:
         self._servicer = WorkerServicer(
             runtime, validate, telemetry, worker_id=self.worker_id, sequence_slots=config.sequence_slots
         )
+        self._tenants = TenantWatch(store, runtime)
         self._server: Server | None = None
         self._registration: Registration | None = None
         self._engine_has_failed = asyncio.Event()
@@ -73,6 +76,7 @@ class WorkerApp:
         services = [guarded(self._servicer.service(), self._peer_secret)]
         self._server = await self._transport.serve(self._config.listen, services)
         await self._peer_secret.load(self._store, self._rng.getrandbits)
+        await self._tenants.start()
         self._registration = Registration(self._store, self._record(), lease_ttl_s=self._config.lease_ttl_s)
         await self._registration.start()
         if self._runtime.view.failure is None:
@@ -93,6 +97,7 @@ class WorkerApp:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.drain_s):
                 await self._servicer.wait_quiet()
+        await self._tenants.close()
         await self._runtime.stop()
         if self._registration is not None:
             await self._registration.stop()

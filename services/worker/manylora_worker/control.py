@@ -17,7 +17,8 @@ from manylora_shared.errors import ManyloraError
 from manylora_shared.ids import AdapterUid, RequestId
 
 from manylora_worker.engine.api import AdapterTier, EngineRequest
-from manylora_worker.engine.core import FlowKey, FlowTokens
+from manylora_worker.engine.core import FlowTokens
+from manylora_worker.engine.tenant_shares import FlowKey
 from manylora_worker.requests import QOS_NUMBERS, TIERS
 from manylora_worker.runtime import EngineView
 

@@ -67,6 +67,7 @@ class EngineParts:
     runner: ModelRunner
     backend: TorchAdapterBackend
     spec: ModelSpec
+    kv_block_bytes: int
     validate: Callable[[Path], AdapterReport]
     """Reads the adapter in a folder as a load would, keeps nothing. Raises AdapterInvalid. May run on any thread."""
 
@@ -98,6 +99,7 @@ def build_engine_parts(options: EngineOptions, *, notify: Callable[[], None] = l
         runner=runner,
         backend=backend,
         spec=loaded.spec,
+        kv_block_bytes=loaded.spec.kv.token_bytes(loaded.dtype) * options.block_size,
         validate=lambda folder: _report(read_adapter(folder, loaded, limits), loaded),
     )
 

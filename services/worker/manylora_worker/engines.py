@@ -22,10 +22,18 @@ from manylora_worker.validation import AdapterValidator, FakeValidator, ThreadVa
 _MIB = 1 << 20
 _REQUESTS_PER_SLOT = 4
 """Bound of requests in the worker: running, waiting for a slot, or for their adapter."""
+_FAKE_TOKEN_BYTES = 1 << 17
+"""KV of a token in a model of 8 billion parameters."""
 FAKE_MODEL = ModelInfo(
-    name="fake", digest="fake", device="none", vocab_size=259, max_context_tokens=32768, eos_token_ids=()
+    name="fake",
+    digest="fake",
+    device="none",
+    vocab_size=259,
+    max_context_tokens=32768,
+    eos_token_ids=(),
+    kv_block_bytes=16 * _FAKE_TOKEN_BYTES,
 )
-"""As many tokens as the demo model's tokenizer has; no token ends a text."""
+"""As many tokens as the demo model's tokenizer has; no token ends a text. `kv_block_bytes` follows the block size."""
 _FAKE_BLOCKS = 8192
 
 
@@ -84,6 +92,7 @@ def _build_torch(config: WorkerConfig) -> tuple[Runtime, AdapterValidator]:
         vocab_size=parts.spec.vocab_size,
         max_context_tokens=parts.spec.max_context_tokens,
         eos_token_ids=parts.spec.eos_token_ids,
+        kv_block_bytes=parts.kv_block_bytes,
     )
     runtime = _thread_runtime(config, parts.runner, parts.backend, model)
     waker.wake = runtime.wake
@@ -99,7 +108,8 @@ def _build_fake(config: WorkerConfig) -> tuple[Runtime, AdapterValidator]:
         pace=_Pacer(config.fake_step_ms / 1e3),
     )
     backend = FakeAdapterBackend(time.monotonic, size_bytes=lambda uid: _MIB)
-    return _thread_runtime(config, runner, backend, FAKE_MODEL), FakeValidator()
+    model = dataclasses.replace(FAKE_MODEL, kv_block_bytes=config.block_size * _FAKE_TOKEN_BYTES)
+    return _thread_runtime(config, runner, backend, model), FakeValidator()
 
 
 def _thread_runtime(

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from manylora_shared.errors import AlreadyExists, Overloaded, ServiceUnavailable
-from manylora_shared.ids import AdapterUid, RequestId
+from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
 from manylora_worker.engine.api import (
     AdapterBackend,
@@ -37,7 +37,8 @@ from manylora_worker.engine.api import (
     StepBatch,
     TokenOutput,
 )
-from manylora_worker.engine.core import EngineCore, EngineStats, FlowKey, FlowTokens, RequestEnd
+from manylora_worker.engine.core import EngineCore, EngineStats, FlowTokens, RequestEnd
+from manylora_worker.engine.tenant_shares import FlowKey, TenantShare
 
 _LOG = logging.getLogger(__name__)
 
@@ -60,6 +61,8 @@ class ModelInfo:
     max_context_tokens: int
     """Of prompt and output together: the model's, or what the KV blocks hold if that is less."""
     eos_token_ids: tuple[int, ...]
+    kv_block_bytes: int
+    """KV of one block, in all layers."""
 
 
 class EndKind(enum.Enum):
@@ -293,7 +296,7 @@ class Runtime(Protocol):
         """Gives a request to the engine, from the next token boundary on.
 
         Raises:
-            InvalidRequest: it could never run.
+            InvalidRequest, QuotaExceeded: it could never run.
             AlreadyExists, Overloaded, ServiceUnavailable: as things are now.
         """
 
@@ -302,6 +305,9 @@ class Runtime(Protocol):
     def stop_choice(self, request_id: RequestId, choice: int) -> None: ...
 
     def prefetch(self, adapter_uid: AdapterUid) -> None: ...
+
+    def set_share(self, tenant_id: TenantId, share: TenantShare | None) -> None:
+        """What a tenant may have, from the next token boundary on; None: the default."""
 
 
 Command = Callable[[EngineCore, float], None]
@@ -362,6 +368,10 @@ def _stop_choice(request_id: RequestId, choice: int) -> Command:
 
 def _prefetch(adapter_uid: AdapterUid) -> Command:
     return lambda core, now: core.prefetch(adapter_uid)
+
+
+def _set_share(tenant_id: TenantId, share: TenantShare | None) -> Command:
+    return lambda core, now: core.set_share(tenant_id, share)
 
 
 @dataclass
@@ -426,6 +436,9 @@ class ThreadRuntime:
 
     def prefetch(self, adapter_uid: AdapterUid) -> None:
         self._send(_prefetch(adapter_uid))
+
+    def set_share(self, tenant_id: TenantId, share: TenantShare | None) -> None:
+        self._send(_set_share(tenant_id, share))
 
     def _send(self, command: Command) -> None:
         with self._mailbox.condition:
@@ -557,6 +570,9 @@ class LoopRuntime:
 
     def prefetch(self, adapter_uid: AdapterUid) -> None:
         self._send(_prefetch(adapter_uid))
+
+    def set_share(self, tenant_id: TenantId, share: TenantShare | None) -> None:
+        self._send(_set_share(tenant_id, share))
 
     def _send(self, command: Command) -> None:
         self._commands.append(command)

@@ -6,9 +6,10 @@ runtime's. All on the event loop.
 Fencing: a Control stream's epoch is the greatest so far or it is refused; it ends the session before it. An Execute
 whose grant is of a lower epoch is refused. Execute itself never raises the epoch.
 
-The errors before an Execute's first frame mean that nothing was begun: InvalidRequest (a field), AlreadyExists (the id
-runs), Unready (an older epoch), Overloaded (too many requests), ServiceUnavailable (draining, or a failed engine).
-After the first frame all ends with a `finished` frame; cancelling the call frees its work at the next token boundary.
+The errors before an Execute's first frame mean that nothing was begun: InvalidRequest (a field), QuotaExceeded (more KV
+memory than its tenant can ever have; no worker would take it), AlreadyExists (the id runs), Unready (an older epoch),
+Overloaded (too many requests), ServiceUnavailable (draining, or a failed engine). After the first frame all ends with a
+`finished` frame; cancelling the call frees its work at the next token boundary.
 """
 
 from __future__ import annotations

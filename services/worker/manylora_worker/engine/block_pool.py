@@ -59,6 +59,10 @@ class BlockPool:
     def is_shared(self, block_id: int) -> bool:
         return self._references[block_id] > 1
 
+    def is_freed_by_holder(self, block_id: int) -> bool:
+        """Whether the block is free at once when one holder lets go: nobody else holds it, and no copy of it is due."""
+        return self._references[block_id] == 1 and block_id not in self._copies_from
+
     def owner_of(self, block_id: int) -> TenantId | None:
         """The tenant that holds the block, or the last one that did; None where nobody ever has."""
         return self._owner[block_id]

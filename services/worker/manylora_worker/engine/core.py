@@ -12,8 +12,9 @@ choice with STOP and is *not* part of its output (`stop_token_id` names it); it 
 transformers returns behind the prompt, without the end-of-sequence token. Tokens emitted by an earlier attempt count
 towards `max_tokens` and are not put out again.
 
-Work is counted per flow (tenant, class): prompt_tokens are tokens computed in prefill, those computed again after a
-preemption and the one token a further choice adds included; output_tokens are tokens drawn, stop tokens included.
+Work is counted per flow (tenant, class): prompt_tokens are tokens computed in prefill, the one token a further choice
+adds included, those computed again after an eviction (which we chose) left out; output_tokens are tokens drawn, stop
+tokens included.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from manylora_shared.errors import AlreadyExists, InvalidRequest, Overloaded
-from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
+from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
 from manylora_worker.adapters.cache import AdapterCache, AdapterCacheLimits
 from manylora_worker.engine.api import (
@@ -40,8 +41,7 @@ from manylora_worker.engine.api import (
 from manylora_worker.engine.block_pool import BlockPool
 from manylora_worker.engine.sequence import GroupTimes, Sequence, SequenceGroup, SequenceStatus
 from manylora_worker.engine.step_planner import PlannerLimits, Scheduled, StepPlanner
-
-FlowKey = tuple[TenantId, QosClass]
+from manylora_worker.engine.tenant_shares import FlowKey, TenantShare, TenantShares
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,10 @@ class EngineStats:
     steps: int
     failed_steps: int
     preemptions: int
+    """Sequences that gave up their slot to others at a unit's end."""
+    evictions: int
+    """Sequences that lost their blocks and are computed again."""
+    recomputed_tokens: int
     adapter_version: int
     """Grows with each change of `EngineCore.adapter_tiers`."""
 
@@ -112,7 +116,8 @@ class EngineCore:
         self._runner = runner
         self._limits = limits
         self._pool = BlockPool(runner.num_blocks, runner.block_size)
-        self._planner = StepPlanner(self._pool, limits.planner)
+        self._shares = TenantShares(runner.num_blocks)
+        self._planner = StepPlanner(self._pool, limits.planner, self._shares, runner.max_context_tokens)
         self._adapters = AdapterCache(backend, limits.adapters)
         self._groups: dict[RequestId, SequenceGroup] = {}
         self._sequences: dict[int, Sequence] = {}
@@ -127,6 +132,8 @@ class EngineCore:
         self._generated_tokens = 0
         self._steps = 0
         self._preemptions = 0
+        self._evictions = 0
+        self._recomputed_tokens = 0
         self._failed_steps = 0
         self.step_error: Exception | None = None
         """Why the last step failed; None after one that did not."""
@@ -134,11 +141,17 @@ class EngineCore:
     # -- commands, between steps ---------------------------------------------------------------------------------
 
     def check(self, request: EngineRequest) -> None:
-        """Whether the engine could ever run the request; depends on nothing that changes.
+        """Whether the engine could ever run the request, under its tenant's present bounds. From any thread.
 
         Raises:
-            InvalidRequest: it never could.
+            InvalidRequest: the model never could.
+            QuotaExceeded: its tenant's bounds never let it.
         """
+        self._check_model(request)
+        self._shares.check(request.tenant_id, self._longest_blocks(request), self._pool.block_size)
+
+    def _check_model(self, request: EngineRequest) -> None:
+        """As `check`, the tenant's bounds aside: depends on nothing that changes."""
         limits = self._limits.planner
         num_prompt = len(request.prompt_token_ids)
         num_start = num_prompt + len(request.emitted_token_ids)
@@ -155,23 +168,45 @@ class EngineCore:
             raise InvalidRequest.of(
                 "n", f"{request.n} choices need as many slots, the worker has {limits.sequence_slots}"
             )
-        longest = min(num_prompt + request.max_tokens, self._runner.max_context_tokens) - 1
-        if self._pool.blocks_for(longest) > self._pool.num_blocks:
-            capacity = self._pool.num_blocks * self._pool.block_size
+        if self._longest_blocks(request) > self._pool.num_blocks:
+            longest, capacity = self._longest_tokens(request), self._pool.num_blocks * self._pool.block_size
             raise InvalidRequest.of(
                 "max_tokens", f"prompt and output are up to {longest + 1} tokens, the worker can hold {capacity}"
             )
 
+    def _longest_tokens(self, request: EngineRequest) -> int:
+        """Tokens of one choice whose KV may come to be held: its last one's never is."""
+        return min(len(request.prompt_token_ids) + request.max_tokens, self._runner.max_context_tokens) - 1
+
+    def _longest_blocks(self, request: EngineRequest) -> int:
+        return self._pool.blocks_for(self._longest_tokens(request))
+
+    def set_share(self, tenant_id: TenantId, share: TenantShare | None) -> None:
+        """What a tenant may have from now on; None: the default weights and no bounds.
+
+        Requests that are here run to their end, see TenantShares.accept. A hard cap that falls below what is held is
+        reached as soon as the running quanta are over.
+        """
+        assert self._in_step is None
+        self._shares.set(tenant_id, share)
+        self._note_longest(tenant_id)
+        self._planner.shares_changed(tenant_id)
+
+    def _note_longest(self, tenant_id: TenantId) -> None:
+        requests = (group.request for group in self._groups.values())
+        longest = (self._longest_blocks(request) for request in requests if request.tenant_id == tenant_id)
+        self._shares.accept(tenant_id, max(longest, default=0))
+
     def add(self, request: EngineRequest, now: float) -> None:
-        """Takes a request.
+        """Takes a request that `check` accepted. Its tenant's bounds may have fallen since: it runs nevertheless.
 
         Raises:
-            InvalidRequest: it could never run.
+            InvalidRequest: the model could never run it.
             AlreadyExists: a request of this id is there.
             Overloaded: `max_requests` are there.
         """
         assert self._in_step is None
-        self.check(request)
+        self._check_model(request)
         if request.request_id in self._groups:
             raise AlreadyExists(f"request_id: {request.request_id} is being executed")
         if len(self._groups) >= self._limits.max_requests:
@@ -184,6 +219,8 @@ class EngineCore:
             self._sequences[sequence.sequence_id] = sequence
         self._groups[request.request_id] = group
         self._unfinished += request.n
+        if self._longest_blocks(request) > self._shares.hard(request.tenant_id):
+            self._note_longest(request.tenant_id)
         if request.adapter_uid is None or self._adapters.acquire(request.request_id, request.adapter_uid):
             self._adapter_ready(group, now)
 
@@ -223,7 +260,8 @@ class EngineCore:
         assert self._in_step is None
         self._pump_adapters(now)
         plan = self._planner.plan()
-        self._preemptions += plan.num_preempted
+        self._preemptions += plan.num_yielded
+        self._evictions += plan.num_evicted
         if not plan.scheduled:
             return None
         for item in plan.scheduled:
@@ -254,6 +292,7 @@ class EngineCore:
         if isinstance(result, Exception):
             self.step_error = result
             self._failed_steps += 1
+            self._planner.step_failed()
             for item in scheduled:
                 message = f"the step failed: {type(result).__name__}: {result}"
                 self._end_group(item.sequence.group, FinishReason.ERROR, message, now)
@@ -288,7 +327,7 @@ class EngineCore:
         return EngineStats(
             requests=len(self._groups),
             sequences=self._unfinished,
-            running_sequences=len(self._planner.running),
+            running_sequences=self._planner.num_running,
             blocks_total=self._pool.num_blocks,
             blocks_free=self._pool.num_free,
             block_size=self._pool.block_size,
@@ -296,6 +335,8 @@ class EngineCore:
             steps=self._steps,
             failed_steps=self._failed_steps,
             preemptions=self._preemptions,
+            evictions=self._evictions,
+            recomputed_tokens=self._recomputed_tokens,
             adapter_version=self._adapters.version,
         )
 
@@ -324,8 +365,10 @@ class EngineCore:
         self._adapters.check_invariants()
         assert self._pool.pending_copies() == [], "a copy was planned and not made"
         references: dict[int, int] = {}
-        queued = {id(s) for s in (*self._planner.running, *self._planner.waiting)}
-        assert len(queued) == len(self._planner.running) + len(self._planner.waiting), "a sequence is queued twice"
+        self._planner.check_invariants()
+        everywhere = [*self._planner.running, *self._planner.parked, *self._planner.waiting]
+        queued = {id(s) for s in everywhere}
+        assert len(queued) == len(everywhere), "a sequence is queued twice"
         for group in self._groups.values():
             assert group.leader is not None, "an ended request was kept"
             for sequence in group.sequences:
@@ -344,7 +387,6 @@ class EngineCore:
         assert len(references) == self._pool.num_held, "a block is held by no sequence"
         with_adapter = sum(g.request.adapter_uid is not None for g in self._groups.values())
         assert self._adapters.num_holders == with_adapter, "an adapter is held by no request"
-        assert sum(s.slots for s in self._planner.running) <= self._limits.planner.sequence_slots
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -382,9 +424,15 @@ class EngineCore:
     def _advance(self, item: Scheduled, sampled: Sampled | None, now: float) -> None:
         """One sequence after a step that computed its tokens."""
         sequence, group = item.sequence, item.sequence.group
-        sequence.num_computed_tokens += item.num_tokens
         is_prefill = sequence.status is SequenceStatus.PREFILL
-        self._count(group, item.num_tokens if is_prefill else 0, 0 if sampled is None else 1)
+        new_tokens = 0
+        if is_prefill:
+            new_tokens = sequence.num_new_tokens(item.num_tokens)
+            self._recomputed_tokens += item.num_tokens - new_tokens
+        sequence.num_computed_tokens += item.num_tokens
+        if new_tokens:
+            sequence.num_charged_tokens = sequence.num_computed_tokens
+        self._count(group, new_tokens, 0 if sampled is None else 1)
         if sequence.is_finished or sampled is None:
             return
         if is_prefill:
@@ -460,6 +508,8 @@ class EngineCore:
         request_id = group.request.request_id
         self._adapters.release(request_id)
         del self._groups[request_id]
+        if self._longest_blocks(group.request) == self._shares.hard(group.request.tenant_id):
+            self._note_longest(group.request.tenant_id)
         for each in group.sequences:
             del self._sequences[each.sequence_id]
         cut_short = reason in (FinishReason.ABORTED, FinishReason.ADAPTER_FAILED, FinishReason.ERROR)

@@ -4,11 +4,13 @@ A SequenceGroup is a request; it owns one Sequence a choice. EngineCore creates 
 between its queues; only these two write them, on the engine's thread. Nothing here decides anything.
 
     WAITING_ADAPTER --> WAITING <--> PREFILL --> DECODE --> FINISHED
-                           ^---------(preempted)---'        (from any state)
+                           ^----------(evicted)----'        (from any state)
 
 A sequence's tokens are prompt + output. The KV of the first `num_computed_tokens` of them stands in its blocks. While
-decoding exactly the newest token is missing. A preempted sequence loses its blocks and keeps its output: it prefills
-prompt + output again and samples the next token at the same output index, so its text goes on as it would have.
+decoding exactly the newest token is missing. Between two of its units a sequence may be *parked*: it keeps its state
+and its blocks, and is in no step. An evicted sequence loses its blocks and keeps its output: it prefills prompt +
+output again and samples the next token at the same output index, so its text goes on as it would have. What it
+computes again (up to `num_charged_tokens`) is not charged again.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ class SequenceStatus(enum.Enum):
     WAITING_ADAPTER = "waiting_adapter"
     """Its adapter is not on the device yet."""
     WAITING = "waiting"
-    """For a slot and blocks. Holds no blocks."""
+    """For blocks. Holds none."""
     PREFILL = "prefill"
     DECODE = "decode"
     FINISHED = "finished"
@@ -48,9 +50,13 @@ class Sequence:
         "choice",
         "finish_reason",
         "group",
+        "has_worked",
+        "item",
+        "num_charged_tokens",
         "num_computed_tokens",
         "order",
         "output_token_ids",
+        "parked_at",
         "sequence_id",
         "status",
     )
@@ -64,7 +70,15 @@ class Sequence:
         self.status = SequenceStatus.WAITING_ADAPTER
         self.output_token_ids: list[int] = list(group.request.emitted_token_ids)
         self.num_computed_tokens = 0
+        self.num_charged_tokens = 0
+        """Of the first so many tokens the computing was charged, or the drawing."""
         self.block_table: list[int] = []
+        self.item: int | None = None
+        """Its queued unit; None while it is in a slot or not with the planner."""
+        self.parked_at = 0
+        """The step after which it was parked last."""
+        self.has_worked = False
+        """It did work that was charged since it was given its blocks."""
         self.finish_reason: FinishReason | None = None
 
     @property
@@ -83,10 +97,10 @@ class Sequence:
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 
-    @property
-    def slots(self) -> int:
-        """Places among the running sequences that it needs: before the fork also those of the choices behind it."""
-        return 1 if self.group.is_forked else self.group.num_unfinished
+    def num_new_tokens(self, num_tokens: int) -> int:
+        """Of the next `num_tokens` that a prefill computes, those whose computing was not charged yet."""
+        computed = self.num_computed_tokens
+        return max(0, computed + num_tokens - max(computed, self.num_charged_tokens))
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
         """Tokens [start, end) of prompt + output."""

@@ -1,32 +1,59 @@
 """Which sequences the next step computes, and with which blocks.
 
-Owns the two queues of sequences whose adapter is on the device: running (they hold blocks) and waiting (they do not).
-Called by EngineCore alone. Decides by age, tokens and blocks; knows neither adapters nor models.
+Owns the sequences whose adapter is on the device, and the fair queue of their units. Called by EngineCore alone. Knows
+flows, tokens and blocks; neither adapters nor models.
 
-A step is filled in this order, under `max_batch_tokens`:
+A *unit* is one prefill chunk, or one decode quantum: up to QUANTUM_TOKENS tokens of one sequence. A sequence in a slot
+runs one unit; at the unit's end it is *parked*, with its blocks, and its next unit is queued. A free slot goes to the
+queued unit of the flow (tenant, class) with the least tag (`FairQueue`: reserved at dispatch, settled at the end; 1 for
+a prompt token, 2 for an output token, nothing for what is computed again). Inside a flow a sequence that has blocks
+goes before one that has none, and then the older before the younger. So where all fit into the slots every sequence
+gets its slot back at once, and where they do not, a slot is given away at a quantum's end and never before.
 
-1. decoding sequences, one token each;
-2. running prefills, oldest first, up to `prefill_chunk_tokens` each. A long prompt is cut, so no decode waits for it;
-3. waiting sequences in `_admission_order`, while slots, blocks for their whole prompt and tokens of the step are left.
+A step is filled under `max_batch_tokens`: one token of each quantum, then prefills in the order of the queue, up to
+`prefill_chunk_tokens` each. A token is kept for each decode that could still take a slot, so no prefill holds one up.
 
-When a running sequence needs a block and none is free, the youngest running sequence is preempted: it frees its blocks
-and waits, keeping its output, to be recomputed. Only an older sequence takes blocks from a younger one and a waiting
-one takes none, so the oldest running sequence always advances. Since no sequence is added that could not run alone
-(`EngineCore.add`), each step with a running or waiting sequence computes at least one token, and every sequence becomes
-the oldest in finite time: no livelock, no starvation.
+Blocks are taken when a unit is started: all that it may write; of a sequence without blocks those of all its tokens.
+So what is in a slot never waits for memory, and all that is not can be *evicted*: it frees its blocks and is computed
+again. A sequence takes blocks that are free; then from parked ones, in this order (`_victims`):
+
+1. of its own tenant, the least recently run first;
+2. of tenants above their soft share, for one within its own, proportionally to what each holds above it;
+3. of other flows, the greatest tag first;
+
+never so that a tenant falls below its reserve, and never past the taker's hard cap. Where a sequence without blocks
+takes (3), the other's flow must lead by THETA times what is to be computed again, so eviction costs a bounded share of
+the work. Who asks for no more than its reserve takes from any that holds more than its own (`_claim_reserves`).
+
+Progress. In 1 and 3 the taker is before its victim in the order (tag of the flow, age), and tags grow by charged work
+only; in 2 the victim has done charged work since it got its blocks; a claim's taker stays within its reserve, where
+nothing is taken from it. So no eviction is undone without charged work between: no livelock. Where nothing at all can
+be started, the first in order takes from whomever it needs (`_force`), and since no sequence is added that could not
+run alone (`EngineCore.add`), each step with a sequence in it computes at least one token.
 """
 
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from manylora_shared.fair_queue import TAG_SCALE, FairQueue, Pick, Rank, Share
+from manylora_shared.ids import QosClass, TenantId
 
 from manylora_worker.engine.block_pool import BlockPool
 from manylora_worker.engine.sequence import Sequence, SequenceStatus
+from manylora_worker.engine.tenant_shares import FlowKey, TenantShares
 
+QUANTUM_TOKENS = 16
+PROMPT_TOKEN_COST = 1
+OUTPUT_TOKEN_COST = 2
+THETA = 3
+"""Lower follows the shares faster, higher computes less again."""
 _WATERMARK_DIVISOR = 100
-"""A hundredth of all blocks stays free when a sequence is admitted beside running ones, for these to grow into."""
+"""A hundredth of all blocks stays free when a sequence is admitted beside others, for these to grow into."""
 
 
 @dataclass(frozen=True)
@@ -60,34 +87,93 @@ class Scheduled:
 @dataclass(frozen=True)
 class StepPlan:
     scheduled: SequenceOf[Scheduled]
-    num_preempted: int
+    num_evicted: int
+    """Sequences that lost their blocks."""
+    num_yielded: int
+    """Sequences that are parked at a unit's end because others are before them."""
+
+
+class _Unit:
+    """What a sequence does in its slot."""
+
+    __slots__ = ("chunk", "cost", "item", "sequence", "tokens_left")
+
+    def __init__(self, sequence: Sequence, item: int, chunk: Scheduled, tokens_left: int) -> None:
+        self.sequence = sequence
+        self.item = item
+        self.chunk = chunk
+        """What it computes in each of its steps."""
+        self.tokens_left = tokens_left
+        """A quantum's tokens that no step computed or computes yet; of a chunk all or nothing."""
+        self.cost = 0
+        """Of the steps so far, the one that is being computed included."""
+
+
+class _Place(NamedTuple):
+    """How a unit can be started."""
+
+    num_tokens: int
+    end: int
+    """The position up to which blocks are taken."""
+    victims: SequenceOf[Sequence]
 
 
 class StepPlanner:
-    def __init__(self, pool: BlockPool, limits: PlannerLimits) -> None:
+    def __init__(self, pool: BlockPool, limits: PlannerLimits, shares: TenantShares, max_context_tokens: int) -> None:
         self._pool = pool
         self._limits = limits
-        self._running: list[Sequence] = []
+        self._shares = shares
+        self._max_context_tokens = max_context_tokens
+        self._queue: FairQueue[FlowKey, int] = FairQueue()
+        self._queued: dict[int, Sequence] = {}
+        """By item: sequences that are parked or wait for blocks."""
+        self._units: list[_Unit] = []
+        """In the slots, oldest sequence first."""
+        self._parked: dict[Sequence, None] = {}
         self._waiting: list[Sequence] = []
-        self._watermark_blocks = pool.num_blocks // _WATERMARK_DIVISOR
+        """Oldest first."""
+        self._next_item = 0
+        self._step = 0
+        self._round = _Round(0, 0, {}, is_forced=False)
 
     @property
     def running(self) -> SequenceOf[Sequence]:
-        """Oldest first."""
-        return self._running
+        """In a slot; oldest first."""
+        return [unit.sequence for unit in self._units]
+
+    @property
+    def num_running(self) -> int:
+        return len(self._units)
+
+    @property
+    def parked(self) -> Iterable[Sequence]:
+        """With blocks and without a slot."""
+        return self._parked.keys()
 
     @property
     def waiting(self) -> SequenceOf[Sequence]:
-        """Oldest first."""
+        """Without blocks; oldest first."""
         return self._waiting
+
+    @property
+    def queue(self) -> FairQueue[FlowKey, int]:
+        """For reading."""
+        return self._queue
+
+    def shares_changed(self, tenant_id: TenantId) -> None:
+        """The tenant's weights or bounds have another value from now on."""
+        for qos_class in QosClass:
+            flow = (tenant_id, qos_class)
+            self._queue.set_share(flow, Share(self._shares.weight(flow)))
 
     def enqueue(self, sequence: Sequence) -> None:
         """A sequence in WAITING, for admission."""
         assert sequence.status is SequenceStatus.WAITING
         bisect.insort(self._waiting, sequence, key=_order)
+        self._push(sequence)
 
     def fork(self, leader: Sequence, others: SequenceOf[Sequence]) -> None:
-        """Starts `others` in the leader's slots, sharing its blocks of the prompt but the last prompt token's place.
+        """Parks `others` behind the leader, sharing its blocks of the prompt but the last prompt token's place.
 
         Each computes that token itself and draws its own first token from it; the block where it stands is copied
         before it is written (only where another holder is left by then).
@@ -99,119 +185,425 @@ class StepPlanner:
             sequence.block_table = list(shared)
             sequence.num_computed_tokens = num_shared_tokens
             sequence.move_to(SequenceStatus.PREFILL)
-            bisect.insort(self._running, sequence, key=_order)
+            self._park(sequence)
+            self._push(sequence)
 
     def remove(self, sequence: Sequence) -> bool:
-        """Takes a finished sequence out of its queue and frees its blocks. Returns whether it was in one."""
-        for queue in (self._running, self._waiting):
-            index = bisect.bisect_left(queue, sequence.order, key=_order)
-            if index < len(queue) and queue[index] is sequence:
-                del queue[index]
-                self._release_blocks(sequence)
-                return True
-        return False
+        """Takes a finished sequence out, settles its unit and frees its blocks. Returns whether it was here."""
+        if sequence.item is not None:
+            self._queue.remove(sequence.item)
+            del self._queued[sequence.item]
+            sequence.item = None
+            if sequence in self._parked:
+                del self._parked[sequence]
+            else:
+                del self._waiting[bisect.bisect_left(self._waiting, sequence.order, key=_order)]
+        else:
+            index = bisect.bisect_left(self._units, sequence.order, key=_unit_order)
+            if index == len(self._units) or self._units[index].sequence is not sequence:
+                return False
+            unit = self._units.pop(index)
+            self._queue.settle(unit.item, unit.cost)
+        self._release_blocks(sequence)
+        return True
+
+    def step_failed(self) -> None:
+        """Nothing of the last plan was computed, and the sequences in it are about to be removed."""
+        for unit in self._units:
+            unit.cost -= _cost(unit.chunk)
+
+    # ---- a plan
 
     def plan(self) -> StepPlan:
         """Decides one step and takes its blocks. Everything scheduled must then be computed, or its sequences ended."""
+        self._step += 1
+        ended = self._end_units()
+        self._round = _Round(
+            budget=self._limits.max_batch_tokens - len(self._units),
+            ready_decodes=sum(s.status is SequenceStatus.DECODE for s in self._parked),
+            claims={},
+            is_forced=False,
+        )
+        self._trim_to_caps()
+        if self._waiting and self._shares.reserves:
+            self._claim_reserves()
+        self._fill_slots()
+        if not self._units and self._queued:
+            self._force()
+        chunks: list[Scheduled] = []
         scheduled: list[Scheduled] = []
-        num_preempted = 0
-        for item in self._wanted():
-            if item.sequence.status is SequenceStatus.WAITING:
-                continue  # preempted for an older one
-            fits, evicted = self._make_room(item)
-            num_preempted += evicted
-            if fits:
-                scheduled.append(item)
-        if num_preempted == 0:
-            scheduled += self._admit(self._limits.max_batch_tokens - sum(item.num_tokens for item in scheduled))
-        return StepPlan(scheduled, num_preempted)
+        for unit in self._units:
+            unit.cost += _cost(unit.chunk)
+            if unit.sequence.status is SequenceStatus.DECODE:
+                unit.tokens_left -= 1
+                scheduled.append(unit.chunk)
+            else:
+                unit.tokens_left = 0
+                chunks.append(unit.chunk)
+        num_yielded = sum(s in self._parked for s in ended) if self._parked else 0
+        return StepPlan(scheduled + chunks, self._round.num_evicted, num_yielded)
 
-    def _wanted(self) -> list[Scheduled]:
-        """What the running sequences would compute, blocks aside; oldest first."""
-        budget = self._limits.max_batch_tokens
-        budget -= sum(s.status is SequenceStatus.DECODE for s in self._running)
-        wanted: list[Scheduled] = []
-        for sequence in self._running:
-            if sequence.status is SequenceStatus.DECODE:
-                wanted.append(Scheduled(sequence, 1, samples=True))
-                continue
-            if budget > 0:
-                chunk = self._chunk(sequence, budget)
-                wanted.append(chunk)
-                budget -= chunk.num_tokens
-        return wanted
+    def _end_units(self) -> list[Sequence]:
+        """Parks the sequences whose units are through, and queues their next ones.
 
-    def _chunk(self, sequence: Sequence, budget: int) -> Scheduled:
-        """The next part of a prefill."""
-        num_uncomputed = sequence.num_uncomputed_tokens
-        num_tokens = min(num_uncomputed, self._limits.prefill_chunk_tokens, budget)
-        return Scheduled(sequence, num_tokens, samples=num_tokens == num_uncomputed)
-
-    def _make_room(self, item: Scheduled) -> tuple[bool, int]:
-        """Gives the sequence the blocks that it is about to write, preempting the youngest while too few are free.
-
-        Returns:
-            Whether it has them (else it was the youngest and is preempted itself), and how many were preempted.
+        The next unit is queued before the present one is settled, so the flow does not count as newly backlogged.
         """
-        sequence = item.sequence
-        num_preempted = 0
-        while True:
-            must_copy = self._writes_shared_block(sequence)
-            end = sequence.num_computed_tokens + item.num_tokens
-            missing = max(0, self._pool.blocks_for(end) - len(sequence.block_table))
-            if missing + must_copy <= self._pool.num_free:
-                break
-            victim = self._running[-1]
-            self._preempt(victim)
-            num_preempted += 1
-            if victim is sequence:
-                return False, num_preempted
-        if must_copy:
-            index = sequence.num_computed_tokens // self._pool.block_size
-            sequence.block_table[index] = self._pool.copy_on_write(sequence.block_table[index])
-        sequence.block_table += self._pool.allocate(sequence.tenant_id, missing)
-        return True, num_preempted
+        over = [unit for unit in self._units if not unit.tokens_left]
+        if over:
+            self._units = [unit for unit in self._units if unit.tokens_left]
+        for unit in over:
+            unit.sequence.has_worked |= unit.cost > 0
+            self._park(unit.sequence)
+            self._push(unit.sequence)
+            self._queue.settle(unit.item, unit.cost)
+        return [unit.sequence for unit in over]
+
+    def _fill_slots(self) -> None:
+        while self._queued and len(self._units) < self._limits.sequence_slots:
+            pick = self._queue.select(self._fits, 0)
+            if pick is None:
+                return
+            self._start(pick)
+
+    def _force(self) -> None:
+        """Nothing can be started: the first in order takes from whomever it needs, reserves and leads aside."""
+        self._round.is_forced = True
+        self._round.claims.clear()
+        self._round.refused.clear()
+        pick = self._queue.select(self._fits, 0)
+        assert pick is not None, "a sequence cannot run alone"
+        self._start(pick)
+        self._round.is_forced = False
+        self._fill_slots()
+
+    def _start(self, pick: Pick[int, _Place]) -> None:
+        """Gives the unit its slot and its blocks."""
+        sequence, place = self._queued.pop(pick.item), pick.place
+        sequence.item = None
+        for victim in place.victims:
+            self._evict(victim)
+        self._take_blocks(sequence, place.end)
+        del self._parked[sequence]
+        num_tokens = place.num_tokens
+        if sequence.status is SequenceStatus.DECODE:
+            chunk = Scheduled(sequence, 1, samples=True)
+            cost = num_tokens * OUTPUT_TOKEN_COST
+            self._round.ready_decodes -= 1
+            self._round.budget -= 1
+        else:
+            chunk = Scheduled(sequence, num_tokens, samples=num_tokens == sequence.num_uncomputed_tokens)
+            cost = _cost(chunk)
+            self._round.budget -= num_tokens
+        self._queue.dispatch(pick, cost)
+        bisect.insort(self._units, _Unit(sequence, pick.item, chunk, num_tokens), key=_unit_order)
+
+    def _fits(self, item: int) -> _Place | None:
+        """How a queued unit can be started now; None: it cannot. Changes nothing."""
+        round_ = self._round
+        if item in round_.refused:
+            return None
+        sequence = self._queued[item]
+        place = self._place_of(sequence)
+        if place is None:
+            round_.refused[item] = None  # in one plan room only shrinks
+        return place
+
+    def _place_of(self, sequence: Sequence) -> _Place | None:
+        if sequence.status is not SequenceStatus.DECODE:
+            num_tokens = self._chunk_tokens(sequence)
+            if num_tokens == 0:
+                return None
+            # A sequence without blocks takes those of all its tokens: two half-computed prompts never lock each other.
+            return self._place(sequence, num_tokens, sequence.num_tokens, may_evict=True)
+        computed = sequence.num_computed_tokens
+        most = min(QUANTUM_TOKENS, self._max_context_tokens - computed, self._tokens_to_draw(sequence))
+        place = self._place(sequence, most, computed + most, may_evict=False)
+        if place is not None:
+            return place
+        # A short quantum, up to the end of the block, rather than an eviction.
+        block_size = self._pool.block_size
+        room = len(sequence.block_table) * block_size - computed
+        num_tokens = min(most, room if room > 0 else block_size)
+        return self._place(sequence, num_tokens, computed + num_tokens, may_evict=True)
+
+    def _place(self, sequence: Sequence, num_tokens: int, end: int, *, may_evict: bool) -> _Place | None:
+        victims = self._victims(sequence, self._missing(sequence, end), may_evict=may_evict)
+        return None if victims is None else _Place(num_tokens, end, victims)
+
+    def _chunk_tokens(self, sequence: Sequence) -> int:
+        """Tokens of the next part of a prefill; 0 where the step has none left for it."""
+        other_slots = self._limits.sequence_slots - len(self._units) - 1
+        budget = self._round.budget - min(self._round.ready_decodes, other_slots)
+        return max(0, min(sequence.num_uncomputed_tokens, self._limits.prefill_chunk_tokens, budget))
+
+    def _tokens_to_draw(self, sequence: Sequence) -> int:
+        return sequence.group.request.max_tokens - len(sequence.output_token_ids)
+
+    # ---- blocks
+
+    def _missing(self, sequence: Sequence, end: int) -> int:
+        """Blocks that the sequence takes to write its tokens up to `end`, the copy of a shared one included."""
+        missing = max(0, self._pool.blocks_for(end) - len(sequence.block_table))
+        return missing + self._writes_shared_block(sequence)
 
     def _writes_shared_block(self, sequence: Sequence) -> bool:
         """Only the first block that is written can be shared: those behind it are the sequence's own."""
         index = sequence.num_computed_tokens // self._pool.block_size
         return index < len(sequence.block_table) and self._pool.is_shared(sequence.block_table[index])
 
-    def _preempt(self, sequence: Sequence) -> None:
-        assert self._running[-1] is sequence
-        self._running.pop()
+    def _take_blocks(self, sequence: Sequence, end: int) -> None:
+        """Takes the blocks up to position `end`. Counted anew: the victims may have been who shared a block."""
+        num_blocks = self._missing(sequence, end)
+        if sequence.status is SequenceStatus.WAITING:
+            self._admit(sequence, num_blocks)
+            return
+        if num_blocks and self._writes_shared_block(sequence):
+            index = sequence.num_computed_tokens // self._pool.block_size
+            sequence.block_table[index] = self._pool.copy_on_write(sequence.block_table[index])
+            num_blocks -= 1
+        sequence.block_table += self._pool.allocate(sequence.tenant_id, num_blocks)
+
+    def _admit(self, sequence: Sequence, num_blocks: int) -> None:
+        """Gives a sequence without blocks those of all its tokens, and parks it."""
+        del self._waiting[bisect.bisect_left(self._waiting, sequence.order, key=_order)]
+        sequence.block_table = self._pool.allocate(sequence.tenant_id, num_blocks)
+        sequence.has_worked = False
+        sequence.move_to(SequenceStatus.PREFILL)
+        self._park(sequence)
+
+    def _claim_reserves(self) -> None:
+        """Gives waiting sequences their blocks, slot or none, as far as their tenant's reserve goes.
+
+        Where what others hold above their reserves is in the slots now, the blocks are kept for the claim as they come
+        free: at the latest when every quantum that runs now is over.
+        """
+        blocked: dict[TenantId, None] = {}
+        for sequence in list(self._waiting):
+            tenant_id = sequence.tenant_id
+            reserve = self._shares.reserve(tenant_id)
+            num_blocks = self._pool.blocks_for(sequence.num_tokens)
+            if tenant_id in blocked or self._pool.held_by(tenant_id) + num_blocks > reserve:
+                continue
+            victims = self._victims(sequence, num_blocks, may_evict=True)
+            if victims is None:
+                self._round.claims[tenant_id] = num_blocks
+                blocked[tenant_id] = None
+                continue
+            for victim in victims:
+                self._evict(victim)
+            self._admit(sequence, num_blocks)
+            self._requeue(sequence)
+
+    def _trim_to_caps(self) -> None:
+        """Evicts what stands above a hard cap that has been lowered."""
+        for tenant_id in {s.tenant_id: None for s in self._parked} if self._shares.has_caps else ():
+            while self._pool.held_by(tenant_id) > self._shares.hard(tenant_id):
+                own = [s for s in self._parked if s.tenant_id == tenant_id]
+                if not own:
+                    break
+                self._evict(min(own, key=_least_recent))
+
+    def _victims(self, taker: Sequence, num_blocks: int, *, may_evict: bool) -> list[Sequence] | None:
+        """Whom to evict so that `taker` can take `num_blocks`; None: that is not possible. See the module's order."""
+        pool, shares, round_ = self._pool, self._shares, self._round
+        tenant_id = taker.tenant_id
+        held = pool.held_by(tenant_id)
+        is_new = taker.status is SequenceStatus.WAITING
+        kept = sum(blocks for claimer, blocks in round_.claims.items() if claimer != tenant_id) if round_.claims else 0
+        is_within_reserve = held + num_blocks <= shares.reserve(tenant_id)
+        if is_new and not is_within_reserve and (self._units or len(self._parked) > 0):
+            kept += pool.num_blocks // _WATERMARK_DIVISOR
+        over = held + num_blocks - shares.hard(tenant_id)
+        short = num_blocks + kept - pool.num_free if num_blocks else 0
+        if over <= 0 and short <= 0:
+            return []
+        if not may_evict or not num_blocks:
+            return None
+        first = (self._queue.tag_of(_flow(taker)), taker.order)
+        own: list[Sequence] = []
+        others: list[Sequence] = []
+        for parked in self._parked:
+            if parked is taker:
+                continue
+            if parked.tenant_id != tenant_id:
+                others.append(parked)
+            elif round_.is_forced or (self._queue.tag_of(_flow(parked)), parked.order) > first:
+                own.append(parked)
+        victims: list[Sequence] = []
+        own.sort(key=_least_recent)
+        for victim in own:
+            if over <= 0 and short <= 0:
+                return victims
+            freed = self._freed_by(victim)
+            over, short = over - freed, short - freed
+            victims.append(victim)
+        if over > 0 and not round_.is_forced:
+            return None
+        if short > 0:
+            is_within_soft = held + num_blocks <= shares.soft(tenant_id)
+            short = self._take_from_others(
+                taker, others, short, victims, is_within_reserve=is_within_reserve, is_within_soft=is_within_soft
+            )
+        # Blocks that victims share with one another come free only with the last of them, and are not counted: where
+        # nothing else runs, all of them go.
+        return victims if round_.is_forced or (over <= 0 and short <= 0) else None
+
+    def _take_from_others(
+        self,
+        taker: Sequence,
+        others: SequenceOf[Sequence],
+        short: int,
+        victims: list[Sequence],
+        *,
+        is_within_reserve: bool,
+        is_within_soft: bool,
+    ) -> int:
+        """Adds victims of other tenants until nothing is short. Returns what still is."""
+        left = {tenant: self._pool.held_by(tenant) for tenant in {s.tenant_id: None for s in others}}
+        excess = {tenant: held - self._shares.soft(tenant) for tenant, held in left.items()}
+        taken = dict.fromkeys(left, 0)
+        tags = {flow: self._queue.tag_of(flow) for flow in {_flow(s): None for s in others}}
+        eligible = others if self._round.is_forced else []
+        if not self._round.is_forced:
+            tag = self._queue.tag_of(_flow(taker))
+            eligible = [
+                other
+                for other in others
+                if is_within_reserve
+                or (is_within_soft and excess[other.tenant_id] > 0 and other.has_worked)
+                or self._is_behind(other, tags[_flow(other)], taker, tag)
+            ]
+        # Stable: inside a tenant, the flow with the greatest tag first, and of that the youngest.
+        eligible = sorted(eligible, key=lambda s: (tags[_flow(s)], s.order), reverse=True)
+        while short > 0 and eligible:
+            # Proportional: next is the tenant of whose excess the least share was taken, then the greatest excess.
+            above = [s for s in eligible if excess[s.tenant_id] > taken[s.tenant_id]]
+            victim = (
+                min(above, key=lambda s: (taken[s.tenant_id] / excess[s.tenant_id], -excess[s.tenant_id]))
+                if above
+                else eligible[0]
+            )
+            eligible.remove(victim)
+            freed = self._freed_by(victim)
+            tenant, reserve = victim.tenant_id, self._shares.reserve(victim.tenant_id)
+            # Between two reserves the sequence is the grain: one that stands partly above its tenant's may go.
+            is_protected = left[tenant] <= reserve if is_within_reserve else left[tenant] - freed < reserve
+            if reserve and is_protected and not self._round.is_forced:
+                continue
+            victims.append(victim)
+            left[tenant] -= freed
+            taken[tenant] += freed
+            short -= freed
+        return short
+
+    def _is_behind(self, other: Sequence, other_tag: int, taker: Sequence, tag: int) -> bool:
+        """Whether the order of flows alone lets `taker` take from `other`."""
+        if taker.status is not SequenceStatus.WAITING:
+            return (other_tag, other.order) > (tag, taker.order)
+        recompute = other.num_computed_tokens * PROMPT_TOKEN_COST
+        return other_tag - tag > THETA * recompute * TAG_SCALE // self._shares.weight(_flow(other))
+
+    def _freed_by(self, sequence: Sequence) -> int:
+        return sum(self._pool.is_freed_by_holder(block_id) for block_id in sequence.block_table)
+
+    def _evict(self, sequence: Sequence) -> None:
+        """Frees a parked sequence's blocks; it is computed again, and not charged for that."""
+        del self._parked[sequence]
         self._release_blocks(sequence)
+        is_decoding = sequence.status is SequenceStatus.DECODE
+        self._round.ready_decodes -= is_decoding
+        done = sequence.num_tokens if is_decoding else sequence.num_computed_tokens
+        sequence.num_charged_tokens = max(sequence.num_charged_tokens, done)
         sequence.num_computed_tokens = 0
         sequence.move_to(SequenceStatus.WAITING)
         bisect.insort(self._waiting, sequence, key=_order)
+        self._requeue(sequence)
+        self._round.num_evicted += 1
 
     def _release_blocks(self, sequence: Sequence) -> None:
         self._pool.free(sequence.block_table)
         sequence.block_table = []
 
-    def _admission_order(self) -> SequenceOf[Sequence]:
-        """The order in which waiting sequences are admitted; the first that does not fit holds back those behind it."""
-        return self._waiting
+    # ---- the queue
 
-    def _admit(self, budget: int) -> list[Scheduled]:
-        """Moves waiting sequences to running, each with the blocks of all its tokens and its first chunk."""
-        admitted: list[Scheduled] = []
-        slots = self._limits.sequence_slots - sum(s.slots for s in self._running)
-        for sequence in list(self._admission_order()):
-            blocks = self._pool.blocks_for(sequence.num_tokens)
-            spare = self._watermark_blocks if self._running else 0
-            if budget == 0 or sequence.slots > slots or blocks + spare > self._pool.num_free:
-                break
-            slots -= sequence.slots
-            self._waiting.remove(sequence)
-            sequence.block_table = self._pool.allocate(sequence.tenant_id, blocks)
-            sequence.move_to(SequenceStatus.PREFILL)
-            bisect.insort(self._running, sequence, key=_order)
-            chunk = self._chunk(sequence, budget)
-            budget -= chunk.num_tokens
-            admitted.append(chunk)
-        return admitted
+    def _park(self, sequence: Sequence) -> None:
+        sequence.parked_at = self._step
+        self._parked[sequence] = None
+
+    def _push(self, sequence: Sequence) -> None:
+        """Queues the sequence's next unit."""
+        self._next_item += 1
+        sequence.item = self._next_item
+        self._queued[self._next_item] = sequence
+        flow = _flow(sequence)
+        # Each unit is offered by itself: what it takes to start it is never quite what another takes.
+        self._queue.push(
+            self._next_item,
+            flow,
+            share=Share(self._shares.weight(flow)),
+            need=self._next_item,
+            rank=Rank(sequence.status is SequenceStatus.WAITING, 0, sequence.sequence_id),
+        )
+
+    def _requeue(self, sequence: Sequence) -> None:
+        """Its place in its flow has changed. The flow is backlogged all the while."""
+        before = sequence.item
+        assert before is not None
+        self._push(sequence)
+        self._queue.remove(before)
+        del self._queued[before]
+
+    def check_invariants(self) -> None:
+        """For tests and idle moments."""
+        self._queue.check_invariants()
+        assert len(self._units) <= self._limits.sequence_slots
+        assert self._queue.num_running == len(self._units)
+        assert self._queue.num_queued == len(self._queued) == len(self._parked) + len(self._waiting)
+        assert all(self._queued[s.item] is s for s in (*self._parked, *self._waiting) if s.item is not None)
+        assert all(unit.sequence.item is None for unit in self._units)
+        assert all(unit.cost <= self._queue.reserved_by(_flow(unit.sequence)) for unit in self._units)
+
+
+class _Round:
+    """What one plan has left, and what it has found out."""
+
+    __slots__ = ("budget", "claims", "is_forced", "num_evicted", "ready_decodes", "refused")
+
+    def __init__(self, budget: int, ready_decodes: int, claims: dict[TenantId, int], *, is_forced: bool) -> None:
+        self.budget = budget
+        """Tokens of the step."""
+        self.ready_decodes = ready_decodes
+        """Decodes without a slot."""
+        self.claims = claims
+        """Blocks that are kept for a tenant's reserve."""
+        self.is_forced = is_forced
+        self.refused: dict[int, None] = {}
+        """Items that cannot be started in this plan."""
+        self.num_evicted = 0
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:
     return sequence.order
+
+
+def _unit_order(unit: _Unit) -> tuple[int, int]:
+    return unit.sequence.order
+
+
+def _flow(sequence: Sequence) -> FlowKey:
+    request = sequence.group.request
+    return (request.tenant_id, request.qos_class)
+
+
+def _least_recent(sequence: Sequence) -> tuple[int, int, int]:
+    """Least recently run first, then the youngest."""
+    arrival, choice = sequence.order
+    return (sequence.parked_at, -arrival, -choice)
+
+
+def _cost(item: Scheduled) -> int:
+    """What a step's part costs its flow."""
+    if item.sequence.status is SequenceStatus.DECODE:
+        return OUTPUT_TOKEN_COST
+    new_tokens = item.sequence.num_new_tokens(item.num_tokens)
+    return new_tokens * PROMPT_TOKEN_COST + item.samples * OUTPUT_TOKEN_COST
