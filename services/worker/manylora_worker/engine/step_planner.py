@@ -23,6 +23,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from manylora_worker.engine.block_pool import BlockPool
+from manylora_worker.engine.prefix_cache import PrefixKeys
 from manylora_worker.engine.sequence import Sequence, SequenceStatus
 
 _WATERMARK_DIVISOR = 100
@@ -64,9 +65,11 @@ class StepPlan:
 
 
 class StepPlanner:
-    def __init__(self, pool: BlockPool, limits: PlannerLimits) -> None:
+    def __init__(self, pool: BlockPool, limits: PlannerLimits, prefix_keys: PrefixKeys | None = None) -> None:
         self._pool = pool
         self._limits = limits
+        self._prefix_keys = prefix_keys
+        """None: nothing is looked up."""
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []
         self._watermark_blocks = pool.num_blocks // _WATERMARK_DIVISOR
@@ -97,6 +100,7 @@ class StepPlanner:
         for sequence in others:
             self._pool.share(shared)
             sequence.block_table = list(shared)
+            sequence.block_keys = list(leader.block_keys)  # so far of prompt blocks alone
             sequence.num_computed_tokens = num_shared_tokens
             sequence.move_to(SequenceStatus.PREFILL)
             bisect.insort(self._running, sequence, key=_order)
@@ -166,9 +170,11 @@ class StepPlanner:
             num_preempted += 1
             if victim is sequence:
                 return False, num_preempted
+        index = sequence.num_computed_tokens // self._pool.block_size
         if must_copy:
-            index = sequence.num_computed_tokens // self._pool.block_size
             sequence.block_table[index] = self._pool.copy_on_write(sequence.block_table[index])
+        else:  # a further choice whose siblings are gone writes the prompt's last token anew, in a block that is cached
+            self._pool.unpublish(sequence.block_table[index : index + 1])
         sequence.block_table += self._pool.allocate(sequence.tenant_id, missing)
         return True, num_preempted
 
@@ -188,29 +194,47 @@ class StepPlanner:
     def _release_blocks(self, sequence: Sequence) -> None:
         self._pool.free(sequence.block_table)
         sequence.block_table = []
+        sequence.num_holdings += 1
 
     def _admission_order(self) -> SequenceOf[Sequence]:
         """The order in which waiting sequences are admitted; the first that does not fit holds back those behind it."""
         return self._waiting
 
     def _admit(self, budget: int) -> list[Scheduled]:
-        """Moves waiting sequences to running, each with the blocks of all its tokens and its first chunk."""
+        """Moves waiting sequences to running, each with the blocks of all its tokens and its first chunk.
+
+        What is cached of a sequence's tokens it takes, but the last token is always computed. The order does not depend
+        on what is cached.
+        """
         admitted: list[Scheduled] = []
         slots = self._limits.sequence_slots - sum(s.slots for s in self._running)
         for sequence in list(self._admission_order()):
-            blocks = self._pool.blocks_for(sequence.num_tokens)
+            if budget == 0 or sequence.slots > slots:
+                break
+            cached = self._find_cached(sequence)
+            blocks = self._pool.blocks_for(sequence.num_tokens) - len(cached)
             spare = self._watermark_blocks if self._running else 0
-            if budget == 0 or sequence.slots > slots or blocks + spare > self._pool.num_free:
+            if blocks + self._pool.num_idle_among(cached) + spare > self._pool.num_free:
                 break
             slots -= sequence.slots
             self._waiting.remove(sequence)
-            sequence.block_table = self._pool.allocate(sequence.tenant_id, blocks)
+            self._pool.take_cached(cached)
+            sequence.block_table = cached + self._pool.allocate(sequence.tenant_id, blocks)
+            sequence.start_behind(len(cached) * self._pool.block_size)
             sequence.move_to(SequenceStatus.PREFILL)
             bisect.insort(self._running, sequence, key=_order)
             chunk = self._chunk(sequence, budget)
             budget -= chunk.num_tokens
             admitted.append(chunk)
         return admitted
+
+    def _find_cached(self, sequence: Sequence) -> list[int]:
+        """The longest chain of full blocks that the sequence can begin with."""
+        keys, block_size = self._prefix_keys, self._pool.block_size
+        if keys is None:
+            return []
+        chain = (keys.key_at(sequence, index, block_size) for index in range((sequence.num_tokens - 1) // block_size))
+        return self._pool.find_cached(sequence.tenant_id, chain)
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:
