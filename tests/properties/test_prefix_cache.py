@@ -146,6 +146,20 @@ def test_usage_flows_and_preemption_count_what_was_found() -> None:
         assert run.ends[name].cached_prompt_tokens == 0
 
 
+def test_a_preempted_sequence_finds_its_own_blocks_and_is_not_credited_for_them() -> None:
+    computed = []
+    for keys in (None, PrefixKeys(SECRET, "m")):
+        run = make_run(keys, num_blocks=12, share=1.0)
+        for i, tenant in enumerate([A, B]):
+            run.core.add(request_of(f"r{i}", tenant, None, range(i, 9 + i), 24), 0.0)
+        run.finish()
+        assert run.core.stats().preemptions == 1
+        assert [end.cached_prompt_tokens for end in run.ends.values()] == [0, 0]
+        computed.append(run.computed_by(A) + run.computed_by(B))
+    without, found = computed
+    assert found < without
+
+
 def test_output_is_found_by_the_next_turn_of_a_conversation() -> None:
     run = make_run(PrefixKeys(SECRET, "m"), num_blocks=32, share=1.0)
     run.core.add(request_of("turn 1", A, None, range(6), 12), 0.0)
@@ -201,6 +215,34 @@ def test_a_tenants_idle_blocks_are_bounded_and_its_own_go_first_above_the_bound(
     assert (pool.idle_of(A), pool.idle_of(B)) == (2, 2)
     pool.allocate(A, 3)  # its own two, then another's
     assert (pool.idle_of(A), pool.idle_of(B)) == (0, 1)
+    pool.check_invariants()
+
+
+def test_below_its_share_a_tenant_keeps_its_own_while_another_keeps_more() -> None:
+    pool = BlockPool(6, 4, max_idle_blocks=5)
+    for tenant, count in ((A, 2), (B, 4)):
+        table = pool.allocate(tenant, count)
+        for block_id in table:
+            pool.publish(block_id, b"%d" % block_id)
+        pool.free(table)
+    pool.allocate(A, 1)
+    assert (pool.idle_of(A), pool.idle_of(B)) == (2, 3)
+    pool.allocate(A, 2)  # two idle, one held, two wanted: just its share
+    assert (pool.idle_of(A), pool.idle_of(B)) == (1, 2)  # both keep two then, and it has done so for longer
+    pool.check_invariants()
+
+
+def test_a_block_that_is_only_the_source_of_a_copy_is_not_found() -> None:
+    pool = BlockPool(3, 4, max_idle_blocks=3)
+    (source,) = pool.allocate(A, 1)
+    pool.publish(source, b"key")
+    pool.share([source])
+    pool.copy_on_write(source)
+    pool.free([source])
+    assert pool.find_cached(A, [b"key"]) == []
+    pool.commit()
+    assert pool.find_cached(A, [b"key"]) == [source]
+    assert pool.num_idle == 1
     pool.check_invariants()
 
 
