@@ -8,7 +8,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from manylora_shared.ids import TenantId
 from manylora_worker.engine.block_pool import BlockPool
 
-_TENANTS = st.sampled_from([TenantId("a"), TenantId("b"), TenantId("c")])
+_ALL = [TenantId("a"), TenantId("b"), TenantId("c")]
+_TENANTS = st.sampled_from(_ALL)
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
@@ -16,10 +17,12 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     tables = Bundle("tables")
 
-    @initialize(num_blocks=st.integers(1, 12), block_size=st.integers(1, 5))
-    def start(self, num_blocks: int, block_size: int) -> None:
-        self.pool = BlockPool(num_blocks, block_size)
+    @initialize(num_blocks=st.integers(1, 12), block_size=st.integers(1, 5), max_idle=st.integers(1, 12))
+    def start(self, num_blocks: int, block_size: int, max_idle: int) -> None:
+        self.pool = BlockPool(num_blocks, block_size, max_idle)
         self.num_blocks = num_blocks
+        self.max_idle = max_idle
+        self.names: dict[int, tuple[TenantId, bytes]] = {}
         self.tables_held: dict[int, tuple[TenantId, list[int]]] = {}
         self.next_table = 0
         self.content: list[TenantId | None] = [None] * num_blocks
@@ -34,7 +37,19 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def allocate(self, tenant_id: TenantId, wanted: int) -> object:
         count = min(wanted, self.pool.num_free)
         held = {b for _, blocks in self.tables_held.values() for b in blocks}
+        idle = {each: self.pool.idle_of(each) for each in _ALL}
+        own_first = self.pool.held_by(tenant_id) + idle[tenant_id] + count > self.max_idle
+        plain = self.pool.num_free - self.pool.num_idle
         taken = self.pool.allocate(tenant_id, count)
+        for block_id in taken[plain:]:
+            loser, _ = self.names[block_id]
+            if own_first and idle[tenant_id]:
+                assert loser == tenant_id
+            else:
+                assert idle[loser] == max(idle.values()), "one that keeps less lost a block"
+            idle[loser] -= 1
+        for block_id in taken:
+            self.names.pop(block_id, None)
         assert len(set(taken)) == count
         assert not held & set(taken)
         return self._keep(tenant_id, taken)
@@ -46,6 +61,35 @@ class BlockPoolMachine(RuleBasedStateMachine):
         tenant_id, blocks = self.tables_held[table]
         self.pool.share(blocks)
         return self._keep(tenant_id, list(blocks))
+
+    @rule(table=tables, index=st.integers(0, 4), key=st.sampled_from([b"1", b"2", b"3"]))
+    def publish(self, table: int, index: int, key: bytes) -> None:
+        tenant_id, blocks = self.tables_held.get(table, (TenantId("a"), []))
+        if index >= len(blocks) or blocks[index] in (*self.names, *self.pool.pending_clears()):
+            return
+        self.pool.publish(blocks[index], key)
+        if self.pool.find_cached(tenant_id, [key]) == [blocks[index]]:
+            self.names[blocks[index]] = (tenant_id, key)
+        else:
+            assert (tenant_id, key) in self.names.values(), "a key that no block has was not given"
+
+    @rule(table=tables, index=st.integers(0, 4))
+    def unpublish(self, table: int, index: int) -> None:
+        _, blocks = self.tables_held.get(table, (TenantId("a"), []))
+        self.pool.unpublish(blocks[index : index + 1])
+        for block_id in blocks[index : index + 1]:
+            self.names.pop(block_id, None)
+
+    @rule(
+        target=tables, tenant_id=_TENANTS, keys=st.lists(st.sampled_from([b"1", b"2", b"3"]), max_size=3, unique=True)
+    )
+    def take_cached(self, tenant_id: TenantId, keys: list[bytes]) -> object:
+        found = self.pool.find_cached(tenant_id, keys)
+        assert [self.names[block_id] for block_id in found] == [(tenant_id, key) for key in keys[: len(found)]]
+        free = self.pool.num_free - self.pool.num_idle_among(found)
+        self.pool.take_cached(found)
+        assert self.pool.num_free == free
+        return self._keep(tenant_id, found)
 
     @rule(table=consumes(tables))
     def free(self, table: int) -> None:
@@ -61,6 +105,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         if any(copy == source for _, copy in self.pool.pending_copies()):
             return  # a block is written, and shared again, only after the step that copied it
         blocks[index] = self.pool.copy_on_write(source)
+        self.names.pop(blocks[index], None)
         self.copies.append((source, blocks[index], tenant_id))
 
     @rule()
@@ -95,7 +140,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
                 by_tenant.setdefault(tenant_id, set()).add(block_id)
         for block_id, count in held.items():
             assert self.pool.is_shared(block_id) == (count > 1)
-        for tenant_id in (TenantId("a"), TenantId("b"), TenantId("c")):
+        for tenant_id in _ALL:
+            assert self.pool.idle_of(tenant_id) <= self.max_idle
             assert self.pool.held_by(tenant_id) == len(by_tenant.get(tenant_id, ()))
         assert self.pool.num_held == len(held)
 

@@ -22,12 +22,21 @@ from manylora_worker.engine.api import (
 )
 from manylora_worker.engine.core import EngineCore, EngineLimits, RequestEnd
 from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner, reference_tokens
+from manylora_worker.engine.prefix_cache import PrefixKeys, PrefixOptions
 from manylora_worker.engine.step_planner import PlannerLimits
 from manylora_worker.engine.tenant_shares import TenantShare
 
 _EOS = 0
 _EOS_ONE_IN = 12
 _CONTEXT = 40
+_STEMS = (tuple(range(1, 21)), (1, 2, 3, 4, 5, 6, *range(50, 64)), (7,) * 20)
+"""Prompts begin with a part of one of these, so that they share prefixes."""
+_PROMPTS = st.builds(
+    lambda stem, shared, tail: [*stem[:shared], *tail],
+    st.sampled_from(_STEMS),
+    st.integers(0, 20),
+    st.lists(st.integers(0, 258), min_size=1, max_size=8),
+)
 _SIZES = {AdapterUid(f"uid{i}"): size for i, size in enumerate([1, 2, 3, 4])}
 
 
@@ -120,9 +129,18 @@ class EngineMachine(RuleBasedStateMachine):
         chunk=st.integers(1, 9),
         device=st.integers(3, 8),
         load_s=st.integers(0, 3),
+        cache_share=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
     )
     def start(
-        self, num_blocks: int, block_size: int, slots: int, batch_tokens: int, chunk: int, device: int, load_s: int
+        self,
+        num_blocks: int,
+        block_size: int,
+        slots: int,
+        batch_tokens: int,
+        chunk: int,
+        device: int,
+        load_s: int,
+        cache_share: float,
     ) -> None:
         self.now = 0.0
         self.broken: dict[AdapterUid, None] = {}
@@ -145,7 +163,8 @@ class EngineMachine(RuleBasedStateMachine):
             AdapterCacheLimits(host_bytes=8, device_bytes=device, host_loads=2, device_loads=1, max_overtakes=2),
             max_requests=64,
         )
-        self.core = EngineCore(self.runner, self.backend, limits)
+        prefix = PrefixOptions(PrefixKeys(bytes(32), "model"), cache_share) if cache_share else None
+        self.core = EngineCore(self.runner, self.backend, limits, prefix)
         self.runner.tenant_of = self.core.tenant_of
         self.seen = Collector()
         self.serial = 0
@@ -160,7 +179,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(
         tenant=st.sampled_from(["a", "b", "c"]),
         adapter=st.sampled_from([None, *sorted(_SIZES)]),
-        prompt=st.lists(st.integers(0, 258), min_size=1, max_size=24),
+        prompt=_PROMPTS,
         max_tokens=st.integers(1, 24),
         n=st.integers(1, 4),
         num_emitted=st.integers(0, 6),

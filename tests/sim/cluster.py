@@ -320,7 +320,7 @@ class Cluster:
             self.loop.time, load_s=lambda uid, tier: rng.choice([0.002, 0.02, 0.2]), error_of=error_of
         )
         limits = engines.engine_limits(settings)
-        core = EngineCore(runner, backend, limits)
+        core = EngineCore(runner, backend, limits, engines.prefix_options(settings, MODEL, secret=bytes(32)))
         runner.tenant_of = core.tenant_of
         runner.adapters_on_device = lambda: backend.on_device
         runtime = LoopRuntime(

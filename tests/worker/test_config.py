@@ -41,6 +41,8 @@ def test_flags_and_environment() -> None:
         ("--engine=fake --fake-step-ms=-1", "--fake-step-ms"),
         ("--engine=fake --drain-s=-1", "--drain-s"),
         ("--engine=fake --dtype=int8", "--dtype"),
+        ("--engine=fake --prefix-cache-share=-0.1", "--prefix-cache-share"),
+        ("--engine=fake --prefix-cache-share=1.1", "--prefix-cache-share"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(flags: str, named: str) -> None:
@@ -51,7 +53,7 @@ def test_wrong_settings_are_refused_by_name(flags: str, named: str) -> None:
 def test_settings_reach_the_engine() -> None:
     flags = (
         "--engine=fake --num-blocks=77 --block-size=8 --sequence-slots=5 --max-batch-tokens=50"
-        " --prefill-chunk-tokens=20 --host-adapter-mb=2 --device-adapter-mb=0.5"
+        " --prefill-chunk-tokens=20 --host-adapter-mb=2 --device-adapter-mb=0.5 --prefix-cache-share=0.5"
     )
     config = parse(WorkerConfig, flags.split(), {})
     runtime, _ = engines.build(config)
@@ -60,6 +62,9 @@ def test_settings_reach_the_engine() -> None:
     assert isinstance(core, EngineCore)
     assert (core.stats().blocks_total, core.stats().block_size) == (77, 8)
     assert runtime.model.max_context_tokens == 77 * 8
+    prefix = engines.prefix_options(config, runtime.model, bytes(32))
+    assert prefix is not None
+    assert prefix.max_idle_blocks(77) == 38
     limits = engines.engine_limits(config)
     assert (limits.planner.sequence_slots, limits.planner.max_batch_tokens) == (5, 50)
     assert limits.planner.prefill_chunk_tokens == 20

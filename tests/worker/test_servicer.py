@@ -323,6 +323,25 @@ async def test_reports_tell_all_that_happens() -> None:
         assert len(scheduler.reports) < 40, "not one report a token"
 
 
+async def test_the_answer_and_the_counters_tell_cached_tokens() -> None:
+    async with running_worker() as worker:
+        prompt = list(range(1, 41))
+        cached = []
+        for i, (tenant, uid) in enumerate([("acme", ""), ("acme", ""), ("other", ""), ("acme", UID)]):
+            asked = message(f"r{i}", tenant_id=tenant, adapter_uid=uid, prompt_token_ids=prompt, max_tokens=2)
+            cached.append((await collect(worker.execute(asked))).finished.cached_prompt_tokens)
+        assert cached == [0, 32, 0, 0]
+        scheduler = Scheduler(worker)
+        await scheduler.hello(1)
+        await scheduler.read()
+        standard = common_pb2.QOS_CLASS_STANDARD
+        assert scheduler.flows == {("acme", standard): (40 + 8 + 40, 6), ("other", standard): (40, 2)}
+    async with running_worker(settings=config(prefix_cache_share=0.0)) as worker:
+        for i in range(2):
+            result = await collect(worker.execute(message(f"r{i}", prompt_token_ids=prompt)))
+            assert result.finished.cached_prompt_tokens == 0
+
+
 def test_counters_alone_are_told_every_50_ms_and_room_at_once() -> None:
     async def main() -> None:
         async with running_worker(step_s=0.002) as worker:

@@ -99,7 +99,7 @@ def make_engine(
     )
     backend = FakeAdapterBackend(clock, load_s=lambda uid, tier: load_s, error_of=error_of)
     limits = engines.engine_limits(settings)
-    core = EngineCore(runner, backend, limits)
+    core = EngineCore(runner, backend, limits, engines.prefix_options(settings, model, secret=bytes(32)))
     runner.tenant_of = core.tenant_of
     runner.adapters_on_device = lambda: backend.on_device
     runtime: Runtime

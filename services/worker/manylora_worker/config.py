@@ -38,6 +38,9 @@ class WorkerConfig:
     kv_cache_mb: int = field(default=512, metadata={"help": "MiB of KV cache, unless num_blocks is set"})
     num_blocks: int = field(default=0, metadata={"help": "KV blocks; 0: as many as kv_cache_mb holds"})
     block_size: int = field(default=16, metadata={"help": "tokens a KV block"})
+    prefix_cache_share: float = field(
+        default=0.25, metadata={"help": "part of the KV blocks that may keep one tenant's prefixes; 0: no prefix cache"}
+    )
     sequence_slots: int = field(default=64, metadata={"help": "sequences that run at the same time"})
     max_batch_tokens: int = field(default=512, metadata={"help": "tokens a step; at least sequence_slots"})
     prefill_chunk_tokens: int = field(default=256, metadata={"help": "prompt tokens of one sequence in a step"})
@@ -65,6 +68,8 @@ class WorkerConfig:
         for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')}: must be greater than 0")
+        if not 0 <= self.prefix_cache_share <= 1:
+            raise ConfigError("--prefix-cache-share: must be 0 to 1")
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')}: must not be negative")

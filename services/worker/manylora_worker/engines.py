@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
 import time
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from manylora_worker.config import WorkerConfig
 from manylora_worker.engine.api import AdapterBackend, ModelRunner, StepBatch
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner
+from manylora_worker.engine.prefix_cache import SECRET_BYTES, PrefixKeys, PrefixOptions
 from manylora_worker.engine.step_planner import PlannerLimits
 from manylora_worker.runtime import ModelInfo, Runtime, ThreadRuntime
 from manylora_worker.validation import AdapterValidator, FakeValidator, ThreadValidator
@@ -49,6 +51,13 @@ def engine_limits(config: WorkerConfig) -> EngineLimits:
         ),
         max_requests=_REQUESTS_PER_SLOT * config.sequence_slots,
     )
+
+
+def prefix_options(config: WorkerConfig, model: ModelInfo, secret: bytes) -> PrefixOptions | None:
+    """The prefix cache as it is configured; None: there is none."""
+    if config.prefix_cache_share == 0:
+        return None
+    return PrefixOptions(PrefixKeys(secret, model.digest), config.prefix_cache_share)
 
 
 def build(config: WorkerConfig) -> tuple[Runtime, AdapterValidator]:
@@ -118,7 +127,8 @@ def _thread_runtime(
     limits = engine_limits(config)
     capacity_tokens = runner.num_blocks * runner.block_size
     model = dataclasses.replace(model, max_context_tokens=min(model.max_context_tokens, capacity_tokens))
-    return ThreadRuntime(EngineCore(runner, backend, limits), backend, model, max_requests=limits.max_requests)
+    prefix = prefix_options(config, model, secrets.token_bytes(SECRET_BYTES))
+    return ThreadRuntime(EngineCore(runner, backend, limits, prefix), backend, model, max_requests=limits.max_requests)
 
 
 class _Waker:

@@ -92,8 +92,10 @@ class SequenceChunk:
     """The part of one sequence that a step computes.
 
     Positions [start_position, start_position + len(token_ids)) are computed; KV of everything before them stands in
-    `block_table`, which covers the new positions too. Where `samples`, the next token is drawn from the last
-    position's logits; its output index is `output_index` (0 = first token after the prompt).
+    `block_table`, which covers the new positions too. While a sequence keeps its id, the blocks before the one where a
+    chunk starts do not change; a sequence that has lost its blocks comes back under another id. Where `samples`, the
+    next token is drawn from the last position's logits; its output index is `output_index` (0 = first token after the
+    prompt).
     """
 
     sequence_id: int

@@ -8,16 +8,21 @@ Blocks have one size, so nothing fragments: any free block serves any sequence.
 
     free --allocate--> held (1 reference) --share--> held (n) --free, n times--> free
                                                       the copy source of a step stays *parked* until `commit`
+                                                      one that lookups may find stays *idle* (prefix_cache.py)
 
-Invariants (`check_invariants`): a block is free, parked or held, exactly one of them; a tenant's count is the number of
-blocks with references that it owns; a held block is never shared between tenants.
+Invariants (`check_invariants`): a block is free, idle, parked or held, exactly one of them; a tenant's count is the
+number of blocks with references that it owns; a held block is never shared between tenants, and neither held nor idle
+ones are found by another tenant's lookup.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 
 from manylora_shared.ids import TenantId
+
+from manylora_worker.engine.prefix_cache import PrefixCache
 
 
 class BlockPool:
@@ -27,7 +32,7 @@ class BlockPool:
     that failed is not committed: its clears stay due, and its copies vanish when their targets are freed.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, max_idle_blocks: int = 0) -> None:
         assert num_blocks > 0
         assert block_size > 0
         self.num_blocks = num_blocks
@@ -39,10 +44,20 @@ class BlockPool:
         self._unclean: dict[int, None] = {}
         self._copies: dict[int, int] = {}
         self._copies_from: dict[int, int] = {}
+        self._cache = PrefixCache(max_idle_blocks)
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Blocks that `allocate` can give, idle ones included."""
+        return len(self._free) + self._cache.num_idle
+
+    @property
+    def num_idle(self) -> int:
+        """Blocks without references whose KV lookups may find."""
+        return self._cache.num_idle
+
+    def idle_of(self, tenant_id: TenantId) -> int:
+        return self._cache.idle_of(tenant_id)
 
     @property
     def num_held(self) -> int:
@@ -68,12 +83,21 @@ class BlockPool:
         return self._owner[block_id]
 
     def allocate(self, tenant_id: TenantId, count: int) -> list[int]:
-        """Takes `count` free blocks (ask `num_free` first), each with one reference."""
-        assert 0 <= count <= len(self._free), f"{count} blocks wanted, {len(self._free)} are free"
+        """Takes `count` free blocks (ask `num_free` first), each with one reference.
+
+        Idle ones are taken last: the tenant's own first where it is, held and idle together, above its share of the
+        cache.
+        """
+        assert 0 <= count <= self.num_free, f"{count} blocks wanted, {self.num_free} are free"
         if count == 0:
             return []
-        taken = self._free[-count:][::-1]
-        del self._free[-count:]
+        rest = max(0, len(self._free) - count)
+        taken = self._free[rest:][::-1]
+        del self._free[rest:]
+        footprint = self.held_by(tenant_id) + self._cache.idle_of(tenant_id) + count
+        own_first = footprint > self._cache.max_idle_blocks
+        while len(taken) < count:
+            taken.append(self._cache.evict(tenant_id, own_first=own_first))
         for block_id in taken:
             previous = self._owner[block_id]
             if previous is not None and previous != tenant_id:
@@ -89,13 +113,52 @@ class BlockPool:
             assert self._references[block_id] > 0, f"block {block_id} is not held"
             self._references[block_id] += 1
 
-    def free(self, block_ids: Iterable[int]) -> None:
-        """Drops one reference of each."""
-        for block_id in block_ids:
+    def free(self, block_ids: SequenceOf[int]) -> None:
+        """Drops one reference of each. The last of a table is idle first, so a prefix is evicted from its end on."""
+        for block_id in reversed(block_ids):
             assert self._references[block_id] > 0, f"block {block_id} is not held"
             self._references[block_id] -= 1
             if self._references[block_id] == 0:
                 self._forget(block_id)
+
+    def find_cached(self, tenant_id: TenantId, keys: Iterable[bytes]) -> list[int]:
+        """The tenant's blocks of these keys, up to the first that there is none of. Changes nothing."""
+        found: list[int] = []
+        for key in keys:
+            block_id = self._cache.find(tenant_id, key)
+            if block_id is None or not (self._references[block_id] or self._cache.is_idle(block_id)):
+                break  # a parked one is not there: it is being given up
+            assert self._owner[block_id] == tenant_id
+            found.append(block_id)
+        return found
+
+    def num_idle_among(self, block_ids: Iterable[int]) -> int:
+        """How many of them `take_cached` takes from `num_free`."""
+        return sum(self._references[block_id] == 0 for block_id in block_ids)
+
+    def take_cached(self, block_ids: Iterable[int]) -> None:
+        """One more reference to each of what `find_cached` found, idle ones included."""
+        for block_id in block_ids:
+            if self._references[block_id] == 0:
+                self._cache.wake(block_id)
+                owner = self._owner[block_id]
+                assert owner is not None
+                self._held_by[owner] = self._held_by.get(owner, 0) + 1
+            self._references[block_id] += 1
+
+    def publish(self, block_id: int, key: bytes) -> None:
+        """A held block is full and computed: its tenant's lookups may find it. It is not written from then on."""
+        owner = self._owner[block_id]
+        assert self._references[block_id] > 0
+        assert owner is not None
+        assert block_id not in self._unclean
+        self._cache.publish(owner, key, block_id)
+
+    def unpublish(self, block_ids: Iterable[int]) -> None:
+        """Held blocks that lookups no longer find: they are about to be written, or what is in them is in doubt."""
+        for block_id in block_ids:
+            assert self._references[block_id] > 0
+            self._cache.unpublish(block_id)
 
     def copy_on_write(self, block_id: int) -> int:
         """Trades one reference of a shared block for a block of its own; the content is copied by the coming step.
@@ -127,13 +190,18 @@ class BlockPool:
             self._drop_copy(copy)
 
     def check_invariants(self) -> None:
+        self._cache.check_invariants()
         free = set(self._free)
+        idle = {block_id for block_id in range(self.num_blocks) if self._cache.is_idle(block_id)}
         parked = {source for source in self._copies_from if self._references[source] == 0}
         held = {block_id for block_id, count in enumerate(self._references) if count > 0}
         assert len(free) == len(self._free), "a block is free twice"
         assert not free & held
         assert not free & parked
-        assert len(free) + len(held) + len(parked) == self.num_blocks, "a block is lost"
+        assert not idle & (free | held | parked)
+        assert len(free) + len(idle) + len(held) + len(parked) == self.num_blocks, "a block is lost"
+        assert not any(self._cache.is_published(block_id) for block_id in (*free, *self._unclean))
+        assert all(self._cache.tenant_of(block_id) in (None, self._owner[block_id]) for block_id in idle | held)
         assert all(count >= 0 for count in self._references)
         counts: dict[TenantId, int] = {}
         for block_id in held:
@@ -159,7 +227,12 @@ class BlockPool:
         if block_id in self._copies:
             self._drop_copy(block_id)
         if block_id not in self._copies_from:
-            self._free.append(block_id)
+            self._put_back(block_id)
+
+    def _put_back(self, block_id: int) -> None:
+        given_up = self._cache.rest(block_id) if self._cache.is_published(block_id) else block_id
+        if given_up is not None:
+            self._free.append(given_up)
 
     def _drop_copy(self, copy: int) -> None:
         source = self._copies.pop(copy)
@@ -167,4 +240,4 @@ class BlockPool:
         if self._copies_from[source] == 0:
             del self._copies_from[source]
             if self._references[source] == 0:
-                self._free.append(source)
+                self._put_back(source)

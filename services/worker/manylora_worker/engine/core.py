@@ -39,7 +39,8 @@ from manylora_worker.engine.api import (
     TokenOutput,
 )
 from manylora_worker.engine.block_pool import BlockPool
-from manylora_worker.engine.sequence import GroupTimes, Sequence, SequenceGroup, SequenceStatus
+from manylora_worker.engine.prefix_cache import PrefixOptions
+from manylora_worker.engine.sequence import GroupTimes, Sequence, SequenceGroup, SequenceStatus, sequence_id_of
 from manylora_worker.engine.step_planner import PlannerLimits, Scheduled, StepPlanner
 from manylora_worker.engine.tenant_shares import FlowKey, TenantShare, TenantShares
 
@@ -61,6 +62,7 @@ class RequestEnd:
     """STOP where all choices ended by themselves (each TokenOutput says how), else why the request was cut short."""
     message: str
     cached_prompt_tokens: int
+    """Found in the prefix cache at the first admission; what the request finds after a preemption is not counted."""
     times: GroupTimes
     ended_s: float
 
@@ -112,12 +114,20 @@ class EngineStats:
 
 
 class EngineCore:
-    def __init__(self, runner: ModelRunner, backend: AdapterBackend, limits: EngineLimits) -> None:
+    """See the module. `prefix`: the prefix cache; None: there is none."""
+
+    def __init__(
+        self, runner: ModelRunner, backend: AdapterBackend, limits: EngineLimits, prefix: PrefixOptions | None = None
+    ) -> None:
         self._runner = runner
         self._limits = limits
-        self._pool = BlockPool(runner.num_blocks, runner.block_size)
+        max_idle_blocks = 0 if prefix is None else prefix.max_idle_blocks(runner.num_blocks)
+        self._pool = BlockPool(runner.num_blocks, runner.block_size, max_idle_blocks)
+        self._prefix_keys = None if prefix is None else prefix.keys
         self._shares = TenantShares(runner.num_blocks)
-        self._planner = StepPlanner(self._pool, limits.planner, self._shares, runner.max_context_tokens)
+        self._planner = StepPlanner(
+            self._pool, limits.planner, self._shares, runner.max_context_tokens, self._prefix_keys
+        )
         self._adapters = AdapterCache(backend, limits.adapters)
         self._groups: dict[RequestId, SequenceGroup] = {}
         self._sequences: dict[int, Sequence] = {}
@@ -355,9 +365,9 @@ class EngineCore:
     def blocks_held_by(self, tenant_id: TenantId) -> int:
         return self._pool.held_by(tenant_id)
 
-    def tenant_of(self, sequence_id: int) -> TenantId:
-        """The tenant of a sequence that is in the engine."""
-        return self._sequences[sequence_id].tenant_id
+    def tenant_of(self, holding_id: int) -> TenantId:
+        """The tenant of a sequence that is in the engine, by the id that the runner sees."""
+        return self._sequences[sequence_id_of(holding_id)].tenant_id
 
     def check_invariants(self) -> None:
         """Asserts that the parts agree; between steps. For tests and idle moments, not for each step."""
@@ -413,7 +423,7 @@ class EngineCore:
     def _check_result(
         self, scheduled: SequenceOf[Scheduled], result: SequenceOf[Sampled]
     ) -> SequenceOf[Sampled] | Exception:
-        expected = [item.sequence.sequence_id for item in scheduled if item.samples]
+        expected = [item.sequence.holding_id for item in scheduled if item.samples]
         if [sampled.sequence_id for sampled in result] != expected:
             return RuntimeError("the model's answer is not that of the batch")
         for sampled in result:
@@ -430,6 +440,7 @@ class EngineCore:
             new_tokens = sequence.num_new_tokens(item.num_tokens)
             self._recomputed_tokens += item.num_tokens - new_tokens
         sequence.num_computed_tokens += item.num_tokens
+        self._publish(sequence, item.num_tokens)
         if new_tokens:
             sequence.num_charged_tokens = sequence.num_computed_tokens
         self._count(group, new_tokens, 0 if sampled is None else 1)
@@ -444,6 +455,16 @@ class EngineCore:
             others = [s for s in group.sequences if s is not sequence and not s.is_finished]
             self._planner.fork(sequence, others)
         self._take_token(sequence, sampled, now)
+
+    def _publish(self, sequence: Sequence, num_computed: int) -> None:
+        """Lets the tenant's lookups find the blocks that the step's `num_computed` tokens have filled."""
+        if self._prefix_keys is None or sequence.is_finished:
+            return
+        block_size = self._pool.block_size
+        first = (sequence.num_computed_tokens - num_computed) // block_size
+        for index in range(first, sequence.num_computed_tokens // block_size):
+            key = self._prefix_keys.key_at(sequence, index, block_size)
+            self._pool.publish(sequence.block_table[index], key)
 
     def _take_token(self, sequence: Sequence, sampled: Sampled, now: float) -> None:
         request = sequence.group.request
@@ -518,7 +539,7 @@ class EngineCore:
                 request_id=request_id,
                 reason=reason if cut_short else FinishReason.STOP,
                 message=message,
-                cached_prompt_tokens=0,
+                cached_prompt_tokens=group.cached_prompt_tokens or 0,
                 times=group.times,
                 ended_s=now,
             )
@@ -528,6 +549,8 @@ class EngineCore:
         """Ends all choices that are left, the last one first: so none becomes the leader in between."""
         for sequence in reversed(group.sequences):
             if not sequence.is_finished:
+                if reason is FinishReason.ERROR:
+                    self._pool.unpublish(sequence.block_table)  # a retry must not find what may have been the cause
                 self._finish(sequence, reason, now, message=message)
 
     def _count(self, group: SequenceGroup, prompt_tokens: int, output_tokens: int) -> None:
@@ -547,7 +570,7 @@ def _chunk_of(item: Scheduled) -> SequenceChunk:
     sequence, request = item.sequence, item.sequence.group.request
     start = sequence.num_computed_tokens
     return SequenceChunk(
-        sequence_id=sequence.sequence_id,
+        sequence_id=sequence.holding_id,
         token_ids=sequence.tokens(start, start + item.num_tokens),
         start_position=start,
         block_table=sequence.block_table,

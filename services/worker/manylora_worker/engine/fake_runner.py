@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import struct
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from typing import NoReturn
 
@@ -32,6 +33,7 @@ from manylora_worker.engine.api import (
 
 _CELL = struct.Struct("<II8s")
 _HEAD = struct.Struct("<QII8s")
+_TABLES_BOUND = 1024
 
 
 class EngineFault(Exception):
@@ -73,6 +75,8 @@ class FakeRunner:
         self._block_bytes = block_size * _CELL.size
         self._blocks = [bytearray(self._block_bytes) for _ in range(num_blocks)]
         self._tenants: list[TenantId | None] = [None] * num_blocks
+        self._tables: OrderedDict[int, list[int]] = OrderedDict()
+        """Block tables of the sequences seen last, as a runner may keep them on its device."""
 
     def execute(self, batch: StepBatch) -> Sequence[Sampled]:
         for block_id in batch.clear_blocks:
@@ -106,8 +110,13 @@ class FakeRunner:
         on_device = None if self.adapters_on_device is None else self.adapters_on_device()
         if chunk.adapter_uid is not None and on_device is not None and chunk.adapter_uid not in on_device:
             self._fail(f"{chunk.adapter_uid} is not on the device")
+        self._check_table(chunk)
         tag = _adapter_tag(chunk.adapter_uid)
         tenant = None if self.tenant_of is None else self.tenant_of(chunk.sequence_id)
+        if tenant is not None:
+            for block_id in chunk.block_table[: chunk.start_position // self.block_size]:
+                if self._tenants[block_id] != tenant:
+                    self._fail(f"block {block_id} of {self._tenants[block_id]} is read by {tenant}")
         for position, token_id in enumerate(chunk.token_ids, chunk.start_position):
             block_index, offset = divmod(position, self.block_size)
             block_id = chunk.block_table[block_index]
@@ -119,6 +128,16 @@ class FakeRunner:
                     self._fail(f"block {block_id} crosses tenants uncleared")
                 self._tenants[block_id] = tenant
             _CELL.pack_into(self._blocks[block_id], offset * _CELL.size, token_id, position, tag)
+
+    def _check_table(self, chunk: SequenceChunk) -> None:
+        """A sequence's blocks before the chunk's first one are those that its last chunk had."""
+        known = self._tables.pop(chunk.sequence_id, [])
+        first = min(len(known), chunk.start_position // self.block_size)
+        if known[:first] != chunk.block_table[:first]:
+            self._fail("the block table changed before the chunk")
+        self._tables[chunk.sequence_id] = list(chunk.block_table)
+        if len(self._tables) > _TABLES_BOUND:
+            self._tables.popitem(last=False)
 
     def _sample(self, chunk: SequenceChunk) -> Sampled:
         end = chunk.start_position + len(chunk.token_ids)

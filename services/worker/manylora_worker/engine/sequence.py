@@ -6,11 +6,11 @@ between its queues; only these two write them, on the engine's thread. Nothing h
     WAITING_ADAPTER --> WAITING <--> PREFILL --> DECODE --> FINISHED
                            ^----------(evicted)----'        (from any state)
 
-A sequence's tokens are prompt + output. The KV of the first `num_computed_tokens` of them stands in its blocks. While
-decoding exactly the newest token is missing. Between two of its units a sequence may be *parked*: it keeps its state
-and its blocks, and is in no step. An evicted sequence loses its blocks and keeps its output: it prefills prompt +
-output again and samples the next token at the same output index, so its text goes on as it would have. What it
-computes again (up to `num_charged_tokens`) is not charged again.
+A sequence's tokens are prompt + output. The KV of the first `num_computed_tokens` of them stands in its blocks; the
+first of these blocks may come from the prefix cache. While decoding exactly the newest token is missing. Between two of
+its units a sequence may be *parked*: it keeps its state and its blocks, and is in no step. An evicted sequence loses
+its blocks and keeps its output: it prefills prompt + output again and samples the next token at the same output index,
+so its text goes on as it would have. What it computes again (up to `num_charged_tokens`) is not charged again.
 """
 
 from __future__ import annotations
@@ -42,10 +42,19 @@ _LEGAL: dict[SequenceStatus, tuple[SequenceStatus, ...]] = {
 }
 
 
+_SEQUENCES_BOUND = 1 << 64
+"""Greater than any sequence id."""
+
+
+def sequence_id_of(holding_id: int) -> int:
+    return holding_id % _SEQUENCES_BOUND
+
+
 class Sequence:
     """One choice of a request."""
 
     __slots__ = (
+        "block_keys",
         "block_table",
         "choice",
         "finish_reason",
@@ -54,6 +63,7 @@ class Sequence:
         "item",
         "num_charged_tokens",
         "num_computed_tokens",
+        "num_holdings",
         "order",
         "output_token_ids",
         "parked_at",
@@ -79,11 +89,20 @@ class Sequence:
         """The step after which it was parked last."""
         self.has_worked = False
         """It did work that was charged since it was given its blocks."""
+        self.block_keys: list[bytes] = []
+        """Of its first full blocks, as far as they were asked for (prefix_cache.PrefixKeys)."""
+        self.num_holdings = 0
+        """How often it has lost its blocks."""
         self.finish_reason: FinishReason | None = None
 
     @property
     def tenant_id(self) -> TenantId:
         return self.group.request.tenant_id
+
+    @property
+    def holding_id(self) -> int:
+        """What a model runner knows it by: another one each time it has lost its blocks (api.SequenceChunk)."""
+        return self.num_holdings * _SEQUENCES_BOUND + self.sequence_id
 
     @property
     def num_tokens(self) -> int:
@@ -112,6 +131,12 @@ class Sequence:
             return tuple(self.output_token_ids[start - in_prompt : end - in_prompt])
         return prompt[start:] + tuple(self.output_token_ids[: end - in_prompt])
 
+    def start_behind(self, num_cached_tokens: int) -> None:
+        """At admission: the KV of so many tokens was found. What the first admission of a request finds is its own."""
+        self.num_computed_tokens = num_cached_tokens
+        if self.group.cached_prompt_tokens is None:
+            self.group.cached_prompt_tokens = min(num_cached_tokens, len(self.group.request.prompt_token_ids))
+
     def move_to(self, status: SequenceStatus) -> None:
         assert status in _LEGAL[self.status], f"{self.status.name} -> {status.name} is not a legal transition"
         self.status = status
@@ -137,6 +162,8 @@ class SequenceGroup:
     times: GroupTimes
     sequences: list[Sequence] = field(default_factory=list)
     is_forked: bool = False
+    cached_prompt_tokens: int | None = None
+    """Prompt tokens that were in the cache when it was first admitted; None: it never was."""
 
     @property
     def num_unfinished(self) -> int:

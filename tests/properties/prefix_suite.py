@@ -1,0 +1,173 @@
+"""What a prefix cache must hold, as checks that take the class of its keys: run on the real one, and on mutants of it.
+
+`check_names` looks at the keys alone. `check_outputs` runs random schedules through the whole engine over FakeRunner,
+with the cache and without: every text is the reference's, whatever is found.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
+from manylora_worker.adapters.cache import AdapterCacheLimits
+from manylora_worker.engine.api import EngineRequest, FinishReason, Sampling
+from manylora_worker.engine.core import EngineCore, EngineLimits, RequestEnd
+from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner, reference_tokens
+from manylora_worker.engine.prefix_cache import PrefixKeys, PrefixOptions
+from manylora_worker.engine.sequence import GroupTimes, SequenceGroup
+from manylora_worker.engine.sequence import Sequence as EngineSequence
+from manylora_worker.engine.step_planner import PlannerLimits
+
+SECRET = bytes(range(32))
+A, B = TenantId("a"), TenantId("b")
+TENANTS = [A, B, TenantId("ab")]
+ADAPTERS = [None, AdapterUid("u"), AdapterUid("b"), AdapterUid("uu")]
+BLOCK_SIZE = 4
+
+
+def request_of(
+    name: str,
+    tenant_id: TenantId,
+    adapter_uid: AdapterUid | None,
+    prompt: Sequence[int],
+    max_tokens: int = 1,
+    *,
+    n: int = 1,
+    seed: int = 0,
+) -> EngineRequest:
+    return EngineRequest(
+        request_id=RequestId(name),
+        tenant_id=tenant_id,
+        qos_class=QosClass.STANDARD,
+        adapter_uid=adapter_uid,
+        prompt_token_ids=tuple(prompt),
+        max_tokens=max_tokens,
+        sampling=Sampling(seed=seed),
+        n=n,
+    )
+
+
+def keys_of(keys: PrefixKeys, request: EngineRequest) -> list[bytes]:
+    """The keys of the prompt's full blocks."""
+    sequence = EngineSequence(0, SequenceGroup(request, 1, GroupTimes(0.0)), 0)
+    num_blocks = len(request.prompt_token_ids) // BLOCK_SIZE
+    return [keys.key_at(sequence, index, BLOCK_SIZE) for index in range(num_blocks)]
+
+
+def check_names(of_class: type[PrefixKeys], seed: int) -> None:
+    """Two blocks have one key if and only if secret, model, tenant, adapter and all tokens up to their end agree."""
+    rng = random.Random(seed)
+    blocks = [tuple(rng.randrange(2) for _ in range(BLOCK_SIZE)) for _ in range(3)]
+    keys = [of_class(secret, model) for secret in (SECRET, SECRET[::-1]) for model in ("m", "mu")]
+    seen: dict[bytes, tuple[object, ...]] = {}
+    names: dict[tuple[object, ...], bytes] = {}
+    for (i, each), tenant_id, adapter_uid in itertools.product(enumerate(keys), TENANTS, ADAPTERS):
+        for _ in range(6):
+            prompt = [t for _ in range(rng.randint(1, 4)) for t in rng.choice(blocks)]
+            for index, key in enumerate(keys_of(each, request_of("r", tenant_id, adapter_uid, prompt))):
+                name = (i, tenant_id, adapter_uid, *prompt[: (index + 1) * BLOCK_SIZE])
+                assert seen.setdefault(key, name) == name, "two names have one key"
+                assert names.setdefault(name, key) == key, "one name has two keys"
+
+
+@dataclass
+class Run:
+    """An engine over the fake, and all that came out of it."""
+
+    core: EngineCore
+    runner: FakeRunner
+    tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    ends: dict[str, RequestEnd] = field(default_factory=dict)
+    steps: int = 0
+
+    def step(self) -> None:
+        self.steps += 1
+        for output in self.core.step(float(self.steps)):
+            assert output.finish_reason is not FinishReason.ERROR, output.message
+            self.tokens.setdefault((output.request_id, output.choice), []).extend(output.token_ids)
+        for end in self.core.take_ended():
+            self.ends[end.request_id] = end
+        assert not self.runner.faults, self.runner.faults
+        self.core.check_invariants()
+
+    def finish(self) -> None:
+        for _ in range(5000):
+            if not self.core.has_work():
+                return
+            self.step()
+        raise AssertionError("some request does not end")
+
+    def computed_by(self, tenant_id: TenantId) -> int:
+        """Prompt tokens that were computed for the tenant so far."""
+        return sum(tokens.prompt_tokens for flow, tokens in self.core.flows().items() if flow[0] == tenant_id)
+
+
+def make_run(
+    keys: PrefixKeys | None,
+    *,
+    num_blocks: int,
+    slots: int = 6,
+    batch_tokens: int = 24,
+    chunk: int = 8,
+    share: float = 0.5,
+) -> Run:
+    runner = FakeRunner(num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    backend = FakeAdapterBackend(lambda: 0.0)
+    limits = EngineLimits(PlannerLimits(batch_tokens, chunk, slots), AdapterCacheLimits(8, 8), max_requests=10_000)
+    core = EngineCore(runner, backend, limits, None if keys is None else PrefixOptions(keys, share))
+    runner.tenant_of = core.tenant_of
+    runner.adapters_on_device = lambda: backend.on_device
+    return Run(core, runner)
+
+
+def check_outputs(of_class: type[PrefixKeys] | None, seed: int) -> Run:
+    """A random schedule in a pool that is too small: shared prefixes, tenants, adapters, choices, aborts."""
+    rng = random.Random(seed)
+    keys = None if of_class is None else of_class(SECRET, "m")
+    run = make_run(
+        keys,
+        num_blocks=rng.randint(12, 30),
+        slots=rng.randint(2, 6),
+        batch_tokens=rng.randint(6, 24),
+        chunk=rng.randint(2, 16),
+        share=rng.choice([0.1, 0.5, 1.0]),
+    )
+    first, second, third = (tuple(rng.randrange(250) for _ in range(BLOCK_SIZE)) for _ in range(3))
+    stems = [(first, second, third, third, first), (first, third, second, second), (second, first, third)]
+    requests: dict[str, EngineRequest] = {}
+    for i in range(40):
+        stem = rng.choice(stems)
+        prompt = [t for block in stem[: rng.randint(0, 5)] for t in block] + [7] * rng.randint(0, BLOCK_SIZE)
+        tenant_id, adapter_uid = rng.choice([*TENANTS, A, A, A]), rng.choice([*ADAPTERS, None, None, None])
+        max_tokens, n = rng.randint(1, 16), rng.choice([1, 1, 1, 2])
+        request = request_of(f"r{i}", tenant_id, adapter_uid, prompt or [1], max_tokens, n=n, seed=i % 3)
+        requests[request.request_id] = request
+        run.core.add(request, 0.0)
+        for _ in range(rng.choice([0, 1, 5])):
+            run.step()
+        if rng.random() < 0.1:
+            run.core.abort(RequestId(f"r{rng.randint(0, i)}"), 0.0)
+    run.finish()
+    for name, request in requests.items():
+        for choice in range(request.n):
+            want = reference_tokens(
+                request.prompt_token_ids, request.adapter_uid, request.sampling.seed, choice, request.max_tokens
+            )
+            got = run.tokens.get((name, choice), [])
+            assert got == want[: len(got)], f"{name} of seed {seed} has another text"
+            assert len(got) == len(want) or run.ends[name].reason is FinishReason.ABORTED
+    assert run.core.stats().blocks_free == run.core.stats().blocks_total
+    return run
+
+
+def run_names(of_class: type[PrefixKeys], seeds: range) -> None:
+    for seed in seeds:
+        check_names(of_class, seed)
+
+
+def run_outputs(of_class: type[PrefixKeys], seeds: range) -> None:
+    for seed in seeds:
+        check_outputs(of_class, seed)

@@ -1,0 +1,362 @@
+"""The prefix cache: prefix_suite on the real keys and on mutants, eviction, and what one tenant can see of another."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from manylora_shared.ids import AdapterUid, RequestId, TenantId
+from manylora_worker.engine.api import FinishReason
+from manylora_worker.engine.block_pool import BlockPool
+from manylora_worker.engine.prefix_cache import PrefixCache, PrefixKeys, PrefixOptions
+from manylora_worker.engine.sequence import Sequence
+
+from tests.properties import prefix_suite as suite
+from tests.properties.prefix_suite import ADAPTERS, BLOCK_SIZE, SECRET, A, B, Run, make_run, request_of
+
+NUM_SEEDS = 20
+"""Schedules that a mutant has to survive."""
+NUM_PROBES = 10_000
+
+
+class WithoutTenant(PrefixKeys):
+    def namespace(self, tenant_id: TenantId, adapter_uid: AdapterUid | None) -> bytes:
+        return super().namespace(A, adapter_uid)
+
+
+class WithoutAdapter(PrefixKeys):
+    def namespace(self, tenant_id: TenantId, adapter_uid: AdapterUid | None) -> bytes:
+        return super().namespace(tenant_id, None)
+
+
+class WithoutModel(PrefixKeys):
+    def __init__(self, secret: bytes, model_digest: str) -> None:
+        super().__init__(secret, "")
+
+
+class WithoutSecret(PrefixKeys):
+    def __init__(self, secret: bytes, model_digest: str) -> None:
+        super().__init__(bytes(32), model_digest)
+
+
+class WithoutParent(PrefixKeys):
+    def key(self, namespace: bytes, parent: bytes, token_ids: tuple[int, ...]) -> bytes:
+        return super().key(namespace, bytes(32), token_ids)
+
+
+class WithoutTokens(PrefixKeys):
+    def key(self, namespace: bytes, parent: bytes, token_ids: tuple[int, ...]) -> bytes:
+        return super().key(namespace, parent, ())
+
+
+class WithoutLengths(PrefixKeys):
+    """Tenant "a" with adapter "b" and tenant "ab" with none run together."""
+
+    def namespace(self, tenant_id: TenantId, adapter_uid: AdapterUid | None) -> bytes:
+        return super().namespace(TenantId(f"{tenant_id}{adapter_uid or ''}"), None)
+
+
+MUTANTS = [WithoutTenant, WithoutAdapter, WithoutModel, WithoutSecret, WithoutParent, WithoutTokens, WithoutLengths]
+
+
+def one_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tenants share one index: what only the keys keep apart then."""
+
+    def find(self: PrefixCache, tenant_id: TenantId, key: bytes) -> int | None:
+        return next((t.published[key] for t in self._tenants.values() if key in t.published), None)
+
+    monkeypatch.setattr(PrefixCache, "find", find)
+
+
+def test_names_are_those_of_tenant_adapter_model_and_all_tokens() -> None:
+    suite.run_names(PrefixKeys, range(60))
+
+
+def test_outputs_are_the_same_with_the_cache_and_without() -> None:
+    found = preempted = 0
+    for seed in range(40):
+        without, run = suite.check_outputs(None, seed), suite.check_outputs(PrefixKeys, seed)
+        for name, end in run.ends.items():
+            if FinishReason.ABORTED not in (end.reason, without.ends[name].reason):
+                assert run.tokens[name, 0] == without.tokens[name, 0]
+        found += sum(end.cached_prompt_tokens for end in run.ends.values())
+        preempted += run.core.stats().preemptions
+    assert found > 2_000, "the schedules find too little for their outputs to mean much"
+    assert preempted > 100
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.__name__)
+def test_the_names_notice(mutant: type[PrefixKeys]) -> None:
+    with pytest.raises(AssertionError, match=r"two names|one name"):
+        suite.run_names(mutant, range(NUM_SEEDS))
+
+
+@pytest.mark.parametrize("mutant", [WithoutAdapter, WithoutParent, WithoutTokens], ids=lambda m: m.__name__)
+def test_the_outputs_alone_notice(mutant: type[PrefixKeys]) -> None:
+    with pytest.raises(AssertionError):
+        suite.run_outputs(mutant, range(NUM_SEEDS))
+
+
+def test_keys_and_index_each_keep_tenants_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    suite.run_outputs(WithoutTenant, range(NUM_SEEDS))  # the index alone
+    one_index(monkeypatch)
+    suite.run_outputs(PrefixKeys, range(NUM_SEEDS))  # the keys alone
+    with pytest.raises(AssertionError):
+        suite.run_outputs(WithoutTenant, range(NUM_SEEDS))
+
+
+def test_a_runner_that_keeps_block_tables_needs_the_new_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preempted sequence comes back behind a prefix in other blocks than it had."""
+    monkeypatch.setattr(Sequence, "holding_id", property(lambda self: self.sequence_id))
+    with pytest.raises(AssertionError, match="block table changed"):
+        suite.run_outputs(PrefixKeys, range(NUM_SEEDS))
+
+
+def test_a_block_that_is_written_again_is_not_found_before_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(PrefixKeys(SECRET, "m"), num_blocks=32)
+    prompt = range(2 * BLOCK_SIZE)
+    run.core.add(request_of("r", A, None, prompt, 4, n=2), 0.0)
+    run.step()
+    run.core.stop_choice(RequestId("r"), 0, 0.0)  # the second choice alone is left, to write the prompt's last token
+    pool = run.core._pool
+    written = next(s for s in run.core._sequences.values() if not s.is_finished).block_table[1]
+    assert pool._cache.is_published(written)
+    assert run.core.begin_step(0.0) is not None
+    assert not pool._cache.is_published(written)
+
+
+def test_usage_flows_and_preemption_count_what_was_found() -> None:
+    run = make_run(PrefixKeys(SECRET, "m"), num_blocks=32, share=1.0)
+    prompt = range(5 * BLOCK_SIZE)
+    for name, cached in (("first", 0), ("second", 4 * BLOCK_SIZE)):  # the last token is computed, and so its block
+        before = run.computed_by(A)
+        run.core.add(request_of(name, A, None, prompt, 3), 0.0)
+        run.finish()
+        assert run.ends[name].cached_prompt_tokens == cached
+        assert run.computed_by(A) - before == len(prompt) - cached
+    run.core.add(request_of("longer", A, None, [*prompt, *run.tokens["first", 0][:2], 1, 2, 3], 1), 0.0)
+    run.finish()
+    assert run.ends["longer"].cached_prompt_tokens == 5 * BLOCK_SIZE
+    run.core.add(request_of("choices", A, None, prompt, 2, n=3), 0.0)
+    run.finish()
+    assert run.ends["choices"].cached_prompt_tokens == 4 * BLOCK_SIZE
+    for name, tenant, adapter in (("tenant", B, None), ("adapter", A, ADAPTERS[1])):
+        run.core.add(request_of(name, tenant, adapter, prompt), 0.0)
+        run.finish()
+        assert run.ends[name].cached_prompt_tokens == 0
+
+
+def test_a_preempted_sequence_finds_its_own_blocks_and_is_not_credited_for_them() -> None:
+    recomputed = []
+    for keys in (None, PrefixKeys(SECRET, "m")):
+        run = make_run(keys, num_blocks=12, share=1.0)
+        for i, tenant in enumerate([A, B]):
+            run.core.add(request_of(f"r{i}", tenant, None, range(i, 9 + i), 24), 0.0)
+        run.finish()
+        assert run.core.stats().preemptions == 1
+        assert [end.cached_prompt_tokens for end in run.ends.values()] == [0, 0]
+        recomputed.append(run.core.stats().recomputed_tokens)
+    without, found = recomputed
+    assert found < without
+
+
+def test_output_is_found_by_the_next_turn_of_a_conversation() -> None:
+    run = make_run(PrefixKeys(SECRET, "m"), num_blocks=32, share=1.0)
+    run.core.add(request_of("turn 1", A, None, range(6), 12), 0.0)
+    run.finish()
+    run.core.add(request_of("turn 2", A, None, [*range(6), *run.tokens["turn 1", 0], 1, 2], 1), 0.0)
+    run.finish()
+    assert run.ends["turn 2"].cached_prompt_tokens == 16  # of 6 + 12, the newest has no KV: 17, four full blocks
+
+
+def test_what_ended_in_an_error_is_not_found_again() -> None:
+    run = make_run(PrefixKeys(SECRET, "m"), num_blocks=32, chunk=8, batch_tokens=8)
+    run.core.add(request_of("r", A, None, range(20)), 0.0)
+    run.step()
+    batch = run.core.begin_step(1.0)
+    assert batch is not None
+    run.core.end_step(RuntimeError("the device is gone"), 1.0)
+    run.core.take_outputs()
+    assert run.core._pool.num_idle == 0
+    run.core.add(request_of("again", A, None, range(20)), 0.0)
+    run.finish()
+    assert run.ends["again"].cached_prompt_tokens == 0
+
+
+def test_a_prefix_is_evicted_from_its_end_on_and_a_used_one_last() -> None:
+    pool = BlockPool(6, 4, max_idle_blocks=6)
+    tables = [pool.allocate(A, 3), pool.allocate(A, 3)]
+    keys = [[b"1", b"2", b"3"], [b"4", b"5", b"6"]]
+    for table, names in zip(tables, keys, strict=True):
+        for block_id, key in zip(table, names, strict=True):
+            pool.publish(block_id, key)
+        pool.free(table)
+    pool.take_cached(pool.find_cached(A, keys[0]))
+    pool.free(tables[0])
+    for left in ((3, 2), (3, 1), (3, 0), (2, 0), (1, 0), (0, 0)):
+        pool.allocate(A, 1)
+        assert tuple(len(pool.find_cached(A, names)) for names in keys) == left
+
+
+def test_a_tenants_idle_blocks_are_bounded_and_its_own_go_first_above_the_bound() -> None:
+    pool = BlockPool(12, 4, max_idle_blocks=4)
+    for tenant, count in ((A, 6), (B, 3)):
+        table = pool.allocate(tenant, count)
+        pool.commit()  # the step that computed them has cleared them too
+        for block_id in table:
+            pool.publish(block_id, b"%d" % block_id)
+        pool.free(table)
+    assert (pool.idle_of(A), pool.idle_of(B), pool.num_free) == (4, 3, 12)
+    pool.allocate(A, 5)  # what was free goes first
+    assert (pool.idle_of(A), pool.idle_of(B)) == (4, 3)
+    pool.allocate(A, 2)
+    assert (pool.idle_of(A), pool.idle_of(B)) == (2, 3)
+    pool.allocate(TenantId("c"), 1)  # below its share: the greatest keeper gives
+    assert (pool.idle_of(A), pool.idle_of(B)) == (2, 2)
+    pool.allocate(A, 3)  # its own two, then another's
+    assert (pool.idle_of(A), pool.idle_of(B)) == (0, 1)
+    pool.check_invariants()
+
+
+def test_below_its_share_a_tenant_keeps_its_own_while_another_keeps_more() -> None:
+    pool = BlockPool(6, 4, max_idle_blocks=5)
+    for tenant, count in ((A, 2), (B, 4)):
+        table = pool.allocate(tenant, count)
+        for block_id in table:
+            pool.publish(block_id, b"%d" % block_id)
+        pool.free(table)
+    pool.allocate(A, 1)
+    assert (pool.idle_of(A), pool.idle_of(B)) == (2, 3)
+    pool.allocate(A, 2)  # two idle, one held, two wanted: just its share
+    assert (pool.idle_of(A), pool.idle_of(B)) == (1, 2)  # both keep two then, and it has done so for longer
+    pool.check_invariants()
+
+
+def test_a_block_that_is_only_the_source_of_a_copy_is_not_found() -> None:
+    pool = BlockPool(3, 4, max_idle_blocks=3)
+    (source,) = pool.allocate(A, 1)
+    pool.publish(source, b"key")
+    pool.share([source])
+    pool.copy_on_write(source)
+    pool.free([source])
+    assert pool.find_cached(A, [b"key"]) == []
+    pool.commit()
+    assert pool.find_cached(A, [b"key"]) == [source]
+    assert pool.num_idle == 1
+    pool.check_invariants()
+
+
+def test_a_flood_takes_nothing_from_who_keeps_less() -> None:
+    """An attacker cycles prompts through the cache; the victim, who keeps little, finds its prefix every time."""
+    run = make_run(PrefixKeys(SECRET, "m"), num_blocks=64, chunk=32, batch_tokens=32, share=0.25)
+    system = [9] * 6 * BLOCK_SIZE
+    rng = random.Random(1)
+    for i in range(200):
+        for j in range(5):
+            flood = [rng.randrange(250) for _ in range(7 * BLOCK_SIZE)]
+            run.core.add(request_of(f"flood {i} {j}", B, None, flood, 4), 0.0)
+            run.finish()
+        run.core.add(request_of(f"victim {i}", A, None, [*system, i % 250, i // 250], 4), 0.0)
+        run.finish()
+        assert run.ends[f"victim {i}"].cached_prompt_tokens == (len(system) if i else 0)
+
+
+def auc(positive: list[int], negative: list[int]) -> float:
+    """The chance that a draw of `positive` is below one of `negative`, ties counting half (Mann-Whitney)."""
+    counts = [{value: draws.count(value) for value in set(draws)} for draws in (positive, negative)]
+    better = sum(n * m * ((p < q) + (p == q) / 2) for p, n in counts[0].items() for q, m in counts[1].items())
+    return better / (len(positive) * len(negative))
+
+
+def probe(run: Run, num_probes: int) -> tuple[list[int], list[int], list[int]]:
+    """The victim computes a prompt; the attacker asks for that one and for a random one; then the victim asks again.
+
+    Returns:
+        Tokens computed for each: the attacker's probes of the victim's prompts, its random ones, the victim's second.
+    """
+    rng = random.Random(7)
+    foreign: list[int] = []
+    control: list[int] = []
+    own: list[int] = []
+
+    def cost(tenant_id: TenantId, prompt: list[int]) -> int:
+        before, steps = run.computed_by(tenant_id), run.core.stats().steps
+        run.core.add(request_of(f"r{len(foreign)} {len(control)} {len(own)}", tenant_id, None, prompt), 0.0)
+        while run.core.has_work():
+            run.core.step(0.0)
+        run.core.take_ended()
+        return run.computed_by(tenant_id) - before + (run.core.stats().steps - steps - 1)
+
+    for i in range(num_probes // 2):
+        secret, other = ([rng.randrange(259) for _ in range(8 * BLOCK_SIZE)] for _ in range(2))
+        cost(A, secret)
+        for prompt, costs in random.Random(i).sample([(secret, foreign), (other, control)], 2):
+            costs.append(cost(B, prompt))
+        own.append(cost(A, secret))
+    assert not run.runner.faults
+    return foreign, control, own
+
+
+def test_ten_thousand_probes_of_a_foreign_prefix_see_nothing() -> None:
+    run = make_run(PrefixKeys(SECRET, "m"), num_blocks=64, chunk=64, batch_tokens=64)
+    foreign, control, own = probe(run, NUM_PROBES)
+    assert len(foreign) + len(control) == NUM_PROBES
+    assert set(foreign) == set(control) == {8 * BLOCK_SIZE}
+    assert auc(foreign, control) == 0.5
+    assert max(own) * 5 <= 8 * BLOCK_SIZE
+
+
+def test_the_probes_would_see_a_cache_that_tenants_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_index(monkeypatch)
+    monkeypatch.setattr(BlockPool, "find_cached", _find_without_owner)
+    run = make_run(WithoutTenant(SECRET, "m"), num_blocks=64, chunk=64, batch_tokens=64)
+    run.runner.tenant_of = None
+    foreign, control, _ = probe(run, 40)
+    assert auc(foreign, control) == 1.0
+
+
+def _find_without_owner(self: BlockPool, tenant_id: TenantId, keys: list[bytes]) -> list[int]:
+    found: list[int] = []
+    for key in keys:
+        block_id = self._cache.find(tenant_id, key)
+        if block_id is None:
+            break
+        found.append(block_id)
+    return found
+
+
+def test_what_one_tenant_sees_does_not_depend_on_anothers_tokens() -> None:
+    """The same sizes and times, in one world with the attacker's own prompts in the victim's cache, in the other not:
+    each step gives the attacker the same tokens, the same counts and the same room, under eviction and preemption."""
+    for seed in range(40):
+        assert _observe(seed, is_known=True) == _observe(seed, is_known=False)
+
+
+def _observe(seed: int, *, is_known: bool) -> list[object]:
+    rng = random.Random(seed)
+    run = make_run(PrefixKeys(SECRET, "m"), num_blocks=rng.randint(14, 24), slots=4, batch_tokens=16)
+    blocks = [[rng.randrange(100) for _ in range(BLOCK_SIZE)] for _ in range(4)]
+    shift = 0 if is_known else 100
+    seen: list[object] = []
+    for i in range(60):
+        tenant = rng.choice([A, B])
+        prompt = [t for _ in range(rng.randint(1, 4)) for t in rng.choice(blocks)] + [3]
+        if tenant == A:
+            prompt = [t + shift for t in prompt]
+        run.core.add(request_of(f"{tenant} {i}", tenant, None, prompt, rng.randint(1, 6), seed=i), 0.0)
+        for _ in range(rng.randint(0, 3)):
+            run.step()
+            mine = {key: list(tokens) for key, tokens in run.tokens.items() if key[0].startswith(B)}
+            cached = {name: end.cached_prompt_tokens for name, end in run.ends.items() if name.startswith(B)}
+            stats = run.core.stats()
+            seen.append((mine, cached, run.computed_by(B), stats.blocks_free, stats.running_sequences))
+    assert any(end.cached_prompt_tokens for end in run.ends.values())
+    return seen
+
+
+def test_options_out_of_range_are_refused() -> None:
+    keys = PrefixKeys(SECRET, "m")
+    for share in (0.0, -0.5, 1.5):
+        with pytest.raises(ValueError, match="tenant_share"):
+            PrefixOptions(keys, share)
+    assert PrefixOptions(keys, 0.001).max_idle_blocks(10) == 1
