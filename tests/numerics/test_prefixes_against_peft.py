@@ -76,7 +76,7 @@ def test_the_cache_changes_no_token(family_of: FamilyOf, name: str) -> None:
     assert num_cached == 0
     found, num_cached, stats = serve(family, requests, PrefixKeys(bytes(32), family.loaded.spec.digest))
     assert found == expected
-    assert num_cached > 100
+    assert num_cached > 50
     assert stats.preemptions > 0
 
 
