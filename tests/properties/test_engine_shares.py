@@ -329,7 +329,7 @@ def test_memory_above_a_soft_share_goes_first_and_in_proportion(monkeypatch: pyt
         evict(self, sequence)
 
     monkeypatch.setattr(StepPlanner, "_evict", noted)
-    rig = Rig.make(40, 20, batch_tokens=256)
+    rig = Rig.make(42, 20, batch_tokens=256)
     rig.core.set_share(_A, TenantShare(soft_blocks=4))
     rig.core.set_share(_C, TenantShare(soft_blocks=4))
     rig.core.set_share(_B, TenantShare(soft_blocks=20))

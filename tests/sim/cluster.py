@@ -25,7 +25,7 @@ from manylora_shared.coordination.memory import MemoryStore, MemoryStoreServer
 from manylora_shared.coordination.records import AdapterRecord
 from manylora_shared.identity import new_key
 from manylora_shared.ids import AdapterUid, QosClass, TenantId
-from manylora_shared.policy import ClassPolicy, TenantPolicy
+from manylora_shared.policy import ClassPolicy, TenantPolicy, TenantQuotas
 from manylora_shared.simulation.loop import SimLoop, SimNode, SimWallClock
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.memory import MemoryNetwork, MemoryTransport
@@ -49,6 +49,8 @@ STEP_S = 0.02
 MODEL = ModelInfo("tiny", "digest", "none", VOCAB_SIZE, MAX_CONTEXT_TOKENS, (EOS,), kv_block_bytes=1 << 20)
 TENANTS = {"acme": (8, 4, 1), "bolt": (4, 2, 1), "crux": (1, 1, 1)}
 """Tenant: weights of interactive, standard, batch."""
+KV_QUOTAS = {"acme": TenantQuotas(kv_hbm_mb=24, kv_hbm_mb_hard=44), "bolt": TenantQuotas(kv_hbm_mb_reserve=16)}
+"""A block is a MiB: one tenant has a hard cap that its longest request reaches nearly, one has a reserve."""
 ADAPTERS_PER_TENANT = 3
 BROKEN_ADAPTER = "broken"
 """Registered for every tenant; its weights cannot be loaded."""
@@ -146,7 +148,9 @@ class Cluster:
         await store.put(keys.api_key(made.record.key_id), made.record.to_json())
         for tenant, weights in TENANTS.items():
             classes = {c: ClassPolicy(w) for c, w in zip(QosClass, weights, strict=True)}
-            await self.put_policy(store, TenantPolicy(TenantId(tenant), classes))
+            await self.put_policy(
+                store, TenantPolicy(TenantId(tenant), classes, quotas=KV_QUOTAS.get(tenant, TenantQuotas()))
+            )
             for name in [*adapters_of(tenant), BROKEN_ADAPTER, LEAVING_ADAPTER]:
                 record = AdapterRecord(tenant, name, uid_of(tenant, name), 8, 1000, ("q_proj",), 0.0)
                 await store.put(keys.adapter(tenant, name), record.to_json())
@@ -223,6 +227,10 @@ class Cluster:
                 assert app.term is not None
                 app.term.core.check_invariants()
                 app.term.quotas.authority.check_invariants()
+            for engine in self.engines:
+                for tenant_id, policy in self.policies.items():
+                    held, hard = engine.core.blocks_held_by(TenantId(tenant_id)), policy.quotas.kv_hbm_mb_hard
+                    assert hard is None or held <= hard, f"{tenant_id} holds {held} blocks, past its hard cap"
             await asyncio.sleep(_WATCH_S)
 
     def leaders(self) -> list[SchedulerApp]:

@@ -53,8 +53,9 @@ PROMPT_TOKEN_COST = 1
 OUTPUT_TOKEN_COST = 2
 THETA = 3
 """Lower follows the shares faster, higher computes less again."""
-_WATERMARK_DIVISOR = 100
-"""A hundredth of all blocks stays free when a sequence is admitted beside others, for these to grow into."""
+_WATERMARK_DIVISOR = 25
+"""A twenty-fifth of all blocks stays free when a sequence is admitted beside others, for these to grow into. With a
+hundredth, nearly twice as much is computed again."""
 
 
 @dataclass(frozen=True)
@@ -467,11 +468,15 @@ class StepPlanner:
             victims.append(victim)
         if over > 0 and not round_.is_forced:
             return None
-        if short > 0:
+        # Who comes later in the order leads by less, so after one refusal there is nothing for them. Only a soft share
+        # gives a right that does not follow the order.
+        follows_order = is_new and not is_within_reserve and not shares.has_soft and not round_.is_forced
+        if short > 0 and not (follows_order and round_.is_short):
             is_within_soft = held + num_blocks <= shares.soft(tenant_id)
             short = self._take_from_others(
                 taker, others, short, victims, is_within_reserve=is_within_reserve, is_within_soft=is_within_soft
             )
+        round_.is_short |= follows_order and short > 0
         # Blocks that victims share with one another come free only with the last of them, and are not counted: where
         # nothing else runs, all of them go.
         return victims if round_.is_forced or (over <= 0 and short <= 0) else None
@@ -604,7 +609,7 @@ class StepPlanner:
 class _Round:
     """What one plan has left, and what it has found out."""
 
-    __slots__ = ("budget", "claims", "is_forced", "num_evicted", "ready_decodes", "refused")
+    __slots__ = ("budget", "claims", "is_forced", "is_short", "num_evicted", "ready_decodes", "refused")
 
     def __init__(self, budget: int, ready_decodes: int, claims: dict[TenantId, int], *, is_forced: bool) -> None:
         self.budget = budget
@@ -614,6 +619,8 @@ class _Round:
         self.claims = claims
         """Blocks that are kept for a tenant's reserve."""
         self.is_forced = is_forced
+        self.is_short = False
+        """A sequence without blocks was refused those of others."""
         self.refused: dict[int, None] = {}
         """Items that cannot be started in this plan."""
         self.num_evicted = 0

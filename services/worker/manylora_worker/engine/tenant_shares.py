@@ -70,6 +70,7 @@ class TenantShares:
         """As scaled; of tenants with a reserve alone."""
         self._reserved_blocks = 0
         self._has_caps = False
+        self._has_soft = False
         self._accepted: dict[TenantId, int] = {}
         """Blocks of the longest request that a tenant had here when its bounds fell below that."""
 
@@ -84,6 +85,7 @@ class TenantShares:
         if total > most:
             wanted = {tenant: blocks * most // total for tenant, blocks in wanted.items()}
         self._shares, self._reserves, self._reserved_blocks = shares, wanted, sum(wanted.values())
+        self._has_soft = any(each.soft_blocks is not None for each in shares.values())
         self._has_caps = any(each.hard_blocks is not None for each in shares.values())
 
     def accept(self, tenant_id: TenantId, longest_blocks: int) -> None:
@@ -116,7 +118,13 @@ class TenantShares:
 
     @property
     def has_caps(self) -> bool:
+        """Whether some tenant has a hard cap."""
         return self._has_caps
+
+    @property
+    def has_soft(self) -> bool:
+        """Whether some tenant has a soft share."""
+        return self._has_soft
 
     def check(self, tenant_id: TenantId, longest_blocks: int, block_size: int) -> None:
         """Whether a request that may come to hold so many blocks can count on them. From any thread.
