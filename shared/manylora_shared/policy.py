@@ -50,7 +50,6 @@ MAX_TTFT_MS = 3_600_000
 MIN_AVAILABILITY = 0.5
 MAX_RETENTION_DAYS = 36_500
 NOT_ENFORCED = (
-    "classes.*.slo",
     "quotas.kv_hbm_mb",
     "quotas.kv_hbm_mb_hard",
     "quotas.kv_hbm_mb_reserve",
@@ -101,7 +100,7 @@ class TokenRate:
 
 @dataclass(frozen=True)
 class Slo:
-    """What the operator promises the flow. At least one of the two is given."""
+    """What the operator promises the flow: routers measure it and report it (slo.py). At least one is given."""
 
     ttft_p95_ms: int | None = None
     availability: float | None = None
