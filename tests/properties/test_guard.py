@@ -105,7 +105,7 @@ def test_one_probe_is_let_through_and_decides() -> None:
     with pytest.raises(CircuitOpen):
         guard.admit(ACME, UP, (2,), until)
     assert guard.circuits(until)[0].is_half_open
-    changes = guard.ended(probe, Fault.NONE, until + 1)
+    changes = guard.ended(probe, Fault.NONE, until + 1).changes
     assert [(change.scope, change.open_s) for change in changes] == [((ACME, UP), None)]
     assert guard.circuits(until + 1) == []
     assert is_let_in(guard, until + 1)
@@ -116,7 +116,7 @@ def test_a_probe_that_fails_opens_it_for_longer_and_the_time_is_capped() -> None
     until, times = opened(guard), []
     for _ in range(12):
         probe = guard.admit(ACME, UP, (1,), until)
-        (change,) = guard.ended(probe, Fault.ADAPTER, until)
+        (change,) = guard.ended(probe, Fault.ADAPTER, until).changes
         assert change.open_s is not None
         times.append(change.open_s)
         until += change.open_s
@@ -146,7 +146,7 @@ def test_a_probes_first_token_closes_it_but_one_failure_more_opens_it_for_longer
     guard.began(probe, "w-0", until)
     guard.answered(probe)
     assert is_let_in(guard, until)
-    (change,) = guard.ended(probe, Fault.INTERNAL, until + 1)
+    (change,) = guard.ended(probe, Fault.INTERNAL, until + 1).changes
     assert change.open_s is not None
     assert change.open_s > MIN_OPEN_S
 
@@ -244,7 +244,9 @@ def test_a_prompt_that_was_there_at_two_failures_is_quarantined_for_a_while() ->
     for tenant, adapter, prompt in ((OTHER, UP, (6, 6)), (ACME, DOWN, (6, 6)), (ACME, None, (6, 6)), (ACME, UP, (6,))):
         guard.ended(guard.admit(tenant, adapter, prompt, 6.0), Fault.NO_VERDICT, 6.0)
     until = 5.0 + 1e-6 + QUARANTINE_S
-    run(guard, Fault.WORKER_LOST, until, prompt=(6, 6))
+    again = guard.admit(ACME, UP, (6, 6), until)
+    guard.began(again, "w-0", until)
+    assert guard.ended(again, Fault.WORKER_LOST, until + 0.5).is_quarantined
     with pytest.raises(Quarantined):  # once more is enough now
         guard.admit(ACME, UP, (6, 6), until + 1)
 

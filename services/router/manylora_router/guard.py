@@ -60,6 +60,15 @@ class Permit:
         return (self.tenant, self.adapter), (self.tenant,)
 
 
+@dataclass(frozen=True)
+class Ended:
+    """What a request's end changed."""
+
+    changes: list[Change]
+    is_quarantined: bool
+    """Its prompt is, from now on."""
+
+
 class Guard:
     def __init__(self, *, random: Callable[[], float], getrandbits: Callable[[int], int]) -> None:
         self._breakers = Breakers(random)
@@ -95,10 +104,9 @@ class Guard:
         permit.has_answered = True
         return self._breakers.answered(permit.scopes, permit)
 
-    def ended(self, permit: Permit, fault: Fault, now: float) -> list[Change]:
-        """Returns the circuits that this opened or closed."""
+    def ended(self, permit: Permit, fault: Fault, now: float) -> Ended:
         worker = self._workers.get(permit.worker_id) if permit.worker_id else None
-        counts = True
+        counts, is_quarantined = True, False
         if worker is not None:
             is_shared = fault in (Fault.WORKER_LOST, Fault.INTERNAL)
             counts = not is_shared or worker.is_alone_and_new(permit, now)
@@ -106,7 +114,7 @@ class Guard:
             if not worker.running:
                 del self._workers[permit.worker_id]
             if is_shared:
-                self._quarantine.strike(
+                is_quarantined = self._quarantine.strike(
                     permit.tenant,
                     permit.adapter,
                     permit.prompt_token_ids,
@@ -114,15 +122,16 @@ class Guard:
                     since=permit.since,
                     now=now,
                 )
+        changes: list[Change] = []
         match fault:
             case Fault.NONE:
                 self._quarantine.clear(permit.tenant, permit.adapter, permit.prompt_token_ids)
-                return self._breakers.succeeded(permit.scopes, permit)
+                changes = self._breakers.succeeded(permit.scopes, permit)
             case Fault.ADAPTER | Fault.WORKER_LOST | Fault.INTERNAL if counts:
-                return self._breakers.failed(permit.scopes, permit, permit.adapter, now)
+                changes = self._breakers.failed(permit.scopes, permit, permit.adapter, now)
             case _:
                 self._breakers.left(permit.scopes, permit)
-                return []
+        return Ended(changes, is_quarantined)
 
     def circuits(self, now: float, *, tenant_id: str = "") -> list[CircuitState]:
         """Those that are not closed; of one tenant, or of all."""

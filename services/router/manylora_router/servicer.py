@@ -178,7 +178,7 @@ class InferenceServicer:
                 self._describe(span, execution)
             if permit is not None:
                 fault = execution.fault if execution is not None else Fault.NO_VERDICT
-                self._log(self.guard.ended(permit, fault, asyncio.get_running_loop().time()))
+                self._end_permit(permit, fault)
             self._account(tenant, metadata, received_at, error, execution)
             span.end()
 
@@ -193,6 +193,13 @@ class InferenceServicer:
             self.guard.began(permit, execution.worker_id, asyncio.get_running_loop().time())
         if execution.ttft_ms and not permit.has_answered:
             self._log(self.guard.answered(permit))
+
+    def _end_permit(self, permit: Permit, fault: Fault) -> None:
+        ended = self.guard.ended(permit, fault, asyncio.get_running_loop().time())
+        self._log(ended.changes)
+        if ended.is_quarantined:
+            more = fields(tenant=permit.tenant, adapter=permit.adapter or "", worker=permit.worker_id)
+            _LOG.warning("a prompt is quarantined: workers failed again and again while they ran it", extra=more)
 
     def _log(self, changes: Sequence[Change]) -> None:
         for change in changes:
