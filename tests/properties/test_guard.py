@@ -222,14 +222,24 @@ def test_who_left_is_remembered_only_while_somebody_runs_who_was_there() -> None
     assert guard._workers == {}
 
 
-def test_one_failure_of_a_worker_counts_once_however_many_requests_it_ended() -> None:
+@pytest.mark.parametrize("fault", [*SHARED, Fault.ADAPTER])
+def test_one_failure_counts_once_however_many_requests_it_ended(fault: Fault) -> None:
     guard = make()
     permits = [guard.admit(ACME, UP, (i,), 0.0) for i in range(4 * ADAPTER_THRESHOLD)]
     for permit in permits:
         guard.began(permit, "w-0", 0.0)
     for late, permit in enumerate(permits):
-        guard.ended(permit, Fault.WORKER_LOST, 1.0 + late)  # slow callers notice late
+        guard.ended(permit, fault, 1.0 + late)  # slow callers notice late
     assert guard.circuits(30.0) == []
+
+
+def test_an_adapter_that_does_not_load_counts_whoever_else_is_there() -> None:
+    guard = make()
+    neighbour = guard.admit(OTHER, DOWN, (1,), 0.0)
+    guard.began(neighbour, "w-0", 0.0)
+    for turn in range(ADAPTER_THRESHOLD):
+        run(guard, Fault.ADAPTER, 1.0 + turn)
+    assert [state.scope for state in guard.circuits(ADAPTER_THRESHOLD + 0.1)] == [(ACME, UP)]
 
 
 def test_a_prompt_that_was_there_at_two_failures_is_quarantined_for_a_while() -> None:

@@ -4,8 +4,8 @@ Owns the permits of the requests that run now, and says whose a failure is. An a
 tenant's. A lost worker and a failed step end the requests of everybody there, so nobody's circuit counts them but
 where no other tenant's request, as far as this router knows, can have been the cause: none was in flight on that
 worker at the same time, but for those that completed. Prompts get their strikes either way (quarantine.py), which a
-bystander sheds with its next completion. One failure of a worker counts once for a circuit, however many of its
-requests it ended.
+bystander sheds with its next completion. One failure, of a worker or of a load, counts once for a circuit, however many
+of its requests it ended.
 
     permit = guard.admit(...)               raises Quarantined, CircuitOpen
     guard.began(permit, worker_id, now)     once a worker runs it
@@ -109,7 +109,8 @@ class Guard:
         counts, is_quarantined = True, False
         if worker is not None:
             is_shared = fault in (Fault.WORKER_LOST, Fault.INTERNAL)
-            counts = not is_shared or worker.is_alone_and_new(permit, now)
+            if is_shared or fault is Fault.ADAPTER:
+                counts = (not is_shared or worker.is_alone(permit)) and worker.is_new(permit, now)
             worker.leave(permit, has_completed=fault is Fault.NONE, now=now)
             if not worker.running:
                 del self._workers[permit.worker_id]
@@ -153,12 +154,15 @@ class _Worker:
         self._failures: dict[tuple[TenantId, AdapterUid | None], float] = {}
         """When a failure last counted, oldest first."""
 
-    def is_alone_and_new(self, permit: Permit, now: float) -> bool:
-        """Whether a failure of the worker counts against the permit's circuits; if so, it has been counted."""
+    def is_alone(self, permit: Permit) -> bool:
+        """Whether no other tenant's request, but for those that completed, was here at the same time."""
         if any(other.tenant != permit.tenant for other in self.running):
             return False
-        if any(tenant != permit.tenant and at >= permit.since for tenant, at in self._left.items()):
-            return False
+        return not any(tenant != permit.tenant and at >= permit.since for tenant, at in self._left.items())
+
+    def is_new(self, permit: Permit, now: float) -> bool:
+        """Whether a failure is another than the last one that was counted, which then is this one. What began before a
+        failure was ended by it, however late that is noticed: a load that fails ends all who wait for it."""
         key = (permit.tenant, permit.adapter)
         if self._failures.get(key, -1.0) >= permit.since:
             return False
