@@ -9,6 +9,8 @@
     |   |-- Unready                   FAILED_PRECONDITION  right request, wrong state
     |   |-- Overloaded                RESOURCE_EXHAUSTED   the cluster's own caps; may carry a retry hint
     |   |-- QuotaExceeded             RESOURCE_EXHAUSTED   the tenant's quotas; no hint where it can never fit
+    |   |-- CircuitOpen               UNAVAILABLE          its tenant's or adapter's requests have kept failing
+    |   |-- Quarantined               FAILED_PRECONDITION  the same request was there at every failure of workers
     |   |-- Unauthenticated           UNAUTHENTICATED      no valid key; missing, unknown and revoked answer alike
     |   `-- PermissionDenied          PERMISSION_DENIED    a valid key, of which this call needs more
     `-- Interrupted                   after it was queued
@@ -149,6 +151,16 @@ class Overloaded(Rejected):
 class QuotaExceeded(Rejected):
     code = Code.RESOURCE_EXHAUSTED
     label = "quota_exceeded"
+
+
+class CircuitOpen(Rejected):
+    code = Code.UNAVAILABLE
+    label = "circuit_open"
+
+
+class Quarantined(Rejected):
+    code = Code.FAILED_PRECONDITION
+    label = "quarantined"
 
 
 class Unauthenticated(Rejected):

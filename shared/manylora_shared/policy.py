@@ -49,10 +49,7 @@ MAX_PINS = 256
 MAX_TTFT_MS = 3_600_000
 MIN_AVAILABILITY = 0.5
 MAX_RETENTION_DAYS = 36_500
-NOT_ENFORCED = (
-    "classes.*.slo",
-    "adapters.pin",
-)
+NOT_ENFORCED = ("adapters.pin",)
 """Paths of the grammar that `parse_policy` reads and refuses; `*` stands for any class."""
 MAX_DOCUMENT_BYTES = 16 * 1024
 _MAX_DEPTH = 8
@@ -98,7 +95,7 @@ class TokenRate:
 
 @dataclass(frozen=True)
 class Slo:
-    """What the operator promises the flow. At least one of the two is given."""
+    """What the operator promises the flow: routers measure it and report it (slo.py). At least one is given."""
 
     ttft_p95_ms: int | None = None
     availability: float | None = None

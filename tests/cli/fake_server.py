@@ -216,6 +216,29 @@ class FakeRouter:
             ],
             routers=[admin_pb2.RouterStatus(router_id="r-1", address="127.0.0.1:1")],
             tenants=len(self.tenants),
+            slos=[
+                admin_pb2.SloStatus(
+                    tenant_id="acme",
+                    qos_class=common_pb2.QOS_CLASS_INTERACTIVE,
+                    requests=400,
+                    failed=1,
+                    availability=0.9975,
+                    availability_target=0.99,
+                    error_budget=0.75,
+                    measured=399,
+                    ttft_p50_ms=12.3,
+                    ttft_p95_ms=240.0,
+                    ttft_p95_target_ms=200,
+                    ttft_met=False,
+                ),
+                admin_pb2.SloStatus(tenant_id="birch", qos_class=common_pb2.QOS_CLASS_BATCH, availability=1.0),
+            ],
+            circuits=[
+                admin_pb2.CircuitStatus(
+                    tenant_id="acme", adapter_version=VERSION, router_id="r-1", retry_after_s=1.5, openings=2
+                )
+            ],
+            quarantined_prompts=3,
         )
 
     def _tenant(self, tenant_id: str) -> admin_pb2.TenantInfo:

@@ -203,6 +203,10 @@ def test_backoff_grows_within_its_bounds() -> None:
     assert hinted is not None
     assert 2.0 <= hinted <= 2.5
     assert policy.delay_s(RpcError(Code.RESOURCE_EXHAUSTED, "", retry_after_s=4.0), 1, rng) is None
+    for hint_s, low, high in ((0.1, 0.5, 1.0), (2.0, 2.0, 2.5), (60.0, 3.0, 3.0)):
+        waited = policy.delay_s(RpcError(Code.UNAVAILABLE, "", retry_after_s=hint_s), 1, rng)
+        assert waited is not None
+        assert low <= waited <= high
 
 
 async def _until(condition: Callable[[], bool]) -> None:

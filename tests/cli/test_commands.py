@@ -172,11 +172,31 @@ async def test_status(manylora: Manylora) -> None:
     assert out.json["base_model"] == "tiny"
     assert out.json["scheduler"]["flows"][0]["qos_class"] == "batch"
     assert out.json["workers"][0]["generated_tokens"] == 2**40
+    measured, idle = out.json["slos"]
+    assert (measured["error_budget"], measured["ttft_p95_target_ms"], measured["ttft_met"]) == (0.75, 200, False)
+    assert (measured["qos_class"], measured["tpot_p50_ms"]) == ("interactive", None)
+    assert (idle["error_budget"], idle["ttft_p95_ms"], idle["ttft_met"]) == (None, None, None)
+    assert out.json["circuits"][0] == {
+        "tenant_id": "acme",
+        "whole_tenant": False,
+        "adapter_version": VERSION,
+        "router_id": "r-1",
+        "half_open": False,
+        "retry_after_s": 1.5,
+        "openings": 2,
+    }
     out = await manylora("status")
     assert out.exit_code == 0
     assert "w-1" in out.stdout
     assert "epoch 5" in out.stdout
-    assert "acme" in out.stdout
+    assert "r-1 (127.0.0.1:1, not answering)" in out.stdout
+    rows = [line.split("  ") for line in out.stdout.splitlines()]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    level = ["acme", "interactive", "12.3 ms", "240 ms", "200 ms, missed", "-", "-"]
+    assert [*level, "400, 1 failed", "99.750 %", "99 %", "75 %"] in cells
+    assert ["birch", "batch", "-", "-", "-", "-", "-", "0, 0 failed", "100.000 %", "-", "-"] in cells
+    assert ["acme", f"adapter {VERSION[:12]}", "r-1", "open", "1.5 s"] in cells
+    assert "quarantined prompts  3" in out.stdout
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,8 @@ class FakeScheduler:
         self.held: list[list[scheduler_pb2.HeldLease]] = []
         self.server: Server | None = None
         self._lines: list[_Line] = []
+        self._asked: dict[str, _Line] = {}
+        """On which line each request was last enqueued."""
         self._next = 0
 
     def service(self) -> Service:
@@ -270,6 +272,7 @@ class FakeScheduler:
 
     def _enqueue(self, request: scheduler_pb2.Enqueue, line: _Line) -> None:
         self.enqueued.append(request)
+        self._asked[request.request_id] = line
         if self.lossy and request.request_id in self.granted:
             worker_id = self.granted[request.request_id]
             self.send_grant(request.request_id, worker_id, dict(self.workers)[worker_id])
@@ -304,7 +307,7 @@ class FakeScheduler:
         if self.lease_tokens is not None and request_id not in self.leased:
             self.leased[request_id] = self.lease_tokens
             lease = scheduler_pb2.Lease(request_id=request_id, tokens=self.lease_tokens)
-            self._lines[-1].outbox.put_nowait(scheduler_pb2.ScheduleResponse(lease=lease))
+            self._line_of(request_id).outbox.put_nowait(scheduler_pb2.ScheduleResponse(lease=lease))
         self.queued.pop(request_id)
         worker_id, address = self.workers[self._next % len(self.workers)]
         self._next += 1
@@ -317,7 +320,11 @@ class FakeScheduler:
             request_id=request_id, worker_id=worker_id, worker_address=address, epoch=self.epoch, queue_ms=1.5
         )
         if self._lines:
-            self._lines[-1].outbox.put_nowait(scheduler_pb2.ScheduleResponse(grant=grant))
+            self._line_of(request_id).outbox.put_nowait(scheduler_pb2.ScheduleResponse(grant=grant))
+
+    def _line_of(self, request_id: str) -> _Line:
+        line = self._asked.get(request_id)
+        return line if line in self._lines else self._lines[-1]
 
     def drop_lines(self) -> None:
         """Ends all streams, as a scheduler that lost its leadership does."""

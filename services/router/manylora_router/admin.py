@@ -41,6 +41,7 @@ from manylora_shared.transport.base import ServerCall, Service, Transport
 from manylora_router.channels import WorkerChannels
 from manylora_router.directory import Directory
 from manylora_router.execution import VALIDATE_ADAPTER
+from manylora_router.levels import ServiceLevels
 from manylora_router.scheduler_client import GET_STATUS
 
 _LOG = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class AdminServicer:
         files: AdapterFiles,
         channels: WorkerChannels,
         transport: Transport,
+        levels: ServiceLevels,
         clock: WallClock,
         rng: random.Random,
     ) -> None:
@@ -74,6 +76,7 @@ class AdminServicer:
         self._files = files
         self._channels = channels
         self._transport = transport
+        self._levels = levels
         self._clock = clock
         self._rng = rng
         self._num_uploads = 0
@@ -399,9 +402,14 @@ class AdminServicer:
     async def get_status(self, request: admin_pb2.GetStatusRequest, call: ServerCall) -> admin_pb2.GetStatusResponse:
         caller = self._caller(call)
         directory = self._directory
-        if not caller.may(Scope.OPERATOR):
-            return await self._status_of_tenant(caller.require_tenant("", TENANT_SCOPES))
-        answer = await self._scheduler_status()
+        tenant_id = "" if caller.may(Scope.OPERATOR) else caller.require_tenant("", TENANT_SCOPES)
+        if request.local_only:
+            return self._levels.local(tenant_id)
+        answer, (levels, routers) = await asyncio.gather(
+            self._scheduler_status(), self._levels.of_cluster(tenant_id, call.metadata)
+        )
+        if tenant_id:
+            return self._status_of_tenant(tenant_id, answer, levels)
         reported = {status.worker_id: status for status in answer.workers}
         workers: list[admin_pb2.WorkerStatus] = []
         for worker_id, record in sorted(directory.workers.items()):
@@ -416,16 +424,25 @@ class AdminServicer:
             scheduler=answer.scheduler,
             workers=workers,
             routers=[
-                admin_pb2.RouterStatus(router_id=router_id, address=record.address)
+                admin_pb2.RouterStatus(router_id=router_id, address=record.address, answered=router_id in routers)
                 for router_id, record in sorted(directory.routers.items())
             ],
             tenants=len(directory.tenants),
             adapters=len(directory.adapters),
+            slos=levels.slos,
+            circuits=levels.circuits,
+            quarantined_prompts=levels.quarantined_prompts,
         )
 
-    async def _status_of_tenant(self, tenant_id: str) -> admin_pb2.GetStatusResponse:
+    def _status_of_tenant(
+        self,
+        tenant_id: str,
+        answer: scheduler_pb2.GetSchedulerStatusResponse,
+        levels: admin_pb2.GetStatusResponse,
+    ) -> admin_pb2.GetStatusResponse:
         """What a tenant may know: the model, its own flows and counts. Nothing of other tenants or of the machines."""
-        answer = await self._scheduler_status()
+        for circuit in levels.circuits:
+            circuit.router_id = ""
         model = self._directory.model
         return admin_pb2.GetStatusResponse(
             base_model=model.name if model is not None else "",
@@ -436,6 +453,9 @@ class AdminServicer:
             ),
             tenants=1 if tenant_id in self._directory.tenants else 0,
             adapters=len(self._directory.adapters_of(tenant_id)),
+            slos=[slo for slo in levels.slos if slo.tenant_id == tenant_id],
+            circuits=[circuit for circuit in levels.circuits if circuit.tenant_id == tenant_id],
+            quarantined_prompts=levels.quarantined_prompts,
         )
 
     async def _scheduler_status(self) -> scheduler_pb2.GetSchedulerStatusResponse:

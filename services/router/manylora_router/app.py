@@ -27,6 +27,7 @@ from manylora_router.admin import AdminServicer
 from manylora_router.channels import WorkerChannels
 from manylora_router.config import RouterConfig
 from manylora_router.directory import Directory
+from manylora_router.levels import ServiceLevels
 from manylora_router.scheduler_client import SchedulerClient
 from manylora_router.servicer import InferenceServicer
 from manylora_router.text_service import TextService
@@ -88,6 +89,13 @@ class RouterApp:
             files=adapter_store,
             channels=self.channels,
             transport=peers,
+            levels=ServiceLevels(
+                router_id=self.router_id,
+                directory=self.directory,
+                transport=transport,
+                slo=self.inference.slo,
+                guard=self.inference.guard,
+            ),
             clock=self._clock,
             rng=rng,
         )
@@ -116,6 +124,7 @@ class RouterApp:
             "unsent": self.scheduler.num_unsent,
             "uploads": self.admin.num_uploads,
             "streams": self.channels.num_users,
+            "guarded": self.inference.guard.num_running,
             "channels": len(self.channels),
         }
 

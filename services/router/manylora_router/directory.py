@@ -19,9 +19,9 @@ from manylora_shared.coordination.base import KeyValue, Store
 from manylora_shared.coordination.records import AdapterRecord, KeyRecord, RouterRecord, SchedulerRecord, WorkerRecord
 from manylora_shared.coordination.session import Mirror
 from manylora_shared.errors import InternalError, InvalidRequest
-from manylora_shared.ids import AdapterName, AdapterUid, TenantId
+from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId
 from manylora_shared.logs import fields
-from manylora_shared.policy import TenantPolicy, parse_policy
+from manylora_shared.policy import Slo, TenantPolicy, parse_policy
 from manylora_shared.transport.address import parse_address
 
 from manylora_router.admission import ModelLimits
@@ -148,6 +148,14 @@ class Directory:
                 cached = (entry.mod_revision, cached[1])
             self._policies[tenant_id] = cached
         return cached[1]
+
+    def slo_of(self, tenant_id: TenantId, qos_class: QosClass) -> Slo | None:
+        """A flow's targets; None also where the tenant is not known, or its policy cannot be read."""
+        try:
+            policy = self.policy_of(tenant_id)
+        except InternalError:  # logged where it was read
+            return None
+        return policy.classes[qos_class].slo if policy is not None else None
 
     def uid_of(self, tenant_id: TenantId, name: AdapterName) -> AdapterUid | None:
         entry = self._adapters.values.get(f"{tenant_id}/{name}")

@@ -42,6 +42,7 @@ from manylora_shared.transport.base import Channel, Stream, methods_of
 from manylora_router.admission import ADAPTER_KEY, CLASS_KEY, TENANT_KEY, TRACEPARENT_KEY, Adapter
 from manylora_router.channels import WorkerChannels
 from manylora_router.choices import Choices
+from manylora_router.guard import Fault
 from manylora_router.scheduler_client import Grant, Lease, SchedulerClient
 from manylora_router.text import Detokenizer, StopStrings
 
@@ -74,7 +75,7 @@ _NOT_REACHED = (
 leader. Nothing was given out, so another worker may have it."""
 _OUR_FAULT = (Code.INTERNAL, Code.INVALID_ARGUMENT, Code.UNIMPLEMENTED, Code.DATA_LOSS)
 
-_QOS = {
+QOS = {
     QosClass.INTERACTIVE: common_pb2.QOS_CLASS_INTERACTIVE,
     QosClass.STANDARD: common_pb2.QOS_CLASS_STANDARD,
     QosClass.BATCH: common_pb2.QOS_CLASS_BATCH,
@@ -170,6 +171,33 @@ class Execution:
         self._is_started = False
         """A worker has begun it."""
         self._stopping: list[asyncio.Task[None]] = []
+        self.worker_id = ""
+        """The worker that has begun it; it stays after the end."""
+        self._is_worker_gone = False
+        """The stream broke off while the worker ran it."""
+
+    @property
+    def fault(self) -> Fault:
+        """What its end says of what it asked for."""
+        if self.outcome == common_pb2.OUTCOME_COMPLETED:
+            return Fault.NONE
+        match self.error:
+            case AdapterFailed():
+                return Fault.ADAPTER
+            case WorkerLost() if self._is_worker_gone:
+                return Fault.WORKER_LOST
+            case InternalError():
+                return Fault.INTERNAL
+            case _:
+                return Fault.NO_VERDICT
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Mean time per output token of a choice after its first, by the worker's clock; None where nobody can say."""
+        intervals = self.completion_tokens / self.job.n - 1
+        decode_ms = self._measured.worker.decode_ms
+        is_known = self.outcome == common_pb2.OUTCOME_COMPLETED and decode_ms > 0.0 and intervals > 0
+        return decode_ms / intervals if is_known else None
 
     @property
     def used_tokens(self) -> int:
@@ -263,7 +291,7 @@ class Execution:
             request = scheduler_pb2.Enqueue(
                 request_id=job.request_id,
                 tenant_id=job.tenant_id,
-                qos_class=_QOS[job.qos_class],
+                qos_class=QOS[job.qos_class],
                 priority=job.priority,
                 adapter_uid=job.adapter.uid if job.adapter else "",
                 adapter_id=job.adapter.name if job.adapter else "",
@@ -298,7 +326,7 @@ class Execution:
             request_id=job.request_id,
             epoch=grant.epoch,
             tenant_id=job.tenant_id,
-            qos_class=_QOS[job.qos_class],
+            qos_class=QOS[job.qos_class],
             adapter_uid=job.adapter.uid if job.adapter else "",
             prompt_token_ids=job.prompt_token_ids,
             max_tokens=job.max_tokens,
@@ -357,14 +385,17 @@ class Execution:
                 raise
             if e.code in _OUR_FAULT:
                 raise InternalError(f"worker {grant.worker_id} failed: {e.message}") from e
+            self._is_worker_gone = True
             raise WorkerLost(f"worker {grant.worker_id} was lost while the request ran: {e.message}") from e
         if message is None:
+            self._is_worker_gone = True
             raise WorkerLost(f"worker {grant.worker_id} ended the stream before the request was finished")
         if message.frame != self._next_worker_frame:
             raise InternalError(
                 f"worker {grant.worker_id} sent frame {message.frame}, not {self._next_worker_frame}: output was lost"
             )
         self._next_worker_frame += 1
+        self.worker_id = grant.worker_id
         return message
 
     async def _covered(self) -> worker_pb2.ExecuteResponse:

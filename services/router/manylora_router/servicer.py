@@ -13,10 +13,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from manylora.v1 import common_pb2, inference_pb2
-from manylora_shared.errors import InternalError, ManyloraError, ServiceUnavailable, Unready
+from manylora_shared.errors import Cancelled, InternalError, ManyloraError, ServiceUnavailable, Unready
 from manylora_shared.identity import authenticate
-from manylora_shared.ids import TenantId
+from manylora_shared.ids import QosClass, TenantId
+from manylora_shared.logs import fields
 from manylora_shared.policy import TenantPolicy
+from manylora_shared.slo import SloTracker, verdict_of
 from manylora_shared.telemetry import Attribute, Span, SpanName, Telemetry, request_attributes
 from manylora_shared.transport.base import ServerCall, Service
 
@@ -30,9 +32,11 @@ from manylora_router.admission import (
     TextPrompt,
     TokenPrompt,
 )
+from manylora_router.breaker import Change
 from manylora_router.channels import WorkerChannels
 from manylora_router.directory import Directory, Model
 from manylora_router.execution import Execution, Job
+from manylora_router.guard import Fault, Guard, Permit
 from manylora_router.scheduler_client import SchedulerClient
 from manylora_router.text import StopStrings
 from manylora_router.text_service import TextService
@@ -42,6 +46,8 @@ _LOG = logging.getLogger(__name__)
 DEADLINE_MARGIN_S = 0.02
 """A request ends this long before its caller's deadline (a tenth of the time at most), so that the frame that says so
 can still be read."""
+
+_CLASSES = frozenset(qos_class.value for qos_class in QosClass)
 
 
 @dataclass
@@ -68,6 +74,8 @@ class InferenceServicer:
         default_max_tokens: int,
     ) -> None:
         self.counters = RequestCounters()
+        self.slo = SloTracker()
+        self.guard = Guard(random=rng.random, getrandbits=rng.getrandbits)
         self._directory = directory
         self._scheduler = scheduler
         self._channels = channels
@@ -118,6 +126,8 @@ class InferenceServicer:
         self._live[request_id] = None
         self.counters.received += 1
         execution: Execution | None = None
+        permit: Permit | None = None
+        error: Exception | None = None
         try:
             with self._telemetry.span(
                 SpanName.ADMISSION, parent=span.traceparent, attributes=attributes
@@ -126,6 +136,7 @@ class InferenceServicer:
                     raise refusal
                 job = await self._admit(request, metadata, tenant, request_id, received_at, call.time_remaining(), span)
                 admission_span.set(Attribute.PROMPT_TOKENS, len(job.prompt_token_ids))
+                permit = self._permit(job)
             execution = Execution(
                 job,
                 scheduler=self._scheduler,
@@ -137,6 +148,7 @@ class InferenceServicer:
             held: list[inference_pb2.GenerateResponse] = []
             while not execution.ended:
                 frames = await self._advance(execution)
+                self._watch(permit, execution)
                 if not job.can_stream:
                     held += frames
                     frames = held if execution.ended else []
@@ -147,6 +159,7 @@ class InferenceServicer:
             self.counters.completed += 1
             span.ok()
         except Exception as e:
+            error = e
             if isinstance(e, ManyloraError) and (execution is None or not execution.was_queued):
                 self.counters.rejected += 1
             else:
@@ -154,6 +167,7 @@ class InferenceServicer:
             span.fail_with(e)
             raise
         except (asyncio.CancelledError, GeneratorExit) as e:
+            error = Cancelled("the caller went away")
             self.counters.cancelled += 1
             span.fail_with(asyncio.CancelledError() if isinstance(e, GeneratorExit) else e)
             raise
@@ -162,7 +176,56 @@ class InferenceServicer:
             if execution is not None:
                 execution.close()
                 self._describe(span, execution)
+            if permit is not None:
+                fault = execution.fault if execution is not None else Fault.NO_VERDICT
+                self._end_permit(permit, fault)
+            self._account(tenant, metadata, received_at, error, execution)
             span.end()
+
+    def _permit(self, job: Job) -> Permit:
+        """Raises Quarantined and CircuitOpen."""
+        uid = job.adapter.uid if job.adapter is not None else None
+        return self.guard.admit(job.tenant_id, uid, job.prompt_token_ids, asyncio.get_running_loop().time())
+
+    def _watch(self, permit: Permit, execution: Execution) -> None:
+        """Tells the guard what became of a request since it was last asked."""
+        if execution.worker_id and not permit.worker_id:
+            self.guard.began(permit, execution.worker_id, asyncio.get_running_loop().time())
+        if execution.ttft_ms and not permit.has_answered:
+            self._log(self.guard.answered(permit))
+
+    def _end_permit(self, permit: Permit, fault: Fault) -> None:
+        ended = self.guard.ended(permit, fault, asyncio.get_running_loop().time())
+        self._log(ended.changes)
+        if ended.is_quarantined:
+            more = fields(tenant=permit.tenant, adapter=permit.adapter or "", worker=permit.worker_id)
+            _LOG.warning("a prompt is quarantined: workers failed again and again while they ran it", extra=more)
+
+    def _log(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            tenant, adapter = change.scope[0], change.scope[1] if len(change.scope) == 2 else "all"
+            more = fields(tenant=tenant, adapter=adapter or "", open_s=change.open_s)
+            _LOG.warning("circuit %s", "closed" if change.open_s is None else "opened", extra=more)
+
+    def _account(
+        self,
+        tenant: str,
+        metadata: Mapping[str, str],
+        received_at: float,
+        error: Exception | None,
+        execution: Execution | None,
+    ) -> None:
+        """Counts a request's end for its flow's objectives. One of no tenant or class is of no flow."""
+        name = metadata.get(admission.CLASS_KEY, "") or QosClass.STANDARD.value
+        if tenant not in self._directory.tenants or name not in _CLASSES:
+            return
+        flow = TenantId(tenant), QosClass(name)
+        now = asyncio.get_running_loop().time()
+        slo = self._directory.slo_of(*flow)
+        ttft_ms = execution.ttft_ms if execution is not None else 0.0
+        verdict = verdict_of(error, given_ms=(now - received_at) * 1e3, has_answered=ttft_ms > 0.0, slo=slo)
+        tpot_ms = execution.tpot_ms if execution is not None else None
+        self.slo.ended(flow, verdict, now, ttft_ms=ttft_ms or None, tpot_ms=tpot_ms, slo=slo)
 
     async def _advance(self, execution: Execution) -> list[inference_pb2.GenerateResponse]:
         """The next frames. Any failure that nobody foresaw ends this one request, with its outcome."""

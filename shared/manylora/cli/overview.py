@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from manylora.cli.output import Target, print_json, print_table, write
-from manylora.client import ClusterStatus, WorkerStatus
+from manylora.client import CircuitStatus, ClusterStatus, RouterStatus, SloStatus, WorkerStatus
+
+_SLO_COLUMNS = (
+    *("tenant", "class", "TTFT p50", "p95", "target", "per token p50", "p95"),
+    *("requests", "available", "target", "budget left"),
+)
+_CIRCUIT_COLUMNS = ("tenant", "refused", "router", "state", "try again in")
 
 
 async def show(target: Target, *, as_json: bool) -> None:
@@ -20,7 +26,7 @@ def _print(status: ClusterStatus) -> None:
     state = f"{scheduler.address}, epoch {scheduler.epoch}" if scheduler.reachable else "not reachable"
     write(f"model      {status.base_model}\n")
     write(f"scheduler  {state}\n")
-    write(f"routers    {', '.join(f'{r.router_id} ({r.address})' for r in status.routers)}\n")
+    write(f"routers    {', '.join(_router(r) for r in status.routers)}\n")
     write(f"tenants    {status.tenants}, with {status.adapters} adapters\n\n")
     columns = ("worker", "address", "device", "state", "running", "KV blocks free", "adapters", "tokens")
     print_table(columns, [_worker_row(w) for w in status.workers], empty="no worker is registered")
@@ -38,6 +44,51 @@ def _print(status: ClusterStatus) -> None:
             if q.level_tokens is not None
         ]
         print_table(("tenant", "class", "requests", "leased", "settled", "tokens left"), quotas, empty="")
+
+    if status.slos:
+        print_table(_SLO_COLUMNS, [_slo_row(s) for s in status.slos], empty="")
+    if status.circuits:
+        print_table(_CIRCUIT_COLUMNS, [_circuit_row(c) for c in status.circuits], empty="")
+    if status.quarantined_prompts:
+        write(f"quarantined prompts  {status.quarantined_prompts}\n")
+
+
+def _router(router: RouterStatus) -> str:
+    return f"{router.router_id} ({router.address}{'' if router.answered else ', not answering'})"
+
+
+def _slo_row(slo: SloStatus) -> tuple[object, ...]:
+    target_ms = "-" if slo.ttft_p95_target_ms is None else f"{slo.ttft_p95_target_ms} ms"
+    if slo.ttft_met is not None:
+        target_ms += ", met" if slo.ttft_met else ", missed"
+    return (
+        slo.tenant_id,
+        slo.qos_class,
+        _ms(slo.ttft_p50_ms),
+        _ms(slo.ttft_p95_ms),
+        target_ms,
+        _ms(slo.tpot_p50_ms),
+        _ms(slo.tpot_p95_ms),
+        f"{slo.requests}, {slo.failed} failed",
+        f"{100 * slo.availability:.3f} %",
+        "-" if slo.availability_target is None else f"{100 * slo.availability_target:g} %",
+        "-" if slo.error_budget is None else f"{100 * slo.error_budget:.0f} %",
+    )
+
+
+def _ms(duration_ms: float | None) -> str:
+    return "-" if duration_ms is None else f"{duration_ms:.3g} ms" if duration_ms < 100 else f"{duration_ms:.0f} ms"
+
+
+def _circuit_row(circuit: CircuitStatus) -> tuple[object, ...]:
+    adapter = f"adapter {circuit.adapter_version[:12]}" if circuit.adapter_version else "base model"
+    return (
+        circuit.tenant_id,
+        "whole tenant" if circuit.whole_tenant else adapter,
+        circuit.router_id or "-",
+        "half-open" if circuit.half_open else "open",
+        f"{circuit.retry_after_s:.1f} s",
+    )
 
 
 def _worker_row(worker: WorkerStatus) -> tuple[object, ...]:

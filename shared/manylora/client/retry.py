@@ -2,7 +2,8 @@
 is passed in.
 
 Only two failures are tried again, and only while nothing of the request was delivered: RESOURCE_EXHAUSTED with the
-server's own hint, and UNAVAILABLE (for calls that may safely happen twice). Everything else is the caller's to judge.
+server's own hint, and UNAVAILABLE (for calls that may safely happen twice), not before the server's hint where there
+is one. Everything else is the caller's to judge.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ class RetryPolicy:
             delay_s = error.retry_after_s * rng.uniform(1.0, 1.25)
             return delay_s if delay_s <= self.max_delay_s else None
         if error.code is Code.UNAVAILABLE and repeatable:
-            return float(min(self.max_delay_s, self.base_delay_s * 2 ** (attempt - 1)) * rng.uniform(0.5, 1.0))
+            backoff_s = min(self.max_delay_s, self.base_delay_s * 2 ** (attempt - 1)) * rng.uniform(0.5, 1.0)
+            if error.retry_after_s is not None:  # a guess at when it is back, so no reason to give up where it is long
+                hint_s = min(self.max_delay_s, error.retry_after_s * rng.uniform(1.0, 1.25))
+                backoff_s = max(backoff_s, hint_s)
+            return float(backoff_s)
         return None
 
 

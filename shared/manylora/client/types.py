@@ -367,9 +367,53 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True)
+class SloStatus:
+    """How well a flow was served, over all routers that answered: latencies of the last five minutes, availability of
+    the last hour. What was not measured, or has no target, is None."""
+
+    tenant_id: str
+    qos_class: str
+    requests: int
+    """That count for availability: not those that the caller got wrong, cancelled or had no quota for."""
+    failed: int
+    availability: float
+    availability_target: float | None
+    error_budget: float | None
+    """What is left of the failures that the target permits: 1 all, 0 none, below 0 overspent."""
+    measured: int
+    """Requests with a first token."""
+    ttft_p50_ms: float | None
+    ttft_p95_ms: float | None
+    ttft_p99_ms: float | None
+    ttft_p95_target_ms: int | None
+    ttft_met: bool | None
+    tpot_p50_ms: float | None
+    """Mean time per output token of a choice after its first."""
+    tpot_p95_ms: float | None
+
+
+@dataclass(frozen=True)
+class CircuitStatus:
+    """A router refuses requests that kept failing: an adapter's, or all of a tenant's."""
+
+    tenant_id: str
+    whole_tenant: bool
+    adapter_version: str
+    """Empty: the base model, or the whole tenant."""
+    router_id: str
+    half_open: bool
+    """A request is let through to try."""
+    retry_after_s: float
+    openings: int
+    """In a row."""
+
+
+@dataclass(frozen=True)
 class RouterStatus:
     router_id: str
     address: str
+    answered: bool
+    """What it counted is in the sums."""
 
 
 @dataclass(frozen=True)
@@ -380,6 +424,9 @@ class ClusterStatus:
     routers: tuple[RouterStatus, ...]
     tenants: int
     adapters: int
+    slos: tuple[SloStatus, ...]
+    circuits: tuple[CircuitStatus, ...]
+    quarantined_prompts: int
 
 
 def tenant_from(message: admin_pb2.TenantInfo) -> TenantInfo:
@@ -414,7 +461,19 @@ def status_from(message: admin_pb2.GetStatusResponse) -> ClusterStatus:
         scheduler=_scalars(SchedulerStatus, message.scheduler, flows=flows, quotas=quotas),
         workers=tuple(_scalars(WorkerStatus, w) for w in message.workers),
         routers=tuple(_scalars(RouterStatus, r) for r in message.routers),
+        slos=tuple(_slo_from(s) for s in message.slos),
+        circuits=tuple(_scalars(CircuitStatus, c) for c in message.circuits),
     )
+
+
+def _slo_from(message: admin_pb2.SloStatus) -> SloStatus:
+    given = {
+        field.name: getattr(message, field.name) if message.HasField(field.name) else None
+        for field in message.DESCRIPTOR.fields
+        if field.has_presence
+    }
+    qos_class = _enum_name(common_pb2.QosClass.DESCRIPTOR, message.qos_class, "QOS_CLASS_")
+    return _scalars(SloStatus, message, qos_class=qos_class, **given)
 
 
 def change_from(message: admin_pb2.ApplyTenantResponse) -> PolicyChange:

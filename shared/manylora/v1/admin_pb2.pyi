@@ -208,24 +208,120 @@ class AdapterInfo(_message.Message):
     def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., max_lora_rank: _Optional[int] = ..., size_bytes: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., created_unix_s: _Optional[float] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("local_only",)
+    LOCAL_ONLY_FIELD_NUMBER: _ClassVar[int]
+    local_only: bool
+    def __init__(self, local_only: _Optional[bool] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("base_model", "scheduler", "workers", "routers", "tenants", "adapters")
+    __slots__ = ("base_model", "scheduler", "workers", "routers", "tenants", "adapters", "slos", "slo_counts", "circuits", "quarantined_prompts")
     BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     ROUTERS_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    SLOS_FIELD_NUMBER: _ClassVar[int]
+    SLO_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    CIRCUITS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     base_model: str
     scheduler: SchedulerStatus
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     routers: _containers.RepeatedCompositeFieldContainer[RouterStatus]
     tenants: int
     adapters: int
-    def __init__(self, base_model: _Optional[str] = ..., scheduler: _Optional[_Union[SchedulerStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., routers: _Optional[_Iterable[_Union[RouterStatus, _Mapping]]] = ..., tenants: _Optional[int] = ..., adapters: _Optional[int] = ...) -> None: ...
+    slos: _containers.RepeatedCompositeFieldContainer[SloStatus]
+    slo_counts: _containers.RepeatedCompositeFieldContainer[SloCounts]
+    circuits: _containers.RepeatedCompositeFieldContainer[CircuitStatus]
+    quarantined_prompts: int
+    def __init__(self, base_model: _Optional[str] = ..., scheduler: _Optional[_Union[SchedulerStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., routers: _Optional[_Iterable[_Union[RouterStatus, _Mapping]]] = ..., tenants: _Optional[int] = ..., adapters: _Optional[int] = ..., slos: _Optional[_Iterable[_Union[SloStatus, _Mapping]]] = ..., slo_counts: _Optional[_Iterable[_Union[SloCounts, _Mapping]]] = ..., circuits: _Optional[_Iterable[_Union[CircuitStatus, _Mapping]]] = ..., quarantined_prompts: _Optional[int] = ...) -> None: ...
+
+class SloStatus(_message.Message):
+    __slots__ = ("tenant_id", "qos_class", "requests", "failed", "availability", "availability_target", "error_budget", "measured", "ttft_p50_ms", "ttft_p95_ms", "ttft_p99_ms", "ttft_p95_target_ms", "ttft_met", "tpot_p50_ms", "tpot_p95_ms")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    QOS_CLASS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    AVAILABILITY_FIELD_NUMBER: _ClassVar[int]
+    AVAILABILITY_TARGET_FIELD_NUMBER: _ClassVar[int]
+    ERROR_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_FIELD_NUMBER: _ClassVar[int]
+    TTFT_P50_MS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_P95_MS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_P99_MS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_P95_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_MET_FIELD_NUMBER: _ClassVar[int]
+    TPOT_P50_MS_FIELD_NUMBER: _ClassVar[int]
+    TPOT_P95_MS_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    qos_class: _common_pb2.QosClass
+    requests: int
+    failed: int
+    availability: float
+    availability_target: float
+    error_budget: float
+    measured: int
+    ttft_p50_ms: float
+    ttft_p95_ms: float
+    ttft_p99_ms: float
+    ttft_p95_target_ms: int
+    ttft_met: bool
+    tpot_p50_ms: float
+    tpot_p95_ms: float
+    def __init__(self, tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., requests: _Optional[int] = ..., failed: _Optional[int] = ..., availability: _Optional[float] = ..., availability_target: _Optional[float] = ..., error_budget: _Optional[float] = ..., measured: _Optional[int] = ..., ttft_p50_ms: _Optional[float] = ..., ttft_p95_ms: _Optional[float] = ..., ttft_p99_ms: _Optional[float] = ..., ttft_p95_target_ms: _Optional[int] = ..., ttft_met: _Optional[bool] = ..., tpot_p50_ms: _Optional[float] = ..., tpot_p95_ms: _Optional[float] = ...) -> None: ...
+
+class SloCounts(_message.Message):
+    __slots__ = ("tenant_id", "qos_class", "good", "bad", "in_time", "late", "ttft", "tpot")
+    class TtftEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    class TpotEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    QOS_CLASS_FIELD_NUMBER: _ClassVar[int]
+    GOOD_FIELD_NUMBER: _ClassVar[int]
+    BAD_FIELD_NUMBER: _ClassVar[int]
+    IN_TIME_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
+    TTFT_FIELD_NUMBER: _ClassVar[int]
+    TPOT_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    qos_class: _common_pb2.QosClass
+    good: int
+    bad: int
+    in_time: int
+    late: int
+    ttft: _containers.ScalarMap[int, int]
+    tpot: _containers.ScalarMap[int, int]
+    def __init__(self, tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., good: _Optional[int] = ..., bad: _Optional[int] = ..., in_time: _Optional[int] = ..., late: _Optional[int] = ..., ttft: _Optional[_Mapping[int, int]] = ..., tpot: _Optional[_Mapping[int, int]] = ...) -> None: ...
+
+class CircuitStatus(_message.Message):
+    __slots__ = ("tenant_id", "whole_tenant", "adapter_version", "router_id", "half_open", "retry_after_s", "openings")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_TENANT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    HALF_OPEN_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    OPENINGS_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    whole_tenant: bool
+    adapter_version: str
+    router_id: str
+    half_open: bool
+    retry_after_s: float
+    openings: int
+    def __init__(self, tenant_id: _Optional[str] = ..., whole_tenant: _Optional[bool] = ..., adapter_version: _Optional[str] = ..., router_id: _Optional[str] = ..., half_open: _Optional[bool] = ..., retry_after_s: _Optional[float] = ..., openings: _Optional[int] = ...) -> None: ...
 
 class SchedulerStatus(_message.Message):
     __slots__ = ("reachable", "address", "epoch", "flows", "quotas")
@@ -302,9 +398,11 @@ class WorkerStatus(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., device: _Optional[str] = ..., connected: _Optional[bool] = ..., draining: _Optional[bool] = ..., sequence_slots: _Optional[int] = ..., running: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., adapters_on_device: _Optional[int] = ..., adapters_on_host: _Optional[int] = ..., generated_tokens: _Optional[int] = ...) -> None: ...
 
 class RouterStatus(_message.Message):
-    __slots__ = ("router_id", "address")
+    __slots__ = ("router_id", "address", "answered")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ANSWERED_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     address: str
-    def __init__(self, router_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+    answered: bool
+    def __init__(self, router_id: _Optional[str] = ..., address: _Optional[str] = ..., answered: _Optional[bool] = ...) -> None: ...

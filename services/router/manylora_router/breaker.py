@@ -1,0 +1,195 @@
+"""Circuit breakers: what keeps failing is refused at once for a while, so that it costs workers nothing.
+
+Owns the circuits of one router: one for each (tenant, adapter) and one for each tenant that had failures lately. A
+circuit counts failures in a row; what it is told of one tenant never touches a circuit of another (guard.py says which
+failures are whose). States (Nygard, "Release It!", ch. 5):
+
+    closed --`threshold` failures in a row--> open --its time is over, and somebody asks--> half-open, one probe
+       ^                                       ^                                               |
+       |-----------------the probe succeeds----|-------------------the probe fails-------------|
+
+A probe's first token closes the circuit already, so that a long answer does not keep others out, but then one failure
+more opens it again. Each opening in a row lasts twice as long as the one before it, up to MAX_OPEN_S, less a random
+part, so that the probes of many routers do not come at once. Whoever was let in before the circuit opened does not
+count any more: only the probe's end does. A probe that ends without a verdict makes room for the next.
+
+A tenant's circuit opens only after failures of two of its adapters at least: one bad adapter never stops the others.
+
+Pure: time and randomness are passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from manylora_shared.ids import AdapterUid, TenantId
+
+Scope = tuple[TenantId, AdapterUid | None] | tuple[TenantId]
+"""(tenant, adapter): its requests with that adapter, None: with the base model. (tenant,): all of its requests."""
+
+ADAPTER_THRESHOLD = 5
+TENANT_THRESHOLD = 10
+MIN_TENANT_ADAPTERS = 2
+FORGET_S = 60.0
+"""A row of failures ends where nothing failed for so long."""
+MIN_OPEN_S = 1.0
+MAX_OPEN_S = 60.0
+JITTER = 0.25
+"""The greatest part that is taken off an opening's time."""
+PROBE_S = 30.0
+"""A probe that has no verdict after so long is no longer waited for."""
+PROBE_RETRY_S = 1.0
+"""What is told to those who come while a probe runs."""
+MAX_CIRCUITS = 10_000
+"""The one whose last failure is oldest is forgotten first."""
+
+
+@dataclass(eq=False)
+class _Circuit:
+    scope: Scope
+    failures: int = 0
+    """In a row, while closed."""
+    last_failure_at: float = 0.0
+    adapters: set[AdapterUid | None] = field(default_factory=set)
+    """That failed in this row."""
+    open_until: float | None = None
+    """None: closed."""
+    openings: int = 0
+    """In a row."""
+    probe: object | None = None
+    probe_at: float = 0.0
+
+    def wait_s(self, now: float) -> float | None:
+        """None: it lets one more in."""
+        if self.open_until is None:
+            return None
+        if now < self.open_until:
+            return self.open_until - now
+        return PROBE_RETRY_S if self.probe is not None and now < self.probe_at + PROBE_S else None
+
+
+@dataclass(frozen=True)
+class CircuitState:
+    """A circuit that is not closed."""
+
+    scope: Scope
+    is_half_open: bool
+    retry_after_s: float
+    """0 where the next request is let through."""
+    openings: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """A circuit opened, for so long; None: it closed."""
+
+    scope: Scope
+    open_s: float | None
+
+
+class Breakers:
+    def __init__(self, random: Callable[[], float]) -> None:
+        """
+        Args:
+            random: uniform in [0, 1).
+        """
+        self._random = random
+        self._circuits: dict[Scope, _Circuit] = {}
+        """By the time of their last failure."""
+
+    def __len__(self) -> int:
+        return len(self._circuits)
+
+    def wait_s(self, scopes: Sequence[Scope], now: float) -> float | None:
+        """How long requests of these scopes are refused; None: not at all."""
+        waits = [self._circuits[scope].wait_s(now) for scope in scopes if scope in self._circuits]
+        return max((wait for wait in waits if wait is not None), default=None)
+
+    def enter(self, scopes: Sequence[Scope], permit: object, now: float) -> None:
+        """Lets a request in: the probe of every circuit among these that is not closed. Only where `wait_s` is None."""
+        for scope in scopes:
+            circuit = self._circuits.get(scope)
+            if circuit is not None and circuit.open_until is not None:
+                assert circuit.wait_s(now) is None
+                circuit.probe, circuit.probe_at = permit, now
+
+    def answered(self, scopes: Sequence[Scope], permit: object) -> list[Change]:
+        """A request that was let in has its first token. Returns the circuits that it closed, as their probe."""
+        changes: list[Change] = []
+        for scope in scopes:
+            circuit = self._circuits.get(scope)
+            if circuit is not None and circuit.probe is permit:
+                circuit.open_until = circuit.probe = None
+                circuit.failures = _threshold(circuit) - 1
+                changes.append(Change(scope, None))
+        return changes
+
+    def succeeded(self, scopes: Sequence[Scope], permit: object) -> list[Change]:
+        """A request that was let in has ended well. One that is no probe proves nothing about an open circuit."""
+        changes: list[Change] = []
+        for scope in scopes:
+            circuit = self._circuits.get(scope)
+            if circuit is None or (circuit.open_until is not None and circuit.probe is not permit):
+                continue
+            del self._circuits[scope]
+            if circuit.open_until is not None:
+                changes.append(Change(scope, None))
+        return changes
+
+    def failed(self, scopes: Sequence[Scope], permit: object, adapter: AdapterUid | None, now: float) -> list[Change]:
+        """A request that was let in, for this adapter, has failed. Returns the circuits that it opened."""
+        changes: list[Change] = []
+        for scope in scopes:
+            circuit = self._circuits.pop(scope, None) or _Circuit(scope)
+            self._circuits[scope] = circuit
+            if circuit.open_until is None:
+                self._count(circuit, adapter, now)
+            elif circuit.probe is not permit:
+                continue
+            circuit.last_failure_at = now
+            if circuit.open_until is not None or _is_enough(circuit):
+                changes.append(Change(scope, self._open(circuit, now)))
+        while len(self._circuits) > MAX_CIRCUITS:
+            del self._circuits[next(iter(self._circuits))]
+        return changes
+
+    def left(self, scopes: Sequence[Scope], permit: object) -> None:
+        """A request that was let in ended without a verdict: cancelled, refused, out of quota."""
+        for scope in scopes:
+            circuit = self._circuits.get(scope)
+            if circuit is not None and circuit.probe is permit:
+                circuit.probe = None
+
+    def states(self, now: float) -> list[CircuitState]:
+        """Of all circuits that are not closed."""
+        return [
+            CircuitState(c.scope, c.open_until <= now, max(0.0, c.wait_s(now) or 0.0), c.openings)
+            for c in self._circuits.values()
+            if c.open_until is not None
+        ]
+
+    def _count(self, circuit: _Circuit, adapter: AdapterUid | None, now: float) -> None:
+        if now - circuit.last_failure_at > FORGET_S:
+            circuit.failures = circuit.openings = 0
+            circuit.adapters.clear()
+        circuit.failures += 1
+        if len(circuit.adapters) < MIN_TENANT_ADAPTERS:
+            circuit.adapters.add(adapter)
+
+    def _open(self, circuit: _Circuit, now: float) -> float:
+        """Returns for how long."""
+        open_s = min(MAX_OPEN_S, MIN_OPEN_S * 2.0 ** min(circuit.openings, 30)) * (1.0 - JITTER * self._random())
+        circuit.openings += 1
+        circuit.open_until = now + open_s
+        circuit.probe = None
+        return open_s
+
+
+def _threshold(circuit: _Circuit) -> int:
+    return ADAPTER_THRESHOLD if len(circuit.scope) == 2 else TENANT_THRESHOLD
+
+
+def _is_enough(circuit: _Circuit) -> bool:
+    num_adapters = 1 if len(circuit.scope) == 2 else MIN_TENANT_ADAPTERS
+    return circuit.failures >= _threshold(circuit) and len(circuit.adapters) >= num_adapters

@@ -1,0 +1,106 @@
+"""Quarantine of queries of death: a request that was there whenever workers failed is not run again for a while.
+
+Owns the strikes of prompts, by a digest over tenant, adapter and prompt tokens, keyed with a secret of this process, so
+that what is kept says nothing of the prompt. A prompt has a strike for each failure (a lost worker, a failed step) in
+which it was in flight, at `MAX_STRIKES` it is quarantined for QUARANTINE_S, and after that one strike more is enough.
+Any completion clears it: a prompt that ends well is not the cause. A failure counts once for a prompt, however many
+requests with that prompt it ended. Nothing is hashed while there are no strikes.
+
+Pure: time and the secret's randomness are passed in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from manylora_shared.ids import AdapterUid, TenantId
+
+MAX_STRIKES = 2
+QUARANTINE_S = 300.0
+MEMORY_S = 600.0
+"""Strikes are forgotten after so long without another."""
+MAX_PROMPTS = 10_000
+"""Prompts with strikes; the one whose last strike is oldest is forgotten first."""
+
+
+@dataclass(eq=False, slots=True)
+class _Record:
+    strikes: int
+    last_worker: str
+    last_at: float
+    until: float | None = None
+    """While quarantined: its end."""
+
+
+class Quarantine:
+    def __init__(self, getrandbits: Callable[[int], int]) -> None:
+        self._getrandbits = getrandbits
+        self._secret: bytes | None = None
+        self._records: dict[bytes, _Record] = {}
+        """By the time of their last strike."""
+
+    def __len__(self) -> int:
+        """Prompts with strikes."""
+        return len(self._records)
+
+    def num_quarantined(self, tenant_id: str, now: float) -> int:
+        """Of one tenant, or, where it is empty, of all."""
+        prefix = tenant_id.encode() + b"/" if tenant_id else b""
+        return sum(r.until is not None and now < r.until for key, r in self._records.items() if key.startswith(prefix))
+
+    def is_quarantined(
+        self, tenant: TenantId, adapter: AdapterUid | None, prompt_token_ids: Sequence[int], now: float
+    ) -> bool:
+        if not self._records:
+            return False
+        record = self._records.get(self._key(tenant, adapter, prompt_token_ids))
+        return record is not None and record.until is not None and now < record.until
+
+    def strike(
+        self,
+        tenant: TenantId,
+        adapter: AdapterUid | None,
+        prompt_token_ids: Sequence[int],
+        *,
+        worker_id: str,
+        since: float,
+        now: float,
+    ) -> bool:
+        """A request with this prompt was in flight when a worker failed. Returns whether it is quarantined by that.
+
+        Args:
+            worker_id: the worker.
+            since: when the worker began the request. What it began before the prompt's last strike on it ended by the
+                same failure, however late that is noticed.
+        """
+        key = self._key(tenant, adapter, prompt_token_ids)
+        record = self._records.pop(key, None)
+        if record is None or (now - record.last_at > MEMORY_S and (record.until is None or now >= record.until)):
+            record = _Record(0, "", 0.0)
+        self._records[key] = record
+        if record.last_worker == worker_id and since <= record.last_at:
+            return False
+        record.strikes = min(record.strikes + 1, MAX_STRIKES)
+        record.last_worker, record.last_at = worker_id, now
+        while len(self._records) > MAX_PROMPTS:
+            del self._records[next(iter(self._records))]
+        if record.strikes < MAX_STRIKES or (record.until is not None and now < record.until):
+            return False
+        record.until = now + QUARANTINE_S
+        return True
+
+    def clear(self, tenant: TenantId, adapter: AdapterUid | None, prompt_token_ids: Sequence[int]) -> None:
+        """A request with this prompt has completed."""
+        if self._records:
+            self._records.pop(self._key(tenant, adapter, prompt_token_ids), None)
+
+    def _key(self, tenant: TenantId, adapter: AdapterUid | None, prompt_token_ids: Sequence[int]) -> bytes:
+        if self._secret is None:
+            # Drawn when it is first needed: a run without failures draws what it drew before there was a quarantine.
+            self._secret = self._getrandbits(256).to_bytes(32, "big")
+        digest = hashlib.blake2b((adapter or "").encode() + b"\0", key=self._secret, digest_size=16)
+        digest.update(array("I", prompt_token_ids).tobytes())
+        return tenant.encode() + b"/" + digest.digest()

@@ -1,0 +1,263 @@
+"""Breakers, quarantine and service levels through the router: what callers see, and what the status tells."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from manylora.v1 import admin_pb2, common_pb2, scheduler_pb2, worker_pb2
+from manylora_router.app import RouterApp
+from manylora_router.breaker import ADAPTER_THRESHOLD, MIN_OPEN_S
+from manylora_router.config import RouterConfig
+from manylora_router.text_service import FakeText
+from manylora_shared.adapter_files import MemoryAdapterFiles
+from manylora_shared.clock import FakeClock
+from manylora_shared.coordination import keys
+from manylora_shared.coordination.records import RouterRecord
+from manylora_shared.errors import Code, RpcError
+from manylora_shared.telemetry import Telemetry
+from router_fakes import (
+    ADMIN,
+    GENERATE,
+    STARTED,
+    Answer,
+    KeyedChannel,
+    RouterCluster,
+    finished,
+    ids_of,
+    read_all,
+    say,
+    simulate,
+    text_request,
+    tokens,
+    until,
+)
+
+SLO = """classes:
+  interactive: {weight: 4, slo: {ttft_p95_ms: 100, availability: 0.75}}
+"""
+
+
+async def no_adapter(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+    """Adapters cannot be loaded; the base model answers."""
+    if not request.adapter_uid:
+        async for response in say("fine")(request):
+            yield response
+        return
+    yield STARTED
+    yield finished(1, common_pb2.OUTCOME_ADAPTER_FAILED, "the files are gone")
+
+
+def set_scripts(cluster: RouterCluster, script: Any) -> None:
+    for worker in cluster.workers:
+        worker.script = script
+
+
+async def status_of(channel: Any, **fields: Any) -> admin_pb2.GetStatusResponse:
+    answer: admin_pb2.GetStatusResponse = await channel.call(
+        ADMIN["GetStatus"], admin_pb2.GetStatusRequest(**fields), timeout=10
+    )
+    return answer
+
+
+def error_of(answer: Answer) -> tuple[Code, str]:
+    assert answer.error is not None
+    return answer.error.code, answer.error.label
+
+
+def test_an_adapter_that_keeps_failing_is_refused_until_a_probe_succeeds() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        set_scripts(cluster, no_adapter)
+        for _ in range(ADAPTER_THRESHOLD):
+            answer = await cluster.ask(text_request(), x_adapter_id="upper")
+            assert error_of(answer) == (Code.FAILED_PRECONDITION, "adapter_failed")
+        queued = len(cluster.scheduler.enqueued)
+        answer = await cluster.ask(text_request(), x_adapter_id="upper")
+        assert error_of(answer) == (Code.UNAVAILABLE, "circuit_open")
+        assert answer.error is not None
+        assert answer.error.retry_after_s is not None
+        assert 0 < answer.error.retry_after_s <= MIN_OPEN_S
+        assert (answer.frames, len(cluster.scheduler.enqueued)) == ([], queued), "nothing was done for it"
+        assert (await cluster.ask(text_request())).text == "fine"
+        foreign = await cluster.ask(text_request(), x_tenant_id="other", x_adapter_id="secret")
+        assert error_of(foreign) == (Code.FAILED_PRECONDITION, "adapter_failed")
+
+        (circuit,) = (await status_of(cluster.client)).circuits
+        assert (circuit.tenant_id, circuit.adapter_version, circuit.whole_tenant) == ("acme", "a" * 64, False)
+        assert (circuit.router_id, circuit.half_open, circuit.openings) == ("router-0", False, 1)
+        assert 0 < circuit.retry_after_s <= MIN_OPEN_S
+
+        set_scripts(cluster, say("hello"))
+        await asyncio.sleep(answer.error.retry_after_s)
+        assert (await status_of(cluster.client)).circuits[0].half_open
+        wrong = await cluster.ask(text_request(n=99), x_adapter_id="upper")
+        assert error_of(wrong) == (Code.INVALID_ARGUMENT, "invalid"), "no probe, so it decides nothing"
+        answers = await asyncio.gather(*(cluster.ask(text_request(), x_adapter_id="upper") for _ in range(3)))
+        assert sorted(a.text for a in answers) == ["", "", "hello"], "one probe at a time"
+        assert (await status_of(cluster.client)).circuits == []
+        assert (await cluster.ask(text_request(), x_adapter_id="upper")).text == "hello"
+
+    simulate(test)
+
+
+@pytest.mark.parametrize("kind", ["lost", "internal"])
+def test_a_request_that_workers_fail_at_is_not_run_a_third_time(kind: str) -> None:
+    async def deadly(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+        if list(request.prompt_token_ids) != ids_of("die"):
+            async for response in say("fine")(request):
+                yield response
+            return
+        yield STARTED
+        yield tokens(1, 0, ids_of("x"))
+        if kind == "lost":
+            raise RpcError(Code.UNAVAILABLE, "connection reset")
+        yield finished(2, common_pb2.OUTCOME_INTERNAL, "the step failed")
+
+    async def test(cluster: RouterCluster) -> None:
+        code = {"lost": Code.UNAVAILABLE, "internal": Code.INTERNAL}[kind]
+        for _ in range(2):
+            assert error_of(await cluster.ask(text_request("die")))[0] is code
+        runs = sum(len(w.executed) for w in cluster.workers)
+        answer = await cluster.ask(text_request("die"))
+        assert error_of(answer) == (Code.FAILED_PRECONDITION, "quarantined")
+        assert sum(len(w.executed) for w in cluster.workers) == runs
+        assert (await cluster.ask(text_request("live"))).text == "fine"
+        other = await cluster.ask(text_request("die"), x_tenant_id="other")
+        assert error_of(other)[0] is code, "another tenant's prompt is its own"
+        status = await status_of(cluster.client)
+        assert (status.quarantined_prompts, list(status.circuits)) == (1, [])
+
+    simulate(test, script=deadly)
+
+
+def test_a_worker_that_is_stopping_is_no_failure_of_the_request() -> None:
+    async def stopping(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+        yield STARTED
+        yield finished(1, common_pb2.OUTCOME_WORKER_LOST, "the worker is shutting down")
+
+    async def test(cluster: RouterCluster) -> None:
+        for _ in range(3 * ADAPTER_THRESHOLD):
+            assert error_of(await cluster.ask(text_request()))[1] == "worker_lost"
+        assert (await status_of(cluster.client)).circuits == []
+
+    simulate(test, script=stopping)
+
+
+def test_service_levels_count_what_is_the_services_doing() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        await cluster.put_tenant("acme", SLO)
+        await until(lambda: "slo" in cluster.app.directory.tenants["acme"].policy_yaml)
+        ask = {"x_request_class": "interactive"}
+        for _ in range(6):
+            assert (await cluster.ask(text_request(), **ask)).error is None
+        set_scripts(cluster, no_adapter)
+        assert error_of(await cluster.ask(text_request(), x_adapter_id="upper", **ask))[1] == "adapter_failed"
+
+        # None of these is the service's doing.
+        assert error_of(await cluster.ask(text_request(n=99), **ask))[0] is Code.INVALID_ARGUMENT
+        assert error_of(await cluster.ask(text_request(), x_adapter_id="nobody", **ask))[0] is Code.NOT_FOUND
+        assert error_of(await cluster.ask(text_request(), x_request_class="gold"))[0] is Code.INVALID_ARGUMENT
+        assert error_of(await cluster.ask(text_request(), x_tenant_id="nobody", **ask))[0] is Code.NOT_FOUND
+        breach = scheduler_pb2.QuotaBreach(quota="quotas.concurrency", tenant_id="acme", limit=1, description="full")
+        cluster.scheduler.refusal = scheduler_pb2.Refusal(
+            code=Code.RESOURCE_EXHAUSTED, message="quota", retry_after_s=1.0, breaches=[breach]
+        )
+        assert error_of(await cluster.ask(text_request(), **ask))[1] == "quota_exceeded"
+        cluster.scheduler.refusal = None
+        cluster.scheduler.holds = True
+        gone = cluster.open(text_request(), **ask)
+        await until(lambda: bool(cluster.scheduler.queued))
+        gone.cancel()
+        await until(lambda: not cluster.app.live_requests())
+        cluster.scheduler.holds = False
+
+        # Slow first tokens are late, and good.
+        async def slow(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+            async for response in say("slow", pause_s=0.15)(request):
+                yield response
+
+        set_scripts(cluster, slow)
+        assert (await cluster.ask(text_request(), **ask)).error is None
+
+        (slo,) = (await status_of(cluster.client)).slos
+        assert (slo.tenant_id, slo.qos_class) == ("acme", common_pb2.QOS_CLASS_INTERACTIVE)
+        assert (slo.requests, slo.failed, slo.measured) == (8, 1, 7)
+        assert slo.availability == pytest.approx(7 / 8)
+        assert (slo.availability_target, slo.ttft_p95_target_ms) == (0.75, 100)
+        assert slo.error_budget == pytest.approx(0.5)
+        assert slo.ttft_p50_ms < 100 < 150 <= slo.ttft_p95_ms <= slo.ttft_p99_ms < 200
+        assert slo.ttft_met is False
+        # The fake's answers have 5 ms of decode: 11 tokens six times, 4 once.
+        assert 0.5 <= slo.tpot_p50_ms <= 0.5 * 1.1
+        assert 5 / 3 <= slo.tpot_p95_ms <= 5 / 3 * 1.1
+        (counts,) = (await status_of(cluster.client, local_only=True)).slo_counts
+        assert (counts.good, counts.bad, counts.in_time, counts.late) == (7, 1, 6, 1)
+
+        await asyncio.sleep(400)
+        (slo,) = (await status_of(cluster.client)).slos
+        assert (slo.requests, slo.measured, slo.HasField("ttft_p95_ms"), slo.HasField("ttft_met")) == (
+            8,
+            0,
+            False,
+            False,
+        )
+
+    simulate(test)
+
+
+def test_levels_of_all_routers_add_up_and_a_tenant_sees_its_own() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        second = RouterApp(
+            RouterConfig(adapter_store="unused", router_id="router-1", default_max_tokens=32),
+            transport=cluster.network.transport("router-b"),
+            store=cluster.store_server.client(),
+            text=FakeText(),
+            adapter_store=MemoryAdapterFiles(),
+            telemetry=Telemetry.disabled(),
+            rng=random.Random(1),
+            clock=FakeClock(),
+        )
+        await second.start()
+        await until(lambda: len(cluster.app.directory.routers) == 2)
+        key = await cluster.put_key(tenant="acme", scopes=("generate",))
+        await until(lambda: len(cluster.app.directory.api_keys) == len(second.directory.api_keys) == 2)
+        mine = cluster.caller(key)
+        transport = cluster.network.transport("client")
+        there = KeyedChannel(transport.connect(second.address), key)
+        try:
+            for channel, count in ((mine, 2), (there, 3)):
+                for _ in range(count):
+                    answer = await read_all(channel.stream(GENERATE, text_request()))
+                    assert answer.error is None
+            assert (await cluster.ask(text_request(), x_tenant_id="other")).error is None
+            set_scripts(cluster, no_adapter)
+            for _ in range(ADAPTER_THRESHOLD):
+                stream = there.stream(GENERATE, text_request(), metadata={"x-adapter-id": "upper"})
+                assert error_of(await read_all(stream))[1] == "adapter_failed"
+
+            whole = await status_of(cluster.client)
+            assert [(s.tenant_id, s.requests, s.failed) for s in whole.slos] == [("acme", 10, 5), ("other", 1, 0)]
+            assert [(c.tenant_id, c.router_id) for c in whole.circuits] == [("acme", "router-1")]
+            assert [(r.router_id, r.answered) for r in whole.routers] == [("router-0", True), ("router-1", True)]
+            own = await status_of(mine)
+            assert [(s.tenant_id, s.requests, s.failed) for s in own.slos] == [("acme", 10, 5)]
+            assert [(c.tenant_id, c.router_id) for c in own.circuits] == [("acme", "")]
+            assert (list(own.routers), list(own.slo_counts)) == ([], [])
+            local = await status_of(mine, local_only=True)
+            assert [(c.tenant_id, c.good) for c in local.slo_counts] == [("acme", 2)]
+
+            record = RouterRecord(router_id="router-9", address="nobody:1")
+            await cluster.store.put(keys.router("router-9"), record.to_json())
+            await until(lambda: len(cluster.app.directory.routers) == 3)
+            whole = await status_of(cluster.client)
+            assert [s.requests for s in whole.slos] == [10, 1]
+            assert [r.answered for r in whole.routers] == [True, True, False]
+        finally:
+            await mine.close()
+            await there.close()
+            await second.stop(0.0)
+
+    simulate(test)
