@@ -73,16 +73,16 @@ def test_names_are_those_of_tenant_adapter_model_and_all_tokens() -> None:
 
 
 def test_outputs_are_the_same_with_the_cache_and_without() -> None:
-    found = preempted = 0
+    found = evicted = 0
     for seed in range(40):
         without, run = suite.check_outputs(None, seed), suite.check_outputs(PrefixKeys, seed)
         for name, end in run.ends.items():
             if FinishReason.ABORTED not in (end.reason, without.ends[name].reason):
                 assert run.tokens[name, 0] == without.tokens[name, 0]
         found += sum(end.cached_prompt_tokens for end in run.ends.values())
-        preempted += run.core.stats().preemptions
+        evicted += run.core.stats().evictions
     assert found > 2_000, "the schedules find too little for their outputs to mean much"
-    assert preempted > 100
+    assert evicted > 100
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.__name__)
@@ -106,7 +106,7 @@ def test_keys_and_index_each_keep_tenants_apart(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_runner_that_keeps_block_tables_needs_the_new_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A preempted sequence comes back behind a prefix in other blocks than it had."""
+    """An evicted sequence comes back behind a prefix in other blocks than it had."""
     monkeypatch.setattr(Sequence, "holding_id", property(lambda self: self.sequence_id))
     with pytest.raises(AssertionError, match="block table changed"):
         suite.run_outputs(PrefixKeys, range(NUM_SEEDS))
@@ -125,7 +125,7 @@ def test_a_block_that_is_written_again_is_not_found_before_it_is_computed(monkey
     assert not pool._cache.is_published(written)
 
 
-def test_usage_flows_and_preemption_count_what_was_found() -> None:
+def test_usage_and_flows_tell_what_was_found() -> None:
     run = make_run(PrefixKeys(SECRET, "m"), num_blocks=32, share=1.0)
     prompt = range(5 * BLOCK_SIZE)
     for name, cached in (("first", 0), ("second", 4 * BLOCK_SIZE)):  # the last token is computed, and so its block
@@ -146,17 +146,17 @@ def test_usage_flows_and_preemption_count_what_was_found() -> None:
         assert run.ends[name].cached_prompt_tokens == 0
 
 
-def test_a_preempted_sequence_finds_its_own_blocks_and_is_not_credited_for_them() -> None:
-    recomputed = []
+def test_an_evicted_sequence_finds_its_own_blocks_and_is_not_credited_for_them() -> None:
+    computed = []
     for keys in (None, PrefixKeys(SECRET, "m")):
         run = make_run(keys, num_blocks=12, share=1.0)
         for i, tenant in enumerate([A, B]):
             run.core.add(request_of(f"r{i}", tenant, None, range(i, 9 + i), 24), 0.0)
         run.finish()
-        assert run.core.stats().preemptions == 1
+        assert run.core.stats().evictions == 1
         assert [end.cached_prompt_tokens for end in run.ends.values()] == [0, 0]
-        recomputed.append(run.core.stats().recomputed_tokens)
-    without, found = recomputed
+        computed.append(run.core.stats().recomputed_tokens)
+    without, found = computed
     assert found < without
 
 

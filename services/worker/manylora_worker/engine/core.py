@@ -62,7 +62,7 @@ class RequestEnd:
     """STOP where all choices ended by themselves (each TokenOutput says how), else why the request was cut short."""
     message: str
     cached_prompt_tokens: int
-    """Found in the prefix cache at the first admission; what the request finds after a preemption is not counted."""
+    """Found in the prefix cache at the first admission; what the request finds after an eviction is not counted."""
     times: GroupTimes
     ended_s: float
 
@@ -440,9 +440,9 @@ class EngineCore:
             new_tokens = sequence.num_new_tokens(item.num_tokens)
             self._recomputed_tokens += item.num_tokens - new_tokens
         sequence.num_computed_tokens += item.num_tokens
-        self._publish(sequence, item.num_tokens)
         if new_tokens:
             sequence.num_charged_tokens = sequence.num_computed_tokens
+        self._publish(sequence, item.num_tokens)
         self._count(group, new_tokens, 0 if sampled is None else 1)
         if sequence.is_finished or sampled is None:
             return

@@ -118,8 +118,6 @@ class _Place(NamedTuple):
     end: int
     """The position up to which blocks are taken."""
     victims: SequenceOf[Sequence]
-    cached: SequenceOf[int]
-    """Blocks that it begins with, of a sequence that has none yet."""
 
 
 class StepPlanner:
@@ -131,11 +129,11 @@ class StepPlanner:
         max_context_tokens: int,
         prefix_keys: PrefixKeys | None = None,
     ) -> None:
-        """prefix_keys: None: nothing is looked up in the prefix cache."""
         self._pool = pool
-        self._prefix_keys = prefix_keys
         self._limits = limits
         self._shares = shares
+        self._prefix_keys = prefix_keys
+        """None: nothing is looked up."""
         self._max_context_tokens = max_context_tokens
         self._queue: FairQueue[FlowKey, int] = FairQueue()
         self._queued: dict[int, Sequence] = {}
@@ -294,12 +292,9 @@ class StepPlanner:
         """Gives the unit its slot and its blocks."""
         sequence, place = self._queued.pop(pick.item), pick.place
         sequence.item = None
-        if sequence.status is SequenceStatus.WAITING:
-            self._admit(sequence, place.cached, place.victims)
-        else:
-            for victim in place.victims:
-                self._evict(victim)
-            self._take_blocks(sequence, place.end)
+        for victim in place.victims:
+            self._evict(victim)
+        self._take_blocks(sequence, place.end)
         del self._parked[sequence]
         num_tokens = place.num_tokens
         if sequence.status is SequenceStatus.DECODE:
@@ -308,6 +303,7 @@ class StepPlanner:
             self._round.ready_decodes -= 1
             self._round.budget -= 1
         else:
+            num_tokens = min(num_tokens, sequence.num_uncomputed_tokens)  # fewer, where some were cached
             chunk = Scheduled(sequence, num_tokens, samples=num_tokens == sequence.num_uncomputed_tokens)
             cost = _cost(chunk)
             self._round.budget -= num_tokens
@@ -327,12 +323,18 @@ class StepPlanner:
 
     def _place_of(self, sequence: Sequence) -> _Place | None:
         if sequence.status is not SequenceStatus.DECODE:
-            cached = self._find_cached(sequence) if sequence.status is SequenceStatus.WAITING else []
-            num_tokens = self._chunk_tokens(sequence, len(cached) * self._pool.block_size)
+            num_tokens = self._chunk_tokens(sequence)
             if num_tokens == 0:
                 return None
+            if sequence.status is SequenceStatus.WAITING:
+                cached = self._find_cached(sequence)
+                num_blocks = self._pool.blocks_for(sequence.num_tokens) - len(cached)
+                num_blocks += self._pool.num_idle_among(cached)
+                if self._victims(sequence, num_blocks, may_evict=False) is not None:
+                    return _Place(num_tokens, sequence.num_tokens, [])
             # A sequence without blocks takes those of all its tokens: two half-computed prompts never lock each other.
-            return self._place(sequence, num_tokens, sequence.num_tokens, cached, may_evict=True)
+            # Where it evicts, what is cached does not count: it may be what the victims hold.
+            return self._place(sequence, num_tokens, sequence.num_tokens, may_evict=True)
         computed = sequence.num_computed_tokens
         most = min(QUANTUM_TOKENS, self._max_context_tokens - computed, self._tokens_to_draw(sequence))
         place = self._place(sequence, most, computed + most, may_evict=False)
@@ -344,30 +346,25 @@ class StepPlanner:
         num_tokens = min(most, room if room > 0 else block_size)
         return self._place(sequence, num_tokens, computed + num_tokens, may_evict=True)
 
-    def _place(
-        self, sequence: Sequence, num_tokens: int, end: int, cached: SequenceOf[int] = (), *, may_evict: bool
-    ) -> _Place | None:
-        missing = self._missing(sequence, end, cached)
-        victims = self._victims(sequence, missing, cached, may_evict=may_evict)
-        return None if victims is None else _Place(num_tokens, end, victims, cached)
+    def _place(self, sequence: Sequence, num_tokens: int, end: int, *, may_evict: bool) -> _Place | None:
+        victims = self._victims(sequence, self._missing(sequence, end), may_evict=may_evict)
+        return None if victims is None else _Place(num_tokens, end, victims)
 
-    def _chunk_tokens(self, sequence: Sequence, cached_tokens: int) -> int:
+    def _chunk_tokens(self, sequence: Sequence) -> int:
         """Tokens of the next part of a prefill; 0 where the step has none left for it."""
         other_slots = self._limits.sequence_slots - len(self._units) - 1
         budget = self._round.budget - min(self._round.ready_decodes, other_slots)
-        uncomputed = sequence.num_uncomputed_tokens - cached_tokens
-        return max(0, min(uncomputed, self._limits.prefill_chunk_tokens, budget))
+        return max(0, min(sequence.num_uncomputed_tokens, self._limits.prefill_chunk_tokens, budget))
 
     def _tokens_to_draw(self, sequence: Sequence) -> int:
         return sequence.group.request.max_tokens - len(sequence.output_token_ids)
 
     # ---- blocks
 
-    def _missing(self, sequence: Sequence, end: int, cached: SequenceOf[int] = ()) -> int:
-        """Blocks that the sequence takes from `num_free` to write its tokens up to `end`: the copy of a shared one and
-        the idle ones among `cached` included."""
-        missing = max(0, self._pool.blocks_for(end) - len(sequence.block_table) - len(cached))
-        return missing + self._writes_shared_block(sequence) + self._pool.num_idle_among(cached)
+    def _missing(self, sequence: Sequence, end: int) -> int:
+        """Blocks that the sequence takes to write its tokens up to `end`, the copy of a shared one included."""
+        missing = max(0, self._pool.blocks_for(end) - len(sequence.block_table))
+        return missing + self._writes_shared_block(sequence)
 
     def _writes_shared_block(self, sequence: Sequence) -> bool:
         """Only the first block that is written can be shared: those behind it are the sequence's own."""
@@ -377,6 +374,9 @@ class StepPlanner:
     def _take_blocks(self, sequence: Sequence, end: int) -> None:
         """Takes the blocks up to position `end`. Counted anew: the victims may have been who shared a block."""
         num_blocks = self._missing(sequence, end)
+        if sequence.status is SequenceStatus.WAITING:
+            self._admit(sequence)
+            return
         index = sequence.num_computed_tokens // self._pool.block_size
         if num_blocks and self._writes_shared_block(sequence):
             sequence.block_table[index] = self._pool.copy_on_write(sequence.block_table[index])
@@ -385,18 +385,29 @@ class StepPlanner:
             self._pool.unpublish(sequence.block_table[index : index + 1])
         sequence.block_table += self._pool.allocate(sequence.tenant_id, num_blocks)
 
-    def _admit(self, sequence: Sequence, cached: SequenceOf[int], victims: SequenceOf[Sequence]) -> None:
-        """Gives a sequence without blocks those of all its tokens, what is cached of them first, and parks it."""
+    def _admit(self, sequence: Sequence) -> None:
+        """Gives a sequence without blocks those of all its tokens, and parks it.
+
+        What is cached of its tokens it takes, but the last token is always computed. The order does not depend on what
+        is cached.
+        """
         del self._waiting[bisect.bisect_left(self._waiting, sequence.order, key=_order)]
-        self._pool.take_cached(cached)  # before the victims go: what they leave may push idle blocks out
-        for victim in victims:
-            self._evict(victim)
+        cached = self._find_cached(sequence)
         num_blocks = self._pool.blocks_for(sequence.num_tokens) - len(cached)
-        sequence.block_table = [*cached, *self._pool.allocate(sequence.tenant_id, num_blocks)]
+        self._pool.take_cached(cached)
+        sequence.block_table = cached + self._pool.allocate(sequence.tenant_id, num_blocks)
         sequence.start_behind(len(cached) * self._pool.block_size)
         sequence.has_worked = False
         sequence.move_to(SequenceStatus.PREFILL)
         self._park(sequence)
+
+    def _find_cached(self, sequence: Sequence) -> list[int]:
+        """The longest chain of full blocks that the sequence can begin with."""
+        keys, block_size = self._prefix_keys, self._pool.block_size
+        if keys is None:
+            return []
+        chain = (keys.key_at(sequence, index, block_size) for index in range((sequence.num_tokens - 1) // block_size))
+        return self._pool.find_cached(sequence.tenant_id, chain)
 
     def _claim_reserves(self) -> None:
         """Gives waiting sequences their blocks, slot or none, as far as their tenant's reserve goes.
@@ -408,16 +419,17 @@ class StepPlanner:
         for sequence in list(self._waiting):
             tenant_id = sequence.tenant_id
             reserve = self._shares.reserve(tenant_id)
-            cached = self._find_cached(sequence)
-            num_blocks = self._missing(sequence, sequence.num_tokens, cached)
+            num_blocks = self._pool.blocks_for(sequence.num_tokens)
             if tenant_id in blocked or self._pool.held_by(tenant_id) + num_blocks > reserve:
                 continue
-            victims = self._victims(sequence, num_blocks, cached, may_evict=True)
+            victims = self._victims(sequence, num_blocks, may_evict=True)
             if victims is None:
                 self._round.claims[tenant_id] = num_blocks
                 blocked[tenant_id] = None
                 continue
-            self._admit(sequence, cached, victims)
+            for victim in victims:
+                self._evict(victim)
+            self._admit(sequence)
             self._requeue(sequence)
 
     def _trim_to_caps(self) -> None:
@@ -429,11 +441,8 @@ class StepPlanner:
                     break
                 self._evict(min(own, key=_least_recent))
 
-    def _victims(
-        self, taker: Sequence, num_blocks: int, cached: SequenceOf[int], *, may_evict: bool
-    ) -> list[Sequence] | None:
-        """Whom to evict so that `taker` can take `num_blocks`, and keep `cached`; None: that is not possible. See the
-        module's order."""
+    def _victims(self, taker: Sequence, num_blocks: int, *, may_evict: bool) -> list[Sequence] | None:
+        """Whom to evict so that `taker` can take `num_blocks`; None: that is not possible. See the module's order."""
         pool, shares, round_ = self._pool, self._shares, self._round
         tenant_id = taker.tenant_id
         held = pool.held_by(tenant_id)
@@ -463,7 +472,7 @@ class StepPlanner:
         for victim in own:
             if over <= 0 and short <= 0:
                 return victims
-            freed = self._freed_by(victim, cached)
+            freed = self._freed_by(victim)
             over, short = over - freed, short - freed
             victims.append(victim)
         if over > 0 and not round_.is_forced:
@@ -536,16 +545,8 @@ class StepPlanner:
         recompute = other.num_computed_tokens * PROMPT_TOKEN_COST
         return other_tag - tag > THETA * recompute * TAG_SCALE // self._shares.weight(_flow(other))
 
-    def _freed_by(self, sequence: Sequence, kept: SequenceOf[int] = ()) -> int:
-        return sum(self._pool.is_freed_by_holder(b) for b in sequence.block_table if b not in kept)
-
-    def _find_cached(self, sequence: Sequence) -> list[int]:
-        """The longest chain of full blocks that the sequence can begin with; its last token is always computed."""
-        keys, block_size = self._prefix_keys, self._pool.block_size
-        if keys is None:
-            return []
-        chain = (keys.key_at(sequence, index, block_size) for index in range((sequence.num_tokens - 1) // block_size))
-        return self._pool.find_cached(sequence.tenant_id, chain)
+    def _freed_by(self, sequence: Sequence) -> int:
+        return sum(self._pool.is_freed_by_holder(block_id) for block_id in sequence.block_table)
 
     def _evict(self, sequence: Sequence) -> None:
         """Frees a parked sequence's blocks; it is computed again, and not charged for that."""
