@@ -125,7 +125,6 @@ class DeviceModelRunner:
 
     Args:
         cache: its blocks from `num_kv_blocks` on hold adapters.
-        capture: whether decode steps are captured; False where there is no CUDA (the interpreter of the tests).
     """
 
     def __init__(
@@ -136,13 +135,12 @@ class DeviceModelRunner:
         limits: DeviceLimits,
         *,
         num_kv_blocks: int,
-        capture: bool = True,
     ) -> None:
         self._loaded = loaded
         self._cache = cache
         self._limits = limits
         self._num_kv_blocks = num_kv_blocks
-        self._capture = capture and loaded.device.type == "cuda"
+        self._capture = loaded.device.type == "cuda"  # the interpreter of the tests has no graphs
         geometry = cache.geometry
         bs, row = cache.block_size, geometry.row_elements
         self._layout = PagedLayout(
