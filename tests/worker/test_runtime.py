@@ -172,12 +172,35 @@ def test_reads_gather_what_comes_within_the_interval_but_not_the_first_token_and
         assert len(first.outputs) == 1
         assert loop.time() == pytest.approx(0.01)
         second = await stream.read(interval_s=60.0)
-        assert len(second.outputs) == 5
-        assert loop.time() == pytest.approx(0.065)
+        assert len(second.outputs) == 6
+        assert loop.time() == pytest.approx(5 / 64), "the next 64th of a second after 0.065"
         last = await stream.read()
-        assert len(last.outputs) == 34
+        assert len(last.outputs) == 33
         assert last.end is not None
         assert loop.time() == pytest.approx(0.4)
+        await engine.runtime.stop()
+
+    simulation.run(main(), seed=1)
+
+
+def test_streams_that_were_read_at_different_times_are_flushed_together() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        engine = make_engine(config(), step_s=0.01)
+        engine.runtime.start()
+        flushed: list[float] = []
+
+        async def read(name: str, after_s: float) -> None:
+            await asyncio.sleep(after_s)
+            stream = engine.runtime.submit(request(name, max_tokens=40))
+            await stream.read(interval_s=0.055)
+            await stream.read()
+            flushed.append(loop.time())
+            while not stream.is_ended:
+                await stream.read()
+
+        await asyncio.gather(read("a", 0.0), read("b", 0.004))
+        assert flushed[0] == flushed[1] == pytest.approx(5 / 64)
         await engine.runtime.stop()
 
     simulation.run(main(), seed=1)

@@ -43,11 +43,8 @@ class Choices:
         """
         self._choices = [_Choice(ChoiceText(d, stop)) for d in detokenizers]
         self._is_cut_short = False
-
-    @property
-    def num_tokens(self) -> int:
+        self.num_tokens = 0
         """Of all choices, as the caller got them."""
-        return sum(choice.num_tokens for choice in self._choices)
 
     def goes_on(self, choice: int) -> bool:
         """Whether the caller is to get what the worker sends of it."""
@@ -121,4 +118,5 @@ class Choices:
         if tokens.logprobs:
             delta.logprobs.extend(tokens.logprobs[: pushed.num_tokens])
         choice.num_tokens += pushed.num_tokens
+        self.num_tokens += pushed.num_tokens
         taken.deltas.append(delta)

@@ -406,11 +406,11 @@ class Execution:
         """
         message = self._rest if self._rest is not None else await self._read()
         self._rest = None
-        coming = sum(len(choice.token_ids) for choice in message.tokens.choices if self._choices.goes_on(choice.choice))
-        if not coming:
-            return message
         lease = self._scheduler.lease(self.job.request_id)
         if lease.tokens is None:
+            return message
+        coming = sum(len(choice.token_ids) for choice in message.tokens.choices if self._choices.goes_on(choice.choice))
+        if not coming:
             return message
         if lease.tokens <= self.used_tokens:
             await self._wait_for_tokens(lease)

@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import enum
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -120,14 +121,15 @@ class OutputStream:
         """All outputs since the last read, at least one of them or the end.
 
         Args:
-            interval_s: outputs are gathered until so long after the last read; the end is not waited with.
+            interval_s: outputs are gathered until so long after the last read, and up to a third longer; the end is not
+                waited with.
         """
         loop = asyncio.get_running_loop()
         while not self._pending and self._end is None:
             await self._wait(loop, None)
         while self._end is None and loop.time() < self._flush_at:
             await self._wait(loop, self._flush_at)
-        self._flush_at = loop.time() + interval_s
+        self._flush_at = _flush_time(loop.time(), interval_s)
         batch = OutputBatch(self._pending, self._end)
         self._pending = []
         self._pending_tokens = 0
@@ -167,6 +169,18 @@ class OutputStream:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _flush_time(now: float, interval_s: float) -> float:
+    """When a stream that was read at `now` is read again: on a grid, so that the frames of many streams leave together.
+
+    Their reader then wakes once for all of them. The grid is the power of two that is a sixth to a third of the
+    interval, so that it stays the same while streams come and go.
+    """
+    if interval_s <= 0.0:
+        return now
+    grid_s = 2.0 ** math.floor(math.log2(interval_s / 3))
+    return math.ceil((now + interval_s) / grid_s) * grid_s
 
 
 class EngineListener(Protocol):

@@ -34,6 +34,9 @@ from manylora_worker.engine.api import (
 _CELL = struct.Struct("<II8s")
 _HEAD = struct.Struct("<QII8s")
 _TABLES_BOUND = 1024
+_HASHED_AT_ONCE = 1024
+"""hashlib lets go of the interpreter lock over 2,047 bytes: with an event loop beside it, each row of a step could then
+wait milliseconds to get it back, which no real model does."""
 
 
 class EngineFault(Exception):
@@ -180,7 +183,8 @@ class TokenDraw:
         seed, choice = (0, 0) if sampling.is_greedy else (sampling.seed, choice)
         head = _HEAD.pack(seed % 2**64, choice, output_index, _adapter_tag(adapter_uid))
         digest = hashlib.blake2b(head, digest_size=16)
-        digest.update(context)
+        for at in range(0, len(context), _HASHED_AT_ONCE):
+            digest.update(context[at : at + _HASHED_AT_ONCE])
         value = int.from_bytes(digest.digest(), "little")
         token_id = self._token(value)
         if sampling.top_logprobs is None:
