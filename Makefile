@@ -1,7 +1,7 @@
 # The commands of this project; CI (.ci/run) calls the same ones. They need Python 3.11 or newer, and compose-test a Docker engine.
 PYTHON ?= python3
 MODEL ?= demo
-SEEDS ?= 200
+SEEDS ?= 1000
 SCHEDULES ?= 10000
 SOAK_SECONDS ?= 600
 SHARE_SECONDS ?= 60
@@ -43,8 +43,8 @@ oracle: $(STAMP) ## every model family through a running cluster, against transf
 soak: $(STAMP) ## 64 streams, cancels, disconnects and adapter churn for ten minutes: make soak SOAK_SECONDS=600
 	@$(BIN)/python -m pytest -q -s -m slow tests/e2e/test_soak.py --soak-seconds $(SOAK_SECONDS)
 
-sim: $(STAMP) ## the whole cluster simulated under faults: make sim SEEDS=200
-	@$(BIN)/python -m pytest -q tests/sim --sim-seeds $(SEEDS)
+sim: $(STAMP) ## the whole cluster simulated under faults, on all cores: make sim SEEDS=1000
+	@$(BIN)/python -m pytest -q -n logical --dist worksteal tests/sim --sim-seeds $(SEEDS)
 
 kernels: $(STAMP) ## the GPU's kernels in Triton's interpreter, on the CPU (installs Triton)
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt triton

@@ -2,14 +2,14 @@
 
 A simulation test takes the argument `sim_seed`, and runs once for each seed 0, 1, ... below `--sim-seeds`; its id shows
 the seed, so that `pytest "tests/sim/test_x.py::test_y[seed 17]" --sim-seeds 18` is that run again. Seeds that found a
-bug are given to a test by name: `@pytest.mark.parametrize("sim_seed", [17])`.
+bug are given to a test by name: `@pytest.mark.parametrize("sim_seed", [17])`. `each_nth_seed(n)` leaves a test fewer of them.
 """
 
 from __future__ import annotations
 
 import pytest
 
-DEFAULT_SIM_SEEDS = 20
+DEFAULT_SIM_SEEDS = 12
 DEFAULT_FAIR_SCHEDULES = 200
 
 
@@ -47,7 +47,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for name in ([n.strip() for n in mark.args[0].split(",")] if isinstance(mark.args[0], str) else mark.args[0])
     }
     if "sim_seed" in metafunc.fixturenames and "sim_seed" not in given:
-        seeds = range(metafunc.config.getoption("--sim-seeds"))
+        mark = metafunc.definition.get_closest_marker("each_nth_seed")
+        seeds = range(0, metafunc.config.getoption("--sim-seeds"), mark.args[0] if mark is not None else 1)
         metafunc.parametrize("sim_seed", seeds, ids=[f"seed {seed}" for seed in seeds])
 
 

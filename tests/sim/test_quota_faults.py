@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 from manylora.v1 import common_pb2
@@ -80,6 +81,7 @@ def _cut_or_refused(calls: list[Call]) -> int:
     )
 
 
+@pytest.mark.each_nth_seed(4)
 def test_quotas_hold_under_faults(sim_seed: int) -> None:
     log: list[str] = []
     try:
@@ -100,3 +102,80 @@ def test_the_contract_is_met_and_nobody_else_is_bounded(seed: int) -> None:
         elif call.finished is not None and call.finished.outcome == common_pb2.OUTCOME_QUOTA_EXHAUSTED:
             assert call.error is not None
             assert call.error.retry_after_s is not None
+
+
+CONTRACT_RATE, CONTRACT_BURST = 150, 300
+CONTRACT_S = 90.0
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_contract_at_eight_routers_is_kept_and_used_while_leaders_restart(seed: int) -> None:
+    """Twice the contract is asked for, at eight routers. The leader restarts every 30 s, and now and then one to three
+    routers are cut off from it for 3 s, in one direction or both."""
+
+    async def main() -> None:
+        cluster = Cluster(seed, routers=8, workers=4)
+        await cluster.start()
+        cluster.bounded_tenants[TENANT] = None
+        classes = {c: ClassPolicy(1) for c in QosClass}
+        classes[QosClass.STANDARD] = ClassPolicy(1, TokenRate(CONTRACT_RATE, CONTRACT_BURST))
+        await cluster.put_policy(cluster.store_server.client(), TenantPolicy(TenantId(TENANT), classes))
+        await asyncio.sleep(1.0)
+        traffic = Traffic(cluster, seed)
+        rng = random.Random(f"{seed}/contract")
+        began_at = cluster.loop.time()
+        leased: list[tuple[float, int]] = []
+        """What leases held, from time to time."""
+
+        async def demand() -> None:
+            while cluster.loop.time() < began_at + CONTRACT_S:
+                call = traffic.plain(TENANT)
+                call.qos_class, call.n = "standard", 1
+                traffic.begin(call)
+                await asyncio.sleep(rng.expovariate(2 * CONTRACT_RATE / 38))
+
+        async def count_leases() -> None:
+            while True:
+                for app in cluster.leaders():
+                    assert app.term is not None
+                    views = app.term.quotas.authority.views(cluster.loop.time())
+                    tokens = sum(view.leased_tokens for view in views if view.flow.tenant_id == TENANT)
+                    leased.append((cluster.loop.time(), tokens))
+                await asyncio.sleep(0.05)
+
+        async def restart_leaders() -> None:
+            for _ in range(2):
+                await asyncio.sleep(CONTRACT_S / 3)
+                leader = cluster.leaders()[0]
+                process = next(p for p in cluster.processes.values() if p.app is leader)
+                await cluster.stop(process)
+                cluster.launch(process)
+
+        async def cut_off() -> None:
+            while cluster.loop.time() < began_at + CONTRACT_S - 10:
+                await asyncio.sleep(rng.uniform(4.0, 8.0))
+                leader = next(iter(cluster.leaders()), None)
+                name = next((p.name for p in cluster.processes.values() if p.app is leader), None)
+                if leader is None or name is None:
+                    continue
+                for router in rng.sample(cluster.names("router"), rng.randint(1, 3)):
+                    cluster.network.partition(router, name, both_ways=rng.random() < 0.5)
+                await asyncio.sleep(3.0)
+                cluster.network.heal()
+
+        counting = asyncio.create_task(count_leases())
+        async with asyncio.TaskGroup() as group:
+            for work in (demand, restart_leaders, cut_off):
+                group.create_task(work())
+        wanted = sum(len(call.prompt) + len(call.reference(0)) for call in traffic.calls)
+        assert 1.9 < wanted / (CONTRACT_RATE * CONTRACT_S) < 2.1, "the load is not twice the contract"
+        given = validate.deliveries(traffic.calls)
+        used = sum(tokens for at, tokens in given if at <= began_at + CONTRACT_S)
+        await traffic.all_ended(END_S)
+        counting.cancel()
+        validate.check_calls(cluster, traffic.calls)
+        validate.check_contract(traffic.calls, rate=CONTRACT_RATE, burst=0, since=0.0)
+        validate.check_windows(traffic.calls, leased, rate=CONTRACT_RATE, burst=CONTRACT_BURST)
+        assert used >= 0.97 * CONTRACT_RATE * CONTRACT_S, f"{used} tokens of {CONTRACT_RATE * CONTRACT_S:.0f} were used"
+
+    run(main(), seed=seed, limit_s=600.0, max_events=4_000_000)

@@ -82,16 +82,35 @@ _BEFORE_THE_ADAPTER = (common_pb2.OUTCOME_DEADLINE_EXCEEDED, common_pb2.OUTCOME_
 
 def check_contract(calls: Sequence[Call], *, rate: int, burst: int, since: float) -> int:
     """What the callers of one flow got never passes burst + rate * t. Returns how much it was in all."""
+    total = 0
+    for at, tokens in deliveries(calls):
+        total += tokens
+        assert total <= burst + rate * (at - since), f"at {at:.3f} s the flow had {total} tokens"
+    return total
+
+
+def check_windows(calls: Sequence[Call], leased: Sequence[tuple[float, int]], *, rate: int, burst: int) -> None:
+    """A window that begins at one of the moments of `leased` (when, tokens in leases then) sees at most
+    burst + rate * length + those tokens."""
+    given = deliveries(calls)
+    total, least, moments = 0, float("inf"), list(leased)
+    for at, tokens in given:
+        while moments and moments[0][0] < at:
+            when, outstanding = moments.pop(0)
+            least = min(least, total - rate * when + outstanding)
+        total += tokens
+        over = total - rate * at - least - burst
+        assert over <= 0, f"a window that ends at {at:.3f} s saw {over:.1f} tokens too many"
+
+
+def deliveries(calls: Sequence[Call]) -> list[tuple[float, int]]:
+    """When callers got how many tokens, prompts included (with their first frame), in order of time."""
     got: list[tuple[float, int]] = []
     for call in calls:
         for at, frame in zip(call.frame_times, call.frames, strict=True):
             tokens = len(call.prompt) if frame.HasField("started") else len(frame.delta.token_ids)
             got.append((at, tokens))
-    total = 0
-    for at, tokens in sorted(got):
-        total += tokens
-        assert total <= burst + rate * (at - since), f"at {at:.3f} s the flow had {total} tokens"
-    return total
+    return sorted(got)
 
 
 def _check_choice(call: Call, choice: int) -> None:
