@@ -2,7 +2,8 @@
 
 A simulation test takes the argument `sim_seed`, and runs once for each seed 0, 1, ... below `--sim-seeds`; its id shows
 the seed, so that `pytest "tests/sim/test_x.py::test_y[seed 17]" --sim-seeds 18` is that run again. Seeds that found a
-bug are given to a test by name: `@pytest.mark.parametrize("sim_seed", [17])`. `each_nth_seed(n)` leaves a test fewer of them.
+bug are given to a test by name: `@pytest.mark.parametrize("sim_seed", [17])`. A test marked `each_nth_seed(n)` runs
+with each n-th of them.
 """
 
 from __future__ import annotations
