@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = [
     "shared/manylora",
@@ -64,16 +62,16 @@ def test_no_paths_of_one_machine() -> None:
     assert not found
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_every_module_is_used(package: str) -> None:
+def test_every_module_is_used() -> None:
     """Each is imported by another module, or is run: `python -m`, a console script, or a `__main__`."""
     used = imported_names()
     text = "\n".join(path.read_text() for path in [*ROOT.glob("*.yml"), ROOT / "pyproject.toml"])
-    for path in sorted((ROOT / package).rglob("*.py")):
-        if path.name in ("__init__.py", "__main__.py") or "_pb2" in path.name:
-            continue
-        name = ".".join(path.with_suffix("").relative_to((ROOT / package).parent).parts)
-        assert name in used or name in text, f"{name} is used by nothing"
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if path.name in ("__init__.py", "__main__.py") or "_pb2" in path.name:
+                continue
+            name = ".".join(path.with_suffix("").relative_to((ROOT / package).parent).parts)
+            assert name in used or name in text, f"{name} is used by nothing"
 
 
 def imported_names() -> set[str]:
