@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import socket
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -102,8 +103,14 @@ class EtcdProcess:
         await self._end(signal.SIGKILL)
 
     def pause(self) -> None:
-        """SIGSTOP: it holds its connections and answers nothing."""
+        """SIGSTOP: it holds its connections and answers nothing. On Linux, returns when all its threads have stopped:
+        on a busy machine some still answer for a while."""
         os.kill(self.pid, signal.SIGSTOP)
+        until = time.monotonic() + STOP_TIMEOUT_S
+        while not all(_has_stopped(stat) for stat in Path(f"/proc/{self.pid}/task").glob("*/stat")):
+            if time.monotonic() > until:
+                raise EtcdFailed(f"etcd still runs {STOP_TIMEOUT_S} s after SIGSTOP")
+            time.sleep(0.001)
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
@@ -196,3 +203,11 @@ async def _has_flag(name: str) -> bool:
     )
     output, _ = await process.communicate()
     return f"--{name}".encode() in output
+
+
+def _has_stopped(stat: Path) -> bool:
+    """By a thread's /proc/.../stat, whose state stands behind the command in parentheses. One that is gone has."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] == "T"
+    except FileNotFoundError:
+        return True
