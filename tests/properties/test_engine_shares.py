@@ -226,7 +226,7 @@ def _fight(seed: int) -> Rig:
     while rig.core.has_work() or any(count < 14 for count in counts.values()):
         for tenant in (_A, _B, _C):
             waiting = sum(rig.requests[r].tenant_id == tenant for r in live)
-            if counts[tenant] < 14 and waiting < 6 and rng.random() < 0.5:
+            if counts[tenant] < 14 and waiting < 7 and rng.random() < 0.5:
                 counts[tenant] += 1
                 is_alone = tenant == _B and not waiting
                 request_id = rig.add(
