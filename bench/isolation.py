@@ -104,7 +104,7 @@ class Target:
 
     def metadata(self, adapter: str = "") -> dict[str, str]:
         named = {"x-adapter-id": adapter} if adapter else {}
-        return {"x-tenant-id": self.tenant, "x-qos-class": self.qos_class, **named, **bearer(self.key)}
+        return {"x-tenant-id": self.tenant, "x-request-class": self.qos_class, **named, **bearer(self.key)}
 
 
 @dataclass

@@ -8,7 +8,8 @@ Where nothing fits into free room, a request may be granted *beyond* it (`_beyon
 the workers' decode loop, where slots change hands at each quantum's end: of the first flows in the order, the first
 that on some worker with spare places
 
-* has nothing that waits there for a slot, and nothing granted that was not reported yet: more would only be parked;
+* has nothing that waits there for a slot, nothing granted that was not reported yet (more would only be parked), and
+  held sequences for a quarter of the slots at most;
 * is behind: a flow with a slot there is ahead of it by more than a quantum, as the scheduler's clock has it.
 
 So a flow comes to as many sequences as it can keep in slots by its share, and one more; flows that are equal take turns
@@ -103,7 +104,7 @@ class Dispatch:
 
         def allowed(worker: WorkerView) -> bool:
             load = worker.load_of(flow)
-            if load.ready or load.held or worker.has_granted(flow):
+            if load.ready or worker.has_granted(flow) or load.held > worker.sequence_slots // 4:
                 return False
             front = worker.front(queue.tag_of)
             return front is not None and queue.is_ahead(front, flow, LEAD_COST) and allows(worker)

@@ -51,7 +51,7 @@ class FlowLoad(NamedTuple):
     ready: int
     """Without a slot, and others are why."""
     held: int
-    """Without a slot by their own tenant's doing: unread output, or its own hard cap."""
+    """Without a slot and unable to use one, by their own tenant's doing (worker.proto)."""
 
 
 NO_LOAD = FlowLoad(0, 0, 0)

@@ -258,7 +258,7 @@ class EngineView:
             # A paused sequence may have its slot for some steps yet.
             slotted = min(unfinished, slots.num_slots)
             without = unfinished - slotted
-            held = without if slots.is_capped else min(without, paused.get(flow, 0))
+            held = without if slots.is_capped else min(without, paused.get(flow, 0) + slots.num_loading)
             loads[flow] = FlowLoad(slotted, without - held, held)
         return loads
 
@@ -359,7 +359,7 @@ class EngineView:
             self._unfinished.pop(flow, None)
 
 
-_NO_SLOTS = FlowSlots(0, is_capped=False)
+_NO_SLOTS = FlowSlots()
 
 
 def _flow(request: EngineRequest) -> FlowKey:

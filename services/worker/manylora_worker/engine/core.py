@@ -142,6 +142,9 @@ class EngineCore:
         self._changed_flows: dict[FlowKey, None] = {}
         self._unfinished = 0
         self._num_paused = 0
+        self._loading: dict[RequestId, SequenceGroup] = {}
+        """Those that wait for their adapter."""
+        self._loading_version = 0
         self._generated_tokens = 0
         self._steps = 0
         self._preemptions = 0
@@ -236,6 +239,9 @@ class EngineCore:
             self._note_longest(request.tenant_id)
         if request.adapter_uid is None or self._adapters.acquire(request.request_id, request.adapter_uid):
             self._adapter_ready(group, now)
+        else:
+            self._loading[request.request_id] = group
+            self._loading_version += 1
 
     def abort(self, request_id: RequestId, now: float) -> None:
         """Ends the request's unfinished choices with ABORTED and frees all that it holds. Unknown ids are ignored."""
@@ -373,15 +379,21 @@ class EngineCore:
             evictions=self._evictions,
             recomputed_tokens=self._recomputed_tokens,
             adapter_version=self._adapters.version,
-            slots_version=self._planner.slots_version,
+            slots_version=self._planner.slots_version + self._loading_version,
         )
 
     def adapter_tiers(self) -> Mapping[AdapterUid, AdapterTier]:
         return self._adapters.tiers()
 
     def flow_slots(self) -> Mapping[FlowKey, FlowSlots]:
-        """Of the flows with a slot, and of those that their own hard cap holds back."""
-        return self._planner.flow_slots()
+        """Of the flows with a slot, and of those with sequences that cannot use one: their own hard cap keeps them, or
+        their adapters are being loaded."""
+        slots = self._planner.flow_slots()
+        for group in self._loading.values():
+            flow = (group.request.tenant_id, group.request.qos_class)
+            known = slots.get(flow, FlowSlots())
+            slots[flow] = known._replace(num_loading=known.num_loading + group.num_unfinished)
+        return slots
 
     def flows(self) -> Mapping[FlowKey, FlowTokens]:
         return {flow: FlowTokens(*tokens) for flow, tokens in self._flows.items()}
@@ -421,6 +433,7 @@ class EngineCore:
             if group.request.adapter_uid is not None:
                 waits = any(s.status is SequenceStatus.WAITING_ADAPTER for s in group.sequences)
                 assert waits != self._adapters.is_pinned(group.request.request_id)
+                assert waits == (group.request.request_id in self._loading)
         assert not queued, "a sequence of no request is queued"
         assert len(self._sequences) == sum(len(g.sequences) for g in self._groups.values())
         assert self._num_paused == sum(g.is_paused for g in self._groups.values())
@@ -444,12 +457,17 @@ class EngineCore:
 
     def _adapter_ready(self, group: SequenceGroup, now: float) -> None:
         group.times.adapter_ready_s = now
+        self._loading_over(group.request.request_id)
         for sequence in group.sequences:
             if not sequence.is_finished:
                 sequence.move_to(SequenceStatus.WAITING)
         leader = group.leader
         assert leader is not None
         self._planner.enqueue(leader)
+
+    def _loading_over(self, request_id: RequestId) -> None:
+        if self._loading.pop(request_id, None) is not None:
+            self._loading_version += 1
 
     def _check_result(
         self, scheduled: SequenceOf[Scheduled], result: SequenceOf[Sampled]
@@ -561,6 +579,7 @@ class EngineCore:
         self._adapters.release(request_id)
         del self._groups[request_id]
         self._num_paused -= group.is_paused
+        self._loading_over(request_id)
         if self._longest_blocks(group.request) == self._shares.hard(group.request.tenant_id):
             self._note_longest(group.request.tenant_id)
         for each in group.sequences:

@@ -104,9 +104,11 @@ class StepPlan:
 class FlowSlots(NamedTuple):
     """A flow's place in the slots."""
 
-    num_slots: int
-    is_capped: bool
+    num_slots: int = 0
+    is_capped: bool = False
     """Its tenant's own hard cap keeps its next sequence from starting."""
+    num_loading: int = 0
+    """Sequences that wait for their adapter."""
 
 
 class _Unit:
