@@ -79,7 +79,8 @@ MAX_RETRY_AFTER_S = 30.0
 MAX_DEPARTED = 1024
 
 Order = Literal["fair", "arrival"]
-"""fair: by the fair queue's tags. arrival: first come, first served over all tenants, for comparison."""
+"""fair: by the fair queue's tags. arrival: first come, first served over all tenants, for comparison: who was granted
+holds a slot to its end."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class Core:
         self, limits: CoreLimits | None = None, predecessor: ClockSnapshot | None = None, order: Order = "fair"
     ) -> None:
         self._limits = limits or CoreLimits()
+        self._order = order
         kind: type[FairQueue[FlowKey, int]] = FairQueue if order == "fair" else ArrivalQueue
         self._queue = kind(aging_per_s=AGING_PER_S)
         self._fleet = Fleet()
@@ -363,7 +365,7 @@ class Core:
             if ticket is not None:
                 self._flows.known(ticket.request.flow).estimate.count_finished()
                 self._end_ticket(ticket)
-        worker.fold_capacity(report)
+        worker.fold_capacity(report, with_loads=self._order == "fair")
         self._dispatch.note_held(worker.worker_id, worker.held_flows())
         self._fleet.update(worker)
 

@@ -374,15 +374,20 @@ class WorkerView:
 
     # ---- reports
 
-    def fold_capacity(self, report: WorkerReport) -> None:
-        """Takes over everything of a report but its requests and counters."""
+    def fold_capacity(self, report: WorkerReport, *, with_loads: bool = True) -> None:
+        """Takes over everything of a report but its requests and counters.
+
+        Args:
+            with_loads: also what its flows have there; without, every sequence counts as one that uses a slot.
+        """
         if report.block_size != self.block_size:
             self.block_size = max(1, report.block_size)
             self._granted_blocks = sum(self.blocks_for(t.request) for t in self.granted.values())
         self.sequence_slots = report.sequence_slots
         self._max_sequences = report.max_sequences
         self.running_sequences = report.running_sequences
-        self._fold_loads(report)
+        if with_loads:
+            self._fold_loads(report)
         self.kv_blocks_total = report.kv_blocks_total
         self.kv_blocks_free = report.kv_blocks_free
         self.draining = report.draining
