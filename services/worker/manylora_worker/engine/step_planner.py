@@ -377,11 +377,15 @@ class StepPlanner:
                 del self._ends[unit.ends_at]
 
     def _spread(self, most: int) -> int:
-        """Tokens of a quantum that could have `most`: as many as end where fewer others do than if all ends were spread
-        evenly. Only quanta that begin together are cut; each one that follows ends where its slot was free before."""
-        even = -(-self._limits.sequence_slots // QUANTUM_TOKENS)
+        """Tokens of a quantum that could have `most`: the longest whose end keeps its distance from others' ends, as if
+        the slots' ends were spread evenly over a quantum's steps. Only quanta that begin together are cut; each one
+        that follows a whole one ends where its slot was free before.
+        """
+        slots = self._limits.sequence_slots
+        even, gap = -(-slots // QUANTUM_TOKENS), max(1, QUANTUM_TOKENS // slots)
         for num_tokens in range(most, 0, -1):
-            if self._ends.get(self._step + num_tokens, 0) < even:
+            end = self._step + num_tokens
+            if sum(self._ends.get(step, 0) for step in range(end - gap + 1, end + gap)) < even:
                 return num_tokens
         return most
 
