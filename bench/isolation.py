@@ -393,6 +393,8 @@ async def bench_cluster(order: str, arguments: argparse.Namespace) -> AsyncItera
     slots = arguments.slots
     flags = [
         f"--sequence-slots={slots}",
+        f"--max-batch-tokens={arguments.max_batch_tokens}",
+        f"--prefill-chunk-tokens={arguments.max_batch_tokens // 2}",
         f"--num-blocks={slots * LONGEST_TOKENS // 16 + 64}",
         f"--device-adapter-mb={ADAPTERS_ON_DEVICE * arguments.adapter_bytes / (1 << 20)}",
         f"--host-adapter-mb={ADAPTERS_ON_HOST * arguments.adapter_bytes / (1 << 20)}",
@@ -448,7 +450,13 @@ def report(name: str, cases: dict[str, Case], arguments: argparse.Namespace) -> 
     alone = Victim()
     for case in cases.values():
         alone.add(case.alone)
-    common = {"engine": arguments.engine, "device": arguments.device, "attacker_class": arguments.attacker_class}
+    common = {
+        "engine": arguments.engine,
+        "device": arguments.device,
+        "attacker_class": arguments.attacker_class,
+        "slots": arguments.slots,
+        "max_batch_tokens": arguments.max_batch_tokens,
+    }
     alone_p95 = quantile(alone.ttft_ms, 0.95)
     emit(arguments.json, attack="none", before=name, policy="both", **common, **_seen(alone))
     for policy, case in cases.items():
@@ -528,6 +536,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=12.0, help="that the victim is measured beside each attack")
     parser.add_argument("--attacker-class", choices=("interactive", "standard", "batch"), default="interactive")
     parser.add_argument("--slots", type=int, default=16, help="sequences that the worker runs at a time")
+    parser.add_argument(
+        "--max-batch-tokens",
+        type=int,
+        default=512,
+        help="tokens of a step of the worker, of one prompt half as many: what a prompt adds to others' time per token",
+    )
     parser.add_argument("--step-ms", type=float, default=10.0, help="a step of the fake engine")
     parser.add_argument("--adapters", type=int, default=96, help="that the attack of adapters cycles through")
     parser.add_argument("--streams", type=int, default=4, help="the victim's")
