@@ -181,19 +181,19 @@ class Case:
 async def victim(
     target: Target, streams: int, period_s: float, seconds: float, seed: int, prefix_tokens: int
 ) -> Victim:
-    """The victim's closed loops for some seconds. What is unfinished then is cancelled. Equal seeds ask for the same at
-    the same times, as long as answers come within the period."""
+    """The victim's closed loops for some seconds. What is unfinished then is cancelled. They ask at the same times
+    whenever answers come within the period, and for what nobody asked before."""
     found = Victim(seconds=seconds)
     channel = GrpcTransport().connect(target.address)
     ends_at = time.perf_counter() + seconds
 
     async def loop(index: int) -> None:
-        rng = random.Random(100 * seed + index)
+        times, prompts = random.Random(index), random.Random(100 * seed + index)
         await asyncio.sleep(period_s * index / streams)
         while (began := time.perf_counter()) < ends_at:
-            prompt = [*_tokens(VICTIM, prefix_tokens), *_tokens(rng.getrandbits(30), VICTIM_PROMPT_TOKENS)]
+            prompt = [*_tokens(VICTIM, prefix_tokens), *_tokens(prompts.getrandbits(30), VICTIM_PROMPT_TOKENS)]
             await _victim_request(channel, target, _request(prompt, 0, VICTIM_OUTPUT_TOKENS, 1), ends_at, found)
-            await asyncio.sleep(max(0.0, began + period_s * rng.uniform(0.8, 1.2) - time.perf_counter()))
+            await asyncio.sleep(max(0.0, began + period_s * times.uniform(0.8, 1.2) - time.perf_counter()))
 
     async with asyncio.TaskGroup() as tasks:
         for index in range(streams):
@@ -338,7 +338,7 @@ class Bench:
     async def case(self, attack: Attack, seed: int) -> Case:
         seconds = self.arguments.seconds
         if attack.victim_prefix_tokens:
-            await self.victim(1.0, seed + 1, attack.victim_prefix_tokens)  # it is warm from here on
+            await self.victim(1.0, seed + 2, attack.victim_prefix_tokens)  # it is warm from here on
         alone = await self.victim(seconds, seed, attack.victim_prefix_tokens)
         here, there = multiprocessing.get_context("spawn").Pipe()
         target = self.target(ATTACKER, self.arguments.attacker_class)
@@ -351,7 +351,7 @@ class Bench:
             await self._wait_backlogged(child)
             await asyncio.sleep(seconds / 4)
             began, cost = time.perf_counter(), await self._attackers_cost()
-            beside = await self.victim(seconds, seed, attack.victim_prefix_tokens)
+            beside = await self.victim(seconds, seed + 1, attack.victim_prefix_tokens)
             ended, cost_after = time.perf_counter(), await self._attackers_cost()
             beside.seconds = ended - began
             here.send("stop")
