@@ -11,10 +11,12 @@ than the worker has slots, from a process of its own, so that the victim's times
     long-outputs   the longest generations
     adapters       every request asks for the next of many adapters, far more than the device and the host hold
     slow-readers   long answers that are hardly read
+    prefixes       every request begins with another long prefix, beside a victim whose requests share a warm one
 
 For each attack and policy: the victim alone, the attack's beginning, the victim beside it. A request of the victim that
 has no token at the end counts with the time that it has waited (`victim_unanswered` of them), so a long wait is never
-left out. What the victim had alone is pooled over both policies: nobody queues then.
+left out. What the victim had alone is pooled over both policies: nobody queues then. `victim_cached_share` is the part
+of its prompt tokens that the prefix cache had.
 
 Prints JSON lines with --json: {"bench": "isolation", "attack", "policy", ...}. `victim_ttft_p95_ratio`,
 `victim_tokens_per_s_ratio` are to the victim alone; `total_cost_per_s` is prompt + 2 * output tokens a second of both
@@ -82,14 +84,17 @@ class Attack:
     cycles_adapters: bool = False
     read_pause_s: float = 0.0
     """Between two reads of one stream."""
+    victim_prefix_tokens: int = 0
+    """With which all of the victim's prompts begin, beside this attack and alone before it."""
 
 
 ATTACKS = {
-    "short": Attack(streams=256, prompt_tokens=8, max_tokens=4),
+    "short": Attack(streams=256, prompt_tokens=8, max_tokens=16),
     "long-prompts": Attack(streams=64, prompt_tokens=LONGEST_TOKENS - 8, max_tokens=4),
     "long-outputs": Attack(streams=64, prompt_tokens=8, max_tokens=LONGEST_TOKENS - 16),
     "adapters": Attack(streams=64, prompt_tokens=16, max_tokens=16, cycles_adapters=True),
     "slow-readers": Attack(streams=32, prompt_tokens=8, max_tokens=1500, n=4, read_pause_s=1.0),
+    "prefixes": Attack(streams=64, prompt_tokens=LONGEST_TOKENS // 2, max_tokens=4, victim_prefix_tokens=512),
 }
 
 
@@ -104,7 +109,7 @@ class Target:
 
     def metadata(self, adapter: str = "") -> dict[str, str]:
         named = {"x-adapter-id": adapter} if adapter else {}
-        return {"x-tenant-id": self.tenant, "x-qos-class": self.qos_class, **named, **bearer(self.key)}
+        return {"x-tenant-id": self.tenant, "x-request-class": self.qos_class, **named, **bearer(self.key)}
 
 
 @dataclass
@@ -117,6 +122,9 @@ class Victim:
     queue_ms: list[float] = field(default_factory=list)
     """Of each finished request: how much of its time to the first token it waited for its grant."""
     prompt_tokens: int = 0
+    finished_prompt_tokens: int = 0
+    """Of finished requests, and of these what was cached."""
+    cached_tokens: int = 0
     tokens: int = 0
     unanswered: int = 0
     failed: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -127,6 +135,8 @@ class Victim:
         self.token_gap_ms += other.token_gap_ms
         self.queue_ms += other.queue_ms
         self.prompt_tokens += other.prompt_tokens
+        self.finished_prompt_tokens += other.finished_prompt_tokens
+        self.cached_tokens += other.cached_tokens
         self.tokens += other.tokens
         self.unanswered += other.unanswered
         self.failed += other.failed
@@ -168,27 +178,33 @@ class Case:
 # ---- the victim
 
 
-async def victim(target: Target, streams: int, period_s: float, seconds: float, rng: random.Random) -> Victim:
-    """The victim's closed loops for some seconds. What is unfinished then is cancelled."""
+async def victim(
+    target: Target, streams: int, period_s: float, seconds: float, seed: int, prefix_tokens: int
+) -> Victim:
+    """The victim's closed loops for some seconds. What is unfinished then is cancelled. They ask at the same times
+    whenever answers come within the period, and for what nobody asked before."""
     found = Victim(seconds=seconds)
     channel = GrpcTransport().connect(target.address)
     ends_at = time.perf_counter() + seconds
 
-    async def loop(begins_in_s: float) -> None:
-        await asyncio.sleep(begins_in_s)
+    async def loop(index: int) -> None:
+        times, prompts = random.Random(index), random.Random(100 * seed + index)
+        await asyncio.sleep(period_s * index / streams)
         while (began := time.perf_counter()) < ends_at:
-            await _victim_request(channel, target, rng.getrandbits(30), ends_at, found)
-            await asyncio.sleep(max(0.0, began + period_s * rng.uniform(0.8, 1.2) - time.perf_counter()))
+            prompt = [*_tokens(VICTIM, prefix_tokens), *_tokens(prompts.getrandbits(30), VICTIM_PROMPT_TOKENS)]
+            await _victim_request(channel, target, _request(prompt, 0, VICTIM_OUTPUT_TOKENS, 1), ends_at, found)
+            await asyncio.sleep(max(0.0, began + period_s * times.uniform(0.8, 1.2) - time.perf_counter()))
 
     async with asyncio.TaskGroup() as tasks:
         for index in range(streams):
-            tasks.create_task(loop(period_s * index / streams))
+            tasks.create_task(loop(index))
     await channel.close()
     return found
 
 
-async def _victim_request(channel: Channel, target: Target, seed: int, ends_at: float, found: Victim) -> None:
-    message = _request(seed, VICTIM_PROMPT_TOKENS, VICTIM_OUTPUT_TOKENS, 1)
+async def _victim_request(
+    channel: Channel, target: Target, message: inference_pb2.GenerateRequest, ends_at: float, found: Victim
+) -> None:
     sent = time.perf_counter()
     stream = channel.stream(GENERATE, message, metadata=target.metadata())
     first_at: float | None = None
@@ -201,12 +217,14 @@ async def _victim_request(channel: Channel, target: Target, seed: int, ends_at: 
                     if first_at is None:
                         first_at = now
                         found.ttft_ms.append((now - sent) * 1e3)
-                        found.prompt_tokens += VICTIM_PROMPT_TOKENS
+                        found.prompt_tokens += len(message.token_ids.ids)
                         tokens_at_first = len(response.delta.token_ids)
                     tokens += len(response.delta.token_ids)
                     found.tokens += len(response.delta.token_ids)
                 elif response.WhichOneof("event") == "finished":
                     found.queue_ms.append(response.finished.timings.queue_ms)
+                    found.finished_prompt_tokens += response.finished.usage.prompt_tokens
+                    found.cached_tokens += response.finished.usage.cached_prompt_tokens
         if first_at is not None and tokens > tokens_at_first:
             found.token_gap_ms.append((now - first_at) * 1e3 / (tokens - tokens_at_first))
     except TimeoutError:
@@ -262,7 +280,7 @@ async def _attack_request(
     channel: Channel, attack: Attack, target: Target, adapter: str, seed: int, tokens: collections.Counter[int]
 ) -> str:
     """Returns how it ended: completed, or the status's name."""
-    message = _request(seed, attack.prompt_tokens, attack.max_tokens, attack.n)
+    message = _request(_tokens(seed, attack.prompt_tokens), seed, attack.max_tokens, attack.n)
     stream = channel.stream(GENERATE, message, metadata=target.metadata(adapter))
     prompt_tokens = attack.prompt_tokens
     try:
@@ -284,9 +302,14 @@ def _cycle(names: Sequence[str]) -> collections.abc.Iterator[str]:
         yield from names
 
 
-def _request(seed: int, prompt_tokens: int, max_tokens: int, n: int) -> inference_pb2.GenerateRequest:
+def _tokens(seed: int | str, count: int) -> list[int]:
+    """The same for the same seed. Two seeds share no beginning that a cache could find."""
+    return [3 + byte % 250 for byte in random.Random(seed).randbytes(count)]
+
+
+def _request(prompt: Sequence[int], seed: int, max_tokens: int, n: int) -> inference_pb2.GenerateRequest:
     message = inference_pb2.GenerateRequest(max_tokens=max_tokens, ignore_eos=True, n=n)
-    message.token_ids.ids.extend(3 + (seed + i) % 250 for i in range(prompt_tokens))
+    message.token_ids.ids.extend(prompt)
     message.sampling.seed = seed
     message.sampling.temperature = 1.0 if n > 1 else 0.0
     return message
@@ -307,14 +330,16 @@ class Bench:
     def target(self, tenant: str, qos_class: str) -> Target:
         return Target(self.cluster.router, read_key(self.cluster.key_file), tenant, qos_class)
 
-    async def victim(self, seconds: float, seed: int) -> Victim:
+    async def victim(self, seconds: float, seed: int, prefix_tokens: int = 0) -> Victim:
         arguments = self.arguments
         target = self.target(VICTIM, "interactive")
-        return await victim(target, arguments.streams, arguments.period_s, seconds, random.Random(seed))
+        return await victim(target, arguments.streams, arguments.period_s, seconds, seed, prefix_tokens)
 
     async def case(self, attack: Attack, seed: int) -> Case:
         seconds = self.arguments.seconds
-        alone = await self.victim(seconds / 2, seed)
+        if attack.victim_prefix_tokens:
+            await self.victim(1.0, seed + 2, attack.victim_prefix_tokens)  # it is warm from here on
+        alone = await self.victim(seconds, seed, attack.victim_prefix_tokens)
         here, there = multiprocessing.get_context("spawn").Pipe()
         target = self.target(ATTACKER, self.arguments.attacker_class)
         child = multiprocessing.get_context("spawn").Process(
@@ -326,7 +351,7 @@ class Bench:
             await self._wait_backlogged(child)
             await asyncio.sleep(seconds / 4)
             began, cost = time.perf_counter(), await self._attackers_cost()
-            beside = await self.victim(seconds, seed + 1)
+            beside = await self.victim(seconds, seed + 1, attack.victim_prefix_tokens)
             ended, cost_after = time.perf_counter(), await self._attackers_cost()
             beside.seconds = ended - began
             here.send("stop")
@@ -368,6 +393,8 @@ async def bench_cluster(order: str, arguments: argparse.Namespace) -> AsyncItera
     slots = arguments.slots
     flags = [
         f"--sequence-slots={slots}",
+        f"--max-batch-tokens={arguments.max_batch_tokens}",
+        f"--prefill-chunk-tokens={arguments.max_batch_tokens // 2}",
         f"--num-blocks={slots * LONGEST_TOKENS // 16 + 64}",
         f"--device-adapter-mb={ADAPTERS_ON_DEVICE * arguments.adapter_bytes / (1 << 20)}",
         f"--host-adapter-mb={ADAPTERS_ON_HOST * arguments.adapter_bytes / (1 << 20)}",
@@ -423,7 +450,13 @@ def report(name: str, cases: dict[str, Case], arguments: argparse.Namespace) -> 
     alone = Victim()
     for case in cases.values():
         alone.add(case.alone)
-    common = {"engine": arguments.engine, "device": arguments.device, "attacker_class": arguments.attacker_class}
+    common = {
+        "engine": arguments.engine,
+        "device": arguments.device,
+        "attacker_class": arguments.attacker_class,
+        "slots": arguments.slots,
+        "max_batch_tokens": arguments.max_batch_tokens,
+    }
     alone_p95 = quantile(alone.ttft_ms, 0.95)
     emit(arguments.json, attack="none", before=name, policy="both", **common, **_seen(alone))
     for policy, case in cases.items():
@@ -462,6 +495,7 @@ def _seen(found: Victim) -> dict[str, object]:
         "victim_queue_p95_ms": quantile(found.queue_ms, 0.95),
         "victim_token_gap_p50_ms": quantile(found.token_gap_ms, 0.5),
         "victim_tokens_per_s": found.tokens_per_s,
+        "victim_cached_share": found.cached_tokens / max(1, found.finished_prompt_tokens),
     }
 
 
@@ -502,6 +536,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=12.0, help="that the victim is measured beside each attack")
     parser.add_argument("--attacker-class", choices=("interactive", "standard", "batch"), default="interactive")
     parser.add_argument("--slots", type=int, default=16, help="sequences that the worker runs at a time")
+    parser.add_argument(
+        "--max-batch-tokens",
+        type=int,
+        default=512,
+        help="tokens of a step of the worker, of one prompt half as many: what a prompt adds to others' time per token",
+    )
     parser.add_argument("--step-ms", type=float, default=10.0, help="a step of the fake engine")
     parser.add_argument("--adapters", type=int, default=96, help="that the attack of adapters cycles through")
     parser.add_argument("--streams", type=int, default=4, help="the victim's")

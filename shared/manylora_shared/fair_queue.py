@@ -138,8 +138,8 @@ class _Item(Generic[F]):
 class _Flow(Generic[F, I]):
     """One flow's books. `queue` is a heap of (rank, item) in which entries of removed items may linger."""
 
-    __slots__ = ("full_us", "head", "inverse", "key", "num_queued", "num_running", "order", "order_of", "queue",
-                 "reserved", "settled", "share", "shown", "unspent")  # fmt: skip
+    __slots__ = ("full_us", "head", "inverse", "is_apart", "key", "num_queued", "num_running", "order", "order_of",
+                 "queue", "reserved", "settled", "share", "shown", "unspent")  # fmt: skip
 
     def __init__(self, key: F, order: int, share: Share) -> None:
         assert share.weight >= 1
@@ -163,6 +163,7 @@ class _Flow(Generic[F, I]):
         """The order of boosted tags in which it stands."""
         self.full_us: int | None = None
         """When its boost reaches its cap, while that is to come."""
+        self.is_apart = False
 
     @property
     def tag(self) -> int:
@@ -232,6 +233,11 @@ class FairQueue(Generic[F, I]):
         """The flow's tag; a flow that is not remembered would start at the clock."""
         found = self._flows.get(flow)
         return found.tag if found is not None else self._clock
+
+    def is_ahead(self, flow: F, of: F, cost: int) -> bool:
+        """Whether a flow's tag is past another's by more than so much of its own cost."""
+        found = self._flows.get(flow)
+        return found is not None and found.tag - self.tag_of(of) > cost * found.inverse
 
     def reserved_by(self, flow: F) -> int:
         """Cost that the flow's running items reserved and have not used."""
@@ -315,6 +321,24 @@ class FairQueue(Generic[F, I]):
                     return Pick(item, place, self._floor(fits, fitting), passed_over)
         return None
 
+    def select_one_by_one(self, fits: Callable[[F, I], P | None], now_us: int, *, limit: int) -> Pick[I, P] | None:
+        """As `select`, for a test that depends on the flow: asks for the first items of the first `limit` flows, one
+        after the other. The clock passes nobody by it: its floor is the least tag of all that are queued."""
+        self._fill_boosts(now_us)
+        aged = self._aging * self._now_us
+        in_order = heapq.merge(
+            ((key - aged, order, flow) for key, order, flow in self._rising.first_flows(limit)),
+            self._full.first_flows(limit),
+        )
+        for _, _, flow in itertools.islice(in_order, limit):
+            item = self._head_of(flow)
+            place = fits(flow, item)
+            if place is not None:
+                first = self._plain.first()
+                assert first is not None
+                return Pick(item, place, first[0][0], None)
+        return None
+
     def dispatch(self, pick: Pick[I, P], reserve: int) -> None:
         """Starts what `select` chose just before, and reserves its cost."""
         assert reserve >= 0
@@ -360,6 +384,23 @@ class FairQueue(Generic[F, I]):
             assert 0 <= share.base <= share.cap
             found.share = share
             found.inverse = TAG_SCALE // share.weight
+            found.head = None
+            self._index(found)
+
+    def forgo(self, flow: F) -> None:
+        """The flow had queued items and could not start one by its own doing (a bound of its own): it was not
+        backlogged, so it keeps no credit of what it was denied and begins at the clock."""
+        found = self._flows.get(flow)
+        if found is not None:
+            self._lift(found)
+            self._retag(found)
+
+    def set_apart(self, flow: F, *, is_apart: bool) -> None:
+        """Whether the flow's items are offered to `select`'s test by themselves, not through another of equal need,
+        because something of the flow's own may keep them from starting. Lasts until the flow is forgotten."""
+        found = self._flows.get(flow)
+        if found is not None and found.is_apart != is_apart:
+            found.is_apart = is_apart
             found.head = None
             self._index(found)
 
@@ -498,7 +539,7 @@ class FairQueue(Generic[F, I]):
     def _show(self, flow: _Flow[F, I]) -> None:
         assert flow.head is not None
         flow.shown = flow.settled + flow.reserved * flow.inverse
-        self._plain.put(flow.key, flow.shown, flow.order, self._items[flow.head].need)
+        self._plain.put(flow.key, flow.shown, flow.order, self._need(flow, self._items[flow.head]))
         self._boost(flow)
 
     def _boost(self, flow: _Flow[F, I]) -> None:
@@ -517,15 +558,18 @@ class FairQueue(Generic[F, I]):
             flow.order_of.drop(flow.key)
         if is_full:
             flow.full_us, flow.order_of = None, self._full
-            self._full.put(flow.key, flow.shown - cap, flow.order, item.need)
+            self._full.put(flow.key, flow.shown - cap, flow.order, self._need(flow, item))
             return
         flow.order_of = self._rising
-        self._rising.put(flow.key, flow.shown - base + self._aging * item.since_us, flow.order, item.need)
+        self._rising.put(flow.key, flow.shown - base + self._aging * item.since_us, flow.order, self._need(flow, item))
         if full_us != flow.full_us:
             flow.full_us = full_us
             if full_us is not None:
                 heapq.heappush(self._filling, (full_us, flow.order, flow.key))
                 self._compact_filling()
+
+    def _need(self, flow: _Flow[F, I], item: _Item[F]) -> Hashable:
+        return (flow.key, item.need) if flow.is_apart else item.need
 
     def _fill_boosts(self, now_us: int) -> None:
         """Moves the flows on whose boost has reached its cap by now."""
@@ -708,4 +752,4 @@ class ArrivalQueue(FairQueue[F, I]):
         item = self._items[flow.head]
         assert item.rank is not None, "a first item is queued"
         flow.order_of = self._full
-        self._full.put(flow.key, item.rank.order, flow.order, item.need)
+        self._full.put(flow.key, item.rank.order, flow.order, self._need(flow, item))

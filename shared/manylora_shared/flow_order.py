@@ -115,6 +115,21 @@ class FlowOrder(Generic[F]):
             last = head
             yield head, group.need
 
+    def first_flows(self, limit: int) -> list[Place[F]]:
+        """The first `limit` flows, whatever they need, in order: O(needs + limit log limit), but for stale entries."""
+        # Each heap is walked from its root: an entry's children are no smaller than itself.
+        front = [(group.heap[0], group.index, 0, group) for group in self._groups.values() if group.heap]
+        heapq.heapify(front)
+        found: list[Place[F]] = []
+        while front and len(found) < limit:
+            place, index, at, group = heapq.heappop(front)
+            if self._stands(place, group) and (not found or found[-1] != place):
+                found.append(place)
+            for child in (2 * at + 1, 2 * at + 2):
+                if child < len(group.heap):
+                    heapq.heappush(front, (group.heap[child], index, child, group))
+        return found
+
     def _leave(self, group: _Group[F]) -> None:
         group.size -= 1
         if not group.size:

@@ -1,4 +1,5 @@
-"""Shares through real services: four tenants of weights 1:2:4:8, all backlogged, on one worker with the fake engine.
+"""Shares through real services: four tenants of weights 1:2:4:8, all backlogged, on one worker with the fake engine;
+and a tenant that comes to a worker whose slots another's long answers hold.
 
 `--fairness-seconds N` measures the shares over N seconds instead of the default few; 60 is what the promise is about.
 """
@@ -14,9 +15,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from manylora.client import Client, Delta, RequestFailed
+from manylora.client import Client, Delta, RequestFailed, Sampling
 from manylora.demo import BASE_FOLDER
 from manylora.local_cluster import ClusterOptions, LocalCluster
+from manylora_worker.engine.fake_runner import reference_tokens
 
 pytestmark = pytest.mark.e2e
 
@@ -148,6 +150,113 @@ async def test_in_order_of_arrival_weights_count_for_nothing(tmp_path: Path) -> 
         shares = await load.over(5.0)
     print(f"\nin order of arrival: {_percent(shares)}")
     assert all(0.15 <= share <= 0.35 for share in shares.values())
+
+
+HOG_STREAMS, HOG_TOKENS, HOG_SLOTS = 12, 1500, 4
+STEP_MS = 10
+
+
+@asynccontextmanager
+async def hogged(data: Path, *worker_flags: str) -> AsyncIterator[tuple[Client, Hog]]:
+    """A worker all of whose slots are held by one tenant's long answers, and more of these waiting."""
+    options = ClusterOptions(
+        model=BASE_FOLDER,
+        model_name="fake",
+        data=data,
+        worker_flags=(
+            "--engine=fake",
+            f"--fake-step-ms={STEP_MS}",
+            f"--sequence-slots={HOG_SLOTS}",
+            "--num-blocks=4000",
+            *worker_flags,
+        ),
+    )
+    async with LocalCluster(options) as cluster, Client(cluster.router) as client:
+        for tenant in ("hog", "late"):
+            await client.tenants.apply(f"tenant_id: {tenant}\n")
+        hog = Hog(client)
+        try:
+            async with asyncio.timeout(20):
+                while not await _is_full(client):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            yield client, hog
+        finally:
+            await hog.stop()
+
+
+async def _is_full(client: Client) -> bool:
+    flows = {flow.tenant_id: flow for flow in (await client.status()).scheduler.flows}
+    return "hog" in flows and flows["hog"].running >= HOG_SLOTS and flows["hog"].queued > 0
+
+
+class Hog:
+    """One tenant's callers, who ask for long answers, one after the other, and keep what they get."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.answers: dict[int, list[int]] = {}
+        """Whole ones, by seed."""
+        self._tasks = [asyncio.create_task(self._caller(seed)) for seed in range(HOG_STREAMS)]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+        for task in self._tasks:
+            if not task.cancelled():
+                task.result()
+
+    async def _caller(self, seed: int) -> None:
+        tokens: list[int] = []
+        async with self._client.generate(
+            hog_prompt(seed), tenant="hog", max_tokens=HOG_TOKENS, ignore_eos=True, sampling=Sampling(seed=seed)
+        ) as stream:
+            async for event in stream:
+                if isinstance(event, Delta):
+                    assert event.first_position == len(tokens)
+                    tokens += event.token_ids
+        self.answers[seed] = tokens
+
+
+def hog_prompt(seed: int) -> list[int]:
+    return [5 + seed, 6, 7]
+
+
+async def first_token_s(client: Client, seed: int) -> float:
+    """How long a tenant that comes late waits for the first token of a short answer."""
+    began = time.monotonic()
+    first: float | None = None
+    async with client.generate([3, 4, 5 + seed], tenant="late", max_tokens=8, ignore_eos=True) as stream:
+        async for event in stream:
+            if isinstance(event, Delta) and first is None:
+                first = time.monotonic() - began
+    assert first is not None
+    return first
+
+
+async def test_a_late_tenant_gets_its_first_token_while_anothers_long_answers_hold_all_slots(tmp_path: Path) -> None:
+    """And the answers that give way to it are whole, to the token."""
+    async with hogged(tmp_path) as (client, hog):
+        waits = [await first_token_s(client, seed) for seed in range(10)]
+        assert not hog.answers, "an answer ended: the slots may have been free"
+        print(f"\nfirst tokens after {', '.join(f'{1e3 * wait:.0f}' for wait in waits)} ms")
+        # An answer takes 15 s. What is left is some steps, and whatever this machine does besides.
+        assert sorted(waits)[len(waits) // 2] < 0.5
+        assert max(waits) < 3.0
+        async with asyncio.timeout(120):
+            while len(hog.answers) < HOG_SLOTS:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+    for seed, tokens in hog.answers.items():
+        assert tokens == reference_tokens(hog_prompt(seed), None, seed, 0, HOG_TOKENS)
+
+
+async def test_without_places_beyond_the_slots_it_waits_for_an_answers_end(tmp_path: Path) -> None:
+    """What the above is compared with: it is these places that make the difference."""
+    async with hogged(tmp_path, "--parked-sequences=0") as (client, hog):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(3.0):
+                await first_token_s(client, 0)
+        assert not hog.answers
 
 
 def _percent(values: Mapping[str, float]) -> str:

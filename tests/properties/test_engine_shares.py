@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 from manylora_shared.errors import QuotaExceeded
+from manylora_shared.fair_queue import FairQueue
 from manylora_shared.ids import QosClass, RequestId, TenantId
 from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.engine import step_planner
@@ -18,7 +19,13 @@ from manylora_worker.engine.api import EngineRequest, FinishReason, Sampling
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner, reference_tokens
 from manylora_worker.engine.sequence import Sequence
-from manylora_worker.engine.step_planner import OUTPUT_TOKEN_COST, QUANTUM_TOKENS, PlannerLimits, StepPlanner
+from manylora_worker.engine.step_planner import (
+    OUTPUT_TOKEN_COST,
+    QUANTUM_TOKENS,
+    FlowSlots,
+    PlannerLimits,
+    StepPlanner,
+)
 from manylora_worker.engine.tenant_shares import TenantShare, TenantShares
 
 _BLOCK = 4
@@ -207,26 +214,125 @@ def test_a_prefill_yields_after_each_chunk() -> None:
     assert rig.tokens[short, 0], "it waited for another's whole prompt"
 
 
+@pytest.mark.parametrize(("slots", "most_steps"), [(4, 5), (QUANTUM_TOKENS, 2), (4 * QUANTUM_TOKENS, 2)])
+def test_a_newcomer_waits_for_the_next_end_of_a_quantum_and_these_are_spread(slots: int, most_steps: int) -> None:
+    """Steps from a newcomer's coming to its first token: until some quantum ends, and one for its prompt."""
+    rig = Rig.make(8000, slots, batch_tokens=slots + 256)
+    for _ in range(2 * slots):
+        rig.add(_A, 4, 1500)
+    for _ in range(100):
+        rig.step()
+    for i in range(40):
+        newcomer = rig.add(_B, 4, 1)
+        before = rig.steps
+        while newcomer not in rig.ended:
+            rig.step()
+        assert rig.steps - before <= most_steps
+        for _ in range(i % 5):
+            rig.step()
+    preemptions = rig.core.stats().preemptions
+    for _ in range(10 * QUANTUM_TOKENS):
+        rig.step()
+    # Whole quanta again, once the ends are spread: each slot changes hands once a quantum.
+    assert rig.core.stats().preemptions - preemptions <= 11 * slots
+
+
+# ---- held back
+
+
+def test_a_paused_request_leaves_its_slot_to_others_and_goes_on_where_it_stood() -> None:
+    rig = Rig.make(400, 1)
+    first = rig.add(_A, 6, 100)
+    for _ in range(5):
+        rig.step()
+    rig.core.pause(first)
+    rig.core.pause(first)
+    waiting = rig.add(_B, 4, 40)
+    for _ in range(QUANTUM_TOKENS):
+        rig.step()
+    at = len(rig.tokens[first, 0])
+    assert at <= 4 + QUANTUM_TOKENS
+    assert rig.core.flow_slots() == {(_B, QosClass.STANDARD): FlowSlots(1)}
+    while waiting not in rig.ended:
+        rig.step()
+    assert len(rig.tokens[first, 0]) == at
+    assert not rig.core.has_work()
+    assert rig.core.begin_step(0.0) is None
+    rig.core.resume(first)
+    while first not in rig.ended:
+        rig.step()
+
+
+def test_who_was_paused_gets_nothing_for_it() -> None:
+    rig = Rig.make(2000, 2)
+    mine = [rig.add(_A, 4, 1500) for _ in range(3)]
+    for _ in range(3):
+        rig.add(_B, 4, 1500)
+    for _ in range(40):
+        rig.step()
+    for request_id in mine:
+        rig.core.pause(request_id)
+    for _ in range(300):
+        rig.step()
+    for request_id in mine:
+        rig.core.resume(request_id)
+    at = rig.drawn(_A), rig.drawn(_B)
+    for _ in range(300):
+        rig.step()
+    mine_since, others_since = rig.drawn(_A) - at[0], rig.drawn(_B) - at[1]
+    assert abs(mine_since - others_since) <= 3 * 2 * QUANTUM_TOKENS
+
+
+def test_who_is_kept_by_its_own_cap_gets_nothing_for_it() -> None:
+    """a's hard cap holds one of its sequences, and it wants many; b takes what is left. When a's cap is lifted the two
+    are equals from then on."""
+    rig = Rig.make(4000, 4)
+    rig.core.set_share(_A, TenantShare(_weights(1), hard_blocks=26))
+    rig.core.set_share(_B, TenantShare(_weights(1)))
+    for _ in range(8):
+        rig.add(_A, 40, 60)
+        rig.add(_B, 4, 3000)
+    seen_capped = False
+    for _ in range(160):
+        rig.step()
+        slots = rig.core.flow_slots().get((_A, QosClass.STANDARD))
+        seen_capped |= slots is not None and slots.is_capped
+        assert rig.core.blocks_held_by(_A) <= 26
+    assert seen_capped
+    assert rig.drawn(_B) > 1.7 * rig.drawn(_A), "the cap kept nobody back: the test shows nothing"
+    rig.core.set_share(_A, TenantShare(_weights(1)))
+    for _ in range(8):
+        rig.add(_A, 4, 3000)
+    rig.step()
+    at = rig.cost(_A), rig.cost(_B)
+    for _ in range(200):
+        rig.step()
+    bound = 2 * (4 + 1) * QUANTUM_TOKENS * OUTPUT_TOKEN_COST
+    assert (rig.cost(_A) - at[0]) - (rig.cost(_B) - at[1]) <= bound
+
+
 # ---- blocks
 
 _HARD, _SOFT, _RESERVE = 20, 12, 8
 _NUM_BLOCKS = 36
 
 
-def _fight(seed: int) -> Rig:
-    """Three tenants want three times what there is. One is bounded, one has a reserve, one has nothing."""
+def _fight(seed: int, pauses: float = 0.0) -> Rig:
+    """Three tenants want three times what there is. One is bounded, one has a reserve, one has nothing. In a step a
+    request's reader stops with the probability `pauses`, and goes on some steps later."""
     rng = random.Random(seed)
     rig = Rig.make(_NUM_BLOCKS, rng.randint(3, 8))
     rig.core.set_share(_A, TenantShare(_weights(1), soft_blocks=_SOFT, hard_blocks=_HARD))
     rig.core.set_share(_B, TenantShare(_weights(rng.choice([1, 3])), soft_blocks=_SOFT, reserve_blocks=_RESERVE))
     live: list[RequestId] = []
+    paused: list[RequestId] = []
     asked: dict[RequestId, int] = {}
     """Requests of b that came while b's reserve had room for them, and when."""
     counts = dict.fromkeys((_A, _B, _C), 0)
-    while rig.core.has_work() or any(count < 14 for count in counts.values()):
+    while rig.core.has_work() or paused or any(count < 14 for count in counts.values()):
         for tenant in (_A, _B, _C):
             waiting = sum(rig.requests[r].tenant_id == tenant for r in live)
-            if counts[tenant] < 14 and waiting < 6 and rng.random() < 0.5:
+            if counts[tenant] < 14 and waiting < 7 and rng.random() < 0.5:
                 counts[tenant] += 1
                 is_alone = tenant == _B and not waiting
                 request_id = rig.add(
@@ -236,11 +342,17 @@ def _fight(seed: int) -> Rig:
                 prompt = len(rig.requests[request_id].prompt_token_ids)
                 if is_alone and -(-prompt // _BLOCK) <= _RESERVE:
                     asked[request_id] = rig.steps
+        if pauses and live and rng.random() < pauses:
+            request_id = rng.choice(live)
+            rig.core.pause(request_id)
+            paused.append(request_id)
+        while paused and (rng.random() < 0.1 or not rig.core.has_work()):
+            rig.core.resume(paused.pop(rng.randrange(len(paused))))
         rig.step()
         assert rig.core.blocks_held_by(_A) <= _HARD, "the hard cap was passed"
         live = [r for r in live if r not in rig.ended]
         for request_id, since in list(asked.items()):
-            if rig.is_admitted(request_id):
+            if rig.is_admitted(request_id) or request_id in paused:
                 del asked[request_id]
             else:
                 assert rig.steps - since <= QUANTUM_TOKENS + 1, "the reserve was not honoured within a quantum"
@@ -261,6 +373,12 @@ def test_three_tenants_fight_for_a_third_of_what_they_need(seed: int) -> None:
         # A further choice computes the prompt's last token once more.
         assert tokens.prompt_tokens == sum(len(r.prompt_token_ids) + r.n - 1 for r in mine), "recompute was charged"
         assert tokens.output_tokens == sum(r.max_tokens * r.n for r in mine)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_and_with_readers_that_stop_and_go_on(seed: int) -> None:
+    rig = _fight(seed, pauses=0.2)
+    assert rig.core.stats().blocks_free == rig.core.stats().blocks_total
 
 
 def test_what_can_never_fit_its_tenants_cap_is_refused() -> None:
@@ -391,6 +509,14 @@ def _charges_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sequence, "num_new_tokens", lambda self, num_tokens: num_tokens)
 
 
+def _keeps_the_credit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FairQueue, "forgo", lambda self, flow: None)
+
+
+def _ends_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepPlanner, "_spread", lambda self, most: most)
+
+
 def _fights() -> None:
     for seed in range(25):
         test_three_tenants_fight_for_a_third_of_what_they_need(seed)
@@ -403,6 +529,10 @@ def _no_quanta(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _ignores_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TenantShares, "weight", lambda self, flow: 1)
+
+
+def _newcomers() -> None:
+    test_a_newcomer_waits_for_the_next_end_of_a_quantum_and_these_are_spread(QUANTUM_TOKENS, 2)
 
 
 def _shares_slots() -> None:
@@ -419,6 +549,8 @@ def _shares_slots() -> None:
         (_charges_recompute, _fights),
         (_no_quanta, _shares_slots),
         (_ignores_weights, _shares_slots),
+        (_keeps_the_credit, test_who_is_kept_by_its_own_cap_gets_nothing_for_it),
+        (_ends_together, _newcomers),
     ],
 )
 def test_a_mutant_fails(

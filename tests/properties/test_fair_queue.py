@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manylora_shared import fair_queue
 from manylora_shared.fair_queue import TAG_SCALE, ArrivalQueue, FairQueue, Pick, Rank, Share
+from manylora_shared.flow_order import FlowOrder
 
 from tests.properties import fair_queue_suite as suite
 
@@ -438,3 +439,88 @@ def test_in_order_of_arrival_the_first_that_fits_is_next(data: st.DataObject) ->
                 queue.dispatch(pick, 10)
                 waiting.remove(expected)
         queue.check_invariants()
+
+
+# ---- what depends on the flow and not on the need
+
+
+def _queue_of(tags: dict[str, int], needs: dict[str, str] | None = None) -> FairQueue[str, int]:
+    """Flows with one queued item each (its number: the flow's place in `tags`), whose tags are these costs."""
+    queue: FairQueue[str, int] = FairQueue()
+    for number, flow in enumerate(tags):
+        queue.push(number, flow, share=Share(1), need=(needs or {}).get(flow, ""), rank=Rank(0, 0, number))
+    queue.count("worker", tags, lambda flow: Share(1))
+    return queue
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_the_first_flows_are_the_least_whatever_they_need(data: st.DataObject) -> None:
+    order: FlowOrder[int] = FlowOrder()
+    keys: dict[int, int] = {}
+    for _ in range(data.draw(st.integers(1, 60))):
+        flow = data.draw(st.integers(0, 15))
+        if data.draw(st.integers(0, 4)):
+            keys[flow] = data.draw(st.integers(0, 9))
+            order.put(flow, keys[flow], flow, data.draw(st.sampled_from("abc")))
+        else:
+            keys.pop(flow, None)
+            order.drop(flow)
+    limit = data.draw(st.integers(1, 8))
+    assert [place[2] for place in order.first_flows(limit)] == sorted(keys, key=lambda f: (keys[f], f))[:limit]
+
+
+def test_flows_are_asked_one_by_one_in_order_though_they_need_the_same() -> None:
+    queue = _queue_of({"a": 30, "b": 10, "c": 20, "d": 40})
+    asked: list[str] = []
+
+    def fits(flow: str, item: int) -> bool | None:
+        asked.append(flow)
+        return True if flow == "a" else None
+
+    assert queue.select_one_by_one(fits, 0, limit=2) is None
+    assert asked == ["b", "c"]
+    pick = queue.select_one_by_one(fits, 0, limit=3)
+    assert pick is not None
+    assert (pick.item, pick.floor) == (0, 10 * TAG_SCALE), "the clock passes none of those that are queued"
+    queue.dispatch(pick, 5)
+    assert queue.virtual_time == 10 * TAG_SCALE
+    queue.check_invariants()
+
+
+def test_a_flow_apart_answers_for_itself_alone() -> None:
+    queue = _queue_of({"a": 10, "b": 20})
+    not_a = lambda item: True if item != 0 else None  # noqa: E731
+    assert queue.select(not_a, 0) is None, "equal needs are placed alike"
+    queue.set_apart("a", is_apart=True)
+    pick = queue.select(not_a, 0)
+    assert pick is not None
+    assert (pick.item, pick.passed_over) == (1, 0)
+    queue.check_invariants()
+    queue.set_apart("a", is_apart=False)
+    assert queue.select(not_a, 0) is None
+
+
+def test_who_forgoes_begins_at_the_clock_and_never_falls() -> None:
+    queue = _queue_of({"a": 10, "b": 100, "c": 500}, needs={"a": "much"})
+    pick = queue.select(lambda item: True if item == 1 else None, 0)
+    assert pick is not None
+    queue.dispatch(pick, 1)
+    assert queue.virtual_time == 100 * TAG_SCALE
+    assert queue.tag_of("a") == 10 * TAG_SCALE
+    for flow in ("a", "c", "unknown"):
+        queue.forgo(flow)
+    assert queue.tag_of("a") == 100 * TAG_SCALE
+    assert queue.tag_of("c") == 500 * TAG_SCALE
+    queue.check_invariants()
+
+
+def test_a_lead_is_counted_in_the_leaders_cost() -> None:
+    queue: FairQueue[str, int] = FairQueue()
+    for number, (flow, weight) in enumerate((("heavy", 10), ("light", 1))):
+        queue.push(number, flow, share=Share(weight), need="", rank=Rank(0, 0, number))
+    queue.count("worker", {"heavy": 100}, lambda flow: Share(10))
+    assert queue.is_ahead("heavy", "light", 99)
+    assert not queue.is_ahead("heavy", "light", 100)
+    assert not queue.is_ahead("light", "heavy", 0)
+    assert not queue.is_ahead("unknown", "light", 0)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from manylora_scheduler.core import Core, CoreLimits, Order
 from manylora_scheduler.events import Command, Enqueued, Event, RouterConnected, SendGrant, WorkerJoined, WorkerReported
-from manylora_scheduler.fleet import FlowTokens, Residency, StartedRequest, WorkerReport
+from manylora_scheduler.fleet import FlowLoad, FlowTokens, Residency, StartedRequest, WorkerReport
 from manylora_scheduler.request import FlowKey, QueuedRequest
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
 
@@ -57,7 +57,10 @@ def report(
     started: Iterable[StartedRequest] = (),
     finished: Iterable[str] = (),
     flows: Mapping[FlowKey, FlowTokens] | None = None,
+    most: int = 0,
+    loads: Mapping[str, tuple[int, int, int]] | None = None,
 ) -> WorkerReport:
+    """loads: by tenant, (slotted, ready, held)."""
     return WorkerReport(
         snapshot=snapshot,
         sequence_slots=slots,
@@ -70,6 +73,8 @@ def report(
         started=tuple(started),
         finished=tuple(RequestId(r) for r in finished),
         flows=flows or {},
+        max_sequences=most,
+        loads={flow(tenant): FlowLoad(*load) for tenant, load in (loads or {}).items()},
     )
 
 

@@ -1,13 +1,15 @@
 """The core against a small true world: routers that answer grants, workers that run and report late, and faults.
 
-The world knows what really runs; the core only hears of it. Checked after every step: no worker ever has more than its
-slots granted and running; every enqueue gets exactly one answer; room is used while somebody can use it.
+The world knows what really runs; the core only hears of it. Checked after every step: no worker ever has more granted
+and running than it takes, and beyond its slots nothing is granted of whose flow something waits there; every enqueue
+gets exactly one answer; room is used while somebody can use it.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -32,7 +34,7 @@ from manylora_scheduler.events import (
     WorkerLeft,
     WorkerReported,
 )
-from manylora_scheduler.fleet import FlowTokens, Residency, StartedRequest
+from manylora_scheduler.fleet import FlowLoad, FlowTokens, Residency, StartedRequest
 from manylora_scheduler.request import FlowKey, QueuedRequest
 from manylora_shared.errors import Code
 from manylora_shared.ids import QosClass, RequestId, RouterId, TenantId, WorkerId
@@ -63,14 +65,20 @@ class TrueWorker:
     name: str
     slots: int
     blocks: int
+    places: int = 0
+    """Beyond the slots."""
     generation: int = 0
     up: bool = False
     connected: bool = False
     running: dict[RequestId, int] = field(default_factory=dict)
+    held: dict[RequestId, None] = field(default_factory=dict)
+    """Of these, those that cannot use a slot."""
     flows: dict[FlowKey, FlowTokens] = field(default_factory=dict)
     new: list[StartedRequest] = field(default_factory=list)
     gone: list[RequestId] = field(default_factory=list)
     dirty: bool = False
+    reported: dict[FlowKey, None] = field(default_factory=dict)
+    """Flows of which it has reported sequences."""
 
     @property
     def address(self) -> str:
@@ -79,6 +87,24 @@ class TrueWorker:
     @property
     def used(self) -> int:
         return sum(self.running.values())
+
+    def loads(self, flow_of: Mapping[RequestId, FlowKey], start: int) -> dict[FlowKey, FlowLoad]:
+        """Slots go round: they are given out from the `start`-th request on."""
+        slots, loads = self.slots, dict.fromkeys(self.reported, FlowLoad(0, 0, 0))
+        order = list(self.running.items())
+        start %= max(1, len(order))
+        for request_id, sequences in [*order[start:], *order[:start]]:
+            flow = flow_of[request_id]
+            load = loads.get(flow, FlowLoad(0, 0, 0))
+            if request_id in self.held:
+                load = load._replace(held=load.held + sequences)
+            else:
+                slotted = min(slots, sequences)
+                slots -= slotted
+                load = FlowLoad(load.slotted + slotted, load.ready + sequences - slotted, load.held)
+            loads[flow] = load
+        self.reported = {flow: None for flow, load in loads.items() if any(load)}
+        return loads
 
 
 class World(RuleBasedStateMachine):
@@ -92,10 +118,17 @@ class World(RuleBasedStateMachine):
         self.answers: dict[RequestId, int] = {}
         self.next_id = 0
         self.workers: dict[str, TrueWorker] = {}
+        self.told: dict[str, dict[FlowKey, FlowLoad]] = {}
+        """What each worker said last."""
+        self.reports = 0
 
-    @initialize(sizes=st.lists(st.tuples(st.integers(1, 6), st.integers(2, 20)), min_size=1, max_size=3))
-    def build(self, sizes: list[tuple[int, int]]) -> None:
-        self.workers = {f"w{i}": TrueWorker(f"w{i}", slots, blocks) for i, (slots, blocks) in enumerate(sizes)}
+    @initialize(
+        sizes=st.lists(
+            st.tuples(st.integers(1, 6), st.integers(2, 20), st.sampled_from([0, 1, 6])), min_size=1, max_size=3
+        )
+    )
+    def build(self, sizes: list[tuple[int, int, int]]) -> None:
+        self.workers = {f"w{i}": TrueWorker(f"w{i}", *size) for i, size in enumerate(sizes)}
         for router in ROUTERS:
             self.router_connects(router)
         self.worker_up("w0")
@@ -125,7 +158,15 @@ class World(RuleBasedStateMachine):
                 assert worker.connected
                 pending = [a for a in self.asked.values() if a.state == "granted" and a.address == worker.address]
                 known = worker.used + sum(a.request.sequences for a in pending)
-                assert known <= worker.slots, f"{worker.name} has {worker.slots} slots and gets {known}"
+                most = worker.slots + worker.places
+                assert known <= most, f"{worker.name} takes {most} sequences and gets {known}"
+                used = known - sum(load.held for load in self.told[worker.name].values())
+                if used > worker.slots:
+                    flow = command.request.flow
+                    others = [a for a in pending if a is not asked and a.request.flow == flow]
+                    assert not others, "another of the flow was granted, and may be waiting"
+                    load = self.told[worker.name].get(flow)
+                    assert load is None or not load.ready, "something of the flow waits there"
 
     def close(self, asked: Asked, *, reached: bool) -> None:
         session = self.sessions[asked.request.router_id]
@@ -151,7 +192,12 @@ class World(RuleBasedStateMachine):
             started=started,
             finished=[] if snapshot else worker.gone,
             flows=worker.flows,
+            most=worker.slots + worker.places,
         )
+        self.reports += 1
+        loads = worker.loads({r: a.request.flow for r, a in self.asked.items()}, self.reports)
+        what = replace(what, loads=loads)
+        self.told[worker.name] = loads
         worker.new, worker.gone, worker.dirty = [], [], False
         self.apply(WorkerReported(WorkerId(worker.name), what))
 
@@ -163,6 +209,7 @@ class World(RuleBasedStateMachine):
 
     def end_on_worker(self, asked: Asked, tokens: int) -> None:
         worker = self.workers[asked.worker]
+        worker.held.pop(asked.request.request_id, None)
         if worker.running.pop(asked.request.request_id, None) is not None:
             before = worker.flows.get(asked.request.flow, FlowTokens(0, 0))
             worker.flows[asked.request.flow] = FlowTokens(
@@ -241,6 +288,17 @@ class World(RuleBasedStateMachine):
             self.end_on_worker(asked, tokens)
             asked.state = "ended"
 
+    @rule(data=st.data(), is_held=st.booleans())
+    def reader_stops_or_goes_on(self, data: st.DataObject, is_held: bool) -> None:
+        asked = self.pick(data, "running")
+        if asked is not None and asked.request.request_id in self.workers[asked.worker].running:
+            worker = self.workers[asked.worker]
+            if is_held:
+                worker.held[asked.request.request_id] = None
+            else:
+                worker.held.pop(asked.request.request_id, None)
+            worker.dirty = True
+
     @rule(data=st.data())
     def router_is_done(self, data: st.DataObject) -> None:
         asked = self.pick(data, "ended")
@@ -284,6 +342,7 @@ class World(RuleBasedStateMachine):
             return
         worker.up = worker.connected = worker.dirty = False
         worker.running, worker.flows, worker.new, worker.gone = {}, {}, [], []
+        worker.held, worker.reported = {}, {}
         for asked in self.asked.values():
             if asked.worker == name and asked.state in ("running", "ended"):
                 asked.state = "ended"

@@ -86,7 +86,7 @@ def test_every_choice_has_room_and_is_under_the_cap(data: st.DataObject) -> None
     assert (found is None) == (fleet.num_open == 0)
     if found is not None:
         cap = max(load_cap(fleet), found.sequence_slots // 4)
-        assert found.used_sequences + 1 <= min(cap, found.sequence_slots)
+        assert found.slotted_sequences + 1 <= min(cap, found.sequence_slots)
 
 
 def test_of_an_adapter_that_everybody_has_the_least_loaded_open_workers_are_looked_at() -> None:

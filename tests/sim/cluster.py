@@ -45,6 +45,7 @@ MAX_CONTEXT_TOKENS = 160
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
 SLOTS = 5
+PARKED = 4
 STEP_S = 0.02
 MODEL = ModelInfo("tiny", "digest", "none", VOCAB_SIZE, MAX_CONTEXT_TOKENS, (EOS,), kv_block_bytes=1 << 20)
 TENANTS = {"acme": (8, 4, 1), "bolt": (4, 2, 1), "crux": (1, 1, 1)}
@@ -288,6 +289,7 @@ class Cluster:
             worker_id=process.name,
             lease_ttl_s=LEASE_TTL_S,
             sequence_slots=SLOTS,
+            parked_sequences=PARKED,
             max_batch_tokens=32,
             prefill_chunk_tokens=16,
             block_size=BLOCK_SIZE,

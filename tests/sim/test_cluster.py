@@ -12,11 +12,24 @@ from dataclasses import replace
 import pytest
 from manylora.v1 import common_pb2
 from manylora_shared.simulation.loop import SimRun, run
+from manylora_worker.engine.fake_runner import reference_tokens
+from manylora_worker.engine.step_planner import QUANTUM_TOKENS
 
 from tests.sim import validate
-from tests.sim.cluster import LEAVING_ADAPTER, SLOTS, TENANTS, Cluster, adapters_of
+from tests.sim.cluster import (
+    EOS,
+    EOS_ONE_IN,
+    LEAVING_ADAPTER,
+    PARKED,
+    SLOTS,
+    STEP_S,
+    TENANTS,
+    VOCAB_SIZE,
+    Cluster,
+    adapters_of,
+)
 from tests.sim.faults import Faults
-from tests.sim.traffic import Traffic
+from tests.sim.traffic import Call, Traffic
 
 CHAOS_S = 14.0
 SETTLE_S = 8.0
@@ -90,16 +103,22 @@ def test_without_faults_every_call_ends_as_it_should() -> None:
         await cluster.start()
         traffic = Traffic(cluster, 0)
 
+        most = 0
+
         async def watch_room() -> None:
+            nonlocal most
             while True:
                 for engine in cluster.engines:
-                    assert engine.runtime.view.unfinished_sequences <= SLOTS, "a worker got more than it has room for"
+                    there = engine.runtime.view.unfinished_sequences
+                    assert there <= SLOTS + PARKED, "a worker got more than it takes"
+                    most = max(most, there)
                 await asyncio.sleep(0.001)
 
         watching = [asyncio.create_task(watch_room()), asyncio.create_task(cluster.watch())]
         await traffic.run(10.0, calls=200)
         await traffic.all_ended(END_S)
         assert not any(task.done() for task in watching)
+        assert most > SLOTS, "nobody was parked: the seed shows less than it should"
         validate.check_calls(cluster, traffic.calls)
         outcomes: dict[int, int] = {}
         for call in traffic.calls:
@@ -114,6 +133,64 @@ def test_without_faults_every_call_ends_as_it_should() -> None:
         validate.check_engines(cluster)
 
     run(main(), seed=0, limit_s=600.0)
+
+
+def test_who_comes_to_workers_full_of_long_answers_has_its_first_token_within_some_steps() -> None:
+    """The longest answers of one tenant are in every slot, and more of them wait; another's calls come one by one. None
+    waits for an answer's end, and no token of the interrupted answers is lost, repeated or changed."""
+
+    async def main() -> None:
+        cluster = Cluster(5)
+        await cluster.start()
+        traffic = Traffic(cluster, 5)
+
+        def call(tenant: str, number: int, max_tokens: int) -> Call:
+            made = traffic.plain(tenant)
+            made.adapter, made.n, made.qos_class, made.is_greedy = "", 1, "standard", False
+            made.prompt, made.max_tokens, made.seed = [10 + number % 200, 7, 9], max_tokens, number
+            return made
+
+        long = [call("bolt", number, 140) for number in range(200) if _length(number) > 100][:30]
+        assert len(long) == 30
+        for each in long:
+            traffic.begin(each)
+        await asyncio.sleep(0.5)
+        assert all(engine.core.stats().running_sequences == SLOTS for engine in cluster.engines)
+        waits: list[float] = []
+        for number in range(12):
+            late = call("crux", 1000 + number, 4)
+            traffic.begin(late)
+            while late.ended_at is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            first = next(t for t, f in zip(late.frame_times, late.frames, strict=True) if f.HasField("delta"))
+            waits.append(first - late.began_at)
+        assert not any(each.ended_at for each in long[:3]), "the slots were free: this shows nothing"
+        # An answer takes 100 steps and more. KV is short too, so a step may go by until somebody's blocks are free; a
+        # step takes up to two STEP_S.
+        assert max(waits) <= QUANTUM_TOKENS * 2 * STEP_S, waits
+        await traffic.all_ended(END_S)
+        validate.check_calls(cluster, traffic.calls)
+        await asyncio.sleep(REST_S)
+        validate.check_at_rest(cluster)
+        validate.check_engines(cluster)
+
+    run(main(), seed=5, limit_s=600.0)
+
+
+def _length(number: int) -> int:
+    """Of the answer that the test above gets."""
+    tokens = reference_tokens(
+        [10 + number % 200, 7, 9],
+        None,
+        number,
+        0,
+        140,
+        vocab_size=VOCAB_SIZE,
+        eos_token_id=EOS,
+        eos_one_in=EOS_ONE_IN,
+        stop_token_ids=[EOS],
+    )
+    return len(tokens)
 
 
 def test_a_cancelled_call_frees_its_work_at_once() -> None:

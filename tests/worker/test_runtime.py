@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import pytest
 from manylora_shared.errors import AlreadyExists, InvalidRequest, Overloaded, ServiceUnavailable
 from manylora_shared.simulation import loop as simulation
+from manylora_worker import runtime
 from manylora_worker.engine.api import AdapterTier, Sampled, StepBatch
 from manylora_worker.engine.fake_runner import FakeRunner, reference_tokens
-from manylora_worker.runtime import MAX_UNREAD_TOKENS, EndKind, OutputStream, StreamEnd
+from manylora_worker.runtime import PAUSE_UNREAD_TOKENS, EndKind, OutputStream, StreamEnd
 
 from tests.worker.worker_fakes import UID, Engine, config, eventually, make_engine, request
 
@@ -43,7 +44,7 @@ async def test_outputs_are_the_references(is_threaded: bool) -> None:
 
 
 async def test_refusals(is_threaded: bool) -> None:
-    engine = make_engine(config(sequence_slots=1), threaded=is_threaded)
+    engine = make_engine(config(sequence_slots=1, parked_sequences=0), threaded=is_threaded)
     engine.runtime.start()
     long = request("long", max_tokens=5000)
     streams = [engine.runtime.submit(long)]
@@ -78,15 +79,40 @@ async def test_abort_and_stop_choice_take_effect(is_threaded: bool) -> None:
     engine.assert_empty()
 
 
-async def test_a_slow_reader_is_cut_off_and_its_unread_output_is_bounded(is_threaded: bool) -> None:
+async def test_a_slow_reader_is_paused_and_goes_on_where_it_stood(is_threaded: bool) -> None:
+    engine = make_engine(config(sequence_slots=2), threaded=is_threaded, step_s=0.0)
+    engine.runtime.start()
+    wanted = PAUSE_UNREAD_TOKENS + 500
+    streams = [engine.runtime.submit(request(f"r{i}", max_tokens=wanted, n=2)) for i in range(2)]
+    await eventually(lambda: all(stream.is_paused for stream in streams))
+    await eventually(lambda: engine.runtime.view.stats.running_sequences == 0)
+    # Both slots are free though no request has ended, and the thread sleeps.
+    (flow,) = engine.runtime.view.loads()
+    assert engine.runtime.view.loads() == {flow: (0, 0, 4)}
+    assert not engine.core.has_work()
+    other = engine.runtime.submit(request("other", max_tokens=20))
+    assert (await drain(other))[1].kind is EndKind.COMPLETED
+    for stream in streams:
+        tokens, end = await drain(stream)
+        assert end.kind is EndKind.COMPLETED
+        for choice in range(2):
+            assert tokens[choice] == reference_tokens(stream.request.prompt_token_ids, None, 3, choice, wanted)
+    await engine.runtime.stop()
+    engine.assert_empty()
+
+
+async def test_who_does_not_read_for_too_long_is_cut_off_and_what_is_unread_is_bounded(
+    is_threaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "MAX_PAUSE_S", 0.2)
     engine = make_engine(config(), threaded=is_threaded, step_s=0.0)
     engine.runtime.start()
-    stream = engine.runtime.submit(request(max_tokens=MAX_UNREAD_TOKENS + 500))
+    stream = engine.runtime.submit(request(max_tokens=PAUSE_UNREAD_TOKENS + 4000))
     await eventually(lambda: stream.is_ended)
     tokens, end = await drain(stream)
     assert end.kind is EndKind.SLOW_READER
-    assert str(MAX_UNREAD_TOKENS) in end.message
-    assert len(tokens[0]) == MAX_UNREAD_TOKENS
+    assert f"{PAUSE_UNREAD_TOKENS} tokens" in end.message
+    assert PAUSE_UNREAD_TOKENS <= len(tokens[0]) < PAUSE_UNREAD_TOKENS + 1000
     await engine.runtime.stop()
     engine.assert_empty()
 

@@ -17,6 +17,7 @@ from manylora_shared.simulation import loop as simulation
 from manylora_shared.telemetry import Attribute, SpanName, Telemetry
 from manylora_shared.transport.base import Stream
 from manylora_shared.transport.grpc_transport import GrpcTransport
+from manylora_worker import runtime
 from manylora_worker.engine.api import AdapterTier
 from manylora_worker.engine.fake_runner import reference_tokens
 from manylora_worker.validation import FakeValidator
@@ -245,14 +246,15 @@ def test_frames_are_fewer_than_tokens_when_streams_are_many() -> None:
     simulation.run(main(), seed=1)
 
 
-async def test_a_reader_that_does_not_read_is_cut_off() -> None:
+async def test_a_reader_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "MAX_PAUSE_S", 0.3)
     async with running_worker(step_s=0.0) as worker:
         stream = worker.execute(message(max_tokens=8000, sampling=common_pb2.SamplingParams(seed=1, top_logprobs=20)))
         await eventually(lambda: bool(worker.engine.runtime.view.running))
         await eventually(lambda: not worker.engine.runtime.view.running)
         result = await collect(stream)
         assert result.finished.outcome == common_pb2.OUTCOME_SLOW_READER
-        assert 4096 <= len(result.tokens[0]) < 8000
+        assert runtime.PAUSE_UNREAD_TOKENS <= len(result.tokens[0]) < 8000
 
 
 # -- Control

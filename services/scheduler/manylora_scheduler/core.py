@@ -7,7 +7,8 @@ leadership: the next one gets the clock's snapshot, the workers' counters and sn
 
 What it promises:
 
-* never more sequences or prompt blocks on a worker than it said it has room for (as of its last report);
+* never more sequences on a worker than it said it takes, and never more in its slots, or more prompt blocks, than it
+  said are free (as of its last report), but for flows that are behind: see `dispatch`;
 * every enqueued request gets exactly one answer (a grant or a refusal), unless it is withdrawn or its router goes;
   a repeated enqueue of a request that is queued changes nothing, of one that holds a live grant repeats that grant;
 * room never stays empty while a queued request could use it, but for requests behind another in their own flow and for
@@ -78,7 +79,8 @@ MAX_RETRY_AFTER_S = 30.0
 MAX_DEPARTED = 1024
 
 Order = Literal["fair", "arrival"]
-"""fair: by the fair queue's tags. arrival: first come, first served over all tenants, for comparison."""
+"""fair: by the fair queue's tags. arrival: first come, first served over all tenants, for comparison: who was granted
+holds a slot to its end."""
 
 
 @dataclass(frozen=True)
@@ -110,12 +112,13 @@ class Core:
         self, limits: CoreLimits | None = None, predecessor: ClockSnapshot | None = None, order: Order = "fair"
     ) -> None:
         self._limits = limits or CoreLimits()
+        self._order = order
         kind: type[FairQueue[FlowKey, int]] = FairQueue if order == "fair" else ArrivalQueue
         self._queue = kind(aging_per_s=AGING_PER_S)
         self._fleet = Fleet()
         self._tickets = Tickets()
         self._flows = Flows()
-        self._dispatch = Dispatch(self._queue, self._fleet, self._tickets)
+        self._dispatch = Dispatch(self._queue, self._fleet, self._tickets, goes_beyond=order == "fair")
         self._succession = Succession(self._queue, predecessor)
         self._timers: Timers[tuple[str, *tuple[object, ...]]] = Timers()
         self._routers: dict[RouterId, int] = {}
@@ -218,6 +221,8 @@ class Core:
             since_us=to_us(ticket.enqueued_at),
             urgent_us=urgent_us_of(ticket),
         )
+        if self._dispatch.is_held(request.flow):
+            self._queue.set_apart(request.flow, is_apart=True)
         if request.deadline is not None:
             self._timers.set(("deadline", ticket.number), request.deadline)
         self._timers.set_after(("unserved", ticket.number), self._now, self._limits.worker_wait_s)
@@ -324,6 +329,7 @@ class Core:
             self._end_ticket(ticket)
         for number in worker.adopted():
             self._succession.end(number)
+        self._dispatch.note_held(worker_id, ())
         self._departed[worker_id] = worker.address
         if len(self._departed) > MAX_DEPARTED:
             gone = next(iter(self._departed))
@@ -359,7 +365,8 @@ class Core:
             if ticket is not None:
                 self._flows.known(ticket.request.flow).estimate.count_finished()
                 self._end_ticket(ticket)
-        worker.fold_capacity(report)
+        worker.fold_capacity(report, with_loads=self._order == "fair")
+        self._dispatch.note_held(worker.worker_id, worker.held_flows())
         self._fleet.update(worker)
 
     def _settle(self, worker: WorkerView, report: WorkerReport) -> None:

@@ -2,25 +2,41 @@
 
 Pure; written by the core alone. Owns the held worker (a request that was passed over `HOLD_AFTER_PASSES` times because
 nothing had room for it gets one worker reserved until it fits, or until one of equal need that is before it in the
-order by then does) and which workers a router could not reach lately.
+order by then does), which workers a router could not reach lately, and which flows have held sequences on some worker.
+
+Where nothing fits into free room, a request may be granted *beyond* it (`_beyond`), so that whoever is behind gets into
+the workers' decode loop, where slots change hands at each quantum's end: of the first flows in the order, the first
+that on some worker with spare places
+
+* has nothing that waits there for a slot, nothing granted that was not reported yet (more would only be parked), and
+  held sequences for a quarter of the slots at most;
+* is behind: a flow with a slot there is ahead of it by more than a quantum, as the scheduler's clock has it.
+
+So a flow comes to as many sequences as it can keep in slots by its share, and one more; flows that are equal take turns
+as far as there are spare places. The rule is the "admit beyond the slots only the flow with the least virtual
+time that has no ready unit"; admitting more freely fills the KV with parked sequences, and they are computed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from manylora_shared.fair_queue import FairQueue, Pick
 from manylora_shared.ids import RouterId, WorkerId
 
 from manylora_scheduler.fleet import Fleet, WorkerView
-from manylora_scheduler.placement import choose
+from manylora_scheduler.placement import choose, choose_spare
 from manylora_scheduler.request import FlowKey, Need, QueuedRequest, need_of, to_us
 from manylora_scheduler.tickets import Tickets
 
 UNREACHED_PAUSE_S = (0.25, 0.5, 1.0, 2.0)
 """How long a worker gets nothing from a router that could not reach it, by failures in a row."""
 HOLD_AFTER_PASSES = 16
+LEAD_COST = 32
+"""Cost of a decode quantum of 16 tokens: who is ahead by less loses its slot to nobody for it."""
+_MAX_BEHIND = 8
+"""So many flows are asked whether one of them is to be granted beyond the free room."""
 
 
 @dataclass(slots=True)
@@ -39,7 +55,18 @@ class _Hold:
 
 
 class Dispatch:
-    def __init__(self, queue: FairQueue[FlowKey, int], fleet: Fleet, tickets: Tickets) -> None:
+    """
+    Args:
+        goes_beyond: whether requests are granted beyond free room.
+    """
+
+    def __init__(
+        self, queue: FairQueue[FlowKey, int], fleet: Fleet, tickets: Tickets, *, goes_beyond: bool = True
+    ) -> None:
+        self._goes_beyond = goes_beyond
+        self._held: dict[FlowKey, dict[WorkerId, None]] = {}
+        """Flows with held sequences, and where."""
+        self._held_on: dict[WorkerId, dict[FlowKey, None]] = {}
         self._queue = queue
         self._fleet = fleet
         self._tickets = tickets
@@ -51,19 +78,38 @@ class Dispatch:
 
     def next_pick(self, now: float) -> Pick[int, WorkerView] | None:
         """The ticket that is to be granted next and its worker; None where nothing more can be granted now."""
-        if not self._queue.num_queued or not self._fleet.num_open or self._queue.is_restoring:
+        fleet = self._fleet
+        if not self._queue.num_queued or not (fleet.num_open or fleet.num_spare) or self._queue.is_restoring:
             return None
 
         self._now = now
-        pick = self._queue.select(self._place, to_us(now))
-        if pick is not None:
-            self._count_pass(pick)
-        return pick
+        if fleet.num_open:
+            pick = self._queue.select(self._place, to_us(now))
+            if pick is not None:
+                self._count_pass(pick)
+                return pick
+        if self._goes_beyond and fleet.num_spare:
+            return self._queue.select_one_by_one(self._beyond, to_us(now), limit=_MAX_BEHIND)
+        return None
 
     def _place(self, number: int) -> WorkerView | None:
         """The worker on which a ticket could start now."""
         request = self._tickets[number].request
         return choose(request, self._fleet, self._allows(request))
+
+    def _beyond(self, flow: FlowKey, number: int) -> WorkerView | None:
+        """The worker on which a ticket may be granted though nothing is free for it."""
+        request = self._tickets[number].request
+        allows, queue = self._allows(request), self._queue
+
+        def allowed(worker: WorkerView) -> bool:
+            load = worker.load_of(flow)
+            if load.ready or worker.has_granted(flow) or load.held > worker.sequence_slots // 4:
+                return False
+            front = worker.front(queue.tag_of)
+            return front is not None and queue.is_ahead(front, flow, LEAD_COST) and allows(worker)
+
+        return choose_spare(request, self._fleet, allowed)
 
     def _allows(self, request: QueuedRequest) -> Callable[[WorkerView], bool]:
         """Whether a request may go to a worker, were there room."""
@@ -99,6 +145,30 @@ class Dispatch:
             self._hold = _Hold(first, min(able, key=missing).worker_id, need_of(request))
 
     # ---- what others tell it
+
+    def note_held(self, worker_id: WorkerId, flows: Iterable[FlowKey]) -> None:
+        """The flows that have held sequences on a worker, as of now. They are placed by themselves: what room there is
+        depends on them (`WorkerView.can_take`). A flow that has none left anywhere begins at the clock: while it was
+        held up by its own doing it was not backlogged, and it keeps no credit of that time."""
+        before = self._held_on.pop(worker_id, {})
+        now = dict.fromkeys(flows)
+        if now:
+            self._held_on[worker_id] = now
+        for flow in now:
+            if flow not in before:
+                self._held.setdefault(flow, {})[worker_id] = None
+                self._queue.set_apart(flow, is_apart=True)
+        for flow in before:
+            if flow not in now:
+                del self._held[flow][worker_id]
+                if not self._held[flow]:
+                    del self._held[flow]
+                    self._queue.set_apart(flow, is_apart=False)
+                    self._queue.forgo(flow)
+
+    def is_held(self, flow: FlowKey) -> bool:
+        """Whether the flow has held sequences on some worker."""
+        return flow in self._held
 
     def left_queue(self, number: int) -> None:
         if self._hold is not None and self._hold.number == number:
@@ -140,6 +210,12 @@ class Dispatch:
         if self._hold is not None:
             assert self._hold.number in queued
             assert self._fleet.get(self._hold.worker_id) is not None
+        assert {w.worker_id: dict.fromkeys(w.held_flows()) for w in self._fleet.workers if w.held_flows()} == (
+            self._held_on
+        )
+        held = {(flow, worker_id) for worker_id, flows in self._held_on.items() for flow in flows}
+        assert held == {(flow, worker_id) for flow, workers in self._held.items() for worker_id in workers}
+        assert all(self._held.values())
 
 
 def _allow_all(worker: WorkerView) -> bool:

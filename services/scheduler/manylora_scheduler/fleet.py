@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -44,6 +44,19 @@ class FlowTokens:
     output_tokens: int
 
 
+class FlowLoad(NamedTuple):
+    """A flow's unfinished sequences on a worker."""
+
+    slotted: int
+    ready: int
+    """Without a slot, and others are why."""
+    held: int
+    """Without a slot and unable to use one, by their own tenant's doing (worker.proto)."""
+
+
+NO_LOAD = FlowLoad(0, 0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
     """One report of a worker. Meaning as in worker.proto."""
@@ -61,6 +74,9 @@ class WorkerReport:
     started: tuple[StartedRequest, ...] = ()
     finished: tuple[RequestId, ...] = ()
     flows: Mapping[FlowKey, FlowTokens] = field(default_factory=dict)
+    max_sequences: int = 0
+    loads: Mapping[FlowKey, FlowLoad] = field(default_factory=dict)
+    """Of the flows that changed; in a snapshot of all that have some."""
 
 
 @dataclass(slots=True)
@@ -132,6 +148,12 @@ class WorkerView:
         self._holders = holders
         self._granted_sequences = 0
         self._granted_blocks = 0
+        self._max_sequences = 0
+        self._loads: dict[FlowKey, FlowLoad] = {}
+        """Of the flows that have unfinished sequences there."""
+        self._held_sequences = 0
+        self._granted_by_flow: dict[FlowKey, int] = {}
+        self._front: FlowKey | None = None
         self._assigned: dict[AdapterUid, int] = {}
         """Live tickets by adapter."""
 
@@ -143,12 +165,47 @@ class WorkerView:
 
     @property
     def used_sequences(self) -> int:
+        """All that are there or granted."""
         return self.running_sequences + self._granted_sequences
 
     @property
+    def slotted_sequences(self) -> int:
+        """Those that use a slot, or could: all but the held ones."""
+        return self.running_sequences + self._granted_sequences - self._held_sequences
+
+    @property
     def free_sequences(self) -> int:
-        free = self.sequence_slots - self.running_sequences - self._granted_sequences
-        return free if free > 0 else 0
+        """Slots that are free. Sequences whose own tenants hold them up use none."""
+        free = self.sequence_slots - self.slotted_sequences
+        return max(0, min(free, self.spare_sequences))
+
+    @property
+    def spare_sequences(self) -> int:
+        """How many more sequences it takes, in slots or parked."""
+        return max(self._max_sequences, self.sequence_slots) - self.running_sequences - self._granted_sequences
+
+    @property
+    def parks(self) -> bool:
+        """Whether it takes sequences beyond its slots at all."""
+        return self._max_sequences > self.sequence_slots
+
+    def load_of(self, flow: FlowKey) -> FlowLoad:
+        return self._loads.get(flow, NO_LOAD)
+
+    def has_granted(self, flow: FlowKey) -> bool:
+        """Whether a request of the flow was granted and not reported yet."""
+        return flow in self._granted_by_flow
+
+    def held_flows(self) -> list[FlowKey]:
+        """Flows with held sequences there."""
+        return [flow for flow, load in self._loads.items() if load.held]
+
+    def front(self, tag_of: Callable[[FlowKey], int]) -> FlowKey | None:
+        """Of the flows with a slot the one with the greatest tag, as of the last report; None: nobody has one."""
+        if self._front is None:
+            slotted = [flow for flow, load in self._loads.items() if load.slotted]
+            self._front = max(slotted, key=tag_of, default=None)
+        return self._front
 
     @property
     def free_blocks(self) -> int:
@@ -164,10 +221,30 @@ class WorkerView:
         request_id, sequences = request.request_id, request.sequences
         if request_id in self.granted or request_id in self.running:
             return False
-        if self.sequence_slots - self.running_sequences - self._granted_sequences < sequences:
+        free = self.sequence_slots - self.running_sequences - self._granted_sequences
+        if self._held_sequences:
+            # Others may use the slots of held sequences; to their own flow they count as used.
+            held = self._held_sequences - self.load_of(request.flow).held
+            free = min(free + held, self.spare_sequences)
+        if free < sequences:
             return False
         blocks = -(-(request.prompt_tokens + 1) // self.block_size) + sequences - 1
         return self.kv_blocks_free - self._granted_blocks >= blocks and self.could_ever_run(request)
+
+    def can_hold(self, request: QueuedRequest) -> bool:
+        """Whether it can be taken beyond the room that is free: parked, or waiting for blocks that others give up."""
+        request_id = request.request_id
+        return (
+            self.parks
+            and self.spare_sequences >= request.sequences
+            and request_id not in self.granted
+            and request_id not in self.running
+            and self.could_ever_run(request)
+        )
+
+    def has_blocks_for(self, request: QueuedRequest) -> bool:
+        """Whether its prompt's KV fits beside all that is there."""
+        return self.free_blocks >= self.blocks_for(request)
 
     def could_ever_run(self, request: QueuedRequest) -> bool:
         """Whether it could if it were empty: slots, and KV for one choice at its longest (its last token has none)."""
@@ -196,6 +273,8 @@ class WorkerView:
         self.granted[ticket.request.request_id] = ticket
         self._granted_sequences += ticket.request.sequences
         self._granted_blocks += self.blocks_for(ticket.request)
+        flow = ticket.request.flow
+        self._granted_by_flow[flow] = self._granted_by_flow.get(flow, 0) + 1
         self._assign(ticket, +1)
 
     def drop_grant(self, ticket: Ticket) -> None:
@@ -246,6 +325,10 @@ class WorkerView:
         del self.granted[ticket.request.request_id]
         self._granted_sequences -= ticket.request.sequences
         self._granted_blocks -= self.blocks_for(ticket.request)
+        flow = ticket.request.flow
+        self._granted_by_flow[flow] -= 1
+        if not self._granted_by_flow[flow]:
+            del self._granted_by_flow[flow]
 
     def _assign(self, ticket: Ticket, change: int) -> None:
         uid = ticket.request.adapter_uid
@@ -291,13 +374,20 @@ class WorkerView:
 
     # ---- reports
 
-    def fold_capacity(self, report: WorkerReport) -> None:
-        """Takes over everything of a report but its requests and counters."""
+    def fold_capacity(self, report: WorkerReport, *, with_loads: bool = True) -> None:
+        """Takes over everything of a report but its requests and counters.
+
+        Args:
+            with_loads: also what its flows have there; without, every sequence counts as one that uses a slot.
+        """
         if report.block_size != self.block_size:
             self.block_size = max(1, report.block_size)
             self._granted_blocks = sum(self.blocks_for(t.request) for t in self.granted.values())
         self.sequence_slots = report.sequence_slots
+        self._max_sequences = report.max_sequences
         self.running_sequences = report.running_sequences
+        if with_loads:
+            self._fold_loads(report)
         self.kv_blocks_total = report.kv_blocks_total
         self.kv_blocks_free = report.kv_blocks_free
         self.draining = report.draining
@@ -311,6 +401,17 @@ class WorkerView:
         self.has_reported = True
         if report.snapshot:
             self.connected = True
+
+    def _fold_loads(self, report: WorkerReport) -> None:
+        if report.snapshot:
+            self._loads.clear()
+        for flow, load in report.loads.items():
+            if any(load):
+                self._loads[flow] = load
+            else:
+                self._loads.pop(flow, None)
+        self._held_sequences = sum(load.held for load in self._loads.values())
+        self._front = None
 
     def fold_outputs(self, report: WorkerReport) -> list[tuple[FlowKey, int]]:
         """Output tokens by flow since the last report; nothing for the worker's first. Counters that fell back belong
@@ -330,6 +431,11 @@ class WorkerView:
     def check_invariants(self) -> None:
         assert self._granted_sequences == sum(t.request.sequences for t in self.granted.values())
         assert self._granted_blocks == sum(self.blocks_for(t.request) for t in self.granted.values())
+        assert self._held_sequences == sum(load.held for load in self._loads.values())
+        granted: dict[FlowKey, int] = {}
+        for ticket in self.granted.values():
+            granted[ticket.request.flow] = granted.get(ticket.request.flow, 0) + 1
+        assert granted == self._granted_by_flow
         counts: dict[AdapterUid, int] = {}
         for ticket in self.tickets():
             assert ticket.worker_id == self.worker_id
@@ -343,7 +449,8 @@ class WorkerView:
 class Fleet:
     """All workers that stand in the coordination store, and the orders in which placement looks for one.
 
-    A worker is *open* while it takes requests and has a free sequence slot. The orders are sorted lists: moving a
+    A worker is *open* while it takes requests and has a free sequence slot, and *spare* while it takes requests and
+    could hold one more sequence beyond its slots. The orders are sorted lists: moving a
     worker costs two binary searches and a memmove of a few kilobytes, which thousands of workers do not feel.
     """
 
@@ -357,7 +464,9 @@ class Fleet:
         """Open workers, least loaded first, and their loads."""
         self._by_free_kv: list[tuple[int, WorkerId]] = []
         """Open workers by the KV tokens that are free on them."""
-        self._used_sequences = 0
+        self._by_spare: list[tuple[int, WorkerId]] = []
+        """Spare workers, most spare places first (negated)."""
+        self._slotted_sequences = 0
         """On open workers."""
         self._num_connected = 0
         self._num_serving = 0
@@ -400,7 +509,12 @@ class Fleet:
         self._places[worker.worker_id] = place
         self._num_connected += place.connected - before.connected
         self._num_serving += place.serving - before.serving
-        self._used_sequences += place.used_sequences - before.used_sequences
+        self._slotted_sequences += place.slotted_sequences - before.slotted_sequences
+        if before.spare != place.spare:
+            if before.spare is not None:
+                del self._by_spare[bisect_left(self._by_spare, (before.spare, worker.worker_id))]
+            if place.spare is not None:
+                insort(self._by_spare, (place.spare, worker.worker_id))
         if before.load != place.load:
             if before.load is not None:
                 index = bisect_left(self._loads, before.load)
@@ -422,9 +536,17 @@ class Fleet:
         return len(self._by_load)
 
     @property
-    def used_sequences(self) -> int:
+    def num_spare(self) -> int:
+        return len(self._by_spare)
+
+    def spare_workers(self) -> Iterator[WorkerView]:
+        """Most spare places first; nothing may be changed meanwhile."""
+        return (self._workers[worker_id] for _, worker_id in self._by_spare)
+
+    @property
+    def slotted_sequences(self) -> int:
         """On open workers, all together."""
-        return self._used_sequences
+        return self._slotted_sequences
 
     @property
     def most_free_kv(self) -> int:
@@ -452,7 +574,8 @@ class Fleet:
         open_places = [place for place in places.values() if place.load is not None]
         assert self._num_connected == sum(place.connected for place in places.values())
         assert self._num_serving == sum(place.serving for place in places.values())
-        assert self._used_sequences == sum(place.used_sequences for place in open_places)
+        assert self._slotted_sequences == sum(place.slotted_sequences for place in open_places)
+        assert sorted((p.spare, w) for w, p in places.items() if p.spare is not None) == self._by_spare
         assert self._loads == sorted(place.load for place in open_places if place.load is not None)
         assert self._loads == [places[worker.worker_id].load for worker in self._by_load]
         assert sorted((p.free_kv, w) for w, p in places.items() if p.free_kv is not None) == self._by_free_kv
@@ -468,16 +591,21 @@ class _Place(NamedTuple):
 
     connected: bool = False
     serving: bool = False
-    used_sequences: int = 0
+    slotted_sequences: int = 0
     load: _LoadKey | None = None
     free_kv: int | None = None
+    spare: int | None = None
 
 
 def _place(worker: WorkerView) -> _Place:
+    if not worker.serving:
+        return _Place(worker.connected)
+    spare = -worker.spare_sequences if worker.parks and worker.spare_sequences > 0 else None
+    if not worker.free_sequences:
+        return _Place(worker.connected, True, spare=spare)
     free_blocks = worker.free_blocks
-    if not worker.serving or not worker.free_sequences:
-        return _Place(worker.connected, worker.serving)
     # Free blocks change with every report: eighths are fine enough to tell two workers of equal load apart.
     eighths = 8 * free_blocks // max(1, worker.kv_blocks_total)
-    load = (worker.used_sequences / worker.sequence_slots, -eighths, worker.worker_id)
-    return _Place(worker.connected, True, worker.used_sequences, load, free_blocks * worker.block_size)
+    slotted = worker.slotted_sequences
+    load = (slotted / worker.sequence_slots, -eighths, worker.worker_id)
+    return _Place(worker.connected, True, slotted, load, free_blocks * worker.block_size, spare)

@@ -11,7 +11,7 @@ from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, Tenan
 
 from manylora_scheduler.core import FlowView
 from manylora_scheduler.events import HeldLease, SendGrant, SendLease, SendLeaseRefusal, SendRefusal
-from manylora_scheduler.fleet import FlowTokens, Residency, StartedRequest, WorkerReport, WorkerView
+from manylora_scheduler.fleet import FlowLoad, FlowTokens, Residency, StartedRequest, WorkerReport, WorkerView
 from manylora_scheduler.quota import QuotaView
 from manylora_scheduler.request import FlowKey, QueuedRequest
 
@@ -92,6 +92,11 @@ def worker_report(message: worker_pb2.ControlReport) -> WorkerReport:
         ),
         finished=tuple(RequestId(request_id) for request_id in message.finished_request_ids),
         flows={flow_key(f.tenant_id, f.qos_class): FlowTokens(f.prompt_tokens, f.output_tokens) for f in message.flows},
+        max_sequences=message.max_sequences,
+        loads={
+            flow_key(f.tenant_id, f.qos_class): FlowLoad(f.slotted_sequences, f.ready_sequences, f.held_sequences)
+            for f in message.flows
+        },
     )
 
 

@@ -29,6 +29,8 @@ from manylora_scheduler.request import QueuedRequest
 
 _MAX_NEAR = 32
 """Of an adapter that more workers have, so many are looked at: the least loaded open workers first."""
+_MAX_SPARE = 8
+"""So many workers with spare places are looked at, and as many that have the adapter."""
 _FEW = 16
 """So many open workers are compared by their distance; of more, the ring is walked."""
 
@@ -48,7 +50,7 @@ def choose(request: QueuedRequest, fleet: Fleet, allowed: Callable[[WorkerView],
         def under_cap(worker: WorkerView) -> bool:
             slots = worker.sequence_slots
             return (
-                worker.used_sequences < min(slots, max(cap, slots // 4))
+                worker.slotted_sequences < min(slots, max(cap, slots // 4))
                 and worker.serving
                 and worker.can_take(request)
                 and allowed(worker)
@@ -56,7 +58,7 @@ def choose(request: QueuedRequest, fleet: Fleet, allowed: Callable[[WorkerView],
 
         near = [worker for worker in _holders(uid, fleet) if under_cap(worker)]
         if near:
-            return min(near, key=lambda w: (-w.residency(uid), w.used_sequences / w.sequence_slots, w.worker_id))
+            return min(near, key=lambda w: (-w.residency(uid), w.slotted_sequences / w.sequence_slots, w.worker_id))
         found = home(uid, fleet, under_cap)
         if found is not None:
             return found
@@ -64,6 +66,25 @@ def choose(request: QueuedRequest, fleet: Fleet, allowed: Callable[[WorkerView],
         if worker.can_take(request) and allowed(worker):
             return worker
     return None
+
+
+def choose_spare(request: QueuedRequest, fleet: Fleet, allowed: Callable[[WorkerView], bool]) -> WorkerView | None:
+    """The worker that is to take a request beyond its free room, among those that `allowed` accepts; None: none does.
+
+    First one with blocks for its prompt, then one that has its adapter, then the one with most spare places. Looks at
+    the first few alone.
+    """
+    near = dict.fromkeys(islice(fleet.spare_workers(), _MAX_SPARE))
+    uid = request.adapter_uid
+    if uid is not None:
+        near |= dict.fromkeys(w for w in islice(fleet.holders.of(uid), _MAX_SPARE) if w.serving)
+    found = [worker for worker in near if worker.can_hold(request) and allowed(worker)]
+
+    def rank(worker: WorkerView) -> tuple[bool, int, int, WorkerId]:
+        residency = 0 if uid is None else worker.residency(uid)
+        return not worker.has_blocks_for(request), -residency, -worker.spare_sequences, worker.worker_id
+
+    return min(found, key=rank, default=None)
 
 
 def home(uid: AdapterUid, fleet: Fleet, accepts: Callable[[WorkerView], bool]) -> WorkerView | None:
@@ -83,7 +104,7 @@ def in_order(uid: AdapterUid, fleet: Fleet, accepts: Callable[[WorkerView], bool
 
 def load_cap(fleet: Fleet) -> int:
     """ceil(1.25 * (total + 1) / n) over the open workers, of which there is one at least."""
-    return -(-5 * (fleet.used_sequences + 1) // (4 * fleet.num_open))
+    return -(-5 * (fleet.slotted_sequences + 1) // (4 * fleet.num_open))
 
 
 def _holders(uid: AdapterUid, fleet: Fleet) -> Iterable[WorkerView]:

@@ -52,7 +52,12 @@ class WorkerApp:
         self._peer_secret = PeerSecret()
         self._runtime = runtime
         self._servicer = WorkerServicer(
-            runtime, validate, telemetry, worker_id=self.worker_id, sequence_slots=config.sequence_slots
+            runtime,
+            validate,
+            telemetry,
+            worker_id=self.worker_id,
+            sequence_slots=config.sequence_slots,
+            parked_sequences=config.parked_sequences,
         )
         self._tenants = TenantWatch(store, runtime)
         self._server: Server | None = None

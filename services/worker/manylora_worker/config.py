@@ -42,6 +42,9 @@ class WorkerConfig:
         default=0.25, metadata={"help": "part of the KV blocks that may keep one tenant's prefixes; 0: no prefix cache"}
     )
     sequence_slots: int = field(default=64, metadata={"help": "sequences that run at the same time"})
+    parked_sequences: int = field(
+        default=64, metadata={"help": "sequences beyond the slots that it takes for flows that are behind; 0: none"}
+    )
     max_batch_tokens: int = field(default=512, metadata={"help": "tokens a step; at least sequence_slots"})
     prefill_chunk_tokens: int = field(default=256, metadata={"help": "prompt tokens of one sequence in a step"})
 
@@ -91,4 +94,4 @@ _AT_LEAST_ONE = (
     "max_lora_rank",
 )
 _POSITIVE = ("host_adapter_mb", "device_adapter_mb")
-_NOT_NEGATIVE = ("num_blocks", "threads", "fake_step_ms", "drain_s")
+_NOT_NEGATIVE = ("num_blocks", "parked_sequences", "threads", "fake_step_ms", "drain_s")

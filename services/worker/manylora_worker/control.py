@@ -1,8 +1,8 @@
 """What a scheduler is told over one Control stream, and when.
 
 Owns what happened since the last report. The first report is a snapshot: all there is to know. A further one goes out
-at once where requests came or went, adapters moved or draining began, but `_GATHER_S` after the last one at the
-soonest; where only counters moved, `_COUNTERS_S` after it.
+at once where requests came or went, adapters moved, draining began, or other flows than before have nothing ready, but
+`_GATHER_S` after the last one at the soonest; where only counters moved, `_COUNTERS_S` after it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from manylora_worker.engine.api import AdapterTier, EngineRequest
 from manylora_worker.engine.core import FlowTokens
 from manylora_worker.engine.tenant_shares import FlowKey
 from manylora_worker.requests import QOS_NUMBERS, TIERS
-from manylora_worker.runtime import EngineView
+from manylora_worker.runtime import EngineView, FlowLoad
 
 _GATHER_S = 0.002
 _COUNTERS_S = 0.05
@@ -40,14 +40,19 @@ class ControlSession:
     It reads the engine's state from `view` at the moment of a report, and remembers only what that does not tell.
     """
 
-    def __init__(self, view: EngineView, *, sequence_slots: int) -> None:
+    def __init__(self, view: EngineView, *, sequence_slots: int, parked_sequences: int) -> None:
         self._view = view
         self._sequence_slots = sequence_slots
+        self._max_sequences = sequence_slots + parked_sequences
         self._is_draining = False
         self._changes: deque[_Changes] = deque([_Changes()])
         self._adapters: Mapping[AdapterUid, AdapterTier] | None = None
         """As last reported; the view never changes one in place."""
-        self._flows: dict[FlowKey, FlowTokens] = {}
+        self._flows: dict[FlowKey, tuple[FlowTokens, FlowLoad]] = {}
+        """As last reported."""
+        self._slots = view.slots
+        self._served: dict[FlowKey, None] = {}
+        """Flows without a ready sequence, as of `_slots`."""
         self._is_urgent = True
         self._has_changed = True
         self._reported_at = float("-inf")
@@ -66,7 +71,13 @@ class ControlSession:
         self._changed(urgent=True)
 
     def engine_changed(self) -> None:
-        self._changed(urgent=self._view.adapters is not self._adapters)
+        is_urgent = self._view.adapters is not self._adapters
+        if self._view.slots is not self._slots:
+            self._slots = self._view.slots
+            served = {flow: None for flow, load in self._view.loads().items() if not load.ready}
+            is_urgent |= served != self._served
+            self._served = served
+        self._changed(urgent=is_urgent)
 
     def draining(self) -> None:
         self._is_draining = True
@@ -119,6 +130,7 @@ class ControlSession:
             draining=self._is_draining,
             generated_tokens=stats.generated_tokens,
             adapters_changed=adapters_changed,
+            max_sequences=self._max_sequences,
             finished_request_ids=list(changes.ended),
         )
         if adapters_changed:
@@ -136,15 +148,20 @@ class ControlSession:
         return report
 
     def _add_flows(self, report: worker_pb2.ControlReport) -> None:
-        for flow, tokens in self._view.flows.items():
-            if self._flows.get(flow) != tokens:
-                self._flows[flow] = tokens
+        loads = self._view.loads()
+        for flow in dict.fromkeys((*self._view.flows, *loads)):
+            tokens, load = self._view.flows.get(flow, _NO_TOKENS), loads.get(flow, _NO_LOAD)
+            if self._flows.get(flow) != (tokens, load):
+                self._flows[flow] = (tokens, load)
                 tenant_id, qos_class = flow
                 report.flows.add(
                     tenant_id=tenant_id,
                     qos_class=QOS_NUMBERS[qos_class],
                     prompt_tokens=tokens.prompt_tokens,
                     output_tokens=tokens.output_tokens,
+                    slotted_sequences=load.slotted,
+                    ready_sequences=load.ready,
+                    held_sequences=load.held,
                 )
 
     def _changed(self, *, urgent: bool) -> None:
@@ -168,3 +185,6 @@ class ControlSession:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+_NO_TOKENS, _NO_LOAD = FlowTokens(), FlowLoad()

@@ -23,7 +23,7 @@ from manylora_worker.validation import AdapterValidator, FakeValidator, ThreadVa
 
 _MIB = 1 << 20
 _REQUESTS_PER_SLOT = 4
-"""Bound of requests in the worker: running, waiting for a slot, or for their adapter."""
+"""Bound of requests in the worker: running, waiting for a slot, or for their adapter. Never below what it announces."""
 _FAKE_TOKEN_BYTES = 1 << 17
 """KV of a token in a model of 8 billion parameters."""
 FAKE_MODEL = ModelInfo(
@@ -49,7 +49,7 @@ def engine_limits(config: WorkerConfig) -> EngineLimits:
         adapters=AdapterCacheLimits(
             host_bytes=round(config.host_adapter_mb * _MIB), device_bytes=round(config.device_adapter_mb * _MIB)
         ),
-        max_requests=_REQUESTS_PER_SLOT * config.sequence_slots,
+        max_requests=max(_REQUESTS_PER_SLOT * config.sequence_slots, config.sequence_slots + config.parked_sequences),
     )
 
 

@@ -8,9 +8,10 @@ and by nobody else; `EngineView` and `OutputStream` by the event loop alone.
     submit/abort/stop/prefetch --commands-->  between two steps
     OutputStream, EngineView  <--one post a step, gathered while the loop is busy--
 
-A request is in `EngineView.running` from `submit` until the engine has let go of all that it held. What a reader leaves
-unread is bounded (MAX_UNREAD_TOKENS): past it the request is aborted and its stream ends with SLOW_READER. When the
-engine itself fails (a bug, or step after step), every stream ends, and the runtime takes nothing more.
+A request is in `EngineView.running` from `submit` until the engine has let go of all that it held. A request of which
+PAUSE_UNREAD_TOKENS wait for their reader is paused: it gives its slot up at its unit's end, until the reader reads.
+One that is not read for MAX_PAUSE_S is aborted, and its stream ends with SLOW_READER. When the engine itself fails (a
+bug, or step after step), every stream ends, and the runtime takes nothing more.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from manylora_shared.errors import AlreadyExists, Overloaded, ServiceUnavailable
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
@@ -39,12 +40,15 @@ from manylora_worker.engine.api import (
     TokenOutput,
 )
 from manylora_worker.engine.core import EngineCore, EngineStats, FlowTokens, RequestEnd
+from manylora_worker.engine.step_planner import FlowSlots
 from manylora_worker.engine.tenant_shares import FlowKey, TenantShare
 
 _LOG = logging.getLogger(__name__)
 
-MAX_UNREAD_TOKENS = 4096
-"""Of one request, over its choices."""
+PAUSE_UNREAD_TOKENS = 1024
+"""Of one request, over its choices. A unit of each choice and what is on its way from the engine come on top."""
+MAX_PAUSE_S = 15.0
+"""Longer than a router waits for a stream's token lease (10 s), during which it does not read either."""
 MAX_FAILED_STEPS = 3
 """Steps that may fail one after the other before the engine counts as broken."""
 _POLL_S = 0.002
@@ -100,12 +104,18 @@ class OutputBatch:
 
 
 class OutputStream:
-    """The outputs of one request, for one reader."""
+    """The outputs of one request, for one reader.
 
-    def __init__(self, request: EngineRequest) -> None:
+    Args:
+        when_read: called after each read that found something, while the stream is paused.
+    """
+
+    def __init__(self, request: EngineRequest, when_read: Callable[[OutputStream], None] = lambda stream: None) -> None:
         self.request = request
         self.unfinished_choices = request.n
-        self.overflowed = False
+        self.is_paused = False
+        self.is_too_slow = False
+        self._when_read = when_read
         self._pending: list[TokenOutput] = []
         self._pending_tokens = 0
         self._end: StreamEnd | None = None
@@ -133,17 +143,19 @@ class OutputStream:
         batch = OutputBatch(self._pending, self._end)
         self._pending = []
         self._pending_tokens = 0
+        if self.is_paused:
+            self._when_read(self)
         return batch
 
+    @property
+    def is_full(self) -> bool:
+        """Whether so much is unread that the request is to be paused."""
+        return self._pending_tokens >= PAUSE_UNREAD_TOKENS
+
     def put(self, output: TokenOutput) -> None:
-        """From EngineView. Past the bound, tokens are dropped and `overflowed` is set."""
+        """From EngineView."""
         if output.finish_reason is not None:
             self.unfinished_choices -= 1
-        if self.overflowed:
-            return
-        if self._pending_tokens + len(output.token_ids) > MAX_UNREAD_TOKENS:
-            self.overflowed = True
-            return
         if not self._pending:
             self._wake()
         self._pending.append(output)
@@ -204,13 +216,34 @@ class _Post:
     flows: Mapping[FlowKey, FlowTokens]
     adapters: Mapping[AdapterUid, AdapterTier] | None
     """None: unchanged."""
+    slots: Mapping[FlowKey, FlowSlots] | None
+    """None: unchanged."""
+
+
+class FlowLoad(NamedTuple):
+    """A flow's unfinished sequences, as in worker.proto's FlowCounter."""
+
+    slotted: int = 0
+    ready: int = 0
+    held: int = 0
 
 
 class EngineView:
-    """The engine as the event loop knows it: one post behind at most."""
+    """The engine as the event loop knows it: one post behind at most.
 
-    def __init__(self, stats: EngineStats, max_requests: int) -> None:
+    Args:
+        send: takes commands for the engine.
+    """
+
+    def __init__(self, stats: EngineStats, max_requests: int, send: Callable[[Command], None]) -> None:
         self.stats = stats
+        self.slots: Mapping[FlowKey, FlowSlots] = {}
+        """Never changed in place."""
+        self._send = send
+        self._unfinished: dict[FlowKey, int] = {}
+        """Sequences of each flow, waiting ones included."""
+        self._paused: dict[RequestId, asyncio.TimerHandle] = {}
+        """Requests that their readers keep from going on, and what ends them."""
         self.adapters: Mapping[AdapterUid, AdapterTier] = {}
         self.flows: dict[FlowKey, FlowTokens] = {}
         self.running: dict[RequestId, OutputStream] = {}
@@ -224,7 +257,24 @@ class EngineView:
     @property
     def unfinished_sequences(self) -> int:
         """Waiting ones included."""
-        return sum(stream.unfinished_choices for stream in self.running.values())
+        return sum(self._unfinished.values())
+
+    def loads(self) -> dict[FlowKey, FlowLoad]:
+        """Of all flows with unfinished sequences."""
+        paused: dict[FlowKey, int] = {}
+        for request_id in self._paused:
+            stream = self.running[request_id]
+            flow = _flow(stream.request)
+            paused[flow] = paused.get(flow, 0) + stream.unfinished_choices
+        loads: dict[FlowKey, FlowLoad] = {}
+        for flow, unfinished in self._unfinished.items():
+            slots = self.slots.get(flow, _NO_SLOTS)
+            # A paused sequence may have its slot for some steps yet.
+            slotted = min(unfinished, slots.num_slots)
+            without = unfinished - slotted
+            held = without if slots.is_capped else min(without, paused.get(flow, 0) + slots.num_loading)
+            loads[flow] = FlowLoad(slotted, without - held, held)
+        return loads
 
     def subscribe(self, listener: EngineListener) -> None:
         self._listeners.append(listener)
@@ -247,30 +297,32 @@ class EngineView:
             raise AlreadyExists(f"request_id: {request.request_id} is being executed")
         if len(self.running) >= self._max_requests:
             raise Overloaded(f"the worker has {len(self.running)} requests")
-        stream = self.running[request.request_id] = OutputStream(request)
+        stream = self.running[request.request_id] = OutputStream(request, self._resume)
+        self._count(request, request.n)
         for listener in self._listeners:
             listener.request_started(request)
         return stream
 
-    def take(self, post: _Post) -> list[RequestId]:
-        """Hands out a post. Returns the requests whose readers are too slow, to be aborted."""
-        overflowed: list[RequestId] = []
+    def take(self, post: _Post) -> None:
+        """Hands out a post, and pauses the requests that are not read."""
         for output in post.outputs:
             stream = self.running.get(output.request_id)
             if stream is not None:
-                was_overflowed = stream.overflowed
+                if output.finish_reason is not None:
+                    self._count(stream.request, -1)
                 stream.put(output)
-                if stream.overflowed and not was_overflowed:
-                    overflowed.append(output.request_id)
+                if stream.is_full and not stream.is_paused:
+                    self._pause(stream)
         self.stats = post.stats
         self.flows.update(post.flows)
         if post.adapters is not None:
             self.adapters = post.adapters
+        if post.slots is not None:
+            self.slots = post.slots
         for end in post.ends:
             self._end(end.request_id, StreamEnd(_END_KINDS[end.reason], end.message, end))
         for listener in self._listeners:
             listener.engine_changed()
-        return [request_id for request_id in overflowed if request_id in self.running]
 
     def fail(self, message: str) -> None:
         """The engine is no more: every stream ends."""
@@ -284,12 +336,48 @@ class EngineView:
         stream = self.running.pop(request_id, None)
         if stream is None:
             return
-        if stream.overflowed:
-            message = f"more than {MAX_UNREAD_TOKENS} tokens were not read"
+        if (timer := self._paused.pop(request_id, None)) is not None:
+            timer.cancel()
+        self._count(stream.request, -stream.unfinished_choices)
+        if stream.is_too_slow:
+            message = f"{PAUSE_UNREAD_TOKENS} tokens and more were not read for {MAX_PAUSE_S:g} s"
             end = StreamEnd(EndKind.SLOW_READER, message, end.request_end)
         stream.end(end)
         for listener in self._listeners:
             listener.request_ended(request_id)
+
+    def _pause(self, stream: OutputStream) -> None:
+        request_id = stream.request.request_id
+        stream.is_paused = True
+        self._send(lambda core, now: core.pause(request_id))
+        self._paused[request_id] = asyncio.get_running_loop().call_later(MAX_PAUSE_S, self._give_up, stream)
+
+    def _resume(self, stream: OutputStream) -> None:
+        """Its reader reads again."""
+        stream.is_paused = False
+        timer = self._paused.pop(stream.request.request_id, None)
+        if timer is not None:
+            timer.cancel()
+            self._send(lambda core, now: core.resume(stream.request.request_id))
+
+    def _give_up(self, stream: OutputStream) -> None:
+        stream.is_too_slow = True
+        self._send(_abort(stream.request.request_id))
+
+    def _count(self, request: EngineRequest, sequences: int) -> None:
+        flow = _flow(request)
+        left = self._unfinished.get(flow, 0) + sequences
+        if left:
+            self._unfinished[flow] = left
+        else:
+            self._unfinished.pop(flow, None)
+
+
+_NO_SLOTS = FlowSlots()
+
+
+def _flow(request: EngineRequest) -> FlowKey:
+    return (request.tenant_id, request.qos_class)
 
 
 class Runtime(Protocol):
@@ -359,12 +447,14 @@ class _Turner:
             return None
         self._last_stats = stats
         adapters_changed = last is None or last.adapter_version != stats.adapter_version
+        slots_changed = last is None or last.slots_version != stats.slots_version
         return _Post(
             outputs=outputs,
             ends=ends,
             stats=stats,
             flows=self.core.take_changed_flows(),
             adapters=self.core.adapter_tiers() if adapters_changed else None,
+            slots=self.core.flow_slots() if slots_changed else None,
         )
 
 
@@ -405,7 +495,7 @@ class ThreadRuntime:
 
     def __init__(self, core: EngineCore, backend: AdapterBackend, model: ModelInfo, *, max_requests: int) -> None:
         self.model = model
-        self.view = EngineView(core.stats(), max_requests)
+        self.view = EngineView(core.stats(), max_requests, self._send)
         self._core = core
         self._turner = _Turner(core)
         self._backend = backend
@@ -468,8 +558,7 @@ class ThreadRuntime:
                     self._mailbox.post_is_due = False
                     return
                 post = self._mailbox.posts.popleft()
-            for request_id in self.view.take(post):
-                self.abort(request_id)
+            self.view.take(post)
 
     def _fail(self, message: str) -> None:
         self._deliver()
@@ -542,7 +631,7 @@ class LoopRuntime:
         step_s: Callable[[StepBatch], float],
     ) -> None:
         self.model = model
-        self.view = EngineView(core.stats(), max_requests)
+        self.view = EngineView(core.stats(), max_requests, self._send)
         self._core = core
         self._turner = _Turner(core)
         self._backend = backend
@@ -624,5 +713,4 @@ class LoopRuntime:
     def _post(self) -> None:
         post = self._turner.take_post()
         if post is not None:
-            for request_id in self.view.take(post):
-                self.abort(request_id)
+            self.view.take(post)

@@ -49,12 +49,14 @@ class WorkerServicer:
         *,
         worker_id: str,
         sequence_slots: int,
+        parked_sequences: int,
     ) -> None:
         self._runtime = runtime
         self._validator = validator
         self._telemetry = telemetry
         self._worker_id = worker_id
         self._sequence_slots = sequence_slots
+        self._parked_sequences = parked_sequences
         self._epoch = 0
         self._is_draining = False
         self._session: ControlSession | None = None
@@ -192,7 +194,9 @@ class WorkerServicer:
         if self._session is not None:
             self._session.close(Unready(f"another stream of epoch {epoch} has taken over"))
         self._epoch = epoch
-        self._session = ControlSession(self._runtime.view, sequence_slots=self._sequence_slots)
+        self._session = ControlSession(
+            self._runtime.view, sequence_slots=self._sequence_slots, parked_sequences=self._parked_sequences
+        )
         if self._is_draining:
             self._session.draining()
         return self._session

@@ -41,7 +41,7 @@ from manylora_worker.engine.api import (
 from manylora_worker.engine.block_pool import BlockPool
 from manylora_worker.engine.prefix_cache import PrefixOptions
 from manylora_worker.engine.sequence import GroupTimes, Sequence, SequenceGroup, SequenceStatus, sequence_id_of
-from manylora_worker.engine.step_planner import PlannerLimits, Scheduled, StepPlanner
+from manylora_worker.engine.step_planner import FlowSlots, PlannerLimits, Scheduled, StepPlanner
 from manylora_worker.engine.tenant_shares import FlowKey, TenantShare, TenantShares
 
 
@@ -111,6 +111,8 @@ class EngineStats:
     recomputed_tokens: int
     adapter_version: int
     """Grows with each change of `EngineCore.adapter_tiers`."""
+    slots_version: int
+    """Grows with each change of `EngineCore.flow_slots`."""
 
 
 class EngineCore:
@@ -139,6 +141,10 @@ class EngineCore:
         """[prompt tokens, output tokens], both cumulative."""
         self._changed_flows: dict[FlowKey, None] = {}
         self._unfinished = 0
+        self._num_paused = 0
+        self._loading: dict[RequestId, SequenceGroup] = {}
+        """Those that wait for their adapter."""
+        self._loading_version = 0
         self._generated_tokens = 0
         self._steps = 0
         self._preemptions = 0
@@ -233,6 +239,9 @@ class EngineCore:
             self._note_longest(request.tenant_id)
         if request.adapter_uid is None or self._adapters.acquire(request.request_id, request.adapter_uid):
             self._adapter_ready(group, now)
+        else:
+            self._loading[request.request_id] = group
+            self._loading_version += 1
 
     def abort(self, request_id: RequestId, now: float) -> None:
         """Ends the request's unfinished choices with ABORTED and frees all that it holds. Unknown ids are ignored."""
@@ -250,6 +259,28 @@ class EngineCore:
         sequence = group.sequences[choice]
         if not sequence.is_finished:
             self._finish(sequence, FinishReason.STOP, now)
+
+    def pause(self, request_id: RequestId) -> None:
+        """The request takes no further slot until `resume`; a unit that runs goes on to its end. Unknown ids are
+        ignored. Nothing of it is lost: its KV stays until others take it, and then it is computed again."""
+        self._set_paused(request_id, is_paused=True)
+
+    def resume(self, request_id: RequestId) -> None:
+        """The request goes on. Unknown ids are ignored."""
+        self._set_paused(request_id, is_paused=False)
+
+    def _set_paused(self, request_id: RequestId, *, is_paused: bool) -> None:
+        assert self._in_step is None
+        group = self._groups.get(request_id)
+        if group is None or group.is_paused == is_paused:
+            return
+        group.is_paused = is_paused
+        self._num_paused += 1 if is_paused else -1
+        unfinished = [s for s in group.sequences if not s.is_finished]
+        if is_paused:
+            self._planner.pause(unfinished)
+        else:
+            self._planner.resume(unfinished)
 
     def prefetch(self, adapter_uid: AdapterUid) -> None:
         """Loads an adapter that a request may need soon. Best effort."""
@@ -326,8 +357,8 @@ class EngineCore:
     # -- what others may know ------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        """Whether further steps may do something: requests are there, or adapters are being loaded."""
-        return bool(self._groups) or self._adapters.has_work
+        """Whether further steps may do something: some request is not paused, or adapters are being loaded."""
+        return len(self._groups) > self._num_paused or self._adapters.has_work
 
     def request_ids(self) -> list[RequestId]:
         """Of the requests in the engine, oldest first."""
@@ -348,10 +379,21 @@ class EngineCore:
             evictions=self._evictions,
             recomputed_tokens=self._recomputed_tokens,
             adapter_version=self._adapters.version,
+            slots_version=self._planner.slots_version + self._loading_version,
         )
 
     def adapter_tiers(self) -> Mapping[AdapterUid, AdapterTier]:
         return self._adapters.tiers()
+
+    def flow_slots(self) -> Mapping[FlowKey, FlowSlots]:
+        """Of the flows with a slot, and of those with sequences that cannot use one: their own hard cap keeps them, or
+        their adapters are being loaded."""
+        slots = self._planner.flow_slots()
+        for group in self._loading.values():
+            flow = (group.request.tenant_id, group.request.qos_class)
+            known = slots.get(flow, FlowSlots())
+            slots[flow] = known._replace(num_loading=known.num_loading + group.num_unfinished)
+        return slots
 
     def flows(self) -> Mapping[FlowKey, FlowTokens]:
         return {flow: FlowTokens(*tokens) for flow, tokens in self._flows.items()}
@@ -391,8 +433,10 @@ class EngineCore:
             if group.request.adapter_uid is not None:
                 waits = any(s.status is SequenceStatus.WAITING_ADAPTER for s in group.sequences)
                 assert waits != self._adapters.is_pinned(group.request.request_id)
+                assert waits == (group.request.request_id in self._loading)
         assert not queued, "a sequence of no request is queued"
         assert len(self._sequences) == sum(len(g.sequences) for g in self._groups.values())
+        assert self._num_paused == sum(g.is_paused for g in self._groups.values())
         assert self._unfinished == sum(g.num_unfinished for g in self._groups.values())
         assert len(references) == self._pool.num_held, "a block is held by no sequence"
         with_adapter = sum(g.request.adapter_uid is not None for g in self._groups.values())
@@ -413,12 +457,17 @@ class EngineCore:
 
     def _adapter_ready(self, group: SequenceGroup, now: float) -> None:
         group.times.adapter_ready_s = now
+        self._loading_over(group.request.request_id)
         for sequence in group.sequences:
             if not sequence.is_finished:
                 sequence.move_to(SequenceStatus.WAITING)
         leader = group.leader
         assert leader is not None
         self._planner.enqueue(leader)
+
+    def _loading_over(self, request_id: RequestId) -> None:
+        if self._loading.pop(request_id, None) is not None:
+            self._loading_version += 1
 
     def _check_result(
         self, scheduled: SequenceOf[Scheduled], result: SequenceOf[Sampled]
@@ -529,6 +578,8 @@ class EngineCore:
         request_id = group.request.request_id
         self._adapters.release(request_id)
         del self._groups[request_id]
+        self._num_paused -= group.is_paused
+        self._loading_over(request_id)
         if self._longest_blocks(group.request) == self._shares.hard(group.request.tenant_id):
             self._note_longest(group.request.tenant_id)
         for each in group.sequences:

@@ -162,6 +162,8 @@ class SequenceGroup:
     times: GroupTimes
     sequences: list[Sequence] = field(default_factory=list)
     is_forked: bool = False
+    is_paused: bool = False
+    """Its reader does not read: it takes no slot."""
     cached_prompt_tokens: int | None = None
     """Prompt tokens that were in the cache when it was first admitted; None: it never was."""
 

@@ -8,7 +8,9 @@ runs one unit; at the unit's end it is *parked*, with its blocks, and its next u
 queued unit of the flow (tenant, class) with the least tag (`FairQueue`: reserved at dispatch, settled at the end; 1 for
 a prompt token, 2 for an output token, nothing for what is computed again). Inside a flow a sequence that has blocks
 goes before one that has none, and then the older before the younger. So where all fit into the slots every sequence
-gets its slot back at once, and where they do not, a slot is given away at a quantum's end and never before.
+gets its slot back at once, and where they do not, a slot is given away at a quantum's end and never before. Quanta are
+cut so that they end in different steps (`_spread`): who comes anew waits for the next end, and not for that of a whole
+batch of quanta that began together.
 
 A step is filled under `max_batch_tokens`: one token of each quantum, then prefills in the order of the queue, up to
 `prefill_chunk_tokens` each. A token is kept for each decode that could still take a slot, so no prefill holds one up.
@@ -24,6 +26,10 @@ again. A sequence takes blocks that are free; then from parked ones, in this ord
 never so that a tenant falls below its reserve, and never past the taker's hard cap. Where a sequence without blocks
 takes (3), the other's flow must lead by THETA times what is to be computed again, so eviction costs a bounded share of
 the work. Who asks for no more than its reserve takes from any that holds more than its own (`_claim_reserves`).
+
+Held is what cannot use a slot by its own tenant's doing: a sequence whose reader does not read (`pause`), and a flow
+whose next sequence would pass its tenant's hard cap. Neither is backlogged: a paused sequence stands in no queue, and a
+capped flow begins at the clock when it may go on. A paused one keeps its blocks until somebody takes them.
 
 Progress. In 1 and 3 the taker is before its victim in the order (tag of the flow, age), and tags grow by charged work
 only; in 2 the victim has done charged work since it got its blocks; a claim's taker stays within its reserve, where
@@ -95,18 +101,30 @@ class StepPlan:
     """Sequences that are parked at a unit's end because others are before them."""
 
 
+class FlowSlots(NamedTuple):
+    """A flow's place in the slots."""
+
+    num_slots: int = 0
+    is_capped: bool = False
+    """Its tenant's own hard cap keeps its next sequence from starting."""
+    num_loading: int = 0
+    """Sequences that wait for their adapter."""
+
+
 class _Unit:
     """What a sequence does in its slot."""
 
-    __slots__ = ("chunk", "cost", "item", "sequence", "tokens_left")
+    __slots__ = ("chunk", "cost", "ends_at", "item", "sequence", "tokens_left")
 
-    def __init__(self, sequence: Sequence, item: int, chunk: Scheduled, tokens_left: int) -> None:
+    def __init__(self, sequence: Sequence, item: int, chunk: Scheduled, tokens_left: int, ends_at: int) -> None:
         self.sequence = sequence
         self.item = item
         self.chunk = chunk
         """What it computes in each of its steps."""
         self.tokens_left = tokens_left
         """A quantum's tokens that no step computed or computes yet; of a chunk all or nothing."""
+        self.ends_at = ends_at
+        """The step in which its slot is free again, unless it ends before."""
         self.cost = 0
         """Of the steps so far, the one that is being computed included."""
 
@@ -143,6 +161,15 @@ class StepPlanner:
         self._parked: dict[Sequence, None] = {}
         self._waiting: list[Sequence] = []
         """Oldest first."""
+        self._held: dict[Sequence, None] = {}
+        """Of the parked and waiting ones those that are paused: without an item."""
+        self._capped: dict[FlowKey, None] = {}
+        """Flows whose first unit its tenant's own hard cap kept from starting, when it was asked for last."""
+        self._slots_by_flow: dict[FlowKey, int] = {}
+        self._ends: dict[int, int] = {}
+        """By step: quanta that end there."""
+        self.slots_version = 0
+        """Grows with each change of `flow_slots`."""
         self._next_item = 0
         self._step = 0
         self._round = _Round(0, 0, {}, is_forced=False)
@@ -170,6 +197,11 @@ class StepPlanner:
     def queue(self) -> FairQueue[FlowKey, int]:
         """For reading."""
         return self._queue
+
+    def flow_slots(self) -> dict[FlowKey, FlowSlots]:
+        """Who has the slots, and whom its own hard cap holds back."""
+        flows = dict.fromkeys((*self._slots_by_flow, *self._capped))
+        return {flow: FlowSlots(self._slots_by_flow.get(flow, 0), flow in self._capped) for flow in flows}
 
     def shares_changed(self, tenant_id: TenantId) -> None:
         """The tenant's weights or bounds have another value from now on."""
@@ -202,10 +234,9 @@ class StepPlanner:
 
     def remove(self, sequence: Sequence) -> bool:
         """Takes a finished sequence out, settles its unit and frees its blocks. Returns whether it was here."""
-        if sequence.item is not None:
-            self._queue.remove(sequence.item)
-            del self._queued[sequence.item]
-            sequence.item = None
+        if sequence.item is not None or sequence in self._held:
+            self._unqueue(sequence)
+            self._held.pop(sequence, None)
             if sequence in self._parked:
                 del self._parked[sequence]
             else:
@@ -215,9 +246,26 @@ class StepPlanner:
             if index == len(self._units) or self._units[index].sequence is not sequence:
                 return False
             unit = self._units.pop(index)
+            self._leave_slot(unit)
             self._queue.settle(unit.item, unit.cost)
         self._release_blocks(sequence)
         return True
+
+    def pause(self, sequences: Iterable[Sequence]) -> None:
+        """Their group is paused: they take no slot until `resume`. One that has a slot keeps it to its unit's end."""
+        for sequence in sequences:
+            assert sequence.group.is_paused
+            if sequence.item is not None:
+                self._unqueue(sequence)
+                self._held[sequence] = None
+
+    def resume(self, sequences: Iterable[Sequence]) -> None:
+        """Their group is paused no longer."""
+        for sequence in sequences:
+            assert not sequence.group.is_paused
+            if sequence in self._held:
+                del self._held[sequence]
+                self._push(sequence)
 
     def step_failed(self) -> None:
         """Nothing of the last plan was computed, and the sequences in it are about to be removed."""
@@ -232,7 +280,7 @@ class StepPlanner:
         ended = self._end_units()
         self._round = _Round(
             budget=self._limits.max_batch_tokens - len(self._units),
-            ready_decodes=sum(s.status is SequenceStatus.DECODE for s in self._parked),
+            ready_decodes=sum(s.status is SequenceStatus.DECODE and s.item is not None for s in self._parked),
             claims={},
             is_forced=False,
         )
@@ -252,7 +300,7 @@ class StepPlanner:
             else:
                 unit.tokens_left = 0
                 chunks.append(unit.chunk)
-        num_yielded = sum(s in self._parked for s in ended) if self._parked else 0
+        num_yielded = sum(s in self._parked and s.item is not None for s in ended) if self._parked else 0
         return StepPlan(scheduled + chunks, self._round.num_evicted, num_yielded)
 
     def _end_units(self) -> list[Sequence]:
@@ -264,6 +312,7 @@ class StepPlanner:
         if over:
             self._units = [unit for unit in self._units if unit.tokens_left]
         for unit in over:
+            self._leave_slot(unit)
             unit.sequence.has_worked |= unit.cost > 0
             self._park(unit.sequence)
             self._push(unit.sequence)
@@ -296,8 +345,10 @@ class StepPlanner:
             self._evict(victim)
         self._take_blocks(sequence, place.end)
         del self._parked[sequence]
-        num_tokens = place.num_tokens
+        num_tokens, ends_at = place.num_tokens, 0
         if sequence.status is SequenceStatus.DECODE:
+            ends_at = self._step + num_tokens
+            self._ends[ends_at] = self._ends.get(ends_at, 0) + 1
             chunk = Scheduled(sequence, 1, samples=True)
             cost = num_tokens * OUTPUT_TOKEN_COST
             self._round.ready_decodes -= 1
@@ -308,7 +359,35 @@ class StepPlanner:
             cost = _cost(chunk)
             self._round.budget -= num_tokens
         self._queue.dispatch(pick, cost)
-        bisect.insort(self._units, _Unit(sequence, pick.item, chunk, num_tokens), key=_unit_order)
+        flow = _flow(sequence)
+        self._slots_by_flow[flow] = self._slots_by_flow.get(flow, 0) + 1
+        self.slots_version += 1
+        bisect.insort(self._units, _Unit(sequence, pick.item, chunk, num_tokens, ends_at), key=_unit_order)
+
+    def _leave_slot(self, unit: _Unit) -> None:
+        """Books of a unit that has left the slots."""
+        flow = _flow(unit.sequence)
+        self.slots_version += 1
+        self._slots_by_flow[flow] -= 1
+        if not self._slots_by_flow[flow]:
+            del self._slots_by_flow[flow]
+        if unit.ends_at:
+            self._ends[unit.ends_at] -= 1
+            if not self._ends[unit.ends_at]:
+                del self._ends[unit.ends_at]
+
+    def _spread(self, most: int) -> int:
+        """Tokens of a quantum that could have `most`: the longest whose end keeps its distance from others' ends, as if
+        the slots' ends were spread evenly over a quantum's steps. Only quanta that begin together are cut; each one
+        that follows a whole one ends where its slot was free before.
+        """
+        slots = self._limits.sequence_slots
+        even, gap = -(-slots // QUANTUM_TOKENS), max(1, QUANTUM_TOKENS // slots)
+        for num_tokens in range(most, 0, -1):
+            end = self._step + num_tokens
+            if sum(self._ends.get(step, 0) for step in range(end - gap + 1, end + gap)) < even:
+                return num_tokens
+        return most
 
     def _fits(self, item: int) -> _Place | None:
         """How a queued unit can be started now; None: it cannot. Changes nothing."""
@@ -319,7 +398,25 @@ class StepPlanner:
         place = self._place_of(sequence)
         if place is None:
             round_.refused[item] = None  # in one plan room only shrinks
+            self._note_capped(sequence)
         return place
+
+    def _note_capped(self, sequence: Sequence) -> None:
+        """A sequence cannot be started: is that its own tenant's doing?"""
+        if not self._shares.has_caps:
+            return
+        held = self._pool.held_by(sequence.tenant_id) + self._pool.blocks_for(sequence.num_tokens)
+        is_over = sequence.status is SequenceStatus.WAITING and held > self._shares.hard(sequence.tenant_id)
+        if is_over and _flow(sequence) not in self._capped:
+            self._capped[_flow(sequence)] = None
+            self.slots_version += 1
+
+    def _end_capped(self, flow: FlowKey) -> None:
+        """The flow can go on, or has nothing to start. It was not backlogged meanwhile: it begins at the clock."""
+        if flow in self._capped:
+            del self._capped[flow]
+            self._queue.forgo(flow)
+            self.slots_version += 1
 
     def _place_of(self, sequence: Sequence) -> _Place | None:
         if sequence.status is not SequenceStatus.DECODE:
@@ -337,6 +434,7 @@ class StepPlanner:
             return self._place(sequence, num_tokens, sequence.num_tokens, may_evict=True)
         computed = sequence.num_computed_tokens
         most = min(QUANTUM_TOKENS, self._max_context_tokens - computed, self._tokens_to_draw(sequence))
+        most = self._spread(most)
         place = self._place(sequence, most, computed + most, may_evict=False)
         if place is not None:
             return place
@@ -392,6 +490,7 @@ class StepPlanner:
         is cached.
         """
         del self._waiting[bisect.bisect_left(self._waiting, sequence.order, key=_order)]
+        self._end_capped(_flow(sequence))
         cached = self._find_cached(sequence)
         num_blocks = self._pool.blocks_for(sequence.num_tokens) - len(cached)
         self._pool.take_cached(cached)
@@ -417,6 +516,8 @@ class StepPlanner:
         """
         blocked: dict[TenantId, None] = {}
         for sequence in list(self._waiting):
+            if sequence in self._held:
+                continue
             tenant_id = sequence.tenant_id
             reserve = self._shares.reserve(tenant_id)
             num_blocks = self._pool.blocks_for(sequence.num_tokens)
@@ -553,7 +654,7 @@ class StepPlanner:
         del self._parked[sequence]
         self._release_blocks(sequence)
         is_decoding = sequence.status is SequenceStatus.DECODE
-        self._round.ready_decodes -= is_decoding
+        self._round.ready_decodes -= is_decoding and sequence.item is not None
         done = sequence.num_tokens if is_decoding else sequence.num_computed_tokens
         sequence.num_charged_tokens = max(sequence.num_charged_tokens, done)
         sequence.num_computed_tokens = 0
@@ -574,11 +675,16 @@ class StepPlanner:
         self._parked[sequence] = None
 
     def _push(self, sequence: Sequence) -> None:
-        """Queues the sequence's next unit."""
+        """Queues the sequence's next unit; of a paused one there is none."""
+        if sequence.group.is_paused:
+            self._held[sequence] = None
+            return
         self._next_item += 1
         sequence.item = self._next_item
         self._queued[self._next_item] = sequence
         flow = _flow(sequence)
+        if flow in self._capped:
+            self._queue.forgo(flow)  # this unit may be one that can start
         # Each unit is offered by itself: what it takes to start it is never quite what another takes.
         self._queue.push(
             self._next_item,
@@ -591,17 +697,36 @@ class StepPlanner:
     def _requeue(self, sequence: Sequence) -> None:
         """Its place in its flow has changed. The flow is backlogged all the while."""
         before = sequence.item
-        assert before is not None
+        if before is None:
+            return  # it is paused
         self._push(sequence)
         self._queue.remove(before)
         del self._queued[before]
+
+    def _unqueue(self, sequence: Sequence) -> None:
+        if sequence.item is not None:
+            self._queue.remove(sequence.item)
+            del self._queued[sequence.item]
+            sequence.item = None
+            flow = _flow(sequence)
+            if not self._queue.queued_in(flow):
+                self._end_capped(flow)
 
     def check_invariants(self) -> None:
         """For tests and idle moments."""
         self._queue.check_invariants()
         assert len(self._units) <= self._limits.sequence_slots
         assert self._queue.num_running == len(self._units)
-        assert self._queue.num_queued == len(self._queued) == len(self._parked) + len(self._waiting)
+        num_held = len(self._held)
+        assert self._queue.num_queued == len(self._queued) == len(self._parked) + len(self._waiting) - num_held
+        assert all(s.item is None and s.group.is_paused for s in self._held)
+        assert all(s in self._parked or s in self._waiting for s in self._held)
+        slots: dict[FlowKey, int] = {}
+        for unit in self._units:
+            slots[_flow(unit.sequence)] = slots.get(_flow(unit.sequence), 0) + 1
+        assert slots == self._slots_by_flow
+        assert all(self._queue.queued_in(flow) for flow in self._capped)
+        assert sum(self._ends.values()) == sum(unit.ends_at > 0 for unit in self._units)
         assert all(self._queued[s.item] is s for s in (*self._parked, *self._waiting) if s.item is not None)
         assert all(unit.sequence.item is None for unit in self._units)
         assert all(unit.cost <= self._queue.reserved_by(_flow(unit.sequence)) for unit in self._units)

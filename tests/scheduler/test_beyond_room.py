@@ -1,0 +1,217 @@
+"""Grants beyond a worker's free room: to whom, how many, and what held sequences leave to others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from manylora_scheduler.core import Order
+from manylora_scheduler.dispatch import LEAD_COST
+from manylora_scheduler.events import PolicyChanged, SendGrant, WorkerLeft
+from manylora_scheduler.fleet import FlowTokens, Residency
+from manylora_shared.ids import QosClass, TenantId, WorkerId
+from manylora_shared.policy import ClassPolicy, TenantPolicy
+
+from tests.scheduler.helpers import Desk, flow, grants, started
+
+SLOTS, MOST = 2, 5
+Loads = Mapping[str, tuple[int, int, int]]
+
+
+def full(order: Order = "fair", *, most: int = MOST, **what: object) -> Desk:
+    """One worker whose two slots are taken by long answers of a hog, which has more of them waiting."""
+    desk = Desk(order=order)
+    desk.worker(slots=SLOTS, most=most, **what)
+    for i in range(SLOTS + 2):
+        desk.enqueue(f"h{i}", tenant="hog", max_new_tokens=1000)
+    tell(desk, ["h0", "h1"], {"hog": (2, 0, 0)}, most=most)
+    return desk
+
+
+def tell(
+    desk: Desk,
+    ids: list[str],
+    loads: Loads,
+    *,
+    tenant: str = "hog",
+    most: int = MOST,
+    slots: int = SLOTS,
+    **what: object,
+) -> list[str]:
+    """The worker reports that these requests of a tenant have begun. Returns what is granted then."""
+    running = sum(map(sum, loads.values()))
+    begun = [started(request_id, tenant) for request_id in ids]
+    commands = desk.report(slots=slots, most=most, running=running, started=begun, loads=loads, **what)
+    return [request_id for request_id, _ in grants(commands)]
+
+
+def test_who_is_behind_gets_into_a_full_worker_at_once() -> None:
+    desk = full()
+    (grant,) = desk.enqueue("v0", tenant="victim")
+    assert isinstance(grant, SendGrant)
+    assert (grant.worker_id, grant.queue_s) == ("w0", 0.0)
+    assert desk.core.workers[0].used_sequences == SLOTS + 1
+    assert desk.core.workers[0].free_sequences == 0
+
+
+def test_the_hog_itself_gets_no_more_than_the_slots() -> None:
+    desk = full()
+    assert desk.core.num_queued == 2
+    assert desk.enqueue("h9", tenant="hog") == []
+
+
+def test_nothing_more_while_something_of_the_flow_waits_there() -> None:
+    """What is granted and not reported waits; what has no slot waits; once it has one, the next may come."""
+    desk = full()
+    desk.enqueue("v0", tenant="victim")
+    assert desk.enqueue("v1", tenant="victim") == []
+    assert tell(desk, ["v0"], {"hog": (2, 0, 0), "victim": (0, 1, 0)}, tenant="victim") == []
+    assert tell(desk, [], {"hog": (1, 1, 0), "victim": (1, 0, 0)}) == ["v1"]
+
+
+def test_the_worker_says_how_many_it_takes() -> None:
+    desk = full(most=3)
+    assert grants(desk.enqueue("a", tenant="a")) == [("a", "w0")]
+    assert desk.enqueue("b", tenant="b") == []
+    tell(desk, ["a"], {"hog": (1, 1, 0), "a": (1, 0, 0)}, tenant="a", most=3)
+    assert desk.core.num_queued == 3
+    counted = {flow("hog"): FlowTokens(20, 2000)}
+    assert tell(desk, [], {"hog": (1, 0, 0), "a": (1, 0, 0)}, most=3, finished=["h0"], flows=counted) == ["b"]
+
+
+def test_a_worker_that_announces_nothing_takes_no_more_than_its_slots() -> None:
+    desk = full(most=0)
+    assert desk.enqueue("v0", tenant="victim") == []
+
+
+def test_more_choices_than_there_are_places_left_wait() -> None:
+    desk = full(most=3)
+    assert desk.enqueue("wide", tenant="victim", sequences=2) == []
+    assert grants(desk.enqueue("narrow", tenant="other")) == [("narrow", "w0")]
+
+
+def test_in_order_of_arrival_nobody_gets_in() -> None:
+    desk = full("arrival")
+    assert desk.enqueue("v0", tenant="victim") == []
+
+
+def test_who_is_not_behind_by_a_quantum_waits_for_a_slot() -> None:
+    """Two short answers reserve less than a quantum: taking their slot would gain nobody anything."""
+    desk = Desk()
+    desk.worker(slots=1, most=4)
+    desk.enqueue("a", tenant="a", prompt_tokens=4, max_new_tokens=2)
+    tell(desk, ["a"], {"a": (1, 0, 0)}, tenant="a", most=4, slots=1)
+    assert desk.core._queue.tag_of(flow("a")) > 0
+    assert desk.enqueue("b", tenant="b", prompt_tokens=4, max_new_tokens=2) == []
+    # The answer runs on, and its flow gets ahead.
+    counted = {flow("a"): FlowTokens(4, LEAD_COST)}
+    got = tell(desk, [], {"a": (1, 0, 0)}, most=4, slots=1, flows=counted)
+    assert got == ["b"]
+
+
+def test_equal_flows_take_turns_as_far_as_there_are_places() -> None:
+    desk = full()
+    for tenant in "abcdef":
+        desk.enqueue(tenant, tenant=tenant, max_new_tokens=1000)
+    assert desk.core.workers[0].used_sequences == MOST
+    # Nobody of them is ahead of the others: of what waits still, each has its turn when a place is free.
+    assert desk.core.num_queued == 2 + 6 - (MOST - SLOTS)
+
+
+def test_the_first_in_order_is_asked_first_and_who_waits_there_already_is_passed_over() -> None:
+    desk = full()
+    desk.enqueue("a0", tenant="a")
+    tell(desk, ["a0"], {"hog": (2, 0, 0), "a": (0, 1, 0)}, tenant="a")
+    assert desk.enqueue("a1", tenant="a") == [], "it has something ready there"
+    assert grants(desk.enqueue("b0", tenant="b")) == [("b0", "w0")], "equal need, another flow"
+
+
+def test_kv_that_is_taken_does_not_shut_out_who_is_behind() -> None:
+    """The worker makes room by its own rules; one request of a flow waits there for it, and not more."""
+    desk = full(blocks=100, free=1)
+    assert grants(desk.enqueue("v0", tenant="victim", prompt_tokens=100)) == [("v0", "w0")]
+    assert desk.enqueue("v1", tenant="victim", prompt_tokens=100) == []
+
+
+def test_a_worker_with_blocks_and_with_the_adapter_is_preferred() -> None:
+    desk = Desk()
+    for name in ("w0", "w1", "w2"):
+        desk.worker(name, slots=1, most=4, blocks=100)
+    on = {}
+    for i in range(3):
+        ((request_id, name),) = grants(desk.enqueue(f"h{i}", tenant="hog", max_new_tokens=100))
+        on[name] = request_id
+    for name, free in (("w0", 0), ("w1", 50), ("w2", 60)):
+        desk.report(
+            name,
+            slots=1,
+            most=4,
+            running=1,
+            blocks=100,
+            free=free,
+            adapters={"u": Residency.DEVICE} if name != "w2" else {},
+            started=[started(on[name], "hog")],
+            loads={"hog": (1, 0, 0)},
+        )
+    assert grants(desk.enqueue("v0", tenant="v", adapter="u")) == [("v0", "w1")]
+    assert grants(desk.enqueue("x0", tenant="x")) == [("x0", "w2")]
+
+
+# ---- held sequences
+
+
+def test_a_slot_of_a_held_sequence_is_free_for_others_and_not_for_its_own_flow() -> None:
+    desk = full(most=0)
+    assert desk.enqueue("v0", tenant="victim") == []
+    assert tell(desk, [], {"hog": (1, 0, 1)}, most=0) == []  # the places are taken: it announced none beyond its slots
+    desk = full()
+    desk.enqueue("wait", tenant="victim")
+    granted = tell(desk, [], {"hog": (0, 0, 2)})
+    assert granted == [], "both of the hog's count as its own use"
+    assert grants(desk.enqueue("b", tenant="b")) == [("b", "w0")]
+    assert desk.core.workers[0].free_sequences == 0
+    assert desk.enqueue("c", tenant="c") == [], "nobody with a slot is ahead of it"
+
+
+def test_held_flows_are_placed_by_themselves() -> None:
+    """Two requests of equal need: that the hog's fits nowhere says nothing of the other's."""
+    desk = full()
+    tell(desk, [], {"hog": (0, 0, 2)})
+    assert desk.core._dispatch.is_held(flow("hog"))
+    assert grants(desk.enqueue("b", tenant="b", max_new_tokens=1000)) == [("b", "w0")]
+    # And of one that comes while its flow is held already.
+    desk.enqueue("h7", tenant="hog")
+    assert grants(desk.enqueue("c", tenant="c")) == [("c", "w0")]
+
+
+def test_what_was_held_gets_no_credit_for_that_time() -> None:
+    desk = full()
+    tell(desk, [], {"hog": (0, 0, 2)})
+    queue = desk.core._queue
+    for i in range(40):  # another works on meanwhile
+        desk.enqueue(f"b{i}", tenant="b", prompt_tokens=500, max_new_tokens=10)
+        tell(desk, [f"b{i}"], {"hog": (0, 0, 2), "b": (1, 0, 0)}, tenant="b")
+        desk.report(slots=SLOTS, most=MOST, running=2, finished=[f"b{i}"], loads={"hog": (0, 0, 2), "b": (0, 0, 0)})
+    assert queue.tag_of(flow("hog")) <= queue.virtual_time or queue.reserved_by(flow("hog")) > 0
+    tell(desk, [], {"hog": (2, 0, 0)})
+    assert not desk.core._dispatch.is_held(flow("hog"))
+    assert queue.tag_of(flow("hog")) >= queue.virtual_time
+
+
+def test_a_worker_that_goes_takes_its_held_sequences_along() -> None:
+    desk = full()
+    tell(desk, [], {"hog": (0, 0, 2)})
+    desk.apply(WorkerLeft(WorkerId("w0")))
+    assert not desk.core._dispatch.is_held(flow("hog"))
+
+
+@pytest.mark.parametrize("weight", [1, 50])
+def test_a_lead_is_measured_in_the_leaders_own_weight(weight: int) -> None:
+    """A quantum of a heavy flow moves its tag by little, and is a quantum all the same."""
+    desk = Desk()
+    classes = {qos_class: ClassPolicy(weight) for qos_class in QosClass}
+    desk.apply(PolicyChanged(TenantId("a"), TenantPolicy(TenantId("a"), classes)))
+    desk.worker(slots=1, most=4)
+    desk.enqueue("a", tenant="a", prompt_tokens=LEAD_COST + 2, max_new_tokens=1)
+    tell(desk, ["a"], {"a": (1, 0, 0)}, tenant="a", most=4, slots=1)
+    assert grants(desk.enqueue("b", tenant="b")) == [("b", "w0")]
