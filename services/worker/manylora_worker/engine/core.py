@@ -504,9 +504,7 @@ class EngineCore:
         assert leader is not None
         self._planner.enqueue(leader)
 
-    def _check_result(
-        self, parts: SequenceOf[_Part], result: SequenceOf[Sampled]
-    ) -> SequenceOf[Sampled] | Exception:
+    def _check_result(self, parts: SequenceOf[_Part], result: SequenceOf[Sampled]) -> SequenceOf[Sampled] | Exception:
         expected = [part.holding_id for part in parts if part.scheduled.samples]
         if [sampled.sequence_id for sampled in result] != expected:
             return RuntimeError("the model's answer is not that of the batch")

@@ -6,12 +6,12 @@ between its queues; only these two write them, on the engine's thread. Nothing h
     WAITING_ADAPTER --> WAITING <--> PREFILL --> DECODE --> ENDING --> FINISHED
                            ^----------(evicted)----'                   (from any state)
 
-A sequence moves on when a step with it is started (`advance`), not when the step is over: so the next one can be planned
-beside it. What that step draws is *pending* until its result is there: it counts as a token and has no value yet.
+A sequence moves on when a step with it is started (`advance`), not when the step is over: so the next one can be
+planned beside it. What that step draws is *pending* until its result is there: it counts as a token without a value.
 
-A sequence's tokens are prompt + output. The KV of the first `num_computed_tokens` of them stands in its blocks, or is
-written there by a step in flight; the
-first of these blocks may come from the prefix cache. While decoding exactly the newest token is missing. Between two of
+A sequence's tokens are prompt + output. The KV of the first `num_computed_tokens` of them stands in its blocks, or a
+step in flight writes it there; the first of these blocks may come from the prefix cache. While decoding exactly the
+newest token is missing. Between two of
 its units a sequence may be *parked*: it keeps its state and its blocks, and is in no step. An evicted sequence loses
 its blocks and keeps its output: it prefills prompt + output again and samples the next token at the same output index,
 so its text goes on as it would have. What it computes again (up to `num_charged_tokens`) is not charged again.

@@ -16,7 +16,9 @@ A step is filled under `max_batch_tokens`: one token of each quantum, then prefi
 Blocks are taken when a unit is started: all that it may write; of a sequence without blocks those of all its tokens.
 So what is in a slot never waits for memory, and all that is not can be *evicted*: it frees its blocks and is computed
 again. While a step in flight writes them they stay: who would take them waits for the next plan, and nothing else is
-started before it, so the order holds. A sequence takes blocks that are free; then from parked ones, in this order (`_victims`):
+started before it, so the order holds.
+
+A sequence takes blocks that are free; then from parked ones, in this order (`_victims`):
 
 1. of its own tenant, the least recently run first;
 2. of tenants above their soft share, for one within its own, proportionally to what each holds above it;
@@ -29,8 +31,8 @@ the work. Who asks for no more than its reserve takes from any that holds more t
 Progress. In 1 and 3 the taker is before its victim in the order (tag of the flow, age), and tags grow by charged work
 only; in 2 the victim has done charged work since it got its blocks; a claim's taker stays within its reserve, where
 nothing is taken from it. So no eviction is undone without charged work between: no livelock. Where nothing at all can
-be started and no step is in flight, the first in order takes from whomever it needs (`_force`), and since no sequence is
-added that could not run alone (`EngineCore.add`), each step with a sequence in it computes at least one token.
+be started and no step is in flight, the first in order takes from whomever it needs (`_force`), and since no sequence
+is added that could not run alone (`EngineCore.add`), each step with a sequence in it computes at least one token.
 """
 
 from __future__ import annotations
