@@ -10,12 +10,13 @@ The models are shapes with random weights (no download). One JSON line a case:
     decode-distinct   every row has its own, up to 64 of them
     mixed-rank        as decode-distinct, with ranks 8, 16, 32, 64 in turn
     prefill           fresh prompts; fraction is of the matrix ceiling
+    zipf-1000, churn, chunk, base-only    traffic through the whole engine, see engine_traffic.py
 
 `ms_per_step` is what a caller of DeviceModelRunner sees: steps submitted one after the other, each taking the tokens
 of the one before on the device; `device_ms` is the same graph replayed alone. `floor_ms` is the time to read weights,
 KV and distinct adapters once at `--read-tb-s`. Contexts stay at `--context` tokens, in blocks scattered at random.
 
-    python bench/engine.py [--shape llama-3.1-8b] [--cases decode-base,...] [--batches 1,8,32,64,256]
+    python -m bench.engine [--shape llama-3.1-8b] [--cases decode-base,...] [--batches 1,8,32,64,256]
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ import triton
 from manylora_shared.ids import AdapterUid
 from manylora_worker.adapters.source import HostAdapter, place_site
 from manylora_worker.device.decoder_weights import read_decoder
-from manylora_worker.device.runner import PENDING_TOKEN, DeviceLimits, DeviceModelRunner
-from manylora_worker.engine.api import Sampling, SequenceChunk, StepBatch
+from manylora_worker.device.runner import DeviceLimits, DeviceModelRunner
+from manylora_worker.engine.api import PENDING_TOKEN, Sampling, SequenceChunk, StepBatch
 from manylora_worker.engine.attention import ATTENTION, register_attention
 from manylora_worker.engine.kv_cache import KvCache
 from manylora_worker.kernels.nf4 import Nf4Linear
@@ -59,6 +60,7 @@ SHAPES: dict[str, Any] = {
     ),
 }  # fmt: skip
 GREEDY = Sampling(seed=0, temperature=0.0)
+TRAFFIC = ("zipf-1000", "churn", "chunk", "base-only")
 MIXED_RANKS = (8, 16, 32, 64)
 
 
@@ -272,9 +274,62 @@ class Bench:
         if f"{case}:{prompts}" in options.profile.split(","):
             profile(lambda: self.runner.submit(batch))
 
+    def make_runner(self, *, num_kv: int, num_adapters: int, max_rows: int) -> DeviceModelRunner:
+        """Another runner over the same weights; its graphs are captured."""
+        options, spec = self.options, self.loaded.spec
+        weights = read_decoder(self.loaded)
+        assert weights is not None
+        block_bytes = self.token_bytes * options.block_size
+        num_adapter = int(1.2 * num_adapters * make_adapter(self.loaded, 0, options.rank).size_bytes / block_bytes)
+        cache = KvCache(
+            spec.kv, num_blocks=num_kv + num_adapter, block_size=options.block_size, dtype=torch.bfloat16,
+            device=self.loaded.device,
+        )  # fmt: skip
+        limits = DeviceLimits(
+            max_rows=max_rows, max_sequences=max(self.batches), adapter_slots=max(1, num_adapters), max_rank=64
+        )
+        runner = DeviceModelRunner(self.loaded, weights, cache, limits, num_kv_blocks=num_kv)
+        free = torch.cuda.mem_get_info()[0]
+        started = time.perf_counter()
+        graphs = runner.warm_up()
+        self.print(
+            case="warm-up", graphs=graphs, seconds=time.perf_counter() - started,
+            gib=(free - torch.cuda.mem_get_info()[0]) / GIB,
+        )  # fmt: skip
+        return runner
+
+    def traffic(self, cases: Sequence[str]) -> None:
+        from bench import engine_traffic
+
+        options = self.options
+        store = engine_traffic.Store(self.loaded, options.rank)
+        adapter = make_adapter(self.loaded, 0, options.rank)
+        sizes = {"slots": max(self.batches), "batch_tokens": 2048 + 64, "chunk_tokens": 2048}
+        sizes["max_overtakes"] = 2 * max(self.batches)
+        runner = self.make_runner(num_kv=12_000, num_adapters=options.adapters, max_rows=sizes["batch_tokens"])
+        sizes["device_bytes"] = options.adapters * runner.adapter_bytes(adapter)
+        engine = engine_traffic.Traffic(self.loaded, runner, store, **sizes)
+        for case in cases:
+            if case == "zipf-1000":
+                engine_traffic.run_zipf(engine, self.print)
+            elif case == "churn":
+                engine_traffic.run_churn(engine, self.print)
+            elif case == "chunk":
+                engine_traffic.run_chunk(engine, self.print)
+            else:
+                bare = self.make_runner(num_kv=12_000, num_adapters=0, max_rows=sizes["batch_tokens"])
+                plain = engine_traffic.Traffic(self.loaded, bare, store, **sizes)
+                engine_traffic.run_base_only(plain, engine, self.print)
+                plain.close()
+        engine.close()
+        store.close()
+
     def run(self) -> None:
         options = self.options
-        for case in options.cases.split(","):
+        traffic = [case for case in options.cases.split(",") if case in TRAFFIC]
+        if traffic:
+            self.traffic(traffic)
+        for case in (case for case in options.cases.split(",") if case not in TRAFFIC):
             if case == "prefill":
                 self.prefill("prefill-base", 16, 512, [])
                 self.prefill("prefill-base", 1, 8192, [])

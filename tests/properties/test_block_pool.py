@@ -119,7 +119,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
             assert self.content[copy] in (None, held[copy])
             assert self.content[source] in (None, held[copy]), "a parked source was given away before it was copied"
             self.content[copy] = self.content[source]
-        self.pool.commit()
+        self.pool.commit(self.pool.take_work())
         for block_id, tenant_id in held.items():
             assert self.content[block_id] in (None, tenant_id), "another tenant's content was not cleared"
             self.content[block_id] = tenant_id
@@ -149,7 +149,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         if hasattr(self, "pool"):
             for _, blocks in self.tables_held.values():
                 self.pool.free(blocks)
-            self.pool.commit()
+            self.pool.commit(self.pool.take_work())
             self.pool.check_invariants()
             assert self.pool.num_free == self.num_blocks
 
@@ -167,7 +167,7 @@ def test_blocks_of_one_tenant_are_not_cleared_for_it_and_are_for_another() -> No
     pool.free([block_id])
     assert pool.allocate(other, 1) == [block_id]
     assert pool.pending_clears() == [block_id]
-    pool.commit()
+    pool.commit(pool.take_work())
     assert pool.pending_clears() == []
 
 
@@ -190,6 +190,28 @@ def test_a_copys_source_stays_parked_until_the_step_is_done() -> None:
     assert source not in pool.allocate(TenantId("other"), 1)
     assert pool.pending_copies() == [(source, copy)]
     pool.check_invariants()
-    pool.commit()
+    pool.commit(pool.take_work())
     assert pool.num_free == 1
+    pool.check_invariants()
+
+
+def test_a_step_in_flight_keeps_its_work_from_the_next_and_gives_it_back_if_it_fails() -> None:
+    pool = BlockPool(4, 4)
+    other, tenant = TenantId("other"), TenantId("one")
+    pool.free(pool.allocate(other, 1))
+    (crossing,) = pool.allocate(tenant, 1)
+    (source,) = pool.allocate(tenant, 1)
+    pool.share([source])
+    copy = pool.copy_on_write(source)
+    pool.free([source])
+    failing = pool.take_work()
+    assert (failing.clears, failing.copies) == ([crossing], [(source, copy)])
+    pool.check_invariants()
+    behind = pool.take_work()
+    assert (behind.clears, behind.copies) == ([], [])
+    assert source not in pool.allocate(tenant, pool.num_free), "the step in flight copies it"
+    pool.reject(failing)
+    pool.commit(behind)
+    assert pool.pending_clears() == [crossing]
+    assert pool.allocate(tenant, 1) == [source]
     pool.check_invariants()

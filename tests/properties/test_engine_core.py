@@ -21,7 +21,13 @@ from manylora_worker.engine.api import (
     TokenOutput,
 )
 from manylora_worker.engine.core import EngineCore, EngineLimits, RequestEnd
-from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner, reference_tokens
+from manylora_worker.engine.fake_runner import (
+    AheadFakeRunner,
+    FakeAdapterBackend,
+    FakeRunner,
+    FakeStep,
+    reference_tokens,
+)
 from manylora_worker.engine.prefix_cache import PrefixKeys, PrefixOptions
 from manylora_worker.engine.step_planner import PlannerLimits
 from manylora_worker.engine.tenant_shares import TenantShare
@@ -49,6 +55,30 @@ class FaultyRunner(FakeRunner):
     def execute(self, batch: StepBatch) -> SequenceOf[Sampled]:
         if self.fail_next:
             self.fail_next = False
+            raise RuntimeError("the device is gone")
+        sampled = super().execute(batch)
+        if self.corrupt_next and sampled:
+            self.corrupt_next = False
+            return [Sampled(sampled[0].sequence_id, 0, error="the logits are not finite"), *sampled[1:]]
+        return sampled
+
+
+class FaultyAheadRunner(AheadFakeRunner):
+    """As FaultyRunner; the failure may show only when the result is read, and another step is in flight by then."""
+
+    fail_next = False
+    fail_next_result = False
+    corrupt_next = False
+
+    def submit(self, batch: StepBatch) -> FakeStep:
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("the device is gone")
+        return super().submit(batch)
+
+    def execute(self, batch: StepBatch) -> SequenceOf[Sampled]:
+        if self.fail_next_result:
+            self.fail_next_result = False
             raise RuntimeError("the device is gone")
         sampled = super().execute(batch)
         if self.corrupt_next and sampled:
@@ -121,6 +151,8 @@ class Collector:
 
 
 class EngineMachine(RuleBasedStateMachine):
+    make_runner: type[FaultyRunner | FaultyAheadRunner] = FaultyRunner
+
     @initialize(
         num_blocks=st.integers(2, 24),
         block_size=st.integers(1, 5),
@@ -150,7 +182,7 @@ class EngineMachine(RuleBasedStateMachine):
             load_s=lambda uid, tier: load_s,
             error_of=lambda uid, tier: "broken" if uid in self.broken and tier is AdapterTier.HOST else None,
         )
-        self.runner = FaultyRunner(
+        self.runner = self.make_runner(
             num_blocks=num_blocks,
             block_size=block_size,
             max_context_tokens=_CONTEXT,
@@ -267,6 +299,12 @@ class EngineMachine(RuleBasedStateMachine):
         self.runner.fail_next = True
 
     @rule()
+    @precondition(lambda self: isinstance(self.runner, FaultyAheadRunner))
+    def fail_a_result(self) -> None:
+        assert isinstance(self.runner, FaultyAheadRunner)
+        self.runner.fail_next_result = True
+
+    @rule()
     def corrupt_a_token(self) -> None:
         self.runner.corrupt_next = True
 
@@ -278,7 +316,7 @@ class EngineMachine(RuleBasedStateMachine):
     def one_step(self) -> bool:
         """Whether anything was computed."""
         self.now += 1
-        before = self.core.stats().steps
+        before = (self.core.stats().steps, self.core.num_in_flight)
         outputs = self.core.step(self.now)
         assert not self.runner.faults, self.runner.faults
         if self.core.stats().failed_steps > self.failed_steps:
@@ -286,7 +324,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert str(self.core.step_error) == "the device is gone"
         self.seen.take(outputs, self.core.take_ended())
         self.core.check_invariants()
-        return self.core.stats().steps > before
+        return (self.core.stats().steps, self.core.num_in_flight) != before
 
     @invariant()
     def agrees(self) -> None:
@@ -299,6 +337,8 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "core"):
             return
         self.runner.fail_next = self.runner.corrupt_next = False
+        if isinstance(self.runner, FaultyAheadRunner):
+            self.runner.fail_next_result = False
         bound = 200 + 60 * sum(r.n * (len(r.prompt_token_ids) + r.max_tokens) for r in self.seen.requests.values())
         idle = 0
         for _ in range(bound):
@@ -318,10 +358,23 @@ TestEngineCore = EngineMachine.TestCase
 TestEngineCore.settings = settings(max_examples=200, stateful_step_count=30, deadline=None, derandomize=True)
 
 
+class AheadEngineMachine(EngineMachine):
+    make_runner = FaultyAheadRunner
+
+
+TestAheadEngineCore = AheadEngineMachine.TestCase
+TestAheadEngineCore.settings = settings(max_examples=200, stateful_step_count=30, deadline=None, derandomize=True)
+
+
 def _engine(
-    num_blocks: int, *, slots: int = 8, batch_tokens: int = 16, chunk: int = 8
-) -> tuple[EngineCore, FaultyRunner]:
-    runner = FaultyRunner(
+    num_blocks: int,
+    *,
+    slots: int = 8,
+    batch_tokens: int = 16,
+    chunk: int = 8,
+    make_runner: type[FaultyRunner | FaultyAheadRunner] = FaultyRunner,
+) -> tuple[EngineCore, FaultyRunner | FaultyAheadRunner]:
+    runner = make_runner(
         num_blocks=num_blocks, block_size=4, max_context_tokens=_CONTEXT, eos_token_id=_EOS, eos_one_in=_EOS_ONE_IN
     )
     backend = FakeAdapterBackend(lambda: 0.0)
@@ -348,11 +401,12 @@ def _request(name: str, prompt: int, max_tokens: int, *, n: int = 1, tenant: str
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 16), st.integers(1, 20), st.integers(1, 3)), min_size=2, max_size=8),
     num_blocks=st.integers(9, 12),
+    make_runner=st.sampled_from([FaultyRunner, FaultyAheadRunner]),
 )
 def test_a_pool_too_small_for_all_preempts_and_every_text_stays_right(
-    shapes: list[tuple[int, int, int]], num_blocks: int
+    shapes: list[tuple[int, int, int]], num_blocks: int, make_runner: type[FaultyRunner | FaultyAheadRunner]
 ) -> None:
-    core, runner = _engine(num_blocks)
+    core, runner = _engine(num_blocks, make_runner=make_runner)
     seen = Collector()
     for i, (prompt, max_tokens, n) in enumerate(shapes):
         request = _request(f"r{i}", prompt, max_tokens, n=n, tenant="ab"[i % 2])
@@ -370,8 +424,9 @@ def test_a_pool_too_small_for_all_preempts_and_every_text_stays_right(
     assert set(seen.reasons.values()) <= {FinishReason.LENGTH}
 
 
-def test_eviction_happens_and_resumes_exactly() -> None:
-    core, _ = _engine(6)
+@pytest.mark.parametrize("make_runner", [FaultyRunner, FaultyAheadRunner])
+def test_eviction_happens_and_resumes_exactly(make_runner: type[FaultyRunner | FaultyAheadRunner]) -> None:
+    core, _ = _engine(6, make_runner=make_runner)
     seen = Collector()
     for i in range(3):
         request = _request(f"r{i}", 4, 16, tenant="abc"[i])
@@ -474,3 +529,112 @@ def test_times_of_the_phases() -> None:
         ends = core.take_ended()
         now += 1.0
     assert (ends[0].adapter_wait_s, ends[0].prefill_s, ends[0].decode_s) == (4.0, 1.0, 2.0)
+
+
+def _with_stops(request: EngineRequest) -> EngineRequest:
+    return EngineRequest(**{**request.__dict__, "stop_token_ids": frozenset([_EOS])})
+
+
+def _stopping_seed(prompt: int, max_tokens: int) -> int:
+    """A seed whose text ends by itself, a few tokens in."""
+    for seed in range(1000):
+        request = EngineRequest(
+            **{**_with_stops(_request("r", prompt, max_tokens)).__dict__, "sampling": Sampling(seed=seed)}
+        )
+        if 3 <= len(expected(request, 0)) < max_tokens - 3:
+            return seed
+    raise AssertionError("no text ends by itself")
+
+
+def test_the_next_step_is_begun_before_the_last_one_has_ended() -> None:
+    core, runner = _engine(64, make_runner=FaultyAheadRunner)
+    core.add(_request("r", 8, 6), 0.0)
+    tokens = []
+    for step in range(7):
+        tokens.append([t for o in core.step(float(step)) for t in o.token_ids])
+        assert core.num_in_flight == (step < 6)
+        core.check_invariants()
+    assert [len(each) for each in tokens] == [0, 1, 1, 1, 1, 1, 1]
+    assert not core.has_work()
+    assert core.stats().steps == 6, "no step was for nothing: how many tokens there are was known"
+    assert not runner.faults
+
+
+def test_a_stop_that_is_found_late_costs_its_flow_nothing_and_puts_nothing_out() -> None:
+    counted = []
+    for make_runner in (FaultyRunner, FaultyAheadRunner):
+        core, _ = _engine(64, make_runner=make_runner)
+        seen = Collector()
+        sampling = Sampling(seed=_stopping_seed(8, 20))
+        request = EngineRequest(**{**_with_stops(_request("r", 8, 20)).__dict__, "sampling": sampling})
+        other = _request("other", 8, 30)
+        for each in (request, other):
+            core.add(each, 0.0)
+            seen.add(each)
+        beside = next(s for s in core._sequences.values() if s.group.request is other)
+        while beside.num_output_tokens < 25:
+            seen.take(core.step(0.0), core.take_ended())
+        assert seen.reasons[RequestId("r"), 0] is FinishReason.STOP
+        tag = core._planner.queue.tag_of((TenantId("a"), QosClass.STANDARD))
+        while core.has_work():
+            seen.take(core.step(0.0), core.take_ended())
+        counted.append((core.flows(), tag))
+    assert counted[0] == counted[1]
+
+
+def test_blocks_and_request_stay_until_no_step_in_flight_has_them() -> None:
+    core, runner = _engine(64, make_runner=FaultyAheadRunner)
+    core.add(_request("r", 8, 20), 0.0)
+    core.step(0.0)
+    core.step(1.0)
+    core.abort(RequestId("r"), 2.0)
+    (output,) = core.take_outputs()
+    assert output.finish_reason is FinishReason.ABORTED
+    assert core.take_ended() == []
+    assert core.blocks_held_by(TenantId("a")) > 0
+    core.check_invariants()
+    assert core.step(3.0) == []
+    (end,) = core.take_ended()
+    assert (end.reason, end.ended_s) == (FinishReason.ABORTED, 2.0)
+    assert core.blocks_held_by(TenantId("a")) == 0
+    assert not core.has_work()
+    assert not runner.faults
+
+
+def test_a_step_that_fails_takes_the_one_behind_it_along() -> None:
+    core, runner = _engine(64, slots=2, batch_tokens=9, chunk=8, make_runner=FaultyAheadRunner)
+    assert isinstance(runner, FaultyAheadRunner)
+    core.add(_request("first", 8, 20), 0.0)
+    core.step(0.0)
+    core.add(_request("second", 8, 20), 0.0)
+    core.add(_request("behind", 8, 20), 0.0)
+    runner.fail_next_result = True
+    outputs = core.step(1.0)
+    assert {(o.request_id, o.finish_reason) for o in outputs} == {
+        ("first", FinishReason.ERROR),
+        ("second", FinishReason.ERROR),
+    }
+    assert core.stats().failed_steps == 2
+    assert core.num_in_flight == 0
+    core.check_invariants()
+    while core.has_work():
+        core.step(2.0)
+    assert [end.request_id for end in core.take_ended()] == ["first", "second", "behind"]
+    assert core.stats().blocks_free == 64
+
+
+def test_who_is_next_takes_the_blocks_of_a_sequence_in_flight_as_soon_as_it_is_not() -> None:
+    """The order of evictions is that of a runner that computes step by step: nothing slips in between."""
+    evicted = []
+    for make_runner in (FaultyRunner, FaultyAheadRunner):
+        core, _ = _engine(12, slots=2, make_runner=make_runner)
+        for i, tenant in enumerate("aab"):
+            core.add(_request(f"r{i}", 4, 30, tenant=tenant), 0.0)
+        steps = 0
+        while core.has_work():
+            core.step(0.0)
+            steps += 1
+            assert steps < 400
+        evicted.append((core.stats().evictions, core.stats().recomputed_tokens))
+    assert evicted[0][0] > 0
+    assert evicted[0] == evicted[1]

@@ -175,6 +175,7 @@ def test_what_ended_in_an_error_is_not_found_again() -> None:
     run.step()
     batch = run.core.begin_step(1.0)
     assert batch is not None
+    run.core.submit(batch)
     run.core.end_step(RuntimeError("the device is gone"), 1.0)
     run.core.take_outputs()
     assert run.core._pool.num_idle == 0
@@ -202,7 +203,7 @@ def test_a_tenants_idle_blocks_are_bounded_and_its_own_go_first_above_the_bound(
     pool = BlockPool(12, 4, max_idle_blocks=4)
     for tenant, count in ((A, 6), (B, 3)):
         table = pool.allocate(tenant, count)
-        pool.commit()  # the step that computed them has cleared them too
+        pool.commit(pool.take_work())  # the step that computed them has cleared them too
         for block_id in table:
             pool.publish(block_id, b"%d" % block_id)
         pool.free(table)
@@ -240,7 +241,7 @@ def test_a_block_that_is_only_the_source_of_a_copy_is_not_found() -> None:
     pool.copy_on_write(source)
     pool.free([source])
     assert pool.find_cached(A, [b"key"]) == []
-    pool.commit()
+    pool.commit(pool.take_work())
     assert pool.find_cached(A, [b"key"]) == [source]
     assert pool.num_idle == 1
     pool.check_invariants()

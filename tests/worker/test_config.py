@@ -31,7 +31,7 @@ def test_flags_and_environment() -> None:
         ("--engine=fake --sequence-slots=0", "--sequence-slots"),
         ("--engine=fake --block-size=0", "--block-size"),
         ("--engine=fake --lease-ttl-s=0", "--lease-ttl-s"),
-        ("--engine=fake --kv-cache-mb=0", "--kv-cache-mb"),
+        ("--engine=fake --kv-cache-mb=-1", "--kv-cache-mb"),
         ("--engine=fake --prefill-chunk-tokens=0", "--prefill-chunk-tokens"),
         ("--engine=fake --max-lora-rank=0", "--max-lora-rank"),
         ("--engine=fake --host-adapter-mb=0", "--host-adapter-mb"),

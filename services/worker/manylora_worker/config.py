@@ -35,7 +35,10 @@ class WorkerConfig:
     quantization: Literal["none", "nf4"] = field(default="none", metadata={"help": "of the base model's weights"})
     threads: int = field(default=0, metadata={"help": "compute threads on the CPU; 0: one a core"})
 
-    kv_cache_mb: int = field(default=512, metadata={"help": "MiB of KV cache, unless num_blocks is set"})
+    kv_cache_mb: int = field(
+        default=0,
+        metadata={"help": "MiB of KV cache, unless num_blocks is set; 0: 512, on a GPU all that its memory has left"},
+    )
     num_blocks: int = field(default=0, metadata={"help": "KV blocks; 0: as many as kv_cache_mb holds"})
     block_size: int = field(default=16, metadata={"help": "tokens a KV block"})
     prefix_cache_share: float = field(
@@ -87,11 +90,10 @@ class WorkerConfig:
 
 _AT_LEAST_ONE = (
     "lease_ttl_s",
-    "kv_cache_mb",
     "block_size",
     "sequence_slots",
     "prefill_chunk_tokens",
     "max_lora_rank",
 )
 _POSITIVE = ("host_adapter_mb", "device_adapter_mb")
-_NOT_NEGATIVE = ("num_blocks", "parked_sequences", "threads", "fake_step_ms", "drain_s")
+_NOT_NEGATIVE = ("kv_cache_mb", "num_blocks", "parked_sequences", "threads", "fake_step_ms", "drain_s")

@@ -7,8 +7,9 @@ of the worker does so only through it.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,11 @@ _LOG = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LORA_COSTS = {"cpu": LoraCosts(product=2e5, copied_weight=40.0), "cuda": LoraCosts(product=2e9, copied_weight=2e3)}
 """By device type: about 4 us a product on either; 10 GB/s copied on the one, 2 TB/s on the other."""
+DEFAULT_KV_CACHE_MB = 512
+GIB = 1 << 30
+_MARGIN_DIVISOR = 50
+"""Part of the device's memory that nobody plans with."""
+_GPU_LOADER_THREADS = 4
 _STACKED_ADAPTER_BYTES = 256 * MIB
 """Bound on the copies that stack the adapters of a step, see LoraPlanner."""
 
@@ -42,7 +48,8 @@ class EngineOptions:
     Attributes:
         model: a folder, or a hub id in the local cache; `model_name` is what it is served as (default: its last part).
         dtype: "float32", "bfloat16" or "float16".
-        num_blocks: KV blocks; 0: as many as fit in `kv_cache_mb` MiB.
+        num_blocks: KV blocks; 0: as many as fit in `kv_cache_mb` MiB; is that 0 too, as fit in DEFAULT_KV_CACHE_MB MiB,
+            or on a GPU in what its memory has left.
         adapter_store: the folder above `objects/`.
     """
 
@@ -52,7 +59,7 @@ class EngineOptions:
     device: str = "cpu"
     dtype: str = "float32"
     quantization: Quantization = "none"
-    kv_cache_mb: int = 512
+    kv_cache_mb: int = 0
     num_blocks: int = 0
     block_size: int = 16
     max_lora_rank: int = 64
@@ -94,7 +101,12 @@ def build_engine_parts(options: EngineOptions, *, notify: Callable[[], None] = l
     device_runner = _device_runner(loaded, options) if loaded.device.type == "cuda" else None
     runner = device_runner or _reference_runner(loaded, options)
     limits = AdapterLimits(max_rank=options.max_lora_rank)
-    backend = TorchAdapterBackend(options.adapter_store / "objects", loaded, runner, limits, notify=notify)
+    host_threads = _GPU_LOADER_THREADS if loaded.device.type == "cuda" else 1
+    backend = TorchAdapterBackend(
+        options.adapter_store / "objects", loaded, runner, limits, host_threads=host_threads, notify=notify
+    )
+    if device_runner is not None:
+        _warm_up(device_runner)
     return EngineParts(
         runner=runner,
         backend=backend,
@@ -116,7 +128,7 @@ def _reference_runner(loaded: LoadedModel, options: EngineOptions) -> TorchModel
 def _device_runner(loaded: LoadedModel, options: EngineOptions) -> DeviceModelRunner | None:
     """The runner of fused kernels and CUDA graphs; None where the model has a part that it does not know."""
     from manylora_worker.device.decoder_weights import read_decoder
-    from manylora_worker.device.runner import DeviceLimits, DeviceModelRunner
+    from manylora_worker.device.runner import DeviceLimits, DeviceModelRunner, activation_bytes
 
     weights = read_decoder(loaded)
     if weights is None:
@@ -126,14 +138,41 @@ def _device_runner(loaded: LoadedModel, options: EngineOptions) -> DeviceModelRu
     adapter_blocks = options.device_adapter_bytes // block_bytes
     if adapter_blocks < 1:
         raise ModelRefused(f"device_adapter_mb: holds no block of {block_bytes} bytes")
-    cache = _build_cache(loaded, options, more_blocks=adapter_blocks)
     limits = DeviceLimits(
         max_rows=options.max_batch_tokens,
         max_sequences=options.sequence_slots,
         adapter_slots=adapter_blocks,
         max_rank=options.max_lora_rank,
     )
+    if not (options.num_blocks or options.kv_cache_mb):
+        num_blocks = _blocks_left(activation_bytes(loaded, weights, limits), block_bytes) - adapter_blocks
+        options = replace(options, num_blocks=max(0, num_blocks))
+        if num_blocks < 1:
+            raise ModelRefused(f"device_adapter_mb: {adapter_blocks} blocks of adapters leave none for KV")
+    cache = _build_cache(loaded, options, more_blocks=adapter_blocks)
     return DeviceModelRunner(loaded, weights, cache, limits, num_kv_blocks=cache.num_blocks - adapter_blocks)
+
+
+def _blocks_left(reserved_bytes: int, block_bytes: int) -> int:
+    """Blocks that the device has room for, beside what a step needs."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    margin_bytes = total_bytes // _MARGIN_DIVISOR
+    _LOG.info(
+        "device memory: %.1f of %.1f GiB are free; %.1f are kept for steps and %.1f as a margin",
+        free_bytes / GIB, total_bytes / GIB, reserved_bytes / GIB, margin_bytes / GIB,
+    )  # fmt: skip
+    return max(0, free_bytes - reserved_bytes - margin_bytes) // block_bytes
+
+
+def _warm_up(runner: DeviceModelRunner) -> None:
+    before_bytes, _ = torch.cuda.mem_get_info()
+    started = time.monotonic()
+    num_graphs = runner.warm_up()
+    after_bytes, _ = torch.cuda.mem_get_info()
+    _LOG.info(
+        "warmed up in %.1f s: %d graphs, %.1f GiB; %.1f GiB of device memory are left",
+        time.monotonic() - started, num_graphs, (before_bytes - after_bytes) / GIB, after_bytes / GIB,
+    )  # fmt: skip
 
 
 def _report(adapter: HostAdapter, loaded: LoadedModel) -> AdapterReport:
@@ -152,9 +191,10 @@ def _report(adapter: HostAdapter, loaded: LoadedModel) -> AdapterReport:
 def _build_cache(loaded: LoadedModel, options: EngineOptions, *, more_blocks: int = 0) -> KvCache:
     """more_blocks: beside those for KV, for adapters."""
     kv = loaded.spec.kv
-    num_blocks = options.num_blocks or kv.blocks_in(options.kv_cache_mb * MIB, options.block_size, loaded.dtype)
+    kv_cache_mb = options.kv_cache_mb or DEFAULT_KV_CACHE_MB
+    num_blocks = options.num_blocks or kv.blocks_in(kv_cache_mb * MIB, options.block_size, loaded.dtype)
     if num_blocks < 1:
-        raise ModelRefused(f"kv_cache_mb: {options.kv_cache_mb} MiB hold no block of {options.block_size} tokens")
+        raise ModelRefused(f"kv_cache_mb: {kv_cache_mb} MiB hold no block of {options.block_size} tokens")
     cache = KvCache(
         kv, num_blocks=num_blocks + more_blocks, block_size=options.block_size, dtype=loaded.dtype, device=loaded.device
     )

@@ -586,12 +586,18 @@ class ThreadRuntime:
         if is_stopping:
             for request_id in core.request_ids():
                 core.abort(request_id, self.now())
+            while core.num_in_flight:
+                core.end_step(core.wait(), self.now())
             self._post()
             return False
         batch = core.begin_step(self.now())
         if batch is not None:
-            core.end_step(core.run(batch), self.now())
+            core.submit(batch)
+        if core.must_wait or (batch is None and core.num_in_flight):
+            core.end_step(core.wait(), self.now())
             turner.after_step()
+            self._post()
+            return True
         self._post()
         if batch is None:
             self._sleep(_POLL_S if core.has_work() else None)
@@ -696,11 +702,12 @@ class LoopRuntime:
         self._turner.do(commands, self.now())
         batch = core.begin_step(self.now())
         if batch is not None:
-            result = core.run(batch)
+            core.submit(batch)
             try:
                 await asyncio.sleep(self._step_s(batch))
             finally:
-                core.end_step(result, self.now())
+                while core.num_in_flight:
+                    core.end_step(core.wait(), self.now())
             self._turner.after_step()
         self._post()
         if batch is None:

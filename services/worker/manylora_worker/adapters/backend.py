@@ -1,11 +1,12 @@
 """Moves adapters between the store, host memory and the device, beside the engine loop.
 
 TorchAdapterBackend owns the host tier (uid -> HostAdapter); the device tier is the runner's, an AdapterTarget; which
-adapters should be where is adapters/cache.py's decision. One thread loads, one adapter at a time, in the order asked.
-It shares with the engine thread only two queues and single dict operations; the engine thread never waits for it, and
-computes nothing for it.
+adapters should be where is adapters/cache.py's decision. Loads from the store have threads of their own, one where the
+model runs on the CPU too and a few beside a GPU; copies to the device have one, so that none waits for a file. Each
+works in the order asked. They share with the engine thread only queues and single dict operations; the engine thread
+never waits for them, and computes nothing for them.
 
-The loader thread uses one compute thread, so that a load takes its time and not the step's cores. It has the priority
+A loader thread uses one compute thread, so that a load takes its time and not the step's cores. It has the priority
 of any other thread: with a lower one it could be put aside while it holds the interpreter's lock, and the engine too.
 """
 
@@ -32,16 +33,16 @@ _LOG = logging.getLogger(__name__)
 
 
 class AdapterTarget(Protocol):
-    """Where adapters go on the device. Room is given on the engine's thread, weights are copied on the loader's."""
+    """Where adapters go on the device. Room is given on the engine's thread, weights are copied on the copying one."""
 
     def adapter_bytes(self, adapter: HostAdapter) -> int:
-        """What it takes on the device."""
+        """What it takes on the device. A loader's thread."""
 
     def reserve_adapter(self, adapter: HostAdapter) -> None:
         """Takes room for it. Raises RuntimeError or ValueError where there is none, or it can have none."""
 
     def fill_adapter(self, adapter: HostAdapter) -> None:
-        """Copies its weights into the room reserved, and returns when a step may use them. The loader's thread."""
+        """Copies its weights into the room reserved, and returns when a step may use them. The copying thread."""
 
     def drop_adapter(self, uid: AdapterUid) -> None:
         """Gives the room back. Unknown ids are ignored."""
@@ -59,7 +60,8 @@ class TorchAdapterBackend:
 
     Args:
         objects: the folder that holds one folder an adapter, named by uid.
-        notify: called by the loader thread after each event is queued, to wake the engine; must not block.
+        host_threads: adapters that are read from the store at the same time.
+        notify: called by the threads after each event is queued, to wake the engine; must not block.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class TorchAdapterBackend:
         target: AdapterTarget,
         limits: AdapterLimits,
         *,
+        host_threads: int = 1,
         notify: Callable[[], None] = lambda: None,
     ) -> None:
         self._objects = objects
@@ -77,15 +80,26 @@ class TorchAdapterBackend:
         self._limits = limits
         self._notify = notify
         self._host: dict[AdapterUid, HostAdapter] = {}
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: dict[AdapterTier, queue.SimpleQueue[_Job | None]] = {
+            AdapterTier.HOST: queue.SimpleQueue(),
+            AdapterTier.DEVICE: queue.SimpleQueue(),
+        }
         self._events: queue.SimpleQueue[AdapterEvent] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="adapter-loader", daemon=True)
-        self._thread.start()
+        tiers = [AdapterTier.DEVICE, *(AdapterTier.HOST for _ in range(host_threads))]
+        self._threads = [
+            (
+                tier,
+                threading.Thread(target=self._run, args=(tier,), name=f"to-{tier.name.lower()}", daemon=True),
+            )
+            for tier in tiers
+        ]
+        for _, thread in self._threads:
+            thread.start()
 
     def start_host_load(self, uid: AdapterUid) -> None:
-        self._jobs.put(_Job(uid, AdapterTier.HOST))
+        self._jobs[AdapterTier.HOST].put(_Job(uid, AdapterTier.HOST))
 
     def start_device_load(self, uid: AdapterUid) -> None:
         adapter = self._host.get(uid)
@@ -97,7 +111,7 @@ class TorchAdapterBackend:
             self._events.put(AdapterEvent(uid, AdapterTier.DEVICE, error=str(error)))
             self._notify()
             return
-        self._jobs.put(_Job(uid, AdapterTier.DEVICE, adapter))
+        self._jobs[AdapterTier.DEVICE].put(_Job(uid, AdapterTier.DEVICE, adapter))
 
     def poll(self) -> Sequence[AdapterEvent]:
         """See api.AdapterBackend.poll. Raises what ended the loader thread, if anything unforeseen did."""
@@ -121,20 +135,22 @@ class TorchAdapterBackend:
     def close(self) -> None:
         if not self._closing.is_set():
             self._closing.set()
-            self._jobs.put(None)
-            self._thread.join()
+            for tier, _ in self._threads:
+                self._jobs[tier].put(None)
+            for _, thread in self._threads:
+                thread.join()
 
-    def _run(self) -> None:
+    def _run(self, tier: AdapterTier) -> None:
         try:
-            self._serve()
+            self._serve(self._jobs[tier])
         except BaseException as error:
             self._failure = error
             self._notify()
             raise
 
-    def _serve(self) -> None:
+    def _serve(self, jobs: queue.SimpleQueue[_Job | None]) -> None:
         torch.set_num_threads(1)
-        while (job := self._jobs.get()) is not None and not self._closing.is_set():
+        while (job := jobs.get()) is not None and not self._closing.is_set():
             self._events.put(self._load(job))
             self._notify()
 
@@ -148,7 +164,7 @@ class TorchAdapterBackend:
                 return AdapterEvent(job.uid, AdapterTier.HOST, size_bytes)
             assert job.adapter is not None
             self._target.fill_adapter(job.adapter)
-            return AdapterEvent(job.uid, AdapterTier.DEVICE, self._target.adapter_bytes(job.adapter))
+            return AdapterEvent(job.uid, AdapterTier.DEVICE)
         except (ManyloraError, OSError, RuntimeError, ValueError, MemoryError) as error:
             _LOG.warning("adapter %s did not load: %s", job.uid, error)
             return AdapterEvent(job.uid, job.tier, error=str(error))

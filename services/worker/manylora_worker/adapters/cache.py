@@ -91,7 +91,12 @@ class AdapterCache:
         self._limits = limits
         self._entries: dict[AdapterUid, _Entry] = {}
         self._uid_of: dict[RequestId, AdapterUid] = {}
-        self._queue: dict[AdapterUid, None] = {}
+        self._queue: dict[AdapterUid, int] = {}
+        """In order, numbered."""
+        self._queued = 0
+        self._device: dict[AdapterUid, _Entry] = {}
+        """Those that use the device."""
+        self._loads = {AdapterTier.HOST: 0, AdapterTier.DEVICE: 0}
         self._prefetches: dict[AdapterUid, None] = {}
         self._known_bytes: dict[AdapterUid, int] = {}
         self._blocked: AdapterUid | None = None
@@ -106,7 +111,7 @@ class AdapterCache:
 
     @property
     def num_loading(self) -> int:
-        return sum(e.loading is not None for e in self._entries.values())
+        return sum(self._loads.values())
 
     @property
     def num_holders(self) -> int:
@@ -123,7 +128,7 @@ class AdapterCache:
 
     @property
     def device_bytes(self) -> int:
-        return sum(e.size_bytes for e in self._entries.values() if e.uses_device)
+        return sum(e.size_bytes for e in self._device.values())
 
     def tiers(self) -> Mapping[AdapterUid, AdapterTier]:
         """The best tier of every adapter that is off the disk."""
@@ -147,7 +152,9 @@ class AdapterCache:
             entry.pins[holder] = None
             return True
         entry.waiters[holder] = None
-        self._queue.setdefault(uid)
+        if uid not in self._queue:
+            self._queued += 1
+            self._queue[uid] = self._queued
         return False
 
     def release(self, holder: RequestId) -> None:
@@ -204,8 +211,11 @@ class AdapterCache:
                 assert self._uid_of[holder] == uid
         assert len(self._uid_of) == sum(len(e.pins) + len(e.waiters) for e in self._entries.values())
         assert self._blocked is None or self._blocked in self._queue
-        assert sum(e.loading is AdapterTier.HOST for e in self._entries.values()) <= self._limits.host_loads
-        assert sum(e.loading is AdapterTier.DEVICE for e in self._entries.values()) <= self._limits.device_loads
+        assert self._device == {uid: e for uid, e in self._entries.items() if e.uses_device}
+        assert all(n == sum(e.loading is tier for e in self._entries.values()) for tier, n in self._loads.items())
+        assert self._loads[AdapterTier.HOST] <= self._limits.host_loads
+        assert self._loads[AdapterTier.DEVICE] <= self._limits.device_loads
+        assert list(self._queue.values()) == sorted(self._queue.values())
 
     def _entry(self, uid: AdapterUid) -> _Entry:
         entry = self._entries.get(uid)
@@ -255,6 +265,9 @@ class AdapterCache:
         entry = self._entries[event.uid]
         assert entry.loading is event.tier, f"{event.uid}: a load ended that was not asked for"
         entry.loading = None
+        self._loads[event.tier] -= 1
+        if event.tier is AdapterTier.DEVICE and event.error is not None:
+            del self._device[entry.uid]
         if event.error is not None:
             self._fail(entry, event.error, failed)
             return
@@ -312,7 +325,7 @@ class AdapterCache:
         overtakes = self._is_behind_blocked(entry)
         if overtakes and self._overtakes >= self._limits.max_overtakes:
             return
-        if sum(e.loading is AdapterTier.DEVICE for e in self._entries.values()) >= self._limits.device_loads:
+        if self._loads[AdapterTier.DEVICE] >= self._limits.device_loads:
             return
         if not self._make_device_room(entry, entry.size_bytes):
             if entry.waiters and not overtakes:
@@ -321,14 +334,17 @@ class AdapterCache:
         if self._blocked == entry.uid:
             self._unblock()
         entry.loading = AdapterTier.DEVICE
+        self._loads[AdapterTier.DEVICE] += 1
+        self._device[entry.uid] = entry
         self._backend.start_device_load(entry.uid)
 
     def _start_host_load(self, entry: _Entry) -> None:
-        if sum(e.loading is AdapterTier.HOST for e in self._entries.values()) >= self._limits.host_loads:
+        if self._loads[AdapterTier.HOST] >= self._limits.host_loads:
             return
         if not self._make_host_room(entry, entry.size_bytes):
             return
         entry.loading = AdapterTier.HOST
+        self._loads[AdapterTier.HOST] += 1
         self._backend.start_host_load(entry.uid)
 
     def _advance_prefetch(self, entry: _Entry) -> bool:
@@ -352,7 +368,7 @@ class AdapterCache:
             return True
         candidates = [
             e
-            for e in self._entries.values()
+            for e in self._device.values()
             if e is not entry and e.on_device and not e.pins and self._yields_to(e, entry)
         ]
         candidates.sort(key=lambda e: (bool(e.waiters), -(self._tick - e.last_used) * e.size_bytes, e.uid))
@@ -390,12 +406,13 @@ class AdapterCache:
         return not entry.waiters or self._first_queued(self._blocked, entry.uid) == self._blocked
 
     def _first_queued(self, one: AdapterUid, other: AdapterUid) -> AdapterUid:
-        return next(uid for uid in self._queue if uid in (one, other))
+        return one if self._queue[one] < self._queue[other] else other
 
     def _drop_device(self, entry: _Entry) -> None:
         assert not entry.pins
         self._backend.drop_device(entry.uid)
         entry.on_device = False
+        del self._device[entry.uid]
         self._version += 1
 
     def _drop_host(self, entry: _Entry) -> None:

@@ -7,15 +7,21 @@ rank, and any free blocks serve any adapter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from manylora_shared.ids import AdapterUid
 from torch import Tensor
 
-from manylora_worker.adapters.source import HostAdapter
+from manylora_worker.adapters.source import HostAdapter, PlacedSite
 from manylora_worker.kernels.lora import CHUNK_ALIGNMENT, CHUNK_RANKS, a_field, b_field, num_chunks, site_fields
+
+_LAYOUTS = 64
+_KNOWN_ADAPTERS = 1 << 16
 
 
 class NoRoom(Exception):
@@ -31,22 +37,14 @@ class _Run:
 
 
 @dataclass(frozen=True)
-class _Chunk:
-    site: int
-    field: int
-    run: int
-    offset: int
-    """Elements from the run's begin."""
-
-
-@dataclass(frozen=True)
 class Placement:
     """How an adapter is laid out over blocks, before any block is chosen."""
 
     runs: Sequence[_Run]
-    chunks: Sequence[_Chunk]
-    ranks: Mapping[int, Sequence[tuple[int, int]]]
-    """site -> (slot, rank)"""
+    chunks: np.ndarray
+    """int64 [chunks, 4]: site, field of its entry, run, elements from the run's begin."""
+    ranks: np.ndarray
+    """int64 [slots, 3]: site, field, rank."""
 
     @property
     def num_blocks(self) -> int:
@@ -60,10 +58,10 @@ def place(adapter: HostAdapter, block_elements: int, chunks: int) -> Placement:
         ValueError: one chunk of it is larger than a block, or its matrices' widths are odd.
     """
     pieces: list[tuple[int, int, int, int]] = []  # start, length, site, field
-    ranks: dict[int, list[tuple[int, int]]] = {}
+    ranks: list[tuple[int, int, int]] = []
     for placed in adapter.layout:
-        ranks[placed.site] = [(slot, stop - start) for slot, start, stop, _ in placed.slots]
         for slot, start, stop, b in placed.slots:
+            ranks.append((placed.site, slot, stop - start))
             for chunk in range(num_chunks(stop - start)):
                 first = chunk * CHUNK_RANKS
                 rows = min(CHUNK_RANKS, stop - start - first)
@@ -72,7 +70,7 @@ def place(adapter: HostAdapter, block_elements: int, chunks: int) -> Placement:
                 b_start = b.start + first * b.columns
                 pieces.append((b_start, rows * b.columns, placed.site, b_field(slot, chunk, chunks)))
     runs: list[_Run] = []
-    cut: list[_Chunk] = []
+    cut: list[tuple[int, int, int, int]] = []
     for start, length, site, field in sorted(pieces):
         if length > block_elements:
             raise ValueError(f"{length} weights of one matrix do not fit in a block of {block_elements}")
@@ -82,8 +80,8 @@ def place(adapter: HostAdapter, block_elements: int, chunks: int) -> Placement:
             runs[-1] = _Run(runs[-1].start, start + length - runs[-1].start)
         else:
             runs.append(_Run(start, length))
-        cut.append(_Chunk(site, field, len(runs) - 1, start - runs[-1].start))
-    return Placement(runs, cut, ranks)
+        cut.append((site, field, len(runs) - 1, start - runs[-1].start))
+    return Placement(runs, np.array(cut, dtype=np.int64), np.array(ranks, dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -125,6 +123,10 @@ class AdapterArena:
         self._free_blocks = list(reversed(blocks))
         self._free_slots = list(range(num_slots, 0, -1))
         self._places: dict[AdapterUid, _Place] = {}
+        self._placements: OrderedDict[tuple[PlacedSite, ...], Placement] = OrderedDict()
+        self._known: OrderedDict[AdapterUid, Placement] = OrderedDict()
+        """Most adapters of a model have one of a few layouts; to work one out takes milliseconds."""
+        self._lock = threading.Lock()
 
     def slot_of(self, uid: AdapterUid) -> int:
         return self._places[uid].slot
@@ -133,7 +135,7 @@ class AdapterArena:
         return uid in self._places
 
     def size_bytes(self, adapter: HostAdapter) -> int:
-        """What it takes on the device: whole blocks."""
+        """What it takes on the device: whole blocks. From any thread."""
         return self._placement(adapter).num_blocks * self._block_bytes
 
     def reserve(self, adapter: HostAdapter) -> None:
@@ -179,12 +181,24 @@ class AdapterArena:
             source = adapter.buffer[run.start : run.start + run.length]
             self._by_block[block, : run.length].copy_(source, non_blocking=True)
         entry = torch.zeros(self.sites.shape[0], self.sites.shape[2], dtype=torch.int64)
-        for site, ranks in place.placement.ranks.items():
-            for position, rank in ranks:
-                entry[site, position] = rank
-        for chunk in place.placement.chunks:
-            entry[chunk.site, chunk.field] = place.blocks[chunk.run] * self.block_elements + chunk.offset
-        self.sites[:, place.slot].copy_(entry)
+        if self.sites.is_cuda:
+            entry = entry.pin_memory()
+        ranks, chunks = place.placement.ranks, place.placement.chunks
+        entry.numpy()[ranks[:, 0], ranks[:, 1]] = ranks[:, 2]
+        blocks = np.array(place.blocks, dtype=np.int64)
+        entry.numpy()[chunks[:, 0], chunks[:, 1]] = blocks[chunks[:, 2]] * self.block_elements + chunks[:, 3]
+        self.sites[:, place.slot].copy_(entry, non_blocking=True)
 
     def _placement(self, adapter: HostAdapter) -> Placement:
-        return place(adapter, self.block_elements, self.chunks)
+        with self._lock:
+            known = self._known.get(adapter.uid)
+        if known is not None:
+            return known
+        placement = self._placements.get(adapter.layout) or place(adapter, self.block_elements, self.chunks)
+        with self._lock:
+            self._placements[adapter.layout] = self._known[adapter.uid] = placement
+            if len(self._placements) > _LAYOUTS:
+                self._placements.popitem(last=False)
+            if len(self._known) > _KNOWN_ADAPTERS:
+                self._known.popitem(last=False)
+        return placement

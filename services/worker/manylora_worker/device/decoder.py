@@ -12,7 +12,7 @@ norm | gate-up product, shrink beside it | gate | down product, shrink beside it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from manylora_worker.kernels.add_norm import add_norm
 from manylora_worker.kernels.attention import DecodeScratch, PagedLayout, attend_decode, attend_prefill
 from manylora_worker.kernels.gate import gate
 from manylora_worker.kernels.gemm import MOST_SPLIT_ROWS, MOST_SPLITS, linear
-from manylora_worker.kernels.lora import LoraRows, low_rank_columns, shrink, shrink_splits
+from manylora_worker.kernels.lora import LoraRows, low_rank_columns, num_chunks, shrink, shrink_splits
 from manylora_worker.kernels.rotate import rotate_store
 
 MAX_SPLITS = 32
@@ -65,6 +65,50 @@ class DeviceStep:
     """int64: rows whose logits are wanted; None: all, in order."""
 
 
+@dataclass(frozen=True)
+class _Sizes:
+    """Elements of the pass's buffers: [rows, columns], or flat ones of float32."""
+
+    rows: Mapping[str, tuple[int, int]]
+    low_rank: int
+    parts: int
+
+    @classmethod
+    def of(cls, weights: DecoderWeights, *, lora_chunks: int, max_rows: int, max_decode_rows: int) -> _Sizes:
+        first = weights.layers[0]
+        shape = first.attention
+        out_features = [p.out_features for p in (first.qkv, first.o, first.gate_up)]
+        widths = {p.in_features for p in (first.qkv, first.o, first.down)}
+        most = max(shrink_splits(width, rows) * rows for width in widths for rows in range(1, max_rows + 1))
+        return cls(
+            rows={
+                "residual": (max_rows, weights.hidden_size),
+                "normed": (max_rows, weights.hidden_size),
+                "delta": (max_rows, weights.hidden_size),
+                "qkv": (max_rows, first.qkv.out_features),
+                "q": (max_rows, shape.num_heads * shape.head_dim),
+                "attended": (max_rows, shape.num_heads * shape.head_dim),
+                "gate_up": (max_rows, first.gate_up.out_features),
+                "gated": (max_rows, first.down.in_features),
+                "logits": (max_decode_rows, weights.head.shape[0]),
+            },
+            low_rank=most * low_rank_columns(lora_chunks),
+            parts=MOST_SPLITS * MOST_SPLIT_ROWS * max(out_features),
+        )
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        by_rows = sum(rows * columns for rows, columns in self.rows.values())
+        return by_rows * dtype.itemsize + 4 * (self.low_rank + self.parts)
+
+
+def buffer_bytes(
+    weights: DecoderWeights, dtype: torch.dtype, *, max_rank: int, max_rows: int, max_decode_rows: int
+) -> int:
+    """What a Decoder takes on the device beside weights and arena."""
+    sizes = _Sizes.of(weights, lora_chunks=num_chunks(max_rank), max_rows=max_rows, max_decode_rows=max_decode_rows)
+    return sizes.bytes(dtype)
+
+
 class Decoder:
     """The model's pass over one arena.
 
@@ -97,30 +141,25 @@ class Decoder:
         self._sites = sites
         self._lora_chunks = lora_chunks
         device, dtype = arena.device, arena.dtype
-        first = weights.layers[0]
-        shape = first.attention
+        sizes = _Sizes.of(weights, lora_chunks=lora_chunks, max_rows=max_rows, max_decode_rows=max_decode_rows)
 
-        def buffer(rows: int, columns: int, kind: torch.dtype = dtype) -> Tensor:
-            return torch.zeros(rows, columns, dtype=kind, device=device)
+        def buffer(name: str) -> Tensor:
+            return torch.zeros(sizes.rows[name], dtype=dtype, device=device)
 
-        out_features = [p.out_features for p in (first.qkv, first.o, first.gate_up)]
-        self._residual = buffer(max_rows, weights.hidden_size)
-        self._normed = buffer(max_rows, weights.hidden_size)
-        self._delta = buffer(max_rows, weights.hidden_size)
-        self._qkv = buffer(max_rows, first.qkv.out_features)
-        self._q = buffer(max_rows, shape.num_heads * shape.head_dim)
-        self._attended = buffer(max_rows, shape.num_heads * shape.head_dim)
-        self._gate_up = buffer(max_rows, first.gate_up.out_features)
-        self._gated = buffer(max_rows, first.down.in_features)
-        self._logits = buffer(max_decode_rows, weights.head.shape[0])
-        columns = low_rank_columns(lora_chunks)
-        widths = {p.in_features for p in (first.qkv, first.o, first.down)}
-        most = max(shrink_splits(width, rows) * rows for width in widths for rows in range(1, max_rows + 1))
-        self._low_rank = torch.zeros(most * columns, device=device)
-        self._parts = torch.empty(MOST_SPLITS * MOST_SPLIT_ROWS * max(out_features), device=device)
+        self._residual = buffer("residual")
+        self._normed = buffer("normed")
+        self._delta = buffer("delta")
+        self._qkv = buffer("qkv")
+        self._q = buffer("q")
+        self._attended = buffer("attended")
+        self._gate_up = buffer("gate_up")
+        self._gated = buffer("gated")
+        self._logits = buffer("logits")
+        self._low_rank = torch.zeros(sizes.low_rank, device=device)
+        self._parts = torch.empty(sizes.parts, device=device)
         self._counters = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._pdl = pdl
-        self._scratch = DecodeScratch(max_decode_rows, shape, MAX_SPLITS, device)
+        self._scratch = DecodeScratch(max_decode_rows, weights.layers[0].attention, MAX_SPLITS, device)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property

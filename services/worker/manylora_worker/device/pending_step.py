@@ -14,30 +14,34 @@ from manylora_worker.kernels.sampling import SampledRows
 class PendingStep:
     """A step on its way; `result` waits for it."""
 
-    def __init__(
-        self, chunks: Sequence[SequenceChunk], results: Sequence[Sampled] = (), rows: SampledRows | None = None
-    ) -> None:
-        """results: of `chunks`, where they are known; else rows: device tensors, one row a chunk."""
+    def __init__(self, chunks: Sequence[SequenceChunk], rows: Sequence[int], drawn: SampledRows | None) -> None:
+        """
+        Args:
+            chunks: those that sample.
+            rows: each one's row in `drawn`.
+            drawn: device tensors; None where no chunk samples.
+        """
         self._chunks = chunks
-        self._results = results
+        self._rows = rows
         self._host: list[Tensor] = []
         self._event: torch.cuda.Event | None = None
-        if rows is not None:
-            wanted = (rows.token_ids, rows.sound, rows.logprobs, rows.top_values, rows.top_ids)
-            self._host = [_to_host(tensor) for tensor in wanted if tensor is not None]
-            if rows.token_ids.is_cuda:
-                self._event = torch.cuda.Event()
-                self._event.record()
+        if drawn is not None:
+            count = max(rows) + 1
+            wanted = (drawn.token_ids, drawn.sound, drawn.logprobs, drawn.top_values, drawn.top_ids)
+            self._host = [_to_host(tensor[:count]) for tensor in wanted if tensor is not None]
+        if torch.cuda.is_available() and (drawn is None or drawn.token_ids.is_cuda):
+            self._event = torch.cuda.Event()
+            self._event.record()
 
     def result(self) -> Sequence[Sampled]:
         """One Sampled for each chunk that samples, in the batch's order."""
-        if not self._host:
-            return self._results
         if self._event is not None:
             self._event.synchronize()
+        if not self._host:
+            return []
         token_ids, sound, *logprobs = (tensor.tolist() for tensor in self._host)
         results = []
-        for i, chunk in enumerate(self._chunks):
+        for i, chunk in zip(self._rows, self._chunks, strict=True):
             if not sound[i]:
                 error = "the model's logits for this token are not finite"
                 results.append(Sampled(chunk.sequence_id, 0, error=error))

@@ -10,7 +10,8 @@ earlier one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,21 +21,24 @@ from torch import Tensor
 
 from manylora_worker.adapters.source import HostAdapter
 from manylora_worker.device.adapter_arena import AdapterArena
-from manylora_worker.device.decoder import MAX_SPLITS, Decoder, DeviceStep, LoraStep
+from manylora_worker.device.decoder import MAX_SPLITS, Decoder, DeviceStep, LoraStep, buffer_bytes
 from manylora_worker.device.decoder_weights import DecoderWeights
 from manylora_worker.device.pending_step import PendingStep
 from manylora_worker.device.sequence_slots import SequenceSlots, TableUpdates
-from manylora_worker.device.step_tables import StepTables
+from manylora_worker.device.step_tables import StepTables, to_device
 from manylora_worker.engine.api import Sampled, SequenceChunk, StepBatch
 from manylora_worker.engine.kv_cache import KvCache
-from manylora_worker.engine.sampler import sample
 from manylora_worker.kernels.attention import PREFILL_TILE_FIELDS, PagedLayout, prefill_block_m
 from manylora_worker.kernels.lora import TILE_FIELDS, TILE_ROWS
-from manylora_worker.kernels.sampling import MAX_TOP_LOGPROBS, DeviceSampler, RowState, SampledRows, SamplingPlan
+from manylora_worker.kernels.sampling import (
+    MAX_TOP_LOGPROBS,
+    DeviceSampler,
+    RowState,
+    SampledRows,
+    SamplingPlan,
+    needs_penalty_slot,
+)
 from manylora_worker.loader import LoadedModel
-
-PENDING_TOKEN = -1
-"""In SequenceChunk.token_ids: the token that this sequence drew in the step before, not yet known on the host."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,21 @@ class DeviceLimits:
     """Rows that sample in one step."""
     adapter_slots: int
     max_rank: int
+
+
+def activation_bytes(loaded: LoadedModel, weights: DecoderWeights, limits: DeviceLimits) -> int:
+    """What a DeviceModelRunner takes on the device beside weights and arena, graphs included."""
+    rows, vocab_size = limits.max_sequences, loaded.spec.vocab_size
+    decoder = buffer_bytes(
+        weights, loaded.dtype, max_rank=limits.max_rank, max_rows=limits.max_rows, max_decode_rows=rows
+    )
+    # Scores, penalties, a bias and, while logprobs are taken, two distributions: float32 of the vocabulary each.
+    sampler = rows * vocab_size * 4 * 5
+    return decoder + sampler + _GRAPH_BYTES
+
+
+_GRAPH_BYTES = 1 << 31
+"""Graphs, kernels and cuBLAS' workspaces."""
 
 
 def _fill_tiles(tiles: np.ndarray, runs: Sequence[Sequence[int]]) -> int:
@@ -91,17 +110,6 @@ class _Recorded:
     """What each replay writes."""
 
 
-def _each(rows: SampledRows, take: Callable[[Tensor], Tensor]) -> SampledRows:
-    """The same rows of every tensor."""
-    return SampledRows(
-        take(rows.token_ids),
-        take(rows.sound),
-        None if rows.logprobs is None else take(rows.logprobs),
-        None if rows.top_values is None else take(rows.top_values),
-        None if rows.top_ids is None else take(rows.top_ids),
-    )
-
-
 _GREEDY = SamplingPlan()
 _PLANS = (
     _GREEDY,
@@ -121,7 +129,7 @@ def _bucket(rows: int, largest: int) -> int:
 
 
 class DeviceModelRunner:
-    """See api.ModelRunner.
+    """See api.AheadRunner.
 
     Args:
         cache: its blocks from `num_kv_blocks` on hold adapters.
@@ -183,7 +191,10 @@ class DeviceModelRunner:
         self._row_owners: dict[int, tuple[int, int]] = {}
         """By the sampler's row: the sequence whose parameters it has, and the output index that it draws next."""
         self._pool = None
-        self._sampler = DeviceSampler(limits.max_sequences, loaded.spec.vocab_size, device)
+        self._sampler = DeviceSampler(
+            limits.max_sequences, loaded.spec.vocab_size, device, penalty_slots=limits.max_sequences
+        )
+        self._penalty_slots = _PenaltySlots(self._sampler)
 
     @property
     def num_blocks(self) -> int:
@@ -206,32 +217,67 @@ class DeviceModelRunner:
         return self.submit(batch).result()
 
     def submit(self, batch: StepBatch) -> PendingStep:
-        """Starts the step on the device and returns at once (but where a row has penalties: then it waits).
-
-        A later step may name this one's tokens as PENDING_TOKEN before the result is read.
-        """
+        """See api.AheadRunner.submit."""
         with torch.inference_mode():
             self._use_device()
             self._prepare_blocks(batch)
             if not batch.chunks:
-                return PendingStep([])
+                return PendingStep([], [], None)
             sampled = [chunk for chunk in batch.chunks if chunk.samples]
             plan = self._plan(batch.chunks)
             rows = [plan.row_of[chunk.sequence_id] for chunk in sampled]
             needed = SamplingPlan.of([chunk.sampling for chunk in sampled])
             if not sampled:
                 self._run_logits(plan, rows)
-                return PendingStep([])
-            if needed.penalties:
-                results = sample(self._run_logits(plan, rows), sampled)
-                self._keep_tokens(plan, rows, torch.tensor([r.token_id for r in results], device=self._tables.device))
-                return PendingStep(sampled, results)
-            if plan.is_decode and self._capture:
-                return PendingStep(sampled, rows=self._replay(plan, sampled, rows, needed))
+                return PendingStep([], [], None)
+            if plan.is_decode and self._capture and not needed.penalties:
+                return PendingStep(sampled, rows, self._replay(plan, sampled, rows, needed))
             logits = self._run_logits(plan, rows)
-            drawn = self._draw(logits, sampled, range(len(sampled)), needed)
+            drawn = self._draw(logits, sampled, needed)
             self._keep_tokens(plan, rows, drawn.token_ids)
-            return PendingStep(sampled, rows=drawn)
+            return PendingStep(sampled, range(len(sampled)), drawn)
+
+    def warm_up(self) -> int:
+        """Compiles what steps may need and captures every graph, so that none waits for that. Returns how many."""
+        with torch.inference_mode():
+            self._use_device()
+            largest = self._limits.max_sequences
+            for bucket in sorted({_bucket(rows, largest) for rows in range(1, largest + 1)}):
+                by_tile = {_graph_tiles(tiles, bucket) for tiles in range(1, bucket + 1)}
+                for lora_tiles in sorted({_NO_LORA, _BY_ROW, *by_tile}):
+                    for variant in _PLANS:
+                        key = (bucket, lora_tiles, variant)
+                        if key not in self._recordings and self._capture:
+                            self._recordings[key] = self._record(*key)
+            self._warm_up_prefill()
+            self._warm_up_penalties()
+        return len(self._recordings)
+
+    def _warm_up_prefill(self) -> None:
+        """Kernels are compiled for ranges of rows, and apart for multiples of 16."""
+        most = self._limits.max_rows
+        powers = [1 << exponent for exponent in range(1, most.bit_length() + 1)]
+        sizes = {min(most, size) for power in powers for size in (power, power + 1)}
+        decodes = [bucket for bucket in _BUCKETS if bucket <= min(most - 2, self._limits.max_sequences)]
+        with self._mixed_tables.blanked({"table_rows": self._slots.padding_row}):
+            for lora_tiles in (_NO_LORA, 16, 17):
+                for rows in sorted(sizes):
+                    self._run_blank(rows, 0, lora_tiles)
+                for decode_rows in decodes:
+                    self._run_blank(decode_rows + 2, decode_rows, lora_tiles)
+            if self._tables.is_cuda:
+                torch.cuda.synchronize()
+
+    def _run_blank(self, rows: int, decode_rows: int, lora_tiles: int) -> None:
+        step = self._device_step(self._mixed_tables, rows, decode_rows, lora_tiles, 1)
+        logit_rows = torch.zeros(1, dtype=torch.long, device=self._tables.device)
+        self._decoder.forward(replace(step, token_ids=self._token_ids(step), logit_rows=logit_rows))
+
+    def _warm_up_penalties(self) -> None:
+        logits = self._decoder.logits_buffer[:1]
+        for variant in (plan for plan in _PLANS if plan.top_logprobs is None):
+            self._sampler.sample(logits, replace(variant, penalties=True))
+        self._row_owners.clear()
 
     def logits(self, batch: StepBatch) -> Tensor:
         """The pass without the draw: [chunks that sample, vocab], float32, in the batch's order. For tests."""
@@ -268,7 +314,7 @@ class DeviceModelRunner:
 
     def _run_logits(self, plan: _Plan, rows: Sequence[int]) -> Tensor:
         """[len(rows), vocab]"""
-        logit_rows = torch.tensor(rows, dtype=torch.long, device=self._tables.device)
+        logit_rows = to_device(rows, torch.long, self._tables.device)
         if plan.is_decode and self._capture:
             self._recorded(plan, _GREEDY).graph.replay()
             self._row_owners.clear()
@@ -286,25 +332,21 @@ class DeviceModelRunner:
         else:
             self._write_rows(sampled, rows)
         recorded.graph.replay()
-        drawn = recorded.drawn
-        if list(rows) == list(range(len(rows))):
-            return _each(drawn, lambda tensor: tensor[: len(rows)])
-        index = torch.tensor(rows, device=self._tables.device)
-        return _each(drawn, lambda tensor: tensor[index])
+        return recorded.drawn
 
-    def _draw(
-        self, logits: Tensor, sampled: Sequence[SequenceChunk], rows: Sequence[int], needed: SamplingPlan
-    ) -> SampledRows:
-        if needed.draws:
-            self._write_rows(sampled, rows)
+    def _draw(self, logits: Tensor, sampled: Sequence[SequenceChunk], needed: SamplingPlan) -> SampledRows:
+        """Row i for the chunk i; not in a graph, where rows of padding would count for whose penalties they had."""
+        if needed.draws or needed.penalties:
+            self._write_rows(sampled, range(len(sampled)))
         else:
             self._row_owners.clear()
         return self._sampler.sample(logits, needed)
 
     def _write_rows(self, sampled: Sequence[SequenceChunk], rows: Sequence[int]) -> None:
         """Tells the sampler of the rows that changed hands; those that go on it advances by itself."""
+        slots = self._penalty_slots.of(sampled)
         changed = {
-            row: RowState(chunk.sampling, chunk.choice, chunk.output_index)
+            row: RowState(chunk.sampling, chunk.choice, chunk.output_index, slots.get(chunk.sequence_id, -1))
             for chunk, row in zip(sampled, rows, strict=True)
             if self._row_owners.get(row) != (chunk.sequence_id, chunk.output_index)
         }
@@ -315,7 +357,7 @@ class DeviceModelRunner:
 
     def _keep_tokens(self, plan: _Plan, rows: Sequence[int], tokens: Tensor) -> None:
         """For the next step, which may not have them from the host."""
-        index = torch.tensor(rows, dtype=torch.long, device=self._tables.device)
+        index = to_device(rows, torch.long, self._tables.device)
         self._last_tokens.index_copy_(0, plan.step.table_rows[index].long(), tokens.int())
 
     def _token_ids(self, step: DeviceStep) -> Tensor:
@@ -343,17 +385,19 @@ class DeviceModelRunner:
             self._last_tokens.index_copy_(0, step.table_rows[:bucket].long(), drawn.token_ids.int())
             return drawn
 
-        torch.cuda.synchronize()
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            run()  # compiles the kernels, and lets cuBLAS make its workspaces
-        stream.synchronize()
-        self._row_owners.clear()
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: the loader's thread may allocate and copy meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            drawn = run()
-        self._pool = graph.pool()
+        # The first run must not touch what steps in flight draw: it has rows of padding alone.
+        with self._decode_tables.blanked({"table_rows": self._slots.padding_row}):
+            torch.cuda.synchronize()
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                run()  # compiles the kernels, and lets cuBLAS make its workspaces
+            stream.synchronize()
+            self._row_owners.clear()
+            graph = torch.cuda.CUDAGraph()
+            # thread_local: the loader's thread may allocate and copy meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                drawn = run()
+            self._pool = graph.pool()
         return _Recorded(graph, drawn)
 
     def _device_step(
@@ -371,7 +415,7 @@ class DeviceModelRunner:
             tables=self._tables,
             table_rows=tables.on_device("table_rows"),
             decode_rows=decode_rows,
-            splits=self.splits_for(decode_rows),
+            splits=self.splits_for(_bucket(max(1, decode_rows), self._limits.max_sequences)),
             prefill_tiles=tables.on_device("prefill_tiles").view(-1, PREFILL_TILE_FIELDS)
             if num_prefill_tiles
             else None,
@@ -393,16 +437,14 @@ class DeviceModelRunner:
         row = num_prefill_tiles = 0
         row_of: dict[int, int] = {}
         runs: list[list[int]] = []
+        singles: list[tuple[int, int, int, int]] = []  # of the rows that decode: token, position, table row, adapter
         for i in order:
             chunk, adapter = chunks[i], adapter_slots[i]
             start, count = chunk.start_position, len(chunk.token_ids)
             assert count > 0
             slot = self._slots.take(chunk, self.block_size, updates)
             if count == 1:
-                host["token_ids"][row] = chunk.token_ids[0]
-                host["positions"][row] = start
-                host["table_rows"][row] = slot
-                host["row_adapters"][row] = adapter
+                singles.append((chunk.token_ids[0], start, slot, adapter))
             else:
                 end = row + count
                 host["token_ids"][row:end] = chunk.token_ids
@@ -419,6 +461,10 @@ class DeviceModelRunner:
                 runs[-1][0] = row
             else:
                 runs.append([row, adapter])
+        if singles:
+            packed = np.array(singles, dtype=np.int32)
+            for column, name in enumerate(("token_ids", "positions", "table_rows", "row_adapters")):
+                host[name][:num_decodes] = packed[:, column]
         host["num_rows"][0] = row
         host["table_rows"][row:] = self._slots.padding_row
         lora_tiles = _fill_tiles(host["lora_tiles"].reshape(-1, TILE_FIELDS), runs) if slot_of else _NO_LORA
@@ -439,10 +485,47 @@ class DeviceModelRunner:
     def _prepare_blocks(self, batch: StepBatch) -> None:
         device = self._loaded.device
         if batch.clear_blocks:
-            self._cache.clear_blocks(torch.tensor(batch.clear_blocks, device=device))
+            self._cache.clear_blocks(to_device(batch.clear_blocks, torch.long, device))
         if batch.copy_blocks:
-            sources, targets = torch.tensor(batch.copy_blocks, device=device).unbind(1)
+            sources, targets = to_device(batch.copy_blocks, torch.long, device).unbind(1)
             self._cache.copy_blocks(sources, targets)
+
+
+class _PenaltySlots:
+    """Which sequences have their tokens counted in the sampler, for penalties; the one drawn for longest ago goes.
+
+    A sequence whose last token is pending drew in the step before, so its slot is still its own.
+    """
+
+    def __init__(self, sampler: DeviceSampler) -> None:
+        self._sampler = sampler
+        self._slots: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        """By sequence: the slot, and the output index that it draws next."""
+
+    def of(self, sampled: Sequence[SequenceChunk]) -> dict[int, int]:
+        """The slots of those of a step's sequences that need one, filled."""
+        wanted = [chunk for chunk in sampled if needs_penalty_slot(chunk.sampling)]
+        found: dict[int, int] = {}
+        for chunk in wanted:
+            slot, next_index = self._slots.pop(chunk.sequence_id, (-1, -1))
+            if slot >= 0:
+                self._slots[chunk.sequence_id] = (slot, chunk.output_index + 1)
+                if next_index == chunk.output_index:
+                    found[chunk.sequence_id] = slot
+        for chunk in wanted:
+            if chunk.sequence_id in found:
+                continue
+            assert chunk.output_index == len(chunk.output_token_ids), "its tokens are not known"
+            if chunk.sequence_id in self._slots:
+                slot, _ = self._slots[chunk.sequence_id]
+            elif len(self._slots) < self._sampler.penalty_slots:
+                slot = len(self._slots)
+            else:
+                _, (slot, _) = self._slots.popitem(last=False)
+            self._slots[chunk.sequence_id] = (slot, chunk.output_index + 1)
+            self._sampler.write_penalty_slot(slot, chunk.sampling, chunk.prompt_token_ids, chunk.output_token_ids)
+            found[chunk.sequence_id] = slot
+        return found
 
 
 def _fields(rows: int, tiles: int, prefill_rows: int) -> dict[str, int]:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manylora_worker.device.step_tables import to_device
 from manylora_worker.engine.api import SequenceChunk
 
 
@@ -21,9 +22,7 @@ class TableUpdates:
 
     def apply(self, tables: Tensor) -> None:
         if self.rows:
-            packed = torch.tensor([self.rows, self.entries, self.blocks])
-            if tables.is_cuda:
-                packed = packed.pin_memory().to(tables.device, non_blocking=True)
+            packed = to_device([self.rows, self.entries, self.blocks], torch.int64, tables.device)
             tables.index_put_((packed[0], packed[1]), packed[2].int())
 
 

@@ -6,11 +6,20 @@ lets the host pack the next step while a copy of the last one is still under way
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 _RING = 4
+
+
+def to_device(values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A small tensor on its way to the device. The host does not wait, as it would for a copy of unpinned memory."""
+    tensor = torch.tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class StepTables:
@@ -40,6 +49,16 @@ class StepTables:
             event.synchronize()
         array = self._host[self._turn].numpy()
         return {name: array[place] for name, place in self._slices.items()}
+
+    @contextlib.contextmanager
+    def blanked(self, values: dict[str, int]) -> Iterator[None]:
+        """The device's fields hold these values, and zeros where none is given; afterwards what they held before."""
+        before = self._device.clone()
+        self._device.zero_()
+        for name, value in values.items():
+            self.on_device(name).fill_(value)
+        yield
+        self._device.copy_(before)
 
     def upload(self) -> None:
         """Copies what `begin` gave out to the device, on the current stream."""

@@ -1,6 +1,6 @@
 """The engine's two seams, in plain data: what its owner asks of it, and what it asks of the model.
 
-    runtime (shell) --EngineRequest / abort--> EngineCore --StepBatch--> ModelRunner   (torch, or the fake of the tests)
+    runtime (shell) --EngineRequest / abort--> EngineCore --StepBatch--> ModelRunner   (torch, kernels, or a fake)
                     <------TokenOutput-------             <--Sampled---
                                                EngineCore <--> AdapterBackend          (loads weights beside the loop)
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
 
@@ -87,6 +87,10 @@ class TokenOutput:
     """The token that ended the choice (STOP); it is not among token_ids."""
 
 
+PENDING_TOKEN = -1
+"""In SequenceChunk.token_ids: the token that this sequence drew in the step before, not known to the host yet."""
+
+
 @dataclass(frozen=True)
 class SequenceChunk:
     """The part of one sequence that a step computes.
@@ -110,6 +114,7 @@ class SequenceChunk:
     output_index: int
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
+    """Those that are known: without the one that is pending."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +157,28 @@ class ModelRunner(Protocol):
 
         Every adapter_uid in the batch is on the device. The result is a function of each chunk alone (up to rounding):
         never of its neighbours in the batch.
+        """
+
+
+class PendingStep(Protocol):
+    """A step that was started."""
+
+    def result(self) -> Sequence[Sampled]:
+        """As ModelRunner.execute. Waits for it."""
+
+
+@runtime_checkable
+class AheadRunner(ModelRunner, Protocol):
+    """A ModelRunner that takes the next step while one is being computed: the host plans beside the device.
+
+    Steps happen in the order of their `submit`, each as if the one before it were over: what a step writes, a later one
+    may read, clear or write again.
+    """
+
+    def submit(self, batch: StepBatch) -> PendingStep:
+        """Starts a step. At most one other is unread then, and the batch may have its tokens as PENDING_TOKEN.
+
+        Raises: what is wrong with this step alone; nothing of it was done.
         """
 
 

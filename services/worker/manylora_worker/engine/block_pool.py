@@ -7,7 +7,7 @@ EngineCore and StepPlanner alone, on the engine's thread. Knows ids and tenants,
 Blocks have one size, so nothing fragments: any free block serves any sequence.
 
     free --allocate--> held (1 reference) --share--> held (n) --free, n times--> free
-                                                      the copy source of a step stays *parked* until `commit`
+                                                      the copy source of a step stays *parked* until the step is over
                                                       one that lookups may find stays *idle* (prefix_cache.py)
 
 Invariants (`check_invariants`): a block is free, idle, parked or held, exactly one of them; a tenant's count is the
@@ -19,17 +19,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 from manylora_shared.ids import TenantId
 
 from manylora_worker.engine.prefix_cache import PrefixCache
 
 
+@dataclass(frozen=True)
+class BlockWork:
+    """What a step does to blocks before its pass."""
+
+    clears: SequenceOf[int] = ()
+    """To be zeroed before anything else."""
+    copies: SequenceOf[tuple[int, int]] = ()
+    """(from, to), after the clears."""
+
+
 class BlockPool:
     """A fixed number of blocks of `block_size` tokens.
 
-    Work for the runner collects in `pending_clears` and `pending_copies` until `commit` says that a step did it. A step
-    that failed is not committed: its clears stay due, and its copies vanish when their targets are freed.
+    Work for the runner collects in `pending_clears` and `pending_copies` until a step takes it (`take_work`), and ends
+    with that step: `commit` where it was done, `reject` where the step failed. Then its clears are due again, and its
+    copies, whose targets end with the step's sequences, are not. A target is held until then.
     """
 
     def __init__(self, num_blocks: int, block_size: int, max_idle_blocks: int = 0) -> None:
@@ -44,6 +56,8 @@ class BlockPool:
         self._unclean: dict[int, None] = {}
         self._copies: dict[int, int] = {}
         self._copies_from: dict[int, int] = {}
+        """Copies of a block that are due, or in a step that is not over."""
+        self._taken: list[BlockWork] = []
         self._cache = PrefixCache(max_idle_blocks)
 
     @property
@@ -182,12 +196,27 @@ class BlockPool:
         """(from, to), to be copied after the clears and before the pass."""
         return [(source, copy) for copy, source in self._copies.items()]
 
-    def commit(self) -> None:
-        """The step did all that is pending."""
-        for block_id in self.pending_clears():
+    def take_work(self) -> BlockWork:
+        """All that is pending, for a step that is started now."""
+        work = BlockWork(self.pending_clears(), self.pending_copies())
+        for block_id in work.clears:
             del self._unclean[block_id]
-        for copy in list(self._copies):
-            self._drop_copy(copy)
+        self._copies.clear()
+        if work.clears or work.copies:
+            self._taken.append(work)
+        return work
+
+    def commit(self, work: BlockWork) -> None:
+        """The step that took it is over."""
+        if work.clears or work.copies:
+            self._taken.remove(work)
+            for source, _ in work.copies:
+                self._drop_source(source)
+
+    def reject(self, work: BlockWork) -> None:
+        """The step that took it failed: nothing of it may have been done."""
+        self.commit(work)
+        self._unclean.update(dict.fromkeys(work.clears))
 
     def check_invariants(self) -> None:
         self._cache.check_invariants()
@@ -210,7 +239,8 @@ class BlockPool:
             counts[owner] = counts.get(owner, 0) + 1
         assert counts == self._held_by, "the tenants' counts are wrong"
         sources: dict[int, int] = {}
-        for copy, source in self._copies.items():
+        taken = [(copy, source) for work in self._taken for source, copy in work.copies]
+        for copy, source in [*self._copies.items(), *taken]:
             assert self._references[copy] > 0, "a copy is due into a block that nobody holds"
             assert self._owner[copy] == self._owner[source]
             sources[source] = sources.get(source, 0) + 1
@@ -235,7 +265,9 @@ class BlockPool:
             self._free.append(given_up)
 
     def _drop_copy(self, copy: int) -> None:
-        source = self._copies.pop(copy)
+        self._drop_source(self._copies.pop(copy))
+
+    def _drop_source(self, source: int) -> None:
         self._copies_from[source] -= 1
         if self._copies_from[source] == 0:
             del self._copies_from[source]

@@ -1,11 +1,17 @@
-"""The engine: requests in, token outputs out, one step at a time.
+"""The engine: requests in, token outputs out, step by step.
 
 Owns every request in the worker, and through BlockPool, StepPlanner and AdapterCache (which it composes and alone
 writes) all blocks, queues and adapter references. One thread, no clock: times are the caller's `now`, in seconds.
 
-A step is `begin_step` (what to compute) -> `run` (the model) -> `end_step` (what came of it); `step` is the three
-together. Commands (`add`, `abort`, `stop_choice`, `prefetch`) come between steps only: a *token boundary*. Outputs
-collect until `take_outputs` and `take_ended`.
+A step is `begin_step` (what to compute) -> `submit` (the model starts) -> `wait` (it is through) -> `end_step` (what
+came of it); `step` is one turn of these. Commands (`add`, `abort`, `stop_choice`, `prefetch`) come between these calls,
+but not between `begin_step` and `submit`. Outputs collect until `take_outputs` and `take_ended`.
+
+With an AheadRunner, the next step is begun before the last one has ended. It is planned as if each sequence that is in
+both went on: what the last step draws is a PENDING_TOKEN of the next. Where a sequence turns out to have ended (a stop
+token, an abort), what the step in flight still draws for it is dropped: not put out, and not charged where a stop token
+came in between. Blocks, adapter and request are let go only when no step in flight has the sequence (*lingering* until
+then). A step that fails takes the one in flight behind it along, which built on it.
 
 What a choice's output is: tokens are drawn until a stop token, `max_tokens` or a full context. A stop token ends the
 choice with STOP and is *not* part of its output (`stop_token_id` names it); it is otherwise what greedy `generate` of
@@ -19,6 +25,7 @@ tokens included.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -30,15 +37,17 @@ from manylora_worker.adapters.cache import AdapterCache, AdapterCacheLimits
 from manylora_worker.engine.api import (
     AdapterBackend,
     AdapterTier,
+    AheadRunner,
     EngineRequest,
     FinishReason,
     ModelRunner,
+    PendingStep,
     Sampled,
     SequenceChunk,
     StepBatch,
     TokenOutput,
 )
-from manylora_worker.engine.block_pool import BlockPool
+from manylora_worker.engine.block_pool import BlockPool, BlockWork
 from manylora_worker.engine.prefix_cache import PrefixOptions
 from manylora_worker.engine.sequence import GroupTimes, Sequence, SequenceGroup, SequenceStatus, sequence_id_of
 from manylora_worker.engine.step_planner import FlowSlots, PlannerLimits, Scheduled, StepPlanner
@@ -115,6 +124,40 @@ class EngineStats:
     """Grows with each change of `EngineCore.flow_slots`."""
 
 
+@dataclass(frozen=True)
+class _Part:
+    """One sequence's part of a step in flight."""
+
+    scheduled: Scheduled
+    holding_id: int
+    num_new_tokens: int
+    """Prompt tokens that count."""
+    num_recomputed_tokens: int
+    end: int
+    """The position up to which the step computes."""
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step that is begun and not ended."""
+
+    parts: SequenceOf[_Part]
+    work: BlockWork
+    pending: PendingStep
+
+
+class _Over:
+    """A step that is over: the runner computed it at once, or did not take it."""
+
+    def __init__(self, outcome: SequenceOf[Sampled] | Exception) -> None:
+        self._outcome = outcome
+
+    def result(self) -> SequenceOf[Sampled]:
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
+
+
 class EngineCore:
     """See the module. `prefix`: the prefix cache; None: there is none."""
 
@@ -122,6 +165,7 @@ class EngineCore:
         self, runner: ModelRunner, backend: AdapterBackend, limits: EngineLimits, prefix: PrefixOptions | None = None
     ) -> None:
         self._runner = runner
+        self._ahead = runner if isinstance(runner, AheadRunner) else None
         self._limits = limits
         max_idle_blocks = 0 if prefix is None else prefix.max_idle_blocks(runner.num_blocks)
         self._pool = BlockPool(runner.num_blocks, runner.block_size, max_idle_blocks)
@@ -134,7 +178,14 @@ class EngineCore:
         self._groups: dict[RequestId, SequenceGroup] = {}
         self._sequences: dict[int, Sequence] = {}
         self._arrivals = 0
-        self._in_step: SequenceOf[Scheduled] | None = None
+        self._begun: tuple[SequenceOf[_Part], BlockWork] | None = None
+        """Between `begin_step` and `submit`."""
+        self._flights: deque[_Flight] = deque()
+        """Oldest first."""
+        self._lingering: dict[Sequence, None] = {}
+        """Finished, and in a step in flight."""
+        self._closing: dict[RequestId, RequestEnd] = {}
+        """Requests whose last choice is finished and lingers, and how they ended."""
         self._outputs: list[TokenOutput] = []
         self._ended: list[RequestEnd] = []
         self._flows: dict[FlowKey, list[int]] = {}
@@ -203,7 +254,7 @@ class EngineCore:
         Requests that are here run to their end, see TenantShares.accept. A hard cap that falls below what is held is
         reached as soon as the running quanta are over.
         """
-        assert self._in_step is None
+        assert self._begun is None
         self._shares.set(tenant_id, share)
         self._note_longest(tenant_id)
         self._planner.shares_changed(tenant_id)
@@ -221,7 +272,7 @@ class EngineCore:
             AlreadyExists: a request of this id is there.
             Overloaded: `max_requests` are there.
         """
-        assert self._in_step is None
+        assert self._begun is None
         self._check_model(request)
         if request.request_id in self._groups:
             raise AlreadyExists(f"request_id: {request.request_id} is being executed")
@@ -245,14 +296,14 @@ class EngineCore:
 
     def abort(self, request_id: RequestId, now: float) -> None:
         """Ends the request's unfinished choices with ABORTED and frees all that it holds. Unknown ids are ignored."""
-        assert self._in_step is None
+        assert self._begun is None
         group = self._groups.get(request_id)
         if group is not None:
             self._end_group(group, FinishReason.ABORTED, "aborted", now)
 
     def stop_choice(self, request_id: RequestId, choice: int, now: float) -> None:
         """Ends one choice with STOP; the others go on. Unknown and finished ones are ignored."""
-        assert self._in_step is None
+        assert self._begun is None
         group = self._groups.get(request_id)
         if group is None or choice >= len(group.sequences):
             return
@@ -270,7 +321,7 @@ class EngineCore:
         self._set_paused(request_id, is_paused=False)
 
     def _set_paused(self, request_id: RequestId, *, is_paused: bool) -> None:
-        assert self._in_step is None
+        assert self._begun is None
         group = self._groups.get(request_id)
         if group is None or group.is_paused == is_paused:
             return
@@ -284,23 +335,41 @@ class EngineCore:
 
     def prefetch(self, adapter_uid: AdapterUid) -> None:
         """Loads an adapter that a request may need soon. Best effort."""
-        assert self._in_step is None
+        assert self._begun is None
         self._adapters.prefetch(adapter_uid)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
     def step(self, now: float) -> list[TokenOutput]:
-        """One whole step, and the outputs since the last `take_outputs`."""
+        """One turn: starts a step if one can be, ends the oldest if it must be; the outputs since `take_outputs`."""
         batch = self.begin_step(now)
         if batch is not None:
-            self.end_step(self.run(batch), now)
+            self.submit(batch)
+        if self.must_wait or (batch is None and self._flights):
+            self.end_step(self.wait(), now)
         return self.take_outputs()
 
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that are submitted and not ended."""
+        return len(self._flights)
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether the oldest step in flight has to end before another may begin."""
+        return len(self._flights) > (self._ahead is not None)
+
     def begin_step(self, now: float) -> StepBatch | None:
-        """Decides the next step; None where nothing can be computed now. A batch must go to `run` and `end_step`."""
-        assert self._in_step is None
+        """Decides the next step; None where nothing can be computed now, or not before the step in flight has ended.
+
+        A batch must go to `submit`.
+        """
+        assert self._begun is None
+        assert not self.must_wait
+        if self._flights and isinstance(self._flights[0].pending, _Over):
+            return None
         self._pump_adapters(now)
-        plan = self._planner.plan()
+        plan = self._planner.plan(is_ahead=bool(self._flights))
         self._preemptions += plan.num_yielded
         self._evictions += plan.num_evicted
         if not plan.scheduled:
@@ -309,40 +378,47 @@ class EngineCore:
             times = item.sequence.group.times
             if times.first_step_s is None:
                 times.first_step_s = now
-        self._in_step = plan.scheduled
-        return StepBatch(
-            chunks=[_chunk_of(item) for item in plan.scheduled],
-            copy_blocks=self._pool.pending_copies(),
-            clear_blocks=self._pool.pending_clears(),
-        )
+        work = self._pool.take_work()
+        chunks = [_chunk_of(item) for item in plan.scheduled]
+        self._begun = ([_part_of(item) for item in plan.scheduled], work)
+        return StepBatch(chunks, copy_blocks=work.copies, clear_blocks=work.clears)
 
-    def run(self, batch: StepBatch) -> SequenceOf[Sampled] | Exception:
-        """Runs the model. Touches no state, so it may take its time while others read `stats` and the like."""
+    def submit(self, batch: StepBatch) -> None:
+        """Has the model compute what `begin_step` gave: at once, or beside what comes next."""
+        assert self._begun is not None
+        (parts, work), self._begun = self._begun, None
+        pending: PendingStep
         try:
-            return self._runner.execute(batch)
+            pending = _Over(self._runner.execute(batch)) if self._ahead is None else self._ahead.submit(batch)
         except Exception as error:  # whatever it is, it ends the batch's requests (end_step) and is told by step_error
+            pending = _Over(error)
+        self._flights.append(_Flight(parts, work, pending))
+        for part in parts:
+            self._advance(part.scheduled)
+
+    def wait(self) -> SequenceOf[Sampled] | Exception:
+        """What came of the oldest step in flight. Touches no state, so it may take its time."""
+        try:
+            return self._flights[0].pending.result()
+        except Exception as error:
             return error
 
     def end_step(self, result: SequenceOf[Sampled] | Exception, now: float) -> None:
-        """Takes what the model made of the batch. An exception ends every request of the batch, and no other."""
-        scheduled, self._in_step = self._in_step, None
-        assert scheduled is not None
+        """Takes what the model made of the oldest step in flight. An exception ends every request of it and of the
+        step behind it, and no other."""
+        flight = self._flights.popleft()
         self._steps += 1
         if not isinstance(result, Exception):
-            result = self._check_result(scheduled, result)
+            result = self._check_result(flight.parts, result)
         if isinstance(result, Exception):
-            self.step_error = result
-            self._failed_steps += 1
-            self._planner.step_failed()
-            for item in scheduled:
-                message = f"the step failed: {type(result).__name__}: {result}"
-                self._end_group(item.sequence.group, FinishReason.ERROR, message, now)
+            self._fail(flight, result, now)
             return
         self.step_error = None
-        self._pool.commit()
+        self._pool.commit(flight.work)
         drawn = iter(result)
-        for item in scheduled:
-            self._advance(item, next(drawn) if item.samples else None, now)
+        for part in flight.parts:
+            self._settle(part, next(drawn) if part.scheduled.samples else None, now)
+        self._let_go()
 
     def take_outputs(self) -> list[TokenOutput]:
         """Outputs since the last call, in order."""
@@ -415,14 +491,14 @@ class EngineCore:
         """Asserts that the parts agree; between steps. For tests and idle moments, not for each step."""
         self._pool.check_invariants()
         self._adapters.check_invariants()
-        assert self._pool.pending_copies() == [], "a copy was planned and not made"
+        assert self._begun is not None or self._pool.pending_copies() == [], "a copy was planned and not made"
         references: dict[int, int] = {}
         self._planner.check_invariants()
         everywhere = [*self._planner.running, *self._planner.parked, *self._planner.waiting]
         queued = {id(s) for s in everywhere}
         assert len(queued) == len(everywhere), "a sequence is queued twice"
         for group in self._groups.values():
-            assert group.leader is not None, "an ended request was kept"
+            assert (group.leader is None) == (group.request.request_id in self._closing), "an ended request was kept"
             for sequence in group.sequences:
                 assert self._sequences.get(sequence.sequence_id) is sequence
                 for block_id in sequence.block_table:
@@ -435,6 +511,14 @@ class EngineCore:
                 assert waits != self._adapters.is_pinned(group.request.request_id)
                 assert waits == (group.request.request_id in self._loading)
         assert not queued, "a sequence of no request is queued"
+        in_flight: dict[Sequence, int] = {}
+        for part in (part for flight in self._flights for part in flight.parts):
+            sequence = part.scheduled.sequence
+            in_flight[sequence] = in_flight.get(sequence, 0) + 1
+            assert part.holding_id == sequence.holding_id, "a sequence lost its blocks to another in mid-step"
+        assert all(s.num_steps_in_flight == in_flight.get(s, 0) for s in self._sequences.values())
+        assert all(s.num_pending_tokens <= s.num_steps_in_flight for s in self._sequences.values())
+        assert self._lingering.keys() == {s for s in in_flight if s.is_finished}
         assert len(self._sequences) == sum(len(g.sequences) for g in self._groups.values())
         assert self._num_paused == sum(g.is_paused for g in self._groups.values())
         assert self._unfinished == sum(g.num_unfinished for g in self._groups.values())
@@ -469,10 +553,8 @@ class EngineCore:
         if self._loading.pop(request_id, None) is not None:
             self._loading_version += 1
 
-    def _check_result(
-        self, scheduled: SequenceOf[Scheduled], result: SequenceOf[Sampled]
-    ) -> SequenceOf[Sampled] | Exception:
-        expected = [item.sequence.holding_id for item in scheduled if item.samples]
+    def _check_result(self, parts: SequenceOf[_Part], result: SequenceOf[Sampled]) -> SequenceOf[Sampled] | Exception:
+        expected = [part.holding_id for part in parts if part.scheduled.samples]
         if [sampled.sequence_id for sampled in result] != expected:
             return RuntimeError("the model's answer is not that of the batch")
         for sampled in result:
@@ -480,53 +562,101 @@ class EngineCore:
                 return RuntimeError(f"token {sampled.token_id} is not in the vocabulary")
         return result
 
-    def _advance(self, item: Scheduled, sampled: Sampled | None, now: float) -> None:
-        """One sequence after a step that computed its tokens."""
+    def _advance(self, item: Scheduled) -> None:
+        """One sequence, when a step with it is started."""
         sequence, group = item.sequence, item.sequence.group
         is_prefill = sequence.status is SequenceStatus.PREFILL
-        new_tokens = 0
-        if is_prefill:
-            new_tokens = sequence.num_new_tokens(item.num_tokens)
-            self._recomputed_tokens += item.num_tokens - new_tokens
-        sequence.num_computed_tokens += item.num_tokens
-        if new_tokens:
+        is_charged = is_prefill and sequence.num_new_tokens(item.num_tokens) > 0
+        sequence.advance(item.num_tokens, samples=item.samples)
+        if is_charged:
             sequence.num_charged_tokens = sequence.num_computed_tokens
-        self._publish(sequence, item.num_tokens)
-        self._count(group, new_tokens, 0 if sampled is None else 1)
-        if sequence.is_finished or sampled is None:
+        if not item.samples:
             return
-        if is_prefill:
+        if self._is_last(sequence, sequence.num_output_tokens):
+            sequence.move_to(SequenceStatus.ENDING)
+        elif is_prefill:
             sequence.move_to(SequenceStatus.DECODE)
-        if group.times.first_token_s is None:
-            group.times.first_token_s = now
         if not group.is_forked:
             group.is_forked = True
             others = [s for s in group.sequences if s is not sequence and not s.is_finished]
             self._planner.fork(sequence, others)
-        self._take_token(sequence, sampled, now)
 
-    def _publish(self, sequence: Sequence, num_computed: int) -> None:
-        """Lets the tenant's lookups find the blocks that the step's `num_computed` tokens have filled."""
-        if self._prefix_keys is None or sequence.is_finished:
+    def _is_last(self, sequence: Sequence, num_output_tokens: int) -> bool:
+        """Whether the sequence's output ends there, whatever its tokens are."""
+        request = sequence.group.request
+        num_tokens = len(request.prompt_token_ids) + num_output_tokens
+        return num_output_tokens >= request.max_tokens or num_tokens >= self._runner.max_context_tokens
+
+    def _settle(self, part: _Part, sampled: Sampled | None, now: float) -> None:
+        """One sequence, when a step that computed its tokens is over."""
+        sequence, group = part.scheduled.sequence, part.scheduled.sequence.group
+        self._leave_step(part)
+        self._recomputed_tokens += part.num_recomputed_tokens
+        is_taken = sampled is not None and not sequence.is_finished
+        self._count(group, part.num_new_tokens, int(is_taken))
+        if sequence.is_finished:
             return
-        block_size = self._pool.block_size
-        first = (sequence.num_computed_tokens - num_computed) // block_size
-        for index in range(first, sequence.num_computed_tokens // block_size):
+        self._publish(part)
+        if sampled is not None:
+            if group.times.first_token_s is None:
+                group.times.first_token_s = now
+            self._take_token(sequence, sampled, now)
+
+    def _leave_step(self, part: _Part) -> None:
+        sequence = part.scheduled.sequence
+        sequence.num_steps_in_flight -= 1
+        sequence.num_pending_tokens -= part.scheduled.samples
+
+    def _let_go(self) -> None:
+        """Frees what lingers no more."""
+        for sequence in [s for s in self._lingering if not s.num_steps_in_flight]:
+            del self._lingering[sequence]
+            self._planner.release_blocks(sequence)
+            request_id = sequence.group.request.request_id
+            if request_id in self._closing and not any(s in self._lingering for s in sequence.group.sequences):
+                self._close(sequence.group, self._closing.pop(request_id))
+
+    def _fail(self, flight: _Flight, error: Exception, now: float) -> None:
+        self.step_error = error
+        message = f"the step failed: {type(error).__name__}: {error}"
+        lost = [flight, *self._flights]
+        while self._flights:
+            self.wait()  # its blocks are about to be given away
+            self._flights.popleft()
+        self._failed_steps += len(lost)
+        self._steps += len(lost) - 1
+        for each in lost:
+            self._pool.reject(each.work)
+            for part in each.parts:
+                self._leave_step(part)
+        for each in lost:
+            for part in each.parts:
+                self._end_group(part.scheduled.sequence.group, FinishReason.ERROR, message, now, refund=True)
+        self._let_go()
+
+    def _publish(self, part: _Part) -> None:
+        """Lets the tenant's lookups find the blocks that the part has filled."""
+        if self._prefix_keys is None:
+            return
+        sequence, block_size = part.scheduled.sequence, self._pool.block_size
+        first = (part.end - part.scheduled.num_tokens) // block_size
+        for index in range(first, part.end // block_size):
             key = self._prefix_keys.key_at(sequence, index, block_size)
             self._pool.publish(sequence.block_table[index], key)
 
     def _take_token(self, sequence: Sequence, sampled: Sampled, now: float) -> None:
         request = sequence.group.request
+        # What a later step draws is of no use then.
+        is_in_vain = sequence.num_steps_in_flight > 0
         if sampled.error is not None:
-            self._end_group(sequence.group, FinishReason.ERROR, sampled.error, now)
+            self._end_group(sequence.group, FinishReason.ERROR, sampled.error, now, refund=is_in_vain)
             return
         if sampled.token_id in request.stop_token_ids:
-            self._finish(sequence, FinishReason.STOP, now, stop_token_id=sampled.token_id)
+            self._finish(sequence, FinishReason.STOP, now, stop_token_id=sampled.token_id, refund=is_in_vain)
             return
         position = len(sequence.output_token_ids)
         sequence.output_token_ids.append(sampled.token_id)
-        is_full = sequence.num_tokens >= self._runner.max_context_tokens
-        is_last = is_full or position + 1 >= request.max_tokens
+        is_last = self._is_last(sequence, position + 1)
         self._outputs.append(
             TokenOutput(
                 request_id=request.request_id,
@@ -548,8 +678,9 @@ class EngineCore:
         *,
         message: str = "",
         stop_token_id: int | None = None,
+        refund: bool = False,
     ) -> None:
-        """Ends a choice without a further token."""
+        """Ends a choice without a further token. refund: see StepPlanner.remove."""
         self._outputs.append(
             TokenOutput(
                 request_id=sequence.group.request.request_id,
@@ -561,48 +692,61 @@ class EngineCore:
                 stop_token_id=stop_token_id,
             )
         )
-        self._remove(sequence, reason, now, message=message)
+        self._remove(sequence, reason, now, message=message, refund=refund)
 
-    def _remove(self, sequence: Sequence, reason: FinishReason, now: float, *, message: str = "") -> None:
-        """Frees what a choice holds, and with the last one all of its request."""
+    def _remove(
+        self, sequence: Sequence, reason: FinishReason, now: float, *, message: str = "", refund: bool = False
+    ) -> None:
+        """Frees what a choice holds, and with the last one all of its request, or leaves that to `_let_go`."""
         group = sequence.group
         sequence.move_to(SequenceStatus.FINISHED)
         sequence.finish_reason = reason
         self._unfinished -= 1
-        was_queued = self._planner.remove(sequence)
+        was_queued = self._planner.remove(sequence, refund=refund)
+        if sequence.num_steps_in_flight:
+            self._lingering[sequence] = None
+        else:
+            self._planner.release_blocks(sequence)
         leader = group.leader
         if leader is not None:
             if was_queued and not group.is_forked:
                 self._planner.enqueue(leader)  # the prompt is computed anew for the next choice
             return
-        request_id = group.request.request_id
-        self._adapters.release(request_id)
-        del self._groups[request_id]
+        cut_short = reason in (FinishReason.ABORTED, FinishReason.ADAPTER_FAILED, FinishReason.ERROR)
+        end = RequestEnd(
+            request_id=group.request.request_id,
+            reason=reason if cut_short else FinishReason.STOP,
+            message=message,
+            cached_prompt_tokens=group.cached_prompt_tokens or 0,
+            times=group.times,
+            ended_s=now,
+        )
+        if any(each in self._lingering for each in group.sequences):
+            self._closing[end.request_id] = end
+        else:
+            self._close(group, end)
+
+    def _close(self, group: SequenceGroup, end: RequestEnd) -> None:
+        """No step in flight has a choice of it any more."""
+        self._adapters.release(end.request_id)
+        del self._groups[end.request_id]
         self._num_paused -= group.is_paused
-        self._loading_over(request_id)
+        self._loading_over(end.request_id)
         if self._longest_blocks(group.request) == self._shares.hard(group.request.tenant_id):
             self._note_longest(group.request.tenant_id)
         for each in group.sequences:
             del self._sequences[each.sequence_id]
-        cut_short = reason in (FinishReason.ABORTED, FinishReason.ADAPTER_FAILED, FinishReason.ERROR)
-        self._ended.append(
-            RequestEnd(
-                request_id=request_id,
-                reason=reason if cut_short else FinishReason.STOP,
-                message=message,
-                cached_prompt_tokens=group.cached_prompt_tokens or 0,
-                times=group.times,
-                ended_s=now,
-            )
-        )
+        self._ended.append(end)
 
-    def _end_group(self, group: SequenceGroup, reason: FinishReason, message: str, now: float) -> None:
+    def _end_group(
+        self, group: SequenceGroup, reason: FinishReason, message: str, now: float, *, refund: bool = False
+    ) -> None:
         """Ends all choices that are left, the last one first: so none becomes the leader in between."""
         for sequence in reversed(group.sequences):
             if not sequence.is_finished:
                 if reason is FinishReason.ERROR:
                     self._pool.unpublish(sequence.block_table)  # a retry must not find what may have been the cause
-                self._finish(sequence, reason, now, message=message)
+                self._finish(sequence, reason, now, message=message, refund=refund)
 
     def _count(self, group: SequenceGroup, prompt_tokens: int, output_tokens: int) -> None:
         key = (group.request.tenant_id, group.request.qos_class)
@@ -617,19 +761,31 @@ _CHOICES_BOUND = 64
 """Sequence ids: arrival x this + choice."""
 
 
+def _part_of(item: Scheduled) -> _Part:
+    sequence = item.sequence
+    is_prefill = sequence.status is SequenceStatus.PREFILL
+    num_new_tokens = sequence.num_new_tokens(item.num_tokens) if is_prefill else 0
+    return _Part(
+        scheduled=item,
+        holding_id=sequence.holding_id,
+        num_new_tokens=num_new_tokens,
+        num_recomputed_tokens=item.num_tokens - num_new_tokens if is_prefill else 0,
+        end=sequence.num_computed_tokens + item.num_tokens,
+    )
+
+
 def _chunk_of(item: Scheduled) -> SequenceChunk:
     sequence, request = item.sequence, item.sequence.group.request
-    start = sequence.num_computed_tokens
     return SequenceChunk(
         sequence_id=sequence.holding_id,
-        token_ids=sequence.tokens(start, start + item.num_tokens),
-        start_position=start,
+        token_ids=sequence.next_tokens(item.num_tokens),
+        start_position=sequence.num_computed_tokens,
         block_table=sequence.block_table,
         adapter_uid=request.adapter_uid,
         samples=item.samples,
         sampling=request.sampling,
         choice=sequence.choice,
-        output_index=len(sequence.output_token_ids),
+        output_index=sequence.num_output_tokens,
         prompt_token_ids=request.prompt_token_ids,
         output_token_ids=sequence.output_token_ids,
     )
@@ -640,7 +796,10 @@ def _check_sequence(sequence: Sequence, *, is_queued: bool) -> None:
     match sequence.status:
         case SequenceStatus.FINISHED:
             assert not is_queued
-            assert not sequence.block_table
+            assert not sequence.block_table or sequence.num_steps_in_flight
+        case SequenceStatus.ENDING:
+            assert sequence.num_pending_tokens
+            assert computed == sequence.num_tokens - 1
         case SequenceStatus.WAITING_ADAPTER:
             assert not is_queued
             assert computed == 0

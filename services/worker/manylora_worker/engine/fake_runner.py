@@ -16,12 +16,14 @@ import functools
 import hashlib
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 from manylora_shared.ids import AdapterUid, TenantId
 
 from manylora_worker.engine.api import (
+    PENDING_TOKEN,
     AdapterEvent,
     AdapterTier,
     Logprobs,
@@ -159,6 +161,91 @@ class FakeRunner:
             memoryview(context)[: end * _CELL.size],
         )
         return Sampled(chunk.sequence_id, token_id, logprobs)
+
+
+class AheadFakeRunner(FakeRunner):
+    """An AheadRunner over bytes: a step is computed when its result is asked for, from what the batch was at `submit`.
+
+    It complains where a step would write what an unread one writes for another request, and where an adapter goes
+    while an unread step uses it.
+    """
+
+    _steps: tuple[FakeStep, ...] = ()
+
+    def submit(self, batch: StepBatch) -> FakeStep:
+        unread = [step for step in self._steps if not step.is_over]
+        if len(unread) > 1:
+            self._fail("two steps are in flight already")
+        self._check_adapters(batch)
+        step = FakeStep(self, batch, unread[0] if unread else None)
+        if unread:
+            for block_id, prompt in step.writes.items():
+                writer = unread[0].writes.get(block_id)
+                if writer is not None and writer is not prompt:
+                    self._fail(f"block {block_id} is given away while a step writes it")
+        self._steps = (*unread, step)
+        return step
+
+    def compute(self, batch: StepBatch, drawn: Mapping[int, int]) -> Sequence[Sampled]:
+        """A step whose pending tokens are the `drawn` ones."""
+        self._check_adapters(batch)
+        return self.execute(replace(batch, chunks=[self._resolved(chunk, drawn) for chunk in batch.chunks]))
+
+    def _check_adapters(self, batch: StepBatch) -> None:
+        on_device = None if self.adapters_on_device is None else self.adapters_on_device()
+        for uid in {chunk.adapter_uid for chunk in batch.chunks} - {None}:
+            if on_device is not None and uid not in on_device:
+                self._fail(f"{uid} is not on the device")
+
+    def _resolved(self, chunk: SequenceChunk, drawn: Mapping[int, int]) -> SequenceChunk:
+        if PENDING_TOKEN not in chunk.token_ids:
+            return chunk
+        if chunk.sequence_id not in drawn:
+            self._fail("a token is pending that the step before did not draw")
+        token_id = drawn[chunk.sequence_id]
+        return replace(
+            chunk,
+            token_ids=[token_id if each == PENDING_TOKEN else each for each in chunk.token_ids],
+            output_token_ids=[*chunk.output_token_ids, token_id],
+        )
+
+
+class FakeStep:
+    """A step of AheadFakeRunner."""
+
+    def __init__(self, runner: AheadFakeRunner, batch: StepBatch, before: FakeStep | None) -> None:
+        copied = [
+            replace(chunk, block_table=list(chunk.block_table), output_token_ids=list(chunk.output_token_ids))
+            for chunk in batch.chunks
+        ]
+        self._runner = runner
+        self._batch = replace(batch, chunks=copied)
+        self._before = before
+        self._outcome: Sequence[Sampled] | Exception | None = None
+        self.writes: dict[int, Sequence[int] | None] = {}
+        """By block: the prompt of the request that writes it in this step; None: it is cleared."""
+        self.writes.update(dict.fromkeys(batch.clear_blocks))
+        for chunk in copied:
+            first, last = chunk.start_position, chunk.start_position + len(chunk.token_ids) - 1
+            for index in range(first // runner.block_size, last // runner.block_size + 1):
+                self.writes[chunk.block_table[index]] = chunk.prompt_token_ids
+
+    @property
+    def is_over(self) -> bool:
+        return self._outcome is not None
+
+    def result(self) -> Sequence[Sampled]:
+        assert self._before is None or self._before.is_over, "results are read in order"
+        if self._outcome is None:
+            try:
+                drawn = {} if self._before is None else {s.sequence_id: s.token_id for s in self._before.result()}
+                self._outcome = self._runner.compute(self._batch, drawn)
+            except Exception as error:
+                self._outcome = error
+        self._before = None
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
 
 
 class TokenDraw:

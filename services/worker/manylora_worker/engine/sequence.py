@@ -3,11 +3,15 @@
 A SequenceGroup is a request; it owns one Sequence a choice. EngineCore creates both and StepPlanner moves sequences
 between its queues; only these two write them, on the engine's thread. Nothing here decides anything.
 
-    WAITING_ADAPTER --> WAITING <--> PREFILL --> DECODE --> FINISHED
-                           ^----------(evicted)----'        (from any state)
+    WAITING_ADAPTER --> WAITING <--> PREFILL --> DECODE --> ENDING --> FINISHED
+                           ^----------(evicted)----'                   (from any state)
 
-A sequence's tokens are prompt + output. The KV of the first `num_computed_tokens` of them stands in its blocks; the
-first of these blocks may come from the prefix cache. While decoding exactly the newest token is missing. Between two of
+A sequence moves on when a step with it is started (`advance`), not when the step is over: so the next one can be
+planned beside it. What that step draws is *pending* until its result is there: it counts as a token without a value.
+
+A sequence's tokens are prompt + output. The KV of the first `num_computed_tokens` of them stands in its blocks, or a
+step in flight writes it there; the first of these blocks may come from the prefix cache. While decoding exactly the
+newest token is missing. Between two of
 its units a sequence may be *parked*: it keeps its state and its blocks, and is in no step. An evicted sequence loses
 its blocks and keeps its output: it prefills prompt + output again and samples the next token at the same output index,
 so its text goes on as it would have. What it computes again (up to `num_charged_tokens`) is not charged again.
@@ -20,7 +24,7 @@ from dataclasses import dataclass, field
 
 from manylora_shared.ids import TenantId
 
-from manylora_worker.engine.api import EngineRequest, FinishReason
+from manylora_worker.engine.api import PENDING_TOKEN, EngineRequest, FinishReason
 
 
 class SequenceStatus(enum.Enum):
@@ -30,14 +34,22 @@ class SequenceStatus(enum.Enum):
     """For blocks. Holds none."""
     PREFILL = "prefill"
     DECODE = "decode"
+    ENDING = "ending"
+    """Its last token is drawn, and pending."""
     FINISHED = "finished"
 
 
 _LEGAL: dict[SequenceStatus, tuple[SequenceStatus, ...]] = {
     SequenceStatus.WAITING_ADAPTER: (SequenceStatus.WAITING, SequenceStatus.FINISHED),
     SequenceStatus.WAITING: (SequenceStatus.PREFILL, SequenceStatus.FINISHED),
-    SequenceStatus.PREFILL: (SequenceStatus.DECODE, SequenceStatus.WAITING, SequenceStatus.FINISHED),
-    SequenceStatus.DECODE: (SequenceStatus.WAITING, SequenceStatus.FINISHED),
+    SequenceStatus.PREFILL: (
+        SequenceStatus.DECODE,
+        SequenceStatus.WAITING,
+        SequenceStatus.ENDING,
+        SequenceStatus.FINISHED,
+    ),
+    SequenceStatus.DECODE: (SequenceStatus.WAITING, SequenceStatus.ENDING, SequenceStatus.FINISHED),
+    SequenceStatus.ENDING: (SequenceStatus.FINISHED,),
     SequenceStatus.FINISHED: (),
 }
 
@@ -64,6 +76,8 @@ class Sequence:
         "num_charged_tokens",
         "num_computed_tokens",
         "num_holdings",
+        "num_pending_tokens",
+        "num_steps_in_flight",
         "order",
         "output_token_ids",
         "parked_at",
@@ -80,6 +94,10 @@ class Sequence:
         self.status = SequenceStatus.WAITING_ADAPTER
         self.output_token_ids: list[int] = list(group.request.emitted_token_ids)
         self.num_computed_tokens = 0
+        self.num_pending_tokens = 0
+        """Drawn in steps whose result is not there yet."""
+        self.num_steps_in_flight = 0
+        """Steps with it that are started and not over: until they are, its blocks are theirs too."""
         self.num_charged_tokens = 0
         """Of the first so many tokens the computing was charged, or the drawing."""
         self.block_table: list[int] = []
@@ -106,7 +124,13 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.group.request.prompt_token_ids) + len(self.output_token_ids)
+        """The pending ones included."""
+        return len(self.group.request.prompt_token_ids) + self.num_output_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """The pending ones included."""
+        return len(self.output_token_ids) + self.num_pending_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -130,6 +154,18 @@ class Sequence:
         if start >= in_prompt:
             return tuple(self.output_token_ids[start - in_prompt : end - in_prompt])
         return prompt[start:] + tuple(self.output_token_ids[: end - in_prompt])
+
+    def next_tokens(self, count: int) -> tuple[int, ...]:
+        """The next `count` tokens to be computed; PENDING_TOKEN where there is no value yet."""
+        start = self.num_computed_tokens
+        found = self.tokens(start, start + count)
+        return found if len(found) == count else (*found, *(PENDING_TOKEN for _ in range(count - len(found))))
+
+    def advance(self, num_tokens: int, *, samples: bool) -> None:
+        """A step with its next `num_tokens` is started."""
+        self.num_computed_tokens += num_tokens
+        self.num_steps_in_flight += 1
+        self.num_pending_tokens += samples
 
     def start_behind(self, num_cached_tokens: int) -> None:
         """At admission: the KV of so many tokens was found. What the first admission of a request finds is its own."""

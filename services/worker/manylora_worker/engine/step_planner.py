@@ -17,7 +17,10 @@ A step is filled under `max_batch_tokens`: one token of each quantum, then prefi
 
 Blocks are taken when a unit is started: all that it may write; of a sequence without blocks those of all its tokens.
 So what is in a slot never waits for memory, and all that is not can be *evicted*: it frees its blocks and is computed
-again. A sequence takes blocks that are free; then from parked ones, in this order (`_victims`):
+again. While a step in flight writes them they stay: who would take them waits for the next plan, and nothing else is
+started before it, so the order holds.
+
+A sequence takes blocks that are free; then from parked ones, in this order (`_victims`):
 
 1. of its own tenant, the least recently run first;
 2. of tenants above their soft share, for one within its own, proportionally to what each holds above it;
@@ -34,8 +37,8 @@ capped flow begins at the clock when it may go on. A paused one keeps its blocks
 Progress. In 1 and 3 the taker is before its victim in the order (tag of the flow, age), and tags grow by charged work
 only; in 2 the victim has done charged work since it got its blocks; a claim's taker stays within its reserve, where
 nothing is taken from it. So no eviction is undone without charged work between: no livelock. Where nothing at all can
-be started, the first in order takes from whomever it needs (`_force`), and since no sequence is added that could not
-run alone (`EngineCore.add`), each step with a sequence in it computes at least one token.
+be started and no step is in flight, the first in order takes from whomever it needs (`_force`), and since no sequence
+is added that could not run alone (`EngineCore.add`), each step with a sequence in it computes at least one token.
 """
 
 from __future__ import annotations
@@ -114,7 +117,7 @@ class FlowSlots(NamedTuple):
 class _Unit:
     """What a sequence does in its slot."""
 
-    __slots__ = ("chunk", "cost", "ends_at", "item", "sequence", "tokens_left")
+    __slots__ = ("chunk", "cost", "ends_at", "item", "sequence", "step_cost", "tokens_left")
 
     def __init__(self, sequence: Sequence, item: int, chunk: Scheduled, tokens_left: int, ends_at: int) -> None:
         self.sequence = sequence
@@ -126,7 +129,9 @@ class _Unit:
         self.ends_at = ends_at
         """The step in which its slot is free again, unless it ends before."""
         self.cost = 0
-        """Of the steps so far, the one that is being computed included."""
+        """Of the steps so far, the one that was planned last included."""
+        self.step_cost = 0
+        """Of that last one."""
 
 
 class _Place(NamedTuple):
@@ -232,8 +237,12 @@ class StepPlanner:
             self._park(sequence)
             self._push(sequence)
 
-    def remove(self, sequence: Sequence) -> bool:
-        """Takes a finished sequence out, settles its unit and frees its blocks. Returns whether it was here."""
+    def remove(self, sequence: Sequence, *, refund: bool = False) -> bool:
+        """Takes a finished sequence out and settles its unit; its blocks it keeps. Returns whether it was here.
+
+        Args:
+            refund: its part of the last plan is not charged: it is computed for nothing, or was not computed.
+        """
         if sequence.item is not None or sequence in self._held:
             self._unqueue(sequence)
             self._held.pop(sequence, None)
@@ -247,9 +256,14 @@ class StepPlanner:
                 return False
             unit = self._units.pop(index)
             self._leave_slot(unit)
-            self._queue.settle(unit.item, unit.cost)
-        self._release_blocks(sequence)
+            self._queue.settle(unit.item, unit.cost - unit.step_cost * refund)
         return True
+
+    def release_blocks(self, sequence: Sequence) -> None:
+        """Frees what a sequence holds that was removed."""
+        self._pool.free(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_holdings += 1
 
     def pause(self, sequences: Iterable[Sequence]) -> None:
         """Their group is paused: they take no slot until `resume`. One that has a slot keeps it to its unit's end."""
@@ -267,15 +281,15 @@ class StepPlanner:
                 del self._held[sequence]
                 self._push(sequence)
 
-    def step_failed(self) -> None:
-        """Nothing of the last plan was computed, and the sequences in it are about to be removed."""
-        for unit in self._units:
-            unit.cost -= _cost(unit.chunk)
-
     # ---- a plan
 
-    def plan(self) -> StepPlan:
-        """Decides one step and takes its blocks. Everything scheduled must then be computed, or its sequences ended."""
+    def plan(self, *, is_ahead: bool = False) -> StepPlan:
+        """Decides one step and takes its blocks. Everything scheduled must then be computed, or its sequences ended.
+
+        Args:
+            is_ahead: a step is in flight, and what becomes of its sequences is not known yet. There may be nothing to
+                schedule then, though there would be without it.
+        """
         self._step += 1
         ended = self._end_units()
         self._round = _Round(
@@ -288,12 +302,13 @@ class StepPlanner:
         if self._waiting and self._shares.reserves:
             self._claim_reserves()
         self._fill_slots()
-        if not self._units and self._queued:
+        if not self._units and self._queued and not is_ahead:
             self._force()
         chunks: list[Scheduled] = []
         scheduled: list[Scheduled] = []
         for unit in self._units:
-            unit.cost += _cost(unit.chunk)
+            unit.step_cost = _cost(unit.chunk)
+            unit.cost += unit.step_cost
             if unit.sequence.status is SequenceStatus.DECODE:
                 unit.tokens_left -= 1
                 scheduled.append(unit.chunk)
@@ -304,7 +319,7 @@ class StepPlanner:
         return StepPlan(scheduled + chunks, self._round.num_evicted, num_yielded)
 
     def _end_units(self) -> list[Sequence]:
-        """Parks the sequences whose units are through, and queues their next ones.
+        """Parks the sequences whose units are through, and queues their next ones; what is ENDING has none.
 
         The next unit is queued before the present one is settled, so the flow does not count as newly backlogged.
         """
@@ -314,8 +329,9 @@ class StepPlanner:
         for unit in over:
             self._leave_slot(unit)
             unit.sequence.has_worked |= unit.cost > 0
-            self._park(unit.sequence)
-            self._push(unit.sequence)
+            if unit.sequence.status is not SequenceStatus.ENDING:
+                self._park(unit.sequence)
+                self._push(unit.sequence)
             self._queue.settle(unit.item, unit.cost)
         return [unit.sequence for unit in over]
 
@@ -392,7 +408,7 @@ class StepPlanner:
     def _fits(self, item: int) -> _Place | None:
         """How a queued unit can be started now; None: it cannot. Changes nothing."""
         round_ = self._round
-        if item in round_.refused:
+        if round_.waits or item in round_.refused:
             return None
         sequence = self._queued[item]
         place = self._place_of(sequence)
@@ -433,8 +449,7 @@ class StepPlanner:
             # Where it evicts, what is cached does not count: it may be what the victims hold.
             return self._place(sequence, num_tokens, sequence.num_tokens, may_evict=True)
         computed = sequence.num_computed_tokens
-        most = min(QUANTUM_TOKENS, self._max_context_tokens - computed, self._tokens_to_draw(sequence))
-        most = self._spread(most)
+        most = self._spread(min(QUANTUM_TOKENS, self._tokens_to_draw(sequence)))
         place = self._place(sequence, most, computed + most, may_evict=False)
         if place is not None:
             return place
@@ -455,7 +470,9 @@ class StepPlanner:
         return max(0, min(sequence.num_uncomputed_tokens, self._limits.prefill_chunk_tokens, budget))
 
     def _tokens_to_draw(self, sequence: Sequence) -> int:
-        return sequence.group.request.max_tokens - len(sequence.output_token_ids)
+        """Until its output or the context is full."""
+        left = sequence.group.request.max_tokens - sequence.num_output_tokens
+        return min(left, self._max_context_tokens - sequence.num_tokens)
 
     # ---- blocks
 
@@ -540,10 +557,22 @@ class StepPlanner:
                 own = [s for s in self._parked if s.tenant_id == tenant_id]
                 if not own:
                     break
-                self._evict(min(own, key=_least_recent))
+                victim = min(own, key=_least_recent)
+                if victim.num_steps_in_flight:
+                    self._round.waits = True
+                    break
+                self._evict(victim)
 
     def _victims(self, taker: Sequence, num_blocks: int, *, may_evict: bool) -> list[Sequence] | None:
-        """Whom to evict so that `taker` can take `num_blocks`; None: that is not possible. See the module's order."""
+        """Whom to evict so that `taker` can take `num_blocks`; None: that is not possible now."""
+        victims = self._choose_victims(taker, num_blocks, may_evict=may_evict)
+        if victims and any(victim.num_steps_in_flight for victim in victims):
+            self._round.waits = True
+            return None
+        return victims
+
+    def _choose_victims(self, taker: Sequence, num_blocks: int, *, may_evict: bool) -> list[Sequence] | None:
+        """In the module's order, also who is in a step in flight; None: it is not possible."""
         pool, shares, round_ = self._pool, self._shares, self._round
         tenant_id = taker.tenant_id
         held = pool.held_by(tenant_id)
@@ -651,8 +680,9 @@ class StepPlanner:
 
     def _evict(self, sequence: Sequence) -> None:
         """Frees a parked sequence's blocks; it is computed again, and not charged for that."""
+        assert not sequence.num_steps_in_flight
         del self._parked[sequence]
-        self._release_blocks(sequence)
+        self.release_blocks(sequence)
         is_decoding = sequence.status is SequenceStatus.DECODE
         self._round.ready_decodes -= is_decoding and sequence.item is not None
         done = sequence.num_tokens if is_decoding else sequence.num_computed_tokens
@@ -662,11 +692,6 @@ class StepPlanner:
         bisect.insort(self._waiting, sequence, key=_order)
         self._requeue(sequence)
         self._round.num_evicted += 1
-
-    def _release_blocks(self, sequence: Sequence) -> None:
-        self._pool.free(sequence.block_table)
-        sequence.block_table = []
-        sequence.num_holdings += 1
 
     # ---- the queue
 
@@ -735,7 +760,7 @@ class StepPlanner:
 class _Round:
     """What one plan has left, and what it has found out."""
 
-    __slots__ = ("budget", "claims", "is_forced", "is_short", "num_evicted", "ready_decodes", "refused")
+    __slots__ = ("budget", "claims", "is_forced", "is_short", "num_evicted", "ready_decodes", "refused", "waits")
 
     def __init__(self, budget: int, ready_decodes: int, claims: dict[TenantId, int], *, is_forced: bool) -> None:
         self.budget = budget
@@ -750,6 +775,8 @@ class _Round:
         self.refused: dict[int, None] = {}
         """Items that cannot be started in this plan."""
         self.num_evicted = 0
+        self.waits = False
+        """Who is next takes the blocks of a sequence in a step in flight: nothing is started in this plan any more."""
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:

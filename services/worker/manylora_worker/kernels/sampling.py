@@ -34,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -287,12 +288,12 @@ _TOP_K, _KEY_STATE, _OUTPUT_INDEX, _PENALTY_SLOT = tl.constexpr(0), tl.constexpr
 
 def _floats_of(sampling: Sampling) -> list[float]:
     # Rounded to float32 where the CPU's sampler rounds; top_p, presence and frequency count in float64 there.
-    log_min_p = torch.tensor([sampling.min_p]).log_().item()
+    log_min_p = torch.tensor([sampling.min_p]).log_().item() if sampling.min_p else float("-inf")
     return [
-        torch.tensor([sampling.temperature]).item(),
+        float(np.float32(sampling.temperature)),
         sampling.top_p,
         log_min_p,
-        torch.tensor([sampling.repetition_penalty]).item(),
+        float(np.float32(sampling.repetition_penalty)),
         sampling.presence_penalty,
         sampling.frequency_penalty,
     ]
