@@ -264,6 +264,12 @@ class EngineMachine(RuleBasedStateMachine):
         self.core.stop_choice(data.draw(st.sampled_from(self._live())), choice, self.now)
         self._take()
 
+    @rule(data=st.data(), is_paused=st.booleans())
+    @precondition(lambda self: self._live())
+    def set_paused(self, data: st.DataObject, is_paused: bool) -> None:
+        request_id = data.draw(st.sampled_from(self._live()))
+        (self.core.pause if is_paused else self.core.resume)(request_id)
+
     @rule(
         tenant=st.sampled_from(["a", "b", "c"]),
         weight=st.integers(1, 5),
@@ -339,6 +345,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.runner.fail_next = self.runner.corrupt_next = False
         if isinstance(self.runner, FaultyAheadRunner):
             self.runner.fail_next_result = False
+        for request_id in self._live():
+            self.core.resume(request_id)
         bound = 200 + 60 * sum(r.n * (len(r.prompt_token_ids) + r.max_tokens) for r in self.seen.requests.values())
         idle = 0
         for _ in range(bound):
