@@ -52,7 +52,7 @@ def request_of(
 
 def keys_of(keys: PrefixKeys, request: EngineRequest) -> list[bytes]:
     """The keys of the prompt's full blocks."""
-    sequence = EngineSequence(0, SequenceGroup(request, 1, GroupTimes(0.0)), 0)
+    sequence = EngineSequence(0, SequenceGroup(request, 1, GroupTimes(0.0)), 0, request.max_tokens)
     num_blocks = len(request.prompt_token_ids) // BLOCK_SIZE
     return [keys.key_at(sequence, index, BLOCK_SIZE) for index in range(num_blocks)]
 

@@ -72,7 +72,10 @@ class Logprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
+# What there is of for each row of each step is not frozen: that would double the time that making one takes.
+
+
+@dataclass(slots=True)
 class TokenOutput:
     """New tokens of one choice, in order; `finish_reason` comes with its last (token_ids may then be empty)."""
 
@@ -91,7 +94,7 @@ PENDING_TOKEN = -1
 """In SequenceChunk.token_ids: the token that this sequence drew in the step before, not known to the host yet."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SequenceChunk:
     """The part of one sequence that a step computes.
 
@@ -126,7 +129,7 @@ class StepBatch:
     """Blocks to zero before anything else: they come from another tenant."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Sampled:
     sequence_id: int
     token_id: int

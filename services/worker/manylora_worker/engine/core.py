@@ -124,7 +124,7 @@ class EngineStats:
     """Grows with each change of `EngineCore.flow_slots`."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Part:
     """One sequence's part of a step in flight."""
 
@@ -171,9 +171,7 @@ class EngineCore:
         self._pool = BlockPool(runner.num_blocks, runner.block_size, max_idle_blocks)
         self._prefix_keys = None if prefix is None else prefix.keys
         self._shares = TenantShares(runner.num_blocks)
-        self._planner = StepPlanner(
-            self._pool, limits.planner, self._shares, runner.max_context_tokens, self._prefix_keys
-        )
+        self._planner = StepPlanner(self._pool, limits.planner, self._shares, self._prefix_keys)
         self._adapters = AdapterCache(backend, limits.adapters)
         self._groups: dict[RequestId, SequenceGroup] = {}
         self._sequences: dict[int, Sequence] = {}
@@ -280,8 +278,9 @@ class EngineCore:
             raise Overloaded(f"the worker has {len(self._groups)} requests")
         self._arrivals += 1
         group = SequenceGroup(request, self._arrivals, GroupTimes(added_s=now))
+        max_output_tokens = min(request.max_tokens, self._runner.max_context_tokens - len(request.prompt_token_ids))
         for choice in range(request.n):
-            sequence = Sequence(self._arrivals * _CHOICES_BOUND + choice, group, choice)
+            sequence = Sequence(self._arrivals * _CHOICES_BOUND + choice, group, choice, max_output_tokens)
             group.sequences.append(sequence)
             self._sequences[sequence.sequence_id] = sequence
         self._groups[request.request_id] = group
@@ -572,7 +571,7 @@ class EngineCore:
             sequence.num_charged_tokens = sequence.num_computed_tokens
         if not item.samples:
             return
-        if self._is_last(sequence, sequence.num_output_tokens):
+        if sequence.num_output_tokens >= sequence.max_output_tokens:
             sequence.move_to(SequenceStatus.ENDING)
         elif is_prefill:
             sequence.move_to(SequenceStatus.DECODE)
@@ -581,15 +580,10 @@ class EngineCore:
             others = [s for s in group.sequences if s is not sequence and not s.is_finished]
             self._planner.fork(sequence, others)
 
-    def _is_last(self, sequence: Sequence, num_output_tokens: int) -> bool:
-        """Whether the sequence's output ends there, whatever its tokens are."""
-        request = sequence.group.request
-        num_tokens = len(request.prompt_token_ids) + num_output_tokens
-        return num_output_tokens >= request.max_tokens or num_tokens >= self._runner.max_context_tokens
-
     def _settle(self, part: _Part, sampled: Sampled | None, now: float) -> None:
         """One sequence, when a step that computed its tokens is over."""
-        sequence, group = part.scheduled.sequence, part.scheduled.sequence.group
+        sequence = part.scheduled.sequence
+        group = sequence.group
         self._leave_step(part)
         self._recomputed_tokens += part.num_recomputed_tokens
         is_taken = sampled is not None and not sequence.is_finished
@@ -636,11 +630,12 @@ class EngineCore:
 
     def _publish(self, part: _Part) -> None:
         """Lets the tenant's lookups find the blocks that the part has filled."""
-        if self._prefix_keys is None:
+        block_size = self._pool.block_size
+        first, behind = (part.end - part.scheduled.num_tokens) // block_size, part.end // block_size
+        if first == behind or self._prefix_keys is None:
             return
-        sequence, block_size = part.scheduled.sequence, self._pool.block_size
-        first = (part.end - part.scheduled.num_tokens) // block_size
-        for index in range(first, part.end // block_size):
+        sequence = part.scheduled.sequence
+        for index in range(first, behind):
             key = self._prefix_keys.key_at(sequence, index, block_size)
             self._pool.publish(sequence.block_table[index], key)
 
@@ -656,7 +651,7 @@ class EngineCore:
             return
         position = len(sequence.output_token_ids)
         sequence.output_token_ids.append(sampled.token_id)
-        is_last = self._is_last(sequence, position + 1)
+        is_last = position + 1 >= sequence.max_output_tokens
         self._outputs.append(
             TokenOutput(
                 request_id=request.request_id,

@@ -73,6 +73,7 @@ class Sequence:
         "group",
         "has_worked",
         "item",
+        "max_output_tokens",
         "num_charged_tokens",
         "num_computed_tokens",
         "num_holdings",
@@ -85,10 +86,12 @@ class Sequence:
         "status",
     )
 
-    def __init__(self, sequence_id: int, group: SequenceGroup, choice: int) -> None:
+    def __init__(self, sequence_id: int, group: SequenceGroup, choice: int, max_output_tokens: int) -> None:
         self.sequence_id = sequence_id
         self.group = group
         self.choice = choice
+        self.max_output_tokens = max_output_tokens
+        """Its output ends there, whatever its tokens are: as the request or the model's context bounds it."""
         self.order = (group.arrival, choice)
         """Total order by age: the smaller is the older."""
         self.status = SequenceStatus.WAITING_ADAPTER

@@ -149,7 +149,6 @@ class StepPlanner:
         pool: BlockPool,
         limits: PlannerLimits,
         shares: TenantShares,
-        max_context_tokens: int,
         prefix_keys: PrefixKeys | None = None,
     ) -> None:
         self._pool = pool
@@ -157,7 +156,6 @@ class StepPlanner:
         self._shares = shares
         self._prefix_keys = prefix_keys
         """None: nothing is looked up."""
-        self._max_context_tokens = max_context_tokens
         self._queue: FairQueue[FlowKey, int] = FairQueue()
         self._queued: dict[int, Sequence] = {}
         """By item: sequences that are parked or wait for blocks."""
@@ -449,7 +447,7 @@ class StepPlanner:
             # Where it evicts, what is cached does not count: it may be what the victims hold.
             return self._place(sequence, num_tokens, sequence.num_tokens, may_evict=True)
         computed = sequence.num_computed_tokens
-        most = self._spread(min(QUANTUM_TOKENS, self._tokens_to_draw(sequence)))
+        most = self._spread(min(QUANTUM_TOKENS, sequence.max_output_tokens - sequence.num_output_tokens))
         place = self._place(sequence, most, computed + most, may_evict=False)
         if place is not None:
             return place
@@ -468,11 +466,6 @@ class StepPlanner:
         other_slots = self._limits.sequence_slots - len(self._units) - 1
         budget = self._round.budget - min(self._round.ready_decodes, other_slots)
         return max(0, min(sequence.num_uncomputed_tokens, self._limits.prefill_chunk_tokens, budget))
-
-    def _tokens_to_draw(self, sequence: Sequence) -> int:
-        """Until its output or the context is full."""
-        left = sequence.group.request.max_tokens - sequence.num_output_tokens
-        return min(left, self._max_context_tokens - sequence.num_tokens)
 
     # ---- blocks
 
