@@ -395,7 +395,7 @@ async def bench_cluster(order: str, arguments: argparse.Namespace) -> AsyncItera
         f"--sequence-slots={slots}",
         f"--max-batch-tokens={arguments.max_batch_tokens}",
         f"--prefill-chunk-tokens={arguments.max_batch_tokens // 2}",
-        f"--num-blocks={slots * LONGEST_TOKENS // 16 + 64}",
+        f"--num-blocks={arguments.num_blocks}",
         f"--device-adapter-mb={ADAPTERS_ON_DEVICE * arguments.adapter_bytes / (1 << 20)}",
         f"--host-adapter-mb={ADAPTERS_ON_HOST * arguments.adapter_bytes / (1 << 20)}",
     ]
@@ -456,6 +456,7 @@ def report(name: str, cases: dict[str, Case], arguments: argparse.Namespace) -> 
         "attacker_class": arguments.attacker_class,
         "slots": arguments.slots,
         "max_batch_tokens": arguments.max_batch_tokens,
+        "num_blocks": arguments.num_blocks,
     }
     alone_p95 = quantile(alone.ttft_ms, 0.95)
     emit(arguments.json, attack="none", before=name, policy="both", **common, **_seen(alone))
@@ -542,6 +543,9 @@ def parse() -> argparse.Namespace:
         default=512,
         help="tokens of a step of the worker, of one prompt half as many: what a prompt adds to others' time per token",
     )
+    parser.add_argument(
+        "--num-blocks", type=int, default=0, help="KV blocks of 16 tokens; 0: the longest request fits in every slot"
+    )
     parser.add_argument("--step-ms", type=float, default=10.0, help="a step of the fake engine")
     parser.add_argument("--adapters", type=int, default=96, help="that the attack of adapters cycles through")
     parser.add_argument("--streams", type=int, default=4, help="the victim's")
@@ -554,6 +558,7 @@ def parse() -> argparse.Namespace:
         setattr(arguments, option, names)
     if not 1 <= arguments.adapters <= 1 << 16:
         parser.error("--adapters: must be 1 to 65536")
+    arguments.num_blocks = arguments.num_blocks or arguments.slots * LONGEST_TOKENS // 16 + 64
     arguments.adapter_bytes = ADAPTER_BYTES if arguments.engine == "fake" else ADAPTER_BYTES // 3
     return arguments
 

@@ -6,15 +6,17 @@ from collections.abc import Mapping
 
 import pytest
 from manylora_scheduler.core import Order
-from manylora_scheduler.dispatch import LEAD_COST
+from manylora_scheduler.dispatch import LEAD_COST, _Hold
 from manylora_scheduler.events import PolicyChanged, SendGrant, WorkerLeft
 from manylora_scheduler.fleet import FlowTokens, Residency
-from manylora_shared.ids import QosClass, TenantId, WorkerId
+from manylora_scheduler.request import Phase, need_of
+from manylora_shared.ids import QosClass, RequestId, TenantId, WorkerId
 from manylora_shared.policy import ClassPolicy, TenantPolicy
 
 from tests.scheduler.helpers import Desk, flow, grants, started
 
 SLOTS, MOST = 2, 5
+W0 = WorkerId("w0")
 Loads = Mapping[str, tuple[int, int, int]]
 
 
@@ -155,6 +157,22 @@ def test_a_worker_with_blocks_and_with_the_adapter_is_preferred() -> None:
         )
     assert grants(desk.enqueue("v0", tenant="v", adapter="u")) == [("v0", "w1")]
     assert grants(desk.enqueue("x0", tenant="x")) == [("x0", "w2")]
+
+
+def test_a_worker_that_is_held_for_a_wide_request_takes_who_is_before_that_and_nobody_behind() -> None:
+    desk = Desk()
+    desk.worker(slots=2, most=3)
+    desk.enqueue("h0", tenant="hog", max_new_tokens=1000)
+    desk.enqueue("h1", tenant="hog", max_new_tokens=1000)
+    tell(desk, ["h0", "h1"], {"hog": (2, 0, 0)}, most=3)
+    desk.enqueue("pair", tenant="pair", sequences=2, max_new_tokens=1000, prompt_tokens=100)
+    ticket = desk.core._tickets.wanted(RequestId("pair"))
+    assert ticket is not None
+    assert ticket.phase is Phase.QUEUED, "one place is too few for it"
+    desk.core._dispatch._hold = _Hold(ticket.number, W0, need_of(ticket.request))
+    # `late` comes at the clock, where `pair` stands too and has been for longer.
+    assert desk.enqueue("late", tenant="late") == []
+    assert grants(desk.enqueue("sooner", tenant="sooner", qos_class=QosClass.INTERACTIVE)) == [("sooner", "w0")]
 
 
 # ---- held sequences

@@ -10,7 +10,8 @@ that on some worker with spare places
 
 * has nothing that waits there for a slot, nothing granted that was not reported yet (more would only be parked), and
   held sequences for a quarter of the slots at most;
-* is behind: a flow with a slot there is ahead of it by more than a quantum, as the scheduler's clock has it.
+* is behind: a flow with a slot there is ahead of it by more than a quantum, as the scheduler's clock has it;
+* is before the request, if any, for which that worker is held.
 
 So a flow comes to as many sequences as it can keep in slots by its share, and one more; flows that are equal take turns
 as far as there are spare places. The rule is the "admit beyond the slots only the flow with the least virtual
@@ -73,6 +74,8 @@ class Dispatch:
         self._hold: _Hold | None = None
         self._passed_over: tuple[int, int] = (-1, 0)
         """The ticket that was first in order last time, and how often another was granted before it."""
+        self._is_behind_hold = False
+        """In a search beyond the free room: whether what is asked now comes after the request that holds a worker."""
         self._unreached: dict[tuple[RouterId, WorkerId], _Unreached] = {}
         self._now = 0.0
 
@@ -89,6 +92,7 @@ class Dispatch:
                 self._count_pass(pick)
                 return pick
         if self._goes_beyond and fleet.num_spare:
+            self._is_behind_hold = False
             return self._queue.select_one_by_one(self._beyond, to_us(now), limit=_MAX_BEHIND)
         return None
 
@@ -100,7 +104,8 @@ class Dispatch:
     def _beyond(self, flow: FlowKey, number: int) -> WorkerView | None:
         """The worker on which a ticket may be granted though nothing is free for it."""
         request = self._tickets[number].request
-        allows, queue = self._allows(request), self._queue
+        self._is_behind_hold |= self._hold is not None and self._hold.number == number
+        allows, queue = self._allows(request, heeds_hold=self._is_behind_hold), self._queue
 
         def allowed(worker: WorkerView) -> bool:
             load = worker.load_of(flow)
@@ -111,9 +116,9 @@ class Dispatch:
 
         return choose_spare(request, self._fleet, allowed)
 
-    def _allows(self, request: QueuedRequest) -> Callable[[WorkerView], bool]:
+    def _allows(self, request: QueuedRequest, *, heeds_hold: bool = True) -> Callable[[WorkerView], bool]:
         """Whether a request may go to a worker, were there room."""
-        hold, unreached = self._hold, self._unreached
+        hold, unreached = self._hold if heeds_hold else None, self._unreached
         if hold is None and not unreached:
             return _allow_all
 
