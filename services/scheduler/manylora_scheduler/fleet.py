@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from manylora_shared.ids import AdapterUid, RequestId, WorkerId
+from manylora_shared.ids import AdapterUid, RequestId, TenantId, WorkerId
 
 from manylora_scheduler.request import FlowKey, QueuedRequest, Ticket
 from manylora_scheduler.ring import Ring
@@ -61,6 +61,8 @@ class WorkerReport:
     started: tuple[StartedRequest, ...] = ()
     finished: tuple[RequestId, ...] = ()
     flows: Mapping[FlowKey, FlowTokens] = field(default_factory=dict)
+    tenants: Mapping[TenantId, int] = field(default_factory=dict)
+    """KV blocks of tenants where they changed."""
 
 
 @dataclass(slots=True)

@@ -37,6 +37,7 @@ from manylora_scheduler.events import (
     SendGrant,
     SendLease,
     SendLeaseRefusal,
+    SendOverload,
     SendPrefetch,
     SendRefusal,
     Tick,
@@ -47,10 +48,14 @@ from manylora_scheduler.messages import (
     flow_status,
     grant_message,
     lease_message,
+    neighbour_status,
+    overload_message,
+    overload_status,
     quota_status,
     refusal_message,
     worker_status,
 )
+from manylora_scheduler.overload import OverloadGate, OverloadTargets
 from manylora_scheduler.quota import QuotaGate
 from manylora_scheduler.request import QueuedRequest
 from manylora_scheduler.succession import ClockSnapshot
@@ -109,6 +114,8 @@ class Term:
         clock: keeps this term's clock.
         predecessor: the clock that was kept last.
         order: see Core.
+        overload: whether anything is given up under overload.
+        targets: of time in the queue.
     """
 
     def __init__(
@@ -120,6 +127,8 @@ class Term:
         policies: Mapping[str, str],
         limits: CoreLimits,
         order: Order,
+        overload: bool,
+        targets: OverloadTargets,
         clock: ClockKeeper,
         predecessor: ClockSnapshot | None,
         transport: Transport,
@@ -136,7 +145,8 @@ class Term:
         self._loop = asyncio.get_running_loop()
         self.core = Core(limits, predecessor, order)
         self._clock = clock
-        self.quotas = QuotaGate(self.core, self._loop.time())
+        self.overload = OverloadGate(self.core, targets, enabled=overload)
+        self.quotas = QuotaGate(self.overload, self._loop.time())
         self._routers: dict[RouterId, RouterLine] = {}
         self._workers: dict[WorkerId, WorkerLine] = {}
         self._ending: dict[asyncio.Task[None], None] = {}
@@ -310,7 +320,16 @@ class Term:
     def scheduler_status(self, address: str) -> admin_pb2.SchedulerStatus:
         flows = [flow_status(view) for view in self.core.flow_views()]
         quotas = [quota_status(view) for view in self.quotas.authority.views(self._loop.time())]
-        return admin_pb2.SchedulerStatus(reachable=True, address=address, epoch=self.epoch, flows=flows, quotas=quotas)
+        overload = self.overload.state()
+        return admin_pb2.SchedulerStatus(
+            reachable=True,
+            address=address,
+            epoch=self.epoch,
+            flows=flows,
+            quotas=quotas,
+            overload=overload_status(overload),
+            neighbours=[neighbour_status(noisy) for noisy in overload.noisy],
+        )
 
     def worker_statuses(self) -> list[admin_pb2.WorkerStatus]:
         return [worker_status(view) for view in self.core.workers]
@@ -343,12 +362,20 @@ class Term:
                 line = self._routers.get(command.router_id)
                 if line is not None and line.session == command.session:
                     line.send(lease_message(command))
+            case SendOverload():
+                self._send_overload(command)
             case SendPrefetch():
                 worker = self._workers.get(command.worker_id)
                 if worker is not None:
                     worker.prefetch(command.adapter_uid)
             case Dropped():
                 self._trace_end(command.request, Code.CANCELLED, "withdrawn")
+
+    def _send_overload(self, command: SendOverload) -> None:
+        message = overload_message(command.view)
+        for line in list(self._routers.values()):
+            if command.router_id in (None, line.router_id):
+                line.send(message)
 
     def _send_to_router(self, command: SendGrant | SendRefusal, message: scheduler_pb2.ScheduleResponse) -> None:
         line = self._routers.get(command.request.router_id)

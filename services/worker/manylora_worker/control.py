@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from manylora.v1 import worker_pb2
 from manylora_shared.errors import ManyloraError
-from manylora_shared.ids import AdapterUid, RequestId
+from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
 from manylora_worker.engine.api import AdapterTier, EngineRequest
 from manylora_worker.engine.core import FlowTokens
@@ -48,6 +48,8 @@ class ControlSession:
         self._adapters: Mapping[AdapterUid, AdapterTier] | None = None
         """As last reported; the view never changes one in place."""
         self._flows: dict[FlowKey, FlowTokens] = {}
+        self._kv_blocks: Mapping[TenantId, int] = {}
+        """As last reported."""
         self._is_urgent = True
         self._has_changed = True
         self._reported_at = float("-inf")
@@ -133,6 +135,7 @@ class ControlSession:
                 sequences=request.n,
             )
         self._add_flows(report)
+        self._add_tenants(report)
         return report
 
     def _add_flows(self, report: worker_pb2.ControlReport) -> None:
@@ -146,6 +149,13 @@ class ControlSession:
                     prompt_tokens=tokens.prompt_tokens,
                     output_tokens=tokens.output_tokens,
                 )
+
+    def _add_tenants(self, report: worker_pb2.ControlReport) -> None:
+        before, held = self._kv_blocks, self._view.kv_blocks
+        for tenant_id in [*held, *(tenant_id for tenant_id in before if tenant_id not in held)]:
+            if held.get(tenant_id, 0) != before.get(tenant_id, 0):
+                report.tenants.add(tenant_id=tenant_id, kv_blocks=held.get(tenant_id, 0))
+        self._kv_blocks = held
 
     def _changed(self, *, urgent: bool) -> None:
         was_urgent = self._is_urgent

@@ -188,6 +188,7 @@ class _Post:
     ends: Sequence[RequestEnd]
     stats: EngineStats
     flows: Mapping[FlowKey, FlowTokens]
+    kv_blocks: Mapping[TenantId, int]
     adapters: Mapping[AdapterUid, AdapterTier] | None
     """None: unchanged."""
 
@@ -199,6 +200,8 @@ class EngineView:
         self.stats = stats
         self.adapters: Mapping[AdapterUid, AdapterTier] = {}
         self.flows: dict[FlowKey, FlowTokens] = {}
+        self.kv_blocks: Mapping[TenantId, int] = {}
+        """That tenants' sequences hold; those that hold none are absent."""
         self.running: dict[RequestId, OutputStream] = {}
         self.failure: str | None = None
         """Why the engine is no more; None while it lives."""
@@ -250,6 +253,7 @@ class EngineView:
                     overflowed.append(output.request_id)
         self.stats = post.stats
         self.flows.update(post.flows)
+        self.kv_blocks = post.kv_blocks
         if post.adapters is not None:
             self.adapters = post.adapters
         for end in post.ends:
@@ -350,6 +354,7 @@ class _Turner:
             ends=ends,
             stats=stats,
             flows=self.core.take_changed_flows(),
+            kv_blocks=self.core.blocks_held(),
             adapters=self.core.adapter_tiers() if adapters_changed else None,
         )
 
