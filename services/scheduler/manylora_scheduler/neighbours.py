@@ -38,6 +38,7 @@ MAX_GRANTS = 10_000
 """With adapters, that are remembered; in a busier cluster the window is shorter."""
 SKEW = 4.0
 MIN_SKEW_S = 0.2
+NOISY_KINDS = ("kv_growth", "adapter_thrash", "wait_skew")
 MAX_FOUND = 32
 """Reports at a time: each detector's strongest first."""
 

@@ -97,6 +97,15 @@ class ClassCounts:
     shed: int = 0
     capped: int = 0
 
+    def by_stage(self) -> dict[str, int]:
+        """By the names that metrics have for it."""
+        return {
+            "router": self.refused_by_routers,
+            "admission": self.refused,
+            "queue": self.shed,
+            "output": self.capped,
+        }
+
 
 @dataclass(frozen=True)
 class OverloadState:

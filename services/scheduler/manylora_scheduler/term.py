@@ -17,10 +17,10 @@ from manylora_shared.coordination.base import StoreUnavailable
 from manylora_shared.coordination.records import WorkerRecord
 from manylora_shared.errors import Code, InvalidRequest, ManyloraError, Overloaded, ServiceUnavailable
 from manylora_shared.heap import collector_paused
-from manylora_shared.ids import RouterId, TenantId, WorkerId
+from manylora_shared.ids import QosClass, RouterId, TenantId, WorkerId
 from manylora_shared.logs import fields
 from manylora_shared.policy import TenantPolicy, parse_policy
-from manylora_shared.telemetry import Attribute, SpanName, Telemetry, request_attributes
+from manylora_shared.telemetry import Attribute, MetricName, SpanName, Telemetry, request_attributes
 from manylora_shared.transport.base import Transport
 
 from manylora_scheduler.clock_keeper import ClockKeeper
@@ -55,6 +55,7 @@ from manylora_scheduler.messages import (
     refusal_message,
     worker_status,
 )
+from manylora_scheduler.neighbours import NOISY_KINDS
 from manylora_scheduler.overload import OverloadGate, OverloadTargets
 from manylora_scheduler.quota import QuotaGate
 from manylora_scheduler.request import QueuedRequest
@@ -152,6 +153,8 @@ class Term:
         self._ending: dict[asyncio.Task[None], None] = {}
         """Workers' lines that are being closed."""
         self._known_tenants: dict[TenantId, None] = {}
+        self._given_up: dict[tuple[QosClass, str], int] = {}
+        """As the metrics have it, by class and stage."""
         self._timer: asyncio.TimerHandle | None = None
         self._clock_pause_s = MIN_CLOCK_PAUSE_S
         self._next_session = 1
@@ -287,6 +290,7 @@ class Term:
         """Saves the clock again and again; how often depends on how large it is."""
         while True:
             await asyncio.sleep(self._clock_pause_s)
+            self._record_overload()
             if self.core.is_restoring:
                 continue
             try:
@@ -294,6 +298,24 @@ class Term:
                     return  # another leads; the election says so soon
             except StoreUnavailable as e:
                 _LOG.warning("the clock was not saved", extra=fields(error=str(e)))
+
+    def _record_overload(self) -> None:
+        """Metrics of what is given up, a second old at most while the clock is small."""
+        telemetry, state = self._telemetry, self.overload.state()
+        if not telemetry.has_metrics:
+            return
+        telemetry.gauge(MetricName.OVERLOAD_LEVEL, state.view.level)
+        telemetry.gauge(MetricName.OVERLOAD_TENANTS, sum(tenant.level > 0 for tenant in state.view.tenants.values()))
+        for qos_class, counts in state.counts.items():
+            for stage, total in counts.by_stage().items():
+                grown = total - self._given_up.get((qos_class, stage), 0)
+                if grown:
+                    self._given_up[qos_class, stage] = total
+                    labels = {Attribute.QOS_CLASS: qos_class.value, Attribute.STAGE: stage}
+                    telemetry.count(MetricName.OVERLOAD_GIVEN_UP, grown, labels)
+        for kind in NOISY_KINDS:
+            noisy = {noisy.tenant_id for noisy in state.noisy if noisy.kind == kind}
+            telemetry.gauge(MetricName.NOISY_NEIGHBOURS, len(noisy), {Attribute.KIND: kind})
 
     async def _save_last(self) -> None:
         """The planned end of a term: the next leader begins exactly where this one ended."""
