@@ -408,7 +408,7 @@ async def bench_cluster(order: str, arguments: argparse.Namespace) -> AsyncItera
             data=Path(data),
             device=arguments.device,
             worker_flags=tuple(flags),
-            scheduler_flags=(f"--order={order}",),
+            scheduler_flags=(f"--order={order}", "--no-overload"),  # what the queue is worth by itself
         )
         async with (
             LocalCluster(options, notify=lambda line: print(line, file=sys.stderr)) as running,

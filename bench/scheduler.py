@@ -14,6 +14,12 @@ some 300 distinct needs. Costs vary, so the order of flows never repeats. Deadli
 the cost. Python's cycle collector is frozen after the set-up, as the service does. Times are processor time of this
 one process; a machine that others use makes them longer all the same.
 
+A third case, which is not about cost and runs where it is named:
+
+    overload the real control plane under 1, 3 and 10 times the load that fits, in virtual time (overload_model.py),
+             with overload control and without it; goodput_ratio and interactive_ttft_p95_ratio compare a line with the
+             line of load 1 of the same kind, over `--repeat` seeds
+
 Prints JSON lines with `--json`, else a table. `growth` of the last line of each case is the cost at the largest size
 against the smallest one, `log_growth` what log n would allow.
 
@@ -31,7 +37,7 @@ import random
 import resource
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from manylora_scheduler.clock_codec import encode
@@ -293,6 +299,41 @@ def measure(world: Cluster | Contest, batch: int, seconds: float, repeat: int) -
     return what
 
 
+def overload_lines(seeds: int) -> Iterator[dict[str, object]]:
+    """One line a load, summed over seeds."""
+    import overload_model as model  # type: ignore[import-not-found]  # beside this file
+
+    for is_on in (True, False):
+        base: dict[str, float] = {}
+        for load in (1.0, 3.0, 10.0):
+            began = time.monotonic()
+            runs = [model.run(model.Scenario(load=load, overload=is_on, seed=seed)) for seed in range(1, seeds + 1)]
+            seconds = model.Scenario(load).until_s - model.Scenario(load).measured_from_s
+            line: dict[str, object] = {
+                "bench": "scheduler",
+                "case": "overload",
+                "load": load,
+                "overload_control": is_on,
+            }
+            line["goodput_tokens_per_s"] = round(sum(r.good_tokens for r in runs) / seconds / seeds, 1)
+            for qos_class in CLASSES:
+                name = qos_class.value
+                ttft_s = [wait for r in runs for wait in r.ttft_s[qos_class]]
+                line[f"{name}_ttft_p95_ms"] = round(1000 * model.percentile(ttft_s, 0.95), 1)
+                for what in ("offered", "completed", "refused", "expired"):
+                    line[f"{name}_{what}"] = sum(getattr(r, what)[qos_class] for r in runs)
+            for name, ratio in (("goodput_tokens_per_s", "goodput_ratio"), ("interactive_ttft_p95_ms", "")):
+                value = float(str(line[name]))
+                base.setdefault(name, value)
+                line[ratio or "interactive_ttft_p95_ratio"] = round(value / base[name], 3)
+            line |= {
+                "seeds": seeds,
+                "virtual_s": model.Scenario(load).until_s,
+                "took_s": round(time.monotonic() - began, 1),
+            }
+            yield line
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="What one scheduling decision costs.")
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
@@ -302,8 +343,12 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=1, help="requests that end in one report")
     parser.add_argument("--depth", type=int, default=2, help="requests that wait in every flow")
-    parser.add_argument("--case", choices=["core", "queue", "both"], default="both")
+    parser.add_argument("--case", choices=["core", "queue", "both", "overload"], default="both")
     args = parser.parse_args()
+    if args.case == "overload":
+        for overload_line in overload_lines(args.repeat):
+            show(overload_line, as_json=args.json)
+        return
     cases: dict[str, Callable[[int, int, int, int], Cluster | Contest]] = {"core": Cluster, "queue": Contest}
     sizes = [int(size) for size in args.flows.split(",")]
     for case in cases if args.case == "both" else [args.case]:

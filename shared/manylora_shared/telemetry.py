@@ -1,4 +1,5 @@
-"""Traces: one trace a request over all services. The only importer of OpenTelemetry; all span and attribute names.
+"""Traces: one trace a request over all services; and metrics. The only importer of OpenTelemetry; all names of spans,
+attributes and metrics.
 
 Owns the process's exporter and its queue of ended spans; nothing is global, a service is handed its `Telemetry`. Spans
 know nothing of the running task or context: a parent is always given, as the W3C `traceparent` text that also travels
@@ -30,7 +31,16 @@ from typing import Any, Protocol, Self
 
 from opentelemetry import trace
 from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.metrics import Counter
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import (
+    InMemoryMetricReader,
+    MetricReader,
+    NumberDataPoint,
+    PeriodicExportingMetricReader,
+)
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExporter, SpanExportResult
@@ -66,6 +76,19 @@ class SpanName:
     DECODE = "manylora.decode"
 
 
+class MetricName:
+    """Metric names. None has a tenant among its attributes: who it was stands in the status."""
+
+    OVERLOAD_LEVEL = "manylora.overload.level"
+    """Scheduler, gauge: what the cluster gives up, 0 (nothing) to 128."""
+    OVERLOAD_TENANTS = "manylora.overload.tenants"
+    """Scheduler, gauge: tenants that give up requests of their own, beyond that level."""
+    OVERLOAD_GIVEN_UP = "manylora.overload.given_up"
+    """Scheduler, counter by QOS_CLASS and STAGE: requests that were refused, shed or capped."""
+    NOISY_NEIGHBOURS = "manylora.noisy_neighbours"
+    """Scheduler, gauge by KIND: tenants that a detector reports."""
+
+
 class Attribute:
     """Attribute names. TENANT_ID, QOS_CLASS and ADAPTER_ID are on every span."""
 
@@ -90,6 +113,10 @@ class Attribute:
     MAX_TOKENS = "manylora.max_tokens"
     QUEUE_DEPTH = "manylora.queue.depth"
     TTFT_MS = "manylora.ttft_ms"
+    STAGE = "manylora.stage"
+    """Of OVERLOAD_GIVEN_UP: router, admission, queue or output."""
+    KIND = "manylora.kind"
+    """Of NOISY_NEIGHBOURS: the detector."""
     ERROR_TYPE = "error.type"
     """The gRPC status name of a span that failed."""
 
@@ -160,14 +187,19 @@ class Telemetry:
         With neither endpoint nor file, telemetry is disabled.
         """
         processors: list[BatchSpanProcessor | SimpleSpanProcessor] = []
+        reader: MetricReader | None = None
         if otlp_endpoint:
+            metrics = OTLPMetricExporter(
+                endpoint=otlp_endpoint, insecure=not otlp_endpoint.startswith("https://"), timeout=_EXPORT_TIMEOUT_S
+            )
+            reader = PeriodicExportingMetricReader(metrics, export_interval_millis=_METRICS_INTERVAL_MS)
             exporter = OTLPSpanExporter(
                 endpoint=otlp_endpoint, insecure=not otlp_endpoint.startswith("https://"), timeout=_EXPORT_TIMEOUT_S
             )
             processors.append(_batch(exporter))
         if trace_file:
             processors.append(_batch(_FileExporter(Path(trace_file))))
-        self._start(service, instance_id, processors)
+        self._start(service, instance_id, processors, reader)
         self._recorder: _Recorder | None = None
 
     @classmethod
@@ -176,16 +208,24 @@ class Telemetry:
 
     @classmethod
     def recording(cls, service: str, *, instance_id: str = "") -> Telemetry:
-        """Keeps ended spans in memory, for tests: `recorded()`."""
+        """Keeps ended spans and metrics in memory, for tests: `recorded()`, `recorded_metrics()`."""
         telemetry = cls.__new__(cls)
         telemetry._recorder = _Recorder()
-        telemetry._start(service, instance_id, [SimpleSpanProcessor(telemetry._recorder)])
+        telemetry._start(service, instance_id, [SimpleSpanProcessor(telemetry._recorder)], InMemoryMetricReader())
         return telemetry
 
     def _start(
-        self, service: str, instance_id: str, processors: Sequence[BatchSpanProcessor | SimpleSpanProcessor]
+        self,
+        service: str,
+        instance_id: str,
+        processors: Sequence[BatchSpanProcessor | SimpleSpanProcessor],
+        reader: MetricReader | None,
     ) -> None:
         self._provider: TracerProvider | None = None
+        self._meters: MeterProvider | None = None
+        self._reader = reader
+        self._gauges: dict[str, Any] = {}  # the API's type of synchronous gauges has no public name
+        self._counters: dict[str, Counter] = {}
         if not processors:
             return
         resource = {"service.name": f"manylora-{service}", "service.namespace": "manylora"}
@@ -197,6 +237,9 @@ class Telemetry:
         for processor in processors:
             self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("manylora")
+        if reader is not None:
+            self._meters = MeterProvider([reader], resource=Resource(resource), shutdown_on_exit=False)
+            self._meter = self._meters.get_meter("manylora")
 
     @property
     def enabled(self) -> bool:
@@ -237,6 +280,44 @@ class Telemetry:
         )
         return _LiveSpan(started)
 
+    @property
+    def has_metrics(self) -> bool:
+        """Whether anybody reads them."""
+        return self._meters is not None
+
+    def gauge(self, name: str, value: float, attributes: Attributes | None = None) -> None:
+        """What a metric is now.
+
+        Args:
+            name: a MetricName.
+            attributes: few distinct ones: each combination is kept as long as the process lives.
+        """
+        if self._meters is not None:
+            if name not in self._gauges:
+                self._gauges[name] = self._meter.create_gauge(name)
+            self._gauges[name].set(value, attributes)
+
+    def count(self, name: str, amount: int, attributes: Attributes | None = None) -> None:
+        """Adds to a counter; arguments as for `gauge`."""
+        if self._meters is not None:
+            if name not in self._counters:
+                self._counters[name] = self._meter.create_counter(name)
+            self._counters[name].add(amount, attributes)
+
+    def recorded_metrics(self) -> dict[tuple[str, frozenset[tuple[str, AttributeValue]]], float]:
+        """The metrics of a `recording` telemetry as they stand, by name and attributes."""
+        assert isinstance(self._reader, InMemoryMetricReader), "this telemetry does not record"
+        data = self._reader.get_metrics_data()
+        found: dict[tuple[str, frozenset[tuple[str, AttributeValue]]], float] = {}
+        for resource in data.resource_metrics if data is not None else ():
+            for scope in resource.scope_metrics:
+                for metric in scope.metrics:
+                    for point in metric.data.data_points:
+                        attributes: Any = dict(point.attributes or {})
+                        assert isinstance(point, NumberDataPoint)
+                        found[metric.name, frozenset(attributes.items())] = point.value
+        return found
+
     def recorded(self) -> list[dict[str, Any]]:
         """The ended spans of a `recording` telemetry, as the objects that a trace file holds."""
         assert self._recorder is not None, "this telemetry does not record"
@@ -245,6 +326,9 @@ class Telemetry:
     def shutdown(self) -> None:
         """Exports what is queued and stops; blocks for some seconds at most. Safe to call again."""
         provider, self._provider = self._provider, None
+        meters, self._meters = self._meters, None
+        if meters is not None:
+            meters.shutdown(timeout_millis=_FLUSH_TIMEOUT_MS)
         if provider is not None:
             provider.force_flush(_FLUSH_TIMEOUT_MS)
             provider.shutdown()
@@ -253,6 +337,7 @@ class Telemetry:
 _EXPORT_TIMEOUT_S = 3
 _FLUSH_TIMEOUT_MS = 3000
 _BATCH_DELAY_MS = 500
+_METRICS_INTERVAL_MS = 5000
 _QUEUE_SPANS = 8192
 """Ended spans waiting for export; more are dropped."""
 

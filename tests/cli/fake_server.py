@@ -210,6 +210,28 @@ class FakeRouter:
                         tenant_id="acme", qos_class=common_pb2.QOS_CLASS_BATCH, queued=2, running=1, oldest_wait_s=1.5
                     )
                 ],
+                overload=admin_pb2.OverloadStatus(
+                    level=40,
+                    rung="batch_output",
+                    classes=[
+                        admin_pb2.ClassOverload(
+                            qos_class=common_pb2.QOS_CLASS_INTERACTIVE, late_part=0.125, target_ms=200.0
+                        ),
+                        admin_pb2.ClassOverload(
+                            qos_class=common_pb2.QOS_CLASS_BATCH, refused_by_routers=30, refused=1, shed=4, capped=9
+                        ),
+                    ],
+                    tenants=[
+                        admin_pb2.TenantOverloadStatus(
+                            tenant_id="acme", level=97, rung="interactive", demand_shares=3.5
+                        )
+                    ],
+                ),
+                neighbours=[
+                    admin_pb2.NoisyNeighbour(
+                        kind="kv_growth", tenant_id="acme", worker_id="w-1", evidence={"kv_part": 0.75}
+                    )
+                ],
             ),
             workers=[
                 admin_pb2.WorkerStatus(worker_id="w-1", address="127.0.0.1:3", connected=True, generated_tokens=2**40)

@@ -185,13 +185,34 @@ async def test_status(manylora: Manylora) -> None:
         "retry_after_s": 1.5,
         "openings": 2,
     }
+    overload = out.json["scheduler"]["overload"]
+    assert (overload["level"], overload["rung"]) == (40, "batch_output")
+    assert overload["classes"][0]["late_part"] == 0.125
+    assert overload["classes"][1] == {
+        "qos_class": "batch",
+        "late_part": None,
+        "target_ms": None,
+        "refused_by_routers": 30,
+        "refused": 1,
+        "shed": 4,
+        "capped": 9,
+    }
+    assert overload["tenants"] == [{"tenant_id": "acme", "level": 97, "rung": "interactive", "demand_shares": 3.5}]
+    assert out.json["scheduler"]["neighbours"] == [
+        {"kind": "kv_growth", "tenant_id": "acme", "worker_id": "w-1", "evidence": {"kv_part": 0.75}}
+    ]
     out = await manylora("status")
     assert out.exit_code == 0
     assert "w-1" in out.stdout
+    assert "overload   level 40 of 128, batch_output" in out.stdout
     assert "epoch 5" in out.stdout
     assert "r-1 (127.0.0.1:1, not answering)" in out.stdout
     rows = [line.split("  ") for line in out.stdout.splitlines()]
     cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    assert ["batch", "-", "half the deadline", "31", "4", "9"] in cells
+    assert ["interactive", "12 %", "200 ms", "0", "0", "0"] in cells
+    assert ["acme", "3.5", "97", "interactive"] in cells
+    assert ["acme", "kv_growth", "w-1", "kv_part 0.75"] in cells
     level = ["acme", "interactive", "12.3 ms", "240 ms", "200 ms, missed", "-", "-"]
     assert [*level, "400, 1 failed", "99.750 %", "99 %", "75 %"] in cells
     assert ["birch", "batch", "-", "-", "-", "-", "-", "0, 0 failed", "100.000 %", "-", "-"] in cells

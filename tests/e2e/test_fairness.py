@@ -92,7 +92,7 @@ async def backlogged(data: Path, *scheduler_flags: str) -> AsyncIterator[Load]:
         model_name="fake",
         data=data,
         worker_flags=("--engine=fake", "--fake-step-ms=25", "--sequence-slots=24", "--num-blocks=4000"),
-        scheduler_flags=scheduler_flags,
+        scheduler_flags=("--no-overload", *scheduler_flags),  # it is the backlog that is measured
     )
     async with LocalCluster(options) as cluster, Client(cluster.router) as client:
         for tenant, weight in WEIGHTS.items():

@@ -205,6 +205,9 @@ class FakeScheduler:
         self.wanted: list[str] = []
         self.settled: list[tuple[str, int]] = []
         self.held: list[list[scheduler_pb2.HeldLease]] = []
+        self.refused: list[scheduler_pb2.Refused] = []
+        self.max_output_tokens: int | None = None
+        """The cap on the output of what is granted; None: none."""
         self.server: Server | None = None
         self._lines: list[_Line] = []
         self._asked: dict[str, _Line] = {}
@@ -258,6 +261,8 @@ class FakeScheduler:
                     assert settled.request_id not in dict(self.settled), "a request is settled once"
                     self.settled.append((settled.request_id, settled.tokens))
                     self.leased.pop(settled.request_id, None)
+                case "refused":
+                    self.refused.append(request.refused)
                 case "lease_wanted":
                     self.wanted.append(request.lease_wanted.request_id)
                     if self.answers_wants:
@@ -319,6 +324,8 @@ class FakeScheduler:
         grant = scheduler_pb2.Grant(
             request_id=request_id, worker_id=worker_id, worker_address=address, epoch=self.epoch, queue_ms=1.5
         )
+        if self.max_output_tokens is not None:
+            grant.max_output_tokens, grant.overload_level = self.max_output_tokens, 40
         if self._lines:
             self._line_of(request_id).outbox.put_nowait(scheduler_pb2.ScheduleResponse(grant=grant))
 

@@ -137,6 +137,7 @@ class ScriptedRouter:
     stream: Stream
     epoch: int = 0
     received: list[Any] = field(default_factory=list)
+    overloads: list[Any] = field(default_factory=list)
 
     @classmethod
     async def connect(cls, transport: Transport, address: str, router_id: str = "r0") -> ScriptedRouter:
@@ -153,8 +154,12 @@ class ScriptedRouter:
         )
 
     async def answer(self, timeout_s: float = 5.0) -> Any:
+        """The next message that is about a request."""
         async with asyncio.timeout(timeout_s):
             message = await self.stream.read()
+            while message is not None and message.WhichOneof("event") == "overload":
+                self.overloads.append(message.overload)
+                message = await self.stream.read()
         return getattr(message, message.WhichOneof("event")) if message is not None else None
 
 

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from manylora_shared import telemetry as module
 from manylora_shared.errors import Code, NotFound
-from manylora_shared.telemetry import Attribute, SpanName, Telemetry, request_attributes, trace_id_of
+from manylora_shared.telemetry import Attribute, MetricName, SpanName, Telemetry, request_attributes, trace_id_of
 from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
@@ -206,3 +206,28 @@ def test_names_are_unique() -> None:
     for names in (SpanName, Attribute):
         values = [value for name, value in vars(names).items() if not name.startswith("_")]
         assert len(values) == len(set(values))
+
+
+def test_metrics_are_kept_by_name_and_attributes() -> None:
+    telemetry = Telemetry.recording("scheduler")
+    assert telemetry.has_metrics
+    telemetry.gauge(MetricName.OVERLOAD_LEVEL, 5)
+    telemetry.gauge(MetricName.OVERLOAD_LEVEL, 7)
+    for amount in (2, 3):
+        telemetry.count(MetricName.OVERLOAD_GIVEN_UP, amount, {Attribute.STAGE: "queue"})
+    telemetry.count(MetricName.OVERLOAD_GIVEN_UP, 1, {Attribute.STAGE: "router"})
+    assert telemetry.recorded_metrics() == {
+        (MetricName.OVERLOAD_LEVEL, frozenset()): 7,
+        (MetricName.OVERLOAD_GIVEN_UP, frozenset({(Attribute.STAGE, "queue")})): 5,
+        (MetricName.OVERLOAD_GIVEN_UP, frozenset({(Attribute.STAGE, "router")})): 1,
+    }
+    telemetry.shutdown()
+    telemetry.gauge(MetricName.OVERLOAD_LEVEL, 9)
+    telemetry.shutdown()
+
+
+def test_disabled_metrics_do_nothing() -> None:
+    telemetry = Telemetry.disabled()
+    assert not telemetry.has_metrics
+    telemetry.gauge(MetricName.OVERLOAD_LEVEL, 5)
+    telemetry.count(MetricName.OVERLOAD_GIVEN_UP, 5)

@@ -227,6 +227,7 @@ class Cluster:
             for app in leaders:
                 assert app.term is not None
                 app.term.core.check_invariants()
+                app.term.overload.check_invariants()
                 app.term.quotas.authority.check_invariants()
             for engine in self.engines:
                 for tenant_id, policy in self.policies.items():

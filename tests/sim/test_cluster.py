@@ -115,7 +115,7 @@ def test_without_faults_every_call_ends_as_it_should() -> None:
                 await asyncio.sleep(0.001)
 
         watching = [asyncio.create_task(watch_room()), asyncio.create_task(cluster.watch())]
-        await traffic.run(10.0, calls=200)
+        await traffic.run(20.0, calls=200)
         await traffic.all_ended(END_S)
         assert not any(task.done() for task in watching)
         assert most > SLOTS, "nobody was parked: the seed shows less than it should"
@@ -125,7 +125,7 @@ def test_without_faults_every_call_ends_as_it_should() -> None:
             if call.finished is not None:
                 outcomes[call.finished.outcome] = outcomes.get(call.finished.outcome, 0) + 1
             is_wrong = call.adapter in ("broken", "unknown") or call.tenant not in TENANTS
-            assert call.error is None or call.timeout_s is not None or is_wrong, call.describe()
+            assert call.error is None or call.timeout_s is not None or is_wrong or call.is_overloaded, call.describe()
         assert outcomes[common_pb2.OUTCOME_COMPLETED] > 100
         assert outcomes[common_pb2.OUTCOME_DEADLINE_EXCEEDED] > 0
         await asyncio.sleep(REST_S)

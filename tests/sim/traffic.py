@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from manylora.v1 import common_pb2, inference_pb2
 from manylora_shared.errors import RpcError
 from manylora_shared.identity import bearer
-from manylora_shared.transport.base import methods_of
+from manylora_shared.transport.base import Stream, methods_of
 from manylora_worker.engine.fake_runner import reference_tokens
 
 from tests.sim.cluster import (
@@ -27,6 +27,8 @@ from tests.sim.cluster import (
 
 GENERATE = methods_of(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"])["Generate"]
 CLIENT = "client"
+MAX_OVERLOAD_RETRIES = 4
+"""Of a call that must succeed: what the cluster gave up before must be over by then."""
 
 
 @dataclass(eq=False)
@@ -57,11 +59,23 @@ class Call:
     error: RpcError | None = None
     is_cancelled: bool = False
     is_after_heal: bool = False
+    overload_retries: int = 0
+
+    @property
+    def is_overloaded(self) -> bool:
+        """Refused, or taken out of the queue, because the cluster gives up requests like it for now."""
+        return self.error is not None and self.error.label == "overloaded" and not self.frames
 
     @property
     def finished(self) -> inference_pb2.Finished | None:
         found = [f.finished for f in self.frames if f.HasField("finished")]
         return found[-1] if found else None
+
+    @property
+    def max_tokens_in_force(self) -> int:
+        """Overload may have lowered what was asked for, and then says so in the first frame."""
+        started = self.frames[0].started if self.frames else inference_pb2.Started()
+        return started.degraded.max_tokens if started.HasField("degraded") else self.max_tokens
 
     def tokens_of(self, choice: int) -> list[int]:
         return [t for f in self.frames if f.HasField("delta") and f.delta.choice == choice for t in f.delta.token_ids]
@@ -73,7 +87,7 @@ class Call:
             uid_of(self.tenant, self.adapter) if self.adapter else None,
             self.seed,
             choice,
-            self.max_tokens,
+            self.max_tokens_in_force,
             greedy=self.is_greedy,
             vocab_size=VOCAB_SIZE,
             eos_token_id=EOS,
@@ -177,7 +191,20 @@ class Traffic:
         )
         channel = self._transport.connect(address)
         try:
-            stream = channel.stream(GENERATE, request, timeout=call.timeout_s, metadata=metadata)
+            await self._read(call, channel.stream(GENERATE, request, timeout=call.timeout_s, metadata=metadata))
+            while call.is_after_heal and call.is_overloaded and call.overload_retries < MAX_OVERLOAD_RETRIES:
+                assert call.error is not None
+                assert call.error.retry_after_s is not None, "overload is said without a hint"
+                call.overload_retries += 1
+                await asyncio.sleep(call.error.retry_after_s)
+                call.error = None
+                await self._read(call, channel.stream(GENERATE, request, timeout=call.timeout_s, metadata=metadata))
+        finally:
+            await channel.close()
+            call.ended_at = self._cluster.loop.time()
+
+    async def _read(self, call: Call, stream: Stream) -> None:
+        try:
             while call.cancel_after_frames is None or len(call.frames) < call.cancel_after_frames:
                 frame = await stream.read()
                 if frame is None:
@@ -191,9 +218,6 @@ class Traffic:
                 stream.cancel()
         except RpcError as e:
             call.error = e
-        finally:
-            await channel.close()
-            call.ended_at = self._cluster.loop.time()
 
     def _address(self, router: str) -> str:
         """Where the router is, or was."""

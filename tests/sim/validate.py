@@ -137,7 +137,9 @@ def _check_complete(call: Call) -> None:
         else:
             assert tokens == reference, f"choice {end.choice} is not whole: {call.describe()}"
             reason = (
-                common_pb2.FINISH_REASON_LENGTH if len(reference) == call.max_tokens else common_pb2.FINISH_REASON_STOP
+                common_pb2.FINISH_REASON_LENGTH
+                if len(reference) == call.max_tokens_in_force
+                else common_pb2.FINISH_REASON_STOP
             )
             assert end.finish_reason == reason, call.describe()
 

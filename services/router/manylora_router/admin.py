@@ -450,6 +450,11 @@ class AdminServicer:
                 reachable=answer.scheduler.reachable,
                 flows=[flow for flow in answer.scheduler.flows if flow.tenant_id == tenant_id],
                 quotas=[quota for quota in answer.scheduler.quotas if quota.tenant_id == tenant_id],
+                overload=admin_pb2.OverloadStatus(
+                    level=answer.scheduler.overload.level,
+                    rung=answer.scheduler.overload.rung,
+                    tenants=[each for each in answer.scheduler.overload.tenants if each.tenant_id == tenant_id],
+                ),
             ),
             tenants=1 if tenant_id in self._directory.tenants else 0,
             adapters=len(self._directory.adapters_of(tenant_id)),

@@ -19,7 +19,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from manylora.v1 import common_pb2, inference_pb2, scheduler_pb2, worker_pb2
 from manylora_shared.errors import (
@@ -104,6 +104,8 @@ class Job:
     traceparent: str
     can_stream: bool = True
     """False: the caller gets all frames once the request has ended."""
+    degraded: inference_pb2.Degraded | None = None
+    """What overload took from it, with `max_tokens` as it is in force."""
 
     def attributes(self) -> dict[str, str | bool | int | float]:
         """What every span of the request carries."""
@@ -261,6 +263,7 @@ class Execution:
             attempt += 1
             grant = await self._wait_for_grant(attempt)
             self._grant = grant
+            self.job = job_of_grant(self.job, grant)
             self._measured.queue_ms += grant.queue_ms
             self._open_stream(grant, attempt)
             try:
@@ -478,6 +481,7 @@ class Execution:
             adapter_version=job.adapter.uid if job.adapter else "",
             seed=job.sampling.seed,
             prompt_tokens=len(job.prompt_token_ids),
+            degraded=job.degraded,
         )
 
     def _on_tokens(self, chunk: worker_pb2.TokenChunk) -> list[inference_pb2.GenerateResponse]:
@@ -552,6 +556,7 @@ class Execution:
                 decode_ms=measured.worker.decode_ms,
             ),
             worker_id=self._grant.worker_id if self._grant is not None else "",
+            degraded=self.job.degraded,
         )
         frames.append(self._frame(finished=finished))
         self.outcome = outcome
@@ -576,6 +581,16 @@ class Execution:
         number = self._next_frame
         self._next_frame = number + 1
         return inference_pb2.GenerateResponse(frame=number, started=started, delta=delta, finished=finished)
+
+
+def job_of_grant(job: Job, grant: Grant) -> Job:
+    """The request as it was granted: with less output than was asked for, where overload makes it so."""
+    cap = grant.max_output_tokens
+    if cap is None or cap >= job.max_tokens:
+        return job
+    asked = job.degraded.asked_max_tokens if job.degraded is not None else job.max_tokens
+    degraded = inference_pb2.Degraded(max_tokens=cap, asked_max_tokens=asked, overload_level=grant.overload_level)
+    return replace(job, max_tokens=cap, degraded=degraded)
 
 
 def _split(

@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from manylora.v1 import scheduler_pb2
+from manylora.v1 import common_pb2, scheduler_pb2
 from manylora_shared.errors import (
     Code,
     ManyloraError,
@@ -36,7 +37,9 @@ from manylora_shared.errors import (
     QuotaExhausted,
     RpcError,
 )
+from manylora_shared.ids import TenantId
 from manylora_shared.logs import fields
+from manylora_shared.overload import OverloadView, TenantView
 from manylora_shared.transport.base import Channel, Stream, Transport, methods_of
 
 _LOG = logging.getLogger(__name__)
@@ -51,6 +54,10 @@ _MAX_UNSENT_ENDS = 20_000
 _HELLO_TIMEOUT_S = 3.0
 _MIN_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
+_REFUSED_S = 0.1
+"""For so long refusals by the overload view are gathered before the scheduler is told."""
+_OF_A_STREAM = ("lease_wanted", "refused")
+"""Messages that are not sent again on another stream."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,10 @@ class Grant:
     worker_address: str
     epoch: int
     queue_ms: float
+    max_output_tokens: int | None = None
+    """Per choice, where overload lowers what was asked for."""
+    overload_level: int = 0
+    """That of the cap."""
 
 
 @dataclass(eq=False)
@@ -94,6 +105,8 @@ class SchedulerCounters:
     grants_closed: int = 0
     settled_tokens: int = 0
     """Told to the scheduler: prompt and output tokens that requests used."""
+    refused: int = 0
+    """Requests that this router refused by the scheduler's overload view."""
     stray_grants: int = 0
     """Grants that nobody waited for, closed at once."""
 
@@ -133,6 +146,10 @@ class SchedulerClient:
         self._settling: dict[str, Lease] = {}
         """Leases whose settlement is in the outbox."""
         self._outbox: deque[scheduler_pb2.ScheduleRequest | _Waiting] = deque()
+        self.overload = OverloadView()
+        """What is given up now, by the scheduler's last word on this stream; without a stream, nothing."""
+        self._refused: dict[tuple[str, common_pb2.QosClass], int] = {}
+        """By flow, since the scheduler was last told."""
         self._line: _Line | None = None
         self._leader_moved = asyncio.Event()
 
@@ -166,7 +183,7 @@ class SchedulerClient:
         Raises:
             QuotaExceeded: the tenant's quotas do not admit it.
             RpcError: the scheduler refused it otherwise, with the scheduler's code.
-            Overloaded: too many requests of this router wait.
+            Overloaded: too many requests wait, or the cluster gives requests like this one up.
         """
         request_id = request.request_id
         assert request_id not in self._waiting
@@ -220,6 +237,25 @@ class SchedulerClient:
             settled = scheduler_pb2.Settled(request_id=request_id, tokens=tokens)
             self._send_end(scheduler_pb2.ScheduleRequest(settled=settled))
 
+    def note_refused(self, tenant_id: str, qos_class: common_pb2.QosClass) -> None:
+        """A request was refused by `overload`. The scheduler is told with the others of the next moments."""
+        self.counters.refused += 1
+        if self._line is None:
+            return  # what was refused before a stream broke says nothing to the leader that comes
+        if not self._refused:
+            asyncio.get_running_loop().call_later(_REFUSED_S, self._tell_refused)
+        self._refused[tenant_id, qos_class] = self._refused.get((tenant_id, qos_class), 0) + 1
+
+    def _tell_refused(self) -> None:
+        refused, self._refused = self._refused, {}
+        if self._line is not None:
+            flows = [
+                scheduler_pb2.FlowRefusals(tenant_id=tenant_id, qos_class=qos_class, requests=requests)
+                for (tenant_id, qos_class), requests in refused.items()
+            ]
+            self._outbox.append(scheduler_pb2.ScheduleRequest(refused=scheduler_pb2.Refused(flows=flows)))
+            self._line.wake.set()
+
     def leader_changed(self) -> None:
         """The coordination store names another leader, or none."""
         self._leader_moved.set()
@@ -240,6 +276,7 @@ class SchedulerClient:
             finally:
                 greeted = self.is_connected
                 self._line = None
+                self.overload = OverloadView()
             backoff_s = _MIN_BACKOFF_S if greeted else min(2 * backoff_s, _MAX_BACKOFF_S)
             try:
                 async with asyncio.timeout(backoff_s * (0.5 + self._rng.random())):
@@ -261,7 +298,9 @@ class SchedulerClient:
             if first is None or first.WhichOneof("event") != "hello":
                 raise RpcError(Code.INTERNAL, "the scheduler's first message is no hello")
             line.epoch = first.hello.epoch
-            ends = [m for m in self._outbox if not isinstance(m, _Waiting) and not m.HasField("lease_wanted")]
+            ends = [
+                m for m in self._outbox if not isinstance(m, _Waiting) and m.WhichOneof("event") not in _OF_A_STREAM
+            ]
             wanted = [_wanted(request_id) for request_id, lease in self._leases.items() if lease.is_wanted]
             self._outbox = deque([*ends, *self._waiting.values(), *wanted])
             self._line = line
@@ -336,6 +375,8 @@ class SchedulerClient:
                     self._on_lease(message.lease)
                 case "lease_refused":
                     self._on_lease_refused(message.lease_refused)
+                case "overload":
+                    self.overload = _view(message.overload)
                 case other:
                     raise RpcError(Code.INTERNAL, f"unexpected message from the scheduler: {other}")
 
@@ -350,7 +391,10 @@ class SchedulerClient:
         self.counters.grants += 1
         self._granted[grant.request_id] = grant.worker_id
         self._leases[grant.request_id].is_known = True
-        waiting.grant.set_result(Grant(grant.worker_id, grant.worker_address, grant.epoch, grant.queue_ms))
+        cap = grant.max_output_tokens if grant.HasField("max_output_tokens") else None
+        waiting.grant.set_result(
+            Grant(grant.worker_id, grant.worker_address, grant.epoch, grant.queue_ms, cap, grant.overload_level)
+        )
 
     def _on_refusal(self, refusal: scheduler_pb2.Refusal) -> None:
         waiting = self._waiting.pop(refusal.request_id, None)
@@ -364,6 +408,8 @@ class SchedulerClient:
         if refusal.breaches:
             breaches = [_breach(breach) for breach in refusal.breaches]
             error = QuotaExceeded(refusal.message, retry_after_s=retry_after_s, breaches=breaches)
+        elif code is Code.RESOURCE_EXHAUSTED:
+            error = Overloaded(refusal.message, retry_after_s=retry_after_s)
         else:
             error = RpcError(code, refusal.message, retry_after_s=retry_after_s)
         waiting.grant.set_exception(error)
@@ -416,6 +462,19 @@ class SchedulerClient:
 
 def _wanted(request_id: str) -> scheduler_pb2.ScheduleRequest:
     return scheduler_pb2.ScheduleRequest(lease_wanted=scheduler_pb2.LeaseWanted(request_id=request_id))
+
+
+def _view(message: scheduler_pb2.Overload) -> OverloadView:
+    tenants = {
+        TenantId(tenant.tenant_id): TenantView(
+            (tenant.interactive_shares, tenant.standard_shares, tenant.batch_shares),
+            tenant.level,
+            tenant.limit_shares if tenant.HasField("limit_shares") else math.inf,
+        )
+        for tenant in message.tenants
+    }
+    limit = message.limit_shares if message.HasField("limit_shares") else math.inf
+    return OverloadView(message.level, limit, tenants)
 
 
 def _breach(message: scheduler_pb2.QuotaBreach) -> QuotaBreach:

@@ -13,10 +13,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from manylora.v1 import common_pb2, inference_pb2
-from manylora_shared.errors import Cancelled, InternalError, ManyloraError, ServiceUnavailable, Unready
+from manylora_shared.errors import Cancelled, InternalError, ManyloraError, Overloaded, ServiceUnavailable, Unready
 from manylora_shared.identity import authenticate
 from manylora_shared.ids import QosClass, TenantId
 from manylora_shared.logs import fields
+from manylora_shared.overload import refusal_message, retry_after_s
 from manylora_shared.policy import TenantPolicy
 from manylora_shared.slo import SloTracker, verdict_of
 from manylora_shared.telemetry import Attribute, Span, SpanName, Telemetry, request_attributes
@@ -35,7 +36,7 @@ from manylora_router.admission import (
 from manylora_router.breaker import Change
 from manylora_router.channels import WorkerChannels
 from manylora_router.directory import Directory, Model
-from manylora_router.execution import Execution, Job
+from manylora_router.execution import QOS, Execution, Job
 from manylora_router.guard import Fault, Guard, Permit
 from manylora_router.scheduler_client import SchedulerClient
 from manylora_router.text import StopStrings
@@ -268,6 +269,7 @@ class InferenceServicer:
     ) -> Job:
         """The request as a job. Raises Rejected, or ServiceUnavailable while nothing is known of the model."""
         policy, adapter = self._admit_caller(tenant, metadata.get(admission.ADAPTER_KEY, ""))
+        self._check_overload(policy.tenant_id, metadata, request_id)
         if adapter is not None:
             span.set(Attribute.ADAPTER_VERSION, adapter.uid)
         model = self._model()
@@ -302,6 +304,19 @@ class InferenceServicer:
             traceparent=span.traceparent,
             can_stream=policy.security.can_stream,
         )
+
+    def _check_overload(self, tenant_id: TenantId, metadata: Mapping[str, str], request_id: str) -> None:
+        """Raises Overloaded where requests like this one are given up now. Before the prompt is looked at: refusing
+        must cost next to nothing."""
+        view = self._scheduler.overload
+        name = metadata.get(admission.CLASS_KEY, "") or QosClass.STANDARD.value
+        if view.is_quiet or name not in _CLASSES:
+            return
+        qos_class = QosClass(name)
+        if not view.admits(tenant_id, qos_class, request_id):
+            self._scheduler.note_refused(tenant_id, QOS[qos_class])
+            level = view.level_of(tenant_id)
+            raise Overloaded(refusal_message(level, qos_class), retry_after_s=retry_after_s(level, request_id))
 
     async def _tokenize(self, prompt: Prompt | None) -> Sequence[int]:
         match prompt:

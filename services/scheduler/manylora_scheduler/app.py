@@ -25,6 +25,7 @@ from manylora_shared.transport.base import Server, Transport
 from manylora_scheduler.clock_keeper import ClockKeeper
 from manylora_scheduler.config import SchedulerConfig
 from manylora_scheduler.core import CoreLimits
+from manylora_scheduler.overload import OverloadTargets
 from manylora_scheduler.servicer import SchedulerServicer
 from manylora_scheduler.succession import ClockSnapshot
 from manylora_scheduler.term import Term
@@ -143,6 +144,11 @@ class SchedulerApp:
                     worker_wait_s=self.config.worker_wait_s,
                 ),
                 order=self.config.order,
+                overload=self.config.overload,
+                targets=OverloadTargets(
+                    interactive_s=self.config.interactive_queue_ms / 1000,
+                    standard_s=self.config.standard_queue_ms / 1000,
+                ),
                 clock=clock,
                 predecessor=predecessor,
                 transport=PeerTransport(self._transport, self._peer_secret),

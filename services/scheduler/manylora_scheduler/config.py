@@ -22,6 +22,15 @@ class SchedulerConfig:
     worker_wait_s: float = field(
         default=30.0, metadata={"help": "seconds that a request waits while no worker could run it"}
     )
+    overload: bool = field(
+        default=True, metadata={"help": "give up work in order under overload; off: everything waits, to compare with"}
+    )
+    interactive_queue_ms: float = field(
+        default=200.0, metadata={"help": "time in the queue that is aimed at for interactive requests"}
+    )
+    standard_queue_ms: float = field(
+        default=2000.0, metadata={"help": "time in the queue that is aimed at for standard requests"}
+    )
     order: Literal["fair", "arrival"] = field(
         default="fair",
         metadata={"help": "arrival: first come, first served, with no regard to tenants; only to compare with"},
@@ -35,5 +44,8 @@ class SchedulerConfig:
         for name, low in (("lease_ttl_s", 2), ("max_queued", 1), ("max_queued_per_tenant", 1)):
             if getattr(self, name) < low:
                 raise ConfigError(f"--{name.replace('_', '-')}: must be at least {low}")
+        for name in ("interactive_queue_ms", "standard_queue_ms"):
+            if not getattr(self, name) >= 1:
+                raise ConfigError(f"--{name.replace('_', '-')}: must be at least 1")
         if not self.worker_wait_s >= 0:
             raise ConfigError("--worker-wait-s: must not be negative")

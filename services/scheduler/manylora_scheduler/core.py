@@ -40,6 +40,7 @@ from manylora_scheduler.events import (
     SendGrant,
     SendPrefetch,
     SendRefusal,
+    Shed,
     Tick,
     Withdrawn,
     WorkerDisconnected,
@@ -164,6 +165,8 @@ class Core:
                     self._fleet.update(worker)
             case PolicyChanged():
                 self._on_policy(event)
+            case Shed():
+                self._on_shed(event)
             case Tick():
                 pass
         self._note_serving()
@@ -256,6 +259,12 @@ class Core:
         if ticket is not None and ticket.phase is Phase.QUEUED and ticket.session == event.session:
             self._unqueue(ticket)
             self._out.append(Dropped(ticket.request))
+
+    def _on_shed(self, event: Shed) -> None:
+        for request_id, message, retry_after_s in event.requests:
+            ticket = self._tickets.wanted(request_id)
+            if ticket is not None and ticket.phase is Phase.QUEUED:
+                self._refuse(ticket.number, Code.RESOURCE_EXHAUSTED, message, retry_after_s)
 
     def _on_grant_closed(self, event: GrantClosed) -> None:
         if self._routers.get(event.router_id) != event.session:
@@ -493,6 +502,34 @@ class Core:
             worker.send_prefetch(uid)
             self._timers.set_after(("prefetch", worker.worker_id, uid), self._now, PREFETCH_TIMEOUT_S)
             self._out.append(SendPrefetch(worker.worker_id, uid))
+
+    # ---- what overload control asks for
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether requests are granted as room appears: a worker takes them, and the clock is not being restored."""
+        return self._fleet.any_serving and not self._queue.is_restoring
+
+    @property
+    def free_part(self) -> float:
+        """Of the sequence slots of all workers that take requests: O(workers)."""
+        serving = [worker for worker in self._fleet.workers if worker.serving]
+        slots = sum(worker.sequence_slots for worker in serving)
+        return sum(worker.free_sequences for worker in serving) / slots if slots else 0.0
+
+    def is_queued(self, request_id: RequestId) -> bool:
+        ticket = self._tickets.wanted(request_id)
+        return ticket is not None and ticket.phase is Phase.QUEUED
+
+    def is_known(self, request_id: RequestId) -> bool:
+        """Whether an attempt at the request is queued, has a live grant, or came back unused lately."""
+        return self._tickets.wanted(request_id) is not None or self._tickets.has_place(request_id)
+
+    def expected_cost(self, request: QueuedRequest) -> int:
+        return self._flows.reservation(request)
+
+    def weight_of(self, flow: FlowKey) -> int:
+        return self._flows.share(flow).weight
 
     # ---- status
 

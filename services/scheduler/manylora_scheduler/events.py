@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from manylora_shared.errors import Code, QuotaBreach
 from manylora_shared.ids import AdapterUid, RequestId, RouterId, TenantId, WorkerId
+from manylora_shared.overload import OverloadView
 from manylora_shared.policy import TenantPolicy
 
 from manylora_scheduler.fleet import WorkerReport
@@ -75,6 +76,20 @@ class Settled:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutersRefused:
+    """A router refused so many requests of these flows by the overload view."""
+
+    flows: tuple[tuple[FlowKey, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shed:
+    """These requests, with a message and a hint each, are not to wait any longer, if they still do."""
+
+    requests: tuple[tuple[RequestId, str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerJoined:
     """A worker's record stands in the store. One that is known is replaced if its address differs."""
 
@@ -121,6 +136,8 @@ Event = (
     | GrantClosed
     | LeaseWanted
     | Settled
+    | RoutersRefused
+    | Shed
     | WorkerJoined
     | WorkerLeft
     | WorkerDisconnected
@@ -145,6 +162,10 @@ class SendGrant:
     attempt: int
     adapter_resident: bool
     repeated: bool = False
+    max_output_tokens: int | None = None
+    """A choice; None: as many as the request asks for."""
+    overload_level: int = 0
+    """That of the cap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +199,14 @@ class SendLeaseRefusal:
 
 
 @dataclass(frozen=True, slots=True)
+class SendOverload:
+    """To one router, or to all."""
+
+    view: OverloadView
+    router_id: RouterId | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SendPrefetch:
     worker_id: WorkerId
     adapter_uid: AdapterUid
@@ -190,4 +219,4 @@ class Dropped:
     request: QueuedRequest
 
 
-Command = SendGrant | SendRefusal | SendLease | SendLeaseRefusal | SendPrefetch | Dropped
+Command = SendGrant | SendRefusal | SendLease | SendLeaseRefusal | SendOverload | SendPrefetch | Dropped

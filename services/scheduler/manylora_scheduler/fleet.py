@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from manylora_shared.ids import AdapterUid, RequestId, WorkerId
+from manylora_shared.ids import AdapterUid, RequestId, TenantId, WorkerId
 
 from manylora_scheduler.request import FlowKey, QueuedRequest, Ticket
 from manylora_scheduler.ring import Ring
@@ -77,6 +77,8 @@ class WorkerReport:
     max_sequences: int = 0
     loads: Mapping[FlowKey, FlowLoad] = field(default_factory=dict)
     """Of the flows that changed; in a snapshot of all that have some."""
+    tenants: Mapping[TenantId, int] = field(default_factory=dict)
+    """KV blocks of tenants where they changed."""
 
 
 @dataclass(slots=True)

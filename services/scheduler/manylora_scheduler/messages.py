@@ -8,10 +8,13 @@ from manylora.v1 import admin_pb2, common_pb2, scheduler_pb2, worker_pb2
 from manylora_shared.adapter_files import is_uid
 from manylora_shared.errors import InvalidRequest, QuotaBreach
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId
+from manylora_shared.overload import OverloadView, rung_of
 
 from manylora_scheduler.core import FlowView
-from manylora_scheduler.events import HeldLease, SendGrant, SendLease, SendLeaseRefusal, SendRefusal
+from manylora_scheduler.events import HeldLease, RoutersRefused, SendGrant, SendLease, SendLeaseRefusal, SendRefusal
 from manylora_scheduler.fleet import FlowLoad, FlowTokens, Residency, StartedRequest, WorkerReport, WorkerView
+from manylora_scheduler.neighbours import Noisy
+from manylora_scheduler.overload import OverloadState
 from manylora_scheduler.quota import QuotaView
 from manylora_scheduler.request import FlowKey, QueuedRequest
 
@@ -97,6 +100,7 @@ def worker_report(message: worker_pb2.ControlReport) -> WorkerReport:
             flow_key(f.tenant_id, f.qos_class): FlowLoad(f.slotted_sequences, f.ready_sequences, f.held_sequences)
             for f in message.flows
         },
+        tenants={TenantId(t.tenant_id): t.kv_blocks for t in message.tenants},
     )
 
 
@@ -108,6 +112,8 @@ def grant_message(grant: SendGrant, epoch: int) -> scheduler_pb2.ScheduleRespons
             worker_address=grant.worker_address,
             epoch=epoch,
             queue_ms=1000 * grant.queue_s,
+            max_output_tokens=grant.max_output_tokens,
+            overload_level=grant.overload_level,
         )
     )
 
@@ -149,6 +155,73 @@ def lease_message(lease: SendLease | SendLeaseRefusal) -> scheduler_pb2.Schedule
             retry_after_s=lease.retry_after_s,
             breaches=[_breach(breach) for breach in lease.breaches],
         )
+    )
+
+
+def overload_message(view: OverloadView) -> scheduler_pb2.ScheduleResponse:
+    overload = scheduler_pb2.Overload(level=view.level, limit_shares=_finite(view.limit))
+    for tenant_id, tenant in view.tenants.items():
+        interactive, standard, batch = tenant.tops
+        overload.tenants.add(
+            tenant_id=tenant_id,
+            level=tenant.level,
+            interactive_shares=interactive,
+            standard_shares=standard,
+            batch_shares=batch,
+            limit_shares=_finite(tenant.limit),
+        )
+    return scheduler_pb2.ScheduleResponse(overload=overload)
+
+
+def _finite(limit: float) -> float | None:
+    return limit if math.isfinite(limit) else None
+
+
+def refused_flows(message: scheduler_pb2.Refused) -> RoutersRefused:
+    """Raises InvalidRequest."""
+    for flow in message.flows:
+        if not 1 <= len(flow.tenant_id) <= MAX_ID_LENGTH:
+            raise InvalidRequest.of("refused.flows.tenant_id", f"must have 1 to {MAX_ID_LENGTH} characters")
+    return RoutersRefused(tuple((flow_key(f.tenant_id, f.qos_class), f.requests) for f in message.flows))
+
+
+def overload_status(state: OverloadState) -> admin_pb2.OverloadStatus:
+    targets_ms = {
+        QosClass.INTERACTIVE: 1000 * state.targets.interactive_s,
+        QosClass.STANDARD: 1000 * state.targets.standard_s,
+    }
+    view = state.view
+    return admin_pb2.OverloadStatus(
+        level=view.level,
+        rung=rung_of(view.level).value,
+        classes=[
+            admin_pb2.ClassOverload(
+                qos_class=_QOS_NUMBERS[qos_class],
+                late_part=state.late_parts[qos_class],
+                target_ms=targets_ms.get(qos_class),
+                refused_by_routers=counts.refused_by_routers,
+                refused=counts.refused,
+                shed=counts.shed,
+                capped=counts.capped,
+            )
+            for qos_class, counts in state.counts.items()
+        ],
+        tenants=[
+            admin_pb2.TenantOverloadStatus(
+                tenant_id=tenant_id,
+                level=tenant.level,
+                rung=rung_of(tenant.level).value,
+                demand_shares=state.demand[tenant_id],
+            )
+            for tenant_id, tenant in view.tenants.items()
+            if tenant.level or state.demand[tenant_id] > 1.0
+        ],
+    )
+
+
+def neighbour_status(noisy: Noisy) -> admin_pb2.NoisyNeighbour:
+    return admin_pb2.NoisyNeighbour(
+        kind=noisy.kind, tenant_id=noisy.tenant_id, worker_id=noisy.worker_id, evidence=dict(noisy.evidence)
     )
 
 

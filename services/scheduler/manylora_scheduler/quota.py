@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from manylora_shared.errors import Code, QuotaBreach
 from manylora_shared.ids import QosClass, RequestId, RouterId, TenantId
 from manylora_shared.policy import TenantPolicy, TokenRate
 from manylora_shared.quota import FlowAccount, TokenBucket, to_ns
 
-from manylora_scheduler.core import Core
 from manylora_scheduler.events import (
     Command,
     Enqueued,
@@ -407,10 +407,18 @@ class QuotaAuthority:
             del self._tenants[tenant_id]
 
 
+class Seam(Protocol):
+    """The core, or what stands before it."""
+
+    def apply(self, event: Event, now: float) -> list[Command]: ...
+
+    def next_wakeup(self) -> float | None: ...
+
+
 class QuotaGate:
     """The core behind the quotas: the same seam, `apply` and `next_wakeup`."""
 
-    def __init__(self, core: Core, began_at: float) -> None:
+    def __init__(self, core: Seam, began_at: float) -> None:
         self.authority = QuotaAuthority(began_at)
         self._core = core
 

@@ -16,7 +16,7 @@ from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import ServerCall, Service
 
 from manylora_scheduler.events import Enqueued, GrantClosed, LeaseWanted, Settled, Withdrawn
-from manylora_scheduler.messages import MAX_ID_LENGTH, held_lease, queued_request
+from manylora_scheduler.messages import MAX_ID_LENGTH, held_lease, queued_request, refused_flows
 from manylora_scheduler.term import RouterLine, Term
 
 _DESCRIPTOR = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
@@ -104,6 +104,11 @@ class SchedulerServicer:
             case "settled":
                 settled = message.settled
                 term.post(Settled(line.router_id, RequestId(settled.request_id), settled.tokens))
+            case "refused":
+                refused = refused_flows(message.refused)
+                for flow, _ in refused.flows:
+                    term.learn_tenant(flow.tenant_id)
+                term.post(refused)
             case other:
                 raise InvalidRequest.of("event", f"{other or 'nothing'} is not expected here")
 

@@ -17,10 +17,10 @@ from manylora_shared.coordination.base import StoreUnavailable
 from manylora_shared.coordination.records import WorkerRecord
 from manylora_shared.errors import Code, InvalidRequest, ManyloraError, Overloaded, ServiceUnavailable
 from manylora_shared.heap import collector_paused
-from manylora_shared.ids import RouterId, TenantId, WorkerId
+from manylora_shared.ids import QosClass, RouterId, TenantId, WorkerId
 from manylora_shared.logs import fields
 from manylora_shared.policy import TenantPolicy, parse_policy
-from manylora_shared.telemetry import Attribute, SpanName, Telemetry, request_attributes
+from manylora_shared.telemetry import Attribute, MetricName, SpanName, Telemetry, request_attributes
 from manylora_shared.transport.base import Transport
 
 from manylora_scheduler.clock_keeper import ClockKeeper
@@ -37,6 +37,7 @@ from manylora_scheduler.events import (
     SendGrant,
     SendLease,
     SendLeaseRefusal,
+    SendOverload,
     SendPrefetch,
     SendRefusal,
     Tick,
@@ -47,10 +48,15 @@ from manylora_scheduler.messages import (
     flow_status,
     grant_message,
     lease_message,
+    neighbour_status,
+    overload_message,
+    overload_status,
     quota_status,
     refusal_message,
     worker_status,
 )
+from manylora_scheduler.neighbours import NOISY_KINDS
+from manylora_scheduler.overload import OverloadGate, OverloadTargets
 from manylora_scheduler.quota import QuotaGate
 from manylora_scheduler.request import QueuedRequest
 from manylora_scheduler.succession import ClockSnapshot
@@ -109,6 +115,8 @@ class Term:
         clock: keeps this term's clock.
         predecessor: the clock that was kept last.
         order: see Core.
+        overload: whether anything is given up under overload.
+        targets: of time in the queue.
     """
 
     def __init__(
@@ -120,6 +128,8 @@ class Term:
         policies: Mapping[str, str],
         limits: CoreLimits,
         order: Order,
+        overload: bool,
+        targets: OverloadTargets,
         clock: ClockKeeper,
         predecessor: ClockSnapshot | None,
         transport: Transport,
@@ -136,12 +146,15 @@ class Term:
         self._loop = asyncio.get_running_loop()
         self.core = Core(limits, predecessor, order)
         self._clock = clock
-        self.quotas = QuotaGate(self.core, self._loop.time())
+        self.overload = OverloadGate(self.core, targets, enabled=overload)
+        self.quotas = QuotaGate(self.overload, self._loop.time())
         self._routers: dict[RouterId, RouterLine] = {}
         self._workers: dict[WorkerId, WorkerLine] = {}
         self._ending: dict[asyncio.Task[None], None] = {}
         """Workers' lines that are being closed."""
         self._known_tenants: dict[TenantId, None] = {}
+        self._given_up: dict[tuple[QosClass, str], int] = {}
+        """As the metrics have it, by class and stage."""
         self._timer: asyncio.TimerHandle | None = None
         self._clock_pause_s = MIN_CLOCK_PAUSE_S
         self._next_session = 1
@@ -277,6 +290,7 @@ class Term:
         """Saves the clock again and again; how often depends on how large it is."""
         while True:
             await asyncio.sleep(self._clock_pause_s)
+            self._record_overload()
             if self.core.is_restoring:
                 continue
             try:
@@ -284,6 +298,24 @@ class Term:
                     return  # another leads; the election says so soon
             except StoreUnavailable as e:
                 _LOG.warning("the clock was not saved", extra=fields(error=str(e)))
+
+    def _record_overload(self) -> None:
+        """Metrics of what is given up, a second old at most while the clock is small."""
+        telemetry, state = self._telemetry, self.overload.state()
+        if not telemetry.has_metrics:
+            return
+        telemetry.gauge(MetricName.OVERLOAD_LEVEL, state.view.level)
+        telemetry.gauge(MetricName.OVERLOAD_TENANTS, sum(tenant.level > 0 for tenant in state.view.tenants.values()))
+        for qos_class, counts in state.counts.items():
+            for stage, total in counts.by_stage().items():
+                grown = total - self._given_up.get((qos_class, stage), 0)
+                if grown:
+                    self._given_up[qos_class, stage] = total
+                    labels = {Attribute.QOS_CLASS: qos_class.value, Attribute.STAGE: stage}
+                    telemetry.count(MetricName.OVERLOAD_GIVEN_UP, grown, labels)
+        for kind in NOISY_KINDS:
+            noisy = {noisy.tenant_id for noisy in state.noisy if noisy.kind == kind}
+            telemetry.gauge(MetricName.NOISY_NEIGHBOURS, len(noisy), {Attribute.KIND: kind})
 
     async def _save_last(self) -> None:
         """The planned end of a term: the next leader begins exactly where this one ended."""
@@ -310,7 +342,16 @@ class Term:
     def scheduler_status(self, address: str) -> admin_pb2.SchedulerStatus:
         flows = [flow_status(view) for view in self.core.flow_views()]
         quotas = [quota_status(view) for view in self.quotas.authority.views(self._loop.time())]
-        return admin_pb2.SchedulerStatus(reachable=True, address=address, epoch=self.epoch, flows=flows, quotas=quotas)
+        overload = self.overload.state()
+        return admin_pb2.SchedulerStatus(
+            reachable=True,
+            address=address,
+            epoch=self.epoch,
+            flows=flows,
+            quotas=quotas,
+            overload=overload_status(overload),
+            neighbours=[neighbour_status(noisy) for noisy in overload.noisy],
+        )
 
     def worker_statuses(self) -> list[admin_pb2.WorkerStatus]:
         return [worker_status(view) for view in self.core.workers]
@@ -343,12 +384,20 @@ class Term:
                 line = self._routers.get(command.router_id)
                 if line is not None and line.session == command.session:
                     line.send(lease_message(command))
+            case SendOverload():
+                self._send_overload(command)
             case SendPrefetch():
                 worker = self._workers.get(command.worker_id)
                 if worker is not None:
                     worker.prefetch(command.adapter_uid)
             case Dropped():
                 self._trace_end(command.request, Code.CANCELLED, "withdrawn")
+
+    def _send_overload(self, command: SendOverload) -> None:
+        message = overload_message(command.view)
+        for line in list(self._routers.values()):
+            if command.router_id in (None, line.router_id):
+                line.send(message)
 
     def _send_to_router(self, command: SendGrant | SendRefusal, message: scheduler_pb2.ScheduleResponse) -> None:
         line = self._routers.get(command.request.router_id)

@@ -103,6 +103,10 @@ class Tickets:
         """Its request may come again until `lose_place`."""
         self._returned[ticket.request.request_id] = ticket
 
+    def has_place(self, request_id: RequestId) -> bool:
+        """Whether its place is kept."""
+        return request_id in self._returned
+
     def lose_place(self, request_id: RequestId) -> None:
         self._returned.pop(request_id, None)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from manylora.v1 import worker_pb2
 from manylora_shared.errors import ManyloraError
-from manylora_shared.ids import AdapterUid, RequestId
+from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
 from manylora_worker.engine.api import AdapterTier, EngineRequest
 from manylora_worker.engine.core import FlowTokens
@@ -53,6 +53,8 @@ class ControlSession:
         self._slots = view.slots
         self._served: dict[FlowKey, None] = {}
         """Flows without a ready sequence, as of `_slots`."""
+        self._kv_blocks: Mapping[TenantId, int] = {}
+        """As last reported."""
         self._is_urgent = True
         self._has_changed = True
         self._reported_at = float("-inf")
@@ -145,6 +147,7 @@ class ControlSession:
                 sequences=request.n,
             )
         self._add_flows(report)
+        self._add_tenants(report)
         return report
 
     def _add_flows(self, report: worker_pb2.ControlReport) -> None:
@@ -163,6 +166,13 @@ class ControlSession:
                     ready_sequences=load.ready,
                     held_sequences=load.held,
                 )
+
+    def _add_tenants(self, report: worker_pb2.ControlReport) -> None:
+        before, held = self._kv_blocks, self._view.kv_blocks
+        for tenant_id in [*held, *(tenant_id for tenant_id in before if tenant_id not in held)]:
+            if held.get(tenant_id, 0) != before.get(tenant_id, 0):
+                report.tenants.add(tenant_id=tenant_id, kv_blocks=held.get(tenant_id, 0))
+        self._kv_blocks = held
 
     def _changed(self, *, urgent: bool) -> None:
         was_urgent = self._is_urgent

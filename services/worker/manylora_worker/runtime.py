@@ -214,6 +214,7 @@ class _Post:
     ends: Sequence[RequestEnd]
     stats: EngineStats
     flows: Mapping[FlowKey, FlowTokens]
+    kv_blocks: Mapping[TenantId, int]
     adapters: Mapping[AdapterUid, AdapterTier] | None
     """None: unchanged."""
     slots: Mapping[FlowKey, FlowSlots] | None
@@ -246,6 +247,8 @@ class EngineView:
         """Requests that their readers keep from going on, and what ends them."""
         self.adapters: Mapping[AdapterUid, AdapterTier] = {}
         self.flows: dict[FlowKey, FlowTokens] = {}
+        self.kv_blocks: Mapping[TenantId, int] = {}
+        """That tenants' sequences hold; those that hold none are absent."""
         self.running: dict[RequestId, OutputStream] = {}
         self.failure: str | None = None
         """Why the engine is no more; None while it lives."""
@@ -315,6 +318,7 @@ class EngineView:
                     self._pause(stream)
         self.stats = post.stats
         self.flows.update(post.flows)
+        self.kv_blocks = post.kv_blocks
         if post.adapters is not None:
             self.adapters = post.adapters
         if post.slots is not None:
@@ -453,6 +457,7 @@ class _Turner:
             ends=ends,
             stats=stats,
             flows=self.core.take_changed_flows(),
+            kv_blocks=self.core.blocks_held(),
             adapters=self.core.adapter_tiers() if adapters_changed else None,
             slots=self.core.flow_slots() if slots_changed else None,
         )

@@ -64,3 +64,6 @@ def _end(result: Result, *, as_json: bool) -> None:
     elif not result.text and result.token_ids:
         write(",".join(map(str, result.token_ids)) + "\n")
         say("(token ids: this cluster's routers have no tokenizer, or the tokens are no text)")
+    if result.degraded is not None:
+        cut = result.degraded
+        say(f"(overload: at most {cut.max_tokens} tokens instead of {cut.asked_max_tokens})")

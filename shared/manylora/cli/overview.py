@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from manylora_shared.overload import LEVELS
+
 from manylora.cli.output import Target, print_json, print_table, write
-from manylora.client import CircuitStatus, ClusterStatus, RouterStatus, SloStatus, WorkerStatus
+from manylora.client import (
+    CircuitStatus,
+    ClassOverload,
+    ClusterStatus,
+    OverloadStatus,
+    RouterStatus,
+    SloStatus,
+    WorkerStatus,
+)
 
 _SLO_COLUMNS = (
     *("tenant", "class", "TTFT p50", "p95", "target", "per token p50", "p95"),
     *("requests", "available", "target", "budget left"),
 )
+_OVERLOAD_COLUMNS = ("class", "late", "target", "refused", "shed from queue", "output capped")
 _CIRCUIT_COLUMNS = ("tenant", "refused", "router", "state", "try again in")
 
 
@@ -37,6 +48,14 @@ def _print(status: ClusterStatus) -> None:
         ]
         print_table(("tenant", "class", "queued", "running", "oldest wait", "served cost"), flows, empty="")
 
+    _print_overload(scheduler.overload)
+    if scheduler.neighbours:
+        neighbours = [
+            (n.tenant_id, n.kind, n.worker_id or "all", ", ".join(f"{k} {v:.3g}" for k, v in n.evidence.items()))
+            for n in scheduler.neighbours
+        ]
+        print_table(("noisy tenant", "how", "worker", "evidence"), neighbours, empty="")
+
     if any(quota.level_tokens is not None for quota in scheduler.quotas):
         quotas = [
             (q.tenant_id, q.qos_class, q.requests, q.leased_tokens, q.settled_tokens, q.level_tokens)
@@ -51,6 +70,29 @@ def _print(status: ClusterStatus) -> None:
         print_table(_CIRCUIT_COLUMNS, [_circuit_row(c) for c in status.circuits], empty="")
     if status.quarantined_prompts:
         write(f"quarantined prompts  {status.quarantined_prompts}\n")
+
+
+def _print_overload(overload: OverloadStatus) -> None:
+    """Nothing, while nothing is given up and nothing was."""
+    counted = [c for c in overload.classes if c.refused_by_routers or c.refused or c.shed or c.capped]
+    if overload.level or overload.tenants:
+        write(f"overload   level {overload.level} of {LEVELS}, {overload.rung}\n")
+    if overload.level or overload.tenants or counted:
+        print_table(_OVERLOAD_COLUMNS, [_class_row(c) for c in overload.classes], empty="")
+    if overload.tenants:
+        tenants = [(t.tenant_id, f"{t.demand_shares:.2g}", t.level, t.rung) for t in overload.tenants]
+        print_table(("tenant above its share", "shares", "own level", "rung"), tenants, empty="")
+
+
+def _class_row(c: ClassOverload) -> tuple[object, ...]:
+    return (
+        c.qos_class,
+        "-" if c.late_part is None else f"{100 * c.late_part:.0f} %",
+        "half the deadline" if c.target_ms is None else f"{c.target_ms:.0f} ms",
+        c.refused_by_routers + c.refused,
+        c.shed,
+        c.capped,
+    )
 
 
 def _router(router: RouterStatus) -> str:

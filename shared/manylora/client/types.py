@@ -118,6 +118,16 @@ class Timings:
 
 
 @dataclass(frozen=True)
+class Degraded:
+    """What overload took from a request that is served all the same."""
+
+    max_tokens: int
+    """In force, per choice."""
+    asked_max_tokens: int
+    overload_level: int
+
+
+@dataclass(frozen=True)
 class Started:
     """The first event: a worker has begun."""
 
@@ -125,6 +135,7 @@ class Started:
     adapter_version: str
     seed: int
     prompt_tokens: int
+    degraded: Degraded | None = None
 
 
 @dataclass(frozen=True)
@@ -155,6 +166,7 @@ class Finished:
     usage: Usage
     timings: Timings
     worker_id: str
+    degraded: Degraded | None = None
 
 
 Event = Started | Delta | Finished
@@ -182,6 +194,8 @@ class Result:
     usage: Usage
     timings: Timings
     worker_id: str
+    degraded: Degraded | None = None
+    """None: the answer is what was asked for."""
 
     @property
     def text(self) -> str:
@@ -209,6 +223,8 @@ class Result:
             "worker_id": self.worker_id,
             "timings": dataclasses.asdict(self.timings),
         }
+        if self.degraded is not None:
+            answer["degraded"] = dataclasses.asdict(self.degraded)
         if len(self.choices) > 1:
             answer["choices"] = [dataclasses.asdict(c) for c in self.choices]
         return answer
@@ -251,6 +267,7 @@ class Collector:
             usage=finished.usage,
             timings=finished.timings,
             worker_id=finished.worker_id,
+            degraded=finished.degraded or started.degraded,
         )
 
     def _choice(self, index: int, end: ChoiceEnd | None) -> Choice:
@@ -342,12 +359,60 @@ class QuotaStatus:
 
 
 @dataclass(frozen=True)
+class ClassOverload:
+    """Counts are since the scheduler's term began."""
+
+    qos_class: str
+    late_part: float | None
+    """Part of requests of tenants within their share that wait longer than the target; None: there were none."""
+    target_ms: float | None
+    """None: half of each request's own deadline."""
+    refused_by_routers: int
+    refused: int
+    shed: int
+    capped: int
+
+
+@dataclass(frozen=True)
+class TenantOverload:
+    tenant_id: str
+    level: int
+    """Its own; the cluster's counts where it is higher."""
+    rung: str
+    demand_shares: float
+
+
+@dataclass(frozen=True)
+class OverloadStatus:
+    """What is given up for want of capacity (docs/POLICY.md, Overload)."""
+
+    level: int
+    """Of the cluster: 0 (nothing) to 128."""
+    rung: str
+    classes: tuple[ClassOverload, ...]
+    tenants: tuple[TenantOverload, ...]
+
+
+@dataclass(frozen=True)
+class NoisyNeighbour:
+    """A tenant that others suffer from, or may soon; reported, and nothing else follows from it."""
+
+    kind: str
+    tenant_id: str
+    worker_id: str
+    """Empty: on all."""
+    evidence: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class SchedulerStatus:
     reachable: bool
     address: str
     epoch: int
     flows: tuple[FlowStatus, ...]
     quotas: tuple[QuotaStatus, ...]
+    overload: OverloadStatus
+    neighbours: tuple[NoisyNeighbour, ...]
 
 
 @dataclass(frozen=True)
@@ -458,12 +523,41 @@ def status_from(message: admin_pb2.GetStatusResponse) -> ClusterStatus:
     return _scalars(
         ClusterStatus,
         message,
-        scheduler=_scalars(SchedulerStatus, message.scheduler, flows=flows, quotas=quotas),
+        scheduler=_scalars(
+            SchedulerStatus,
+            message.scheduler,
+            flows=flows,
+            quotas=quotas,
+            overload=_overload_from(message.scheduler.overload),
+            neighbours=tuple(
+                _scalars(NoisyNeighbour, n, evidence=dict(sorted(n.evidence.items())))
+                for n in message.scheduler.neighbours
+            ),
+        ),
         workers=tuple(_scalars(WorkerStatus, w) for w in message.workers),
         routers=tuple(_scalars(RouterStatus, r) for r in message.routers),
         slos=tuple(_slo_from(s) for s in message.slos),
         circuits=tuple(_scalars(CircuitStatus, c) for c in message.circuits),
     )
+
+
+def _overload_from(message: admin_pb2.OverloadStatus) -> OverloadStatus:
+    classes = tuple(
+        _scalars(
+            ClassOverload,
+            c,
+            qos_class=_enum_name(common_pb2.QosClass.DESCRIPTOR, c.qos_class, "QOS_CLASS_"),
+            late_part=c.late_part if c.HasField("late_part") else None,
+            target_ms=c.target_ms if c.HasField("target_ms") else None,
+        )
+        for c in message.classes
+    )
+    tenants = tuple(_scalars(TenantOverload, tenant) for tenant in message.tenants)
+    return _scalars(OverloadStatus, message, classes=classes, tenants=tenants)
+
+
+def _degraded_from(message: inference_pb2.Started | inference_pb2.Finished) -> Degraded | None:
+    return _scalars(Degraded, message.degraded) if message.HasField("degraded") else None
 
 
 def _slo_from(message: admin_pb2.SloStatus) -> SloStatus:
@@ -488,7 +582,7 @@ def event_from(message: inference_pb2.GenerateResponse) -> Event | None:
     """None for an event that this client does not know (a newer server's)."""
     kind = message.WhichOneof("event")
     if kind == "started":
-        return _scalars(Started, message.started)
+        return _scalars(Started, message.started, degraded=_degraded_from(message.started))
     if kind == "delta":
         delta = message.delta
         return _scalars(
@@ -502,6 +596,7 @@ def event_from(message: inference_pb2.GenerateResponse) -> Event | None:
             usage=_scalars(Usage, finished.usage),
             timings=_scalars(Timings, finished.timings),
             worker_id=finished.worker_id,
+            degraded=_degraded_from(finished),
         )
     return None
 

@@ -324,18 +324,22 @@ class CircuitStatus(_message.Message):
     def __init__(self, tenant_id: _Optional[str] = ..., whole_tenant: _Optional[bool] = ..., adapter_version: _Optional[str] = ..., router_id: _Optional[str] = ..., half_open: _Optional[bool] = ..., retry_after_s: _Optional[float] = ..., openings: _Optional[int] = ...) -> None: ...
 
 class SchedulerStatus(_message.Message):
-    __slots__ = ("reachable", "address", "epoch", "flows", "quotas")
+    __slots__ = ("reachable", "address", "epoch", "flows", "quotas", "overload", "neighbours")
     REACHABLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FLOWS_FIELD_NUMBER: _ClassVar[int]
     QUOTAS_FIELD_NUMBER: _ClassVar[int]
+    OVERLOAD_FIELD_NUMBER: _ClassVar[int]
+    NEIGHBOURS_FIELD_NUMBER: _ClassVar[int]
     reachable: bool
     address: str
     epoch: int
     flows: _containers.RepeatedCompositeFieldContainer[FlowStatus]
     quotas: _containers.RepeatedCompositeFieldContainer[QuotaStatus]
-    def __init__(self, reachable: _Optional[bool] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowStatus, _Mapping]]] = ..., quotas: _Optional[_Iterable[_Union[QuotaStatus, _Mapping]]] = ...) -> None: ...
+    overload: OverloadStatus
+    neighbours: _containers.RepeatedCompositeFieldContainer[NoisyNeighbour]
+    def __init__(self, reachable: _Optional[bool] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowStatus, _Mapping]]] = ..., quotas: _Optional[_Iterable[_Union[QuotaStatus, _Mapping]]] = ..., overload: _Optional[_Union[OverloadStatus, _Mapping]] = ..., neighbours: _Optional[_Iterable[_Union[NoisyNeighbour, _Mapping]]] = ...) -> None: ...
 
 class FlowStatus(_message.Message):
     __slots__ = ("tenant_id", "qos_class", "queued", "running", "oldest_wait_s", "served_cost")
@@ -352,6 +356,67 @@ class FlowStatus(_message.Message):
     oldest_wait_s: float
     served_cost: int
     def __init__(self, tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., oldest_wait_s: _Optional[float] = ..., served_cost: _Optional[int] = ...) -> None: ...
+
+class OverloadStatus(_message.Message):
+    __slots__ = ("level", "rung", "classes", "tenants")
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    RUNG_FIELD_NUMBER: _ClassVar[int]
+    CLASSES_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    level: int
+    rung: str
+    classes: _containers.RepeatedCompositeFieldContainer[ClassOverload]
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantOverloadStatus]
+    def __init__(self, level: _Optional[int] = ..., rung: _Optional[str] = ..., classes: _Optional[_Iterable[_Union[ClassOverload, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantOverloadStatus, _Mapping]]] = ...) -> None: ...
+
+class ClassOverload(_message.Message):
+    __slots__ = ("qos_class", "late_part", "target_ms", "refused_by_routers", "refused", "shed", "capped")
+    QOS_CLASS_FIELD_NUMBER: _ClassVar[int]
+    LATE_PART_FIELD_NUMBER: _ClassVar[int]
+    TARGET_MS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_BY_ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    SHED_FIELD_NUMBER: _ClassVar[int]
+    CAPPED_FIELD_NUMBER: _ClassVar[int]
+    qos_class: _common_pb2.QosClass
+    late_part: float
+    target_ms: float
+    refused_by_routers: int
+    refused: int
+    shed: int
+    capped: int
+    def __init__(self, qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., late_part: _Optional[float] = ..., target_ms: _Optional[float] = ..., refused_by_routers: _Optional[int] = ..., refused: _Optional[int] = ..., shed: _Optional[int] = ..., capped: _Optional[int] = ...) -> None: ...
+
+class TenantOverloadStatus(_message.Message):
+    __slots__ = ("tenant_id", "level", "rung", "demand_shares")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    RUNG_FIELD_NUMBER: _ClassVar[int]
+    DEMAND_SHARES_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    level: int
+    rung: str
+    demand_shares: float
+    def __init__(self, tenant_id: _Optional[str] = ..., level: _Optional[int] = ..., rung: _Optional[str] = ..., demand_shares: _Optional[float] = ...) -> None: ...
+
+class NoisyNeighbour(_message.Message):
+    __slots__ = ("kind", "tenant_id", "worker_id", "evidence")
+    class EvidenceEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    tenant_id: str
+    worker_id: str
+    evidence: _containers.ScalarMap[str, float]
+    def __init__(self, kind: _Optional[str] = ..., tenant_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., evidence: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class QuotaStatus(_message.Message):
     __slots__ = ("tenant_id", "qos_class", "requests", "leased_tokens", "settled_tokens", "level_tokens")

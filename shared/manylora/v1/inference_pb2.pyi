@@ -62,16 +62,28 @@ class GenerateResponse(_message.Message):
     def __init__(self, frame: _Optional[int] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("request_id", "adapter_version", "seed", "prompt_tokens")
+    __slots__ = ("request_id", "adapter_version", "seed", "prompt_tokens", "degraded")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     adapter_version: str
     seed: int
     prompt_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., adapter_version: _Optional[str] = ..., seed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+    degraded: Degraded
+    def __init__(self, request_id: _Optional[str] = ..., adapter_version: _Optional[str] = ..., seed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., degraded: _Optional[_Union[Degraded, _Mapping]] = ...) -> None: ...
+
+class Degraded(_message.Message):
+    __slots__ = ("max_tokens", "asked_max_tokens", "overload_level")
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ASKED_MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OVERLOAD_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    max_tokens: int
+    asked_max_tokens: int
+    overload_level: int
+    def __init__(self, max_tokens: _Optional[int] = ..., asked_max_tokens: _Optional[int] = ..., overload_level: _Optional[int] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("choice", "first_position", "token_ids", "text", "logprobs")
@@ -88,18 +100,20 @@ class Delta(_message.Message):
     def __init__(self, choice: _Optional[int] = ..., first_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("outcome", "choices", "usage", "timings", "worker_id")
+    __slots__ = ("outcome", "choices", "usage", "timings", "worker_id", "degraded")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_FIELD_NUMBER: _ClassVar[int]
     outcome: _common_pb2.Outcome
     choices: _containers.RepeatedCompositeFieldContainer[ChoiceEnd]
     usage: _common_pb2.Usage
     timings: _common_pb2.Timings
     worker_id: str
-    def __init__(self, outcome: _Optional[_Union[_common_pb2.Outcome, str]] = ..., choices: _Optional[_Iterable[_Union[ChoiceEnd, _Mapping]]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., worker_id: _Optional[str] = ...) -> None: ...
+    degraded: Degraded
+    def __init__(self, outcome: _Optional[_Union[_common_pb2.Outcome, str]] = ..., choices: _Optional[_Iterable[_Union[ChoiceEnd, _Mapping]]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., worker_id: _Optional[str] = ..., degraded: _Optional[_Union[Degraded, _Mapping]] = ...) -> None: ...
 
 class ChoiceEnd(_message.Message):
     __slots__ = ("choice", "finish_reason", "stop_string", "stop_token_id")

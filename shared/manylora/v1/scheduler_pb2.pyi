@@ -9,20 +9,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ScheduleRequest(_message.Message):
-    __slots__ = ("hello", "enqueue", "withdraw", "grant_closed", "lease_wanted", "settled")
+    __slots__ = ("hello", "enqueue", "withdraw", "grant_closed", "lease_wanted", "settled", "refused")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ENQUEUE_FIELD_NUMBER: _ClassVar[int]
     WITHDRAW_FIELD_NUMBER: _ClassVar[int]
     GRANT_CLOSED_FIELD_NUMBER: _ClassVar[int]
     LEASE_WANTED_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     enqueue: Enqueue
     withdraw: Withdraw
     grant_closed: GrantClosed
     lease_wanted: LeaseWanted
     settled: Settled
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., enqueue: _Optional[_Union[Enqueue, _Mapping]] = ..., withdraw: _Optional[_Union[Withdraw, _Mapping]] = ..., grant_closed: _Optional[_Union[GrantClosed, _Mapping]] = ..., lease_wanted: _Optional[_Union[LeaseWanted, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ...) -> None: ...
+    refused: Refused
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., enqueue: _Optional[_Union[Enqueue, _Mapping]] = ..., withdraw: _Optional[_Union[Withdraw, _Mapping]] = ..., grant_closed: _Optional[_Union[GrantClosed, _Mapping]] = ..., lease_wanted: _Optional[_Union[LeaseWanted, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
 class RouterHello(_message.Message):
     __slots__ = ("router_id", "leases")
@@ -59,6 +61,22 @@ class Settled(_message.Message):
     request_id: str
     tokens: int
     def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("flows",)
+    FLOWS_FIELD_NUMBER: _ClassVar[int]
+    flows: _containers.RepeatedCompositeFieldContainer[FlowRefusals]
+    def __init__(self, flows: _Optional[_Iterable[_Union[FlowRefusals, _Mapping]]] = ...) -> None: ...
+
+class FlowRefusals(_message.Message):
+    __slots__ = ("tenant_id", "qos_class", "requests")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    QOS_CLASS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    qos_class: _common_pb2.QosClass
+    requests: int
+    def __init__(self, tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., requests: _Optional[int] = ...) -> None: ...
 
 class Enqueue(_message.Message):
     __slots__ = ("request_id", "tenant_id", "qos_class", "priority", "adapter_uid", "prompt_tokens", "max_new_tokens", "sequences", "timeout_s", "traceparent", "adapter_id")
@@ -103,18 +121,20 @@ class GrantClosed(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., reached_worker: _Optional[bool] = ...) -> None: ...
 
 class ScheduleResponse(_message.Message):
-    __slots__ = ("hello", "grant", "refusal", "lease", "lease_refused")
+    __slots__ = ("hello", "grant", "refusal", "lease", "lease_refused", "overload")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     LEASE_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    OVERLOAD_FIELD_NUMBER: _ClassVar[int]
     hello: SchedulerHello
     grant: Grant
     refusal: Refusal
     lease: Lease
     lease_refused: LeaseRefused
-    def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., lease_refused: _Optional[_Union[LeaseRefused, _Mapping]] = ...) -> None: ...
+    overload: Overload
+    def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., lease_refused: _Optional[_Union[LeaseRefused, _Mapping]] = ..., overload: _Optional[_Union[Overload, _Mapping]] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("request_id", "tokens")
@@ -148,6 +168,32 @@ class QuotaBreach(_message.Message):
     description: str
     def __init__(self, quota: _Optional[str] = ..., tenant_id: _Optional[str] = ..., limit: _Optional[int] = ..., description: _Optional[str] = ...) -> None: ...
 
+class Overload(_message.Message):
+    __slots__ = ("level", "tenants", "limit_shares")
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_SHARES_FIELD_NUMBER: _ClassVar[int]
+    level: int
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantOverload]
+    limit_shares: float
+    def __init__(self, level: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantOverload, _Mapping]]] = ..., limit_shares: _Optional[float] = ...) -> None: ...
+
+class TenantOverload(_message.Message):
+    __slots__ = ("tenant_id", "level", "interactive_shares", "standard_shares", "batch_shares", "limit_shares")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    INTERACTIVE_SHARES_FIELD_NUMBER: _ClassVar[int]
+    STANDARD_SHARES_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SHARES_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_SHARES_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    level: int
+    interactive_shares: float
+    standard_shares: float
+    batch_shares: float
+    limit_shares: float
+    def __init__(self, tenant_id: _Optional[str] = ..., level: _Optional[int] = ..., interactive_shares: _Optional[float] = ..., standard_shares: _Optional[float] = ..., batch_shares: _Optional[float] = ..., limit_shares: _Optional[float] = ...) -> None: ...
+
 class SchedulerHello(_message.Message):
     __slots__ = ("epoch",)
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -155,18 +201,22 @@ class SchedulerHello(_message.Message):
     def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("request_id", "worker_id", "worker_address", "epoch", "queue_ms")
+    __slots__ = ("request_id", "worker_id", "worker_address", "epoch", "queue_ms", "max_output_tokens", "overload_level")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    MAX_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OVERLOAD_LEVEL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     worker_id: str
     worker_address: str
     epoch: int
     queue_ms: float
-    def __init__(self, request_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., worker_address: _Optional[str] = ..., epoch: _Optional[int] = ..., queue_ms: _Optional[float] = ...) -> None: ...
+    max_output_tokens: int
+    overload_level: int
+    def __init__(self, request_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., worker_address: _Optional[str] = ..., epoch: _Optional[int] = ..., queue_ms: _Optional[float] = ..., max_output_tokens: _Optional[int] = ..., overload_level: _Optional[int] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("request_id", "code", "message", "retry_after_s", "breaches")

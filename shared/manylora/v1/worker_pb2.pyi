@@ -166,7 +166,7 @@ class Drain(_message.Message):
     def __init__(self) -> None: ...
 
 class ControlReport(_message.Message):
-    __slots__ = ("snapshot", "sequence_slots", "running_sequences", "kv_blocks_total", "kv_blocks_free", "block_size", "draining", "generated_tokens", "adapters", "adapters_changed", "started", "finished_request_ids", "flows", "max_sequences")
+    __slots__ = ("snapshot", "sequence_slots", "running_sequences", "kv_blocks_total", "kv_blocks_free", "block_size", "draining", "generated_tokens", "adapters", "adapters_changed", "started", "finished_request_ids", "flows", "max_sequences", "tenants")
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -181,6 +181,7 @@ class ControlReport(_message.Message):
     FINISHED_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     FLOWS_FIELD_NUMBER: _ClassVar[int]
     MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
     snapshot: bool
     sequence_slots: int
     running_sequences: int
@@ -195,7 +196,8 @@ class ControlReport(_message.Message):
     finished_request_ids: _containers.RepeatedScalarFieldContainer[str]
     flows: _containers.RepeatedCompositeFieldContainer[FlowCounter]
     max_sequences: int
-    def __init__(self, snapshot: _Optional[bool] = ..., sequence_slots: _Optional[int] = ..., running_sequences: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., block_size: _Optional[int] = ..., draining: _Optional[bool] = ..., generated_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[ResidentAdapter, _Mapping]]] = ..., adapters_changed: _Optional[bool] = ..., started: _Optional[_Iterable[_Union[RunningRequest, _Mapping]]] = ..., finished_request_ids: _Optional[_Iterable[str]] = ..., flows: _Optional[_Iterable[_Union[FlowCounter, _Mapping]]] = ..., max_sequences: _Optional[int] = ...) -> None: ...
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantMemory]
+    def __init__(self, snapshot: _Optional[bool] = ..., sequence_slots: _Optional[int] = ..., running_sequences: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., block_size: _Optional[int] = ..., draining: _Optional[bool] = ..., generated_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[ResidentAdapter, _Mapping]]] = ..., adapters_changed: _Optional[bool] = ..., started: _Optional[_Iterable[_Union[RunningRequest, _Mapping]]] = ..., finished_request_ids: _Optional[_Iterable[str]] = ..., flows: _Optional[_Iterable[_Union[FlowCounter, _Mapping]]] = ..., max_sequences: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantMemory, _Mapping]]] = ...) -> None: ...
 
 class RunningRequest(_message.Message):
     __slots__ = ("request_id", "tenant_id", "qos_class", "sequences")
@@ -208,6 +210,14 @@ class RunningRequest(_message.Message):
     qos_class: _common_pb2.QosClass
     sequences: int
     def __init__(self, request_id: _Optional[str] = ..., tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., sequences: _Optional[int] = ...) -> None: ...
+
+class TenantMemory(_message.Message):
+    __slots__ = ("tenant_id", "kv_blocks")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    kv_blocks: int
+    def __init__(self, tenant_id: _Optional[str] = ..., kv_blocks: _Optional[int] = ...) -> None: ...
 
 class ResidentAdapter(_message.Message):
     __slots__ = ("adapter_uid", "tier")

@@ -82,6 +82,10 @@ class BlockPool:
         """Blocks that count against the tenant; one that several of its sequences share counts once."""
         return self._held_by.get(tenant_id, 0)
 
+    def held(self) -> dict[TenantId, int]:
+        """`held_by` of every tenant that holds any."""
+        return dict(self._held_by)
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

@@ -482,6 +482,10 @@ class EngineCore:
     def blocks_held_by(self, tenant_id: TenantId) -> int:
         return self._pool.held_by(tenant_id)
 
+    def blocks_held(self) -> dict[TenantId, int]:
+        """By each tenant that holds any."""
+        return self._pool.held()
+
     def tenant_of(self, holding_id: int) -> TenantId:
         """The tenant of a sequence that is in the engine, by the id that the runner sees."""
         return self._sequences[sequence_id_of(holding_id)].tenant_id

@@ -1,0 +1,401 @@
+"""Overload control at the scheduler's leader: what it measures, and what follows for requests. Pure.
+
+Owns the level controllers of one term (manylora_shared/overload.py), the book of queued requests by flow in which
+waiting is measured, the tenants' demand and the counts of what was given up. It stands between the quotas and the core:
+an event passes here on its way in, and the core's commands on their way out. It does four things:
+
+* refuses an Enqueued whose class and place the level excludes (routers do the same earlier, by the view that they were
+  told last);
+* every TICK_S, while anything is queued or a level is above 0: measures, moves the levels, and tells all routers what
+  changed;
+* takes out of the queue what the new levels exclude: batch before standard before interactive, in a class the furthest
+  above its share first;
+* caps the output of batch requests that are granted while the level says so.
+
+What is measured is how many requests are in the queue for longer than their class's target: of those that were granted
+since the last tick, and of the oldest of each flow that still waits. Flows whose tenant is within its share move the
+cluster's level, those of another tenant that tenant's own. While no worker takes requests nobody's waiting counts: that
+is an outage, and giving up other requests would not end it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from manylora_shared.errors import Code
+from manylora_shared.ids import QosClass, RequestId, RouterId, TenantId
+from manylora_shared.overload import (
+    NO_SAMPLE,
+    STACK,
+    LevelController,
+    OverloadView,
+    Sample,
+    TenantView,
+    class_of,
+    kept_part,
+    place_of,
+    refusal_message,
+    retry_after_s,
+    rung_of,
+)
+
+from manylora_scheduler.core import Core
+from manylora_scheduler.demand import MAX_TENANTS, Demand
+from manylora_scheduler.events import (
+    Command,
+    Dropped,
+    Enqueued,
+    Event,
+    PolicyChanged,
+    RouterConnected,
+    RoutersRefused,
+    SendGrant,
+    SendOverload,
+    SendRefusal,
+    Shed,
+    Tick,
+    WorkerLeft,
+    WorkerReported,
+)
+from manylora_scheduler.neighbours import FlowWait, Neighbours, Noisy
+from manylora_scheduler.request import FlowKey, QueuedRequest
+
+TICK_S = 0.1
+BOOKS_PER_S = 200_000
+"""With many flows there are fewer ticks, so that they take a few percent of the time: so many flows or tens of queued
+requests are looked through in a second."""
+LOOK_S = 1.0
+"""Between two looks for noisy neighbours."""
+MAX_STEP_S = 1.0
+"""A tick never counts for longer than this."""
+WITHIN_SHARE = 1.25
+"""Demand in shares up to which a tenant's waiting is the cluster's matter: what it asks for fluctuates."""
+MAX_LISTED = 256
+"""Tenants in a view; those with the highest levels and demand come first."""
+MAX_SHED_PER_TICK = 2_000
+_MAX_SHARES = 1024.0
+_MIN_TARGET_S = 1e-3
+_STEPS_PER_SHARE = 64
+"""Demand is told in such parts of a share, so that it does not change with every request."""
+_SHED_ORDER = (QosClass.BATCH, QosClass.STANDARD, QosClass.INTERACTIVE)
+
+
+@dataclass(frozen=True)
+class OverloadTargets:
+    """Queueing time that is aimed at, in seconds. A batch request's target is half of the time its caller gives it."""
+
+    interactive_s: float = 0.2
+    standard_s: float = 2.0
+
+
+@dataclass(slots=True)
+class ClassCounts:
+    refused_by_routers: int = 0
+    refused: int = 0
+    shed: int = 0
+    capped: int = 0
+
+    def by_stage(self) -> dict[str, int]:
+        """By the names that metrics have for it."""
+        return {
+            "router": self.refused_by_routers,
+            "admission": self.refused,
+            "queue": self.shed,
+            "output": self.capped,
+        }
+
+
+@dataclass(frozen=True)
+class OverloadState:
+    """For a status."""
+
+    view: OverloadView
+    late_parts: Mapping[QosClass, float | None]
+    """Of tenants within their share: the part of requests that waited longer than the target; None: nobody waited."""
+    targets: OverloadTargets
+    counts: Mapping[QosClass, ClassCounts]
+    demand: Mapping[TenantId, float]
+    """In shares, of the view's tenants."""
+    noisy: tuple[Noisy, ...]
+
+
+@dataclass(slots=True)
+class _Waiting:
+    router_id: RouterId
+    since: float
+    cost: float
+    place: float
+    target_s: float | None
+    """None: it may wait as long as it takes."""
+
+
+@dataclass(slots=True)
+class _FlowBook:
+    queued: dict[RequestId, _Waiting] = field(default_factory=dict)
+    """In the order in which they came."""
+    granted: Sample = NO_SAMPLE
+    """Requests with a target that were granted since the last tick."""
+
+
+class OverloadGate:
+    """The core behind overload control: the same seam, `apply` and `next_wakeup`."""
+
+    def __init__(self, core: Core, targets: OverloadTargets | None = None, *, enabled: bool = True) -> None:
+        """
+        Args:
+            core: of this term.
+            targets: see OverloadTargets.
+            enabled: whether anything is given up. Waiting, demand and noisy neighbours are measured either way.
+        """
+        self._core = core
+        self._targets = targets or OverloadTargets()
+        self._enabled = enabled
+        self._demand = Demand(core.weight_of)
+        self._neighbours = Neighbours()
+        self._flows: dict[FlowKey, _FlowBook] = {}
+        self._num_queued = 0
+        self._cluster = LevelController()
+        self._own: dict[TenantId, LevelController] = {}
+        self._view = OverloadView()
+        self._counts = {qos_class: ClassCounts() for qos_class in QosClass}
+        self._noisy: tuple[Noisy, ...] = ()
+        self._ticked_at = 0.0
+        self._tick_at: float | None = None
+        self._looked_at = 0.0
+        self._is_used = False
+        """Something was granted since the last tick."""
+
+    @property
+    def view(self) -> OverloadView:
+        return self._view
+
+    def apply(self, event: Event, now: float) -> list[Command]:
+        commands: list[Command] = []
+        match event:
+            case Enqueued():
+                refusal = self._on_enqueued(event, now)
+                if refusal is not None:
+                    commands.append(refusal)
+                    event = Tick()
+            case RoutersRefused():
+                for flow, requests in event.flows:
+                    self._demand.was_refused(flow, requests, now)
+                    self._counts[flow.qos_class].refused_by_routers += requests
+                event = Tick()
+            case WorkerReported() if event.report.tenants or event.report.snapshot:
+                self._neighbours.memory(event.worker_id, event.report, now)
+            case WorkerLeft():
+                self._neighbours.worker_left(event.worker_id)
+            case PolicyChanged(policy=None):
+                self._own.pop(event.tenant_id, None)
+        commands += self._seen(self._core.apply(event, now), now)
+        if isinstance(event, Enqueued) and not self._core.is_queued(event.request.request_id):
+            self._leave(event.request)  # the core did not take it: its router's stream is another by now
+        if isinstance(event, RouterConnected) and not self._view.is_quiet:
+            commands.append(SendOverload(self._view, event.router_id))
+        if self._tick_at is not None and now >= self._tick_at:
+            commands += self._tick(now)
+        elif self._tick_at is None and (self._num_queued or self._is_used):
+            self._ticked_at, self._tick_at = now, now + TICK_S
+        return commands
+
+    def next_wakeup(self) -> float | None:
+        moments = [at for at in (self._core.next_wakeup(), self._tick_at) if at is not None]
+        return min(moments, default=None)
+
+    def state(self) -> OverloadState:
+        demand = {tenant_id: self._demand.tops(tenant_id)[-1] for tenant_id in self._view.tenants}
+        late = {qos_class: self._cluster.late_part(qos_class) for qos_class in QosClass}
+        return OverloadState(self._view, late, self._targets, self._counts, demand, self._noisy)
+
+    def check_invariants(self) -> None:
+        assert self._num_queued == sum(len(book.queued) for book in self._flows.values())
+        assert self._num_queued == self._core.num_queued
+        assert all(self._core.is_queued(request_id) for book in self._flows.values() for request_id in book.queued)
+
+    # ---- requests
+
+    def _on_enqueued(self, event: Enqueued, now: float) -> SendRefusal | None:
+        request, flow = event.request, event.request.flow
+        if self._core.is_queued(request.request_id):
+            return None
+        cost = float(self._core.expected_cost(request))
+        if not self._core.is_known(request.request_id):  # else it is another attempt, or a repetition: it was admitted
+            self._demand.came(flow, cost, now)
+            if not self._view.admits(flow.tenant_id, flow.qos_class, request.request_id):
+                self._counts[flow.qos_class].refused += 1
+                message, hint_s = self._why_refused(flow, request.request_id)
+                return SendRefusal(request, event.session, Code.RESOURCE_EXHAUSTED, message, hint_s)
+        waiting = _Waiting(request.router_id, now, cost, place_of(request.request_id), self._target_s(request, now))
+        self._flows.setdefault(flow, _FlowBook()).queued[request.request_id] = waiting
+        self._num_queued += 1
+        return None
+
+    def _target_s(self, request: QueuedRequest, now: float) -> float | None:
+        match request.flow.qos_class:
+            case QosClass.INTERACTIVE:
+                return self._targets.interactive_s
+            case QosClass.STANDARD:
+                return self._targets.standard_s
+            case QosClass.BATCH:
+                return max(_MIN_TARGET_S, (request.deadline - now) / 2) if request.deadline is not None else None
+
+    def _seen(self, commands: list[Command], now: float) -> list[Command]:
+        """Notes what the core did with requests; grants get their caps."""
+        for command in commands:
+            if isinstance(command, SendGrant):
+                if not command.repeated:
+                    self._on_granted(command, now)
+            elif isinstance(command, SendRefusal | Dropped):
+                self._leave(command.request)
+        return commands
+
+    def _on_granted(self, grant: SendGrant, now: float) -> None:
+        request, flow = grant.request, grant.request.flow
+        self._is_used = True
+        waiting = self._leave(request)
+        if waiting is not None:
+            self._demand.was_granted(waiting.cost, now)
+            if waiting.target_s is not None:
+                book = self._flows[flow]
+                book.granted += Sample.of(now - waiting.since, waiting.target_s)
+        if request.adapter_uid is not None:
+            self._neighbours.granted(flow.tenant_id, request.adapter_uid, grant.adapter_resident, now)
+        cap = self._view.output_cap(flow.tenant_id, flow.qos_class)
+        if cap is not None and cap < request.max_new_tokens // request.sequences:
+            grant.max_output_tokens, grant.overload_level = cap, self._view.level_of(flow.tenant_id)
+            self._counts[flow.qos_class].capped += 1
+
+    def _leave(self, request: QueuedRequest) -> _Waiting | None:
+        """Takes a request out of the book, if that is where it is."""
+        book = self._flows.get(request.flow)
+        waiting = book.queued.get(request.request_id) if book is not None else None
+        if book is None or waiting is None or waiting.router_id != request.router_id:
+            return None
+        del book.queued[request.request_id]
+        self._num_queued -= 1
+        return waiting
+
+    def _why_refused(self, flow: FlowKey, request_id: RequestId) -> tuple[str, float]:
+        level = self._view.level_of(flow.tenant_id)
+        return refusal_message(level, flow.qos_class), retry_after_s(level, request_id)
+
+    # ---- ticks
+
+    def _tick(self, now: float) -> list[Command]:
+        commands: list[Command] = []
+        self._is_used = False
+        dt_s, self._ticked_at = min(now - self._ticked_at, MAX_STEP_S), now
+        waits = self._take_waits(now)
+        self._demand.weigh(now)
+        if self._enabled:
+            self._move(waits if self._core.is_serving else [], dt_s)
+            view = self._make_view()
+            if view != self._view:
+                self._view = view
+                commands.append(SendOverload(view))
+            commands += self._shed(now)
+        if now - self._looked_at >= LOOK_S:
+            self._looked_at = now
+            self._noisy = self._neighbours.find(waits, self._demand.tops, now)
+        if self._num_queued or self._is_used or self._noisy or not self._cluster.is_idle or self._own:
+            books = len(self._flows) + len(self._demand) + self._num_queued // 10
+            self._tick_at = now + max(TICK_S, books / BOOKS_PER_S)
+        else:
+            self._tick_at = None
+        return commands
+
+    def _take_waits(self, now: float) -> list[FlowWait]:
+        """What flows waited since the last tick; then they begin anew. Flows without queued requests are forgotten."""
+        waits: list[FlowWait] = []
+        for flow, book in list(self._flows.items()):
+            sample, oldest_s = book.granted, 0.0
+            if book.queued:
+                oldest = next(iter(book.queued.values()))
+                oldest_s = now - oldest.since
+                if oldest.target_s is not None:
+                    sample += Sample.of(oldest_s, oldest.target_s)
+            waits.append(FlowWait(flow, sample, len(book.queued), oldest_s))
+            book.granted = NO_SAMPLE
+            if not book.queued:
+                del self._flows[flow]
+        return waits
+
+    def _move(self, waits: list[FlowWait], dt_s: float) -> None:
+        cluster: dict[QosClass, Sample] = {}
+        own: dict[TenantId, dict[QosClass, Sample]] = {}
+        for wait in waits:
+            tenant_id, qos_class = wait.flow
+            if self._demand.tops(tenant_id)[STACK.index(qos_class)] <= WITHIN_SHARE:
+                known = cluster.get(qos_class)
+                cluster[qos_class] = wait.sample if known is None else known + wait.sample
+            else:
+                own.setdefault(tenant_id, {})[qos_class] = wait.sample
+        free_part = self._core.free_part if not self._num_queued else 0.0
+        self._cluster.step(cluster, dt_s, free_part=free_part)
+        for tenant_id, samples in own.items():
+            is_late = any(sample.warned for sample in samples.values())
+            if is_late and tenant_id not in self._own and len(self._own) < MAX_TENANTS:
+                self._own[tenant_id] = LevelController()
+        for tenant_id, controller in list(self._own.items()):
+            controller.step(own.get(tenant_id, {}), dt_s, free_part=free_part)
+            if controller.is_idle:
+                del self._own[tenant_id]
+
+    def _make_view(self) -> OverloadView:
+        """All tenants with demand are in it, the furthest above their share first, up to a bound."""
+        if not self._cluster.level and not any(controller.level for controller in self._own.values()):
+            return OverloadView()
+        found = sorted(
+            (-self._own[tenant_id].level if tenant_id in self._own else 0, -self._demand.tops(tenant_id)[-1], tenant_id)
+            for tenant_id in {**dict.fromkeys(self._demand.tenants()), **self._own}
+        )
+        tenants = {tenant_id: self._tenant_view(tenant_id, -level) for level, _, tenant_id in found[:MAX_LISTED]}
+        limit = math.inf
+        qos_class = class_of(self._cluster.level)
+        if qos_class is not None:
+            limit = self._demand.limit(qos_class, kept_part(self._cluster.level, rung_of(self._cluster.level)))
+        return OverloadView(self._cluster.level, _rounded(limit), tenants)
+
+    def _tenant_view(self, tenant_id: TenantId, level: int) -> TenantView:
+        interactive, standard, batch = self._demand.tops(tenant_id)
+        tops = _rounded(interactive), _rounded(standard), _rounded(batch)
+        limit = math.inf
+        qos_class = class_of(level)
+        if qos_class is not None:
+            index = STACK.index(qos_class)
+            below = tops[index - 1] if index else 0.0
+            limit = below + kept_part(level, rung_of(level)) * (tops[index] - below)
+        return TenantView(tops, level, limit)
+
+    def _shed(self, now: float) -> list[Command]:
+        """Takes out of the queue what the view excludes; the most at once is bounded, the rest is the next tick's."""
+        if self._view.is_quiet:
+            return []
+        room = MAX_SHED_PER_TICK
+        commands: list[Command] = []
+        for qos_class in _SHED_ORDER:
+            excluded: list[tuple[float, FlowKey, RequestId]] = []
+            for flow, book in self._flows.items():
+                limit = self._view.place_limit(*flow) if flow.qos_class is qos_class else 1.0
+                if limit < 1.0:
+                    excluded += [
+                        (-self._view.height_of(flow.tenant_id, qos_class, request_id), flow, request_id)
+                        for request_id, waiting in book.queued.items()
+                        if waiting.place >= limit
+                    ]
+            excluded.sort()
+            shed = [(request_id, *self._why_refused(flow, request_id)) for _, flow, request_id in excluded[:room]]
+            room -= len(shed)
+            if shed:
+                self._counts[qos_class].shed += len(shed)
+                commands += self._seen(self._core.apply(Shed(tuple(shed)), now), now)
+        return commands
+
+
+def _rounded(shares: float) -> float:
+    if math.isinf(shares):
+        return shares
+    return min(round(shares * _STEPS_PER_SHARE) / _STEPS_PER_SHARE, _MAX_SHARES)

@@ -1,0 +1,332 @@
+"""What is given up under overload, in which order, and how far: the ladder, and the controllers that move along it.
+
+Owns no requests. A level is a whole number from 0 (nothing is given up) to LEVELS; each rung of the ladder is a stretch
+of levels, and a rung begins only once the one below it is used up:
+
+    levels     rung             what is given up
+    1..32      BATCH_ADMISSION  batch requests that are not queued yet
+    33..48     BATCH_OUTPUT     output of batch requests that are granted now: a cap that falls to MIN_OUTPUT_TOKENS
+    49..64     BATCH_QUEUE      batch requests that are queued
+    65..96     STANDARD         standard requests, queued ones too
+    97..128    INTERACTIVE      interactive requests, queued ones too
+
+Each level of a rung that takes requests takes an equal part of the class's demand, and it is the tenants furthest above
+their share who give it. A tenant's demand is a stack, measured in shares of what the cluster gets done: interactive at
+the bottom, then standard, then batch. A request's *height* is its place in that stack (`OverloadView.height_of`), and
+what is at a limit or above it is given up; the scheduler finds the limit at which so much of the demand is left. So of
+a tenant at three times its share two thirds go before anything goes of a tenant within its share. (WeChat's DAGOR, SoCC
+2018, and Uber's Cinnamon order by class and then by user or cohort; here the cohort is the place in the stack.)
+
+A level is moved by a PI controller on queueing time, as DAGOR's is and for its reason: response time also grows where
+nothing is wrong. There is one level for the cluster, moved by what
+tenants within their share wait, and one for each tenant that is above it, moved by its own waiting alone: a tenant that
+floods gives up its own requests, not those of others.
+
+Pure: time is passed in.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from manylora_shared.ids import QosClass, TenantId
+
+LEVELS = 128
+MAX_OUTPUT_TOKENS = 1024
+"""Per choice: the cap at BATCH_OUTPUT's first level."""
+MIN_OUTPUT_TOKENS = 16
+"""At its last."""
+ALLOWED_PART = 0.1
+"""Of a class's requests, that may wait longer than its target. A mean would let a part of them wait for far longer."""
+HOLD_PART = 0.05
+"""Between this part and ALLOWED_PART a level stays where it is."""
+WARNING_PART = 0.4
+"""Of a class's target: less important requests are given up where it is missed, so that the target itself is kept."""
+MAX_ERROR = 2.0
+"""More than three times ALLOWED_PART moves a level no faster."""
+WINDOW_S = 0.5
+RISE_PER_S = 8.0
+"""Levels a second at an error of 1."""
+FALL_PER_S = 1.0
+"""Levels a second at an error of -1. Slow: what is let in too early is noticed only when others wait for its slots."""
+ROOM_FALL_PER_S = 32.0
+"""The same while nobody waits, times the part of all slots that is free: an idle cluster admits everything again after
+four seconds, one that has a little room now and then hardly notices."""
+PROPORTIONAL = 12.0
+"""Levels for a change of the error by 1."""
+_MIN_SEEN = 0.5
+MAX_RETRY_S = 8.0
+MIN_RETRY_S = 1.0
+
+
+class Rung(enum.Enum):
+    NONE = "none"
+    BATCH_ADMISSION = "batch_admission"
+    BATCH_OUTPUT = "batch_output"
+    BATCH_QUEUE = "batch_queue"
+    STANDARD = "standard"
+    INTERACTIVE = "interactive"
+
+
+_ENDS = {
+    Rung.NONE: 0,
+    Rung.BATCH_ADMISSION: 32,
+    Rung.BATCH_OUTPUT: 48,
+    Rung.BATCH_QUEUE: 64,
+    Rung.STANDARD: 96,
+    Rung.INTERACTIVE: LEVELS,
+}
+_RUNGS = list(Rung)
+_ADMISSION = {
+    QosClass.BATCH: Rung.BATCH_ADMISSION,
+    QosClass.STANDARD: Rung.STANDARD,
+    QosClass.INTERACTIVE: Rung.INTERACTIVE,
+}
+_QUEUE = _ADMISSION | {QosClass.BATCH: Rung.BATCH_QUEUE}
+_CLASSES = {rung: qos_class for rungs in (_ADMISSION, _QUEUE) for qos_class, rung in rungs.items()}
+_OWN = {
+    qos_class: (_ENDS[_RUNGS[_RUNGS.index(_ADMISSION[qos_class]) - 1]], _ENDS[_QUEUE[qos_class]])
+    for qos_class in QosClass
+}
+"""The levels that take requests of a class. Its own waiting does not raise a level beyond: what is more important is
+not given up for it."""
+STACK = (QosClass.INTERACTIVE, QosClass.STANDARD, QosClass.BATCH)
+"""From the bottom of a tenant's demand to its top."""
+
+
+def rung_of(level: int) -> Rung:
+    """The highest rung that has begun."""
+    return next(rung for rung in _RUNGS if level <= _ENDS[rung])
+
+
+def kept_part(level: int, rung: Rung) -> float:
+    """Of the demand of the rung's class: what a level leaves; 1 up to the rung's begin, 0 from its end on."""
+    begin, end = _ENDS[_RUNGS[_RUNGS.index(rung) - 1]], _ENDS[rung]
+    return min(max((end - level) / (end - begin), 0.0), 1.0)
+
+
+def class_of(level: int) -> QosClass | None:
+    """Whose requests the highest rung that has begun takes; None: nobody's."""
+    return _CLASSES.get(rung_of(level))
+
+
+def output_cap(level: int) -> int | None:
+    """Tokens that a choice of a batch request may have if it is granted now; None: no cap."""
+    begin, end = _ENDS[Rung.BATCH_ADMISSION], _ENDS[Rung.BATCH_OUTPUT]
+    if level <= begin:
+        return None
+    left = (end - min(level, end)) / (end - begin - 1)
+    return int(MIN_OUTPUT_TOKENS * (MAX_OUTPUT_TOKENS / MIN_OUTPUT_TOKENS) ** left)
+
+
+def place_of(request_id: str) -> float:
+    """A request's place in its class's part of the stack, from 0 up to 1: the same wherever it is asked for, and
+    evenly spread over requests."""
+    return zlib.crc32(request_id.encode()) / (1 << 32)
+
+
+def retry_after_s(level: int, request_id: str) -> float:
+    """When to try again: later at higher levels, and spread from half of that to one and a half times it, so that
+    those who were refused together do not come back together."""
+    jitter = zlib.crc32(b"retry " + request_id.encode()) / (1 << 32)
+    return (MIN_RETRY_S + (MAX_RETRY_S - MIN_RETRY_S) / 1.5 * level / LEVELS) * (0.5 + jitter)
+
+
+def refusal_message(level: int, qos_class: QosClass) -> str:
+    return f"the cluster is overloaded (level {level} of {LEVELS}): this {qos_class.value} request is not taken now"
+
+
+@dataclass(frozen=True)
+class TenantView:
+    """What is known of one tenant."""
+
+    tops: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    """In shares: its demand up to and with each class of STACK."""
+    level: int = 0
+    """Its own."""
+    limit: float = math.inf
+    """In shares: of the highest rung that its own level has begun, the height from which on it takes requests."""
+
+
+_UNKNOWN = TenantView()
+
+
+@dataclass(frozen=True)
+class OverloadView:
+    """What is given up now: made by the scheduler's leader, told to all routers, read by both alike.
+
+    A tenant that is not listed counts as one with a share's demand, all of it in the class that is asked for.
+    """
+
+    level: int = 0
+    limit: float = math.inf
+    """As in TenantView, of the cluster's level."""
+    tenants: Mapping[TenantId, TenantView] = field(default_factory=dict)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing is given up."""
+        return not self.level and not self.tenants
+
+    def level_of(self, tenant_id: TenantId) -> int:
+        """The cluster's or the tenant's own, whichever is higher."""
+        return max(self.level, self.tenants.get(tenant_id, _UNKNOWN).level)
+
+    def height_of(self, tenant_id: TenantId, qos_class: QosClass, request_id: str) -> float:
+        """In shares."""
+        below, top = self._part(tenant_id, qos_class)
+        return below + place_of(request_id) * (top - below)
+
+    def admits(self, tenant_id: TenantId, qos_class: QosClass, request_id: str) -> bool:
+        """Whether a request may be queued."""
+        if self.is_quiet:
+            return True
+        limit = self._limit(tenant_id, _ADMISSION[qos_class])
+        return self.height_of(tenant_id, qos_class, request_id) < limit
+
+    def keeps(self, tenant_id: TenantId, qos_class: QosClass, request_id: str) -> bool:
+        """Whether a request that is queued stays so."""
+        return self.height_of(tenant_id, qos_class, request_id) < self._limit(tenant_id, _QUEUE[qos_class])
+
+    def place_limit(self, tenant_id: TenantId, qos_class: QosClass) -> float:
+        """From which place (`place_of`) on `keeps` is false for the flow's requests; infinity: for none."""
+        limit = self._limit(tenant_id, _QUEUE[qos_class])
+        below, top = self._part(tenant_id, qos_class)
+        if top > below:
+            return (limit - below) / (top - below)
+        return math.inf if below < limit else 0.0
+
+    def _part(self, tenant_id: TenantId, qos_class: QosClass) -> tuple[float, float]:
+        """Where the class's part of the tenant's stack begins and ends."""
+        tenant = self.tenants.get(tenant_id)
+        if tenant is None:
+            return 0.0, 1.0
+        index = STACK.index(qos_class)
+        return tenant.tops[index - 1] if index else 0.0, tenant.tops[index]
+
+    def _limit(self, tenant_id: TenantId, rung: Rung) -> float:
+        tenant = self.tenants.get(tenant_id, _UNKNOWN)
+        return min(_limit_of(rung, self.level, self.limit), _limit_of(rung, tenant.level, tenant.limit))
+
+    def output_cap(self, tenant_id: TenantId, qos_class: QosClass) -> int | None:
+        """Tokens a choice that a request which is granted now may have; None: no cap."""
+        return output_cap(self.level_of(tenant_id)) if qos_class is QosClass.BATCH else None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Of requests of one class that have a target, how many waited for how long."""
+
+    count: int = 0
+    warned: int = 0
+    """Longer than WARNING_PART of their target."""
+    late: int = 0
+    """Longer than it."""
+
+    def __add__(self, other: Sample) -> Sample:
+        return Sample(self.count + other.count, self.warned + other.warned, self.late + other.late)
+
+    @classmethod
+    def of(cls, wait_s: float, target_s: float) -> Sample:
+        """One request."""
+        return cls(1, int(wait_s > WARNING_PART * target_s), int(wait_s > target_s))
+
+
+NO_SAMPLE = Sample()
+
+
+def _limit_of(rung: Rung, level: int, limit: float) -> float:
+    """Of any rung, where `limit` is that of the highest that has begun."""
+    left = kept_part(level, rung)
+    if left == 1.0 or left == 0.0:
+        return math.inf if left else 0.0
+    return limit
+
+
+def error_of(late_part: float) -> float:
+    """By how much waiting misses its aim: 0 from HOLD_PART to ALLOWED_PART (the hysteresis), -1 where nobody is late,
+    MAX_ERROR at most.
+
+    Args:
+        late_part: of requests that have waited longer than their target.
+    """
+    if late_part > ALLOWED_PART:
+        return min(late_part / ALLOWED_PART - 1.0, MAX_ERROR)
+    return 0.0 if late_part >= HOLD_PART else late_part / HOLD_PART - 1.0
+
+
+class LevelController:
+    """A PI controller in velocity form: what it adds is kept nowhere else, so it cannot wind up beyond its bounds.
+
+    Its input is, over a window that fades with WINDOW_S, the part of requests that wait too long: longer than
+    WARNING_PART of the target while what is given up is less important, longer than the whole of it before the class
+    gives up requests of its own. The class that misses its aim most moves the level, up to the end of what it gives up
+    itself. A level falls more slowly than it rises.
+    """
+
+    def __init__(self) -> None:
+        self._level = 0.0
+        self._error = -1.0
+        self._windows = {qos_class: _Window() for qos_class in QosClass}
+
+    @property
+    def level(self) -> int:
+        return round(self._level)
+
+    @property
+    def is_idle(self) -> bool:
+        """A new one would do the same."""
+        return self._level == 0.0 and self._error == -1.0
+
+    def late_part(self, qos_class: QosClass) -> float | None:
+        """Of the window's requests, those that waited longer than their target; None: too few were seen."""
+        window = self._windows[qos_class]
+        return window.late / window.count if window.count >= _MIN_SEEN else None
+
+    def step(self, samples: Mapping[QosClass, Sample], dt_s: float, *, free_part: float) -> None:
+        """Moves the level.
+
+        Args:
+            samples: measured in the last `dt_s` seconds.
+            free_part: of all slots; 0 while anybody waits. While it is more, what is given up is given up for nothing.
+        """
+        faded = math.exp(-dt_s / WINDOW_S)
+        error, floor, top = -1.0, 0, 0
+        for qos_class, window in self._windows.items():
+            window.add(samples.get(qos_class, NO_SAMPLE), faded)
+            if window.count < _MIN_SEEN or free_part > 0.0:
+                continue
+            begin, end = _OWN[qos_class]
+            warned, late = error_of(window.warned / window.count), error_of(window.late / window.count)
+            if self._level < begin:
+                error = max(error, warned)
+            elif self._level < end:
+                error = max(error, late)
+            if warned >= 0.0 and self._level >= begin:
+                floor = max(floor, begin)
+            if late >= 0.0 and self._level >= end:
+                floor = max(floor, end)
+            if self._level < begin and warned > 0.0:
+                top = max(top, begin)
+            if self._level < end and late > 0.0:
+                top = max(top, end)
+        speed = RISE_PER_S if error > 0.0 else max(FALL_PER_S, ROOM_FALL_PER_S * free_part)
+        moved = self._level + PROPORTIONAL * (error - self._error) + speed * error * dt_s
+        self._level = min(max(moved, float(floor)), float(top) if error > 0.0 else float(LEVELS))
+        self._error = error
+
+
+class _Window:
+    __slots__ = ("count", "late", "warned")
+
+    def __init__(self) -> None:
+        self.count = self.warned = self.late = 0.0
+
+    def add(self, sample: Sample, faded: float) -> None:
+        self.count = self.count * faded + sample.count
+        self.warned = self.warned * faded + sample.warned
+        self.late = self.late * faded + sample.late

@@ -1,0 +1,358 @@
+"""Overload control at the scheduler: what it measures, refuses, sheds, caps and tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from helpers import ROUTER, flow, grants, report, request
+from manylora_scheduler.core import Core, CoreLimits
+from manylora_scheduler.events import (
+    Command,
+    Enqueued,
+    Event,
+    RouterConnected,
+    RouterDisconnected,
+    RoutersRefused,
+    SendGrant,
+    SendOverload,
+    SendRefusal,
+    Tick,
+    Withdrawn,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerReported,
+)
+from manylora_scheduler.fleet import StartedRequest
+from manylora_scheduler.neighbours import FlowWait, Neighbours
+from manylora_scheduler.overload import TICK_S, OverloadGate, OverloadTargets
+from manylora_shared.errors import Code
+from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
+from manylora_shared.overload import LEVELS, Sample, output_cap
+
+from bench.overload_model import Result, Scenario, percentile, run
+
+INTERACTIVE, STANDARD, BATCH = QosClass.INTERACTIVE, QosClass.STANDARD, QosClass.BATCH
+WORKER = WorkerId("w0")
+
+
+class Desk:
+    """A gate with a router and a worker of some slots, and its clock."""
+
+    def __init__(self, *, slots: int = 2, enabled: bool = True, targets: OverloadTargets | None = None) -> None:
+        self.core = Core(CoreLimits())
+        self.gate = OverloadGate(self.core, targets, enabled=enabled)
+        self.slots = slots
+        self.now = 0.0
+        self.running: list[RequestId] = []
+        self.told: list[Command] = []
+        self.next_id = 0
+        self.apply(RouterConnected(ROUTER, 1))
+        self.apply(WorkerJoined(WORKER, "w0:1", "cpu", 4096))
+        self.report(snapshot=True)
+
+    def apply(self, event: Event) -> list[Command]:
+        commands = self.gate.apply(event, self.now)
+        self.core.check_invariants()
+        self.gate.check_invariants()
+        self.told += commands
+        for command in commands:
+            if isinstance(command, SendGrant):
+                self.running.append(command.request.request_id)
+        return commands
+
+    def report(self, *, snapshot: bool = False, finished: Iterable[str] = ()) -> list[Command]:
+        started = [StartedRequest(r, flow(), 1) for r in self.running]
+        self.running = [r for r in self.running if r not in finished]
+        return self.apply(
+            WorkerReported(
+                WORKER,
+                report(
+                    snapshot=snapshot,
+                    slots=self.slots,
+                    running=len(self.running),
+                    started=started,
+                    finished=finished,
+                    adapters={} if snapshot else None,
+                ),
+            )
+        )
+
+    def enqueue(self, tenant: str = "acme", qos_class: QosClass = STANDARD, **what: object) -> list[Command]:
+        self.next_id += 1
+        name = what.pop("name", f"{tenant}-{qos_class.value}-{self.next_id}")
+        return self.apply(Enqueued(1, request(str(name), tenant=tenant, qos_class=qos_class, **what)))  # type: ignore[arg-type]
+
+    def wait(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until - 1e-9:
+            at = self.gate.next_wakeup()
+            self.now = min(until, at if at is not None else until)
+            self.apply(Tick())
+
+    def refusals(self) -> list[SendRefusal]:
+        return [command for command in self.told if isinstance(command, SendRefusal)]
+
+    def until_level(self, level: int, tenant: str = "x") -> None:
+        for _ in range(600):
+            if self.gate.view.level_of(TenantId(tenant)) >= level:
+                return
+            self.wait(TICK_S)
+        pytest.fail(f"level {level} is not reached")
+
+    def fill(self, tenants: Iterable[str] = ("a", "b", "c", "d")) -> None:
+        """All slots are taken, and interactive requests of tenants within their share wait."""
+        for i in range(self.slots):
+            self.enqueue("hog", INTERACTIVE, name=f"hog{i}", prompt_tokens=2000)
+        for tenant in tenants:
+            self.enqueue(tenant, INTERACTIVE)
+
+
+def test_a_quiet_cluster_is_left_alone() -> None:
+    desk = Desk()
+    assert grants(desk.enqueue()) == [("acme-standard-1", "w0")]
+    desk.wait(5.0)
+    assert desk.gate.view.is_quiet
+    assert desk.gate.next_wakeup() is None or desk.gate.next_wakeup() == desk.core.next_wakeup()
+    assert not [c for c in desk.told if isinstance(c, SendOverload | SendRefusal)]
+
+
+def test_waiting_raises_the_level_and_routers_are_told() -> None:
+    desk = Desk()
+    desk.fill()
+    desk.wait(3.0)
+    views = [command.view for command in desk.told if isinstance(command, SendOverload)]
+    assert views[-1] == desk.gate.view
+    assert max(view.level for view in views) > 32
+    late = desk.apply(RouterConnected(RouterId("another"), 7))
+    (told,) = [command for command in late if isinstance(command, SendOverload)]
+    assert (told.router_id, told.view) == ("another", desk.gate.view)
+
+
+def test_batch_is_refused_before_anything_else_is() -> None:
+    desk = Desk()
+    desk.fill()
+    desk.until_level(32)
+    refused = [c for c in desk.enqueue("x", BATCH) if isinstance(c, SendRefusal)]
+    assert [r.code for r in refused] == [Code.RESOURCE_EXHAUSTED]
+    assert refused[0].retry_after_s is not None
+    assert refused[0].retry_after_s > 0.4
+    assert "overloaded" in refused[0].message
+    assert not [c for c in desk.enqueue("x", INTERACTIVE) if isinstance(c, SendRefusal)]
+    assert not [c for c in desk.enqueue("x", STANDARD) if isinstance(c, SendRefusal)]
+    assert desk.gate.state().counts[BATCH].refused == 1
+
+
+def test_queued_work_is_shed_in_the_order_of_sacrifice() -> None:
+    desk = Desk()
+    desk.fill()
+    for i in range(12):
+        desk.enqueue("xyz"[i % 3], BATCH)
+        desk.enqueue("xyz"[i % 3], STANDARD)
+    desk.until_level(LEVELS)
+    order = [r.request.flow.qos_class for r in desk.refusals()]
+    assert order.count(BATCH) == order.count(STANDARD) == 12
+    assert order.index(STANDARD) > max(i for i, q in enumerate(order) if q is BATCH)
+    assert INTERACTIVE not in order or order.index(INTERACTIVE) > max(i for i, q in enumerate(order) if q is STANDARD)
+    counts = desk.gate.state().counts
+    assert (counts[BATCH].shed, counts[STANDARD].shed) == (12, 12)
+
+
+def test_batch_that_is_granted_meanwhile_has_less_output_and_says_so() -> None:
+    desk = Desk()
+    desk.fill(["a"])
+    desk.enqueue("b", BATCH, max_new_tokens=4000, sequences=2, name="long")
+    desk.enqueue("c", BATCH, max_new_tokens=20, sequences=2, name="short")
+    desk.until_level(40)
+    desk.report()
+    desk.apply(Withdrawn(1, RequestId("a-interactive-3")))
+    desk.report(finished=["hog0", "hog1"])
+    desk.report(finished=["long"])
+    desk.report(finished=["short"])
+    given = {c.request.request_id: c for c in desk.told if isinstance(c, SendGrant)}
+    level, cap = given[RequestId("long")].overload_level, given[RequestId("long")].max_output_tokens
+    assert 40 <= level <= 48
+    assert cap == output_cap(level)
+    assert given[RequestId("short")].max_output_tokens is None, "it asked for less than the cap"
+    assert given[RequestId("hog0")].max_output_tokens is None
+    assert desk.gate.state().counts[BATCH].capped == 1
+
+
+def test_an_admitted_request_that_comes_again_is_not_refused() -> None:
+    desk = Desk()
+    desk.enqueue("x", BATCH, name="mine")
+    assert desk.core.is_known(RequestId("mine"))
+    desk.fill()
+    desk.enqueue("x", BATCH, name="waits")
+    desk.until_level(32)
+    before = len(desk.refusals())
+    desk.enqueue("x", BATCH, name="mine")
+    desk.enqueue("x", BATCH, name="waits")
+    assert len(desk.refusals()) == before
+
+
+def test_an_outage_is_no_overload() -> None:
+    desk = Desk()
+    desk.fill()
+    desk.apply(WorkerLeft(WORKER))
+    for qos_class in QosClass:
+        desk.enqueue("x", qos_class)
+    desk.wait(20.0)
+    assert desk.gate.view.is_quiet
+    assert not desk.refusals()
+
+
+def test_switched_off_it_measures_and_gives_nothing_up() -> None:
+    desk = Desk(enabled=False)
+    desk.fill()
+    desk.enqueue("x", BATCH)
+    desk.wait(20.0)
+    assert desk.gate.view.is_quiet
+    assert not desk.refusals()
+
+
+def test_targets_are_settings() -> None:
+    patient, hasty = (Desk(targets=OverloadTargets(interactive_s=s)) for s in (30.0, 0.1))
+    for desk in (patient, hasty):
+        desk.fill()
+        desk.wait(2.0)
+    assert patient.gate.view.is_quiet
+    assert not hasty.gate.view.is_quiet
+
+
+def test_the_book_follows_whatever_becomes_of_requests() -> None:
+    desk = Desk()
+    desk.fill()
+    desk.enqueue("x", STANDARD, deadline=1.0)
+    desk.enqueue("x", STANDARD, name="mine")
+    desk.apply(Enqueued(99, request("stale")))  # of a stream that is another by now
+    desk.apply(Enqueued(1, request("mine", tenant="x", router="thief")))
+    desk.apply(Withdrawn(1, RequestId("mine")))
+    desk.wait(2.0)
+    desk.apply(RouterDisconnected(ROUTER, 1))
+    assert desk.core.num_queued == 0
+    desk.wait(60.0)
+    assert desk.gate.view.is_quiet
+    assert desk.gate.next_wakeup() is None
+
+
+def test_what_routers_refused_is_demand() -> None:
+    desk = Desk()
+    desk.enqueue("a")
+    desk.enqueue("b")
+    for _ in range(20):
+        desk.apply(RoutersRefused(((flow("a"), 50), (flow("b", BATCH), 1))))
+        desk.wait(0.2)
+        desk.enqueue("b")
+    demand = desk.gate._demand
+    assert demand.tops(TenantId("a"))[1] > 4 * demand.tops(TenantId("b"))[1]
+    state = desk.gate.state()
+    assert (state.counts[STANDARD].refused_by_routers, state.counts[BATCH].refused_by_routers) == (1000, 20)
+
+
+# ---- noisy neighbours
+
+
+def memory(neighbours: Neighbours, now: float, *, free: int, **tenants: int) -> None:
+    told = report(blocks=1000, free=free)
+    object.__setattr__(told, "tenants", {TenantId(t): blocks for t, blocks in tenants.items()})
+    neighbours.memory(WORKER, told, now)
+
+
+def no_tops(tenant_id: TenantId) -> tuple[float, float, float]:
+    return 0.0, 0.0, 3.0
+
+
+def test_kv_growth_is_noticed_before_the_pool_is_full() -> None:
+    neighbours = Neighbours()
+    for second in range(8):
+        memory(neighbours, float(second), free=800 - 60 * second, greedy=100 + 60 * second, calm=100)
+    (found,) = neighbours.find([], no_tops, 7.0)
+    assert (found.kind, found.tenant_id, found.worker_id) == ("kv_growth", "greedy", WORKER)
+    assert found.evidence["growth_blocks_per_s"] == pytest.approx(60.0)
+    assert found.evidence["exhausted_in_s"] == pytest.approx(380 / 60)
+    for second in range(8, 25):
+        memory(neighbours, float(second), free=380, greedy=520, calm=100)
+    assert neighbours.find([], no_tops, 24.0) == ()
+    alone = Neighbours()
+    for second in range(8):
+        memory(alone, float(second), free=800 - 60 * second, greedy=100 + 60 * second)
+    assert alone.find([], no_tops, 7.0) == (), "there is nobody whom it could hurt"
+
+
+def test_adapter_thrash_is_noticed() -> None:
+    neighbours = Neighbours()
+    for i in range(40):
+        neighbours.granted(TenantId("cycler"), AdapterUid(f"u{i}"), False, i / 10)
+        neighbours.granted(TenantId("calm"), AdapterUid("own"), i > 0, i / 10)
+    (found,) = neighbours.find([], no_tops, 4.0)
+    assert (found.kind, found.tenant_id) == ("adapter_thrash", "cycler")
+    assert found.evidence["adapters"] == 40
+    assert found.evidence["part_of_all_loads"] == pytest.approx(40 / 41)
+    assert neighbours.find([], no_tops, 60.0) == ()
+
+
+def test_wait_skew_is_noticed() -> None:
+    waits = [
+        FlowWait(flow("flood"), Sample(), 500, 9.0),
+        FlowWait(flow("a"), Sample(), 2, 0.2),
+        FlowWait(flow("b"), Sample(), 1, 0.1),
+        FlowWait(flow("flood", INTERACTIVE), Sample(), 5, 1.0),
+    ]
+    (found,) = Neighbours().find(waits, no_tops, 0.0)
+    assert (found.kind, found.tenant_id) == ("wait_skew", "flood")
+    assert found.evidence == {
+        "oldest_wait_s": 9.0,
+        "others_median_wait_s": pytest.approx(0.15),
+        "queued": 500.0,
+        "queued_part": pytest.approx(500 / 503),
+        "demand_shares": 3.0,
+    }
+    even = [FlowWait(flow(t), Sample(), 100, 9.0) for t in "abc"]
+    assert Neighbours().find(even, no_tops, 0.0) == ()
+
+
+# ---- under load, in virtual time
+
+
+def ttft_p95_s(result: Result) -> float:
+    return percentile(result.ttft_s[INTERACTIVE], 0.95)
+
+
+@pytest.fixture(scope="module")
+def at_one() -> Result:
+    return run(Scenario(load=1.0))
+
+
+def test_three_times_the_load_costs_neither_goodput_nor_interactive_latency(at_one: Result) -> None:
+    three, without = run(Scenario(load=3.0)), run(Scenario(load=3.0, overload=False))
+    uncontrolled = run(Scenario(load=1.0, overload=False))
+    assert three.good_tokens >= 0.95 * max(at_one.good_tokens, uncontrolled.good_tokens)
+    assert ttft_p95_s(three) <= 1.5 * ttft_p95_s(uncontrolled)
+    assert ttft_p95_s(three) <= 0.2
+    assert three.completed[INTERACTIVE] >= 0.97 * three.offered[INTERACTIVE]
+    assert three.completed[BATCH] == 0, "batch goes first"
+    assert ttft_p95_s(without) > 10 * ttft_p95_s(three), "the load is too small to need any control"
+
+
+def test_a_flood_costs_the_flooder_alone() -> None:
+    flooded = run(Scenario(load=4.0, base_load=0.6, flooder=True))
+    assert flooded.refused[INTERACTIVE] > 10_000
+    flooder = max(flooded.refused_tenants, key=lambda f: flooded.refused_tenants[f])[0]
+    others = sum(n for f, n in flooded.refused_tenants.items() if f[0] != flooder)
+    offered = sum(n for f, n in flooded.offered_tenants.items() if f[0] != flooder)
+    assert others <= 0.02 * offered
+
+
+def test_after_a_spike_everything_is_admitted_again() -> None:
+    spike = run(Scenario(load=10.0, base_load=0.7, ends_s=40.0, measured_from_s=70.0, until_s=90.0))
+    assert spike.at_rest_s is not None
+    assert spike.at_rest_s < 15.0
+    assert sum(spike.refused.values()) == 0
+    assert ttft_p95_s(spike) < 0.1
+
+
+def test_the_same_seed_is_one_run() -> None:
+    first, second = (run(Scenario(load=3.0, until_s=40.0)) for _ in range(2))
+    assert (first.levels, first.good_tokens) == (second.levels, second.good_tokens)
+    assert max(level for _, level in first.levels) <= LEVELS
