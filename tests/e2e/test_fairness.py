@@ -23,7 +23,7 @@ from manylora_worker.engine.fake_runner import reference_tokens
 pytestmark = pytest.mark.e2e
 
 WEIGHTS = {"one": 1, "two": 2, "four": 4, "eight": 8}
-STREAMS = 40
+STREAMS = 56
 """A tenant's: more than the slots that it gets, so that it always has requests waiting."""
 PROMPT_TOKENS = 8
 OUTPUT_TOKENS = (8, 16)
