@@ -227,14 +227,6 @@ class Sample:
     late: int = 0
     """Longer than it."""
 
-    def __add__(self, other: Sample) -> Sample:
-        return Sample(self.count + other.count, self.warned + other.warned, self.late + other.late)
-
-    @classmethod
-    def of(cls, wait_s: float, target_s: float) -> Sample:
-        """One request."""
-        return cls(1, int(wait_s > WARNING_PART * target_s), int(wait_s > target_s))
-
 
 NO_SAMPLE = Sample()
 

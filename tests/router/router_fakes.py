@@ -196,6 +196,8 @@ class FakeScheduler:
         self.closed: list[scheduler_pb2.GrantClosed] = []
         self.hellos: list[str] = []
         self.flows: list[admin_pb2.FlowStatus] = []
+        self.overload = admin_pb2.OverloadStatus()
+        self.neighbours: list[admin_pb2.NoisyNeighbour] = []
         self.lease_tokens: int | None = None
         """What the first lease of each request holds; None: no leases."""
         self.grows_by: int | None = 10
@@ -224,7 +226,9 @@ class FakeScheduler:
         self, request: scheduler_pb2.GetSchedulerStatusRequest, call: ServerCall
     ) -> scheduler_pb2.GetSchedulerStatusResponse:
         return scheduler_pb2.GetSchedulerStatusResponse(
-            scheduler=admin_pb2.SchedulerStatus(epoch=self.epoch, flows=self.flows),
+            scheduler=admin_pb2.SchedulerStatus(
+                epoch=self.epoch, flows=self.flows, overload=self.overload, neighbours=self.neighbours
+            ),
             workers=[admin_pb2.WorkerStatus(worker_id=w, connected=True, running=3) for w, _ in self.workers],
         )
 

@@ -163,12 +163,27 @@ def test_a_tenant_sees_its_own_status_alone() -> None:
             admin_pb2.FlowStatus(tenant_id="acme", queued=1),
             admin_pb2.FlowStatus(tenant_id="other", queued=7),
         ]
+        cluster.scheduler.overload = admin_pb2.OverloadStatus(
+            level=70,
+            rung="standard",
+            classes=[admin_pb2.ClassOverload(refused=5)],
+            tenants=[
+                admin_pb2.TenantOverloadStatus(tenant_id="acme", level=3),
+                admin_pb2.TenantOverloadStatus(tenant_id="other", level=100),
+            ],
+        )
+        cluster.scheduler.neighbours = [admin_pb2.NoisyNeighbour(kind="wait_skew", tenant_id="acme")]
         mine = await call(channel, "GetStatus")
+        overload = mine.scheduler.overload
+        assert (overload.level, overload.rung, list(overload.classes)) == (70, "standard", [])
+        assert [(t.tenant_id, t.level) for t in overload.tenants] == [("acme", 3)]
+        assert list(mine.scheduler.neighbours) == []
         assert [(f.tenant_id, f.queued) for f in mine.scheduler.flows] == [("acme", 1)]
         assert (mine.tenants, mine.adapters) == (1, 1)
         assert (list(mine.workers), list(mine.routers), mine.scheduler.address) == ([], [], "")
         whole = await call(cluster.client, "GetStatus")
-        assert len(whole.scheduler.flows) == 2
+        assert len(whole.scheduler.flows) == len(whole.scheduler.overload.tenants) == 2
+        assert len(whole.scheduler.neighbours) == 1
         assert len(whole.workers) == 2
 
     simulate(test)

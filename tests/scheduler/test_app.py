@@ -22,7 +22,7 @@ from manylora_shared.ids import TenantId
 from manylora_shared.peers import PeerSecret, PeerTransport
 from manylora_shared.policy import TenantPolicy
 from manylora_shared.simulation.loop import run
-from manylora_shared.telemetry import Attribute, SpanName, Telemetry
+from manylora_shared.telemetry import Attribute, MetricName, SpanName, Telemetry
 from manylora_shared.transport.base import Service, Stream, Transport, methods_of
 from manylora_shared.transport.grpc_transport import GrpcTransport
 from manylora_shared.transport.memory import MemoryNetwork
@@ -524,6 +524,53 @@ def test_every_request_has_its_spans() -> None:
     assert placement["attributes"][Attribute.WORKER_ID] == "w0"
     assert placement["attributes"][Attribute.ADAPTER_RESIDENT] is False
     assert late["attributes"]["error.type"] == "DEADLINE_EXCEEDED"
+
+
+def test_overload_is_told_to_routers_in_the_status_and_in_metrics() -> None:
+    telemetry = Telemetry.recording("scheduler")
+
+    async def scenario(cluster: Cluster) -> None:
+        app = await cluster.scheduler("s0", telemetry=telemetry, interactive_queue_ms=100.0)
+        await cluster.worker("w0", slots=1)
+        await cluster.leader()
+        router = await cluster.router(app)
+        await router.enqueue("big", prompt_tokens=500, qos_class=common_pb2.QOS_CLASS_INTERACTIVE)
+        assert (await router.answer()).request_id == "big"
+        for tenant in "ab":
+            await router.enqueue(tenant, tenant_id=tenant, qos_class=common_pb2.QOS_CLASS_INTERACTIVE)
+        await router.enqueue("batch", tenant_id="c", qos_class=common_pb2.QOS_CLASS_BATCH)
+        shed = await router.answer(timeout_s=60.0)
+        assert (shed.request_id, shed.code) == ("batch", int(Code.RESOURCE_EXHAUSTED))
+        assert shed.retry_after_s > 0
+        flows = [scheduler_pb2.FlowRefusals(tenant_id="c", qos_class=common_pb2.QOS_CLASS_BATCH, requests=7)]
+        await router.stream.write(scheduler_pb2.ScheduleRequest(refused=scheduler_pb2.Refused(flows=flows)))
+        assert router.overloads[-1].level > 48
+        late = await cluster.router(app, "r1")
+        await asyncio.sleep(1.5)
+        await late.enqueue("refused", tenant_id="c", qos_class=common_pb2.QOS_CLASS_BATCH)
+        assert (await late.answer()).request_id == "refused"
+        assert late.overloads, "a router that comes later is told at once"
+        channel = (await cluster.peer("status")).connect(app.address)
+        answer = await channel.call(_METHODS["GetSchedulerStatus"], scheduler_pb2.GetSchedulerStatusRequest())
+        status = answer.scheduler.overload
+        assert status.level > 48
+        assert status.rung in ("batch_queue", "standard", "interactive")
+        interactive, standard, batch = status.classes
+        assert (interactive.target_ms, standard.target_ms, batch.HasField("target_ms")) == (100.0, 2000.0, False)
+        assert interactive.late_part > 0.9
+        assert (batch.refused_by_routers, batch.refused, batch.shed, batch.capped) == (7, 1, 1, 0)
+        await channel.close()
+        await asyncio.sleep(2.5)
+
+    play(scenario)
+    metrics = telemetry.recorded_metrics()
+    assert metrics[MetricName.OVERLOAD_LEVEL, frozenset()] > 48
+    batch = {
+        dict(attributes)[Attribute.STAGE]: value
+        for (name, attributes), value in metrics.items()
+        if name == MetricName.OVERLOAD_GIVEN_UP and dict(attributes)[Attribute.QOS_CLASS] == "batch"
+    }
+    assert batch == {"router": 7, "admission": 1, "queue": 1}
 
 
 def test_equal_seeds_give_equal_runs() -> None:

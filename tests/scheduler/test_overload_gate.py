@@ -28,7 +28,7 @@ from manylora_scheduler.neighbours import FlowWait, Neighbours
 from manylora_scheduler.overload import TICK_S, OverloadGate, OverloadTargets
 from manylora_shared.errors import Code
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
-from manylora_shared.overload import LEVELS, Sample, output_cap
+from manylora_shared.overload import LEVELS, output_cap
 
 from bench.overload_model import Result, Scenario, percentile, run
 
@@ -191,6 +191,23 @@ def test_an_admitted_request_that_comes_again_is_not_refused() -> None:
     assert len(desk.refusals()) == before
 
 
+def test_where_everybody_is_above_a_share_it_is_the_clusters_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flooded(listed: int) -> Desk:
+        monkeypatch.setattr("manylora_scheduler.overload.MAX_LISTED", listed)
+        desk = Desk(slots=8)
+        for i in range(40):
+            desk.enqueue(f"t{i % 8}", INTERACTIVE)
+        desk.wait(3.0)
+        return desk
+
+    few, many = flooded(8), flooded(4)
+    assert few.gate.view.level == 0
+    assert all(few.gate.view.level_of(TenantId(f"t{i}")) > 0 for i in range(8))
+    assert many.gate.view.level > 0
+    assert len(many.gate.view.tenants) == 4
+    assert len(many.gate._own) == 4
+
+
 def test_an_outage_is_no_overload() -> None:
     desk = Desk()
     desk.fill()
@@ -254,7 +271,7 @@ def test_what_routers_refused_is_demand() -> None:
 
 
 def memory(neighbours: Neighbours, now: float, *, free: int, **tenants: int) -> None:
-    told = report(blocks=1000, free=free)
+    told = report(blocks=1000, free=free, snapshot=now == 0.0)
     object.__setattr__(told, "tenants", {TenantId(t): blocks for t, blocks in tenants.items()})
     neighbours.memory(WORKER, told, now)
 
@@ -294,10 +311,10 @@ def test_adapter_thrash_is_noticed() -> None:
 
 def test_wait_skew_is_noticed() -> None:
     waits = [
-        FlowWait(flow("flood"), Sample(), 500, 9.0),
-        FlowWait(flow("a"), Sample(), 2, 0.2),
-        FlowWait(flow("b"), Sample(), 1, 0.1),
-        FlowWait(flow("flood", INTERACTIVE), Sample(), 5, 1.0),
+        FlowWait(flow("flood"), 500, 9.0),
+        FlowWait(flow("a"), 2, 0.2),
+        FlowWait(flow("b"), 1, 0.1),
+        FlowWait(flow("flood", INTERACTIVE), 5, 1.0),
     ]
     (found,) = Neighbours().find(waits, no_tops, 0.0)
     assert (found.kind, found.tenant_id) == ("wait_skew", "flood")
@@ -308,7 +325,7 @@ def test_wait_skew_is_noticed() -> None:
         "queued_part": pytest.approx(500 / 503),
         "demand_shares": 3.0,
     }
-    even = [FlowWait(flow(t), Sample(), 100, 9.0) for t in "abc"]
+    even = [FlowWait(flow(t), 100, 9.0) for t in "abc"]
     assert Neighbours().find(even, no_tops, 0.0) == ()
 
 

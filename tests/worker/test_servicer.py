@@ -269,6 +269,7 @@ class Scheduler:
         self.running: dict[str, int] = {}
         self.adapters: dict[str, int] = {}
         self.flows: dict[tuple[str, int], tuple[int, int]] = {}
+        self.kv_blocks: dict[str, int] = {}
         self.times: list[float] = []
 
     async def hello(self, epoch: int) -> None:
@@ -289,6 +290,8 @@ class Scheduler:
             del self.running[request_id]
         if report.adapters_changed:
             self.adapters = {a.adapter_uid: a.tier for a in report.adapters}
+        for tenant in report.tenants:
+            self.kv_blocks[tenant.tenant_id] = tenant.kv_blocks
         for flow in report.flows:
             self.flows[flow.tenant_id, flow.qos_class] = (flow.prompt_tokens, flow.output_tokens)
         return report
@@ -321,6 +324,9 @@ async def test_reports_tell_all_that_happens() -> None:
         assert scheduler.adapters == {UID: worker_pb2.ADAPTER_TIER_DEVICE}
         assert scheduler.flows == {("acme", common_pb2.QOS_CLASS_STANDARD): (4, 120)}
         assert scheduler.running == {}
+        told = [t.kv_blocks for report in scheduler.reports for t in report.tenants]
+        assert max(told) >= 8, "two sequences of 62 tokens, in blocks of 16"
+        assert scheduler.kv_blocks == {"acme": 0}
         await call
         assert len(scheduler.reports) < 40, "not one report a token"
 

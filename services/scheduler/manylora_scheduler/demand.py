@@ -30,22 +30,39 @@ DEFAULT_COST = 256.0
 _MEMORY = 0.1
 """The weight of the last request in a flow's mean cost."""
 _NEGLIGIBLE = 1.0
+_NO_DEMAND = (0.0, 0.0, 0.0)
+_STANDARD = STACK.index(QosClass.STANDARD)
 
 
 class _Tenant:
-    __slots__ = ("at", "costs", "means")
+    __slots__ = ("at", "costs", "means", "tops", "weights")
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, weights: tuple[int, ...]) -> None:
         self.costs = [0.0] * len(STACK)
         """By class, as of `at`."""
         self.means = [0.0] * len(STACK)
         """Cost of a request; 0: none has come."""
+        self.weights = weights
+        self.tops = _NO_DEMAND
         self.at = now
 
     def advance(self, now: float) -> None:
-        factor = _faded(now - self.at)
-        self.costs = [cost * factor for cost in self.costs]
-        self.at = now
+        if now != self.at:
+            factor = _faded(now - self.at)
+            interactive, standard, batch = self.costs
+            self.costs = [interactive * factor, standard * factor, batch * factor]
+            self.at = now
+
+    @property
+    def weight(self) -> int:
+        """Of the flows that it uses."""
+        used = sum(weight for weight, cost in zip(self.weights, self.costs, strict=True) if cost)
+        return used or self.weights[_STANDARD]
+
+    def weigh(self, unit: float) -> None:
+        share = unit * self.weight
+        interactive, standard, batch = self.costs
+        self.tops = interactive / share, (interactive + standard) / share, (interactive + standard + batch) / share
 
 
 class Demand:
@@ -90,8 +107,19 @@ class Demand:
         self._most = max(self._most * math.exp(-(now - self._most_at) / CAPACITY_MEMORY_S), self._granted)
         self._most_at = now
 
+    def reweigh(self, tenant_id: TenantId) -> None:
+        """The tenant's weights have changed."""
+        tenant = self._tenants.get(tenant_id)
+        if tenant is not None:
+            tenant.weights = self._weights(tenant_id)
+
     def weigh(self, now: float) -> None:
         """Finds out anew what a share is: O(n log n) for n tenants with demand."""
+        self._unit = self._find_unit(now)
+        for tenant in self._tenants.values():
+            tenant.weigh(self._unit)
+
+    def _find_unit(self, now: float) -> float:
         demands: list[tuple[float, float, int]] = []
         for tenant_id, tenant in list(self._tenants.items()):
             tenant.advance(now)
@@ -99,7 +127,7 @@ class Demand:
             if cost < _NEGLIGIBLE:
                 del self._tenants[tenant_id]
                 continue
-            weight = self._weight(tenant_id, tenant)
+            weight = tenant.weight
             demands.append((cost / weight, cost, weight))
         demands.sort()
         left = SLACK * self._most * math.exp(-(now - self._most_at) / CAPACITY_MEMORY_S)
@@ -107,33 +135,27 @@ class Demand:
         for by_weight, cost, weight in demands:
             if by_weight * weights > left:
                 # Where nothing was granted yet nobody can be said to be above its share.
-                self._unit = left / weights if left > _NEGLIGIBLE else demands[-1][0]
-                return
+                return left / weights if left > _NEGLIGIBLE else demands[-1][0]
             left -= cost
             weights -= weight
-        self._unit = demands[-1][0] if demands else math.inf
+        return demands[-1][0] if demands else math.inf
 
     def tops(self, tenant_id: TenantId) -> tuple[float, float, float]:
         """The tenant's demand in shares, as of the last `weigh`: interactive, that and standard, all."""
         tenant = self._tenants.get(tenant_id)
-        if tenant is None or math.isinf(self._unit):
-            return 0.0, 0.0, 0.0
-        share = self._unit * self._weight(tenant_id, tenant)
-        interactive, standard, batch = tenant.costs
-        return interactive / share, (interactive + standard) / share, (interactive + standard + batch) / share
+        return tenant.tops if tenant is not None else _NO_DEMAND
 
     def limit(self, qos_class: QosClass, part: float) -> float:
         """The height below which `part` of the class's demand is, over all tenants: O(n log n)."""
         index = STACK.index(qos_class)
         bends: list[tuple[float, float]] = []  # at each height, by how much more cost there is in a share
         total = 0.0
-        for tenant_id, tenant in self._tenants.items():
-            cost = tenant.costs[index]
-            if cost:
-                share = self._unit * self._weight(tenant_id, tenant)
-                below = sum(tenant.costs[:index]) / share
-                bends += [(below, share), (below + cost / share, -share)]
-                total += cost
+        for tenant in self._tenants.values():
+            below, top = tenant.tops[index - 1] if index else 0.0, tenant.tops[index]
+            if top > below:
+                share = self._unit * tenant.weight
+                bends += [(below, share), (top, -share)]
+                total += (top - below) * share
         bends.sort()
         wanted, height, density = part * total, 0.0, 0.0
         for bend, change in bends:
@@ -144,19 +166,16 @@ class Demand:
             height, density = bend, density + change
         return height
 
-    def _weight(self, tenant_id: TenantId, tenant: _Tenant) -> int:
-        """Of the flows that it uses."""
-        flows = [FlowKey(tenant_id, qos_class) for qos_class, cost in zip(STACK, tenant.costs, strict=True) if cost]
-        return sum(self._weight_of(flow) for flow in flows) or self._weight_of(FlowKey(tenant_id, QosClass.STANDARD))
+    def _weights(self, tenant_id: TenantId) -> tuple[int, ...]:
+        return tuple(self._weight_of(FlowKey(tenant_id, qos_class)) for qos_class in STACK)
 
     def _tenant(self, tenant_id: TenantId, now: float) -> _Tenant:
         tenant = self._tenants.get(tenant_id)
         if tenant is None:
             if len(self._tenants) >= MAX_TENANTS:
                 del self._tenants[next(iter(self._tenants))]
-            tenant = self._tenants[tenant_id] = _Tenant(now)
-        elif tenant.at != now:
-            tenant.advance(now)
+            tenant = self._tenants[tenant_id] = _Tenant(now, self._weights(tenant_id))
+        tenant.advance(now)
         return tenant
 
 

@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from manylora_shared.ids import AdapterUid, QosClass, TenantId, WorkerId
-from manylora_shared.overload import Sample
 
 from manylora_scheduler.fleet import WorkerReport
 from manylora_scheduler.request import FlowKey
@@ -45,10 +44,9 @@ MAX_FOUND = 32
 
 @dataclass(frozen=True)
 class FlowWait:
-    """What a flow waited since it was asked last."""
+    """A flow with queued requests."""
 
     flow: FlowKey
-    sample: Sample
     queued: int
     oldest_s: float
 
@@ -90,7 +88,9 @@ class Neighbours:
         """A worker told of its tenants' KV."""
         if report.snapshot:
             self._workers[worker_id] = _Memory()
-        memory = self._workers.setdefault(worker_id, _Memory())
+        memory = self._workers.get(worker_id)
+        if memory is None:
+            return  # it left, and this was on its way
         memory.total, memory.free = report.kv_blocks_total, report.kv_blocks_free
         for tenant_id, blocks in report.tenants.items():
             if blocks:

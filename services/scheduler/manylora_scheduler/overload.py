@@ -21,7 +21,7 @@ is an outage, and giving up other requests would not end it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from manylora_shared.errors import Code
@@ -29,6 +29,7 @@ from manylora_shared.ids import QosClass, RequestId, RouterId, TenantId
 from manylora_shared.overload import (
     NO_SAMPLE,
     STACK,
+    WARNING_PART,
     LevelController,
     OverloadView,
     Sample,
@@ -42,7 +43,7 @@ from manylora_shared.overload import (
 )
 
 from manylora_scheduler.core import Core
-from manylora_scheduler.demand import MAX_TENANTS, Demand
+from manylora_scheduler.demand import Demand
 from manylora_scheduler.events import (
     Command,
     Dropped,
@@ -63,7 +64,7 @@ from manylora_scheduler.neighbours import FlowWait, Neighbours, Noisy
 from manylora_scheduler.request import FlowKey, QueuedRequest
 
 TICK_S = 0.1
-BOOKS_PER_S = 200_000
+BOOKS_PER_S = 20_000
 """With many flows there are fewer ticks, so that they take a few percent of the time: so many flows or tens of queued
 requests are looked through in a second."""
 LOOK_S = 1.0
@@ -73,12 +74,18 @@ MAX_STEP_S = 1.0
 WITHIN_SHARE = 1.25
 """Demand in shares up to which a tenant's waiting is the cluster's matter: what it asks for fluctuates."""
 MAX_LISTED = 256
-"""Tenants in a view; those with the highest levels and demand come first."""
+"""Tenants in a view, those with levels of their own first, then those furthest above their share; and tenants with
+levels of their own. Where more than these are above their share no one of them is the cause, so the others' waiting is
+the cluster's."""
 MAX_SHED_PER_TICK = 2_000
 _MAX_SHARES = 1024.0
 _MIN_TARGET_S = 1e-3
 _STEPS_PER_SHARE = 64
 """Demand is told in such parts of a share, so that it does not change with every request."""
+_NOBODY = TenantId("")
+"""Is in no view: stands for all that are not."""
+_INDEX = {qos_class: index for index, qos_class in enumerate(STACK)}
+_Samples = dict[QosClass, Sample]
 _SHED_ORDER = (QosClass.BATCH, QosClass.STANDARD, QosClass.INTERACTIVE)
 
 
@@ -135,8 +142,15 @@ class _Waiting:
 class _FlowBook:
     queued: dict[RequestId, _Waiting] = field(default_factory=dict)
     """In the order in which they came."""
-    granted: Sample = NO_SAMPLE
-    """Requests with a target that were granted since the last tick."""
+    count: int = 0
+    """Requests with a target that were granted since the last tick; `warned` and `late` as in Sample."""
+    warned: int = 0
+    late: int = 0
+
+    def add(self, wait_s: float, target_s: float) -> None:
+        self.count += 1
+        self.warned += wait_s > WARNING_PART * target_s
+        self.late += wait_s > target_s
 
 
 class OverloadGate:
@@ -191,6 +205,8 @@ class OverloadGate:
             case PolicyChanged(policy=None):
                 self._own.pop(event.tenant_id, None)
         commands += self._seen(self._core.apply(event, now), now)
+        if isinstance(event, PolicyChanged):
+            self._demand.reweigh(event.tenant_id)
         if isinstance(event, Enqueued) and not self._core.is_queued(event.request.request_id):
             self._leave(event.request)  # the core did not take it: its router's stream is another by now
         if isinstance(event, RouterConnected) and not self._view.is_quiet:
@@ -259,8 +275,7 @@ class OverloadGate:
         if waiting is not None:
             self._demand.was_granted(waiting.cost, now)
             if waiting.target_s is not None:
-                book = self._flows[flow]
-                book.granted += Sample.of(now - waiting.since, waiting.target_s)
+                self._flows[flow].add(now - waiting.since, waiting.target_s)
         if request.adapter_uid is not None:
             self._neighbours.granted(flow.tenant_id, request.adapter_uid, grant.adapter_resident, now)
         cap = self._view.output_cap(flow.tenant_id, flow.qos_class)
@@ -288,10 +303,12 @@ class OverloadGate:
         commands: list[Command] = []
         self._is_used = False
         dt_s, self._ticked_at = min(now - self._ticked_at, MAX_STEP_S), now
-        waits = self._take_waits(now)
         self._demand.weigh(now)
+        cluster, own = self._measure(now)
         if self._enabled:
-            self._move(waits if self._core.is_serving else [], dt_s)
+            if not self._core.is_serving:
+                cluster, own = {}, {}
+            self._move(cluster, own, dt_s)
             view = self._make_view()
             if view != self._view:
                 self._view = view
@@ -299,7 +316,7 @@ class OverloadGate:
             commands += self._shed(now)
         if now - self._looked_at >= LOOK_S:
             self._looked_at = now
-            self._noisy = self._neighbours.find(waits, self._demand.tops, now)
+            self._noisy = self._neighbours.find(self._waits(now), self._demand.tops, now)
         if self._num_queued or self._is_used or self._noisy or not self._cluster.is_idle or self._own:
             books = len(self._flows) + len(self._demand) + self._num_queued // 10
             self._tick_at = now + max(TICK_S, books / BOOKS_PER_S)
@@ -307,38 +324,50 @@ class OverloadGate:
             self._tick_at = None
         return commands
 
-    def _take_waits(self, now: float) -> list[FlowWait]:
-        """What flows waited since the last tick; then they begin anew. Flows without queued requests are forgotten."""
-        waits: list[FlowWait] = []
-        for flow, book in list(self._flows.items()):
-            sample, oldest_s = book.granted, 0.0
+    def _measure(self, now: float) -> tuple[_Samples, dict[TenantId, _Samples]]:
+        """What was waited since the last tick, as the cluster's matter and as that of tenants above their share. Then
+        flows begin anew; those without queued requests are forgotten."""
+        cluster: _Samples = {}
+        own: dict[TenantId, _Samples] = {}
+        empty: list[FlowKey] = []
+        for flow, book in self._flows.items():
             if book.queued:
                 oldest = next(iter(book.queued.values()))
-                oldest_s = now - oldest.since
                 if oldest.target_s is not None:
-                    sample += Sample.of(oldest_s, oldest.target_s)
-            waits.append(FlowWait(flow, sample, len(book.queued), oldest_s))
-            book.granted = NO_SAMPLE
-            if not book.queued:
-                del self._flows[flow]
-        return waits
-
-    def _move(self, waits: list[FlowWait], dt_s: float) -> None:
-        cluster: dict[QosClass, Sample] = {}
-        own: dict[TenantId, dict[QosClass, Sample]] = {}
-        for wait in waits:
-            tenant_id, qos_class = wait.flow
-            if self._demand.tops(tenant_id)[STACK.index(qos_class)] <= WITHIN_SHARE:
-                known = cluster.get(qos_class)
-                cluster[qos_class] = wait.sample if known is None else known + wait.sample
+                    book.add(now - oldest.since, oldest.target_s)
             else:
-                own.setdefault(tenant_id, {})[qos_class] = wait.sample
+                empty.append(flow)
+            if not book.count:
+                continue
+            tenant_id, qos_class = flow
+            samples: _Samples | None = cluster
+            if self._demand.tops(tenant_id)[_INDEX[qos_class]] > WITHIN_SHARE:
+                if tenant_id not in self._own and book.warned and len(self._own) < MAX_LISTED:
+                    self._own[tenant_id] = LevelController()
+                if tenant_id in self._own:
+                    samples = own.setdefault(tenant_id, {})
+                elif len(self._own) < MAX_LISTED:
+                    samples = None
+            if samples is not None:
+                known = samples.get(qos_class, NO_SAMPLE)
+                samples[qos_class] = Sample(
+                    known.count + book.count, known.warned + book.warned, known.late + book.late
+                )
+            book.count = book.warned = book.late = 0
+        for flow in empty:
+            del self._flows[flow]
+        return cluster, own
+
+    def _waits(self, now: float) -> list[FlowWait]:
+        return [
+            FlowWait(flow, len(book.queued), now - next(iter(book.queued.values())).since)
+            for flow, book in self._flows.items()
+            if book.queued
+        ]
+
+    def _move(self, cluster: _Samples, own: dict[TenantId, _Samples], dt_s: float) -> None:
         free_part = self._core.free_part if not self._num_queued else 0.0
         self._cluster.step(cluster, dt_s, free_part=free_part)
-        for tenant_id, samples in own.items():
-            is_late = any(sample.warned for sample in samples.values())
-            if is_late and tenant_id not in self._own and len(self._own) < MAX_TENANTS:
-                self._own[tenant_id] = LevelController()
         for tenant_id, controller in list(self._own.items()):
             controller.step(own.get(tenant_id, {}), dt_s, free_part=free_part)
             if controller.is_idle:
@@ -378,14 +407,20 @@ class OverloadGate:
         commands: list[Command] = []
         for qos_class in _SHED_ORDER:
             excluded: list[tuple[float, FlowKey, RequestId]] = []
-            for flow, book in self._flows.items():
-                limit = self._view.place_limit(*flow) if flow.qos_class is qos_class else 1.0
-                if limit < 1.0:
-                    excluded += [
-                        (-self._view.height_of(flow.tenant_id, qos_class, request_id), flow, request_id)
-                        for request_id, waiting in book.queued.items()
-                        if waiting.place >= limit
-                    ]
+            limits = {tenant_id: self._view.place_limit(tenant_id, qos_class) for tenant_id in self._view.tenants}
+            others_limit = self._view.place_limit(_NOBODY, qos_class)
+            flows: Collection[FlowKey] = self._flows.keys()
+            if others_limit >= 1.0:
+                flows = [FlowKey(tenant_id, qos_class) for tenant_id, limit in limits.items() if limit < 1.0]
+            for flow in flows:
+                if flow.qos_class is not qos_class or flow not in self._flows:
+                    continue
+                limit = limits.get(flow.tenant_id, others_limit)
+                excluded += [
+                    (-self._view.height_of(flow.tenant_id, qos_class, request_id), flow, request_id)
+                    for request_id, waiting in self._flows[flow].queued.items()
+                    if waiting.place >= limit
+                ]
             excluded.sort()
             shed = [(request_id, *self._why_refused(flow, request_id)) for _, flow, request_id in excluded[:room]]
             room -= len(shed)
