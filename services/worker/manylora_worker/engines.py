@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable
 
@@ -24,6 +25,11 @@ from manylora_worker.validation import AdapterValidator, FakeValidator, ThreadVa
 _MIB = 1 << 20
 _REQUESTS_PER_SLOT = 4
 """Bound of requests in the worker: running, waiting for a slot, or for their adapter."""
+_SWITCH_INTERVAL_S = 1e-4
+"""A thread that computes in Python gives the interpreter up to the engine's after so long. Python's default, 5 ms, is
+as long as a step."""
+_OVERTAKES_PER_SLOT = 2
+"""Requests that may overtake one whose adapter finds no room: fewer leave slots empty while pins run out."""
 _FAKE_TOKEN_BYTES = 1 << 17
 """KV of a token in a model of 8 billion parameters."""
 FAKE_MODEL = ModelInfo(
@@ -47,7 +53,9 @@ def engine_limits(config: WorkerConfig) -> EngineLimits:
             sequence_slots=config.sequence_slots,
         ),
         adapters=AdapterCacheLimits(
-            host_bytes=round(config.host_adapter_mb * _MIB), device_bytes=round(config.device_adapter_mb * _MIB)
+            host_bytes=round(config.host_adapter_mb * _MIB),
+            device_bytes=round(config.device_adapter_mb * _MIB),
+            max_overtakes=_OVERTAKES_PER_SLOT * config.sequence_slots,
         ),
         max_requests=_REQUESTS_PER_SLOT * config.sequence_slots,
     )
@@ -73,6 +81,8 @@ def _build_torch(config: WorkerConfig) -> tuple[Runtime, AdapterValidator]:
     from manylora_worker import engine_factory
     from manylora_worker.loader import ModelRefused
 
+    if config.device != "cpu":
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
     waker = _Waker()
     options = engine_factory.EngineOptions(
         model=config.model,
@@ -86,6 +96,7 @@ def _build_torch(config: WorkerConfig) -> tuple[Runtime, AdapterValidator]:
         block_size=config.block_size,
         max_lora_rank=config.max_lora_rank,
         device_adapter_bytes=round(config.device_adapter_mb * _MIB),
+        host_adapter_bytes=round(config.host_adapter_mb * _MIB),
         sequence_slots=config.sequence_slots,
         max_batch_tokens=config.max_batch_tokens,
         threads=config.threads or os.cpu_count() or 1,

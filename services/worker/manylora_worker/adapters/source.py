@@ -11,9 +11,10 @@ stored transposed and scaled, A stacked by site, so that going to the device is 
 
 from __future__ import annotations
 
+import math
 import stat
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,13 +105,23 @@ class _TensorInfo:
     shape: tuple[int, ...]
 
 
+def _empty(elements: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(elements, dtype=dtype)
+
+
 def read_adapter(
-    folder: Path, loaded: LoadedModel, limits: AdapterLimits, *, expected_uid: AdapterUid | None = None
+    folder: Path,
+    loaded: LoadedModel,
+    limits: AdapterLimits,
+    *,
+    expected_uid: AdapterUid | None = None,
+    allocate: Callable[[int, torch.dtype], Tensor] = _empty,
 ) -> HostAdapter:
     """Reads, checks and packs the adapter in `folder`.
 
     Args:
         expected_uid: refuse the adapter unless its content has this uid.
+        allocate: memory for the weights, [elements]; called once, last of what can fail but the weights' values.
 
     Raises:
         AdapterInvalid: with every reason found, MAX_REPORTED at most.
@@ -131,7 +142,7 @@ def read_adapter(
     if expected_uid is not None and uid != expected_uid:
         problems.add(WEIGHTS_NAME, f"the content is not what was registered: its uid is {uid}, not {expected_uid}")
         _raise_if_any(problems)
-    adapter = _pack(folder, uid, ModuleMatcher(settings), loaded, problems)
+    adapter = _pack(folder, uid, ModuleMatcher(settings), loaded, problems, allocate)
     _raise_if_any(problems)
     return adapter
 
@@ -278,7 +289,12 @@ def _parse_key(key: str) -> tuple[str, str | None]:
 
 
 def _pack(
-    folder: Path, uid: AdapterUid, matcher: ModuleMatcher, loaded: LoadedModel, problems: Problems
+    folder: Path,
+    uid: AdapterUid,
+    matcher: ModuleMatcher,
+    loaded: LoadedModel,
+    problems: Problems,
+    allocate: Callable[[int, torch.dtype], Tensor],
 ) -> HostAdapter:
     """Lays the matrices out by site and fills the buffer. Every tensor of the file has been checked to have a place."""
     with safe_open(folder / WEIGHTS_NAME, framework="pt") as file:
@@ -292,21 +308,45 @@ def _pack(
                 layout.append(placed)
                 last = placed.slots[-1][3]
                 end = last.start + last.rows * last.columns
-        buffer = torch.empty(end, dtype=loaded.dtype, pin_memory=loaded.device.type == "cuda")
+        buffer = allocate(end, loaded.dtype)
+        # In two calls for all matrices: hundreds of short ones would each wait for the interpreter, and hold up steps.
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        scaled: dict[float, list[Tensor]] = defaultdict(list)
         for placed in layout:
             for slot, start, stop, b in placed.slots:
                 path = loaded.sites[placed.site].slots[slot].path
                 scale = settings_of[path][1]
                 a_source = file.get_tensor(f"{_KEY_PREFIX}{path}.lora_A.weight")
-                b_source = file.get_tensor(f"{_KEY_PREFIX}{path}.lora_B.weight")
+                b_source = file.get_tensor(f"{_KEY_PREFIX}{path}.lora_B.weight").t()
                 a_target, b_target = placed.a.of(buffer)[start:stop], b.of(buffer)
-                a_target.copy_(a_source)
-                b_target.copy_(b_source.t().float() * scale)
-                for matrix, packed in (("A", a_target), ("B", b_target)):
-                    if not bool(torch.isfinite(packed).all()):
-                        key = f"{_KEY_PREFIX}{path}.lora_{matrix}.weight"
-                        problems.add(key, "holds NaN or infinite values (or overflows the model's number type)")
+                if b_source.dtype is buffer.dtype and _is_exact(scale, buffer.dtype):
+                    scaled[scale].append(b_target)  # a product of two such numbers is rounded once, as from float32
+                else:
+                    b_source = b_source.float() * scale
+                sources += (a_source, b_source)
+                targets += (a_target, b_target)
+        torch._foreach_copy_(targets, sources)
+        for scale, matrices in scaled.items():
+            if scale != 1.0:
+                torch._foreach_mul_(matrices, scale)
+    if end and not all(math.isfinite(extreme) for extreme in torch.aminmax(buffer)):
+        _name_unsound(buffer, layout, loaded, problems)
     return HostAdapter(uid, buffer, tuple(layout))
+
+
+def _is_exact(value: float, dtype: torch.dtype) -> bool:
+    return torch.tensor(value, dtype=dtype).item() == value
+
+
+def _name_unsound(buffer: Tensor, layout: Sequence[PlacedSite], loaded: LoadedModel, problems: Problems) -> None:
+    for placed in layout:
+        for slot, start, stop, b in placed.slots:
+            path = loaded.sites[placed.site].slots[slot].path
+            for matrix, packed in (("A", placed.a.of(buffer)[start:stop]), ("B", b.of(buffer))):
+                if not bool(torch.isfinite(packed).all()):
+                    key = f"{_KEY_PREFIX}{path}.lora_{matrix}.weight"
+                    problems.add(key, "holds NaN or infinite values (or overflows the model's number type)")
 
 
 def place_site(site: Site, ranks: Mapping[str, int], start: int) -> PlacedSite | None:

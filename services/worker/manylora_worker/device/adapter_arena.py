@@ -158,6 +158,10 @@ class AdapterArena:
 
     def fill(self, adapter: HostAdapter) -> None:
         """Copies the weights in, and returns when steps may use them. May run on a thread of its own."""
+        with torch.inference_mode():
+            self._fill(adapter)
+
+    def _fill(self, adapter: HostAdapter) -> None:
         if not self.sites.is_cuda:
             self._copy(adapter, self._places[adapter.uid])
             return
@@ -177,9 +181,18 @@ class AdapterArena:
             self._free_blocks += place.blocks
 
     def _copy(self, adapter: HostAdapter, place: _Place) -> None:
+        behind: torch.cuda.Event | None = None
         for run, block in zip(place.placement.runs, place.blocks, strict=True):
             source = adapter.buffer[run.start : run.start + run.length]
             self._by_block[block, : run.length].copy_(source, non_blocking=True)
+            if self.sites.is_cuda:
+                # Copies are done in the order asked, a step's metadata among them: so never more than two are under
+                # way, or a step would wait for the whole adapter.
+                event = torch.cuda.Event()
+                event.record()
+                if behind is not None:
+                    behind.synchronize()
+                behind = event
         entry = torch.zeros(self.sites.shape[0], self.sites.shape[2], dtype=torch.int64)
         if self.sites.is_cuda:
             entry = entry.pin_memory()
