@@ -390,7 +390,6 @@ def profile(call: Any) -> None:
 def main() -> None:
     options = parse_arguments()
     torch.set_num_threads(4)
-    sys.setswitchinterval(1e-4)  # as a worker with a GPU does
     with torch.inference_mode():
         bench = Bench(options)
         bench.print(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
-import sys
 import time
 from collections.abc import Callable
 
@@ -25,9 +24,6 @@ from manylora_worker.validation import AdapterValidator, FakeValidator, ThreadVa
 _MIB = 1 << 20
 _REQUESTS_PER_SLOT = 4
 """Bound of requests in the worker: running, waiting for a slot, or for their adapter."""
-_SWITCH_INTERVAL_S = 1e-4
-"""A thread that computes in Python gives the interpreter up to the engine's after so long. Python's default, 5 ms, is
-as long as a step."""
 _OVERTAKES_PER_SLOT = 2
 """Requests that may overtake one whose adapter finds no room: fewer leave slots empty while pins run out."""
 _FAKE_TOKEN_BYTES = 1 << 17
@@ -81,8 +77,6 @@ def _build_torch(config: WorkerConfig) -> tuple[Runtime, AdapterValidator]:
     from manylora_worker import engine_factory
     from manylora_worker.loader import ModelRefused
 
-    if config.device != "cpu":
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
     waker = _Waker()
     options = engine_factory.EngineOptions(
         model=config.model,

@@ -27,7 +27,7 @@ from manylora_shared.ids import AdapterUid
 from torch import Tensor
 
 from manylora_worker.adapters.host_memory import HostMemory
-from manylora_worker.adapters.source import AdapterLimits, HostAdapter, read_adapter
+from manylora_worker.adapters.source import AdapterLimits, HostAdapter, Scratch, read_adapter
 from manylora_worker.engine.api import AdapterEvent, AdapterTier
 from manylora_worker.loader import LoadedModel
 
@@ -84,6 +84,7 @@ class TorchAdapterBackend:
         self._limits = limits
         self._notify = notify
         self._memory = memory
+        self._scratch = Scratch()
         self._host: dict[AdapterUid, HostAdapter] = {}
         self._jobs: dict[AdapterTier, queue.SimpleQueue[_Job | None]] = {
             AdapterTier.HOST: queue.SimpleQueue(),
@@ -173,7 +174,9 @@ class TorchAdapterBackend:
 
         folder = self._objects / uid
         try:
-            return read_adapter(folder, self._loaded, self._limits, expected_uid=uid, allocate=allocate)
+            return read_adapter(
+                folder, self._loaded, self._limits, expected_uid=uid, allocate=allocate, scratch=self._scratch
+            )
         except BaseException:
             for buffer in taken:
                 self._give_back(buffer)

@@ -56,7 +56,9 @@ class HostMemory:
         """Idempotent."""
         if self._is_pinned:
             self._is_pinned = False
-            torch.cuda.cudart().cudaHostUnregister(self._slab.data_ptr())
+            outcome = torch.cuda.cudart().cudaHostUnregister(self._slab.data_ptr())
+            if int(outcome) != 0:
+                raise RuntimeError(f"the host tier's memory is still in use: CUDA error {int(outcome)}")
 
     def free(self, buffer: Tensor) -> None:
         """Nobody reads or copies the buffer any more."""

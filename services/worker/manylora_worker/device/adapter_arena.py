@@ -20,6 +20,7 @@ from torch import Tensor
 from manylora_worker.adapters.source import HostAdapter, PlacedSite
 from manylora_worker.kernels.lora import CHUNK_ALIGNMENT, CHUNK_RANKS, a_field, b_field, num_chunks, site_fields
 
+_BLOCKS_AT_ONCE = 4
 _LAYOUTS = 64
 _KNOWN_ADAPTERS = 1 << 16
 
@@ -182,12 +183,12 @@ class AdapterArena:
 
     def _copy(self, adapter: HostAdapter, place: _Place) -> None:
         behind: torch.cuda.Event | None = None
-        for run, block in zip(place.placement.runs, place.blocks, strict=True):
+        for i, (run, block) in enumerate(zip(place.placement.runs, place.blocks, strict=True)):
             source = adapter.buffer[run.start : run.start + run.length]
             self._by_block[block, : run.length].copy_(source, non_blocking=True)
-            if self.sites.is_cuda:
-                # Copies are done in the order asked, a step's metadata among them: so never more than two are under
-                # way, or a step would wait for the whole adapter.
+            if self.sites.is_cuda and i % _BLOCKS_AT_ONCE == _BLOCKS_AT_ONCE - 1:
+                # A device does copies in the order asked, a step's metadata among them: with the whole adapter under
+                # way, a step would wait for all of it.
                 event = torch.cuda.Event()
                 event.record()
                 if behind is not None:
