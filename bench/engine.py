@@ -34,6 +34,7 @@ import torch
 import transformers
 import triton
 from manylora_shared.ids import AdapterUid
+from manylora_worker.adapters.host_memory import HostMemory
 from manylora_worker.adapters.source import HostAdapter, place_site
 from manylora_worker.device.decoder_weights import read_decoder
 from manylora_worker.device.runner import DeviceLimits, DeviceModelRunner
@@ -274,8 +275,8 @@ class Bench:
         if f"{case}:{prompts}" in options.profile.split(","):
             profile(lambda: self.runner.submit(batch))
 
-    def make_runner(self, *, num_kv: int, num_adapters: int, max_rows: int) -> DeviceModelRunner:
-        """Another runner over the same weights; its graphs are captured."""
+    def make_runner(self, *, num_kv: int, num_adapters: int, max_rows: int, warms_up: bool) -> DeviceModelRunner:
+        """Another runner over the same weights."""
         options, spec = self.options, self.loaded.spec
         weights = read_decoder(self.loaded)
         assert weights is not None
@@ -289,6 +290,8 @@ class Bench:
             max_rows=max_rows, max_sequences=max(self.batches), adapter_slots=max(1, num_adapters), max_rank=64
         )
         runner = DeviceModelRunner(self.loaded, weights, cache, limits, num_kv_blocks=num_kv)
+        if not warms_up:
+            return runner
         free = torch.cuda.mem_get_info()[0]
         started = time.perf_counter()
         graphs = runner.warm_up()
@@ -306,9 +309,14 @@ class Bench:
         adapter = make_adapter(self.loaded, 0, options.rank)
         sizes = {"slots": max(self.batches), "batch_tokens": 2048 + 64, "chunk_tokens": 2048}
         sizes["max_overtakes"] = 2 * max(self.batches)
-        runner = self.make_runner(num_kv=12_000, num_adapters=options.adapters, max_rows=sizes["batch_tokens"])
+        runner = self.make_runner(
+            num_kv=12_000, num_adapters=options.adapters, max_rows=sizes["batch_tokens"], warms_up=True
+        )
         sizes["device_bytes"] = options.adapters * runner.adapter_bytes(adapter)
-        engine = engine_traffic.Traffic(self.loaded, runner, store, **sizes)
+        started = time.perf_counter()
+        memory = HostMemory(engine_traffic.HOST_BYTES)
+        self.print(case="pin", gib=engine_traffic.HOST_BYTES / GIB, seconds=time.perf_counter() - started)
+        engine = engine_traffic.Traffic(self.loaded, runner, store, memory=memory, **sizes)
         for case in cases:
             if case == "zipf-1000":
                 engine_traffic.run_zipf(engine, self.print)
@@ -317,8 +325,8 @@ class Bench:
             elif case == "chunk":
                 engine_traffic.run_chunk(engine, self.print)
             else:
-                bare = self.make_runner(num_kv=12_000, num_adapters=0, max_rows=sizes["batch_tokens"])
-                plain = engine_traffic.Traffic(self.loaded, bare, store, **sizes)
+                bare = self.make_runner(num_kv=12_000, num_adapters=0, max_rows=sizes["batch_tokens"], warms_up=False)
+                plain = engine_traffic.Traffic(self.loaded, bare, store, memory=memory, **sizes)
                 engine_traffic.run_base_only(plain, engine, self.print)
                 plain.close()
         engine.close()

@@ -29,6 +29,7 @@ from manylora_shared.adapter_files import CONFIG_NAME, WEIGHTS_NAME, adapter_uid
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
 from manylora_worker.adapters.backend import TorchAdapterBackend
 from manylora_worker.adapters.cache import AdapterCacheLimits
+from manylora_worker.adapters.host_memory import HostMemory
 from manylora_worker.adapters.source import AdapterLimits
 from manylora_worker.device.runner import DeviceModelRunner
 from manylora_worker.engine.api import AdapterTier, EngineRequest, Sampling
@@ -38,6 +39,7 @@ from manylora_worker.loader import LoadedModel
 from safetensors.torch import save_file
 
 GIB = 1 << 30
+HOST_BYTES = 26 * GIB
 WEIGHT_FILES = 16
 ADAPTERS = 1000
 
@@ -76,7 +78,8 @@ class Store:
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": self._name,
             "r": self._rank,
-            "lora_alpha": self._rank + index / ADAPTERS,
+            "lora_alpha": 2 * self._rank,
+            "lora_dropout": index / 10_000,  # says nothing about inference, and makes another adapter of it
             "target_modules": "all-linear",
         }
         uid = adapter_uid(config, weights)
@@ -104,14 +107,16 @@ class Traffic:
         chunk_tokens: int,
         device_bytes: int,
         max_overtakes: int,
+        memory: HostMemory,
     ) -> None:
         self.store = store
-        self.backend = TorchAdapterBackend(store.objects, loaded, runner, AdapterLimits(max_rank=64), host_threads=4)
+        self.backend = TorchAdapterBackend(
+            store.objects, loaded, runner, AdapterLimits(max_rank=64), host_threads=8, memory=memory
+        )
         limits = EngineLimits(
             PlannerLimits(batch_tokens, chunk_tokens, slots),
             AdapterCacheLimits(
-                host_bytes=48 * GIB, device_bytes=device_bytes, host_loads=8, device_loads=4,
-                max_overtakes=max_overtakes,
+                host_bytes=HOST_BYTES, device_bytes=device_bytes, max_overtakes=max_overtakes
             ),
             max_requests=4096,
         )  # fmt: skip

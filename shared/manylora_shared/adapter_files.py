@@ -60,6 +60,13 @@ def adapter_uid(config: dict[str, Any], safetensors: Path) -> AdapterUid:
     return AdapterUid(digest.hexdigest())
 
 
+def adapter_uid_of(config: dict[str, Any], safetensors: memoryview) -> AdapterUid:
+    """As `adapter_uid`, of a weight file's content."""
+    digest = _uid_digest(config)
+    digest.update(safetensors)
+    return AdapterUid(digest.hexdigest())
+
+
 def _uid_digest(config: dict[str, Any]) -> hashlib._Hash:
     encoded = canonical_config(config)
     return hashlib.sha256(_UID_DOMAIN + len(encoded).to_bytes(8, "big") + encoded)

@@ -12,14 +12,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from manylora_shared.ids import QosClass, RequestId, TenantId
 from manylora_worker import loader
+from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.adapters.source import read_adapter
+from manylora_worker.engine.api import EngineRequest, Sampling
 from manylora_worker.engine.attention import ATTENTION, register_attention
+from manylora_worker.engine.core import EngineCore, EngineLimits
+from manylora_worker.engine.fake_runner import FakeAdapterBackend
 from manylora_worker.engine.kv_cache import KvCache
+from manylora_worker.engine.step_planner import PlannerLimits
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.numerics.conftest import Family
-from tests.numerics.driver import LIMITS, Driver, Stream
+from tests.numerics.driver import LIMITS, Driver, Stream, make_runner
 from tests.numerics.test_engine_against_peft import FamilyOf, mixed_streams
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
@@ -79,6 +85,49 @@ def test_on_the_device(family_of: FamilyOf, name: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "phi3"])
 def test_in_the_interpreter(family_of: FamilyOf, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_family(family_of, name, "cpu", monkeypatch)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+def test_the_core_runs_ahead_in_the_interpreter(family_of: FamilyOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pending tokens, a prompt in chunks beside a decode, a stop found late, penalties counted on the device."""
+    monkeypatch.setattr(loader, "can_pack", lambda *_: False)
+    family = family_of("llama")
+    _, runner = make_device_runner(family, family.folder, "cpu")
+    limits = EngineLimits(PlannerLimits(8, 4, 4), AdapterCacheLimits(1, 1), max_requests=8)
+    core = EngineCore(runner, FakeAdapterBackend(lambda: 0.0), limits)
+    prompts = {"long": [5, 9, 4, 8, 6, 7, 3], "short": [11, 4], "stops": [9, 3, 7]}
+    want = {name: family.reference.greedy(prompt, None, 5) for name, prompt in prompts.items()}
+    stop = want["stops"][2]
+    want["stops"] = want["stops"][: want["stops"].index(stop)]
+    penalized = Sampling(seed=1, temperature=0.9, repetition_penalty=1.4, frequency_penalty=0.6)
+    samplings = {name: Sampling(seed=0, temperature=0.0) for name in prompts} | {"penalties": penalized}
+    prompts["penalties"] = [4, 4, 9]
+    for name, prompt in prompts.items():
+        core.add(
+            EngineRequest(
+                RequestId(name), TenantId("t"), QosClass.BATCH, None, tuple(prompt), 5, samplings[name],
+                stop_token_ids=frozenset([stop]) if name == "stops" else frozenset(),
+            ),
+            0.0,
+        )  # fmt: skip
+    got: dict[str, list[int]] = {}
+    ahead = 0
+    while core.has_work():
+        for output in core.step(0.0):
+            got.setdefault(output.request_id, []).extend(output.token_ids)
+        ahead += core.num_in_flight
+        core.check_invariants()
+    assert core.step_error is None
+    assert ahead > 4
+    assert got.pop("penalties") == _drawn_on_the_cpu(family, prompts["penalties"], penalized, 5)
+    assert got == want
+
+
+def _drawn_on_the_cpu(family: Family, prompt: list[int], sampling: Sampling, count: int) -> list[int]:
+    driver = Driver(make_runner(family.loaded))
+    stream = Stream(prompt, sampling=sampling)
+    driver.run([stream], count)
+    return stream.output
 
 
 @pytest.mark.gpu

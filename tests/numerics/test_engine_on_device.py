@@ -25,7 +25,8 @@ MAX_TOKENS = 20
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_core_equals_peft(family_of: FamilyOf, name: str, tmp_path: Path) -> None:
-    """Chunked prefill, a pool too small for all, adapters loaded and evicted meanwhile, graphs of many sizes."""
+    """Chunked prefill, a pool too small for all, adapters loaded and evicted meanwhile, graphs of many sizes; the next
+    step is begun beside the last one, and stop tokens are found late."""
     family = family_of(name)
     uids: dict[str | None, AdapterUid | None] = {None: None}
     for adapter, folder in family.adapters.items():
@@ -50,25 +51,31 @@ def test_core_equals_peft(family_of: FamilyOf, name: str, tmp_path: Path) -> Non
         for _ in range(2)
         for adapter in uids
     ]
+    outputs = [family.reference.greedy(prompt, adapter, MAX_TOKENS) for adapter, prompt in wanted]
+    stops = [output[9] if i % 3 == 0 else None for i, output in enumerate(outputs)]
     for i, (adapter, prompt) in enumerate(wanted):
         request = EngineRequest(
             RequestId(f"r{i}"), TenantId("t"), QosClass("interactive"), uids[adapter], tuple(prompt), MAX_TOKENS,
-            Sampling(seed=i, temperature=0.0), n=1 + i % 2,
+            Sampling(seed=i, temperature=0.0), frozenset({stops[i]} - {None}), n=1 + i % 2,
         )  # fmt: skip
         core.add(request, now=0.0)
     got: dict[tuple[str, int], list[int]] = {}
     deadline = time.monotonic() + 120
+    steps_ahead = 0
     try:
         while core.has_work():
             assert time.monotonic() < deadline
             for output in core.step(now=time.monotonic()):
                 got.setdefault((output.request_id, output.choice), []).extend(output.token_ids)
+            steps_ahead += core.num_in_flight
             core.take_ended()
             core.check_invariants()
         for i, (adapter, prompt) in enumerate(wanted):
-            expected = family.reference.greedy(prompt, adapter, MAX_TOKENS)
+            stop = stops[i]
+            expected = outputs[i] if stop is None else outputs[i][: outputs[i].index(stop)]
             for choice in range(1 + i % 2):
-                assert got[f"r{i}", choice] == expected, (adapter, len(prompt))
+                assert got.get((f"r{i}", choice), []) == expected, (adapter, len(prompt))
+        assert steps_ahead > core.stats().steps // 2
         stats = core.stats()
         assert stats.evictions > 0
         assert stats.failed_steps == 0

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from manylora_worker.adapters.backend import TorchAdapterBackend
+from manylora_worker.adapters.host_memory import HostMemory
 from manylora_worker.adapters.lora_linear import LoraCosts, LoraPlanner
 from manylora_worker.adapters.source import AdapterLimits, HostAdapter, read_adapter
 from manylora_worker.engine.api import ModelRunner
@@ -36,7 +37,7 @@ DEFAULT_KV_CACHE_MB = 512
 GIB = 1 << 30
 _MARGIN_DIVISOR = 50
 """Part of the device's memory that nobody plans with."""
-_GPU_LOADER_THREADS = 4
+_GPU_LOADER_THREADS = 8
 _STACKED_ADAPTER_BYTES = 256 * MIB
 """Bound on the copies that stack the adapters of a step, see LoraPlanner."""
 
@@ -64,6 +65,7 @@ class EngineOptions:
     block_size: int = 16
     max_lora_rank: int = 64
     device_adapter_bytes: int = 512 * MIB
+    host_adapter_bytes: int = 1024 * MIB
     sequence_slots: int = 64
     max_batch_tokens: int = 512
     threads: int = 1
@@ -101,9 +103,15 @@ def build_engine_parts(options: EngineOptions, *, notify: Callable[[], None] = l
     device_runner = _device_runner(loaded, options) if loaded.device.type == "cuda" else None
     runner = device_runner or _reference_runner(loaded, options)
     limits = AdapterLimits(max_rank=options.max_lora_rank)
-    host_threads = _GPU_LOADER_THREADS if loaded.device.type == "cuda" else 1
+    is_gpu = loaded.device.type == "cuda"
     backend = TorchAdapterBackend(
-        options.adapter_store / "objects", loaded, runner, limits, host_threads=host_threads, notify=notify
+        options.adapter_store / "objects",
+        loaded,
+        runner,
+        limits,
+        host_threads=_GPU_LOADER_THREADS if is_gpu else 1,
+        memory=HostMemory(options.host_adapter_bytes) if is_gpu else None,
+        notify=notify,
     )
     if device_runner is not None:
         _warm_up(device_runner)

@@ -24,6 +24,8 @@ from manylora_worker.validation import AdapterValidator, FakeValidator, ThreadVa
 _MIB = 1 << 20
 _REQUESTS_PER_SLOT = 4
 """Bound of requests in the worker: running, waiting for a slot, or for their adapter. Never below what it announces."""
+_OVERTAKES_PER_SLOT = 2
+"""Requests that may overtake one whose adapter finds no room: fewer leave slots empty while pins run out."""
 _FAKE_TOKEN_BYTES = 1 << 17
 """KV of a token in a model of 8 billion parameters."""
 FAKE_MODEL = ModelInfo(
@@ -47,7 +49,9 @@ def engine_limits(config: WorkerConfig) -> EngineLimits:
             sequence_slots=config.sequence_slots,
         ),
         adapters=AdapterCacheLimits(
-            host_bytes=round(config.host_adapter_mb * _MIB), device_bytes=round(config.device_adapter_mb * _MIB)
+            host_bytes=round(config.host_adapter_mb * _MIB),
+            device_bytes=round(config.device_adapter_mb * _MIB),
+            max_overtakes=_OVERTAKES_PER_SLOT * config.sequence_slots,
         ),
         max_requests=max(_REQUESTS_PER_SLOT * config.sequence_slots, config.sequence_slots + config.parked_sequences),
     )
@@ -86,6 +90,7 @@ def _build_torch(config: WorkerConfig) -> tuple[Runtime, AdapterValidator]:
         block_size=config.block_size,
         max_lora_rank=config.max_lora_rank,
         device_adapter_bytes=round(config.device_adapter_mb * _MIB),
+        host_adapter_bytes=round(config.host_adapter_mb * _MIB),
         sequence_slots=config.sequence_slots,
         max_batch_tokens=config.max_batch_tokens,
         threads=config.threads or os.cpu_count() or 1,

@@ -24,8 +24,10 @@ from typing import Protocol
 import torch
 from manylora_shared.errors import ManyloraError
 from manylora_shared.ids import AdapterUid
+from torch import Tensor
 
-from manylora_worker.adapters.source import AdapterLimits, HostAdapter, read_adapter
+from manylora_worker.adapters.host_memory import HostMemory
+from manylora_worker.adapters.source import AdapterLimits, HostAdapter, Scratch, read_adapter
 from manylora_worker.engine.api import AdapterEvent, AdapterTier
 from manylora_worker.loader import LoadedModel
 
@@ -61,6 +63,7 @@ class TorchAdapterBackend:
     Args:
         objects: the folder that holds one folder an adapter, named by uid.
         host_threads: adapters that are read from the store at the same time.
+        memory: for the host tier, closed with the backend; None: memory that is not pinned, where there is no device.
         notify: called by the threads after each event is queued, to wake the engine; must not block.
     """
 
@@ -72,6 +75,7 @@ class TorchAdapterBackend:
         limits: AdapterLimits,
         *,
         host_threads: int = 1,
+        memory: HostMemory | None = None,
         notify: Callable[[], None] = lambda: None,
     ) -> None:
         self._objects = objects
@@ -79,6 +83,8 @@ class TorchAdapterBackend:
         self._target = target
         self._limits = limits
         self._notify = notify
+        self._memory = memory
+        self._scratch = Scratch()
         self._host: dict[AdapterUid, HostAdapter] = {}
         self._jobs: dict[AdapterTier, queue.SimpleQueue[_Job | None]] = {
             AdapterTier.HOST: queue.SimpleQueue(),
@@ -130,7 +136,9 @@ class TorchAdapterBackend:
         self._target.drop_adapter(uid)
 
     def drop_host(self, uid: AdapterUid) -> None:
-        self._host.pop(uid, None)
+        adapter = self._host.pop(uid, None)
+        if adapter is not None:
+            self._give_back(adapter.buffer)
 
     def close(self) -> None:
         if not self._closing.is_set():
@@ -139,6 +147,8 @@ class TorchAdapterBackend:
                 self._jobs[tier].put(None)
             for _, thread in self._threads:
                 thread.join()
+            if self._memory is not None:
+                self._memory.close()
 
     def _run(self, tier: AdapterTier) -> None:
         try:
@@ -154,12 +164,38 @@ class TorchAdapterBackend:
             self._events.put(self._load(job))
             self._notify()
 
+    def _read(self, uid: AdapterUid) -> HostAdapter:
+        taken: list[Tensor] = []
+
+        def allocate(elements: int, dtype: torch.dtype) -> Tensor:
+            memory = self._memory
+            taken.append(torch.empty(elements, dtype=dtype) if memory is None else memory.allocate(elements, dtype))
+            return taken[0]
+
+        folder = self._objects / uid
+        try:
+            return read_adapter(
+                folder, self._loaded, self._limits, expected_uid=uid, allocate=allocate, scratch=self._scratch
+            )
+        except BaseException:
+            for buffer in taken:
+                self._give_back(buffer)
+            raise
+
+    def _give_back(self, buffer: Tensor) -> None:
+        if self._memory is not None:
+            self._memory.free(buffer)
+
     def _load(self, job: _Job) -> AdapterEvent:
         try:
             if job.tier is AdapterTier.HOST:
-                adapter = read_adapter(self._objects / job.uid, self._loaded, self._limits, expected_uid=job.uid)
+                adapter = self._read(job.uid)
                 # The greater of what it takes here and there: one number counts against both budgets.
-                size_bytes = max(adapter.size_bytes, self._target.adapter_bytes(adapter))
+                try:
+                    size_bytes = max(adapter.size_bytes, self._target.adapter_bytes(adapter))
+                except ValueError:
+                    self._give_back(adapter.buffer)
+                    raise
                 self._host[job.uid] = adapter
                 return AdapterEvent(job.uid, AdapterTier.HOST, size_bytes)
             assert job.adapter is not None

@@ -38,9 +38,9 @@ _PREFETCH_QUEUE = 64
 class AdapterCacheLimits:
     host_bytes: int
     device_bytes: int
-    host_loads: int = 4
+    host_loads: int = 8
     """Loads from disk at the same time."""
-    device_loads: int = 2
+    device_loads: int = 8
     max_overtakes: int = 32
 
     def __post_init__(self) -> None:

@@ -11,15 +11,19 @@ stored transposed and scaled, A stacked by site, so that going to the device is 
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import stat
+import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from manylora_shared.adapter_files import CONFIG_NAME, MAX_CONFIG_BYTES, WEIGHTS_NAME, adapter_uid, parse_config
+from manylora_shared.adapter_files import CONFIG_NAME, MAX_CONFIG_BYTES, WEIGHTS_NAME, adapter_uid_of, parse_config
 from manylora_shared.errors import FieldViolation, InvalidRequest
 from manylora_shared.ids import AdapterUid
 from safetensors import SafetensorError, safe_open
@@ -42,7 +46,8 @@ MAX_REPORTED = 32
 
 _KEY_PREFIX = "base_model.model."
 _MATRICES = {".lora_A.weight": "A", ".lora_B.weight": "B"}
-_FLOAT_TYPES = frozenset({"F32", "F16", "BF16"})
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_KEPT_SCRATCH_BYTES = 256 << 20
 
 
 class AdapterInvalid(InvalidRequest):
@@ -104,13 +109,25 @@ class _TensorInfo:
     shape: tuple[int, ...]
 
 
+def _empty(elements: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(elements, dtype=dtype)
+
+
 def read_adapter(
-    folder: Path, loaded: LoadedModel, limits: AdapterLimits, *, expected_uid: AdapterUid | None = None
+    folder: Path,
+    loaded: LoadedModel,
+    limits: AdapterLimits,
+    *,
+    expected_uid: AdapterUid | None = None,
+    allocate: Callable[[int, torch.dtype], Tensor] = _empty,
+    scratch: Scratch | None = None,
 ) -> HostAdapter:
     """Reads, checks and packs the adapter in `folder`.
 
     Args:
         expected_uid: refuse the adapter unless its content has this uid.
+        allocate: memory for the weights, [elements]; called once, last of what can fail but the weights' values.
+        scratch: for the file's content; None: memory that is given back.
 
     Raises:
         AdapterInvalid: with every reason found, MAX_REPORTED at most.
@@ -127,11 +144,17 @@ def read_adapter(
     _raise_if_any(problems)
     assert config is not None
     assert settings is not None
-    uid = adapter_uid(config, folder / WEIGHTS_NAME)
+    assert tensors is not None
+    content = _read_content(folder / WEIGHTS_NAME, limits, scratch, problems)
+    _raise_if_any(problems)
+    assert content is not None
+    uid = adapter_uid_of(config, memoryview(content.numpy()))
     if expected_uid is not None and uid != expected_uid:
         problems.add(WEIGHTS_NAME, f"the content is not what was registered: its uid is {uid}, not {expected_uid}")
         _raise_if_any(problems)
-    adapter = _pack(folder, uid, ModuleMatcher(settings), loaded, problems)
+    found = _tensors_in(content, tensors, problems)
+    _raise_if_any(problems)
+    adapter = _pack(found, uid, ModuleMatcher(settings), loaded, problems, allocate)
     _raise_if_any(problems)
     return adapter
 
@@ -216,7 +239,7 @@ def _check_tensors(
     found: dict[str, dict[str, _TensorInfo]] = defaultdict(dict)
     for key, info in sorted(tensors.items()):
         path, matrix = _parse_key(key)
-        if info.dtype not in _FLOAT_TYPES:
+        if info.dtype not in _DTYPES:
             problems.add(key, f"has type {info.dtype}; F32, F16 and BF16 are read")
         if matrix is None:
             problems.add(key, "is not a LoRA A or B matrix of a linear layer, and nothing else can be used")
@@ -277,36 +300,119 @@ def _parse_key(key: str) -> tuple[str, str | None]:
     return key, None
 
 
+class Scratch(threading.local):
+    """Each thread's buffer for weight files, so that the next one finds its memory there already: to map a file, or to
+    take memory anew, is a page fault for every 4 KiB, and giving it back interrupts all threads of the process."""
+
+    buffer: Tensor | None = None
+
+    def take(self, size_bytes: int) -> Tensor:
+        """[size_bytes] uint8; the thread's next call gives it out again."""
+        if self.buffer is None or self.buffer.numel() < size_bytes:
+            buffer = torch.empty(size_bytes, dtype=torch.uint8)
+            if size_bytes > _KEPT_SCRATCH_BYTES:
+                return buffer
+            self.buffer = buffer
+        return self.buffer[:size_bytes]
+
+
+def _read_content(path: Path, limits: AdapterLimits, scratch: Scratch | None, problems: Problems) -> Tensor | None:
+    """The whole file, [bytes] uint8: valid until the thread takes from `scratch` again."""
+    try:
+        with path.open("rb") as stream:
+            size_bytes = os.fstat(stream.fileno()).st_size
+            if size_bytes <= limits.max_file_bytes:
+                content = _empty(size_bytes, torch.uint8) if scratch is None else scratch.take(size_bytes)
+                if stream.readinto(content.numpy()) == size_bytes and not stream.read(1):
+                    return content
+        problems.add(WEIGHTS_NAME, "changed while it was read")
+    except OSError as error:
+        problems.add(WEIGHTS_NAME, f"is not readable ({error})")
+    return None
+
+
+def _tensors_in(content: Tensor, expected: Mapping[str, _TensorInfo], problems: Problems) -> dict[str, Tensor]:
+    """Views of the file's tensors, which have to be those that its header was checked for."""
+    found: dict[str, Tensor] = {}
+    try:
+        start = 8 + int.from_bytes(content[:8].numpy().tobytes(), "little")
+        header = json.loads(content[8:start].numpy().tobytes())
+        header.pop("__metadata__", None)
+        for key, info in expected.items():
+            entry = header.pop(key)
+            first, last = entry["data_offsets"]
+            values, dtype = content[start + first : start + last], _DTYPES[info.dtype]
+            if values.data_ptr() % dtype.itemsize:
+                values = values.clone()
+            found[key] = values.view(dtype).view(info.shape)
+            if entry["dtype"] != info.dtype:
+                raise ValueError(key)
+        if header:
+            raise ValueError("more tensors")
+    except (ValueError, KeyError, TypeError, RuntimeError):
+        problems.add(WEIGHTS_NAME, "changed while it was read")
+    return found
+
+
 def _pack(
-    folder: Path, uid: AdapterUid, matcher: ModuleMatcher, loaded: LoadedModel, problems: Problems
+    tensors: Mapping[str, Tensor],
+    uid: AdapterUid,
+    matcher: ModuleMatcher,
+    loaded: LoadedModel,
+    problems: Problems,
+    allocate: Callable[[int, torch.dtype], Tensor],
 ) -> HostAdapter:
     """Lays the matrices out by site and fills the buffer. Every tensor of the file has been checked to have a place."""
-    with safe_open(folder / WEIGHTS_NAME, framework="pt") as file:
-        targeted = {path for path, _ in map(_parse_key, file.keys())}
-        settings_of = {path: matcher.rank_and_scale(path) for path in targeted}
-        layout: list[PlacedSite] = []
-        end = 0
-        for site in loaded.sites:
-            placed = place_site(site, {path: settings_of[path][0] for path in targeted}, end)
-            if placed is not None:
-                layout.append(placed)
-                last = placed.slots[-1][3]
-                end = last.start + last.rows * last.columns
-        buffer = torch.empty(end, dtype=loaded.dtype, pin_memory=loaded.device.type == "cuda")
-        for placed in layout:
-            for slot, start, stop, b in placed.slots:
-                path = loaded.sites[placed.site].slots[slot].path
-                scale = settings_of[path][1]
-                a_source = file.get_tensor(f"{_KEY_PREFIX}{path}.lora_A.weight")
-                b_source = file.get_tensor(f"{_KEY_PREFIX}{path}.lora_B.weight")
-                a_target, b_target = placed.a.of(buffer)[start:stop], b.of(buffer)
-                a_target.copy_(a_source)
-                b_target.copy_(b_source.t().float() * scale)
-                for matrix, packed in (("A", a_target), ("B", b_target)):
-                    if not bool(torch.isfinite(packed).all()):
-                        key = f"{_KEY_PREFIX}{path}.lora_{matrix}.weight"
-                        problems.add(key, "holds NaN or infinite values (or overflows the model's number type)")
+    targeted = {path for path, _ in map(_parse_key, tensors)}
+    settings_of = {path: matcher.rank_and_scale(path) for path in targeted}
+    ranks = {path: rank for path, (rank, _) in settings_of.items()}
+    layout: list[PlacedSite] = []
+    end = 0
+    for site in loaded.sites:
+        placed = place_site(site, ranks, end)
+        if placed is not None:
+            layout.append(placed)
+            last = placed.slots[-1][3]
+            end = last.start + last.rows * last.columns
+    buffer = allocate(end, loaded.dtype)
+    # In two calls for all matrices: hundreds of short ones would each wait for the interpreter, and hold up steps.
+    sources: list[Tensor] = []
+    targets: list[Tensor] = []
+    scaled: dict[float, list[Tensor]] = defaultdict(list)
+    for placed in layout:
+        for slot, start, stop, b in placed.slots:
+            path = loaded.sites[placed.site].slots[slot].path
+            scale = settings_of[path][1]
+            a_source = tensors[f"{_KEY_PREFIX}{path}.lora_A.weight"]
+            b_source = tensors[f"{_KEY_PREFIX}{path}.lora_B.weight"].t()
+            a_target, b_target = placed.a.of(buffer)[start:stop], b.of(buffer)
+            if b_source.dtype is buffer.dtype and _is_exact(scale, buffer.dtype):
+                scaled[scale].append(b_target)  # a product of two such numbers is rounded once, as from float32
+            else:
+                b_source = b_source.float() * scale
+            sources += (a_source, b_source)
+            targets += (a_target, b_target)
+    torch._foreach_copy_(targets, sources)
+    for scale, matrices in scaled.items():
+        if scale != 1.0:
+            torch._foreach_mul_(matrices, scale)
+    if end and not all(math.isfinite(extreme) for extreme in torch.aminmax(buffer)):
+        _name_unsound(buffer, layout, loaded, problems)
     return HostAdapter(uid, buffer, tuple(layout))
+
+
+def _is_exact(value: float, dtype: torch.dtype) -> bool:
+    return torch.tensor(value, dtype=dtype).item() == value
+
+
+def _name_unsound(buffer: Tensor, layout: Sequence[PlacedSite], loaded: LoadedModel, problems: Problems) -> None:
+    for placed in layout:
+        for slot, start, stop, b in placed.slots:
+            path = loaded.sites[placed.site].slots[slot].path
+            for matrix, packed in (("A", placed.a.of(buffer)[start:stop]), ("B", b.of(buffer))):
+                if not bool(torch.isfinite(packed).all()):
+                    key = f"{_KEY_PREFIX}{path}.lora_{matrix}.weight"
+                    problems.add(key, "holds NaN or infinite values (or overflows the model's number type)")
 
 
 def place_site(site: Site, ranks: Mapping[str, int], start: int) -> PlacedSite | None:

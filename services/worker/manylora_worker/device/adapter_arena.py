@@ -20,6 +20,7 @@ from torch import Tensor
 from manylora_worker.adapters.source import HostAdapter, PlacedSite
 from manylora_worker.kernels.lora import CHUNK_ALIGNMENT, CHUNK_RANKS, a_field, b_field, num_chunks, site_fields
 
+_BLOCKS_AT_ONCE = 4
 _LAYOUTS = 64
 _KNOWN_ADAPTERS = 1 << 16
 
@@ -158,6 +159,10 @@ class AdapterArena:
 
     def fill(self, adapter: HostAdapter) -> None:
         """Copies the weights in, and returns when steps may use them. May run on a thread of its own."""
+        with torch.inference_mode():
+            self._fill(adapter)
+
+    def _fill(self, adapter: HostAdapter) -> None:
         if not self.sites.is_cuda:
             self._copy(adapter, self._places[adapter.uid])
             return
@@ -177,9 +182,18 @@ class AdapterArena:
             self._free_blocks += place.blocks
 
     def _copy(self, adapter: HostAdapter, place: _Place) -> None:
-        for run, block in zip(place.placement.runs, place.blocks, strict=True):
+        behind: torch.cuda.Event | None = None
+        for i, (run, block) in enumerate(zip(place.placement.runs, place.blocks, strict=True)):
             source = adapter.buffer[run.start : run.start + run.length]
             self._by_block[block, : run.length].copy_(source, non_blocking=True)
+            if self.sites.is_cuda and i % _BLOCKS_AT_ONCE == _BLOCKS_AT_ONCE - 1:
+                # A device does copies in the order asked, a step's metadata among them: with the whole adapter under
+                # way, a step would wait for all of it.
+                event = torch.cuda.Event()
+                event.record()
+                if behind is not None:
+                    behind.synchronize()
+                behind = event
         entry = torch.zeros(self.sites.shape[0], self.sites.shape[2], dtype=torch.int64)
         if self.sites.is_cuda:
             entry = entry.pin_memory()

@@ -169,6 +169,11 @@ class Decoder:
 
     def forward(self, step: DeviceStep) -> Tensor:
         """[wanted rows, vocab], in a buffer that the next pass overwrites."""
+        self.run_layers(step)
+        return self.head(step)
+
+    def run_layers(self, step: DeviceStep) -> None:
+        """All but the head."""
         weights = self.weights
         rows = step.rows
         residual, normed, delta = self._residual[:rows], self._normed[:rows], self._delta[:rows]
@@ -197,9 +202,10 @@ class Decoder:
             is_last = i + 1 == len(weights.layers)
             next_norm = weights.final_norm if is_last else weights.layers[i + 1].input_norm
             self._norm(product, residual, normed, layer.ffn_post_norm, next_norm, step, lora)
-        return self._head(normed, step)
 
-    def _head(self, normed: Tensor, step: DeviceStep) -> Tensor:
+    def head(self, step: DeviceStep) -> Tensor:
+        """As `forward`, of the step whose layers ran last."""
+        normed = self._normed[: step.rows]
         if step.logit_rows is not None:
             normed = normed.index_select(0, step.logit_rows)
         logits = self._logits[: normed.shape[0]]

@@ -1,4 +1,4 @@
-"""ModelRunner for a CUDA device: steps that only decode replay a CUDA graph, steps with prompts run kernel by kernel.
+"""ModelRunner for a CUDA device: steps replay CUDA graphs, but for large ones with prompts, which run kernel by kernel.
 
 DeviceModelRunner owns the arena (KV blocks and adapter blocks in one tensor), the block tables and the last token of
 every sequence on the device, and the captured graphs. The host uploads a step's metadata in one copy; a row whose
@@ -11,8 +11,9 @@ earlier one.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -103,6 +104,39 @@ class _Plan:
     """_NO_LORA where no row has an adapter."""
 
 
+class _MixedShape(NamedTuple):
+    """What a graph for steps with prompts has room for."""
+
+    rows: int
+    decode_rows: int
+    lora_tiles: int
+
+
+def _mixed_decode_rows(rows: int, most: int) -> list[int]:
+    return sorted({0, min(rows, 64, most), min(rows, most)})
+
+
+def _mixed_lora_tiles(rows: int, most_sequences: int) -> list[int]:
+    """Each sequence may have its own adapter, and begins a tile."""
+    return sorted({rows // TILE_ROWS + min(rows, 32), rows // TILE_ROWS + min(rows, most_sequences)})
+
+
+def _mixed_shape(plan: _Plan, limits: DeviceLimits) -> _MixedShape | None:
+    """The smallest graph for a step with prompts; None: it is too large for any."""
+    step, most = plan.step, limits.max_sequences
+    rows = next((rows for rows in _MIXED_ROWS if step.rows <= rows <= limits.max_rows), None)
+    if rows is None or step.num_prefill_tiles > _mixed_prefill_tiles(rows):
+        return None
+    decode_rows = next(each for each in _mixed_decode_rows(rows, most) if each >= step.decode_rows)
+    if plan.lora_tiles == _NO_LORA:
+        return _MixedShape(rows, decode_rows, _NO_LORA)
+    lora_tiles = next((each for each in _mixed_lora_tiles(rows, most) if each >= plan.lora_tiles), None)
+    return None if lora_tiles is None else _MixedShape(rows, decode_rows, lora_tiles)
+
+
+_Result = TypeVar("_Result")
+
+
 @dataclass(frozen=True)
 class _Recorded:
     graph: torch.cuda.CUDAGraph
@@ -126,6 +160,16 @@ _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256
 def _bucket(rows: int, largest: int) -> int:
     """Rows of the smallest graph that serves so many."""
     return min(largest, next(bucket for bucket in (*_BUCKETS, largest) if bucket >= rows))
+
+
+_MIXED_ROWS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+"""Rows of the graphs for steps with prompts, without the draw. A larger step takes the device longer than launching it
+takes the host."""
+
+
+def _mixed_prefill_tiles(rows: int) -> int:
+    """Room for tiles of prompts in such a graph."""
+    return rows // 64 + 32
 
 
 class DeviceModelRunner:
@@ -188,6 +232,7 @@ class DeviceModelRunner:
         self._decode_tables = StepTables(_fields(limits.max_sequences, limits.max_sequences, 0), device)
         self._mixed_tables = StepTables(_fields(limits.max_rows, limits.max_sequences, limits.max_rows), device)
         self._recordings: dict[tuple[int, int, SamplingPlan], _Recorded] = {}
+        self._mixed_graphs: dict[_MixedShape, torch.cuda.CUDAGraph] = {}
         self._row_owners: dict[int, tuple[int, int]] = {}
         """By the sampler's row: the sequence whose parameters it has, and the output index that it draws next."""
         self._pool = None
@@ -251,20 +296,31 @@ class DeviceModelRunner:
                             self._recordings[key] = self._record(*key)
             self._warm_up_prefill()
             self._warm_up_penalties()
-        return len(self._recordings)
+        return len(self._recordings) + len(self._mixed_graphs)
 
     def _warm_up_prefill(self) -> None:
-        """Kernels are compiled for ranges of rows, and apart for multiples of 16."""
-        most = self._limits.max_rows
+        """The graphs, and of what runs without one the kernels: they are compiled for ranges of rows, and apart for
+        multiples of 16."""
+        most, most_decodes = self._limits.max_rows, self._limits.max_sequences
+        shapes = [
+            _MixedShape(rows, decode_rows, lora_tiles)
+            for rows in _MIXED_ROWS
+            for decode_rows in _mixed_decode_rows(rows, most_decodes)
+            for lora_tiles in (_NO_LORA, *_mixed_lora_tiles(rows, most_decodes))
+            if rows <= most and self._capture
+        ]
+        for shape in shapes:
+            if shape not in self._mixed_graphs:
+                self._mixed_graphs[shape] = self._record_mixed(shape)
         powers = [1 << exponent for exponent in range(1, most.bit_length() + 1)]
         sizes = {min(most, size) for power in powers for size in (power, power + 1)}
-        decodes = [bucket for bucket in _BUCKETS if bucket <= min(most - 2, self._limits.max_sequences)]
+        decodes = [bucket for bucket in _BUCKETS if bucket <= min(most - 2, most_decodes)]
         with self._mixed_tables.blanked({"table_rows": self._slots.padding_row}):
             for lora_tiles in (_NO_LORA, 16, 17):
-                for rows in sorted(sizes):
+                for rows in sorted(size for size in sizes if size > max(_MIXED_ROWS)):
                     self._run_blank(rows, 0, lora_tiles)
-                for decode_rows in decodes:
-                    self._run_blank(decode_rows + 2, decode_rows, lora_tiles)
+                for decode_rows in decodes if most > max(_MIXED_ROWS) else ():
+                    self._run_blank(most, decode_rows, lora_tiles)
             if self._tables.is_cuda:
                 torch.cuda.synchronize()
 
@@ -319,7 +375,14 @@ class DeviceModelRunner:
             self._recorded(plan, _GREEDY).graph.replay()
             self._row_owners.clear()
             return self._decoder.logits_buffer[logit_rows]
-        return self._decoder.forward(replace(plan.step, token_ids=self._token_ids(plan.step), logit_rows=logit_rows))
+        shape = _mixed_shape(plan, self._limits) if self._capture else None
+        if shape is None:
+            self._decoder.run_layers(replace(plan.step, token_ids=self._token_ids(plan.step)))
+        else:
+            if shape not in self._mixed_graphs:
+                self._mixed_graphs[shape] = self._record_mixed(shape)
+            self._mixed_graphs[shape].replay()
+        return self._decoder.head(replace(plan.step, logit_rows=logit_rows))
 
     def _replay(
         self, plan: _Plan, sampled: Sequence[SequenceChunk], rows: Sequence[int], needed: SamplingPlan
@@ -385,20 +448,36 @@ class DeviceModelRunner:
             self._last_tokens.index_copy_(0, step.table_rows[:bucket].long(), drawn.token_ids.int())
             return drawn
 
+        graph, drawn = self._graph_of(self._decode_tables, run)
+        self._row_owners.clear()
+        return _Recorded(graph, drawn)
+
+    def _record_mixed(self, shape: _MixedShape) -> torch.cuda.CUDAGraph:
+        """Captures the layers of a step with prompts. Rows behind those that decode may be taken for such, which comes
+        to the same: their keys and values are written by then."""
+        tiles = _mixed_prefill_tiles(shape.rows)
+        step = self._device_step(self._mixed_tables, shape.rows, shape.decode_rows, shape.lora_tiles, tiles)
+
+        def run() -> None:
+            self._decoder.run_layers(replace(step, token_ids=self._token_ids(step)))
+
+        graph, _ = self._graph_of(self._mixed_tables, run)
+        return graph
+
+    def _graph_of(self, tables: StepTables, run: Callable[[], _Result]) -> tuple[torch.cuda.CUDAGraph, _Result]:
         # The first run must not touch what steps in flight draw: it has rows of padding alone.
-        with self._decode_tables.blanked({"table_rows": self._slots.padding_row}):
+        with tables.blanked({"table_rows": self._slots.padding_row}):
             torch.cuda.synchronize()
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
                 run()  # compiles the kernels, and lets cuBLAS make its workspaces
             stream.synchronize()
-            self._row_owners.clear()
             graph = torch.cuda.CUDAGraph()
             # thread_local: the loader's thread may allocate and copy meanwhile
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-                drawn = run()
+                result = run()
             self._pool = graph.pool()
-        return _Recorded(graph, drawn)
+        return graph, result
 
     def _device_step(
         self, tables: StepTables, rows: int, decode_rows: int, lora_tiles: int, num_prefill_tiles: int
@@ -465,6 +544,7 @@ class DeviceModelRunner:
             packed = np.array(singles, dtype=np.int32)
             for column, name in enumerate(("token_ids", "positions", "table_rows", "row_adapters")):
                 host[name][:num_decodes] = packed[:, column]
+        prefill_tiles[num_prefill_tiles:, 1] = 0
         host["num_rows"][0] = row
         host["table_rows"][row:] = self._slots.padding_row
         lora_tiles = _fill_tiles(host["lora_tiles"].reshape(-1, TILE_FIELDS), runs) if slot_of else _NO_LORA
