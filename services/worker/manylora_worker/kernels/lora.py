@@ -226,6 +226,68 @@ def expand_pair(
 
 
 @triton.jit
+def _add_low_rank_across(
+    acc,
+    b,
+    low_rank_ptr,
+    stride_low_rank,
+    stride_split,
+    site,
+    slot,
+    chunk,
+    rows,
+    row_mask,
+    CHUNKS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+):
+    """acc [BLOCK_N, 8] + (s[rows, chunk] @ b)^T"""
+    within = tl.arange(0, 16)
+    rank_mask = within < tl.load(site + slot).to(tl.int32) - chunk * 16
+    at = low_rank_ptr + slot * (CHUNKS * 16) + chunk * 16 + rows[None, :].to(tl.int64) * stride_low_rank
+    both = rank_mask[:, None] & row_mask[None, :]
+    s = tl.load(at + within[:, None], mask=both, other=0.0)
+    for split in tl.static_range(1, SPLIT_K):
+        s += tl.load(at + within[:, None] + split * stride_split, mask=both, other=0.0)
+    return tl.dot(tl.trans(b), s.to(b.dtype), acc, input_precision="ieee")
+
+
+@triton.jit
+def expand_pair_across(
+    one,
+    two,
+    low_rank_ptr,
+    stride_low_rank,
+    stride_split,
+    weights_ptr,
+    site,
+    slot_one,
+    slot_two,
+    rows,
+    row_mask,
+    columns_one,
+    columns_two,
+    column_mask,
+    slot_columns,
+    CHUNKS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+):
+    """`expand_pair` for tiles [BLOCK_N, 8]: the matrix unit takes 8 rows across, where 16 would be mostly empty."""
+    rank = tl.maximum(tl.load(site + slot_one), tl.load(site + slot_two)).to(tl.int32)
+    for chunk in range(0, tl.cdiv(rank, 16)):
+        b_one = _load_b(weights_ptr, site, slot_one, chunk, columns_one, column_mask, slot_columns, CHUNKS)
+        b_two = _load_b(weights_ptr, site, slot_two, chunk, columns_two, column_mask, slot_columns, CHUNKS)
+        one = _add_low_rank_across(
+            one, b_one, low_rank_ptr, stride_low_rank, stride_split, site, slot_one, chunk, rows, row_mask, CHUNKS,
+            SPLIT_K,
+        )  # fmt: skip
+        two = _add_low_rank_across(
+            two, b_two, low_rank_ptr, stride_low_rank, stride_split, site, slot_two, chunk, rows, row_mask, CHUNKS,
+            SPLIT_K,
+        )  # fmt: skip
+    return one, two
+
+
+@triton.jit
 def _shrink_rows_kernel(
     x_ptr,
     weights_ptr,
@@ -240,9 +302,12 @@ def _shrink_rows_kernel(
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNKS: tl.constexpr,
+    STRIDES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    slot = tl.program_id(0)
+    """One row, a share of the columns, and of a slot's chunks every STRIDES-th."""
+    slot = tl.program_id(0) // STRIDES
+    first_chunk = tl.program_id(0) % STRIDES
     split = tl.program_id(1)
     row = tl.program_id(2)
     is_there = row < tl.load(num_rows_ptr)
@@ -252,9 +317,9 @@ def _shrink_rows_kernel(
     ks = split * BLOCK_K + tl.arange(0, BLOCK_K)
     k_mask = ks < K
     out = low_rank_ptr + split * stride_split + row.to(tl.int64) * stride_low_rank + slot * (CHUNKS * 16)
-    if PDL and rank == 0:
+    if PDL and rank <= first_chunk * 16:
         tl.extra.cuda.gdc_wait()
-    for chunk in range(0, tl.cdiv(rank, 16)):
+    for chunk in range(first_chunk, tl.cdiv(rank, 16), STRIDES):
         rank_mask = within < rank - chunk * 16
         a_ptr = weights_ptr + tl.multiple_of(tl.load(site + 4 + slot * CHUNKS + chunk), 8)
         a = tl.load(a_ptr + within[:, None] * K + ks[None, :], mask=rank_mask[:, None] & k_mask[None, :], other=0.0)
@@ -314,13 +379,22 @@ def _shrink_tiles_kernel(
 
 
 _K_OF_SPLIT = 1024
+_K_OF_SPLIT_OF_MANY = 2048
+_MANY_ROWS = 64
+"""Above, there are programs enough with twice the columns each, and the reader has half the splits to add up."""
 _FEW_PROGRAMS_ROWS = 512
 """Up to so many rows a shrink has too few programs unless its inner dimension is split."""
+_CHUNK_STRIDES = 4
+"""Programs that share a row's chunks of a slot: up to 64 ranks are under way at once."""
 
 
 def shrink_splits(in_features: int, rows: int) -> int:
     """Splits of `low_rank` that `shrink` writes."""
-    return triton.cdiv(in_features, _K_OF_SPLIT) if rows <= _FEW_PROGRAMS_ROWS else 1
+    return triton.cdiv(in_features, _columns_of_split(rows)) if rows <= _FEW_PROGRAMS_ROWS else 1
+
+
+def _columns_of_split(rows: int) -> int:
+    return _K_OF_SPLIT if rows <= _MANY_ROWS else _K_OF_SPLIT_OF_MANY
 
 
 def shrink(x: Tensor, lora: LoraRows, *, num_slots: int, num_rows: Tensor, pdl: bool) -> None:
@@ -336,7 +410,9 @@ def shrink(x: Tensor, lora: LoraRows, *, num_slots: int, num_rows: Tensor, pdl: 
     rows, in_features = x.shape
     splits = lora.low_rank.shape[0]
     if lora.num_tiles == 0:
-        _shrink_rows_kernel[(num_slots, splits, rows)](
+        strides = min(_CHUNK_STRIDES, lora.chunks)
+        assert in_features <= splits * _columns_of_split(rows), "so many rows are computed by tile"
+        _shrink_rows_kernel[(num_slots * strides, splits, rows)](
             x,
             lora.weights,
             lora.sites,
@@ -348,10 +424,11 @@ def shrink(x: Tensor, lora: LoraRows, *, num_slots: int, num_rows: Tensor, pdl: 
             lora.low_rank.stride(1),
             lora.low_rank.stride(0),
             K=in_features,
-            BLOCK_K=_K_OF_SPLIT,
+            BLOCK_K=_columns_of_split(rows),
             CHUNKS=lora.chunks,
+            STRIDES=strides,
             PDL=pdl,
-            num_warps=4,
+            num_warps=4 if rows <= _MANY_ROWS else 8,
             launch_pdl=pdl,
         )
         return

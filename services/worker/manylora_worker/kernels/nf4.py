@@ -46,6 +46,8 @@ import triton.language as tl
 from torch import Tensor, nn
 from triton import knobs
 
+from manylora_worker.kernels.nf4_rows import Nf4Rows
+
 BLOCK_SIZE = 64
 """Weights that share a scale."""
 NESTED_BLOCK_SIZE = 256
@@ -549,6 +551,8 @@ class Nf4Workspace:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.rows = Nf4Rows.where_it_runs(PAIR_BITS, device)
+        """The kernel of few rows, where it runs; None: the Triton kernels do its work."""
         largest = max(tile.rows * tile.outs for tile in _PRODUCT_TILES)
         self.parts = torch.empty(2 * _PROGRAMS_WANTED * largest, dtype=torch.float32, device=device)
         self.arrivals = torch.zeros(_PROGRAMS_WANTED, dtype=torch.int32, device=device)
@@ -668,17 +672,30 @@ class Nf4Linear(nn.Module):
         return cls(quantize(weight), bias, workspace)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features).contiguous()
-        num_rows = rows.shape[0]
-        if num_rows == 0:
+        rows = x.reshape(-1, self.in_features)
+        if rows.shape[0] == 0:
             return x.new_empty(*x.shape[:-1], self.out_features)
-        if num_rows <= REDUCTION_ROWS:
-            y = product_by_reduction(rows, self._weight, self._workspace, self._bias)
-        elif num_rows <= FUSED_ROWS:
-            y = product_by_tiles(rows, self._weight, self._workspace, self._bias)
-        else:
-            y = F.linear(rows, dequantize(self._weight, self._workspace), self._bias)
+        parts = self.parts(rows, pdl=False)
+        y = parts[0] if parts.dtype == x.dtype else parts.sum(0).to(x.dtype)
         return y.reshape(*x.shape[:-1], self.out_features)
+
+    def parts(self, x: Tensor, *, pdl: bool) -> Tensor:
+        """The product of [rows, in], rows > 0, as gemm.linear returns one: [parts, rows, out] in x's type, or in
+        float32 to be added up.
+
+        Args:
+            pdl: see the package.
+        """
+        num_rows = x.shape[0]
+        x = x.contiguous()
+        weight, workspace = self._weight, self._workspace
+        if workspace.rows is not None and workspace.rows.takes(num_rows, self.in_features, self.out_features):
+            return workspace.rows.product(x, weight.codes, weight.absmax, self._bias, pdl=pdl)
+        if num_rows <= REDUCTION_ROWS:
+            return product_by_reduction(x, weight, workspace, self._bias)[None]
+        if num_rows <= FUSED_ROWS:
+            return product_by_tiles(x, weight, workspace, self._bias)[None]
+        return F.linear(x, dequantize(weight, workspace), self._bias)[None]
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._bias is not None}"
