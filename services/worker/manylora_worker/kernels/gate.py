@@ -12,20 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from manylora_worker.kernels.gemm import load_product
-from manylora_worker.kernels.lora import TILE_ROWS, LoraRows, expand_pair, expand_pair_across, load_tile
+from manylora_worker.kernels.lora import TILE_ROWS, LoraRows, expand_pair, load_tile
 
 Activation = Literal["silu", "gelu_tanh"]
-
-
-@triton.jit
-def _gated(gate, up, GELU: tl.constexpr):
-    if GELU:
-        # tanh(z) = 1 - 2 / (exp(2 z) + 1), which is right at both ends of the range
-        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        activated = 0.5 * gate * (2.0 - 2.0 / (tl.exp(2.0 * z) + 1.0))
-    else:
-        activated = gate / (1.0 + tl.exp(-gate))
-    return activated * up
 
 
 @triton.jit
@@ -49,7 +38,6 @@ def _gate_kernel(
     GELU: tl.constexpr,
     HAS_LORA: tl.constexpr,
     BY_TILE: tl.constexpr,
-    ACROSS: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
     CHUNKS: tl.constexpr,
     SPLIT_K: tl.constexpr,
@@ -74,23 +62,6 @@ def _gate_kernel(
         tl.extra.cuda.gdc_wait()
     if count <= 0:
         return
-    if ACROSS:
-        site = sites_ptr + adapter.to(tl.int64) * stride_site
-        for start in range(0, count, 8):
-            offsets = start + tl.arange(0, 8)
-            rows = first_row + offsets
-            row_mask = offsets < count
-            mask = column_mask[:, None] & row_mask[None, :]
-            row_at = rows[None, :].to(tl.int64) * N
-            at = gate_up_ptr + 2 * row_at + columns[:, None]
-            gate = load_product(at, stride_part, mask, PARTS)
-            up = load_product(at + N, stride_part, mask, PARTS)
-            gate, up = expand_pair_across(
-                gate, up, low_rank_ptr, stride_low_rank, stride_split, weights_ptr, site, 0, UP_SLOT, rows, row_mask,
-                columns, columns + UP_COLUMN, column_mask, SLOT_COLUMNS, CHUNKS, SPLIT_K,
-            )  # fmt: skip
-            tl.store(out_ptr + row_at + columns[:, None], _gated(gate, up, GELU), mask=mask)
-        return
     offsets = tl.arange(0, BLOCK_M)
     rows = first_row + offsets
     row_mask = offsets < count
@@ -104,12 +75,13 @@ def _gate_kernel(
             gate, up, low_rank_ptr, stride_low_rank, stride_split, weights_ptr, site, 0, UP_SLOT, rows, row_mask,
             columns, columns + UP_COLUMN, column_mask, SLOT_COLUMNS, BLOCK_M, CHUNKS, SPLIT_K, BLOCK_S,
         )  # fmt: skip
-    tl.store(out_ptr + rows[:, None].to(tl.int64) * N + columns[None, :], _gated(gate, up, GELU), mask=mask)
-
-
-_ACROSS_TILE = (512, 8)
-_ROWS_ACROSS = 8
-"""Rows a tile, on average at most, for which tiles of 8 rows are better than of 16."""
+    if GELU:
+        # tanh(z) = 1 - 2 / (exp(2 z) + 1), which is right at both ends of the range
+        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        activated = 0.5 * gate * (2.0 - 2.0 / (tl.exp(2.0 * z) + 1.0))
+    else:
+        activated = gate / (1.0 + tl.exp(-gate))
+    tl.store(out_ptr + rows[:, None].to(tl.int64) * N + columns[None, :], activated * up, mask=mask)
 
 
 def gate(
@@ -131,11 +103,8 @@ def gate(
     """
     rows, width = out.shape
     by_tile = lora is not None and lora.num_tiles > 0
-    across = lora is not None and by_tile and rows <= min(512, _ROWS_ACROSS * lora.num_tiles)
     block_m = TILE_ROWS if by_tile else 1
-    if across:
-        block_n, num_warps = _ACROSS_TILE
-    elif by_tile:
+    if by_tile:
         block_n, num_warps = (512, 8) if rows <= 512 else (128, 4)
     else:
         block_n, num_warps = (1024, 4) if lora is None else (512, 2)
@@ -162,7 +131,6 @@ def gate(
         GELU=activation == "gelu_tanh",
         HAS_LORA=lora is not None,
         BY_TILE=by_tile,
-        ACROSS=across,
         NUM_SLOTS=num_slots,
         CHUNKS=1 if lora is None else lora.chunks,
         SPLIT_K=1 if lora is None else lora.low_rank.shape[0],

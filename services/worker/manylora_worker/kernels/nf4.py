@@ -5,11 +5,12 @@ bitsandbytes keeps the scales in 8 bits again (a dynamic map of 256 values, bloc
 offset). We undo that once at load: 4.5 bits a weight instead of 4.13, 0.33 GB more for the 7 G weights of an 8B model,
 and no dependent load in the kernels. The float32 scale is the very number that bitsandbytes computes.
 
-Three ways to a product. The first rounds the code values to 8 bits of significand and nothing else, the second rounds
-code value, scale and their product to bf16, the third has the weight as bitsandbytes has it:
+The ways to a product. The first rounds the code values to bf16 and nothing else, the second to 8 bits of significand,
+the third rounds code value, scale and their product to bf16, the fourth has the weight as bitsandbytes has it:
 
 | rows | way | why |
 |---|---|---|
+| 1 .. 32 on Hopper | nf4_rows.py, in CUDA C++ | a table in shared memory, which Triton cannot address |
 | 1 .. REDUCTION_ROWS | `_reduction_kernel`: dot-free, lanes along the inputs | only loads, lookups and FMA |
 | .. FUSED_ROWS | `_product_kernel`: weights rebuilt for the tensor cores, split along the inputs | x is shared |
 | more | `dequantize` to bf16, then an ordinary product | the weight is rebuilt once, not once a tile of rows |
@@ -26,10 +27,9 @@ clock: 2.5 an element. What the ways cost there, an element:
   permutes (lower half, upper half, choice by bit 3) for each byte of 4 results, then 2 to interleave the bytes: 21
   operations for 8 elements with all masks, 2.6 an element, and no memory pipe. With float32 results 25, or 3.1.
 
-So `prmt` it is. Triton's interpreter cannot run PTX and takes the loads. With all that belongs to it an element takes
-3.3 integer operations of one row's 5.2, so a multiprocessor does about 19 a clock: 2.3 TB/s of codes, 1.5 ms for 7 G
-weights, where the memory alone would take 0.9 ms. Denser would be a table of 256 pairs in shared memory, 32 copies of
-it so that no bank conflicts: 1.5 an element. Triton cannot address shared memory.
+So `prmt` it is, here. Triton's interpreter cannot run PTX and takes the loads. With all that belongs to it an element
+takes 3.3 integer operations of one row's 5.2, so a multiprocessor does about 19 a clock: 2.3 TB/s of codes, 1.5 ms for
+7 G weights, where the memory alone would take 0.9 ms.
 
 Source of the format: Dettmers et al., "QLoRA", 2023, section 3; the maps as bitsandbytes 0.50 computes them.
 """
@@ -552,7 +552,7 @@ class Nf4Workspace:
 
     def __init__(self, device: torch.device) -> None:
         self.rows = Nf4Rows.where_it_runs(PAIR_BITS, device)
-        """The kernel of few rows, where it runs; None: the Triton kernels do its work."""
+        """None where the Triton kernels have to do its work."""
         largest = max(tile.rows * tile.outs for tile in _PRODUCT_TILES)
         self.parts = torch.empty(2 * _PROGRAMS_WANTED * largest, dtype=torch.float32, device=device)
         self.arrivals = torch.zeros(_PROGRAMS_WANTED, dtype=torch.int32, device=device)

@@ -2,7 +2,7 @@
 //
 // A code byte is two weights. It is looked up whole: a table of 256 pairs of bf16 stands in shared memory once for each
 // lane, in that lane's own bank, so no lookup waits for another; the entry's address is one byte permute of the code
-// word and the lane's number. A pair is half a register of the matrix unit's operand, and codes need no other order than
+// word and the lane's number. A pair is one register of the matrix unit's operand, and codes need no other order than
 // bitsandbytes': any order of the inputs serves a product, as long as x is taken in the same one. A scale is applied to
 // the sum of its 64 products, in float32.
 //
