@@ -188,9 +188,8 @@ class Decoder:
             self._norm(product, residual, normed, layer.attention_post_norm, layer.ffn_norm, step, lora)
             gated = self._gated[:rows]
             gate_up, lora = self._product(layer.gate_up, normed, self._gate_up[:rows], step)
-            assert gate_up.shape[0] == 1
             gate(
-                gate_up[0],
+                gate_up,
                 gated,
                 activation=weights.activation,
                 num_rows=step.num_rows,
@@ -239,7 +238,7 @@ class Decoder:
 
     def _linear(self, projection: Projection, x: Tensor, out: Tensor) -> Tensor:
         if projection.nf4 is not None:
-            return projection.nf4(x)[None]
+            return projection.nf4.parts(x, pdl=self._pdl)
         return linear(x, projection.weight, projection.bias, out, self._parts, pdl=self._pdl)
 
     def _low_rank_of(self, x: Tensor) -> Tensor:

@@ -64,8 +64,8 @@ def _add_norm_kernel(
         # Written by a kernel before the one that made delta, and that one waited: it may be read now.
         residual = tl.load(residual_ptr + at, mask=mask & is_there, other=0.0).to(tl.float32)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if not is_there:
         return
     if HAS_DELTA:

@@ -140,8 +140,8 @@ def _decode_kernel(
         k = tl.load(k_at, mask=token_mask[:, None] & dim_mask[None, :], other=0.0)
         v = tl.load(k_at + stride_kv, mask=token_mask[:, None] & dim_mask[None, :], other=0.0)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if not has_work:
         return
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS

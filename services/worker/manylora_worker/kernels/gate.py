@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from manylora_worker.kernels.gemm import load_product
 from manylora_worker.kernels.lora import TILE_ROWS, LoraRows, expand_pair, load_tile
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -26,10 +27,12 @@ def _gate_kernel(
     low_rank_ptr,
     weights_ptr,
     sites_ptr,
+    stride_part,
     stride_low_rank,
     stride_split,
     stride_site,
     N: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GELU: tl.constexpr,
@@ -48,26 +51,26 @@ def _gate_kernel(
         count = tl.minimum(tl.load(num_rows_ptr) - first_row, BLOCK_M)
         if HAS_LORA:
             adapter = tl.load(row_adapters_ptr + first_row, mask=count > 0, other=0)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_mask = columns < N
+    # A family that fuses gate and up itself has one slot with the columns of both.
+    UP_SLOT: tl.constexpr = 0 if NUM_SLOTS == 1 else 1
+    UP_COLUMN: tl.constexpr = N if NUM_SLOTS == 1 else 0
+    SLOT_COLUMNS: tl.constexpr = 2 * N if NUM_SLOTS == 1 else N
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if count <= 0:
+        return
     offsets = tl.arange(0, BLOCK_M)
     rows = first_row + offsets
     row_mask = offsets < count
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    column_mask = columns < N
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    if count <= 0:
-        return
     mask = row_mask[:, None] & column_mask[None, :]
     at = gate_up_ptr + rows[:, None].to(tl.int64) * (2 * N) + columns[None, :]
-    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(at + N, mask=mask, other=0.0).to(tl.float32)
+    gate = load_product(at, stride_part, mask, PARTS)
+    up = load_product(at + N, stride_part, mask, PARTS)
     if HAS_LORA:
         site = sites_ptr + adapter.to(tl.int64) * stride_site
-        # A family that fuses gate and up itself has one slot with the columns of both.
-        UP_SLOT: tl.constexpr = 0 if NUM_SLOTS == 1 else 1
-        UP_COLUMN: tl.constexpr = N if NUM_SLOTS == 1 else 0
-        SLOT_COLUMNS: tl.constexpr = 2 * N if NUM_SLOTS == 1 else N
         gate, up = expand_pair(
             gate, up, low_rank_ptr, stride_low_rank, stride_split, weights_ptr, site, 0, UP_SLOT, rows, row_mask,
             columns, columns + UP_COLUMN, column_mask, SLOT_COLUMNS, BLOCK_M, CHUNKS, SPLIT_K, BLOCK_S,
@@ -94,7 +97,7 @@ def gate(
     """out = activation(gate) * up, both with their LoRA.
 
     Args:
-        gate_up: [rows, 2 * width], the gate's columns first.
+        gate_up: [parts, rows, 2 * width], from gemm.linear, the gate's columns first.
         out: [rows, width], written.
         lora: of the projection, with `num_slots` 2 (gate, up) or 1 (a family that fuses them itself).
     """
@@ -117,10 +120,12 @@ def gate(
         any_tensor if lora is None else lora.low_rank,
         any_tensor if lora is None else lora.weights,
         num_rows if lora is None else lora.sites,
+        gate_up.stride(0),
         0 if lora is None else lora.low_rank.stride(1),
         0 if lora is None else lora.low_rank.stride(0),
         0 if lora is None else lora.sites.stride(0),
         N=width,
+        PARTS=gate_up.shape[0],
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         GELU=activation == "gelu_tanh",

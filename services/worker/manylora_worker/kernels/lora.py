@@ -240,9 +240,12 @@ def _shrink_rows_kernel(
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNKS: tl.constexpr,
+    STRIDES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    slot = tl.program_id(0)
+    """One row, a share of the columns, and of a slot's chunks every STRIDES-th."""
+    slot = tl.program_id(0) // STRIDES
+    first_chunk = tl.program_id(0) % STRIDES
     split = tl.program_id(1)
     row = tl.program_id(2)
     is_there = row < tl.load(num_rows_ptr)
@@ -252,9 +255,9 @@ def _shrink_rows_kernel(
     ks = split * BLOCK_K + tl.arange(0, BLOCK_K)
     k_mask = ks < K
     out = low_rank_ptr + split * stride_split + row.to(tl.int64) * stride_low_rank + slot * (CHUNKS * 16)
-    if PDL and rank == 0:
+    if PDL and rank <= first_chunk * 16:
         tl.extra.cuda.gdc_wait()
-    for chunk in range(0, tl.cdiv(rank, 16)):
+    for chunk in range(first_chunk, tl.cdiv(rank, 16), STRIDES):
         rank_mask = within < rank - chunk * 16
         a_ptr = weights_ptr + tl.multiple_of(tl.load(site + 4 + slot * CHUNKS + chunk), 8)
         a = tl.load(a_ptr + within[:, None] * K + ks[None, :], mask=rank_mask[:, None] & k_mask[None, :], other=0.0)
@@ -316,6 +319,8 @@ def _shrink_tiles_kernel(
 _K_OF_SPLIT = 1024
 _FEW_PROGRAMS_ROWS = 512
 """Up to so many rows a shrink has too few programs unless its inner dimension is split."""
+_CHUNK_STRIDES = 2
+"""Programs that share a row's chunks of a slot. Four are 2 % faster for ranks up to 64, and 1 % slower for rank 16."""
 
 
 def shrink_splits(in_features: int, rows: int) -> int:
@@ -336,7 +341,9 @@ def shrink(x: Tensor, lora: LoraRows, *, num_slots: int, num_rows: Tensor, pdl: 
     rows, in_features = x.shape
     splits = lora.low_rank.shape[0]
     if lora.num_tiles == 0:
-        _shrink_rows_kernel[(num_slots, splits, rows)](
+        strides = min(_CHUNK_STRIDES, lora.chunks)
+        assert in_features <= splits * _K_OF_SPLIT, "so many rows are computed by tile"
+        _shrink_rows_kernel[(num_slots * strides, splits, rows)](
             x,
             lora.weights,
             lora.sites,
@@ -350,6 +357,7 @@ def shrink(x: Tensor, lora: LoraRows, *, num_slots: int, num_rows: Tensor, pdl: 
             K=in_features,
             BLOCK_K=_K_OF_SPLIT,
             CHUNKS=lora.chunks,
+            STRIDES=strides,
             PDL=pdl,
             num_warps=4,
             launch_pdl=pdl,

@@ -5,11 +5,12 @@ bitsandbytes keeps the scales in 8 bits again (a dynamic map of 256 values, bloc
 offset). We undo that once at load: 4.5 bits a weight instead of 4.13, 0.33 GB more for the 7 G weights of an 8B model,
 and no dependent load in the kernels. The float32 scale is the very number that bitsandbytes computes.
 
-Three ways to a product. The first rounds the code values to 8 bits of significand and nothing else, the second rounds
-code value, scale and their product to bf16, the third has the weight as bitsandbytes has it:
+The ways to a product. The first rounds the code values to bf16 and nothing else, the second to 8 bits of significand,
+the third rounds code value, scale and their product to bf16, the fourth has the weight as bitsandbytes has it:
 
 | rows | way | why |
 |---|---|---|
+| 1 .. 32 on Hopper | nf4_rows.py, in CUDA C++ | a table in shared memory, which Triton cannot address |
 | 1 .. REDUCTION_ROWS | `_reduction_kernel`: dot-free, lanes along the inputs | only loads, lookups and FMA |
 | .. FUSED_ROWS | `_product_kernel`: weights rebuilt for the tensor cores, split along the inputs | x is shared |
 | more | `dequantize` to bf16, then an ordinary product | the weight is rebuilt once, not once a tile of rows |
@@ -26,10 +27,9 @@ clock: 2.5 an element. What the ways cost there, an element:
   permutes (lower half, upper half, choice by bit 3) for each byte of 4 results, then 2 to interleave the bytes: 21
   operations for 8 elements with all masks, 2.6 an element, and no memory pipe. With float32 results 25, or 3.1.
 
-So `prmt` it is. Triton's interpreter cannot run PTX and takes the loads. With all that belongs to it an element takes
-3.3 integer operations of one row's 5.2, so a multiprocessor does about 19 a clock: 2.3 TB/s of codes, 1.5 ms for 7 G
-weights, where the memory alone would take 0.9 ms. Denser would be a table of 256 pairs in shared memory, 32 copies of
-it so that no bank conflicts: 1.5 an element. Triton cannot address shared memory.
+So `prmt` it is, here. Triton's interpreter cannot run PTX and takes the loads. With all that belongs to it an element
+takes 3.3 integer operations of one row's 5.2, so a multiprocessor does about 19 a clock: 2.3 TB/s of codes, 1.5 ms for
+7 G weights, where the memory alone would take 0.9 ms.
 
 Source of the format: Dettmers et al., "QLoRA", 2023, section 3; the maps as bitsandbytes 0.50 computes them.
 """
@@ -45,6 +45,8 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 from triton import knobs
+
+from manylora_worker.kernels.nf4_rows import Nf4Rows
 
 BLOCK_SIZE = 64
 """Weights that share a scale."""
@@ -549,6 +551,8 @@ class Nf4Workspace:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.rows = Nf4Rows.where_it_runs(PAIR_BITS, device)
+        """None where the Triton kernels have to do its work."""
         largest = max(tile.rows * tile.outs for tile in _PRODUCT_TILES)
         self.parts = torch.empty(2 * _PROGRAMS_WANTED * largest, dtype=torch.float32, device=device)
         self.arrivals = torch.zeros(_PROGRAMS_WANTED, dtype=torch.int32, device=device)
@@ -668,17 +672,30 @@ class Nf4Linear(nn.Module):
         return cls(quantize(weight), bias, workspace)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features).contiguous()
-        num_rows = rows.shape[0]
-        if num_rows == 0:
+        rows = x.reshape(-1, self.in_features)
+        if rows.shape[0] == 0:
             return x.new_empty(*x.shape[:-1], self.out_features)
-        if num_rows <= REDUCTION_ROWS:
-            y = product_by_reduction(rows, self._weight, self._workspace, self._bias)
-        elif num_rows <= FUSED_ROWS:
-            y = product_by_tiles(rows, self._weight, self._workspace, self._bias)
-        else:
-            y = F.linear(rows, dequantize(self._weight, self._workspace), self._bias)
+        parts = self.parts(rows, pdl=False)
+        y = parts[0] if parts.dtype == x.dtype else parts.sum(0).to(x.dtype)
         return y.reshape(*x.shape[:-1], self.out_features)
+
+    def parts(self, x: Tensor, *, pdl: bool) -> Tensor:
+        """The product of [rows, in], rows > 0, as gemm.linear returns one: [parts, rows, out] in x's type, or in
+        float32 to be added up.
+
+        Args:
+            pdl: see the package.
+        """
+        num_rows = x.shape[0]
+        x = x.contiguous()
+        weight, workspace = self._weight, self._workspace
+        if workspace.rows is not None and workspace.rows.takes(num_rows, self.in_features, self.out_features):
+            return workspace.rows.product(x, weight.codes, weight.absmax, self._bias, pdl=pdl)
+        if num_rows <= REDUCTION_ROWS:
+            return product_by_reduction(x, weight, workspace, self._bias)[None]
+        if num_rows <= FUSED_ROWS:
+            return product_by_tiles(x, weight, workspace, self._bias)[None]
+        return F.linear(x, dequantize(weight, workspace), self._bias)[None]
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._bias is not None}"

@@ -92,8 +92,8 @@ def _rotate_store_kernel(
     table = tl.load(table_rows_ptr + rows, mask=row_mask, other=0).to(tl.int64)
     block = tl.load(tables_ptr + table * stride_table + position // BLOCK_SIZE, mask=row_mask, other=0)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if count <= 0:
         return
     at = qkv_ptr + rows[:, None].to(tl.int64) * WIDTH + start

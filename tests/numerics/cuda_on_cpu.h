@@ -1,0 +1,170 @@
+// Runs one block of threads of nf4_product.cu after the other on a CPU: a fiber a thread. Copies arrive as late as the
+// waits allow, and shared memory begins as NaN, so a missing wait or barrier is a wrong result and not a lucky one.
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#define ON_CPU
+#define __device__
+#define __forceinline__ inline
+#define __constant__ static const
+#define __global__
+#define __shared__
+#define __align__(n) __attribute__((aligned(n)))
+#define __launch_bounds__(...)
+
+using std::min;
+
+struct Index {
+    int x, y, z;
+};
+static Index threadIdx, blockIdx, gridDim;
+alignas(1024) unsigned char shared[227 * 1024];
+
+struct Barrier {
+    int size = 0, arrived = 0, generation = 0;
+};
+struct Copy {
+    void* to;
+    const void* from;
+    int bytes;
+};
+struct Lane {
+    uint32_t a[4], b[2];
+};
+struct Fiber {
+    ucontext_t context;
+    std::vector<unsigned char> stack;
+    std::vector<std::vector<Copy>> groups;
+    bool done = false;
+};
+
+static std::vector<Fiber> fibers;
+static std::vector<Barrier> warp_barriers;
+static Barrier block_barrier;
+static std::vector<Lane> lanes;
+static ucontext_t scheduler;
+
+static Fiber& self() { return fibers[threadIdx.x]; }
+
+static void wait_at(Barrier& barrier) {
+    const int generation = barrier.generation;
+    if (++barrier.arrived == barrier.size) {
+        barrier.arrived = 0;
+        barrier.generation++;
+        return;
+    }
+    while (barrier.generation == generation) swapcontext(&self().context, &scheduler);
+}
+
+static void __syncthreads() { wait_at(block_barrier); }
+static void __syncwarp() { wait_at(warp_barriers[threadIdx.x / 32]); }
+static void __trap() { abort(); }
+static void wait_for_kernel_before() {}
+static void let_next_kernel_start() {}
+
+static uint32_t shared_address(const void* at) { return (uint32_t)((const unsigned char*)at - shared) + 1024; }
+static unsigned char* at_address(uint32_t address) { return shared + (address - 1024); }
+
+static uint32_t load_behind(uint32_t address) {
+    uint32_t word;
+    memcpy(&word, shared + address, 4);
+    return word;
+}
+
+template <int BYTES>
+static void copy_in(uint32_t to, const void* from) {
+    if (to % BYTES || (uintptr_t)from % BYTES) abort();
+    if (self().groups.empty()) self().groups.emplace_back();
+    self().groups.back().push_back({at_address(to), from, BYTES});
+}
+
+static void end_group_of_copies() {
+    if (self().groups.empty()) self().groups.emplace_back();
+    self().groups.emplace_back();
+}
+
+// The last, open group is not counted.
+template <int PENDING>
+static void wait_for_copies() {
+    auto& groups = self().groups;
+    while ((int)groups.size() - 1 > PENDING) {
+        for (const Copy& copy : groups.front()) memcpy(copy.to, copy.from, copy.bytes);
+        groups.erase(groups.begin());
+    }
+}
+
+static uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+    const uint64_t both = (uint64_t)high << 32 | low;
+    uint32_t result = 0;
+    for (int i = 0; i < 4; i++) result |= (uint32_t)(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return result;
+}
+
+static float __uint_as_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static float bf16(uint32_t word, int half) { return __uint_as_float(half ? word & 0xffff0000 : word << 16); }
+
+// mma.m16n8k16: which lane holds which element is PTX's table of its fragments.
+static void multiply(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    const int first = threadIdx.x / 32 * 32, group = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
+    lanes[threadIdx.x] = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
+    __syncwarp();
+    for (int i = 0; i < 4; i++) {
+        const int row = group + i / 2 * 8, column = 2 * quad + i % 2;
+        for (int k = 0; k < 16; k++) {
+            const Lane& of_a = lanes[first + row % 8 * 4 + k % 8 / 2];
+            const Lane& of_b = lanes[first + column * 4 + k % 8 / 2];
+            sums[i] += bf16(of_a.a[row / 8 + k / 8 * 2], k % 2) * bf16(of_b.b[k / 8], k % 2);
+        }
+    }
+    __syncwarp();
+}
+
+static std::function<void()> kernel;
+
+static void run_fiber() {
+    kernel();
+    self().done = true;
+    swapcontext(&self().context, &scheduler);
+}
+
+static void run_blocks(int blocks, int threads) {
+    gridDim = {blocks, 1, 1};
+    for (int block = 0; block < blocks; block++) {
+        blockIdx = {block, 0, 0};
+        memset(shared, 0xff, sizeof(shared));
+        fibers.assign(threads, Fiber());
+        warp_barriers.assign(threads / 32, Barrier());
+        for (Barrier& barrier : warp_barriers) barrier.size = 32;
+        block_barrier = Barrier();
+        block_barrier.size = threads;
+        lanes.assign(threads, Lane());
+        for (Fiber& fiber : fibers) {
+            fiber.stack.resize(64 * 1024);
+            getcontext(&fiber.context);
+            fiber.context.uc_stack.ss_sp = fiber.stack.data();
+            fiber.context.uc_stack.ss_size = fiber.stack.size();
+            fiber.context.uc_link = nullptr;
+            makecontext(&fiber.context, run_fiber, 0);
+        }
+        for (int running = threads; running;) {
+            running = 0;
+            for (int i = 0; i < threads; i++) {
+                if (fibers[i].done) continue;
+                threadIdx = {i, 0, 0};
+                swapcontext(&scheduler, &fibers[i].context);
+                running += !fibers[i].done;
+            }
+        }
+    }
+}
