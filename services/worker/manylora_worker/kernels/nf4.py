@@ -689,8 +689,9 @@ class Nf4Linear(nn.Module):
         num_rows = x.shape[0]
         x = x.contiguous()
         weight, workspace = self._weight, self._workspace
-        if workspace.rows is not None and workspace.rows.takes(num_rows, self.in_features, self.out_features):
-            return workspace.rows.product(x, weight.codes, weight.absmax, self._bias, pdl=pdl)
+        by_rows = workspace.rows if x.dtype == torch.bfloat16 else None
+        if by_rows is not None and by_rows.takes(num_rows, self.in_features, self.out_features):
+            return by_rows.product(x, weight.codes, weight.absmax, self._bias, pdl=pdl)
         if num_rows <= REDUCTION_ROWS:
             return product_by_reduction(x, weight, workspace, self._bias)[None]
         if num_rows <= FUSED_ROWS:
