@@ -263,6 +263,26 @@ def test_a_paused_request_leaves_its_slot_to_others_and_goes_on_where_it_stood()
         rig.step()
 
 
+def test_nobody_waits_for_the_memory_of_a_request_that_is_not_read() -> None:
+    """The paused one is of the tenant that had least: by the tags alone, nobody might take from it."""
+    rig = Rig.make(30, 2)
+    first = rig.add(_A, 60, 40)
+    for _ in range(8):
+        rig.step()
+    rig.core.pause(first)
+    for _ in range(QUANTUM_TOKENS):
+        rig.step()
+    assert rig.core.blocks_held_by(_A) > 15
+    others = [rig.add(_B, 60, 30), rig.add(_B, 60, 20)]
+    while not all(request_id in rig.ended for request_id in others):
+        rig.step()
+        assert rig.steps < 200
+    assert rig.core.stats().evictions > 0
+    rig.core.resume(first)
+    while first not in rig.ended:
+        rig.step()
+
+
 def test_who_was_paused_gets_nothing_for_it() -> None:
     rig = Rig.make(2000, 2)
     mine = [rig.add(_A, 4, 1500) for _ in range(3)]
