@@ -33,10 +33,11 @@ capped flow begins at the clock when it may go on. A paused one keeps its blocks
 go first in 1 and 3, whatever the tags.
 
 Progress. In 1 and 3 the taker is before its victim in the order (tag of the flow, age), or the victim takes nothing
-until its reader reads, and tags grow by charged work only; in 2 the victim has done charged work since it got its blocks; a claim's taker stays within its reserve, where
-nothing is taken from it. So no eviction is undone without charged work between: no livelock. Where nothing at all can
-be started, the first in order takes from whomever it needs (`_force`), and since no sequence is added that could not
-run alone (`EngineCore.add`), each step with a sequence in it computes at least one token.
+until its reader reads, and tags grow by charged work only; in 2 the victim has done charged work since it got its
+blocks; a claim's taker stays within its reserve, where nothing is taken from it. So no eviction is undone without
+charged work between: no livelock. Where nothing at all can be started, the first in order takes from whomever it needs
+(`_force`), and since no sequence is added that could not run alone (`EngineCore.add`), each step with a sequence in it
+computes at least one token.
 """
 
 from __future__ import annotations
