@@ -263,6 +263,33 @@ def test_a_paused_request_leaves_its_slot_to_others_and_goes_on_where_it_stood()
         rig.step()
 
 
+def test_nobody_waits_for_the_memory_of_a_request_that_is_not_read() -> None:
+    """The paused one is of the heavier tenant, whose tag is the lesser: by the tags, nobody might take from it."""
+    rig = Rig.make(30, 3)
+    rig.core.set_share(_A, TenantShare(_weights(100)))
+    paused = rig.add(_A, 60, 40)
+    for _ in range(8):
+        rig.step()
+    rig.core.pause(paused)
+    for _ in range(QUANTUM_TOKENS):
+        rig.step()
+    assert rig.core.blocks_held_by(_A) > 15
+    first = rig.add(_B, 20, 40)
+    for _ in range(4):
+        rig.step()
+    second = rig.add(_B, 32, 40)
+    for _ in range(4):
+        rig.step()
+    assert rig.is_admitted(first)
+    assert rig.is_admitted(second)
+    assert rig.core.blocks_held_by(_A) == 0
+    while not {first, second} <= set(rig.ended):
+        rig.step()
+    rig.core.resume(paused)
+    while paused not in rig.ended:
+        rig.step()
+
+
 def test_who_was_paused_gets_nothing_for_it() -> None:
     rig = Rig.make(2000, 2)
     mine = [rig.add(_A, 4, 1500) for _ in range(3)]

@@ -32,13 +32,15 @@ the work. Who asks for no more than its reserve takes from any that holds more t
 
 Held is what cannot use a slot by its own tenant's doing: a sequence whose reader does not read (`pause`), and a flow
 whose next sequence would pass its tenant's hard cap. Neither is backlogged: a paused sequence stands in no queue, and a
-capped flow begins at the clock when it may go on. A paused one keeps its blocks until somebody takes them.
+capped flow begins at the clock when it may go on. A paused one keeps its blocks until somebody lacks blocks: then they
+go first in 1 and 3, whatever the tags.
 
-Progress. In 1 and 3 the taker is before its victim in the order (tag of the flow, age), and tags grow by charged work
-only; in 2 the victim has done charged work since it got its blocks; a claim's taker stays within its reserve, where
-nothing is taken from it. So no eviction is undone without charged work between: no livelock. Where nothing at all can
-be started and no step is in flight, the first in order takes from whomever it needs (`_force`), and since no sequence
-is added that could not run alone (`EngineCore.add`), each step with a sequence in it computes at least one token.
+Progress. In 1 and 3 the taker is before its victim in the order (tag of the flow, age), or the victim takes nothing
+until its reader reads, and tags grow by charged work only; in 2 the victim has done charged work since it got its
+blocks; a claim's taker stays within its reserve, where nothing is taken from it. So no eviction is undone without
+charged work between: no livelock. Where nothing at all can be started and no step is in flight, the first in order
+takes from whomever it needs (`_force`), and since no sequence is added that could not run alone (`EngineCore.add`),
+each step with a sequence in it computes at least one token.
 """
 
 from __future__ import annotations
@@ -588,10 +590,10 @@ class StepPlanner:
                 continue
             if parked.tenant_id != tenant_id:
                 others.append(parked)
-            elif round_.is_forced or (self._queue.tag_of(_flow(parked)), parked.order) > first:
+            elif round_.is_forced or parked in self._held or (self._queue.tag_of(_flow(parked)), parked.order) > first:
                 own.append(parked)
         victims: list[Sequence] = []
-        own.sort(key=_least_recent)
+        own.sort(key=lambda s: (s not in self._held, _least_recent(s)))
         for victim in own:
             if over <= 0 and short <= 0:
                 return victims
@@ -601,8 +603,8 @@ class StepPlanner:
         if over > 0 and not round_.is_forced:
             return None
         # Who comes later in the order leads by less, so after one refusal there is nothing for them. Only a soft share
-        # gives a right that does not follow the order.
-        follows_order = is_new and not is_within_reserve and not shares.has_soft and not round_.is_forced
+        # gives a right that does not follow the order, and only paused sequences give way to anybody.
+        follows_order = is_new and not (is_within_reserve or shares.has_soft or self._held or round_.is_forced)
         if short > 0 and not (follows_order and round_.is_short):
             is_within_soft = held + num_blocks <= shares.soft(tenant_id)
             short = self._take_from_others(
@@ -635,11 +637,12 @@ class StepPlanner:
                 other
                 for other in others
                 if is_within_reserve
+                or other in self._held
                 or (is_within_soft and excess[other.tenant_id] > 0 and other.has_worked)
                 or self._is_behind(other, tags[_flow(other)], taker, tag)
             ]
-        # Stable: inside a tenant, the flow with the greatest tag first, and of that the youngest.
-        eligible = sorted(eligible, key=lambda s: (tags[_flow(s)], s.order), reverse=True)
+        # Stable: inside a tenant, paused ones first, then the flow with the greatest tag, and of that the youngest.
+        eligible = sorted(eligible, key=lambda s: (s in self._held, tags[_flow(s)], s.order), reverse=True)
         while short > 0 and eligible:
             # Proportional: next is the tenant of whose excess the least share was taken, then the greatest excess.
             above = [s for s in eligible if excess[s.tenant_id] > taken[s.tenant_id]]
