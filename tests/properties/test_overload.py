@@ -215,6 +215,8 @@ def test_a_class_sacrifices_nothing_more_important_than_itself(qos_class: QosCla
     for _ in range(400):
         late.step({qos_class: Sample(10, 10, 10)}, 0.1, free_part=0.0)
         warned.step({qos_class: Sample(10, 10, 0)}, 0.1, free_part=0.0)
+        assert late.level <= end, "not for a moment either"
+        assert warned.level <= begin
     assert late.level == end
     assert warned.level == begin, "of its own it gives up nothing before the target itself is missed"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import pytest
@@ -28,7 +29,7 @@ from manylora_scheduler.neighbours import FlowWait, Neighbours
 from manylora_scheduler.overload import TICK_S, OverloadGate, OverloadTargets
 from manylora_shared.errors import Code
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
-from manylora_shared.overload import LEVELS, output_cap
+from manylora_shared.overload import LEVELS, OverloadView, TenantView, output_cap
 
 from bench.overload_model import Result, Scenario, percentile, run
 
@@ -156,6 +157,23 @@ def test_queued_work_is_shed_in_the_order_of_sacrifice() -> None:
     assert INTERACTIVE not in order or order.index(INTERACTIVE) > max(i for i, q in enumerate(order) if q is STANDARD)
     counts = desk.gate.state().counts
     assert (counts[BATCH].shed, counts[STANDARD].shed) == (12, 12)
+
+
+def test_what_one_tick_sheds_is_in_order_too() -> None:
+    """Batch, standard, interactive; in a class the furthest above its share first."""
+    desk = Desk()
+    desk.fill([])
+    for i in range(24):
+        desk.enqueue("near" if i % 2 else "far", list(QosClass)[i % 3])
+    tops = {"far": (2.0, 4.0, 6.0), "near": (0.3, 0.6, 0.9)}
+    everything = OverloadView(LEVELS, math.inf, {TenantId(t): TenantView(tops[t]) for t in tops})
+    desk.gate._view = everything
+    desk.told = list(desk.gate._shed(desk.now))
+    desk.gate.check_invariants()
+    order = [r.request.flow for r in desk.refusals()]
+    assert [f.qos_class for f in order] == [BATCH] * 8 + [STANDARD] * 8 + [INTERACTIVE] * 8
+    assert [f.tenant_id for f in order] == (["far"] * 4 + ["near"] * 4) * 3
+    assert all(r.retry_after_s for r in desk.refusals())
 
 
 def test_batch_that_is_granted_meanwhile_has_less_output_and_says_so() -> None:
