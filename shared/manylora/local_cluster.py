@@ -44,6 +44,10 @@ class ClusterFailed(Exception):
     """The cluster could not be started; the message says which part and why."""
 
 
+_SHARED_KV_CACHE_MB = 512
+"""Of each worker, where several share a device."""
+
+
 @dataclass(frozen=True)
 class ClusterOptions:
     """What `manylora up` takes. Empty strings and None leave a setting to the service's own default."""
@@ -288,6 +292,9 @@ class LocalCluster:
     def _worker_command(self, index: int, ready: Mapping[str, Any]) -> list[str]:
         options = self.options
         devices = [d.strip() for d in options.device.split(",") if d.strip()] or ["cpu"]
+        kv_cache_mb = options.kv_cache_mb
+        if kv_cache_mb is None and options.workers > len(devices):
+            kv_cache_mb = _SHARED_KV_CACHE_MB  # a worker that is told nothing takes all that its GPU has left
         settings = {
             "worker-id": f"worker-{index}",
             "model": options.model,
@@ -296,7 +303,7 @@ class LocalCluster:
             "dtype": options.dtype,
             "quantization": options.quantization,
             "adapter-store": self.adapter_store,
-            "kv-cache-mb": options.kv_cache_mb,
+            "kv-cache-mb": kv_cache_mb,
             "max-lora-rank": options.max_lora_rank,
             "threads": options.threads or max(1, (os.cpu_count() or 1) // options.workers),
         }

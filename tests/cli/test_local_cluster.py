@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from manylora import local_cluster
@@ -31,3 +32,21 @@ async def test_workers_threads_sleep_while_they_wait(
     async with LocalCluster(options) as cluster:
         got = {name: child.ready["omp"] for name, child in cluster.children.items()}
     assert got == {"scheduler": by_user, "router-0": by_user, "worker-0": seen, "worker-1": seen}
+
+
+@pytest.mark.parametrize(
+    ("options", "seen"),
+    [
+        ({"workers": 2, "device": "cuda:0,cuda:1"}, [None, None]),
+        ({"workers": 2, "device": "cuda"}, ["512", "512"]),
+        ({"workers": 2, "device": "cuda", "kv_cache_mb": 64}, ["64", "64"]),
+        ({"workers": 1, "device": "cuda"}, [None]),
+    ],
+)
+def test_workers_that_share_a_device_do_not_each_take_all_of_it(
+    options: dict[str, Any], seen: list[str | None], tmp_path: Path
+) -> None:
+    cluster = LocalCluster(ClusterOptions(model=tmp_path, model_name="m", data=tmp_path, etcd="127.0.0.1:1", **options))
+    commands = [cluster._worker_command(index, {}) for index in range(options["workers"])]
+    flags = [dict(flag.partition("=")[::2] for flag in command) for command in commands]
+    assert [each.get("--kv-cache-mb") for each in flags] == seen

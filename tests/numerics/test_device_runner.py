@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,10 @@ from tests.numerics.test_engine_against_peft import FamilyOf, mixed_streams
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 
+from manylora_worker.device.decoder import buffer_bytes  # noqa: E402
 from manylora_worker.device.decoder_weights import read_decoder  # noqa: E402
 from manylora_worker.device.runner import DeviceLimits, DeviceModelRunner  # noqa: E402
+from manylora_worker.device.step_tables import StepTables  # noqa: E402
 
 ON_DEVICE = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"]
 TOLERANCE = 1e-3
@@ -75,6 +78,20 @@ def check_family(family_of: FamilyOf, name: str, device: str, monkeypatch: pytes
             assert stream.output[2:] == on_cpu.reference.greedy(stream.prompt + stream.output[:2], adapter, 6)
 
 
+@pytest.mark.parametrize("name", ["llama", "phi3"])
+def test_what_is_kept_for_steps_is_what_they_take(
+    family_of: FamilyOf, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "can_pack", lambda *_: False)
+    loaded, runner = make_device_runner(family_of(name), family_of(name).folder, "cpu")
+    decoder = runner._decoder
+    buffers = [v for v in vars(decoder).values() if isinstance(v, torch.Tensor) and v is not decoder._arena]
+    taken = sum(v.nbytes for v in buffers if v is not decoder._sites and v is not decoder._counters)
+    weights = read_decoder(loaded)
+    assert weights is not None
+    assert buffer_bytes(weights, loaded.dtype, max_rank=64, max_rows=1024, max_decode_rows=32) == taken
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_DEVICE)
 def test_on_the_device(family_of: FamilyOf, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,11 +105,18 @@ def test_in_the_interpreter(family_of: FamilyOf, name: str, monkeypatch: pytest.
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
-def test_the_core_runs_ahead_in_the_interpreter(family_of: FamilyOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pending tokens, a prompt in chunks beside a decode, a stop found late, penalties counted on the device."""
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_the_core_runs_ahead_in_the_interpreter(
+    family_of: FamilyOf, monkeypatch: pytest.MonkeyPatch, has_graphs: bool
+) -> None:
+    """Pending tokens, a prompt in chunks beside a decode, a stop found late, penalties counted on the device; kernel by
+    kernel, and in the shapes of the graphs with their padding."""
     monkeypatch.setattr(loader, "can_pack", lambda *_: False)
     family = family_of("llama")
     _, runner = make_device_runner(family, family.folder, "cpu")
+    if has_graphs:
+        monkeypatch.setattr(runner, "_capture", True)
+        monkeypatch.setattr(runner, "_graph_of", rehearse)
     limits = EngineLimits(PlannerLimits(8, 4, 4), AdapterCacheLimits(1, 1), max_requests=8)
     core = EngineCore(runner, FakeAdapterBackend(lambda: 0.0), limits)
     prompts = {"long": [5, 9, 4, 8, 6, 7, 3], "short": [11, 4], "stops": [9, 3, 7]}
@@ -119,8 +143,22 @@ def test_the_core_runs_ahead_in_the_interpreter(family_of: FamilyOf, monkeypatch
         core.check_invariants()
     assert core.step_error is None
     assert ahead > 4
+    assert bool(runner._recordings) == bool(runner._mixed_graphs) == has_graphs
     assert got.pop("penalties") == _drawn_on_the_cpu(family, prompts["penalties"], penalized, 5)
     assert got == want
+
+
+class Rehearsal:
+    """A graph's replay, without graphs."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self.replay = run
+
+
+def rehearse(tables: StepTables, run: Callable[[], object]) -> tuple[Rehearsal, object]:
+    """As DeviceModelRunner._graph_of: the result's tensors are those that each replay writes."""
+    with tables.blanked({"table_rows": 64}):
+        return Rehearsal(run), run()
 
 
 def _drawn_on_the_cpu(family: Family, prompt: list[int], sampling: Sampling, count: int) -> list[int]:

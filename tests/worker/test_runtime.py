@@ -11,9 +11,10 @@ from manylora_shared.errors import AlreadyExists, InvalidRequest, Overloaded, Se
 from manylora_shared.simulation import loop as simulation
 from manylora_worker import runtime
 from manylora_worker.engine.api import AdapterTier, Sampled, StepBatch
-from manylora_worker.engine.fake_runner import FakeRunner, reference_tokens
+from manylora_worker.engine.fake_runner import AheadFakeRunner, FakeRunner, reference_tokens
 from manylora_worker.runtime import PAUSE_UNREAD_TOKENS, EndKind, OutputStream, StreamEnd
 
+from tests.worker import worker_fakes
 from tests.worker.worker_fakes import UID, Engine, config, eventually, make_engine, request
 
 
@@ -25,6 +26,12 @@ async def drain(stream: OutputStream) -> tuple[dict[int, list[int]], StreamEnd]:
             tokens.setdefault(output.choice, []).extend(output.token_ids)
         if batch.end is not None:
             return tokens, batch.end
+
+
+@pytest.fixture(params=[FakeRunner, AheadFakeRunner], autouse=True)
+def runner_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step by step, and one step ahead where the runtime is a thread."""
+    monkeypatch.setattr(worker_fakes, "FakeRunner", request.param)
 
 
 @pytest.fixture(params=["thread", "loop"])
@@ -138,22 +145,22 @@ async def test_prefetch_reaches_the_device(is_threaded: bool) -> None:
     await engine.runtime.stop()
 
 
-class BrokenRunner(FakeRunner):
-    def execute(self, batch: StepBatch) -> Sequence[Sampled]:
-        raise RuntimeError("the device is gone")
-
-
 class Bug(Exception):
     pass
 
 
-def break_model(engine: Engine) -> None:
-    engine.core._runner = BrokenRunner(num_blocks=4096, block_size=16)
+def break_model(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def execute(batch: StepBatch) -> Sequence[Sampled]:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(engine.runner, "execute", execute)
 
 
-async def test_one_failed_step_fails_its_requests_and_many_fail_the_engine(is_threaded: bool) -> None:
+async def test_one_failed_step_fails_its_requests_and_many_fail_the_engine(
+    is_threaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine(config(), threaded=is_threaded)
-    break_model(engine)
+    break_model(engine, monkeypatch)
     reasons: list[str] = []
     engine.runtime.view.when_failed(reasons.append)
     engine.runtime.start()

@@ -114,7 +114,7 @@ def build_engine_parts(options: EngineOptions, *, notify: Callable[[], None] = l
         notify=notify,
     )
     if device_runner is not None:
-        _warm_up(device_runner)
+        _warm_up(device_runner, loaded.device)
     return EngineParts(
         runner=runner,
         backend=backend,
@@ -153,7 +153,9 @@ def _device_runner(loaded: LoadedModel, options: EngineOptions) -> DeviceModelRu
         max_rank=options.max_lora_rank,
     )
     if not (options.num_blocks or options.kv_cache_mb):
-        num_blocks = _blocks_left(activation_bytes(loaded, weights, limits), block_bytes) - adapter_blocks
+        num_blocks = (
+            _blocks_left(loaded.device, activation_bytes(loaded, weights, limits), block_bytes) - adapter_blocks
+        )
         options = replace(options, num_blocks=max(0, num_blocks))
         if num_blocks < 1:
             raise ModelRefused(f"device_adapter_mb: {adapter_blocks} blocks of adapters leave none for KV")
@@ -161,9 +163,9 @@ def _device_runner(loaded: LoadedModel, options: EngineOptions) -> DeviceModelRu
     return DeviceModelRunner(loaded, weights, cache, limits, num_kv_blocks=cache.num_blocks - adapter_blocks)
 
 
-def _blocks_left(reserved_bytes: int, block_bytes: int) -> int:
+def _blocks_left(device: torch.device, reserved_bytes: int, block_bytes: int) -> int:
     """Blocks that the device has room for, beside what a step needs."""
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     margin_bytes = total_bytes // _MARGIN_DIVISOR
     _LOG.info(
         "device memory: %.1f of %.1f GiB are free; %.1f are kept for steps and %.1f as a margin",
@@ -172,11 +174,11 @@ def _blocks_left(reserved_bytes: int, block_bytes: int) -> int:
     return max(0, free_bytes - reserved_bytes - margin_bytes) // block_bytes
 
 
-def _warm_up(runner: DeviceModelRunner) -> None:
-    before_bytes, _ = torch.cuda.mem_get_info()
+def _warm_up(runner: DeviceModelRunner, device: torch.device) -> None:
+    before_bytes, _ = torch.cuda.mem_get_info(device)
     started = time.monotonic()
     num_graphs = runner.warm_up()
-    after_bytes, _ = torch.cuda.mem_get_info()
+    after_bytes, _ = torch.cuda.mem_get_info(device)
     _LOG.info(
         "warmed up in %.1f s: %d graphs, %.1f GiB; %.1f GiB of device memory are left",
         time.monotonic() - started, num_graphs, (before_bytes - after_bytes) / GIB, after_bytes / GIB,

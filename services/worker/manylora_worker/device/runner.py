@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,21 @@ from manylora_worker.adapters.source import HostAdapter
 from manylora_worker.device.adapter_arena import AdapterArena
 from manylora_worker.device.decoder import MAX_SPLITS, Decoder, DeviceStep, LoraStep, buffer_bytes
 from manylora_worker.device.decoder_weights import DecoderWeights
+from manylora_worker.device.graph_shapes import (
+    BUCKETS,
+    GREEDY,
+    MIXED_ROWS,
+    NO_LORA,
+    SAMPLING_PLANS,
+    DecodeShape,
+    MixedShape,
+    bucket_of,
+    decode_shape,
+    decode_shapes,
+    mixed_shape,
+    mixed_shapes,
+    room_for_prefill_tiles,
+)
 from manylora_worker.device.pending_step import PendingStep
 from manylora_worker.device.sequence_slots import SequenceSlots, TableUpdates
 from manylora_worker.device.step_tables import StepTables, to_device
@@ -32,7 +47,6 @@ from manylora_worker.engine.kv_cache import KvCache
 from manylora_worker.kernels.attention import PREFILL_TILE_FIELDS, PagedLayout, prefill_block_m
 from manylora_worker.kernels.lora import TILE_FIELDS, TILE_ROWS
 from manylora_worker.kernels.sampling import (
-    MAX_TOP_LOGPROBS,
     DeviceSampler,
     RowState,
     SampledRows,
@@ -60,11 +74,14 @@ def activation_bytes(loaded: LoadedModel, weights: DecoderWeights, limits: Devic
     )
     # Scores, penalties, a bias and, while logprobs are taken, two distributions: float32 of the vocabulary each.
     sampler = rows * vocab_size * 4 * 5
-    return decoder + sampler + _GRAPH_BYTES
+    graphs = sum(1 for _ in decode_shapes(rows)) + sum(1 for _ in mixed_shapes(limits.max_rows, rows))
+    return decoder + sampler + graphs * len(weights.layers) * _GRAPH_BYTES_A_LAYER + _WORKSPACE_BYTES
 
 
-_GRAPH_BYTES = 1 << 31
-"""Graphs, kernels and cuBLAS' workspaces."""
+_GRAPH_BYTES_A_LAYER = 400_000
+"""Measured: 337 graphs of 32 layers take 3.4 GiB."""
+_WORKSPACE_BYTES = 1 << 30
+"""Kernels, and cuBLAS' workspaces."""
 
 
 def _fill_tiles(tiles: np.ndarray, runs: Sequence[Sequence[int]]) -> int:
@@ -79,20 +96,6 @@ def _fill_tiles(tiles: np.ndarray, runs: Sequence[Sequence[int]]) -> int:
     return count
 
 
-_BY_ROW = 0
-_NO_LORA = -1
-
-
-def _graph_tiles(tiles: int, bucket: int) -> int:
-    """How a captured step of `bucket` rows computes adapters whose rows make so many tiles: their room, or by row.
-
-    A few capacities only, so that there are few graphs: tiles that are not used cost little.
-    """
-    if 2 * tiles > bucket:
-        return _BY_ROW
-    return next(capacity for capacity in (max(1, bucket // 8), bucket // 2) if tiles <= capacity)
-
-
 @dataclass(frozen=True)
 class _Plan:
     step: DeviceStep
@@ -101,37 +104,7 @@ class _Plan:
     is_decode: bool
     """Every row decodes: the step can be a graph."""
     lora_tiles: int
-    """_NO_LORA where no row has an adapter."""
-
-
-class _MixedShape(NamedTuple):
-    """What a graph for steps with prompts has room for."""
-
-    rows: int
-    decode_rows: int
-    lora_tiles: int
-
-
-def _mixed_decode_rows(rows: int, most: int) -> list[int]:
-    return sorted({0, min(rows, 64, most), min(rows, most)})
-
-
-def _mixed_lora_tiles(rows: int, most_sequences: int) -> list[int]:
-    """Each sequence may have its own adapter, and begins a tile."""
-    return sorted({rows // TILE_ROWS + min(rows, 32), rows // TILE_ROWS + min(rows, most_sequences)})
-
-
-def _mixed_shape(plan: _Plan, limits: DeviceLimits) -> _MixedShape | None:
-    """The smallest graph for a step with prompts; None: it is too large for any."""
-    step, most = plan.step, limits.max_sequences
-    rows = next((rows for rows in _MIXED_ROWS if step.rows <= rows <= limits.max_rows), None)
-    if rows is None or step.num_prefill_tiles > _mixed_prefill_tiles(rows):
-        return None
-    decode_rows = next(each for each in _mixed_decode_rows(rows, most) if each >= step.decode_rows)
-    if plan.lora_tiles == _NO_LORA:
-        return _MixedShape(rows, decode_rows, _NO_LORA)
-    lora_tiles = next((each for each in _mixed_lora_tiles(rows, most) if each >= plan.lora_tiles), None)
-    return None if lora_tiles is None else _MixedShape(rows, decode_rows, lora_tiles)
+    """NO_LORA where no row has an adapter."""
 
 
 _Result = TypeVar("_Result")
@@ -142,34 +115,6 @@ class _Recorded:
     graph: torch.cuda.CUDAGraph
     drawn: SampledRows
     """What each replay writes."""
-
-
-_GREEDY = SamplingPlan()
-_PLANS = (
-    _GREEDY,
-    SamplingPlan(draws=True),
-    SamplingPlan(draws=True, cuts=True),
-    SamplingPlan(draws=True, cuts=True, top_logprobs=MAX_TOP_LOGPROBS),
-)
-"""What a captured step can do about sampling, cheapest first: few, so that there are few graphs."""
-
-
-_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-
-
-def _bucket(rows: int, largest: int) -> int:
-    """Rows of the smallest graph that serves so many."""
-    return min(largest, next(bucket for bucket in (*_BUCKETS, largest) if bucket >= rows))
-
-
-_MIXED_ROWS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
-"""Rows of the graphs for steps with prompts, without the draw. A larger step takes the device longer than launching it
-takes the host."""
-
-
-def _mixed_prefill_tiles(rows: int) -> int:
-    """Room for tiles of prompts in such a graph."""
-    return rows // 64 + 32
 
 
 class DeviceModelRunner:
@@ -231,8 +176,8 @@ class DeviceModelRunner:
         self._last_tokens = torch.zeros(num_table_rows, dtype=torch.int32, device=device)
         self._decode_tables = StepTables(_fields(limits.max_sequences, limits.max_sequences, 0), device)
         self._mixed_tables = StepTables(_fields(limits.max_rows, limits.max_sequences, limits.max_rows), device)
-        self._recordings: dict[tuple[int, int, SamplingPlan], _Recorded] = {}
-        self._mixed_graphs: dict[_MixedShape, torch.cuda.CUDAGraph] = {}
+        self._recordings: dict[DecodeShape, _Recorded] = {}
+        self._mixed_graphs: dict[MixedShape, torch.cuda.CUDAGraph] = {}
         self._row_owners: dict[int, tuple[int, int]] = {}
         """By the sampler's row: the sequence whose parameters it has, and the output index that it draws next."""
         self._pool = None
@@ -286,14 +231,8 @@ class DeviceModelRunner:
         """Compiles what steps may need and captures every graph, so that none waits for that. Returns how many."""
         with torch.inference_mode():
             self._use_device()
-            largest = self._limits.max_sequences
-            for bucket in sorted({_bucket(rows, largest) for rows in range(1, largest + 1)}):
-                by_tile = {_graph_tiles(tiles, bucket) for tiles in range(1, bucket + 1)}
-                for lora_tiles in sorted({_NO_LORA, _BY_ROW, *by_tile}):
-                    for variant in _PLANS:
-                        key = (bucket, lora_tiles, variant)
-                        if key not in self._recordings and self._capture:
-                            self._recordings[key] = self._record(*key)
+            for shape in decode_shapes(self._limits.max_sequences) if self._capture else ():
+                self._decode_graph(shape)
             self._warm_up_prefill()
             self._warm_up_penalties()
         return len(self._recordings) + len(self._mixed_graphs)
@@ -302,24 +241,16 @@ class DeviceModelRunner:
         """The graphs, and of what runs without one the kernels: they are compiled for ranges of rows, and apart for
         multiples of 16."""
         most, most_decodes = self._limits.max_rows, self._limits.max_sequences
-        shapes = [
-            _MixedShape(rows, decode_rows, lora_tiles)
-            for rows in _MIXED_ROWS
-            for decode_rows in _mixed_decode_rows(rows, most_decodes)
-            for lora_tiles in (_NO_LORA, *_mixed_lora_tiles(rows, most_decodes))
-            if rows <= most and self._capture
-        ]
-        for shape in shapes:
-            if shape not in self._mixed_graphs:
-                self._mixed_graphs[shape] = self._record_mixed(shape)
+        for shape in mixed_shapes(most, most_decodes) if self._capture else ():
+            self._mixed_graph(shape)
         powers = [1 << exponent for exponent in range(1, most.bit_length() + 1)]
         sizes = {min(most, size) for power in powers for size in (power, power + 1)}
-        decodes = [bucket for bucket in _BUCKETS if bucket <= min(most - 2, most_decodes)]
+        decodes = [bucket for bucket in BUCKETS if bucket <= min(most - 2, most_decodes)]
         with self._mixed_tables.blanked({"table_rows": self._slots.padding_row}):
-            for lora_tiles in (_NO_LORA, 16, 17):
-                for rows in sorted(size for size in sizes if size > max(_MIXED_ROWS)):
+            for lora_tiles in (NO_LORA, 16, 17):
+                for rows in sorted(size for size in sizes if size > max(MIXED_ROWS)):
                     self._run_blank(rows, 0, lora_tiles)
-                for decode_rows in decodes if most > max(_MIXED_ROWS) else ():
+                for decode_rows in decodes if most > max(MIXED_ROWS) else ():
                     self._run_blank(most, decode_rows, lora_tiles)
             if self._tables.is_cuda:
                 torch.cuda.synchronize()
@@ -331,7 +262,7 @@ class DeviceModelRunner:
 
     def _warm_up_penalties(self) -> None:
         logits = self._decoder.logits_buffer[:1]
-        for variant in (plan for plan in _PLANS if plan.top_logprobs is None):
+        for variant in (plan for plan in SAMPLING_PLANS if plan.top_logprobs is None):
             self._sampler.sample(logits, replace(variant, penalties=True))
         self._row_owners.clear()
 
@@ -366,31 +297,31 @@ class DeviceModelRunner:
     def graph_of(self, batch: StepBatch) -> torch.cuda.CUDAGraph:
         """The graph that serves a batch of decoding, greedy rows, captured if it is not there yet. For benches."""
         with torch.inference_mode():
-            return self._recorded(self._plan(batch.chunks), _GREEDY).graph
+            return self._recorded(self._plan(batch.chunks), GREEDY).graph
 
     def _run_logits(self, plan: _Plan, rows: Sequence[int]) -> Tensor:
         """[len(rows), vocab]"""
         logit_rows = to_device(rows, torch.long, self._tables.device)
         if plan.is_decode and self._capture:
-            self._recorded(plan, _GREEDY).graph.replay()
+            self._recorded(plan, GREEDY).graph.replay()
             self._row_owners.clear()
             return self._decoder.logits_buffer[logit_rows]
-        shape = _mixed_shape(plan, self._limits) if self._capture else None
-        if shape is None:
+        step, limits = plan.step, self._limits
+        shape = mixed_shape(
+            step.rows, step.decode_rows, step.num_prefill_tiles, plan.lora_tiles, limits.max_rows, limits.max_sequences
+        )
+        if shape is None or not self._capture:
             self._decoder.run_layers(replace(plan.step, token_ids=self._token_ids(plan.step)))
         else:
-            if shape not in self._mixed_graphs:
-                self._mixed_graphs[shape] = self._record_mixed(shape)
-            self._mixed_graphs[shape].replay()
+            self._mixed_graph(shape).replay()
         return self._decoder.head(replace(plan.step, logit_rows=logit_rows))
 
     def _replay(
         self, plan: _Plan, sampled: Sequence[SequenceChunk], rows: Sequence[int], needed: SamplingPlan
     ) -> SampledRows:
         """The captured step; its tokens are kept for the next by the graph itself."""
-        variant = next(each for each in _PLANS if each.covers(needed))
-        recorded = self._recorded(plan, variant)
-        if variant == _GREEDY:
+        recorded = self._recorded(plan, needed)
+        if needed == GREEDY:
             self._row_owners.clear()
         else:
             self._write_rows(sampled, rows)
@@ -429,16 +360,22 @@ class DeviceModelRunner:
         last = self._last_tokens.index_select(0, step.table_rows[: step.rows])
         return torch.where(given < 0, last, given)
 
-    def _recorded(self, plan: _Plan, variant: SamplingPlan) -> _Recorded:
-        bucket = _bucket(plan.step.rows, self._limits.max_sequences)
-        lora_tiles = _NO_LORA if plan.lora_tiles == _NO_LORA else _graph_tiles(plan.lora_tiles, bucket)
-        key = (bucket, lora_tiles, variant)
-        if key not in self._recordings:
-            self._recordings[key] = self._record(bucket, lora_tiles, variant)
-        return self._recordings[key]
+    def _recorded(self, plan: _Plan, needed: SamplingPlan) -> _Recorded:
+        return self._decode_graph(decode_shape(plan.step.rows, plan.lora_tiles, needed, self._limits.max_sequences))
 
-    def _record(self, bucket: int, lora_tiles: int, variant: SamplingPlan) -> _Recorded:
+    def _decode_graph(self, shape: DecodeShape) -> _Recorded:
+        if shape not in self._recordings:
+            self._recordings[shape] = self._record(shape)
+        return self._recordings[shape]
+
+    def _mixed_graph(self, shape: MixedShape) -> torch.cuda.CUDAGraph:
+        if shape not in self._mixed_graphs:
+            self._mixed_graphs[shape] = self._record_mixed(shape)
+        return self._mixed_graphs[shape]
+
+    def _record(self, shape: DecodeShape) -> _Recorded:
         """Captures a step of decoding rows: pass, draw, and the tokens to where the next step finds them."""
+        bucket, lora_tiles, variant = shape
         step = self._device_step(self._decode_tables, bucket, bucket, lora_tiles, 0)
 
         def run() -> SampledRows:
@@ -452,10 +389,10 @@ class DeviceModelRunner:
         self._row_owners.clear()
         return _Recorded(graph, drawn)
 
-    def _record_mixed(self, shape: _MixedShape) -> torch.cuda.CUDAGraph:
+    def _record_mixed(self, shape: MixedShape) -> torch.cuda.CUDAGraph:
         """Captures the layers of a step with prompts. Rows behind those that decode may be taken for such, which comes
         to the same: their keys and values are written by then."""
-        tiles = _mixed_prefill_tiles(shape.rows)
+        tiles = room_for_prefill_tiles(shape.rows)
         step = self._device_step(self._mixed_tables, shape.rows, shape.decode_rows, shape.lora_tiles, tiles)
 
         def run() -> None:
@@ -483,7 +420,7 @@ class DeviceModelRunner:
         self, tables: StepTables, rows: int, decode_rows: int, lora_tiles: int, num_prefill_tiles: int
     ) -> DeviceStep:
         lora_step = None
-        if lora_tiles != _NO_LORA:
+        if lora_tiles != NO_LORA:
             tiles = tables.on_device("lora_tiles").view(-1, TILE_FIELDS)
             lora_step = LoraStep(tiles, lora_tiles, tables.on_device("row_adapters"))
         return DeviceStep(
@@ -494,7 +431,7 @@ class DeviceModelRunner:
             tables=self._tables,
             table_rows=tables.on_device("table_rows"),
             decode_rows=decode_rows,
-            splits=self.splits_for(_bucket(max(1, decode_rows), self._limits.max_sequences)),
+            splits=self.splits_for(bucket_of(max(1, decode_rows), self._limits.max_sequences)),
             prefill_tiles=tables.on_device("prefill_tiles").view(-1, PREFILL_TILE_FIELDS)
             if num_prefill_tiles
             else None,
@@ -547,7 +484,7 @@ class DeviceModelRunner:
         prefill_tiles[num_prefill_tiles:, 1] = 0
         host["num_rows"][0] = row
         host["table_rows"][row:] = self._slots.padding_row
-        lora_tiles = _fill_tiles(host["lora_tiles"].reshape(-1, TILE_FIELDS), runs) if slot_of else _NO_LORA
+        lora_tiles = _fill_tiles(host["lora_tiles"].reshape(-1, TILE_FIELDS), runs) if slot_of else NO_LORA
         tables.upload()
         updates.apply(self._tables)
         step = self._device_step(tables, row, num_decodes, lora_tiles, num_prefill_tiles)
