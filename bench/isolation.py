@@ -415,9 +415,10 @@ async def bench_cluster(order: str, arguments: argparse.Namespace) -> AsyncItera
             Client(running.router) as client,
         ):
             for tenant, qos_class in ((VICTIM, "interactive"), (ATTACKER, arguments.attacker_class)):
-                await client.tenants.apply(
-                    f"tenant_id: {tenant}\nclasses:\n  {qos_class}: {{weight: {WEIGHT}}}\n", timeout_s=10
-                )
+                policy = f"tenant_id: {tenant}\nclasses:\n  {qos_class}: {{weight: {WEIGHT}}}\n"
+                if tenant == VICTIM and arguments.victim_reserve_mb:
+                    policy += f"quotas: {{kv_hbm_mb_reserve: {arguments.victim_reserve_mb}}}\n"
+                await client.tenants.apply(policy, timeout_s=10)
             names: list[str] = []
             if any(ATTACKS[name].cycles_adapters for name in arguments.attacks):
                 names = await _add_adapters(client, arguments.adapters, Path(data))
@@ -457,6 +458,7 @@ def report(name: str, cases: dict[str, Case], arguments: argparse.Namespace) -> 
         "slots": arguments.slots,
         "max_batch_tokens": arguments.max_batch_tokens,
         "num_blocks": arguments.num_blocks,
+        "victim_reserve_mb": arguments.victim_reserve_mb,
     }
     alone_p95 = quantile(alone.ttft_ms, 0.95)
     emit(arguments.json, attack="none", before=name, policy="both", **common, **_seen(alone))
@@ -545,6 +547,12 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--num-blocks", type=int, default=0, help="KV blocks of 16 tokens; 0: the longest request fits in every slot"
+    )
+    parser.add_argument(
+        "--victim-reserve-mb",
+        type=int,
+        default=0,
+        help="of KV on the worker, by the victim's policy (2 MiB a fake block)",
     )
     parser.add_argument("--step-ms", type=float, default=10.0, help="a step of the fake engine")
     parser.add_argument("--adapters", type=int, default=96, help="that the attack of adapters cycles through")
