@@ -18,9 +18,8 @@ a tenant at three times its share two thirds go before anything goes of a tenant
 2018, and Uber's Cinnamon order by class and then by user or cohort; here the cohort is the place in the stack.)
 
 A level is moved by a PI controller on queueing time, as DAGOR's is and for its reason: response time also grows where
-nothing is wrong. There is one level for the cluster, moved by what
-tenants within their share wait, and one for each tenant that is above it, moved by its own waiting alone: a tenant that
-floods gives up its own requests, not those of others.
+nothing is wrong. There is one level for the cluster, moved by what tenants within their share wait, and one for each
+tenant that is above it, moved by its own waiting alone: a tenant that floods gives up its own requests, not others'.
 
 Pure: time is passed in.
 """

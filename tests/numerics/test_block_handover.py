@@ -41,10 +41,10 @@ def leaks_and_handovers(handovers: int) -> tuple[int, int]:
         number = rng.randrange(len(TENANTS))
         tenant = TENANTS[number]
         blocks = pool.allocate(tenant, rng.randint(1, 256))
-        due = pool.pending_clears()
-        if due:
-            arena.clear_blocks(torch.tensor(due))
-        pool.commit()
+        work = pool.take_work()
+        if work.clears:
+            arena.clear_blocks(torch.tensor(work.clears))
+        pool.commit(work)
         rows = torch.tensor(blocks)
         seen = content[rows]
         leaks += int(((seen != 0) & (seen != number + 1)).any(dim=1).sum())

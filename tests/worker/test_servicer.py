@@ -17,9 +17,16 @@ from manylora_shared.simulation import loop as simulation
 from manylora_shared.telemetry import Attribute, SpanName, Telemetry
 from manylora_shared.transport.base import Stream
 from manylora_shared.transport.grpc_transport import GrpcTransport
+<<<<<<< HEAD
 from manylora_worker import runtime
+=======
+from manylora_worker.control import ControlSession
+>>>>>>> overload
 from manylora_worker.engine.api import AdapterTier
-from manylora_worker.engine.fake_runner import reference_tokens
+from manylora_worker.engine.core import EngineCore
+from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner, reference_tokens
+from manylora_worker.engines import engine_limits
+from manylora_worker.runtime import EngineView
 from manylora_worker.validation import FakeValidator
 
 from tests.worker.worker_fakes import (
@@ -324,11 +331,30 @@ async def test_reports_tell_all_that_happens() -> None:
         assert scheduler.adapters == {UID: worker_pb2.ADAPTER_TIER_DEVICE}
         assert scheduler.flows == {("acme", common_pb2.QOS_CLASS_STANDARD): (4, 120)}
         assert scheduler.running == {}
+<<<<<<< HEAD
         told = [t.kv_blocks for report in scheduler.reports for t in report.tenants]
         assert 4 <= max(told) <= 8, "two sequences that grow to 62 tokens, in blocks of 16, as some report found them"
         assert scheduler.kv_blocks == {"acme": 0}
+=======
+        assert scheduler.kv_blocks.get("acme", 0) == 0, "what it held is given back"
+>>>>>>> overload
         await call
         assert len(scheduler.reports) < 40, "not one report a token"
+
+
+async def test_reports_tell_what_tenants_hold_where_it_changed() -> None:
+    limits = engine_limits(config())
+    core = EngineCore(FakeRunner(num_blocks=8, block_size=4), FakeAdapterBackend(lambda: 0.0), limits)
+    view = EngineView(core.stats(), max_requests=8)
+    session = ControlSession(view, sequence_slots=8)
+    told = []
+    for held in ({"a": 3}, {"a": 4, "b": 1}, {"a": 4}, {}):
+        view.kv_blocks = {TenantId(tenant): blocks for tenant, blocks in held.items()}
+        session.engine_changed()
+        report = await session.next_report()
+        assert report is not None
+        told.append({tenant.tenant_id: tenant.kv_blocks for tenant in report.tenants})
+    assert told == [{"a": 3}, {"a": 4, "b": 1}, {"b": 0}, {"a": 0}]
 
 
 async def test_the_answer_and_the_counters_tell_cached_tokens() -> None:
