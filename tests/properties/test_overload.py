@@ -59,6 +59,7 @@ def view_of(level: int, demand: Demand) -> OverloadView:
 
 
 @given(costs, st.floats(1.0, 1e6), st.integers(0, LEVELS - 1))
+@settings(deadline=None, derandomize=True)
 def test_each_level_gives_up_what_the_one_below_it_did(
     tenants: list[tuple[float, float, float]], granted: float, level: int
 ) -> None:
@@ -81,6 +82,7 @@ def test_each_level_gives_up_what_the_one_below_it_did(
     st.integers(0, LEVELS),
     st.dictionaries(st.integers(0, 7), st.tuples(st.integers(0, LEVELS), st.floats(0.0, 4.0))),
 )
+@settings(deadline=None, derandomize=True)
 def test_the_order_of_sacrifice(
     tenants: list[tuple[float, float, float]],
     granted: float,
@@ -117,6 +119,7 @@ def test_the_order_of_sacrifice(
 
 
 @given(costs, st.floats(1.0, 1e6), st.integers(0, LEVELS))
+@settings(deadline=None, derandomize=True)
 def test_the_furthest_above_its_share_goes_first(
     tenants: list[tuple[float, float, float]], granted: float, level: int
 ) -> None:
@@ -130,6 +133,7 @@ def test_the_furthest_above_its_share_goes_first(
 
 
 @given(costs, st.floats(1.0, 1e6), st.sampled_from(STACK), st.integers(0, 32))
+@settings(deadline=None, derandomize=True)
 def test_a_limit_leaves_the_wanted_part(
     tenants: list[tuple[float, float, float]], granted: float, qos_class: QosClass, wanted: int
 ) -> None:
@@ -147,6 +151,7 @@ def test_a_limit_leaves_the_wanted_part(
 
 
 @given(costs, st.floats(2.0, 1e6))
+@settings(deadline=None, derandomize=True)
 def test_shares_are_max_min_fair(tenants: list[tuple[float, float, float]], granted: float) -> None:
     demand = demand_of(tenants, granted)
     demands = {TenantId(f"t{i}"): sum(by_class) for i, by_class in enumerate(tenants) if sum(by_class)}
@@ -160,6 +165,7 @@ def test_shares_are_max_min_fair(tenants: list[tuple[float, float, float]], gran
 
 
 @given(st.integers(0, LEVELS), st.tuples(st.floats(0, 3), st.floats(0, 3), st.floats(0, 3)), st.sampled_from(STACK))
+@settings(deadline=None, derandomize=True)
 def test_the_limit_of_places_is_that_of_heights(
     level: int, parts: tuple[float, float, float], qos_class: QosClass
 ) -> None:
@@ -184,7 +190,7 @@ samples = st.dictionaries(
 
 
 @given(st.lists(st.tuples(samples, st.floats(0.01, 1.0), st.sampled_from([0.0, 0.0, 0.3]))))
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None, derandomize=True)
 def test_a_level_stays_on_the_ladder_and_comes_down_when_the_load_ends(
     steps: list[tuple[dict[QosClass, Sample], float, float]],
 ) -> None:
@@ -200,6 +206,7 @@ def test_a_level_stays_on_the_ladder_and_comes_down_when_the_load_ends(
 
 
 @given(samples)
+@settings(deadline=None, derandomize=True)
 def test_a_level_comes_down_without_room_too(measured: dict[QosClass, Sample]) -> None:
     controller = LevelController()
     for _ in range(100):

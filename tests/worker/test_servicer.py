@@ -336,8 +336,8 @@ async def test_reports_tell_all_that_happens() -> None:
 async def test_reports_tell_what_tenants_hold_where_it_changed() -> None:
     limits = engine_limits(config())
     core = EngineCore(FakeRunner(num_blocks=8, block_size=4), FakeAdapterBackend(lambda: 0.0), limits)
-    view = EngineView(core.stats(), max_requests=8)
-    session = ControlSession(view, sequence_slots=8)
+    view = EngineView(core.stats(), 8, lambda command: None)
+    session = ControlSession(view, sequence_slots=8, parked_sequences=0)
     told = []
     for held in ({"a": 3}, {"a": 4, "b": 1}, {"a": 4}, {}):
         view.kv_blocks = {TenantId(tenant): blocks for tenant, blocks in held.items()}
