@@ -23,12 +23,13 @@ from manylora_worker.engine.fake_runner import reference_tokens
 pytestmark = pytest.mark.e2e
 
 WEIGHTS = {"one": 1, "two": 2, "four": 4, "eight": 8}
-STREAMS = 56
+STREAMS = 48
 """A tenant's: more than the slots that it gets, so that it always has requests waiting."""
 PROMPT_TOKENS = 8
 OUTPUT_TOKENS = (8, 16)
 """Drawn anew for each request, between these."""
-SETTLE_S = 3.0
+SETTLE_S = 8.0
+"""Until waits, and what flows are preferred for waiting, grow no more."""
 SPREAD_REQUESTS = 6
 """How many of its requests a flow may be before or behind its share: what it has running and how far boosts go."""
 PROMISED_SECONDS, PROMISED_ERROR = 60.0, 0.02

@@ -314,12 +314,13 @@ async def test_reports_tell_all_that_happens() -> None:
         await scheduler.hello(1)
         first = await scheduler.read()
         assert first.snapshot
-        assert (first.sequence_slots, first.running_sequences) == (8, 0)
+        assert (first.sequence_slots, first.max_sequences, first.running_sequences) == (8, 8 + 64, 0)
         assert (first.kv_blocks_total, first.kv_blocks_free, first.block_size) == (4096, 4096, 16)
         call = asyncio.create_task(collect(worker.execute(message(n=2, adapter_uid=UID, max_tokens=60))))
         report = await scheduler.read_until(lambda r: bool(r.started))
         assert report.running_sequences == 2
         assert scheduler.running == {"r1": 2}
+        await scheduler.read_until(lambda r: any(flow.slotted_sequences == 2 for flow in r.flows))
         await scheduler.read_until(lambda r: "r1" in r.finished_request_ids)
         last = scheduler.reports[-1]
         assert last.running_sequences == 0

@@ -33,14 +33,13 @@ the work. Who asks for no more than its reserve takes from any that holds more t
 Held is what cannot use a slot by its own tenant's doing: a sequence whose reader does not read (`pause`), and a flow
 whose next sequence would pass its tenant's hard cap. Neither is backlogged: a paused sequence stands in no queue, and a
 capped flow begins at the clock when it may go on. A paused one keeps its blocks until somebody lacks blocks: then they
-go first in 1 and 3, whatever the tags.
+go first in 1 and 3, whatever the tags. It takes nothing until its reader reads, so it undoes no such eviction.
 
-Progress. In 1 and 3 the taker is before its victim in the order (tag of the flow, age), or the victim takes nothing
-until its reader reads, and tags grow by charged work only; in 2 the victim has done charged work since it got its
-blocks; a claim's taker stays within its reserve, where nothing is taken from it. So no eviction is undone without
-charged work between: no livelock. Where nothing at all can be started and no step is in flight, the first in order
-takes from whomever it needs (`_force`), and since no sequence is added that could not run alone (`EngineCore.add`),
-each step with a sequence in it computes at least one token.
+Progress. In 1 and 3 the taker is before its victim in the order (tag of the flow, age), and tags grow by charged work
+only; in 2 the victim has done charged work since it got its blocks; a claim's taker stays within its reserve, where
+nothing is taken from it. So no eviction is undone without charged work between: no livelock. Where nothing at all can
+be started and no step is in flight, the first in order takes from whomever it needs (`_force`), and since no sequence
+is added that could not run alone (`EngineCore.add`), each step with a sequence in it computes at least one token.
 """
 
 from __future__ import annotations
