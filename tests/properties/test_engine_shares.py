@@ -338,6 +338,29 @@ def test_who_is_kept_by_its_own_cap_gets_nothing_for_it() -> None:
     assert (rig.cost(_A) - at[0]) - (rig.cost(_B) - at[1]) <= bound
 
 
+def test_a_flow_is_not_held_by_its_cap_any_longer_when_what_was_held_is_gone() -> None:
+    """a's second request is past its cap while the first is in a slot; it is aborted while the first is parked, and then
+    the first takes a slot again."""
+    rig = Rig.make(4000, 2)
+    rig.core.set_share(_A, TenantShare(_weights(1), hard_blocks=26))
+    rig.core.set_share(_B, TenantShare(_weights(8)))
+    rig.add(_A, 64, 40)
+    for _ in range(6):
+        rig.step()
+    held = rig.add(_A, 64, 40)
+    rig.step()
+    assert rig.core.flow_slots()[_A, QosClass.STANDARD].is_capped
+    for _ in range(4):
+        rig.add(_B, 4, 3000)
+    while rig.core.flow_slots()[_A, QosClass.STANDARD].num_slots:
+        rig.step()
+    rig.core.abort(held, float(rig.steps))
+    assert (_A, QosClass.STANDARD) not in rig.core.flow_slots(), "neither in a slot nor held back"
+    while (_A, QosClass.STANDARD) not in rig.core.flow_slots():
+        rig.step()
+    assert not rig.core.flow_slots()[_A, QosClass.STANDARD].is_capped
+
+
 # ---- blocks
 
 _HARD, _SOFT, _RESERVE = 20, 12, 8

@@ -729,7 +729,8 @@ class StepPlanner:
             del self._queued[sequence.item]
             sequence.item = None
             flow = _flow(sequence)
-            if not self._queue.queued_in(flow):
+            # It may have been what the cap held back; if another is, that is found out when it is asked for.
+            if sequence not in self._parked or not self._queue.queued_in(flow):
                 self._end_capped(flow)
 
     def check_invariants(self) -> None:
