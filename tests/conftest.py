@@ -3,7 +3,7 @@
 A simulation test takes the argument `sim_seed`, and runs once for each seed 0, 1, ... below `--sim-seeds`; its id shows
 the seed, so that `pytest "tests/sim/test_x.py::test_y[seed 17]" --sim-seeds 18` is that run again. Seeds that found a
 bug are given to a test by name: `@pytest.mark.parametrize("sim_seed", [17])`. A test marked `each_nth_seed(n)` runs
-with each n-th of them.
+with each n-th of them, one marked `all_but_each_nth_seed(n)` with the others.
 """
 
 from __future__ import annotations
@@ -48,8 +48,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for name in ([n.strip() for n in mark.args[0].split(",")] if isinstance(mark.args[0], str) else mark.args[0])
     }
     if "sim_seed" in metafunc.fixturenames and "sim_seed" not in given:
-        mark = metafunc.definition.get_closest_marker("each_nth_seed")
-        seeds = range(0, metafunc.config.getoption("--sim-seeds"), mark.args[0] if mark is not None else 1)
+        seeds = list(range(metafunc.config.getoption("--sim-seeds")))
+        for mark in metafunc.definition.iter_markers("each_nth_seed"):
+            seeds = [seed for seed in seeds if seed % mark.args[0] == 0]
+        for mark in metafunc.definition.iter_markers("all_but_each_nth_seed"):
+            seeds = [seed for seed in seeds if seed % mark.args[0] != 0]
         metafunc.parametrize("sim_seed", seeds, ids=[f"seed {seed}" for seed in seeds])
 
 

@@ -339,7 +339,7 @@ def test_who_is_kept_by_its_own_cap_gets_nothing_for_it() -> None:
 
 
 def test_a_flow_is_not_held_by_its_cap_any_longer_when_what_was_held_is_gone() -> None:
-    """a's second request is past its cap while the first is in a slot; it is aborted while the first is parked, and then
+    """a's second request is past its cap while the first has a slot. It is aborted while the first is parked, and then
     the first takes a slot again."""
     rig = Rig.make(4000, 2)
     rig.core.set_share(_A, TenantShare(_weights(1), hard_blocks=26))

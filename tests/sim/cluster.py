@@ -60,7 +60,7 @@ LEAVING_ADAPTER = "leaving"
 WATCH_DELAY_S = 0.005
 LEASE_TTL_S = 2
 _START_TIMEOUT_S = 30.0
-_WATCH_S = 0.05
+_WATCH_S = 0.1
 
 
 def uid_of(tenant: str, adapter: str) -> AdapterUid:

@@ -86,6 +86,7 @@ def play(seed: int) -> SimRun[Traffic]:
         raise
 
 
+@pytest.mark.all_but_each_nth_seed(10)  # these are played with quotas (test_quota_faults.py)
 def test_chaos(sim_seed: int) -> None:
     play(sim_seed)
 

@@ -81,7 +81,7 @@ def _cut_or_refused(calls: list[Call]) -> int:
     )
 
 
-@pytest.mark.each_nth_seed(4)
+@pytest.mark.each_nth_seed(10)
 def test_quotas_hold_under_faults(sim_seed: int) -> None:
     log: list[str] = []
     try:
@@ -108,7 +108,7 @@ CONTRACT_RATE, CONTRACT_BURST = 150, 300
 CONTRACT_S = 90.0
 
 
-@pytest.mark.each_nth_seed(100)
+@pytest.mark.each_nth_seed(200)
 def test_a_contract_at_eight_routers_is_kept_and_used_while_leaders_restart(sim_seed: int) -> None:
     """Twice the contract is asked for, at eight routers. The leader restarts every 30 s, and now and then one to three
     routers are cut off from it for 3 s, in one direction or both."""
