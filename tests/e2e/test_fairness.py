@@ -171,6 +171,7 @@ async def hogged(data: Path, *worker_flags: str) -> AsyncIterator[tuple[Client, 
             "--num-blocks=4000",
             *worker_flags,
         ),
+        scheduler_flags=("--no-overload",),  # it would refuse what the hog has waiting
     )
     async with LocalCluster(options) as cluster, Client(cluster.router) as client:
         for tenant in ("hog", "late"):
