@@ -24,8 +24,9 @@ STREAMS = 64
 TENANTS = ("ash", "birch", "cedar")
 SKILLS = ("json", "reverse", "upper", "words")
 NAMES = ("one", "two", "three", "four")
-EXPECTED_CODES = ("NOT_FOUND", "DEADLINE_EXCEEDED", "FAILED_PRECONDITION")
-"""An adapter that is not (any more) there, a deadline too short, an adapter that went between admission and load."""
+EXPECTED_CODES = ("NOT_FOUND", "DEADLINE_EXCEEDED", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED")
+"""An adapter that is not (any more) there, a deadline too short, an adapter that went between admission and load, and
+what overload control gives up: the callers ask for more than two busy workers do in time."""
 GROWTH_BYTES = 48 << 20
 """How much a process may hold more at the end than after the first quarter: allocator noise, not a leak per request."""
 GROWTH_DESCRIPTORS = 16
