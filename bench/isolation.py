@@ -4,7 +4,8 @@ Real processes on loopback, twice in one run: a cluster that schedules fairly an
 (`--order arrival`, "fcfs" here), each with etcd, scheduler, router and one worker. Both tenants have the same weight.
 The victim is a closed loop of few streams that asks for well under half of what the worker can do: each stream sends
 its next request when the last one has ended and its period is over. The attacker keeps far more requests outstanding
-than the worker has slots, from a process of its own, so that the victim's times are not those of its event loop.
+than the worker has slots, from a process of its own with a lower priority, so that the victim's times are not those of
+its event loop, nor of what making an attack takes of the cores: an attacker has a machine of its own.
 
     short          a flood of short requests
     long-prompts   a flood of the longest prompts
@@ -19,8 +20,10 @@ left out. What the victim had alone is pooled over both policies: nobody queues 
 of its prompt tokens that the prefix cache had.
 
 Prints JSON lines with --json: {"bench": "isolation", "attack", "policy", ...}. `victim_ttft_p95_ratio`,
-`victim_tokens_per_s_ratio` are to the victim alone; `total_cost_per_s` is prompt + 2 * output tokens a second of both
-tenants, of the attacker's as the scheduler counted it, and `total_ratio_to_fcfs` compares that.
+`victim_tokens_per_s_ratio` are to the victim alone. `quantum_ms` is what a decode quantum took beside the attacker: for
+so long a request may keep its slot. `victim_ttft_p95_less_quantum_ratio` is the first ratio with one quantum taken off.
+`total_cost_per_s` is prompt + 2 * output tokens a second of both, of the attacker as the scheduler counted it,
+and `total_ratio_to_fcfs` compares that.
 
     python bench/isolation.py [--engine torch|fake] [--attacks short,adapters] [--seconds 12] [--json]
 """
@@ -55,6 +58,7 @@ from manylora_shared.errors import RpcError
 from manylora_shared.identity import bearer
 from manylora_shared.transport.base import Channel, methods_of
 from manylora_shared.transport.grpc_transport import GrpcTransport
+from manylora_worker.engine.step_planner import QUANTUM_TOKENS
 
 GENERATE = methods_of(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"])["Generate"]
 POLICIES = {"fair": "fair", "fcfs": "arrival"}
@@ -242,6 +246,7 @@ async def _victim_request(
 
 def attack_process(attack: Attack, target: Target, adapters: Sequence[str], pipe: Connection) -> None:
     """Attacks until something comes through the pipe; then sends back {stretch of time: tokens} and the outcomes."""
+    os.nice(5)
     pipe.send(asyncio.run(_attack(attack, target, adapters, pipe)))
 
 
@@ -465,6 +470,7 @@ def report(name: str, cases: dict[str, Case], arguments: argparse.Namespace) -> 
     for policy, case in cases.items():
         beside = case.beside
         p95 = quantile(beside.ttft_ms, 0.95)
+        quantum_ms = QUANTUM_TOKENS * quantile(beside.token_gap_ms, 0.5)
         others = {}
         if policy == "fair" and "fcfs" in cases:
             others = {
@@ -478,6 +484,8 @@ def report(name: str, cases: dict[str, Case], arguments: argparse.Namespace) -> 
             **common,
             **_seen(beside),
             victim_ttft_p95_ratio=p95 / alone_p95,
+            quantum_ms=quantum_ms,
+            victim_ttft_p95_less_quantum_ratio=(p95 - quantum_ms) / alone_p95,
             victim_tokens_per_s_ratio=beside.tokens_per_s / alone.tokens_per_s,
             victim_token_gap_ratio=quantile(beside.token_gap_ms, 0.5) / quantile(alone.token_gap_ms, 0.5),
             total_tokens_per_s=case.total_tokens_per_s,

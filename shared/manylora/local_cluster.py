@@ -35,6 +35,10 @@ from manylora.client import Client, ClusterStatus, RequestFailed
 from manylora.client.credentials import read_key, remove_note, write_note
 
 ETCD = "etcd"
+_COMPUTING = ["nice", "-n", "10"]
+"""A worker on the CPU computes without pause, on the cores that every request's way through the other services takes
+too. At equal priority they wait for its turns: under a flood of short requests the 95th percentile of a neighbour's
+time to the first token was four times as long, and fewer requests were served in all."""
 SCHEDULER = "scheduler"
 CONNECT_TIMEOUT_S = 60.0
 POLL_S = 0.05
@@ -308,7 +312,8 @@ class LocalCluster:
             "threads": options.threads or max(1, (os.cpu_count() or 1) // options.workers),
         }
         flags = [f"--{name}={value}" for name, value in settings.items() if value not in ("", None)]
-        return [*_python("manylora_worker"), *self._common("127.0.0.1:0"), *flags, *options.worker_flags]
+        command = [*_python("manylora_worker"), *self._common("127.0.0.1:0"), *flags, *options.worker_flags]
+        return _COMPUTING + command if settings["device"] == "cpu" else command
 
     def _router_command(self, index: int, ready: Mapping[str, Any]) -> list[str]:
         port = self.options.port if index == 0 else 0
