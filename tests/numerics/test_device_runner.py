@@ -16,7 +16,7 @@ import torch
 from manylora_shared.ids import QosClass, RequestId, TenantId
 from manylora_worker import loader
 from manylora_worker.adapters.cache import AdapterCacheLimits
-from manylora_worker.adapters.source import read_adapter
+from manylora_worker.adapters.source import AdapterBase, read_adapter
 from manylora_worker.engine.api import EngineRequest, Sampling
 from manylora_worker.engine.attention import ATTENTION, register_attention
 from manylora_worker.engine.core import EngineCore, EngineLimits
@@ -50,7 +50,7 @@ def make_device_runner(family: Family, folder: Path, device: str) -> tuple[loade
 
 
 def put_device_adapter(runner: DeviceModelRunner, loaded: loader.LoadedModel, folder: Path) -> str:
-    adapter = read_adapter(folder, loaded, LIMITS)
+    adapter = read_adapter(folder, AdapterBase.of(loaded), LIMITS)
     if not runner.holds_adapter(adapter.uid):
         runner.reserve_adapter(adapter)
         runner.fill_adapter(adapter)

@@ -18,7 +18,9 @@ import torch
 from manylora_worker.adapters.backend import TorchAdapterBackend
 from manylora_worker.adapters.host_memory import HostMemory
 from manylora_worker.adapters.lora_linear import LoraCosts, LoraPlanner
-from manylora_worker.adapters.source import AdapterLimits, HostAdapter, read_adapter
+from manylora_worker.adapters.reader import AdapterReader, LocalReader
+from manylora_worker.adapters.reader_pool import ReaderProcesses
+from manylora_worker.adapters.source import AdapterBase, AdapterLimits, Layout, elements_of
 from manylora_worker.engine.api import ModelRunner
 from manylora_worker.engine.kv_cache import MIB, KvCache
 from manylora_worker.engine.model_runner import TorchModelRunner
@@ -102,15 +104,13 @@ def build_engine_parts(options: EngineOptions, *, notify: Callable[[], None] = l
     )
     device_runner = _device_runner(loaded, options) if loaded.device.type == "cuda" else None
     runner = device_runner or _reference_runner(loaded, options)
-    limits = AdapterLimits(max_rank=options.max_lora_rank)
-    is_gpu = loaded.device.type == "cuda"
+    base = AdapterBase.of(loaded)
+    reader = _reader(base, options, is_gpu=loaded.device.type == "cuda")
     backend = TorchAdapterBackend(
         options.adapter_store / "objects",
-        loaded,
+        reader,
         runner,
-        limits,
-        host_threads=_GPU_LOADER_THREADS if is_gpu else 1,
-        memory=HostMemory(options.host_adapter_bytes) if is_gpu else None,
+        host_threads=_GPU_LOADER_THREADS if loaded.device.type == "cuda" else 1,
         notify=notify,
     )
     if device_runner is not None:
@@ -120,8 +120,16 @@ def build_engine_parts(options: EngineOptions, *, notify: Callable[[], None] = l
         backend=backend,
         spec=loaded.spec,
         kv_block_bytes=loaded.spec.kv.token_bytes(loaded.dtype) * options.block_size,
-        validate=lambda folder: _report(read_adapter(folder, loaded, limits), loaded),
+        validate=lambda folder: _report(reader.check(folder), base),
     )
+
+
+def _reader(base: AdapterBase, options: EngineOptions, *, is_gpu: bool) -> AdapterReader:
+    """Beside a GPU, processes: there the engine's thread launches kernels, and waits for every other Python thread."""
+    limits = AdapterLimits(max_rank=options.max_lora_rank)
+    if not is_gpu:
+        return LocalReader(base, limits)
+    return ReaderProcesses(base, limits, HostMemory(options.host_adapter_bytes))
 
 
 def _reference_runner(loaded: LoadedModel, options: EngineOptions) -> TorchModelRunner:
@@ -185,15 +193,15 @@ def _warm_up(runner: DeviceModelRunner, device: torch.device) -> None:
     )  # fmt: skip
 
 
-def _report(adapter: HostAdapter, loaded: LoadedModel) -> AdapterReport:
+def _report(layout: Layout, base: AdapterBase) -> AdapterReport:
     targets = [
-        (stop - start, loaded.sites[placed.site].slots[slot].path)
-        for placed in adapter.layout
+        (stop - start, base.sites[placed.site].slots[slot].path)
+        for placed in layout
         for slot, start, stop, _ in placed.slots
     ]
     return AdapterReport(
         max_lora_rank=max(rank for rank, _ in targets),
-        size_bytes=adapter.size_bytes,
+        size_bytes=elements_of(layout) * base.dtype.itemsize,
         target_modules=tuple(sorted({path.rpartition(".")[2] for _, path in targets})),
     )
 
