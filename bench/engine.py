@@ -321,7 +321,7 @@ class Bench:
             if case == "zipf-1000":
                 engine_traffic.run_zipf(engine, self.print)
             elif case == "loads":
-                engine_traffic.run_loads(engine, self.print)
+                engine_traffic.run_loads(self.loaded, store, self.print)
             elif case == "churn":
                 engine_traffic.run_churn(engine, self.print)
             elif case == "chunk":

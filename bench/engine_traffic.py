@@ -209,26 +209,20 @@ def zipf(count: int, num_adapters: int, seed: int = 0) -> list[int]:
     return rng.choices(range(num_adapters), weights, k=count)
 
 
-def run_loads(traffic: Traffic, emit: Callable[..., None]) -> None:
-    """In rounds that drop what they have loaded: the first pays for the readers' start and the memory's first use."""
-    backend, uids = traffic.backend, traffic.store.make(range(2000, 2064))
+def run_loads(loaded: LoadedModel, store: Store, emit: Callable[..., None]) -> None:
+    """By readers and into memory of its own: the first round pays for the readers' start and for mapping the memory."""
+    uids = store.make(range(2000, 2064))
+    file_bytes = (store.objects / uids[0] / WEIGHTS_NAME).stat().st_size
+    reader = ReaderProcesses(AdapterBase.of(loaded), AdapterLimits(max_rank=64), HostMemory(len(uids) * file_bytes))
     for name, at_once in (("first", 8), ("one", 1), ("eight", 8)):
         started = time.perf_counter()
-        waiting, ended = list(uids), 0
-        for uid in waiting[:at_once]:
-            backend.start_host_load(uid)
-        del waiting[:at_once]
-        while ended < len(uids):
-            for event in backend.poll():
-                assert event.error is None, event.error
-                ended += 1
-                if waiting:
-                    backend.start_host_load(waiting.pop())
-            time.sleep(0.0002)
+        with ThreadPoolExecutor(at_once) as threads:
+            adapters = list(threads.map(lambda uid: reader.read(store.objects / uid, uid), uids))
         seconds = time.perf_counter() - started
         emit(case=f"loads/{name}", batch=at_once, loads=len(uids), loads_per_s=len(uids) / seconds)
-        for uid in uids:
-            backend.drop_host(uid)
+        for adapter in adapters:
+            reader.free(adapter)
+    reader.close()
 
 
 def run_zipf(traffic: Traffic, emit: Callable[..., None]) -> None:

@@ -34,6 +34,7 @@ class _Segment:
             self.bytes = torch.frombuffer(mmap.mmap(self.fd, size_bytes), dtype=torch.uint8)
             self._is_pinned = torch.cuda.is_available()
             if self._is_pinned:
+                self.bytes.fill_(0)  # by all compute threads: pinning would bring the pages in one after the other
                 outcome = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), size_bytes, 0)
                 if int(outcome) != 0:
                     raise RuntimeError(f"{size_bytes} bytes of host memory cannot be pinned: CUDA error {int(outcome)}")
