@@ -335,6 +335,7 @@ def test_processes_end_with_the_worker_and_have_none_of_its_sockets(
         assert worker.stdout is not None
         assert worker.stdout.readline() == b"ready\n"
         fork_server, reader = psutil.Process(worker.pid).children(recursive=True)
+        assert fork_server.num_threads() == 1, "a fork would copy the locks of the others"
         for process in (fork_server, reader):
             assert not process.net_connections("inet")
             links = [os.readlink(f"/proc/{process.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{process.pid}/fd")]

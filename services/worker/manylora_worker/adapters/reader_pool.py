@@ -34,6 +34,7 @@ from manylora_shared.errors import FieldViolation
 from manylora_shared.ids import AdapterUid
 from torch import Tensor
 
+from manylora_worker.adapters import reader_process
 from manylora_worker.adapters.host_memory import HostMemory
 from manylora_worker.adapters.source import (
     AdapterBase,
@@ -46,7 +47,6 @@ from manylora_worker.adapters.source import (
 )
 
 _LOG = logging.getLogger(__name__)
-_MODULE = "manylora_worker.adapters.reader_process"
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables by which libraries start no threads of their own."""
 _START_S = 120.0
@@ -272,7 +272,7 @@ class _ForkServer:
             description.flush()
             descriptors = (theirs.fileno(), description.fileno(), memory_fd)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, *map(str, descriptors)],
+                [sys.executable, "-m", reader_process.__name__, *map(str, descriptors)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=descriptors,
