@@ -54,6 +54,7 @@ class EngineOptions:
         num_blocks: KV blocks; 0: as many as fit in `kv_cache_mb` MiB; is that 0 too, as fit in DEFAULT_KV_CACHE_MB MiB,
             or on a GPU in what its memory has left.
         adapter_store: the folder above `objects/`.
+        marks_free: see KvCache.
     """
 
     model: str
@@ -71,6 +72,7 @@ class EngineOptions:
     sequence_slots: int = 64
     max_batch_tokens: int = 512
     threads: int = 1
+    marks_free: bool = False
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,12 @@ def _build_cache(loaded: LoadedModel, options: EngineOptions, *, more_blocks: in
     if num_blocks < 1:
         raise ModelRefused(f"kv_cache_mb: {kv_cache_mb} MiB hold no block of {options.block_size} tokens")
     cache = KvCache(
-        kv, num_blocks=num_blocks + more_blocks, block_size=options.block_size, dtype=loaded.dtype, device=loaded.device
+        kv,
+        num_blocks=num_blocks + more_blocks,
+        block_size=options.block_size,
+        dtype=loaded.dtype,
+        device=loaded.device,
+        marks_free=options.marks_free,
     )
     weight_bytes = sum(p.nbytes for p in loaded.model.parameters())
     weight_bytes += sum(m.weight_bytes for m in loaded.model.modules() if isinstance(m, PackedLinear))
