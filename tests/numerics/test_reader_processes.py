@@ -8,18 +8,19 @@ import pickle
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from manylora_shared.ids import AdapterUid
+from manylora_worker.adapters import reader_pool
 from manylora_worker.adapters.host_memory import HostMemory
 from manylora_worker.adapters.reader import LocalReader
 from manylora_worker.adapters.reader_pool import ReaderFailed, ReaderProcesses, _Reader
@@ -287,24 +288,49 @@ def test_a_read_that_takes_too_long_is_ended(
     pool.free(pool.read(folder, uid))
 
 
+def framed(message: bytes) -> bytes:
+    return struct.pack("!i", len(message)) + message
+
+
 @pytest.mark.parametrize(
-    "said", [b"?", b"[]", b"{}", b'{"ranks": [1]}', b'{"violations": []}', b'{"violations": [1]}', b'{"elements": "x"}']
+    ("said", "why"),
+    [
+        (framed(b"?"), "made no sense"),
+        (framed(b"[]"), "made no sense"),
+        (framed(b"{}"), "made no sense"),
+        (framed(b'{"ranks": [1]}'), "made no sense"),
+        (framed(b'{"violations": []}'), "made no sense"),
+        (framed(b'{"violations": [1]}'), "made no sense"),
+        (framed(b'{"elements": "x"}'), "made no sense"),
+        (framed(b"{}")[:5], "took too long"),
+        (struct.pack("!i", 1 << 30), "made no sense"),
+        (framed(b"{}") * 10_000, "made no sense"),
+    ],
 )
-def test_a_reader_that_makes_no_sense_is_ended(pool: Pool, family: Family, base: AdapterBase, said: bytes) -> None:
+def test_a_reader_that_makes_no_sense_is_ended(
+    pool: Pool,
+    family: Family,
+    base: AdapterBase,
+    monkeypatch: pytest.MonkeyPatch,
+    said: bytes,
+    why: str,
+) -> None:
+    monkeypatch.setattr(reader_pool, "_MESSAGE_S", 0.1)
     ours, theirs = socket.socketpair()
     with theirs:
         raving = subprocess.Popen(["sleep", "60"], pass_fds=[theirs.fileno()])
-        Connection(os.dup(theirs.fileno())).send_bytes(said)
-    reader = _Reader(Connection(ours.detach()))
+        theirs.sendall(said)
+    reader = _Reader(ours)
     reader.pid = raving.pid
     pool._fork_server.fork, fork = lambda: reader, pool._fork_server.fork
     idle, pool._idle = pool._idle, []
     try:
-        with pytest.raises(ReaderFailed, match="made no sense"):
+        with pytest.raises(ReaderFailed, match=why):
             pool.read(family.adapters["rank-1"], uid_of(family.adapters["rank-1"], base))
+        assert raving.wait(10) == -signal.SIGKILL
     finally:
         pool._idle, pool._fork_server.fork = idle, fork
-    assert raving.wait(10) == -signal.SIGKILL
+        raving.kill()
 
 
 _WORKER = """

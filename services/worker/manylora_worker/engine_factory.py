@@ -7,6 +7,7 @@ of the worker does so only through it.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -39,7 +40,9 @@ DEFAULT_KV_CACHE_MB = 512
 GIB = 1 << 30
 _MARGIN_DIVISOR = 50
 """Part of the device's memory that nobody plans with."""
-_GPU_LOADER_THREADS = 8
+_MAX_READERS = 8
+_OTHER_CORES = 2
+"""For the engine's thread and the event loop: readers take the rest, where there are so many."""
 _STACKED_ADAPTER_BYTES = 256 * MIB
 """Bound on the copies that stack the adapters of a step, see LoraPlanner."""
 
@@ -112,7 +115,7 @@ def build_engine_parts(options: EngineOptions, *, notify: Callable[[], None] = l
         options.adapter_store / "objects",
         reader,
         runner,
-        host_threads=_GPU_LOADER_THREADS if loaded.device.type == "cuda" else 1,
+        host_threads=_num_readers() if loaded.device.type == "cuda" else 1,
         notify=notify,
     )
     if device_runner is not None:
@@ -132,6 +135,10 @@ def _reader(base: AdapterBase, options: EngineOptions, *, is_gpu: bool) -> Adapt
     if not is_gpu:
         return LocalReader(base, limits)
     return ReaderProcesses(base, limits, HostMemory(options.host_adapter_bytes))
+
+
+def _num_readers() -> int:
+    return max(1, min(_MAX_READERS, len(os.sched_getaffinity(0)) - _OTHER_CORES))
 
 
 def _reference_runner(loaded: LoadedModel, options: EngineOptions) -> TorchModelRunner:

@@ -17,13 +17,14 @@ import os
 import pickle
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,9 @@ _STARTS = 2
 _PATIENCE_S = 30.0
 _SLOWEST_BYTES_PER_S = 10e6
 """A read may take _PATIENCE_S, and longer for a large file on slow storage."""
+_MESSAGE_S = 5.0
+"""From a message's first byte to its last."""
+_PROBE_S = 0.05
 _END_S = 5.0
 _MAX_MESSAGE_BYTES = 16 << 20
 _LAYOUTS = 64
@@ -205,7 +209,7 @@ def _failure_of(error: BaseException) -> ReaderFailed | None:
     """What a call fails with; None: with the error itself."""
     if isinstance(error, EOFError | ConnectionError):
         return ReaderFailed("the process that read the adapter died")
-    if isinstance(error, TimeoutError):
+    if isinstance(error, TimeoutError | BlockingIOError):
         return ReaderFailed("the process that read the adapter took too long and was ended")
     if isinstance(error, ValueError | KeyError | TypeError | AssertionError):
         return ReaderFailed("the process that read the adapter made no sense and was ended")
@@ -226,8 +230,10 @@ def _weights_bytes(folder: Path) -> int:
 class _Reader:
     """The worker's end of one reader. One thread at a time."""
 
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
+    def __init__(self, end: socket.socket) -> None:
+        seconds, rest = divmod(_MESSAGE_S, 1.0)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(rest * 1e6)))
+        self.connection = Connection(end.detach())
         self.pid = 0
         """0: not known yet."""
 
@@ -235,31 +241,39 @@ class _Reader:
         self.connection.send_bytes(json.dumps(message).encode())
 
     def hear(self, deadline: float) -> Mapping[str, Any]:
-        """Raises TimeoutError after `deadline` (time.monotonic), EOFError or ConnectionError where it has died."""
+        """Raises TimeoutError or BlockingIOError some time after `deadline` (time.monotonic), EOFError or
+        ConnectionError where it has died, and ValueError or TypeError where it makes no sense."""
         if not self.connection.poll(max(0.0, deadline - time.monotonic())):
             raise TimeoutError
-        message = json.loads(self.connection.recv_bytes(_MAX_MESSAGE_BYTES))
+        try:
+            data = self.connection.recv_bytes(_MAX_MESSAGE_BYTES)
+        except (BlockingIOError, ConnectionError):
+            raise
+        except OSError as error:
+            raise ValueError("a message of a length that none has") from error
+        message = json.loads(data)
         if not isinstance(message, dict):
-            raise TypeError(message)
+            raise TypeError("a message that is no object")
         return message
 
     def kill(self) -> bool:
         """Whether it has ended, and so writes nowhere any more: its memory goes before its end of the socket."""
-        is_told = False
-        deadline = time.monotonic() + _END_S
+        with self.connection:
+            if self._has_ended(_PROBE_S):
+                return True
+            os.kill(self.pid, signal.SIGKILL)  # it has its end still, so the id is its own
+            return self._has_ended(_END_S)
+
+    def _has_ended(self, within_s: float) -> bool:
+        """Drops what it has still said, whatever that is."""
+        deadline = time.monotonic() + within_s
         try:
-            while True:
-                if self.connection.poll(max(0.0, deadline - time.monotonic()) if is_told else 0):
-                    self.connection.recv_bytes()
-                elif is_told:
-                    return False
-                else:
-                    is_told = True
-                    os.kill(self.pid, signal.SIGKILL)  # it has its end still, so the id is its own
-        except (EOFError, ConnectionError):
+            while (left_s := deadline - time.monotonic()) > 0 and wait([self.connection.fileno()], left_s):
+                if not os.read(self.connection.fileno(), 1 << 16):
+                    return True
+        except ConnectionError:
             return True
-        finally:
-            self.connection.close()
+        return False
 
 
 class _ForkServer:
@@ -282,7 +296,7 @@ class _ForkServer:
     def fork(self) -> _Reader:
         """One more reader. Raises EOFError or OSError where the server has died or does not answer."""
         ours, theirs = socket.socketpair()
-        reader = _Reader(Connection(ours.detach()))
+        reader = _Reader(ours)
         try:
             with theirs:
                 socket.send_fds(self._control, [b"+"], [theirs.fileno()])

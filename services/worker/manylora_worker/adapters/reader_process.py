@@ -51,6 +51,8 @@ from manylora_worker.adapters.source import (
 )
 
 _PR_SET_PDEATHSIG = 1
+_NICENESS = 10
+"""Where cores are few, the engine comes first. A reader holds no lock that it waits for."""
 
 
 def main() -> None:
@@ -59,6 +61,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # meant for the worker, which may drain: the end of its socket is the end
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a reader
     torch.set_num_threads(1)
+    os.nice(_NICENESS)
     control = socket.socket(fileno=control_fd)
     with open(base_fd, "rb") as file:
         file.seek(0)  # the position is the worker's too, which has written it
