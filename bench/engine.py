@@ -10,7 +10,7 @@ The models are shapes with random weights (no download). One JSON line a case:
     decode-distinct   every row has its own, up to 64 of them
     mixed-rank        as decode-distinct, with ranks 8, 16, 32, 64 in turn
     prefill           fresh prompts; fraction is of the matrix ceiling
-    zipf-1000, churn, chunk, base-only    traffic through the whole engine, see engine_traffic.py
+    zipf-1000, loads, churn, chunk, base-only    traffic through the whole engine, see engine_traffic.py
 
 `ms_per_step` is what a caller of DeviceModelRunner sees: steps submitted one after the other, each taking the tokens
 of the one before on the device; `device_ms` is the same graph replayed alone. `floor_ms` is the time to read weights,
@@ -61,7 +61,7 @@ SHAPES: dict[str, Any] = {
     ),
 }  # fmt: skip
 GREEDY = Sampling(seed=0, temperature=0.0)
-TRAFFIC = ("zipf-1000", "churn", "chunk", "base-only")
+TRAFFIC = ("zipf-1000", "loads", "churn", "chunk", "base-only")
 MIXED_RANKS = (8, 16, 32, 64)
 
 
@@ -320,6 +320,8 @@ class Bench:
         for case in cases:
             if case == "zipf-1000":
                 engine_traffic.run_zipf(engine, self.print)
+            elif case == "loads":
+                engine_traffic.run_loads(self.loaded, store, self.print)
             elif case == "churn":
                 engine_traffic.run_churn(engine, self.print)
             elif case == "chunk":

@@ -2,6 +2,7 @@
 
     zipf-1000    512 requests at once, 128 tokens in and 128 out; adapters by Zipf(1) from 1,000, room on the device for
                  64. Thrice: all on one adapter; the host tier empty and the files in the page cache; the host tier warm
+    loads        loads from the page cache into the host tier, with nothing beside them: one at a time, eight at a time
     churn        a steady decode of 32 rows with an adapter each, alone and beside 100 adapter loads a second
     chunk        64 rows decode while prompts of 2,048 tokens arrive, one after the other, each one chunk
     base-only    rows without adapters, on an engine without LoRA and on one with 64 adapters on the device
@@ -30,7 +31,8 @@ from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
 from manylora_worker.adapters.backend import TorchAdapterBackend
 from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.adapters.host_memory import HostMemory
-from manylora_worker.adapters.source import AdapterLimits
+from manylora_worker.adapters.reader_pool import ReaderProcesses
+from manylora_worker.adapters.source import AdapterBase, AdapterLimits
 from manylora_worker.device.runner import DeviceModelRunner
 from manylora_worker.engine.api import AdapterTier, EngineRequest, Sampling
 from manylora_worker.engine.core import EngineCore, EngineLimits
@@ -110,9 +112,8 @@ class Traffic:
         memory: HostMemory,
     ) -> None:
         self.store = store
-        self.backend = TorchAdapterBackend(
-            store.objects, loaded, runner, AdapterLimits(max_rank=64), host_threads=8, memory=memory
-        )
+        reader = ReaderProcesses(AdapterBase.of(loaded), AdapterLimits(max_rank=64), memory)
+        self.backend = TorchAdapterBackend(store.objects, reader, runner, host_threads=8)
         limits = EngineLimits(
             PlannerLimits(batch_tokens, chunk_tokens, slots),
             AdapterCacheLimits(
@@ -206,6 +207,22 @@ def zipf(count: int, num_adapters: int, seed: int = 0) -> list[int]:
     rng = random.Random(seed)
     weights = [1 / (rank + 1) for rank in range(num_adapters)]
     return rng.choices(range(num_adapters), weights, k=count)
+
+
+def run_loads(loaded: LoadedModel, store: Store, emit: Callable[..., None]) -> None:
+    """By readers and into memory of its own: the first round pays for the readers' start and for mapping the memory."""
+    uids = store.make(range(2000, 2064))
+    file_bytes = (store.objects / uids[0] / WEIGHTS_NAME).stat().st_size
+    reader = ReaderProcesses(AdapterBase.of(loaded), AdapterLimits(max_rank=64), HostMemory(len(uids) * file_bytes))
+    for name, at_once in (("first", 8), ("one", 1), ("eight", 8)):
+        started = time.perf_counter()
+        with ThreadPoolExecutor(at_once) as threads:
+            adapters = list(threads.map(lambda uid: reader.read(store.objects / uid, uid), uids))
+        seconds = time.perf_counter() - started
+        emit(case=f"loads/{name}", batch=at_once, loads=len(uids), loads_per_s=len(uids) / seconds)
+        for adapter in adapters:
+            reader.free(adapter)
+    reader.close()
 
 
 def run_zipf(traffic: Traffic, emit: Callable[..., None]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from manylora_shared.ids import AdapterUid
 from manylora_worker.adapters.lora_linear import LoraCosts, LoraPlanner
-from manylora_worker.adapters.source import AdapterLimits, read_adapter
+from manylora_worker.adapters.source import AdapterBase, AdapterLimits, read_adapter
 from manylora_worker.engine.api import Sampling, SequenceChunk, StepBatch
 from manylora_worker.engine.kv_cache import KvCache
 from manylora_worker.engine.model_runner import TorchModelRunner
@@ -34,7 +34,7 @@ def make_runner(
 
 def put_adapter(runner: TorchModelRunner, loaded: LoadedModel, folder: Path) -> AdapterUid:
     """Reads the adapter straight onto the device."""
-    adapter = read_adapter(folder, loaded, LIMITS)
+    adapter = read_adapter(folder, AdapterBase.of(loaded), LIMITS)
     runner.adapters[adapter.uid] = adapter.on(loaded.device)
     return adapter.uid
 

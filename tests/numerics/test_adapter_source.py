@@ -15,7 +15,7 @@ from manylora_shared.adapter_files import adapter_uid
 from manylora_shared.ids import AdapterUid
 from manylora_worker.adapters import source
 from manylora_worker.adapters.peft_config import LoraSettings, ModuleMatcher, PatternTimeout
-from manylora_worker.adapters.source import AdapterInvalid, AdapterLimits, read_adapter
+from manylora_worker.adapters.source import AdapterBase, AdapterInvalid, AdapterLimits, read_adapter
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
@@ -47,7 +47,7 @@ class Folder:
         save_file(tensors, self.weights)
 
     def read(self, limits: AdapterLimits = LIMITS, expected_uid: AdapterUid | None = None) -> source.HostAdapter:
-        return read_adapter(self.path, self.family.loaded, limits, expected_uid=expected_uid)
+        return read_adapter(self.path, AdapterBase.of(self.family.loaded), limits, expected_uid=expected_uid)
 
     def problems(self, **options: Any) -> dict[str, str]:
         """Field -> description of everything that is refused; the adapter must be refused."""

@@ -12,6 +12,10 @@ import pytest
 import torch
 from manylora_shared.ids import AdapterUid
 from manylora_worker.adapters.backend import TorchAdapterBackend
+from manylora_worker.adapters.host_memory import HostMemory
+from manylora_worker.adapters.reader import AdapterReader, LocalReader
+from manylora_worker.adapters.reader_pool import ReaderProcesses
+from manylora_worker.adapters.source import AdapterBase, AdapterLimits
 from manylora_worker.engine.api import AdapterEvent, AdapterTier
 from manylora_worker.engine.model_runner import TorchModelRunner
 from manylora_worker.engine_factory import EngineOptions, build_engine_parts
@@ -24,7 +28,11 @@ FamilyOf = Callable[[str], Family]
 
 
 class Setup:
-    def __init__(self, family: Family, store: Path) -> None:
+    """`reader`: makes what the backend reads with."""
+
+    def __init__(
+        self, family: Family, store: Path, reader: Callable[[AdapterBase, AdapterLimits], AdapterReader] = LocalReader
+    ) -> None:
         self.family = family
         self.runner = make_runner(family.loaded)
         self.woken = threading.Semaphore(0)
@@ -34,7 +42,9 @@ class Setup:
         for name, folder in family.adapters.items():
             self.uids[name] = put_adapter(scratch, family.loaded, folder)
             shutil.copytree(folder, self.objects / self.uids[name])
-        self.backend = TorchAdapterBackend(self.objects, family.loaded, self.runner, LIMITS, notify=self.woken.release)
+        self.backend = TorchAdapterBackend(
+            self.objects, reader(AdapterBase.of(family.loaded), LIMITS), self.runner, notify=self.woken.release
+        )
 
     def next_events(self, count: int = 1) -> list[AdapterEvent]:
         for _ in range(count):
@@ -45,6 +55,19 @@ class Setup:
 @pytest.fixture
 def setup(family_of: FamilyOf, tmp_path: Path) -> Iterator[Setup]:
     made = Setup(family_of("llama"), tmp_path)
+    yield made
+    made.backend.close()
+    made.backend.close()
+
+
+def make_processes(base: AdapterBase, limits: AdapterLimits) -> ReaderProcesses:
+    return ReaderProcesses(base, limits, HostMemory(1 << 20))
+
+
+@pytest.fixture
+def setup_of_processes(family_of: FamilyOf, tmp_path: Path) -> Iterator[Setup]:
+    """As a GPU's worker reads."""
+    made = Setup(family_of("llama"), tmp_path, make_processes)
     yield made
     made.backend.close()
     made.backend.close()
@@ -70,6 +93,11 @@ def test_up_and_down_the_tiers(setup: Setup) -> None:
     setup.backend.start_device_load(uid)
     (event,) = setup.next_events()
     assert event.error == "the adapter is no longer in host memory"
+
+
+def test_up_and_down_the_tiers_with_readers_of_their_own(setup_of_processes: Setup) -> None:
+    test_up_and_down_the_tiers(setup_of_processes)
+    test_errors_are_events(setup_of_processes)
 
 
 def test_events_come_in_the_order_asked(setup: Setup) -> None:
@@ -117,7 +145,7 @@ def test_a_dead_loader_is_told(setup: Setup, monkeypatch: pytest.MonkeyPatch) ->
     def explode(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("manylora_worker.adapters.backend.read_adapter", explode)
+    monkeypatch.setattr("manylora_worker.adapters.reader.read_adapter", explode)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     setup.backend.start_host_load(setup.uids["rank-1"])
     assert setup.woken.acquire(timeout=10)

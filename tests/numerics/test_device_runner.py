@@ -16,8 +16,8 @@ import torch
 from manylora_shared.ids import QosClass, RequestId, TenantId
 from manylora_worker import loader
 from manylora_worker.adapters.cache import AdapterCacheLimits
-from manylora_worker.adapters.source import read_adapter
-from manylora_worker.engine.api import EngineRequest, Sampling
+from manylora_worker.adapters.source import AdapterBase, read_adapter
+from manylora_worker.engine.api import EngineRequest, Sampling, StepBatch
 from manylora_worker.engine.attention import ATTENTION, register_attention
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.engine.fake_runner import FakeAdapterBackend
@@ -40,28 +40,34 @@ ON_DEVICE = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi
 TOLERANCE = 1e-3
 
 
-def make_device_runner(family: Family, folder: Path, device: str) -> tuple[loader.LoadedModel, DeviceModelRunner]:
+def make_device_runner(
+    family: Family, folder: Path, device: str, *, marks_free: bool = False
+) -> tuple[loader.LoadedModel, DeviceModelRunner]:
     loaded = loader.load_model(str(folder), device=device)
     weights = read_decoder(loaded)
     assert weights is not None
-    cache = KvCache(loaded.spec.kv, num_blocks=900, block_size=16, dtype=loaded.dtype, device=loaded.device)
+    cache = KvCache(
+        loaded.spec.kv, num_blocks=900, block_size=16, dtype=loaded.dtype, device=loaded.device, marks_free=marks_free
+    )
     limits = DeviceLimits(max_rows=1024, max_sequences=32, adapter_slots=16, max_rank=64)
     return loaded, DeviceModelRunner(loaded, weights, cache, limits, num_kv_blocks=400)
 
 
 def put_device_adapter(runner: DeviceModelRunner, loaded: loader.LoadedModel, folder: Path) -> str:
-    adapter = read_adapter(folder, loaded, LIMITS)
+    adapter = read_adapter(folder, AdapterBase.of(loaded), LIMITS)
     if not runner.holds_adapter(adapter.uid):
         runner.reserve_adapter(adapter)
         runner.fill_adapter(adapter)
     return adapter.uid
 
 
-def check_family(family_of: FamilyOf, name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_family(
+    family_of: FamilyOf, name: str, device: str, monkeypatch: pytest.MonkeyPatch, *, marks_free: bool = False
+) -> None:
     monkeypatch.setattr(loader, "can_pack", lambda *_: False)
     monkeypatch.setattr("tests.numerics.test_engine_against_peft.put_adapter", put_device_adapter)
     on_cpu = family_of(name)
-    loaded, runner = make_device_runner(on_cpu, on_cpu.folder, device)
+    loaded, runner = make_device_runner(on_cpu, on_cpu.folder, device, marks_free=marks_free)
     family = Family(name, on_cpu.folder, on_cpu.adapters, loaded, on_cpu.reference)
     driver = Driver(runner)  # type: ignore[arg-type]
     mixed = mixed_streams(family, driver)
@@ -99,9 +105,50 @@ def test_on_the_device(family_of: FamilyOf, name: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "phi3"])
-def test_in_the_interpreter(family_of: FamilyOf, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_family(family_of, name, "cpu", monkeypatch)
+@pytest.mark.parametrize(("name", "marks_free"), [("llama", False), ("gemma3_text", True), ("phi3", True)])
+def test_in_the_interpreter(family_of: FamilyOf, name: str, monkeypatch: pytest.MonkeyPatch, marks_free: bool) -> None:
+    """marks_free: no kernel leans on zeroes in what it does not own: the unwritten end of a block, or an adapter's."""
+    check_family(family_of, name, "cpu", monkeypatch, marks_free=marks_free)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_with_free_blocks_marked_on_the_device(family_of: FamilyOf, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_family(family_of, name, "cuda", monkeypatch, marks_free=True)
+
+
+@pytest.mark.gpu
+def test_what_is_read_when_free_is_seen_on_the_device(family_of: FamilyOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_freed_are_seen(family_of, "cuda", monkeypatch)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+def test_what_is_read_when_free_is_seen_in_the_interpreter(
+    family_of: FamilyOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_freed_are_seen(family_of, "cpu", monkeypatch)
+
+
+def check_freed_are_seen(family_of: FamilyOf, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences that read a block after it was freed, or an adapter after it was dropped, get an error; others none."""
+    monkeypatch.setattr(loader, "can_pack", lambda *_: False)
+    family = family_of("llama")
+    loaded, runner = make_device_runner(family, family.folder, device, marks_free=True)
+    arena = runner._adapters
+    uids = [put_device_adapter(runner, loaded, family.adapters[name]) for name in ("all-linear", "rslora")]
+    driver = Driver(runner)  # type: ignore[arg-type]
+    prompt = list(range(5, 40))
+    fine, freed, dropped = (Stream(list(prompt), uid) for uid in (uids[0], None, uids[1]))
+    streams = [fine, freed, dropped]
+    driver.run(streams, 2)
+    place = arena._places[uids[1]]
+    runner.drop_adapter(uids[1])
+    arena._places[uids[1]] = place
+    batch = StepBatch([driver.chunk(stream) for stream in streams], clear_blocks=freed.blocks[:1])
+    found = {sampled.sequence_id: sampled.error for sampled in runner.execute(batch)}
+    assert found[id(fine)] is None
+    assert "not finite" in (found[id(freed)] or "")
+    assert "not finite" in (found[id(dropped)] or "")
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")

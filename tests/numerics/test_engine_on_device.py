@@ -23,8 +23,9 @@ pytestmark = pytest.mark.gpu
 MAX_TOKENS = 20
 
 
+@pytest.mark.parametrize("marks_free", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_core_equals_peft(family_of: FamilyOf, name: str, tmp_path: Path) -> None:
+def test_core_equals_peft(family_of: FamilyOf, name: str, tmp_path: Path, marks_free: bool) -> None:
     """Chunked prefill, a pool too small for all, adapters loaded and evicted meanwhile, graphs of many sizes; the next
     step is begun beside the last one, and stop tokens are found late."""
     family = family_of(name)
@@ -36,7 +37,7 @@ def test_core_equals_peft(family_of: FamilyOf, name: str, tmp_path: Path) -> Non
     adapter_bytes = 3 << 18
     options = EngineOptions(
         model=str(family.folder), adapter_store=tmp_path, device="cuda", dtype="float32", num_blocks=16,
-        device_adapter_bytes=adapter_bytes, sequence_slots=8, max_batch_tokens=48,
+        device_adapter_bytes=adapter_bytes, sequence_slots=8, max_batch_tokens=48, marks_free=marks_free,
     )  # fmt: skip
     parts = build_engine_parts(options)
     limits = EngineLimits(
@@ -44,7 +45,7 @@ def test_core_equals_peft(family_of: FamilyOf, name: str, tmp_path: Path) -> Non
         adapters=AdapterCacheLimits(host_bytes=1 << 30, device_bytes=adapter_bytes),
         max_requests=100,
     )
-    core = EngineCore(parts.runner, parts.backend, limits)
+    core = EngineCore(parts.runner, parts.backend, limits, clears_freed=marks_free)
     rng = random.Random(name)
     wanted = [
         (adapter, [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice((1, 3, 8, 21, 40)))])

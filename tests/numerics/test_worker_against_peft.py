@@ -39,8 +39,8 @@ def store_adapter(source: Path, store: Path) -> AdapterUid:
     return uid
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-async def test_worker_equals_peft(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "debug_fill_freed"), [("llama", False), ("gemma2", False), ("gemma2", True)])
+async def test_worker_equals_peft(family: str, debug_fill_freed: bool, tmp_path: Path) -> None:
     model = make_model(family, tmp_path / "model")
     folders = {
         name: save_adapter(model, tmp_path / "adapters" / name, seed, **recipe)
@@ -69,9 +69,11 @@ async def test_worker_equals_peft(family: str, tmp_path: Path) -> None:
         prefill_chunk_tokens=7,
         device_adapter_mb=0.25,
         threads=1,
+        debug_fill_freed=debug_fill_freed,
     )
     runtime, validator = engines.build(settings)
     assert isinstance(runtime, ThreadRuntime)
+    assert runtime._core._runner._cache.marks_free is debug_fill_freed
     coordination = MemoryStoreServer(rng)
     app = WorkerApp(
         settings,

@@ -17,9 +17,16 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     tables = Bundle("tables")
 
-    @initialize(num_blocks=st.integers(1, 12), block_size=st.integers(1, 5), max_idle=st.integers(1, 12))
-    def start(self, num_blocks: int, block_size: int, max_idle: int) -> None:
-        self.pool = BlockPool(num_blocks, block_size, max_idle)
+    @initialize(
+        num_blocks=st.integers(1, 12),
+        block_size=st.integers(1, 5),
+        max_idle=st.integers(1, 12),
+        clears_freed=st.booleans(),
+    )
+    def start(self, num_blocks: int, block_size: int, max_idle: int, clears_freed: bool) -> None:
+        self.pool = BlockPool(num_blocks, block_size, max_idle, clears_freed=clears_freed)
+        self.clears_freed = clears_freed
+        self.fresh: set[int] = set()
         self.num_blocks = num_blocks
         self.max_idle = max_idle
         self.names: dict[int, tuple[TenantId, bytes]] = {}
@@ -50,6 +57,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
             idle[loser] -= 1
         for block_id in taken:
             self.names.pop(block_id, None)
+        self.fresh.update(taken)
         assert len(set(taken)) == count
         assert not held & set(taken)
         return self._keep(tenant_id, taken)
@@ -120,6 +128,10 @@ class BlockPoolMachine(RuleBasedStateMachine):
             assert self.content[source] in (None, held[copy]), "a parked source was given away before it was copied"
             self.content[copy] = self.content[source]
         self.pool.commit(self.pool.take_work())
+        if self.clears_freed:
+            for block_id in (*self.pool._free, *(self.fresh & held.keys())):
+                assert self.content[block_id] is None, "a block keeps what it had when it was freed"
+        self.fresh.clear()
         for block_id, tenant_id in held.items():
             assert self.content[block_id] in (None, tenant_id), "another tenant's content was not cleared"
             self.content[block_id] = tenant_id

@@ -162,6 +162,7 @@ class EngineMachine(RuleBasedStateMachine):
         device=st.integers(3, 8),
         load_s=st.integers(0, 3),
         cache_share=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+        clears_freed=st.booleans(),
     )
     def start(
         self,
@@ -173,6 +174,7 @@ class EngineMachine(RuleBasedStateMachine):
         device: int,
         load_s: int,
         cache_share: float,
+        clears_freed: bool,
     ) -> None:
         self.now = 0.0
         self.broken: dict[AdapterUid, None] = {}
@@ -196,7 +198,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_requests=64,
         )
         prefix = PrefixOptions(PrefixKeys(bytes(32), "model"), cache_share) if cache_share else None
-        self.core = EngineCore(self.runner, self.backend, limits, prefix)
+        self.core = EngineCore(self.runner, self.backend, limits, prefix, clears_freed=clears_freed)
         self.runner.tenant_of = self.core.tenant_of
         self.seen = Collector()
         self.serial = 0

@@ -54,6 +54,7 @@ def test_settings_reach_the_engine() -> None:
     flags = (
         "--engine=fake --num-blocks=77 --block-size=8 --sequence-slots=5 --max-batch-tokens=50"
         " --prefill-chunk-tokens=20 --host-adapter-mb=2 --device-adapter-mb=0.5 --prefix-cache-share=0.5"
+        " --debug-fill-freed"
     )
     config = parse(WorkerConfig, flags.split(), {})
     runtime, _ = engines.build(config)
@@ -61,6 +62,7 @@ def test_settings_reach_the_engine() -> None:
     core = runtime._core
     assert isinstance(core, EngineCore)
     assert (core.stats().blocks_total, core.stats().block_size) == (77, 8)
+    assert core._pool._clears_freed
     assert runtime.model.max_context_tokens == 77 * 8
     prefix = engines.prefix_options(config, runtime.model, bytes(32))
     assert prefix is not None

@@ -44,6 +44,10 @@ class WorkerConfig:
     prefix_cache_share: float = field(
         default=0.25, metadata={"help": "part of the KV blocks that may keep one tenant's prefixes; 0: no prefix cache"}
     )
+    debug_fill_freed: bool = field(
+        default=False,
+        metadata={"help": "fill blocks with NaN when they are freed: an answer computed from one fails; for debugging"},
+    )
     sequence_slots: int = field(default=64, metadata={"help": "sequences that run at the same time"})
     parked_sequences: int = field(
         default=64, metadata={"help": "sequences beyond the slots that it takes for flows that are behind; 0: none"}

@@ -7,6 +7,7 @@ of the worker does so only through it.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,7 +19,9 @@ import torch
 from manylora_worker.adapters.backend import TorchAdapterBackend
 from manylora_worker.adapters.host_memory import HostMemory
 from manylora_worker.adapters.lora_linear import LoraCosts, LoraPlanner
-from manylora_worker.adapters.source import AdapterLimits, HostAdapter, read_adapter
+from manylora_worker.adapters.reader import AdapterReader, LocalReader
+from manylora_worker.adapters.reader_pool import ReaderProcesses
+from manylora_worker.adapters.source import AdapterBase, AdapterLimits, Layout, elements_of
 from manylora_worker.engine.api import ModelRunner
 from manylora_worker.engine.kv_cache import MIB, KvCache
 from manylora_worker.engine.model_runner import TorchModelRunner
@@ -37,7 +40,9 @@ DEFAULT_KV_CACHE_MB = 512
 GIB = 1 << 30
 _MARGIN_DIVISOR = 50
 """Part of the device's memory that nobody plans with."""
-_GPU_LOADER_THREADS = 8
+_MAX_READERS = 8
+_OTHER_CORES = 2
+"""For the engine's thread and the event loop: readers take the rest, where there are so many."""
 _STACKED_ADAPTER_BYTES = 256 * MIB
 """Bound on the copies that stack the adapters of a step, see LoraPlanner."""
 
@@ -52,6 +57,7 @@ class EngineOptions:
         num_blocks: KV blocks; 0: as many as fit in `kv_cache_mb` MiB; is that 0 too, as fit in DEFAULT_KV_CACHE_MB MiB,
             or on a GPU in what its memory has left.
         adapter_store: the folder above `objects/`.
+        marks_free: see KvCache.
     """
 
     model: str
@@ -69,6 +75,7 @@ class EngineOptions:
     sequence_slots: int = 64
     max_batch_tokens: int = 512
     threads: int = 1
+    marks_free: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,15 +109,13 @@ def build_engine_parts(options: EngineOptions, *, notify: Callable[[], None] = l
     )
     device_runner = _device_runner(loaded, options) if loaded.device.type == "cuda" else None
     runner = device_runner or _reference_runner(loaded, options)
-    limits = AdapterLimits(max_rank=options.max_lora_rank)
-    is_gpu = loaded.device.type == "cuda"
+    base = AdapterBase.of(loaded)
+    reader = _reader(base, options, is_gpu=loaded.device.type == "cuda")
     backend = TorchAdapterBackend(
         options.adapter_store / "objects",
-        loaded,
+        reader,
         runner,
-        limits,
-        host_threads=_GPU_LOADER_THREADS if is_gpu else 1,
-        memory=HostMemory(options.host_adapter_bytes) if is_gpu else None,
+        host_threads=_num_readers() if loaded.device.type == "cuda" else 1,
         notify=notify,
     )
     if device_runner is not None:
@@ -120,8 +125,20 @@ def build_engine_parts(options: EngineOptions, *, notify: Callable[[], None] = l
         backend=backend,
         spec=loaded.spec,
         kv_block_bytes=loaded.spec.kv.token_bytes(loaded.dtype) * options.block_size,
-        validate=lambda folder: _report(read_adapter(folder, loaded, limits), loaded),
+        validate=lambda folder: _report(reader.check(folder), base),
     )
+
+
+def _reader(base: AdapterBase, options: EngineOptions, *, is_gpu: bool) -> AdapterReader:
+    """Beside a GPU, processes: there the engine's thread launches kernels, and waits for every other Python thread."""
+    limits = AdapterLimits(max_rank=options.max_lora_rank)
+    if not is_gpu:
+        return LocalReader(base, limits)
+    return ReaderProcesses(base, limits, HostMemory(options.host_adapter_bytes))
+
+
+def _num_readers() -> int:
+    return max(1, min(_MAX_READERS, len(os.sched_getaffinity(0)) - _OTHER_CORES))
 
 
 def _reference_runner(loaded: LoadedModel, options: EngineOptions) -> TorchModelRunner:
@@ -185,15 +202,15 @@ def _warm_up(runner: DeviceModelRunner, device: torch.device) -> None:
     )  # fmt: skip
 
 
-def _report(adapter: HostAdapter, loaded: LoadedModel) -> AdapterReport:
+def _report(layout: Layout, base: AdapterBase) -> AdapterReport:
     targets = [
-        (stop - start, loaded.sites[placed.site].slots[slot].path)
-        for placed in adapter.layout
+        (stop - start, base.sites[placed.site].slots[slot].path)
+        for placed in layout
         for slot, start, stop, _ in placed.slots
     ]
     return AdapterReport(
         max_lora_rank=max(rank for rank, _ in targets),
-        size_bytes=adapter.size_bytes,
+        size_bytes=elements_of(layout) * base.dtype.itemsize,
         target_modules=tuple(sorted({path.rpartition(".")[2] for _, path in targets})),
     )
 
@@ -206,7 +223,12 @@ def _build_cache(loaded: LoadedModel, options: EngineOptions, *, more_blocks: in
     if num_blocks < 1:
         raise ModelRefused(f"kv_cache_mb: {kv_cache_mb} MiB hold no block of {options.block_size} tokens")
     cache = KvCache(
-        kv, num_blocks=num_blocks + more_blocks, block_size=options.block_size, dtype=loaded.dtype, device=loaded.device
+        kv,
+        num_blocks=num_blocks + more_blocks,
+        block_size=options.block_size,
+        dtype=loaded.dtype,
+        device=loaded.device,
+        marks_free=options.marks_free,
     )
     weight_bytes = sum(p.nbytes for p in loaded.model.parameters())
     weight_bytes += sum(m.weight_bytes for m in loaded.model.modules() if isinstance(m, PackedLinear))

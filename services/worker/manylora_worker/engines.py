@@ -94,6 +94,7 @@ def _build_torch(config: WorkerConfig) -> tuple[Runtime, AdapterValidator]:
         sequence_slots=config.sequence_slots,
         max_batch_tokens=config.max_batch_tokens,
         threads=config.threads or os.cpu_count() or 1,
+        marks_free=config.debug_fill_freed,
     )
     try:
         parts = engine_factory.build_engine_parts(options, notify=waker)
@@ -133,7 +134,8 @@ def _thread_runtime(
     capacity_tokens = runner.num_blocks * runner.block_size
     model = dataclasses.replace(model, max_context_tokens=min(model.max_context_tokens, capacity_tokens))
     prefix = prefix_options(config, model, secrets.token_bytes(SECRET_BYTES))
-    return ThreadRuntime(EngineCore(runner, backend, limits, prefix), backend, model, max_requests=limits.max_requests)
+    core = EngineCore(runner, backend, limits, prefix, clears_freed=config.debug_fill_freed)
+    return ThreadRuntime(core, backend, model, max_requests=limits.max_requests)
 
 
 class _Waker:

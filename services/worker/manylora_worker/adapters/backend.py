@@ -4,7 +4,8 @@ TorchAdapterBackend owns the host tier (uid -> HostAdapter); the device tier is 
 adapters should be where is adapters/cache.py's decision. Loads from the store have threads of their own, one where the
 model runs on the CPU too and a few beside a GPU; copies to the device have one, so that none waits for a file. Each
 works in the order asked. They share with the engine thread only queues and single dict operations; the engine thread
-never waits for them, and computes nothing for them.
+never waits for them, and computes nothing for them. What a loader thread does itself, or only waits for, is the
+AdapterReader's choice.
 
 A loader thread uses one compute thread, so that a load takes its time and not the step's cores. It has the priority
 of any other thread: with a lower one it could be put aside while it holds the interpreter's lock, and the engine too.
@@ -24,12 +25,10 @@ from typing import Protocol
 import torch
 from manylora_shared.errors import ManyloraError
 from manylora_shared.ids import AdapterUid
-from torch import Tensor
 
-from manylora_worker.adapters.host_memory import HostMemory
-from manylora_worker.adapters.source import AdapterLimits, HostAdapter, Scratch, read_adapter
+from manylora_worker.adapters.reader import AdapterReader
+from manylora_worker.adapters.source import HostAdapter
 from manylora_worker.engine.api import AdapterEvent, AdapterTier
-from manylora_worker.loader import LoadedModel
 
 _LOG = logging.getLogger(__name__)
 
@@ -62,29 +61,24 @@ class TorchAdapterBackend:
 
     Args:
         objects: the folder that holds one folder an adapter, named by uid.
+        reader: reads them, and is closed with the backend.
         host_threads: adapters that are read from the store at the same time.
-        memory: for the host tier, closed with the backend; None: memory that is not pinned, where there is no device.
         notify: called by the threads after each event is queued, to wake the engine; must not block.
     """
 
     def __init__(
         self,
         objects: Path,
-        loaded: LoadedModel,
+        reader: AdapterReader,
         target: AdapterTarget,
-        limits: AdapterLimits,
         *,
         host_threads: int = 1,
-        memory: HostMemory | None = None,
         notify: Callable[[], None] = lambda: None,
     ) -> None:
         self._objects = objects
-        self._loaded = loaded
+        self._reader = reader
         self._target = target
-        self._limits = limits
         self._notify = notify
-        self._memory = memory
-        self._scratch = Scratch()
         self._host: dict[AdapterUid, HostAdapter] = {}
         self._jobs: dict[AdapterTier, queue.SimpleQueue[_Job | None]] = {
             AdapterTier.HOST: queue.SimpleQueue(),
@@ -138,7 +132,7 @@ class TorchAdapterBackend:
     def drop_host(self, uid: AdapterUid) -> None:
         adapter = self._host.pop(uid, None)
         if adapter is not None:
-            self._give_back(adapter.buffer)
+            self._reader.free(adapter)
 
     def close(self) -> None:
         if not self._closing.is_set():
@@ -147,8 +141,7 @@ class TorchAdapterBackend:
                 self._jobs[tier].put(None)
             for _, thread in self._threads:
                 thread.join()
-            if self._memory is not None:
-                self._memory.close()
+            self._reader.close()
 
     def _run(self, tier: AdapterTier) -> None:
         try:
@@ -164,37 +157,15 @@ class TorchAdapterBackend:
             self._events.put(self._load(job))
             self._notify()
 
-    def _read(self, uid: AdapterUid) -> HostAdapter:
-        taken: list[Tensor] = []
-
-        def allocate(elements: int, dtype: torch.dtype) -> Tensor:
-            memory = self._memory
-            taken.append(torch.empty(elements, dtype=dtype) if memory is None else memory.allocate(elements, dtype))
-            return taken[0]
-
-        folder = self._objects / uid
-        try:
-            return read_adapter(
-                folder, self._loaded, self._limits, expected_uid=uid, allocate=allocate, scratch=self._scratch
-            )
-        except BaseException:
-            for buffer in taken:
-                self._give_back(buffer)
-            raise
-
-    def _give_back(self, buffer: Tensor) -> None:
-        if self._memory is not None:
-            self._memory.free(buffer)
-
     def _load(self, job: _Job) -> AdapterEvent:
         try:
             if job.tier is AdapterTier.HOST:
-                adapter = self._read(job.uid)
+                adapter = self._reader.read(self._objects / job.uid, job.uid)
                 # The greater of what it takes here and there: one number counts against both budgets.
                 try:
                     size_bytes = max(adapter.size_bytes, self._target.adapter_bytes(adapter))
                 except ValueError:
-                    self._give_back(adapter.buffer)
+                    self._reader.free(adapter)
                     raise
                 self._host[job.uid] = adapter
                 return AdapterEvent(job.uid, AdapterTier.HOST, size_bytes)

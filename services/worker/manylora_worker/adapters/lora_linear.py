@@ -16,7 +16,7 @@ adapter only, so there is nothing to mask out, and an infinity or a NaN stays in
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -100,6 +100,11 @@ class DeviceAdapter:
         object.__setattr__(
             self, "num_weights", sum(site.a_t.numel() + sum(s.b.numel() for s in site.slots) for site in sites)
         )
+
+    def weights(self) -> Iterator[Tensor]:
+        for site in self.sites.values():
+            yield site.a_t
+            yield from (slot.b for slot in site.slots)
 
 
 class LoraBatch(Protocol):

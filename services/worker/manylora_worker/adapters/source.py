@@ -1,9 +1,9 @@
 """Reading a PEFT adapter folder: all that is wrong with it, or its weights packed for the engine.
 
-Owns nothing between calls. Only adapter_config.json and adapter_model.safetensors are read, never a pickle, and never
-through a symlink; sizes are bounded before anything is parsed. An adapter is used whole or not at all: every module
-that the config targets must have its A and B, every tensor in the file must belong to such a module, and shapes must
-fit the base model.
+Owns nothing between calls, and imports no more than it needs: reader_process.py runs it in processes of its own. Only
+adapter_config.json and adapter_model.safetensors are read, never a pickle, and never through a symlink; sizes are
+bounded before anything is parsed. An adapter is used whole or not at all: every module that the config targets must
+have its A and B, every tensor in the file must belong to such a module, and shapes must fit the base model.
 
 A HostAdapter is immutable: one flat buffer in the model's compute type, and where each site's A and B lie in it. B is
 stored transposed and scaled, A stacked by site, so that going to the device is one copy of the buffer.
@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from manylora_shared.adapter_files import CONFIG_NAME, MAX_CONFIG_BYTES, WEIGHTS_NAME, adapter_uid_of, parse_config
@@ -37,7 +37,9 @@ from manylora_worker.adapters.peft_config import (
     Problems,
     parse_settings,
 )
-from manylora_worker.loader import LoadedModel, ModelSpec
+
+if TYPE_CHECKING:
+    from manylora_worker.loader import LoadedModel
 
 PICKLE_NAME = "adapter_model.bin"
 MAX_HEADER_BYTES = 16 << 20
@@ -61,6 +63,32 @@ class AdapterLimits:
 
 
 @dataclass(frozen=True)
+class AdapterBase:
+    """What reading an adapter has to know of the base model. Another process can be told it."""
+
+    names: tuple[str, ...]
+    """Under which adapters may mean it, the one that it is served as first."""
+    modules: Mapping[str, tuple[int, int]]
+    """See loader.ModelSpec, also for the next two."""
+    head_modules: frozenset[str]
+    other_modules: frozenset[str]
+    sites: Sequence[Site]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, loaded: LoadedModel) -> AdapterBase:
+        spec = loaded.spec
+        return cls(
+            names=(spec.name, spec.source_name),
+            modules=spec.modules,
+            head_modules=spec.head_modules,
+            other_modules=spec.other_modules,
+            sites=tuple(loaded.sites),
+            dtype=loaded.dtype,
+        )
+
+
+@dataclass(frozen=True)
 class _Placed:
     """A matrix in the buffer: elements [start, start + rows * columns)."""
 
@@ -80,11 +108,15 @@ class PlacedSite:
     """(slot, first column, last column of the stacked A product, B)"""
 
 
+Layout = tuple[PlacedSite, ...]
+"""Where an adapter's matrices lie in its buffer: a function of the base model's sites and the adapter's ranks."""
+
+
 @dataclass(frozen=True)
 class HostAdapter:
     uid: AdapterUid
     buffer: Tensor
-    layout: tuple[PlacedSite, ...]
+    layout: Layout
 
     @property
     def size_bytes(self) -> int:
@@ -115,7 +147,7 @@ def _empty(elements: int, dtype: torch.dtype) -> Tensor:
 
 def read_adapter(
     folder: Path,
-    loaded: LoadedModel,
+    base: AdapterBase,
     limits: AdapterLimits,
     *,
     expected_uid: AdapterUid | None = None,
@@ -136,11 +168,10 @@ def read_adapter(
     config = _read_config(folder, problems)
     settings = None
     if config is not None:
-        base_names = (loaded.spec.name, loaded.spec.source_name)
-        settings = parse_settings(config, base_names=base_names, max_rank=limits.max_rank, problems=problems)
+        settings = parse_settings(config, base_names=base.names, max_rank=limits.max_rank, problems=problems)
     tensors = _read_header(folder, limits, problems)
     if tensors is not None:
-        _check_tensors(tensors, settings, loaded.spec, problems)
+        _check_tensors(tensors, settings, base, problems)
     _raise_if_any(problems)
     assert config is not None
     assert settings is not None
@@ -154,7 +185,7 @@ def read_adapter(
         _raise_if_any(problems)
     found = _tensors_in(content, tensors, problems)
     _raise_if_any(problems)
-    adapter = _pack(found, uid, ModuleMatcher(settings), loaded, problems, allocate)
+    adapter = _pack(found, uid, ModuleMatcher(settings), base, problems, allocate)
     _raise_if_any(problems)
     return adapter
 
@@ -233,7 +264,7 @@ def _read_header(folder: Path, limits: AdapterLimits, problems: Problems) -> dic
 
 
 def _check_tensors(
-    tensors: Mapping[str, _TensorInfo], settings: LoraSettings | None, spec: ModelSpec, problems: Problems
+    tensors: Mapping[str, _TensorInfo], settings: LoraSettings | None, base: AdapterBase, problems: Problems
 ) -> None:
     """Every tensor belongs to a targeted module, every targeted module has both, and all shapes fit."""
     found: dict[str, dict[str, _TensorInfo]] = defaultdict(dict)
@@ -243,9 +274,9 @@ def _check_tensors(
             problems.add(key, f"has type {info.dtype}; F32, F16 and BF16 are read")
         if matrix is None:
             problems.add(key, "is not a LoRA A or B matrix of a linear layer, and nothing else can be used")
-        elif path in spec.head_modules:
+        elif path in base.head_modules:
             problems.add(key, "adapts the embeddings or the output head, which is not supported")
-        elif path not in spec.modules:
+        elif path not in base.modules:
             problems.add(key, f"the base model has no linear layer {path}")
         else:
             found[path][matrix] = info
@@ -254,17 +285,17 @@ def _check_tensors(
             problems.add(f"{_KEY_PREFIX}{path}.lora_{absent}.weight", "missing: its partner is there")
     if settings is not None:
         try:
-            _check_targets(found, ModuleMatcher(settings), spec, problems)
+            _check_targets(found, ModuleMatcher(settings), base, problems)
         except PatternTimeout:
             problems.add("target_modules", "its patterns take too long to match")
 
 
 def _check_targets(
-    found: Mapping[str, Mapping[str, _TensorInfo]], matcher: ModuleMatcher, spec: ModelSpec, problems: Problems
+    found: Mapping[str, Mapping[str, _TensorInfo]], matcher: ModuleMatcher, base: AdapterBase, problems: Problems
 ) -> None:
-    targeted = [path for path in spec.modules if matcher.is_targeted(path, is_linear=True)]
-    heads = [path for path in sorted(spec.head_modules) if matcher.is_targeted(path, is_linear=False)]
-    others = [path for path in sorted(spec.other_modules) if matcher.is_targeted(path, is_linear=False)]
+    targeted = [path for path in base.modules if matcher.is_targeted(path, is_linear=True)]
+    heads = [path for path in sorted(base.head_modules) if matcher.is_targeted(path, is_linear=False)]
+    others = [path for path in sorted(base.other_modules) if matcher.is_targeted(path, is_linear=False)]
     if heads:
         problems.add("target_modules", f"targets {_some(heads)}: embeddings and the output head cannot be adapted")
     if others:
@@ -280,7 +311,7 @@ def _check_targets(
             problems.add(f"{_KEY_PREFIX}{path}", "has weights, but target_modules does not target it")
             continue
         rank, _ = matcher.rank_and_scale(path)
-        in_features, out_features = spec.modules[path]
+        in_features, out_features = base.modules[path]
         for matrix, shape in (("A", (rank, in_features)), ("B", (out_features, rank))):
             info = matrices.get(matrix)
             if info is not None and info.shape != shape:
@@ -358,7 +389,7 @@ def _pack(
     tensors: Mapping[str, Tensor],
     uid: AdapterUid,
     matcher: ModuleMatcher,
-    loaded: LoadedModel,
+    base: AdapterBase,
     problems: Problems,
     allocate: Callable[[int, torch.dtype], Tensor],
 ) -> HostAdapter:
@@ -366,22 +397,16 @@ def _pack(
     targeted = {path for path, _ in map(_parse_key, tensors)}
     settings_of = {path: matcher.rank_and_scale(path) for path in targeted}
     ranks = {path: rank for path, (rank, _) in settings_of.items()}
-    layout: list[PlacedSite] = []
-    end = 0
-    for site in loaded.sites:
-        placed = place_site(site, ranks, end)
-        if placed is not None:
-            layout.append(placed)
-            last = placed.slots[-1][3]
-            end = last.start + last.rows * last.columns
-    buffer = allocate(end, loaded.dtype)
+    layout = lay_out(base.sites, ranks)
+    end = elements_of(layout)
+    buffer = allocate(end, base.dtype)
     # In two calls for all matrices: hundreds of short ones would each wait for the interpreter, and hold up steps.
     sources: list[Tensor] = []
     targets: list[Tensor] = []
     scaled: dict[float, list[Tensor]] = defaultdict(list)
     for placed in layout:
         for slot, start, stop, b in placed.slots:
-            path = loaded.sites[placed.site].slots[slot].path
+            path = base.sites[placed.site].slots[slot].path
             scale = settings_of[path][1]
             a_source = tensors[f"{_KEY_PREFIX}{path}.lora_A.weight"]
             b_source = tensors[f"{_KEY_PREFIX}{path}.lora_B.weight"].t()
@@ -397,22 +422,46 @@ def _pack(
         if scale != 1.0:
             torch._foreach_mul_(matrices, scale)
     if end and not all(math.isfinite(extreme) for extreme in torch.aminmax(buffer)):
-        _name_unsound(buffer, layout, loaded, problems)
-    return HostAdapter(uid, buffer, tuple(layout))
+        _name_unsound(buffer, layout, base, problems)
+    return HostAdapter(uid, buffer, layout)
 
 
 def _is_exact(value: float, dtype: torch.dtype) -> bool:
     return torch.tensor(value, dtype=dtype).item() == value
 
 
-def _name_unsound(buffer: Tensor, layout: Sequence[PlacedSite], loaded: LoadedModel, problems: Problems) -> None:
+def _name_unsound(buffer: Tensor, layout: Sequence[PlacedSite], base: AdapterBase, problems: Problems) -> None:
     for placed in layout:
         for slot, start, stop, b in placed.slots:
-            path = loaded.sites[placed.site].slots[slot].path
+            path = base.sites[placed.site].slots[slot].path
             for matrix, packed in (("A", placed.a.of(buffer)[start:stop]), ("B", b.of(buffer))):
                 if not bool(torch.isfinite(packed).all()):
                     key = f"{_KEY_PREFIX}{path}.lora_{matrix}.weight"
                     problems.add(key, "holds NaN or infinite values (or overflows the model's number type)")
+
+
+def lay_out(sites: Sequence[Site], ranks: Mapping[str, int]) -> Layout:
+    """One site after the other. ranks: by module path; a module that is absent is not adapted."""
+    layout: list[PlacedSite] = []
+    for site in sites:
+        placed = place_site(site, ranks, elements_of(layout))
+        if placed is not None:
+            layout.append(placed)
+    return tuple(layout)
+
+
+def elements_of(layout: Sequence[PlacedSite]) -> int:
+    """The length of the buffer."""
+    if not layout:
+        return 0
+    last = layout[-1].slots[-1][3]
+    return last.start + last.rows * last.columns
+
+
+def ranks_by_slot(layout: Layout, sites: Sequence[Site]) -> list[int]:
+    """The rank at each slot of each site, one after the other; 0 where there is none."""
+    ranks = {(placed.site, slot): stop - start for placed in layout for slot, start, stop, _ in placed.slots}
+    return [ranks.get((site.index, slot), 0) for site in sites for slot in range(len(site.slots))]
 
 
 def place_site(site: Site, ranks: Mapping[str, int], start: int) -> PlacedSite | None:

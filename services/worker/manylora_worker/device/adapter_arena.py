@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -103,6 +103,7 @@ class AdapterArena:
         num_slots: adapters that may be on the device at once.
         num_sites: LoRA sites of the model.
         max_rank: largest rank served.
+        clear: blocks that an adapter gives back, [n]; None: they keep what is in them.
     """
 
     def __init__(
@@ -114,7 +115,9 @@ class AdapterArena:
         num_slots: int,
         num_sites: int,
         max_rank: int,
+        clear: Callable[[Tensor], None] | None = None,
     ) -> None:
+        self._clear = clear
         self.chunks = num_chunks(max_rank)
         self.block_elements = block_elements
         fields = site_fields(self.chunks)
@@ -180,6 +183,8 @@ class AdapterArena:
         if place is not None:
             self._free_slots.append(place.slot)
             self._free_blocks += place.blocks
+            if self._clear is not None:  # behind all steps that may read them, and before the next copy into them
+                self._clear(torch.tensor(place.blocks, device=self.sites.device))
 
     def _copy(self, adapter: HostAdapter, place: _Place) -> None:
         behind: torch.cuda.Event | None = None

@@ -154,6 +154,7 @@ class DeviceModelRunner:
             num_slots=limits.adapter_slots,
             num_sites=len(loaded.sites),
             max_rank=limits.max_rank,
+            clear=cache.clear_blocks if cache.marks_free else None,
         )
         pdl = loaded.device.type == "cuda" and torch.cuda.get_device_capability(loaded.device) >= (9, 0)
         self._decoder = Decoder(

@@ -126,7 +126,7 @@ class StepBatch:
     copy_blocks: Sequence[tuple[int, int]] = ()
     """(from, to): whole blocks to copy before the pass (copy-on-write)."""
     clear_blocks: Sequence[int] = ()
-    """Blocks to zero before anything else: they come from another tenant."""
+    """Blocks to clear before anything else: they come from another tenant, or are free and to be marked so."""
 
 
 @dataclass(slots=True)

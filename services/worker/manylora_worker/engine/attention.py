@@ -8,7 +8,7 @@ AttentionStep knows each token's place in the cache and how rows are grouped. Wh
 (tables, masks) is worked out once per distinct window and step, not per layer.
 
 Isolation: a row reads only blocks of its own table. Padding of a ragged group repeats blocks of the row itself and is
-masked with -inf before the softmax, and the unwritten end of a block is zero (model_runner.py clears a block when a
+masked with -inf before the softmax, and the unwritten end of a block is zero (model_runner.py zeroes a block when a
 sequence enters it), so that neither another tenant's values nor a stale NaN can take part.
 
 transformers builds no mask for an attention name that AttentionMaskInterface does not list, which is what is wanted:

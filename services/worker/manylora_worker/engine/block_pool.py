@@ -1,7 +1,7 @@
 """Who holds which KV block.
 
 Owns every block's reference count, the tenant that last held it, and two lists of work for the model runner: blocks to
-zero because they come from another tenant, and blocks to copy because a shared one is about to be written. Written by
+clear because they come from another tenant, and blocks to copy because a shared one is about to be written. Written by
 EngineCore and StepPlanner alone, on the engine's thread. Knows ids and tenants, never tensors.
 
 Blocks have one size, so nothing fragments: any free block serves any sequence.
@@ -31,7 +31,7 @@ class BlockWork:
     """What a step does to blocks before its pass."""
 
     clears: SequenceOf[int] = ()
-    """To be zeroed before anything else."""
+    """To be cleared before anything else."""
     copies: SequenceOf[tuple[int, int]] = ()
     """(from, to), after the clears."""
 
@@ -42,13 +42,18 @@ class BlockPool:
     Work for the runner collects in `pending_clears` and `pending_copies` until a step takes it (`take_work`), and ends
     with that step: `commit` where it was done, `reject` where the step failed. Then its clears are due again, and its
     copies, whose targets end with the step's sequences, are not. A target is held until then.
+
+    With `clears_freed`, a block is due to be cleared whenever it becomes free, whoever gets it next.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, max_idle_blocks: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, max_idle_blocks: int = 0, *, clears_freed: bool = False
+    ) -> None:
         assert num_blocks > 0
         assert block_size > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self._clears_freed = clears_freed
         self._references = [0] * num_blocks
         self._owner: list[TenantId | None] = [None] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -118,7 +123,7 @@ class BlockPool:
             taken.append(self._cache.evict(tenant_id, own_first=own_first))
         for block_id in taken:
             previous = self._owner[block_id]
-            if previous is not None and previous != tenant_id:
+            if previous is not None and (previous != tenant_id or self._clears_freed):
                 self._unclean[block_id] = None
             self._owner[block_id] = tenant_id
             self._references[block_id] = 1
@@ -193,8 +198,9 @@ class BlockPool:
         return copy
 
     def pending_clears(self) -> list[int]:
-        """Held blocks that still have another tenant's content: to be zeroed before anything else."""
-        return [block_id for block_id in self._unclean if self._references[block_id] > 0]
+        """Held blocks that still have another tenant's content: to be cleared before anything else. With `clears_freed`
+        also free ones."""
+        return [block_id for block_id in self._unclean if self._clears_freed or self._references[block_id] > 0]
 
     def pending_copies(self) -> list[tuple[int, int]]:
         """(from, to), to be copied after the clears and before the pass."""
@@ -267,6 +273,8 @@ class BlockPool:
         given_up = self._cache.rest(block_id) if self._cache.is_published(block_id) else block_id
         if given_up is not None:
             self._free.append(given_up)
+            if self._clears_freed:
+                self._unclean[given_up] = None
 
     def _drop_copy(self, copy: int) -> None:
         self._drop_source(self._copies.pop(copy))

@@ -159,16 +159,22 @@ class _Over:
 
 
 class EngineCore:
-    """See the module. `prefix`: the prefix cache; None: there is none."""
+    """See the module. `prefix`: the prefix cache; None: there is none. `clears_freed`: see BlockPool."""
 
     def __init__(
-        self, runner: ModelRunner, backend: AdapterBackend, limits: EngineLimits, prefix: PrefixOptions | None = None
+        self,
+        runner: ModelRunner,
+        backend: AdapterBackend,
+        limits: EngineLimits,
+        prefix: PrefixOptions | None = None,
+        *,
+        clears_freed: bool = False,
     ) -> None:
         self._runner = runner
         self._ahead = runner if isinstance(runner, AheadRunner) else None
         self._limits = limits
         max_idle_blocks = 0 if prefix is None else prefix.max_idle_blocks(runner.num_blocks)
-        self._pool = BlockPool(runner.num_blocks, runner.block_size, max_idle_blocks)
+        self._pool = BlockPool(runner.num_blocks, runner.block_size, max_idle_blocks, clears_freed=clears_freed)
         self._prefix_keys = None if prefix is None else prefix.keys
         self._shares = TenantShares(runner.num_blocks)
         self._planner = StepPlanner(self._pool, limits.planner, self._shares, self._prefix_keys)

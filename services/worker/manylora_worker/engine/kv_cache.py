@@ -4,6 +4,9 @@ Which block belongs to whom is the block pool's business; this module only turns
 block-major: a block holds the KV of `block_size` tokens for all layers, so clearing and copying a block are one
 contiguous write each.
 
+What nobody holds is zero, or with `marks_free` NaN: then whatever is computed from a block that was freed, or never
+written, is NaN too, and the sampler's check of the logits names the sequence that read it.
+
     arena row = block * (2 * num_layers) + 2 * layer + (0 keys | 1 values)    holds [block_size, kv_heads, head_dim]
     token row = arena row * block_size + position % block_size                holds [kv_heads, head_dim]
 
@@ -13,6 +16,7 @@ Both are affine in the layer, so one index tensor a step serves every layer: the
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +51,14 @@ class KvCache:
     """The arena and its per-layer views. Used by the engine thread only."""
 
     def __init__(
-        self, geometry: KvGeometry, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        geometry: KvGeometry,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        marks_free: bool = False,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a KV cache of {num_blocks} blocks of {block_size} tokens holds nothing")
@@ -57,7 +68,11 @@ class KvCache:
         self.dtype = dtype
         rows_per_block = 2 * geometry.num_layers
         row_elements = geometry.row_elements
-        self._arena = torch.zeros(num_blocks * rows_per_block, block_size * row_elements, dtype=dtype, device=device)
+        self.marks_free = marks_free
+        self._free_value = math.nan if marks_free else 0.0
+        self._arena = torch.full(
+            (num_blocks * rows_per_block, block_size * row_elements), self._free_value, dtype=dtype, device=device
+        )
         self._by_block_id = self._arena.view(num_blocks, rows_per_block * block_size * row_elements)
         by_token = self._arena.view(num_blocks * rows_per_block * block_size, row_elements)
         layers = range(geometry.num_layers)
@@ -92,7 +107,11 @@ class KvCache:
         value_view.index_copy_(0, token_rows, values)
 
     def clear_blocks(self, block_ids: Tensor) -> None:
-        """Zeroes whole blocks. block_ids: [n]."""
+        """Makes whole blocks what those are that nobody holds: zero, or NaN. block_ids: [n]."""
+        self._by_block_id.index_fill_(0, block_ids, self._free_value)
+
+    def zero_blocks(self, block_ids: Tensor) -> None:
+        """Zeroes whole blocks, for a reader that multiplies what is masked by 0. block_ids: [n]."""
         self._by_block_id.index_fill_(0, block_ids, 0)
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:

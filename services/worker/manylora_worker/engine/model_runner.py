@@ -10,8 +10,10 @@ DeviceAdapter (`fill_adapter`, see backend.py); the engine learns of it through 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from manylora_shared.ids import AdapterUid
@@ -82,6 +84,8 @@ class TorchModelRunner:
         """See backend.AdapterTarget."""
         device = self._loaded.device
         if device.type != "cuda":
+            if self._cache.marks_free:  # the host tier's memory is not to be marked with the device's
+                adapter = replace(adapter, buffer=adapter.buffer.clone())
             self.adapters[adapter.uid] = adapter.on(device)
             return
         stream = torch.cuda.Stream(device)
@@ -92,8 +96,11 @@ class TorchModelRunner:
 
     def drop_adapter(self, uid: AdapterUid) -> None:
         """See backend.AdapterTarget. Copies in stacks go too."""
-        self.adapters.pop(uid, None)
+        adapter = self.adapters.pop(uid, None)
         self._planner.forget(uid)
+        if adapter is not None and self._cache.marks_free:
+            for weights in adapter.weights():
+                weights.fill_(math.nan)
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         loaded = self._loaded
@@ -131,4 +138,4 @@ class TorchModelRunner:
             self._cache.copy_blocks(sources, targets)
         stale = entered_blocks(batch.chunks, self._cache.block_size)
         if stale:
-            self._cache.clear_blocks(torch.tensor(stale, device=device))
+            self._cache.zero_blocks(torch.tensor(stale, device=device))
