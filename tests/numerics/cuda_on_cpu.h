@@ -1,8 +1,9 @@
-// Runs one block of threads of nf4_product.cu after the other on a CPU: a fiber a thread. Copies arrive as late as the
+// Runs one block of threads of a .cu file after the other on a CPU: a fiber a thread. Copies arrive as late as the
 // waits allow, and shared memory begins as NaN, so a missing wait or barrier is a wrong result and not a lucky one.
 #include <ucontext.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -18,6 +19,7 @@
 #define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
 
+using std::max;
 using std::min;
 
 struct Index {
@@ -84,6 +86,11 @@ static void copy_in(uint32_t to, const void* from) {
     self().groups.back().push_back({at_address(to), from, BYTES});
 }
 
+static void copy_or_clear(uint32_t to, const void* from, bool is_there) {
+    static const unsigned char zeros alignas(16)[16] = {};
+    copy_in<16>(to, is_there ? from : zeros);
+}
+
 static void end_group_of_copies() {
     if (self().groups.empty()) self().groups.emplace_back();
     self().groups.emplace_back();
@@ -112,6 +119,21 @@ static float __uint_as_float(uint32_t bits) {
     return value;
 }
 
+static uint32_t __float_as_uint(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+static uint32_t to_bf16(float value) {
+    const uint32_t bits = __float_as_uint(value);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+static uint32_t pack(float low, float high) { return to_bf16(high) << 16 | to_bf16(low); }
+static float exponential(float value) { return std::exp(value); }
+static float __fdividef(float a, float b) { return a / b; }
+
 static float bf16(uint32_t word, int half) { return __uint_as_float(half ? word & 0xffff0000 : word << 16); }
 
 // mma.m16n8k16: which lane holds which element is PTX's table of its fragments.
@@ -138,10 +160,10 @@ static void run_fiber() {
     swapcontext(&self().context, &scheduler);
 }
 
-static void run_blocks(int blocks, int threads) {
-    gridDim = {blocks, 1, 1};
-    for (int block = 0; block < blocks; block++) {
-        blockIdx = {block, 0, 0};
+static void run_blocks(Index grid, int threads) {
+    gridDim = grid;
+    for (int block = 0; block < grid.x * grid.y * grid.z; block++) {
+        blockIdx = {block % grid.x, block / grid.x % grid.y, block / grid.x / grid.y};
         memset(shared, 0xff, sizeof(shared));
         fibers.assign(threads, Fiber());
         warp_barriers.assign(threads / 32, Barrier());

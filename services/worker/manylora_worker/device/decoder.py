@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from manylora_worker.kernels.attention import DecodeScratch, PagedLayout, attend
 from manylora_worker.kernels.gate import gate
 from manylora_worker.kernels.gemm import MOST_SPLIT_ROWS, MOST_SPLITS, linear
 from manylora_worker.kernels.lora import LoraRows, low_rank_columns, num_chunks, shrink, shrink_splits
+from manylora_worker.kernels.lora_tiles import MOST_ROWS, LoraTiles
 from manylora_worker.kernels.rotate import rotate_store
 
 MAX_SPLITS = 32
@@ -91,6 +92,7 @@ class _Sizes:
                 "gate_up": (max_rows, first.gate_up.out_features),
                 "gated": (max_rows, first.down.in_features),
                 "logits": (max_decode_rows, weights.head.shape[0]),
+                "lora": (min(max_rows, MOST_ROWS), max(first.qkv.out_features, first.o.out_features)),
             },
             low_rank=most * low_rank_columns(lora_chunks),
             parts=MOST_SPLITS * MOST_SPLIT_ROWS * max(out_features),
@@ -155,6 +157,8 @@ class Decoder:
         self._gate_up = buffer("gate_up")
         self._gated = buffer("gated")
         self._logits = buffer("logits")
+        self._lora = buffer("lora")
+        self._lora_tiles = LoraTiles.where_it_runs(lora_chunks, dtype, device)
         self._low_rank = torch.zeros(sizes.low_rank, device=device)
         self._parts = torch.empty(sizes.parts, device=device)
         self._counters = torch.zeros(max_rows, dtype=torch.int32, device=device)
@@ -187,16 +191,8 @@ class Decoder:
             product, lora = self._product(layer.o, attended, delta, step)
             self._norm(product, residual, normed, layer.attention_post_norm, layer.ffn_norm, step, lora)
             gated = self._gated[:rows]
-            gate_up, lora = self._product(layer.gate_up, normed, self._gate_up[:rows], step)
-            gate(
-                gate_up,
-                gated,
-                activation=weights.activation,
-                num_rows=step.num_rows,
-                lora=lora,
-                num_slots=len(layer.gate_up.site.slots),
-                pdl=self._pdl,
-            )
+            gate_up, lora = self._product(layer.gate_up, normed, self._gate_up[:rows], step, expands=False)
+            self._gate(layer.gate_up, gate_up, gated, step, lora)
             product, lora = self._product(layer.down, gated, delta, step)
             is_last = i + 1 == len(weights.layers)
             next_norm = weights.final_norm if is_last else weights.layers[i + 1].input_norm
@@ -215,9 +211,12 @@ class Decoder:
         return logits
 
     def _product(
-        self, projection: Projection, x: Tensor, out: Tensor, step: DeviceStep
+        self, projection: Projection, x: Tensor, out: Tensor, step: DeviceStep, *, expands: bool = True
     ) -> tuple[Tensor, LoraRows | None]:
-        """The base product [parts, rows, out] (see gemm.linear), and the low-rank values of rows with adapters."""
+        """The base product [parts, rows, out] (see gemm.linear), and the low-rank values of rows with adapters.
+
+        expands: whether LoRA's outputs may be computed beside the product, not by its reader.
+        """
         if step.lora is None:
             return self._linear(projection, x, out), None
         lora = LoraRows(
@@ -229,17 +228,48 @@ class Decoder:
             low_rank=self._low_rank_of(x),
             chunks=self._lora_chunks,
         )
-        with self._beside():
-            shrink(x, lora, num_slots=len(projection.site.slots), num_rows=step.num_rows, pdl=self._pdl)
-        product = self._linear(projection, x, out)
-        if self._side is not None:
-            torch.cuda.current_stream().wait_stream(self._side)
-        return product, lora
+        slots = projection.site.slots
+        tiles = self._tiles_for(lora, x)
+        if tiles is None:
+            with self._beside():
+                shrink(x, lora, num_slots=len(slots), num_rows=step.num_rows, pdl=self._pdl)
+            product = self._linear(projection, x, out)
+            if self._side is not None:
+                torch.cuda.current_stream().wait_stream(self._side)
+            return product, lora
+        # So many rows' product leaves no room beside it: what starts there only waits in its way.
+        tiles.shrink(x, lora, num_slots=len(slots), pdl=self._pdl)
+        if expands:
+            outputs = self._lora.view(-1)[: x.shape[0] * projection.out_features].view(x.shape[0], -1)
+            tiles.expand(lora, outputs, widths=[slot.stop - slot.start for slot in slots], pdl=self._pdl)
+            lora = replace(lora, outputs=outputs)
+        return self._linear(projection, x, out), lora
 
     def _linear(self, projection: Projection, x: Tensor, out: Tensor) -> Tensor:
         if projection.nf4 is not None:
             return projection.nf4.parts(x, pdl=self._pdl)
         return linear(x, projection.weight, projection.bias, out, self._parts, pdl=self._pdl)
+
+    def _tiles_for(self, lora: LoraRows, x: Tensor) -> LoraTiles | None:
+        return self._lora_tiles if lora.num_tiles and x.shape[0] <= MOST_ROWS else None
+
+    def _gate(
+        self, projection: Projection, gate_up: Tensor, gated: Tensor, step: DeviceStep, lora: LoraRows | None
+    ) -> None:
+        num_slots, activation = len(projection.site.slots), self.weights.activation
+        tiles = None if lora is None or gate_up.shape[0] > 1 else self._tiles_for(lora, gated)
+        if tiles is not None and lora is not None:
+            tiles.gate(gate_up, gated, activation=activation, lora=lora, num_slots=num_slots, pdl=self._pdl)
+            return
+        gate(
+            gate_up,
+            gated,
+            activation=activation,
+            num_rows=step.num_rows,
+            lora=lora,
+            num_slots=num_slots,
+            pdl=self._pdl,
+        )
 
     def _low_rank_of(self, x: Tensor) -> Tensor:
         """[splits, rows, columns]"""

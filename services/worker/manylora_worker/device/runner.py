@@ -85,7 +85,8 @@ _WORKSPACE_BYTES = 1 << 30
 
 
 def _fill_tiles(tiles: np.ndarray, runs: Sequence[Sequence[int]]) -> int:
-    """Cuts runs of rows (end, adapter slot) into tiles; entries behind the last are marked unused. Returns how many."""
+    """Cuts runs of rows (end, adapter slot) into tiles; entries behind the last are marked unused. Returns how many,
+    which the first entry says too."""
     count = first = 0
     for end, adapter in runs:
         for at in range(first, end, TILE_ROWS):
@@ -93,6 +94,7 @@ def _fill_tiles(tiles: np.ndarray, runs: Sequence[Sequence[int]]) -> int:
             count += 1
         first = end
     tiles[count:, 1] = 0
+    tiles[0, 3] = count
     return count
 
 

@@ -24,6 +24,7 @@ def _add_norm_kernel(
     pre_weight_ptr,
     num_rows_ptr,
     counters_ptr,
+    outputs_ptr,
     row_adapters_ptr,
     low_rank_ptr,
     weights_ptr,
@@ -40,6 +41,7 @@ def _add_norm_kernel(
     HAS_DELTA: tl.constexpr,
     HAS_POST: tl.constexpr,
     WEIGHT_PLUS_ONE: tl.constexpr,
+    HAS_OUTPUTS: tl.constexpr,
     HAS_LORA: tl.constexpr,
     CHUNKS: tl.constexpr,
     SPLIT_K: tl.constexpr,
@@ -70,6 +72,8 @@ def _add_norm_kernel(
         return
     if HAS_DELTA:
         delta = load_product(delta_ptr + at, stride_part, mask, PARTS)
+        if HAS_OUTPUTS:
+            delta += tl.load(outputs_ptr + at, mask=mask, other=0.0).to(tl.float32)
         if HAS_LORA:
             site = sites_ptr + tl.load(row_adapters_ptr + row).to(tl.int64) * stride_site
             rows = row + tl.arange(0, 1)
@@ -124,6 +128,8 @@ def add_norm(
         lora: of the product that made `delta` (a site of one slot).
     """
     rows, hidden = residual.shape
+    outputs = None if lora is None else lora.outputs
+    lora = lora if outputs is None else None
     block_n = triton.next_power_of_2(hidden)
     # An adapter's B is more than one processor reads quickly: four share a row, while rows are few.
     pieces = 4 if lora is not None and rows <= 512 and post_weight is None and block_n >= 2048 else 1
@@ -138,6 +144,7 @@ def add_norm(
         pre_weight,
         num_rows,
         counters,
+        residual if outputs is None else outputs,
         num_rows if lora is None else lora.row_adapters,
         residual if lora is None else lora.low_rank,
         residual if lora is None else lora.weights,
@@ -154,6 +161,7 @@ def add_norm(
         HAS_DELTA=delta is not None,
         HAS_POST=post_weight is not None,
         WEIGHT_PLUS_ONE=weight_plus_one,
+        HAS_OUTPUTS=outputs is not None,
         HAS_LORA=lora is not None,
         CHUNKS=1 if lora is None else lora.chunks,
         SPLIT_K=1 if lora is None else lora.low_rank.shape[0],

@@ -10,7 +10,7 @@ import ctypes
 import hashlib
 import site
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -103,6 +103,12 @@ class CudaKernel:
             text = ctypes.c_char_p()
             self._driver.cuGetErrorString(status, ctypes.byref(text))
             raise CudaFailed(f"{(text.value or b'unknown error').decode()} ({status})")
+
+
+def with_instructions(path: Path, defined: Mapping[str, int | str]) -> str:
+    """A .cu file of this folder, behind its definitions and the instructions that all of them share."""
+    lines = [f"#define {name} {value}" for name, value in defined.items()]
+    return "\n".join([*lines, path.with_name("instructions.cuh").read_text(), path.read_text()])
 
 
 def compile_cubin(source: str, name: str, arch: str) -> bytes:

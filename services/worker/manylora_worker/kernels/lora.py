@@ -9,7 +9,8 @@ adapter's own rank.
 An adapter's weights are chunks of up to CHUNK_RANKS ranks: of A [ranks, in], of B [ranks, out], row-major, B scaled by
 alpha / r already. A chunk may stand anywhere in the arena, so any free blocks serve any adapter.
 
-    tiles      int32 [n, 4]              first row, rows (0: an unused entry), adapter slot, 0; by tile
+    tiles      int32 [n, 4]              first row, rows (0: an unused entry), adapter slot, of the first entry: how
+                                         many are used; by tile
     row_adapters  int32 [rows]           adapter slot of each row; by row
     sites      int64 [slots, fields]     one site of every adapter slot:
                                          0..2              rank of each linear layer ("slot") of the site; 0: none
@@ -79,6 +80,8 @@ class LoraRows:
     low_rank: Tensor
     """[splits of this site, rows, columns]"""
     chunks: int
+    outputs: Tensor | None = None
+    """[rows, out]: s B, where it is computed apart (lora_tiles.py) and the reader only adds it."""
 
 
 @triton.jit

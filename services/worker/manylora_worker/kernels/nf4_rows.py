@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from manylora_worker.kernels.cuda_module import CudaKernel, CudaUnavailable
+from manylora_worker.kernels.cuda_module import CudaKernel, CudaUnavailable, with_instructions
 
 _LOG = logging.getLogger(__name__)
 
@@ -134,12 +134,11 @@ class Nf4Rows:
 
 
 def source(variant: Variant, values: Sequence[int]) -> str:
-    defined = {
+    defined: dict[str, int | str] = {
         "COLUMNS": variant.columns,
         "WARP_BLOCKS": variant.warp_blocks,
         "STAGES": variant.stages,
         "ROUND": variant.round_tiles,
         "VALUES": ",".join(f"{value:#06x}" for value in values),
     }
-    lines = [f"#define {name} {value}" for name, value in defined.items()]
-    return "\n".join([*lines, Path(__file__).with_name("nf4_product.cu").read_text()])
+    return with_instructions(Path(__file__).with_name("nf4_product.cu"), defined)

@@ -27,6 +27,7 @@ def _rotate_store_kernel(
     q_norm_ptr,
     k_norm_ptr,
     num_rows_ptr,
+    outputs_ptr,
     tiles_ptr,
     row_adapters_ptr,
     low_rank_ptr,
@@ -54,6 +55,7 @@ def _rotate_store_kernel(
     PARTS: tl.constexpr,
     HEAD_NORM: tl.constexpr,
     WEIGHT_PLUS_ONE: tl.constexpr,
+    HAS_OUTPUTS: tl.constexpr,
     HAS_LORA: tl.constexpr,
     BY_TILE: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
@@ -96,12 +98,19 @@ def _rotate_store_kernel(
         tl.extra.cuda.gdc_wait()
     if count <= 0:
         return
-    at = qkv_ptr + rows[:, None].to(tl.int64) * WIDTH + start
+    row_at = rows[:, None].to(tl.int64) * WIDTH + start
+    at = qkv_ptr + row_at
     one = load_product(at + halves[None, :], stride_part, mask, PARTS)
     two = load_product(at + HALF + halves[None, :], stride_part, mask, PARTS)
     if REST > 0:
         both = row_mask[:, None] & rest_mask[None, :]
         rest = load_product(at + 2 * HALF + rests[None, :], stride_part, both, PARTS)
+    if HAS_OUTPUTS:
+        more = outputs_ptr + row_at
+        one += tl.load(more + halves[None, :], mask=mask, other=0.0).to(tl.float32)
+        two += tl.load(more + HALF + halves[None, :], mask=mask, other=0.0).to(tl.float32)
+        if REST > 0:
+            rest += tl.load(more + 2 * HALF + rests[None, :], mask=both, other=0.0).to(tl.float32)
     if HAS_LORA:
         site = sites_ptr + adapter.to(tl.int64) * stride_site
         if NUM_SLOTS == 1:
@@ -194,6 +203,8 @@ def rotate_store(
     """
     rows = qkv.shape[1]
     num_all_heads = num_heads + 2 * num_kv_heads
+    outputs = None if lora is None else lora.outputs
+    lora = lora if outputs is None else None
     by_tile = lora is not None and lora.num_tiles > 0
     if by_tile:
         block_m = TILE_ROWS
@@ -217,6 +228,7 @@ def rotate_store(
         any_tensor if q_norm is None else q_norm,
         any_tensor if k_norm is None else k_norm,
         num_rows,
+        any_tensor if outputs is None else outputs,
         num_rows if lora is None else lora.tiles,
         num_rows if lora is None else lora.row_adapters,
         any_tensor if lora is None else lora.low_rank,
@@ -244,6 +256,7 @@ def rotate_store(
         PARTS=qkv.shape[0],
         HEAD_NORM=q_norm is not None,
         WEIGHT_PLUS_ONE=weight_plus_one,
+        HAS_OUTPUTS=outputs is not None,
         HAS_LORA=lora is not None,
         BY_TILE=by_tile,
         NUM_SLOTS=num_slots,
