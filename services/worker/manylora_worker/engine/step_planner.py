@@ -17,9 +17,9 @@ A step is filled under `max_batch_tokens`: one token of each quantum, then prefi
 
 Blocks are taken when a unit is started: all that it may write; of a sequence without blocks those of all its tokens.
 So what is in a slot never waits for memory, and all that is not can be *evicted*: it frees its blocks and is computed
-again, or it is *swapped*: its blocks are free when they are copied to host memory (swapping.py says which pays). While a
-step in flight writes them they stay: who would take them waits for the next plan, and nothing else is started before
-it, so the order holds.
+again; or, where that is cheaper (swapping.py), *swapped*: its blocks are free when they are copied to host memory.
+While a step in flight writes them they stay: who would take them waits for the next plan, and nothing else is started
+before it, so the order holds.
 
 Who waits for copies *awaits* its blocks: those that are free and those that come free are kept for it from who is after
 it in the order, and who needs no more than is left goes on. A swapped sequence whose turn it is takes its blocks as one
@@ -43,10 +43,11 @@ go first in 1 and 3, whatever the tags. It takes nothing until its reader reads,
 
 Progress. In 1 and 3 the taker is before its victim in the order (tag of the flow, age), and tags grow by charged work
 only; in 2 the victim has done charged work since it got its blocks; a claim's taker stays within its reserve, where
-nothing is taken from it. So no eviction is undone without charged work between: no livelock. Where nothing at all can
-be started and no step or copy is in flight, the first in order takes from whomever it needs, and nothing is swapped for it
-(`_force`); since no sequence is added that could not run alone (`EngineCore.add`), each step with a sequence in it computes at least one token. What comes back from the host has not worked since (2),
-and it is before its victims as any taker is.
+nothing is taken from it. So no eviction is undone without charged work between: no livelock. What comes back from the
+host is a taker like any other. Where nothing at all can be started and no step or copy is under way, the first in order
+takes from whomever it needs, and nothing is swapped for it (`_force`). Since no sequence is added that could not run
+alone (`EngineCore.add`), each step with a sequence in it computes at least one token, and those without one end with a
+copy.
 """
 
 from __future__ import annotations
@@ -510,7 +511,8 @@ class StepPlanner:
             if sequence.is_out:
                 cached = self._find_cached(sequence)
                 num_blocks = self._pool.blocks_for(sequence.num_tokens) - len(cached)
-                num_blocks += self._pool.num_idle_among(cached)
+                # As good as free are those that are idle, and those that are on their way to be: others may await them.
+                num_blocks += self._pool.num_idle_among(cached) + self._swapper.num_leaving_among(cached)
                 room = self._room(sequence, num_blocks, may_evict=False)
                 if room is not None:
                     return _Place(num_tokens, sequence.num_tokens, room)
@@ -520,12 +522,12 @@ class StepPlanner:
         computed = sequence.num_computed_tokens
         most = self._spread(min(QUANTUM_TOKENS, sequence.max_output_tokens - sequence.num_output_tokens))
         place = self._place(sequence, most, computed + most, may_evict=False)
-        if place is not None:
+        if place is not None and place.room.is_now:
             return place
         # A short quantum, up to the end of the block, rather than an eviction.
         block_size = self._pool.block_size
-        room = len(sequence.block_table) * block_size - computed
-        num_tokens = min(most, room if room > 0 else block_size)
+        left = len(sequence.block_table) * block_size - computed
+        num_tokens = min(most, left if left > 0 else block_size)
         return self._place(sequence, num_tokens, computed + num_tokens, may_evict=True)
 
     def _place(self, sequence: Sequence, num_tokens: int, end: int, *, may_evict: bool) -> _Place | None:

@@ -20,7 +20,7 @@ cap's part and never more than half, and what others have reserved and do not us
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from manylora_shared.ids import TenantId
@@ -157,8 +157,8 @@ class Swapper:
         self.costs = SwapCosts(0.0 if runner is None else runner.block_copy_s)
         self._copies: dict[Sequence, tuple[PendingCopy, int]] = {}
         """Under way, oldest first, and how many blocks each copies."""
-        self._num_leaving: dict[TenantId, int] | None = None
-        """By tenant; None: to be counted anew."""
+        self._leaving: frozenset[int] | None = None
+        """Blocks that come free by copies that are under way; None: to be found anew."""
         self._counts: dict[TenantId, SwapCounts] = {}
         self._total = SwapCounts()
 
@@ -183,25 +183,32 @@ class Swapper:
 
     @property
     def num_leaving(self) -> int:
-        """Blocks that come free when the copies to the host that are under way are over, as of the last `poll` or
-        `leave`."""
-        return sum(self._leaving().values()) if self._copies else 0
+        """Blocks that come free when the copies to the host that are under way are over, as of the last `poll`, `leave`
+        or `bring_back`."""
+        return len(self._blocks_leaving()) if self._copies else 0
 
     def num_leaving_of(self, tenant_id: TenantId) -> int:
         """As `num_leaving`, of one tenant's."""
-        return self._leaving().get(tenant_id, 0) if self._copies else 0
+        return sum(self._pool.owner_of(block_id) == tenant_id for block_id in self._blocks_leaving())
 
-    def _leaving(self) -> dict[TenantId, int]:
-        if self._num_leaving is None:
-            self._num_leaving = {}
-            for sequence in self._copies:
-                if sequence.swap is not None and sequence.swap.stage is SwapStage.LEAVING:
-                    freed = sum(self._pool.is_freed_by_holder(block_id) for block_id in sequence.block_table)
-                    self._num_leaving[sequence.tenant_id] = self._num_leaving.get(sequence.tenant_id, 0) + freed
-        return self._num_leaving
+    def num_leaving_among(self, block_ids: Iterable[int]) -> int:
+        """How many of them would not come free if somebody took them out of the cache now."""
+        leaving = self._blocks_leaving()
+        return sum(block_id in leaving for block_id in block_ids) if leaving else 0
+
+    def _blocks_leaving(self) -> frozenset[int]:
+        if self._leaving is None:
+            self._leaving = frozenset(
+                block_id
+                for sequence in self._copies
+                if sequence.swap is not None and sequence.swap.stage is SwapStage.LEAVING
+                for block_id in sequence.block_table
+                if self._pool.is_freed_by_holder(block_id)
+            )
+        return self._leaving
 
     def pays(self, sequence: Sequence) -> bool:
-        """Whether a parked sequence goes to the host rather than be computed again: it is cheaper, and there is room."""
+        """Whether a parked sequence goes to the host rather than be computed again: that is cheaper, there is room."""
         num_blocks = self._num_computed_blocks(sequence)
         if not num_blocks or not self.host.has_room(sequence.tenant_id, num_blocks):
             return False
@@ -218,7 +225,7 @@ class Swapper:
         host_blocks = self.host.allocate(sequence.tenant_id, len(blocks))
         sequence.swap = Swap(host_blocks, sequence.status)
         self._copies[sequence] = (self._runner.copy_out(blocks, host_blocks), len(blocks))
-        self._num_leaving = None
+        self._leaving = None
         self._count(sequence.tenant_id, SwapCounts(swaps_out=1, blocks_out=len(blocks)))
 
     def bring_back(self, sequence: Sequence, num_cached_blocks: int) -> None:
@@ -231,13 +238,14 @@ class Swapper:
         assert len(host_blocks) == len(blocks)
         self._pool.overwrite(blocks)
         sequence.swap.stage = SwapStage.ARRIVING
+        self._leaving = None
         self._copies[sequence] = (self._runner.copy_in(host_blocks, blocks), len(blocks))
         self._count(sequence.tenant_id, SwapCounts(swaps_in=1, blocks_in=len(blocks)))
 
     def poll(self) -> list[Sequence]:
         """Whose copies are over since the last call; finished sequences too. Each is then told `ended`."""
         over = [sequence for sequence, (copy, _) in self._copies.items() if copy.is_over()]
-        self._num_leaving = None
+        self._leaving = None
         for sequence in over:
             copy, num_blocks = self._copies.pop(sequence)
             self.costs.copied(num_blocks, copy.seconds)
