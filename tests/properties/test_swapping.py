@@ -126,7 +126,7 @@ def test_three_tenants_fight_and_are_swapped(copy_polls: int, make_runner: type[
         assert stats.swaps_in == stats.swaps_out, "nothing ends on the host by itself"
         counts = rig.core.swaps().values()
         assert sum(each.swaps_out for each in counts) == stats.swaps_out
-        assert sum(each.blocks_out + each.blocks_in for each in counts) == stats.swapped_blocks
+        assert sum(each.blocks_out for each in counts) == stats.blocks_out >= stats.blocks_in
         assert_all_is_counted_once(rig)
         parked, swapped, recomputed = (
             parked + stats.preemptions,

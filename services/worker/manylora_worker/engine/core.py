@@ -75,6 +75,10 @@ class RequestEnd:
     message: str
     cached_prompt_tokens: int
     """Found in the prefix cache at the first admission; what the request finds after an eviction is not counted."""
+    num_swaps: int
+    """How often one of its sequences went to host memory."""
+    num_evictions: int
+    """How often one lost its blocks and was computed again."""
     times: GroupTimes
     ended_s: float
 
@@ -125,8 +129,10 @@ class EngineStats:
     """Sequences whose KV went to host memory."""
     swaps_in: int
     """And came back."""
-    swapped_blocks: int
-    """Copied in either direction."""
+    blocks_out: int
+    """Copied to host memory."""
+    blocks_in: int
+    """Copied back; what was in the prefix cache is not."""
     host_blocks_total: int
     host_blocks_free: int
     adapter_version: int
@@ -480,7 +486,8 @@ class EngineCore:
             recomputed_tokens=self._recomputed_tokens,
             swaps_out=swaps.swaps_out,
             swaps_in=swaps.swaps_in,
-            swapped_blocks=swaps.blocks_out + swaps.blocks_in,
+            blocks_out=swaps.blocks_out,
+            blocks_in=swaps.blocks_in,
             host_blocks_total=self._swapper.host.num_blocks,
             host_blocks_free=self._swapper.host.num_free,
             adapter_version=self._adapters.version,
@@ -772,6 +779,8 @@ class EngineCore:
             reason=reason if cut_short else FinishReason.STOP,
             message=message,
             cached_prompt_tokens=group.cached_prompt_tokens or 0,
+            num_swaps=group.num_swaps,
+            num_evictions=group.num_evictions,
             times=group.times,
             ended_s=now,
         )

@@ -246,6 +246,10 @@ class SequenceGroup:
     is_forked: bool = False
     is_paused: bool = False
     """Its reader does not read: it takes no slot."""
+    num_swaps: int = 0
+    """How often one of its sequences went to host memory."""
+    num_evictions: int = 0
+    """How often one lost its blocks and is computed again."""
     cached_prompt_tokens: int | None = None
     """Prompt tokens that were in the cache when it was first admitted; None: it never was."""
 

@@ -799,6 +799,7 @@ class StepPlanner:
         sequence.num_computed_tokens = 0
         sequence.move_to(SequenceStatus.WAITING)
         self._requeue(sequence)
+        sequence.group.num_evictions += 1
         self._round.num_evicted += 1
 
     def _leave_parked(self, sequence: Sequence) -> None:

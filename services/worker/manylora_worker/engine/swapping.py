@@ -224,6 +224,7 @@ class Swapper:
         blocks = sequence.block_table[: self._num_computed_blocks(sequence)]
         host_blocks = self.host.allocate(sequence.tenant_id, len(blocks))
         sequence.swap = Swap(host_blocks, sequence.status)
+        sequence.group.num_swaps += 1
         self._copies[sequence] = (self._runner.copy_out(blocks, host_blocks), len(blocks))
         self._leaving = None
         self._count(sequence.tenant_id, SwapCounts(swaps_out=1, blocks_out=len(blocks)))
