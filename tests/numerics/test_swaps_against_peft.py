@@ -33,7 +33,6 @@ MAX_TOKENS = 40
 HARD, SOFT, RESERVE = 20, 12, 8
 """Blocks, of NUM_BLOCKS."""
 NUM_BLOCKS = 36
-NUM_HOST_BLOCKS = 20
 
 
 @dataclass(frozen=True)
@@ -44,12 +43,12 @@ class Asked:
     """The reference's answer."""
 
 
-def asked(family: Family, block_size: int) -> list[Asked]:
+def asked(family: Family, count: int, block_size: int) -> list[Asked]:
     """What the tenants ask for in turns. A sequence of theirs takes up to some 10 blocks, and all wait at once."""
     rng = random.Random(block_size)
     names = [None, *list(family.adapters)[:3]]
     found = []
-    for i in range(18):
+    for i in range(count):
         prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 6 * block_size))]
         name = names[i % len(names)]
         found.append(Asked(name, prompt, family.reference.greedy(prompt, name, MAX_TOKENS)))
@@ -94,7 +93,7 @@ def fight(core: EngineCore, requests: list[Asked], uids: dict[str | None, Adapte
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_outputs_are_the_references(family_of: FamilyOf, name: str, cache_share: float) -> None:
     family = family_of(name)
-    runner = make_runner(family.loaded, num_blocks=NUM_BLOCKS, block_size=8, num_host_blocks=NUM_HOST_BLOCKS)
+    runner = make_runner(family.loaded, num_blocks=NUM_BLOCKS, block_size=8, num_host_blocks=20)
     assert isinstance(runner, SwapRunner)
     uids: dict[str | None, AdapterUid | None] = {None: None}
     for adapter, folder in family.adapters.items():
@@ -102,7 +101,7 @@ def test_outputs_are_the_references(family_of: FamilyOf, name: str, cache_share:
     limits = EngineLimits(PlannerLimits(32, 9, 6), AdapterCacheLimits(64, 64), max_requests=64)
     prefix = PrefixOptions(PrefixKeys(bytes(32), "model"), cache_share) if cache_share else None
     core = EngineCore(runner, FakeAdapterBackend(lambda: 0.0), limits, prefix)
-    fight(core, asked(family, 8), uids)
+    fight(core, asked(family, 18, 8), uids)
 
 
 @pytest.mark.gpu
@@ -119,19 +118,19 @@ def test_outputs_are_the_references_on_the_device(family_of: FamilyOf, name: str
     block_bytes = family.loaded.spec.kv.token_bytes(torch.float32) * 16
     options = EngineOptions(
         model=str(family.folder), adapter_store=tmp_path, device="cuda", dtype="float32", num_blocks=NUM_BLOCKS,
-        device_adapter_bytes=adapter_bytes, sequence_slots=6, max_batch_tokens=48,
-        host_kv_bytes=NUM_HOST_BLOCKS * block_bytes,
+        device_adapter_bytes=adapter_bytes, sequence_slots=10, max_batch_tokens=48,
+        host_kv_bytes=10 * block_bytes,
     )  # fmt: skip
     parts = build_engine_parts(options)
     assert isinstance(parts.runner, SwapRunner)
-    assert parts.runner.num_host_blocks == NUM_HOST_BLOCKS
+    assert parts.runner.num_host_blocks == 10
     assert 0 < parts.runner.block_copy_s < 1e-2
     limits = EngineLimits(
-        PlannerLimits(48, 17, 6), AdapterCacheLimits(host_bytes=1 << 30, device_bytes=adapter_bytes), max_requests=64
+        PlannerLimits(48, 17, 10), AdapterCacheLimits(host_bytes=1 << 30, device_bytes=adapter_bytes), max_requests=64
     )
     core = EngineCore(parts.runner, parts.backend, limits)
     try:
-        fight(core, asked(family, 16), uids)
+        fight(core, asked(family, 30, 16), uids)
     finally:
         parts.backend.close()
 
