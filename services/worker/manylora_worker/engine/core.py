@@ -44,12 +44,12 @@ from manylora_worker.engine.api import (
     ModelRunner,
     PendingStep,
     Sampled,
-    SequenceChunk,
     StepBatch,
     SwapRunner,
     TokenOutput,
 )
 from manylora_worker.engine.block_pool import BlockPool, BlockWork
+from manylora_worker.engine.flights import Flight, Over, Part, chunk_of, part_of
 from manylora_worker.engine.prefix_cache import PrefixOptions
 from manylora_worker.engine.sequence import GroupTimes, Sequence, SequenceGroup, SequenceStatus, sequence_id_of
 from manylora_worker.engine.step_planner import FlowSlots, PlannerLimits, Scheduled, StepPlanner
@@ -141,41 +141,6 @@ class EngineStats:
     """Grows with each change of `EngineCore.flow_slots`."""
 
 
-@dataclass(slots=True)
-class _Part:
-    """One sequence's part of a step in flight."""
-
-    scheduled: Scheduled
-    holding_id: int
-    num_new_tokens: int
-    """Prompt tokens that count."""
-    num_recomputed_tokens: int
-    end: int
-    """The position up to which the step computes."""
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A step that is begun and not ended."""
-
-    parts: SequenceOf[_Part]
-    work: BlockWork
-    pending: PendingStep
-    begun_s: float
-
-
-class _Over:
-    """A step that is over: the runner computed it at once, or did not take it."""
-
-    def __init__(self, outcome: SequenceOf[Sampled] | Exception) -> None:
-        self._outcome = outcome
-
-    def result(self) -> SequenceOf[Sampled]:
-        if isinstance(self._outcome, Exception):
-            raise self._outcome
-        return self._outcome
-
-
 class EngineCore:
     """See the module. `prefix`: the prefix cache; None: there is none."""
 
@@ -195,9 +160,9 @@ class EngineCore:
         self._groups: dict[RequestId, SequenceGroup] = {}
         self._sequences: dict[int, Sequence] = {}
         self._arrivals = 0
-        self._begun: tuple[SequenceOf[_Part], BlockWork, float] | None = None
+        self._begun: tuple[SequenceOf[Part], BlockWork, float] | None = None
         """Between `begin_step` and `submit`."""
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         """Oldest first."""
         self._lingering: dict[Sequence, None] = {}
         """Finished, and in a step in flight or being copied."""
@@ -385,7 +350,7 @@ class EngineCore:
         """
         assert self._begun is None
         assert not self.must_wait
-        if self._flights and isinstance(self._flights[0].pending, _Over):
+        if self._flights and isinstance(self._flights[0].pending, Over):
             return None
         self._pump_adapters(now)
         self._pump_copies()
@@ -399,8 +364,8 @@ class EngineCore:
             if times.first_step_s is None:
                 times.first_step_s = now
         work = self._pool.take_work()
-        chunks = [_chunk_of(item) for item in plan.scheduled]
-        self._begun = ([_part_of(item) for item in plan.scheduled], work, now)
+        chunks = [chunk_of(item) for item in plan.scheduled]
+        self._begun = ([part_of(item) for item in plan.scheduled], work, now)
         return StepBatch(chunks, copy_blocks=work.copies, clear_blocks=work.clears)
 
     def submit(self, batch: StepBatch) -> None:
@@ -409,10 +374,10 @@ class EngineCore:
         (parts, work, begun_s), self._begun = self._begun, None
         pending: PendingStep
         try:
-            pending = _Over(self._runner.execute(batch)) if self._ahead is None else self._ahead.submit(batch)
+            pending = Over(self._runner.execute(batch)) if self._ahead is None else self._ahead.submit(batch)
         except Exception as error:  # whatever it is, it ends the batch's requests (end_step) and is told by step_error
-            pending = _Over(error)
-        self._flights.append(_Flight(parts, work, pending, begun_s))
+            pending = Over(error)
+        self._flights.append(Flight(parts, work, pending, begun_s))
         for part in parts:
             self._advance(part.scheduled)
 
@@ -597,7 +562,7 @@ class EngineCore:
                 self._planner.copy_ended(sequence)
         self._let_go()
 
-    def _measure(self, flight: _Flight, now: float) -> None:
+    def _measure(self, flight: Flight, now: float) -> None:
         """How long a step took: the device begins it when the one before it is through."""
         counts = [part.scheduled.num_tokens for part in flight.parts]
         num_prefill = sum(part.num_new_tokens + part.num_recomputed_tokens for part in flight.parts)
@@ -618,7 +583,7 @@ class EngineCore:
         if self._loading.pop(request_id, None) is not None:
             self._loading_version += 1
 
-    def _check_result(self, parts: SequenceOf[_Part], result: SequenceOf[Sampled]) -> SequenceOf[Sampled] | Exception:
+    def _check_result(self, parts: SequenceOf[Part], result: SequenceOf[Sampled]) -> SequenceOf[Sampled] | Exception:
         expected = [part.holding_id for part in parts if part.scheduled.samples]
         if [sampled.sequence_id for sampled in result] != expected:
             return RuntimeError("the model's answer is not that of the batch")
@@ -646,7 +611,7 @@ class EngineCore:
             others = [s for s in group.sequences if s is not sequence and not s.is_finished]
             self._planner.fork(sequence, others)
 
-    def _settle(self, part: _Part, sampled: Sampled | None, now: float) -> None:
+    def _settle(self, part: Part, sampled: Sampled | None, now: float) -> None:
         """One sequence, when a step that computed its tokens is over."""
         sequence = part.scheduled.sequence
         group = sequence.group
@@ -662,7 +627,7 @@ class EngineCore:
                 group.times.first_token_s = now
             self._take_token(sequence, sampled, now)
 
-    def _leave_step(self, part: _Part) -> None:
+    def _leave_step(self, part: Part) -> None:
         sequence = part.scheduled.sequence
         sequence.num_steps_in_flight -= 1
         sequence.num_pending_tokens -= part.scheduled.samples
@@ -676,7 +641,7 @@ class EngineCore:
             if request_id in self._closing and not any(s in self._lingering for s in sequence.group.sequences):
                 self._close(sequence.group, self._closing.pop(request_id))
 
-    def _fail(self, flight: _Flight, error: Exception, now: float) -> None:
+    def _fail(self, flight: Flight, error: Exception, now: float) -> None:
         self.step_error = error
         message = f"the step failed: {type(error).__name__}: {error}"
         lost = [flight, *self._flights]
@@ -694,7 +659,7 @@ class EngineCore:
                 self._end_group(part.scheduled.sequence.group, FinishReason.ERROR, message, now, refund=True)
         self._let_go()
 
-    def _publish(self, part: _Part) -> None:
+    def _publish(self, part: Part) -> None:
         """Lets the tenant's lookups find the blocks that the part has filled."""
         block_size = self._pool.block_size
         first, behind = (part.end - part.scheduled.num_tokens) // block_size, part.end // block_size
@@ -822,36 +787,6 @@ class EngineCore:
 
 _CHOICES_BOUND = 64
 """Sequence ids: arrival x this + choice."""
-
-
-def _part_of(item: Scheduled) -> _Part:
-    sequence = item.sequence
-    is_prefill = sequence.status is SequenceStatus.PREFILL
-    num_new_tokens = sequence.num_new_tokens(item.num_tokens) if is_prefill else 0
-    return _Part(
-        scheduled=item,
-        holding_id=sequence.holding_id,
-        num_new_tokens=num_new_tokens,
-        num_recomputed_tokens=item.num_tokens - num_new_tokens if is_prefill else 0,
-        end=sequence.num_computed_tokens + item.num_tokens,
-    )
-
-
-def _chunk_of(item: Scheduled) -> SequenceChunk:
-    sequence, request = item.sequence, item.sequence.group.request
-    return SequenceChunk(
-        sequence_id=sequence.holding_id,
-        token_ids=sequence.next_tokens(item.num_tokens),
-        start_position=sequence.num_computed_tokens,
-        block_table=sequence.block_table,
-        adapter_uid=request.adapter_uid,
-        samples=item.samples,
-        sampling=request.sampling,
-        choice=sequence.choice,
-        output_index=sequence.num_output_tokens,
-        prompt_token_ids=request.prompt_token_ids,
-        output_token_ids=sequence.output_token_ids,
-    )
 
 
 def _check_sequence(sequence: Sequence, *, is_queued: bool) -> None:

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from manylora_shared.ids import TenantId
 
 from manylora_worker.engine.api import PENDING_TOKEN, EngineRequest, FinishReason
+from manylora_worker.engine.tenant_shares import FlowKey
 
 
 class SequenceStatus(enum.Enum):
@@ -152,6 +153,10 @@ class Sequence:
     @property
     def tenant_id(self) -> TenantId:
         return self.group.request.tenant_id
+
+    @property
+    def flow(self) -> FlowKey:
+        return (self.group.request.tenant_id, self.group.request.qos_class)
 
     @property
     def holding_id(self) -> int:

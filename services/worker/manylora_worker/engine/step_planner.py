@@ -18,36 +18,26 @@ A step is filled under `max_batch_tokens`: one token of each quantum, then prefi
 Blocks are taken when a unit is started: all that it may write; of a sequence without blocks those of all its tokens.
 So what is in a slot never waits for memory, and all that is not can be *evicted*: it frees its blocks and is computed
 again; or, where that is cheaper (swapping.py), *swapped*: its blocks are free when they are copied to host memory.
-While a step in flight writes them they stay: who would take them waits for the next plan, and nothing else is started
-before it, so the order holds.
 
-Who waits for copies *awaits* its blocks: those that are free and those that come free are kept for it from who is after
-it in the order, and who needs no more than is left goes on. A swapped sequence whose turn it is takes its blocks as one
-without blocks does; it is parked again when its KV is back in them. Neither holds a slot meanwhile.
+Where none are free, parked sequences give theirs up: reclaim.py has the order. A swapped sequence whose turn it is
+takes its blocks as one without blocks does; it is parked again when its KV is back in them. It has no slot meanwhile,
+and neither has who awaits blocks that are being copied.
 
-A sequence takes blocks that are free; then from parked ones, in this order (`_victims`):
-
-1. of its own tenant, the least recently run first;
-2. of tenants above their soft share, for one within its own, proportionally to what each holds above it;
-3. of other flows, the greatest tag first;
-
-never so that a tenant falls below its reserve, and never past the taker's hard cap. Where a sequence without blocks
-takes (3), the other's flow must lead by THETA times what is to be computed again, so eviction costs a bounded share of
-the work. Who asks for no more than its reserve takes from any that holds more than its own (`_claim_reserves`);
-if it has waited for a quantum's end, nothing is swapped for it.
+A waiting sequence that asks for no more than its tenant's reserve gets its blocks before anybody is started, slot or
+none (`_claim_reserves`); if it has waited for a quantum's end, nothing is swapped for it.
 
 Held is what cannot use a slot by its own tenant's doing: a sequence whose reader does not read (`pause`), and a flow
 whose next sequence would pass its tenant's hard cap. Neither is backlogged: a paused sequence stands in no queue, and a
-capped flow begins at the clock when it may go on. A paused one keeps its blocks until somebody lacks blocks: then they
-go first in 1 and 3, whatever the tags. It takes nothing until its reader reads, so it undoes no such eviction.
+capped flow begins at the clock when it may go on. A paused one keeps its blocks until somebody lacks blocks. It takes
+nothing until its reader reads, so it undoes no such eviction.
 
-Progress. In 1 and 3 the taker is before its victim in the order (tag of the flow, age), and tags grow by charged work
-only; in 2 the victim has done charged work since it got its blocks; a claim's taker stays within its reserve, where
-nothing is taken from it. So no eviction is undone without charged work between: no livelock. What comes back from the
-host is a taker like any other. Where nothing at all can be started and no step or copy is under way, the first in order
-takes from whomever it needs, and nothing is swapped for it (`_force`). Since no sequence is added that could not run
-alone (`EngineCore.add`), each step with a sequence in it computes at least one token, and those without one end with a
-copy.
+Progress. In 1 and 3 of reclaim.py's order the taker is before its victim in the order (tag of the flow, age), and tags
+grow by charged work only; in 2 the victim has done charged work since it got its blocks; a claim's taker stays within
+its reserve, where nothing is taken from it. So no eviction is undone without charged work between: no livelock. What
+comes back from the host is a taker like any other. Where nothing at all can be started and no step or copy is under
+way, the first in order takes from whomever it needs, and nothing is swapped for it (`_force`). Since no sequence is
+added that could not run alone (`EngineCore.add`), each step with a sequence in it computes at least one token, and
+those without one end with a copy.
 """
 
 from __future__ import annotations
@@ -58,23 +48,18 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from manylora_shared.fair_queue import TAG_SCALE, FairQueue, Pick, Rank, Share
+from manylora_shared.fair_queue import FairQueue, Pick, Rank, Share
 from manylora_shared.ids import QosClass, TenantId
 
 from manylora_worker.engine.block_pool import BlockPool
 from manylora_worker.engine.prefix_cache import PrefixKeys
+from manylora_worker.engine.reclaim import PROMPT_TOKEN_COST, Reclaim, Room, least_recent
 from manylora_worker.engine.sequence import Sequence, SequenceStatus, SwapStage
 from manylora_worker.engine.swapping import Swapper
 from manylora_worker.engine.tenant_shares import FlowKey, TenantShares
 
 QUANTUM_TOKENS = 16
-PROMPT_TOKEN_COST = 1
 OUTPUT_TOKEN_COST = 2
-THETA = 3
-"""Lower follows the shares faster, higher computes less again."""
-_WATERMARK_DIVISOR = 25
-"""A twenty-fifth of all blocks stays free when a sequence is admitted beside others, for these to grow into. With a
-hundredth, nearly twice as much is computed again."""
 
 
 @dataclass(frozen=True)
@@ -144,23 +129,13 @@ class _Unit:
         """Of that last one."""
 
 
-class _Room(NamedTuple):
-    """How a sequence comes to blocks."""
-
-    num_blocks: int
-    victims: SequenceOf[Sequence]
-    """Who gives its own up."""
-    is_now: bool = True
-    """They are there as soon as the victims are evicted. If not: when copies to the host are over."""
-
-
 class _Place(NamedTuple):
     """How a unit can be started."""
 
     num_tokens: int
     end: int
     """The position up to which blocks are taken."""
-    room: _Room
+    room: Room
 
 
 class StepPlanner:
@@ -199,7 +174,8 @@ class StepPlanner:
         """Sequences whose claim on their tenant's reserve has waited for a unit's end."""
         self._next_item = 0
         self._step = 0
-        self._round = _Round(0, 0, {}, is_forced=False)
+        self._reclaim = Reclaim(pool, shares, swapper, self._queue, self._parked.keys(), self._held.keys())
+        self._round = _Round(0, 0)
 
     @property
     def running(self) -> SequenceOf[Sequence]:
@@ -336,9 +312,8 @@ class StepPlanner:
         self._round = _Round(
             budget=self._limits.max_batch_tokens - len(self._units),
             ready_decodes=sum(s.status is SequenceStatus.DECODE and s.item is not None for s in self._parked),
-            claims={},
-            is_forced=False,
         )
+        self._reclaim.begin_plan()
         self._late_claims = {s: None for s in self._late_claims if s.is_out and not s.is_finished}
         self._trim_to_caps()
         if self._waiting and self._shares.reserves:
@@ -390,8 +365,8 @@ class StepPlanner:
     def _force(self) -> None:
         """Nothing can be started: the first in order takes from whomever it needs, reserves and leads aside."""
         round_ = self._round
-        round_.is_forced = True
-        for refusals in (round_.claims, round_.awaited, round_.refused):
+        self._reclaim.is_forced = True
+        for refusals in (self._reclaim.claims, self._reclaim.awaited, round_.refused):
             refusals.clear()
         pick = self._queue.select(self._fits, 0)
         if round_.deferred is not None:
@@ -399,7 +374,7 @@ class StepPlanner:
         else:
             assert pick is not None, "a sequence cannot run alone"
             self._start(pick)
-        round_.is_forced = False
+        self._reclaim.is_forced = False
         self._fill_slots()
 
     def _do_deferred(self) -> None:
@@ -412,7 +387,7 @@ class StepPlanner:
             else:
                 self._swap_or_evict(victim)
         if room.is_now:
-            del self._round.awaited[sequence]
+            del self._reclaim.awaited[sequence]
             self._bring_back(sequence)
 
     def _start(self, pick: Pick[int, _Place]) -> None:
@@ -437,14 +412,14 @@ class StepPlanner:
             cost = _cost(chunk)
             self._round.budget -= num_tokens
         self._queue.dispatch(pick, cost)
-        flow = _flow(sequence)
+        flow = sequence.flow
         self._slots_by_flow[flow] = self._slots_by_flow.get(flow, 0) + 1
         self.slots_version += 1
         bisect.insort(self._units, _Unit(sequence, pick.item, chunk, num_tokens, ends_at), key=_unit_order)
 
     def _leave_slot(self, unit: _Unit) -> None:
         """Books of a unit that has left the slots."""
-        flow = _flow(unit.sequence)
+        flow = unit.sequence.flow
         self.slots_version += 1
         self._slots_by_flow[flow] -= 1
         if not self._slots_by_flow[flow]:
@@ -470,7 +445,7 @@ class StepPlanner:
     def _fits(self, item: int) -> _Place | None:
         """How a queued unit can be started now; None: it cannot. Changes nothing."""
         round_ = self._round
-        if round_.waits or round_.deferred is not None or item in round_.refused:
+        if self._reclaim.waits or round_.deferred is not None or item in round_.refused:
             return None
         sequence = self._queued[item]
         place = None if sequence.is_copying else self._place_of(sequence)
@@ -480,7 +455,7 @@ class StepPlanner:
         if place is None:
             self._note_capped(sequence)
             return None
-        round_.awaited[sequence] = place.room.num_blocks
+        self._reclaim.awaited[sequence] = place.room.num_blocks
         if place.room.is_now or place.room.victims:
             round_.deferred = (sequence, place.room)
         return None
@@ -491,8 +466,8 @@ class StepPlanner:
             return
         held = self._pool.held_by(sequence.tenant_id) + self._pool.blocks_for(sequence.num_tokens)
         is_over = sequence.is_out and not sequence.is_copying and held > self._shares.hard(sequence.tenant_id)
-        if is_over and _flow(sequence) not in self._capped:
-            self._capped[_flow(sequence)] = None
+        if is_over and sequence.flow not in self._capped:
+            self._capped[sequence.flow] = None
             self.slots_version += 1
 
     def _end_capped(self, flow: FlowKey) -> None:
@@ -533,6 +508,15 @@ class StepPlanner:
     def _place(self, sequence: Sequence, num_tokens: int, end: int, *, may_evict: bool) -> _Place | None:
         room = self._room(sequence, self._missing(sequence, end), may_evict=may_evict)
         return None if room is None else _Place(num_tokens, end, room)
+
+    def _room(self, sequence: Sequence, num_blocks: int, *, may_evict: bool) -> Room | None:
+        return self._reclaim.room(
+            sequence,
+            num_blocks,
+            may_evict=may_evict,
+            may_swap=sequence not in self._late_claims,
+            is_beside_others=bool(self._units or self._parked),
+        )
 
     def _chunk_tokens(self, sequence: Sequence) -> int:
         """Tokens of the next part of a prefill; 0 where the step has none left for it."""
@@ -586,7 +570,7 @@ class StepPlanner:
 
     def _take_all_blocks(self, sequence: Sequence) -> int:
         """Returns how many of them were cached."""
-        self._end_capped(_flow(sequence))
+        self._end_capped(sequence.flow)
         cached = self._find_cached(sequence)
         num_blocks = self._pool.blocks_for(sequence.num_tokens) - len(cached)
         self._pool.take_cached(cached)
@@ -628,7 +612,7 @@ class StepPlanner:
                 else:
                     self._bring_back(sequence)
                 continue
-            self._round.claims[tenant_id] = num_blocks
+            self._reclaim.claims[tenant_id] = num_blocks
             blocked[tenant_id] = None
             if room is None:
                 self._late_claims[sequence] = None
@@ -639,148 +623,15 @@ class StepPlanner:
     def _trim_to_caps(self) -> None:
         """Evicts what stands above a hard cap that has been lowered."""
         for tenant_id in {s.tenant_id: None for s in self._parked} if self._shares.has_caps else ():
-            while self._will_hold(tenant_id) > self._shares.hard(tenant_id):
+            while self._reclaim.will_hold(tenant_id) > self._shares.hard(tenant_id):
                 own = [s for s in self._parked if s.tenant_id == tenant_id]
                 if not own:
                     break
-                victim = min(own, key=_least_recent)
+                victim = min(own, key=least_recent)
                 if victim.num_steps_in_flight:
-                    self._round.waits = True
+                    self._reclaim.waits = True
                     break
                 self._evict(victim)
-
-    def _will_hold(self, tenant_id: TenantId) -> int:
-        """What the tenant holds, without what is on its way to the host."""
-        return self._pool.held_by(tenant_id) - self._swapper.num_leaving_of(tenant_id)
-
-    def _room(self, taker: Sequence, num_blocks: int, *, may_evict: bool) -> _Room | None:
-        """How `taker` comes to `num_blocks`; None: not by anything that this plan can do. Changes nothing."""
-        victims = self._choose_victims(taker, num_blocks, may_evict=may_evict)
-        if victims is None:
-            return None
-        if any(victim.num_steps_in_flight for victim in victims):
-            self._round.waits = True
-            return None
-        if self._round.is_forced or not num_blocks:
-            return _Room(num_blocks, victims)
-        may_swap = taker not in self._late_claims
-        if may_swap and any(self._swapper.pays(victim) for victim in victims):
-            return _Room(num_blocks, victims, is_now=False)
-        freed = sum(self._freed_by(victim) for victim in victims)
-        freed_own = sum(self._freed_by(victim) for victim in victims if victim.tenant_id == taker.tenant_id)
-        pool = self._pool
-        held = pool.held_by(taker.tenant_id) + num_blocks - freed_own
-        is_now = num_blocks <= pool.num_free + freed and held <= self._shares.hard(taker.tenant_id)
-        return _Room(num_blocks, victims, is_now)
-
-    def _choose_victims(self, taker: Sequence, num_blocks: int, *, may_evict: bool) -> list[Sequence] | None:
-        """In the module's order, also who is in a step in flight; None: it is not possible."""
-        pool, shares, round_ = self._pool, self._shares, self._round
-        tenant_id = taker.tenant_id
-        held = self._will_hold(tenant_id)
-        is_new = taker.is_out
-        kept = sum(blocks for claimer, blocks in round_.claims.items() if claimer != tenant_id) if round_.claims else 0
-        kept += sum(blocks for other, blocks in round_.awaited.items() if other is not taker) if round_.awaited else 0
-        is_within_reserve = held + num_blocks <= shares.reserve(tenant_id)
-        if is_new and not is_within_reserve and (self._units or len(self._parked) > 0):
-            kept += pool.num_blocks // _WATERMARK_DIVISOR
-        over = held + num_blocks - shares.hard(tenant_id)
-        short = num_blocks + kept - pool.num_free - self._swapper.num_leaving if num_blocks else 0
-        if over <= 0 and short <= 0:
-            return []
-        if not may_evict or not num_blocks:
-            return None
-        first = (self._queue.tag_of(_flow(taker)), taker.order)
-        own: list[Sequence] = []
-        others: list[Sequence] = []
-        for parked in self._parked:
-            if parked is taker:
-                continue
-            if parked.tenant_id != tenant_id:
-                others.append(parked)
-            elif round_.is_forced or parked in self._held or (self._queue.tag_of(_flow(parked)), parked.order) > first:
-                own.append(parked)
-        victims: list[Sequence] = []
-        own.sort(key=lambda s: (s not in self._held, _least_recent(s)))
-        for victim in own:
-            if over <= 0 and short <= 0:
-                return victims
-            freed = self._freed_by(victim)
-            over, short = over - freed, short - freed
-            victims.append(victim)
-        if over > 0 and not round_.is_forced:
-            return None
-        # Who comes later in the order leads by less, so after one refusal there is nothing for them. Only a soft share
-        # gives a right that does not follow the order, and only paused sequences give way to anybody.
-        follows_order = is_new and not (is_within_reserve or shares.has_soft or self._held or round_.is_forced)
-        if short > 0 and not (follows_order and round_.is_short):
-            is_within_soft = held + num_blocks <= shares.soft(tenant_id)
-            short = self._take_from_others(
-                taker, others, short, victims, is_within_reserve=is_within_reserve, is_within_soft=is_within_soft
-            )
-        round_.is_short |= follows_order and short > 0
-        # Blocks that victims share with one another come free only with the last of them, and are not counted: where
-        # nothing else runs, all of them go.
-        return victims if round_.is_forced or (over <= 0 and short <= 0) else None
-
-    def _take_from_others(
-        self,
-        taker: Sequence,
-        others: SequenceOf[Sequence],
-        short: int,
-        victims: list[Sequence],
-        *,
-        is_within_reserve: bool,
-        is_within_soft: bool,
-    ) -> int:
-        """Adds victims of other tenants until nothing is short. Returns what still is."""
-        left = {tenant: self._will_hold(tenant) for tenant in {s.tenant_id: None for s in others}}
-        excess = {tenant: held - self._shares.soft(tenant) for tenant, held in left.items()}
-        taken = dict.fromkeys(left, 0)
-        tags = {flow: self._queue.tag_of(flow) for flow in {_flow(s): None for s in others}}
-        eligible = others if self._round.is_forced else []
-        if not self._round.is_forced:
-            tag = self._queue.tag_of(_flow(taker))
-            eligible = [
-                other
-                for other in others
-                if is_within_reserve
-                or other in self._held
-                or (is_within_soft and excess[other.tenant_id] > 0 and other.has_worked)
-                or self._is_behind(other, tags[_flow(other)], taker, tag)
-            ]
-        # Stable: inside a tenant, paused ones first, then the flow with the greatest tag, and of that the youngest.
-        eligible = sorted(eligible, key=lambda s: (s in self._held, tags[_flow(s)], s.order), reverse=True)
-        while short > 0 and eligible:
-            # Proportional: next is the tenant of whose excess the least share was taken, then the greatest excess.
-            above = [s for s in eligible if excess[s.tenant_id] > taken[s.tenant_id]]
-            victim = (
-                min(above, key=lambda s: (taken[s.tenant_id] / excess[s.tenant_id], -excess[s.tenant_id]))
-                if above
-                else eligible[0]
-            )
-            eligible.remove(victim)
-            freed = self._freed_by(victim)
-            tenant, reserve = victim.tenant_id, self._shares.reserve(victim.tenant_id)
-            # Between two reserves the sequence is the grain: one that stands partly above its tenant's may go.
-            is_protected = left[tenant] <= reserve if is_within_reserve else left[tenant] - freed < reserve
-            if reserve and is_protected and not self._round.is_forced:
-                continue
-            victims.append(victim)
-            left[tenant] -= freed
-            taken[tenant] += freed
-            short -= freed
-        return short
-
-    def _is_behind(self, other: Sequence, other_tag: int, taker: Sequence, tag: int) -> bool:
-        """Whether the order of flows alone lets `taker` take from `other`."""
-        if not taker.is_out:
-            return (other_tag, other.order) > (tag, taker.order)
-        recompute = other.num_computed_tokens * PROMPT_TOKEN_COST
-        return other_tag - tag > THETA * recompute * TAG_SCALE // self._shares.weight(_flow(other))
-
-    def _freed_by(self, sequence: Sequence) -> int:
-        return sum(self._pool.is_freed_by_holder(block_id) for block_id in sequence.block_table)
 
     def _swap_or_evict(self, sequence: Sequence) -> None:
         """Has a parked sequence give up its blocks: at once, or when they are copied."""
@@ -831,7 +682,7 @@ class StepPlanner:
         self._next_item += 1
         sequence.item = self._next_item
         self._queued[self._next_item] = sequence
-        flow = _flow(sequence)
+        flow = sequence.flow
         if flow in self._capped:
             self._queue.forgo(flow)  # this unit may be one that can start
         # Each unit is offered by itself: what it takes to start it is never quite what another takes.
@@ -857,7 +708,7 @@ class StepPlanner:
             self._queue.remove(sequence.item)
             del self._queued[sequence.item]
             sequence.item = None
-            flow = _flow(sequence)
+            flow = sequence.flow
             # It may have been what the cap held back; if another is, that is found out when it is asked for.
             if sequence not in self._parked or not self._queue.queued_in(flow):
                 self._end_capped(flow)
@@ -873,40 +724,30 @@ class StepPlanner:
         assert all(s in self._parked or s in self._waiting for s in self._held)
         slots: dict[FlowKey, int] = {}
         for unit in self._units:
-            slots[_flow(unit.sequence)] = slots.get(_flow(unit.sequence), 0) + 1
+            slots[unit.sequence.flow] = slots.get(unit.sequence.flow, 0) + 1
         assert slots == self._slots_by_flow
         assert all(self._queue.queued_in(flow) for flow in self._capped)
         assert sum(self._ends.values()) == sum(unit.ends_at > 0 for unit in self._units)
         assert all(self._queued[s.item] is s for s in (*self._parked, *self._waiting) if s.item is not None)
         assert all(unit.sequence.item is None for unit in self._units)
-        assert all(unit.cost <= self._queue.reserved_by(_flow(unit.sequence)) for unit in self._units)
+        assert all(unit.cost <= self._queue.reserved_by(unit.sequence.flow) for unit in self._units)
 
 
 class _Round:
     """What one plan has left, and what it has found out."""
 
-    __slots__ = ("awaited", "budget", "claims", "deferred", "is_forced", "is_short", "num_evicted", "ready_decodes",
-                 "refused", "waits")  # fmt: skip
+    __slots__ = ("budget", "deferred", "num_evicted", "ready_decodes", "refused")
 
-    def __init__(self, budget: int, ready_decodes: int, claims: dict[TenantId, int], *, is_forced: bool) -> None:
+    def __init__(self, budget: int, ready_decodes: int) -> None:
         self.budget = budget
         """Tokens of the step."""
         self.ready_decodes = ready_decodes
         """Decodes without a slot."""
-        self.claims = claims
-        """Blocks that are kept for a tenant's reserve."""
-        self.awaited: dict[Sequence, int] = {}
-        """Blocks that are kept for sequences that wait for copies to be over."""
-        self.deferred: tuple[Sequence, _Room] | None = None
+        self.deferred: tuple[Sequence, Room] | None = None
         """Who gets room when the choice that is being made is over; until then nothing else is chosen."""
-        self.is_forced = is_forced
-        self.is_short = False
-        """A sequence without blocks was refused those of others."""
         self.refused: dict[int, None] = {}
         """Items that cannot be started in this plan."""
         self.num_evicted = 0
-        self.waits = False
-        """Who is next takes the blocks of a sequence in a step in flight: nothing is started in this plan any more."""
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:
@@ -915,17 +756,6 @@ def _order(sequence: Sequence) -> tuple[int, int]:
 
 def _unit_order(unit: _Unit) -> tuple[int, int]:
     return unit.sequence.order
-
-
-def _flow(sequence: Sequence) -> FlowKey:
-    request = sequence.group.request
-    return (request.tenant_id, request.qos_class)
-
-
-def _least_recent(sequence: Sequence) -> tuple[int, int, int]:
-    """Least recently run first, then the youngest."""
-    arrival, choice = sequence.order
-    return (sequence.parked_at, -arrival, -choice)
 
 
 def _cost(item: Scheduled) -> int:

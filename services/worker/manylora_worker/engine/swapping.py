@@ -103,6 +103,9 @@ class HostBlocks:
         self._num_device_blocks = num_device_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._held: dict[TenantId, int] = {}
+        self._reserves: Mapping[TenantId, int] = {}
+        self._all_reserves = 0
+        """Of all of these together."""
 
     @property
     def num_free(self) -> int:
@@ -120,11 +123,7 @@ class HostBlocks:
         return min(self.num_blocks // _MOST_OF_ONE_TENANT, self._part(self._shares.hard(tenant_id)))
 
     def has_room(self, tenant_id: TenantId, count: int) -> bool:
-        kept = sum(
-            max(0, self._part(blocks) - self.held_by(other))
-            for other, blocks in self._shares.reserves.items()
-            if other != tenant_id
-        )
+        kept = self._reserved() - self._unused_reserve(tenant_id)
         return count + kept <= self.num_free and self.held_by(tenant_id) + count <= self.bound(tenant_id)
 
     def allocate(self, tenant_id: TenantId, count: int) -> list[int]:
@@ -142,6 +141,17 @@ class HostBlocks:
         assert self._held[tenant_id] >= 0
         if not self._held[tenant_id]:
             del self._held[tenant_id]
+
+    def _reserved(self) -> int:
+        """What is kept for tenants that do not use their reserves."""
+        reserves = self._shares.reserves
+        if reserves is not self._reserves:
+            self._reserves, self._all_reserves = reserves, sum(map(self._part, reserves.values()))
+        used = sum(min(count, self._part(reserves.get(tenant_id, 0))) for tenant_id, count in self._held.items())
+        return self._all_reserves - used
+
+    def _unused_reserve(self, tenant_id: TenantId) -> int:
+        return max(0, self._part(self._shares.reserve(tenant_id)) - self.held_by(tenant_id))
 
     def _part(self, device_blocks: int) -> int:
         return self.num_blocks * device_blocks // self._num_device_blocks
