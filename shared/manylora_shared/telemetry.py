@@ -87,6 +87,16 @@ class MetricName:
     """Scheduler, counter by QOS_CLASS and STAGE: requests that were refused, shed or capped."""
     NOISY_NEIGHBOURS = "manylora.noisy_neighbours"
     """Scheduler, gauge by KIND: tenants that a detector reports."""
+    PREEMPTIONS = "manylora.preemptions"
+    """Worker, counter: sequences that gave up their slot to others at a unit's end."""
+    KV_EVICTIONS = "manylora.kv.evictions"
+    """Worker, counter: sequences that lost their blocks and are computed again."""
+    KV_SWAPS = "manylora.kv.swaps"
+    """Worker, counter by DIRECTION: sequences whose KV went to host memory, and came back."""
+    KV_SWAPPED_BYTES = "manylora.kv.swapped_bytes"
+    """Worker, counter by DIRECTION: what was copied for that."""
+    KV_HOST_BYTES = "manylora.kv.host_bytes"
+    """Worker, gauge: KV in host memory."""
 
 
 class Attribute:
@@ -117,6 +127,12 @@ class Attribute:
     """Of OVERLOAD_GIVEN_UP: router, admission, queue or output."""
     KIND = "manylora.kind"
     """Of NOISY_NEIGHBOURS: the detector."""
+    DIRECTION = "manylora.direction"
+    """Of KV_SWAPS and KV_SWAPPED_BYTES: out or in."""
+    KV_SWAPPED = "manylora.kv.swapped"
+    """How often the KV of one of the request's sequences went to host memory."""
+    KV_EVICTED = "manylora.kv.evicted"
+    """How often one of them lost its blocks and was computed again."""
     ERROR_TYPE = "error.type"
     """The gRPC status name of a span that failed."""
 

@@ -23,13 +23,18 @@ NEVER_STACK = 0.0
 
 
 def make_runner(
-    loaded: LoadedModel, *, num_blocks: int = 96, block_size: int = 4, product_flops: float = 2e5
+    loaded: LoadedModel,
+    *,
+    num_blocks: int = 96,
+    block_size: int = 4,
+    product_flops: float = 2e5,
+    num_host_blocks: int = 0,
 ) -> TorchModelRunner:
     cache = KvCache(
         loaded.spec.kv, num_blocks=num_blocks, block_size=block_size, dtype=loaded.dtype, device=loaded.device
     )
     planner = LoraPlanner(LoraCosts(product_flops, copied_weight=0.0), max_stacked_weights=1 << 24)
-    return TorchModelRunner(loaded, cache, planner)
+    return TorchModelRunner(loaded, cache, planner, num_host_blocks=num_host_blocks)
 
 
 def put_adapter(runner: TorchModelRunner, loaded: LoadedModel, folder: Path) -> AdapterUid:

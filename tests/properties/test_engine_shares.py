@@ -46,8 +46,18 @@ class Rig:
     steps: int = 0
 
     @staticmethod
-    def make(num_blocks: int, slots: int, *, batch_tokens: int = 48) -> Rig:
-        runner = FakeRunner(num_blocks=num_blocks, block_size=_BLOCK)
+    def make(
+        num_blocks: int,
+        slots: int,
+        *,
+        batch_tokens: int = 48,
+        make_runner: type[FakeRunner] = FakeRunner,
+        num_host_blocks: int = 0,
+        copy_polls: int = 0,
+    ) -> Rig:
+        runner = make_runner(
+            num_blocks=num_blocks, block_size=_BLOCK, num_host_blocks=num_host_blocks, copy_polls=copy_polls
+        )
         limits = EngineLimits(PlannerLimits(batch_tokens, _CHUNK, slots), AdapterCacheLimits(8, 8), max_requests=512)
         core = EngineCore(runner, FakeAdapterBackend(lambda: 0.0), limits)
         runner.tenant_of = core.tenant_of
@@ -367,11 +377,24 @@ _HARD, _SOFT, _RESERVE = 20, 12, 8
 _NUM_BLOCKS = 36
 
 
-def _fight(seed: int, pauses: float = 0.0) -> Rig:
+def fight(
+    seed: int,
+    pauses: float = 0.0,
+    *,
+    make_runner: type[FakeRunner] = FakeRunner,
+    num_host_blocks: int = 0,
+    copy_polls: int = 0,
+) -> Rig:
     """Three tenants want three times what there is. One is bounded, one has a reserve, one has nothing. In a step a
     request's reader stops with the probability `pauses`, and goes on some steps later."""
     rng = random.Random(seed)
-    rig = Rig.make(_NUM_BLOCKS, rng.randint(3, 8))
+    rig = Rig.make(
+        _NUM_BLOCKS,
+        rng.randint(3, 8),
+        make_runner=make_runner,
+        num_host_blocks=num_host_blocks,
+        copy_polls=copy_polls,
+    )
     rig.core.set_share(_A, TenantShare(_weights(1), soft_blocks=_SOFT, hard_blocks=_HARD))
     rig.core.set_share(_B, TenantShare(_weights(rng.choice([1, 3])), soft_blocks=_SOFT, reserve_blocks=_RESERVE))
     live: list[RequestId] = []
@@ -400,6 +423,10 @@ def _fight(seed: int, pauses: float = 0.0) -> Rig:
             rig.core.resume(paused.pop(rng.randrange(len(paused))))
         rig.step()
         assert rig.core.blocks_held_by(_A) <= _HARD, "the hard cap was passed"
+        most = num_host_blocks // 2, num_host_blocks * _HARD // _NUM_BLOCKS
+        on_host = rig.core.host_blocks_held()
+        assert on_host.get(_A, 0) <= min(most), "the hard cap's part of the host was passed"
+        assert max(on_host.values(), default=0) <= most[0], "one tenant has more than half of the host"
         live = [r for r in live if r not in rig.ended]
         for request_id, since in list(asked.items()):
             if rig.is_admitted(request_id) or request_id in paused:
@@ -413,10 +440,15 @@ def _fight(seed: int, pauses: float = 0.0) -> Rig:
 
 @pytest.mark.parametrize("seed", range(25))
 def test_three_tenants_fight_for_a_third_of_what_they_need(seed: int) -> None:
-    rig = _fight(seed)
+    rig = fight(seed)
+    assert rig.core.stats().evictions > 0, "the pool was not short: the test shows nothing"
+    assert_all_is_counted_once(rig)
+
+
+def assert_all_is_counted_once(rig: Rig) -> None:
+    """Of a fight that is over: nothing is left, and what was lost by our choice was not charged."""
     stats = rig.core.stats()
-    assert stats.blocks_free == stats.blocks_total
-    assert stats.evictions > 0, "the pool was not short: the test shows nothing"
+    assert (stats.blocks_free, stats.host_blocks_free) == (stats.blocks_total, stats.host_blocks_total)
     for tenant in (_A, _B, _C):
         tokens = rig.core.flows()[tenant, QosClass.STANDARD]
         mine = [request for request in rig.requests.values() if request.tenant_id == tenant]
@@ -427,7 +459,7 @@ def test_three_tenants_fight_for_a_third_of_what_they_need(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(25))
 def test_and_with_readers_that_stop_and_go_on(seed: int) -> None:
-    rig = _fight(seed, pauses=0.2)
+    rig = fight(seed, pauses=0.2)
     assert rig.core.stats().blocks_free == rig.core.stats().blocks_total
 
 

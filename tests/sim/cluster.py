@@ -44,6 +44,7 @@ EOS_ONE_IN = 64
 MAX_CONTEXT_TOKENS = 160
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
+NUM_HOST_BLOCKS = 32
 SLOTS = 5
 PARKED = 4
 STEP_S = 0.02
@@ -322,6 +323,9 @@ class Cluster:
             max_context_tokens=MAX_CONTEXT_TOKENS,
             eos_token_id=EOS,
             eos_one_in=EOS_ONE_IN,
+            num_host_blocks=NUM_HOST_BLOCKS,
+            block_copy_s=STEP_S / 16,
+            copy_polls=1,
         )
 
         def error_of(uid: AdapterUid, tier: AdapterTier) -> str | None:

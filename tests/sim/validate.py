@@ -177,8 +177,9 @@ def check_at_rest(cluster: Cluster) -> None:
             assert isinstance(app, WorkerApp)
             engine = _engine_of(cluster, app)
             stats = engine.core.stats()
-            in_engine = (stats.requests, stats.sequences, NUM_BLOCKS - stats.blocks_free)
-            assert in_engine == (0, 0, 0), f"{process.name}: {stats}"
+            blocks = (NUM_BLOCKS - stats.blocks_free, stats.host_blocks_total - stats.host_blocks_free)
+            in_engine = (stats.requests, stats.sequences, *blocks)
+            assert in_engine == (0, 0, 0, 0), f"{process.name}: {stats}"
             assert not engine.runtime.view.running
             engine.core.check_invariants()
     assert cluster.network.open_calls == num_workers + num_routers, "one control stream a worker, one line a router"

@@ -43,6 +43,7 @@ def test_flags_and_environment() -> None:
         ("--engine=fake --dtype=int8", "--dtype"),
         ("--engine=fake --prefix-cache-share=-0.1", "--prefix-cache-share"),
         ("--engine=fake --prefix-cache-share=1.1", "--prefix-cache-share"),
+        ("--engine=fake --host-kv-mb=-2", "--host-kv-mb"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(flags: str, named: str) -> None:
@@ -55,6 +56,7 @@ def test_settings_reach_the_engine() -> None:
         "--engine=fake --num-blocks=77 --block-size=8 --sequence-slots=5 --max-batch-tokens=50"
         " --prefill-chunk-tokens=20 --host-adapter-mb=2 --device-adapter-mb=0.5 --prefix-cache-share=0.5"
         " --debug-fill-freed"
+        " --host-kv-mb=5"
     )
     config = parse(WorkerConfig, flags.split(), {})
     runtime, _ = engines.build(config)
@@ -63,6 +65,7 @@ def test_settings_reach_the_engine() -> None:
     assert isinstance(core, EngineCore)
     assert (core.stats().blocks_total, core.stats().block_size) == (77, 8)
     assert core._pool._clears_freed
+    assert core.stats().host_blocks_total == 5, "of a MiB each"
     assert runtime.model.max_context_tokens == 77 * 8
     prefix = engines.prefix_options(config, runtime.model, bytes(32))
     assert prefix is not None
@@ -79,3 +82,12 @@ def test_settings_reach_the_engine() -> None:
 )
 def test_the_compute_type_suits_the_device(flags: str, dtype: str) -> None:
     assert parse(WorkerConfig, ["--engine=fake", *flags.split()], {}).compute_dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("flags", "host_kv_mb"),
+    [("", 0), ("--device=cuda:1", 4096), ("--device=cuda --host-kv-mb=0", 0), ("--host-kv-mb=0.5", 0.5)],
+)
+def test_memory_for_swaps_suits_the_device(flags: str, host_kv_mb: float) -> None:
+    config = parse(WorkerConfig, ["--engine=fake", *flags.split()], {})
+    assert config.host_kv_bytes == host_kv_mb * 2**20

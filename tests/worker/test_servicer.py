@@ -14,7 +14,7 @@ from manylora_shared.coordination import keys
 from manylora_shared.errors import Code, FieldViolation, RpcError
 from manylora_shared.ids import AdapterUid, QosClass, TenantId
 from manylora_shared.simulation import loop as simulation
-from manylora_shared.telemetry import Attribute, SpanName, Telemetry
+from manylora_shared.telemetry import Attribute, MetricName, SpanName, Telemetry
 from manylora_shared.transport.base import Stream
 from manylora_shared.transport.grpc_transport import GrpcTransport
 from manylora_worker import runtime
@@ -27,6 +27,7 @@ from manylora_worker.runtime import EngineView
 from manylora_worker.validation import FakeValidator
 
 from tests.worker.worker_fakes import (
+    MODEL,
     OTHER_UID,
     STOP_CHOICE,
     UID,
@@ -585,6 +586,32 @@ async def test_policies_are_in_force_before_a_worker_is_registered() -> None:
 
 
 # -- traces
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+async def test_swaps_are_counted_and_stand_in_the_spans_of_their_requests(threaded: bool) -> None:
+    """Six requests want four blocks each of eight."""
+    telemetry = Telemetry.recording("worker")
+    settings = config(num_blocks=8, sequence_slots=3, host_kv_mb=16 * 2**18 / 2**20, prefix_cache_share=0.0)
+    engine = make_engine(settings, threaded=threaded, step_s=0.0)
+    async with running_worker(telemetry=telemetry, settings=settings, engine=engine) as worker:
+        calls = [worker.execute(message(f"r{i}", tenant_id="ab"[i % 2], max_tokens=58)) for i in range(6)]
+        await asyncio.gather(*(collect(call) for call in calls))
+        await eventually(lambda: not worker.engine.runtime.view.running)
+        stats = worker.engine.core.stats()
+    assert stats.swaps_out > 0
+    assert stats.swaps_in == stats.swaps_out
+    metrics = telemetry.recorded_metrics()
+    out, back = (frozenset({(Attribute.DIRECTION, direction)}) for direction in ("out", "in"))
+    assert metrics[MetricName.KV_SWAPS, out] == metrics[MetricName.KV_SWAPS, back] == stats.swaps_out
+    assert metrics[MetricName.KV_SWAPPED_BYTES, out] == stats.blocks_out * MODEL.kv_block_bytes
+    assert metrics[MetricName.KV_SWAPPED_BYTES, back] == stats.blocks_in * MODEL.kv_block_bytes
+    assert metrics[MetricName.KV_HOST_BYTES, frozenset()] == 0
+    assert metrics[MetricName.PREEMPTIONS, frozenset()] == stats.preemptions
+    assert metrics.get((MetricName.KV_EVICTIONS, frozenset()), 0) == stats.evictions
+    spans = [s["attributes"] for s in telemetry.recorded() if s["name"] == SpanName.EXECUTE]
+    assert sum(span[Attribute.KV_SWAPPED] for span in spans) == stats.swaps_out
+    assert sum(span[Attribute.KV_EVICTED] for span in spans) == stats.evictions
 
 
 async def test_the_spans_of_a_request() -> None:

@@ -96,6 +96,9 @@ def make_engine(
         max_context_tokens=model.max_context_tokens,
         eos_token_id=eos_token_id,
         pace=pace if threaded and step_s else None,
+        num_host_blocks=settings.host_kv_bytes // model.kv_block_bytes,
+        block_copy_s=1e-9,
+        copy_polls=1,
     )
     backend = FakeAdapterBackend(clock, load_s=lambda uid, tier: load_s, error_of=error_of)
     limits = engines.engine_limits(settings)

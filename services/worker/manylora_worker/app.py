@@ -21,6 +21,7 @@ from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import Server, Transport
 
 from manylora_worker.config import WorkerConfig
+from manylora_worker.metrics import EngineMetrics
 from manylora_worker.registration import Registration
 from manylora_worker.runtime import Runtime
 from manylora_worker.servicer import WorkerServicer
@@ -59,6 +60,8 @@ class WorkerApp:
             sequence_slots=config.sequence_slots,
             parked_sequences=config.parked_sequences,
         )
+        if telemetry.has_metrics:
+            runtime.view.subscribe(EngineMetrics(runtime.view, telemetry, runtime.model.kv_block_bytes))
         self._tenants = TenantWatch(store, runtime)
         self._server: Server | None = None
         self._registration: Registration | None = None

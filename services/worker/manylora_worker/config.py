@@ -48,6 +48,10 @@ class WorkerConfig:
         default=False,
         metadata={"help": "fill blocks with NaN when they are freed: an answer computed from one fails; for debugging"},
     )
+    host_kv_mb: float = field(
+        default=-1.0,
+        metadata={"help": "MiB of host memory for KV of preempted sequences; 0: none; -1: 4096 on a GPU, else none"},
+    )
     sequence_slots: int = field(default=64, metadata={"help": "sequences that run at the same time"})
     parked_sequences: int = field(
         default=64, metadata={"help": "sequences beyond the slots that it takes for flows that are behind; 0: none"}
@@ -80,6 +84,8 @@ class WorkerConfig:
                 raise ConfigError(f"--{name.replace('_', '-')}: must be greater than 0")
         if not 0 <= self.prefix_cache_share <= 1:
             raise ConfigError("--prefix-cache-share: must be 0 to 1")
+        if self.host_kv_mb < 0 and self.host_kv_mb != _BY_DEVICE:
+            raise ConfigError("--host-kv-mb: must be at least 0, or -1")
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')}: must not be negative")
@@ -90,6 +96,18 @@ class WorkerConfig:
         if self.dtype != "auto":
             return self.dtype
         return "float32" if self.device == "cpu" else "bfloat16"
+
+    @property
+    def host_kv_bytes(self) -> int:
+        """`host_kv_mb` resolved. On the CPU the KV is in host memory: what swaps took would be missing there."""
+        if self.host_kv_mb != _BY_DEVICE:
+            return round(self.host_kv_mb * _MIB)
+        return 0 if self.device == "cpu" else _GPU_HOST_KV_MB * _MIB
+
+
+_MIB = 1 << 20
+_BY_DEVICE = -1.0
+_GPU_HOST_KV_MB = 4096
 
 
 _AT_LEAST_ONE = (

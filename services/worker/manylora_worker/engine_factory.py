@@ -58,6 +58,7 @@ class EngineOptions:
             or on a GPU in what its memory has left.
         adapter_store: the folder above `objects/`.
         marks_free: see KvCache.
+        host_kv_bytes: host memory for the KV of swapped sequences; of it whole blocks are taken.
     """
 
     model: str
@@ -72,6 +73,7 @@ class EngineOptions:
     max_lora_rank: int = 64
     device_adapter_bytes: int = 512 * MIB
     host_adapter_bytes: int = 1024 * MIB
+    host_kv_bytes: int = 0
     sequence_slots: int = 64
     max_batch_tokens: int = 512
     threads: int = 1
@@ -147,7 +149,13 @@ def _reference_runner(loaded: LoadedModel, options: EngineOptions) -> TorchModel
         _LORA_COSTS.get(loaded.device.type, _LORA_COSTS["cuda"]),
         max_stacked_weights=_STACKED_ADAPTER_BYTES // loaded.dtype.itemsize,
     )
-    return TorchModelRunner(loaded, _build_cache(loaded, options), planner)
+    return TorchModelRunner(
+        loaded, _build_cache(loaded, options), planner, num_host_blocks=_host_blocks(loaded, options)
+    )
+
+
+def _host_blocks(loaded: LoadedModel, options: EngineOptions) -> int:
+    return loaded.spec.kv.blocks_in(options.host_kv_bytes, options.block_size, loaded.dtype)
 
 
 def _device_runner(loaded: LoadedModel, options: EngineOptions) -> DeviceModelRunner | None:
@@ -177,7 +185,14 @@ def _device_runner(loaded: LoadedModel, options: EngineOptions) -> DeviceModelRu
         if num_blocks < 1:
             raise ModelRefused(f"device_adapter_mb: {adapter_blocks} blocks of adapters leave none for KV")
     cache = _build_cache(loaded, options, more_blocks=adapter_blocks)
-    return DeviceModelRunner(loaded, weights, cache, limits, num_kv_blocks=cache.num_blocks - adapter_blocks)
+    return DeviceModelRunner(
+        loaded,
+        weights,
+        cache,
+        limits,
+        num_kv_blocks=cache.num_blocks - adapter_blocks,
+        num_host_blocks=_host_blocks(loaded, options),
+    )
 
 
 def _blocks_left(device: torch.device, reserved_bytes: int, block_bytes: int) -> int:

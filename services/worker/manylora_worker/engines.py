@@ -91,6 +91,7 @@ def _build_torch(config: WorkerConfig) -> tuple[Runtime, AdapterValidator]:
         max_lora_rank=config.max_lora_rank,
         device_adapter_bytes=round(config.device_adapter_mb * _MIB),
         host_adapter_bytes=round(config.host_adapter_mb * _MIB),
+        host_kv_bytes=config.host_kv_bytes,
         sequence_slots=config.sequence_slots,
         max_batch_tokens=config.max_batch_tokens,
         threads=config.threads or os.cpu_count() or 1,
@@ -121,6 +122,7 @@ def _build_fake(config: WorkerConfig) -> tuple[Runtime, AdapterValidator]:
         vocab_size=FAKE_MODEL.vocab_size,
         max_context_tokens=FAKE_MODEL.max_context_tokens,
         pace=_Pacer(config.fake_step_ms / 1e3),
+        num_host_blocks=config.host_kv_bytes // (config.block_size * _FAKE_TOKEN_BYTES),
     )
     backend = FakeAdapterBackend(time.monotonic, size_bytes=lambda uid: _MIB)
     model = dataclasses.replace(FAKE_MODEL, kv_block_bytes=config.block_size * _FAKE_TOKEN_BYTES)

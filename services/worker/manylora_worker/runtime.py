@@ -591,8 +591,7 @@ class ThreadRuntime:
         if is_stopping:
             for request_id in core.request_ids():
                 core.abort(request_id, self.now())
-            while core.num_in_flight:
-                core.end_step(core.wait(), self.now())
+            core.drain(self.now())
             self._post()
             return False
         batch = core.begin_step(self.now())
@@ -667,6 +666,7 @@ class LoopRuntime:
             self._turner.do(commands, self.now())
             for request_id in self._core.request_ids():
                 self._core.abort(request_id, self.now())
+            self._core.drain(self.now())
             self._post()
         self._backend.close()
 

@@ -80,6 +80,9 @@ class ExecuteSpans:
     def end(self, end: StreamEnd) -> None:
         """How the request ended; the span itself ends with the `with` block."""
         self._span.set(Attribute.OUTCOME, end.kind.value)
+        if end.request_end is not None:
+            self._span.set(Attribute.KV_SWAPPED, end.request_end.num_swaps)
+            self._span.set(Attribute.KV_EVICTED, end.request_end.num_evictions)
         if end.kind is EndKind.COMPLETED:
             self._span.ok()
         else:

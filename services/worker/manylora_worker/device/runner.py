@@ -5,7 +5,7 @@ every sequence on the device, and the captured graphs. The host uploads a step's
 token the host does not know yet (PENDING_TOKEN) takes what its sequence drew last, on the device.
 
 Blocks are cleared, copied and written in stream order, so a block that a later step takes over is never touched by an
-earlier one.
+earlier one. Copies of blocks to the host and back go beside that, on a stream of their own (engine/host_kv.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from manylora_worker.device.graph_shapes import (
 from manylora_worker.device.pending_step import PendingStep
 from manylora_worker.device.sequence_slots import SequenceSlots, TableUpdates
 from manylora_worker.device.step_tables import StepTables, to_device
-from manylora_worker.engine.api import Sampled, SequenceChunk, StepBatch
+from manylora_worker.engine.api import PendingCopy, Sampled, SequenceChunk, StepBatch
+from manylora_worker.engine.host_kv import HostKv
 from manylora_worker.engine.kv_cache import KvCache
 from manylora_worker.kernels.attention import PREFILL_TILE_FIELDS, PagedLayout, prefill_block_m
 from manylora_worker.kernels.lora import TILE_FIELDS, TILE_ROWS
@@ -120,7 +121,7 @@ class _Recorded:
 
 
 class DeviceModelRunner:
-    """See api.AheadRunner.
+    """See api.AheadRunner and api.SwapRunner.
 
     Args:
         cache: its blocks from `num_kv_blocks` on hold adapters.
@@ -134,11 +135,13 @@ class DeviceModelRunner:
         limits: DeviceLimits,
         *,
         num_kv_blocks: int,
+        num_host_blocks: int = 0,
     ) -> None:
         self._loaded = loaded
         self._cache = cache
         self._limits = limits
         self._num_kv_blocks = num_kv_blocks
+        self._host_kv = HostKv(cache.by_block, num_host_blocks)
         self._capture = loaded.device.type == "cuda"  # the interpreter of the tests has no graphs
         geometry = cache.geometry
         bs, row = cache.block_size, geometry.row_elements
@@ -204,6 +207,24 @@ class DeviceModelRunner:
     @property
     def max_context_tokens(self) -> int:
         return self._loaded.spec.max_context_tokens
+
+    @property
+    def num_host_blocks(self) -> int:
+        return self._host_kv.num_blocks
+
+    @property
+    def block_copy_s(self) -> float:
+        return self._host_kv.block_copy_s
+
+    def copy_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> PendingCopy:
+        """See api.SwapRunner."""
+        self._use_device()
+        return self._host_kv.copy_out(blocks, host_blocks)
+
+    def copy_in(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> PendingCopy:
+        """See api.SwapRunner."""
+        self._use_device()
+        return self._host_kv.copy_in(host_blocks, blocks)
 
     def execute(self, batch: StepBatch) -> Sequence[Sampled]:
         """See api.ModelRunner.execute."""

@@ -185,6 +185,45 @@ class AheadRunner(ModelRunner, Protocol):
         """
 
 
+class PendingCopy(Protocol):
+    """A copy of blocks that was started."""
+
+    def is_over(self) -> bool:
+        """Never blocks, but for a copy that was over when it was started. Raises where it failed."""
+
+    def wait(self) -> None:
+        """Returns when it is over."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, once it is over."""
+
+
+@runtime_checkable
+class SwapRunner(ModelRunner, Protocol):
+    """A ModelRunner that copies whole blocks to host memory of its own and back, beside its steps.
+
+    A copy happens behind all steps that were submitted before it: one in flight may still write what is copied out (for
+    another sequence, with which it is shared), or clear what is copied into (for one that was aborted). Steps that
+    are submitted while it is under way neither write nor clear what is copied out, and do not touch what is copied
+    into. A host block is read by nothing but `copy_in`, and is whole by then: `copy_out` overwrites all of it.
+    """
+
+    @property
+    def num_host_blocks(self) -> int:
+        """0: nothing can be copied."""
+
+    @property
+    def block_copy_s(self) -> float:
+        """Seconds that it takes to copy one block out and back in, as measured or configured at the start."""
+
+    def copy_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> PendingCopy:
+        """Starts copying."""
+
+    def copy_in(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> PendingCopy:
+        """Starts copying."""
+
+
 class AdapterTier(enum.IntEnum):
     DISK = 1
     HOST = 2

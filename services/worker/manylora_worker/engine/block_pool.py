@@ -63,6 +63,8 @@ class BlockPool:
         self._copies_from: dict[int, int] = {}
         """Copies of a block that are due, or in a step that is not over."""
         self._taken: list[BlockWork] = []
+        self._overwritten: dict[int, None] = {}
+        """Blocks that were overwritten since the oldest work of `_taken` was taken."""
         self._cache = PrefixCache(max_idle_blocks)
 
     @property
@@ -197,6 +199,23 @@ class BlockPool:
         self._references[block_id] -= 1
         return copy
 
+    def overwrite(self, block_ids: Iterable[int]) -> None:
+        """Held blocks whose whole content is being replaced by their owner's: there is nothing to clear any more."""
+        for block_id in block_ids:
+            assert self._references[block_id] > 0
+            self._unclean.pop(block_id, None)
+            if self._taken:
+                self._overwritten[block_id] = None
+
+    def num_lasting(self, block_ids: Iterable[int]) -> int:
+        """How many of a table's first blocks its tenant's lookups find as long as another holder of them lives."""
+        count = 0
+        for block_id in block_ids:
+            if self._references[block_id] < 2 or not self._cache.is_published(block_id):
+                break
+            count += 1
+        return count
+
     def pending_clears(self) -> list[int]:
         """Held blocks that still have another tenant's content: to be cleared before anything else. With `clears_freed`
         also free ones."""
@@ -222,11 +241,13 @@ class BlockPool:
             self._taken.remove(work)
             for source, _ in work.copies:
                 self._drop_source(source)
+            if not self._taken:
+                self._overwritten.clear()
 
     def reject(self, work: BlockWork) -> None:
         """The step that took it failed: nothing of it may have been done."""
+        self._unclean.update((block_id, None) for block_id in work.clears if block_id not in self._overwritten)
         self.commit(work)
-        self._unclean.update(dict.fromkeys(work.clears))
 
     def check_invariants(self) -> None:
         self._cache.check_invariants()

@@ -10,8 +10,9 @@ but not between `begin_step` and `submit`. Outputs collect until `take_outputs` 
 With an AheadRunner, the next step is begun before the last one has ended. It is planned as if each sequence that is in
 both went on: what the last step draws is a PENDING_TOKEN of the next. Where a sequence turns out to have ended (a stop
 token, an abort), what the step in flight still draws for it is dropped: not put out, and not charged where a stop token
-came in between. Blocks, adapter and request are let go only when no step in flight has the sequence (*lingering* until
-then). A step that fails takes the one in flight behind it along, which built on it.
+came in between. Blocks, adapter and request are let go only when no step in flight has the sequence, and no copy of its
+KV is under way (*lingering* until then). A step that fails takes the one in flight behind it along, which built on it.
+A copy that fails is the end of the engine: the exception goes through, for nothing on the device can be relied upon.
 
 What a choice's output is: tokens are drawn until a stop token, `max_tokens` or a full context. A stop token ends the
 choice with STOP and is *not* part of its output (`stop_token_id` names it); it is otherwise what greedy `generate` of
@@ -43,14 +44,16 @@ from manylora_worker.engine.api import (
     ModelRunner,
     PendingStep,
     Sampled,
-    SequenceChunk,
     StepBatch,
+    SwapRunner,
     TokenOutput,
 )
 from manylora_worker.engine.block_pool import BlockPool, BlockWork
+from manylora_worker.engine.flights import Flight, Over, Part, chunk_of, part_of
 from manylora_worker.engine.prefix_cache import PrefixOptions
 from manylora_worker.engine.sequence import GroupTimes, Sequence, SequenceGroup, SequenceStatus, sequence_id_of
 from manylora_worker.engine.step_planner import FlowSlots, PlannerLimits, Scheduled, StepPlanner
+from manylora_worker.engine.swapping import SwapCounts, Swapper
 from manylora_worker.engine.tenant_shares import FlowKey, TenantShare, TenantShares
 
 
@@ -72,6 +75,10 @@ class RequestEnd:
     message: str
     cached_prompt_tokens: int
     """Found in the prefix cache at the first admission; what the request finds after an eviction is not counted."""
+    num_swaps: int
+    """How often one of its sequences went to host memory."""
+    num_evictions: int
+    """How often one lost its blocks and was computed again."""
     times: GroupTimes
     ended_s: float
 
@@ -118,44 +125,20 @@ class EngineStats:
     evictions: int
     """Sequences that lost their blocks and are computed again."""
     recomputed_tokens: int
+    swaps_out: int
+    """Sequences whose KV went to host memory."""
+    swaps_in: int
+    """And came back."""
+    blocks_out: int
+    """Copied to host memory."""
+    blocks_in: int
+    """Copied back; what was in the prefix cache is not."""
+    host_blocks_total: int
+    host_blocks_free: int
     adapter_version: int
     """Grows with each change of `EngineCore.adapter_tiers`."""
     slots_version: int
     """Grows with each change of `EngineCore.flow_slots`."""
-
-
-@dataclass(slots=True)
-class _Part:
-    """One sequence's part of a step in flight."""
-
-    scheduled: Scheduled
-    holding_id: int
-    num_new_tokens: int
-    """Prompt tokens that count."""
-    num_recomputed_tokens: int
-    end: int
-    """The position up to which the step computes."""
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A step that is begun and not ended."""
-
-    parts: SequenceOf[_Part]
-    work: BlockWork
-    pending: PendingStep
-
-
-class _Over:
-    """A step that is over: the runner computed it at once, or did not take it."""
-
-    def __init__(self, outcome: SequenceOf[Sampled] | Exception) -> None:
-        self._outcome = outcome
-
-    def result(self) -> SequenceOf[Sampled]:
-        if isinstance(self._outcome, Exception):
-            raise self._outcome
-        return self._outcome
 
 
 class EngineCore:
@@ -177,17 +160,18 @@ class EngineCore:
         self._pool = BlockPool(runner.num_blocks, runner.block_size, max_idle_blocks, clears_freed=clears_freed)
         self._prefix_keys = None if prefix is None else prefix.keys
         self._shares = TenantShares(runner.num_blocks)
-        self._planner = StepPlanner(self._pool, limits.planner, self._shares, self._prefix_keys)
+        self._swapper = Swapper(runner if isinstance(runner, SwapRunner) else None, self._pool, self._shares)
+        self._planner = StepPlanner(self._pool, limits.planner, self._shares, self._swapper, self._prefix_keys)
         self._adapters = AdapterCache(backend, limits.adapters)
         self._groups: dict[RequestId, SequenceGroup] = {}
         self._sequences: dict[int, Sequence] = {}
         self._arrivals = 0
-        self._begun: tuple[SequenceOf[_Part], BlockWork] | None = None
+        self._begun: tuple[SequenceOf[Part], BlockWork, float] | None = None
         """Between `begin_step` and `submit`."""
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         """Oldest first."""
         self._lingering: dict[Sequence, None] = {}
-        """Finished, and in a step in flight."""
+        """Finished, and in a step in flight or being copied."""
         self._closing: dict[RequestId, RequestEnd] = {}
         """Requests whose last choice is finished and lingers, and how they ended."""
         self._outputs: list[TokenOutput] = []
@@ -202,6 +186,7 @@ class EngineCore:
         self._loading_version = 0
         self._generated_tokens = 0
         self._steps = 0
+        self._step_ended_s = float("-inf")
         self._preemptions = 0
         self._evictions = 0
         self._recomputed_tokens = 0
@@ -371,9 +356,10 @@ class EngineCore:
         """
         assert self._begun is None
         assert not self.must_wait
-        if self._flights and isinstance(self._flights[0].pending, _Over):
+        if self._flights and isinstance(self._flights[0].pending, Over):
             return None
         self._pump_adapters(now)
+        self._pump_copies()
         plan = self._planner.plan(is_ahead=bool(self._flights))
         self._preemptions += plan.num_yielded
         self._evictions += plan.num_evicted
@@ -384,20 +370,20 @@ class EngineCore:
             if times.first_step_s is None:
                 times.first_step_s = now
         work = self._pool.take_work()
-        chunks = [_chunk_of(item) for item in plan.scheduled]
-        self._begun = ([_part_of(item) for item in plan.scheduled], work)
+        chunks = [chunk_of(item) for item in plan.scheduled]
+        self._begun = ([part_of(item) for item in plan.scheduled], work, now)
         return StepBatch(chunks, copy_blocks=work.copies, clear_blocks=work.clears)
 
     def submit(self, batch: StepBatch) -> None:
         """Has the model compute what `begin_step` gave: at once, or beside what comes next."""
         assert self._begun is not None
-        (parts, work), self._begun = self._begun, None
+        (parts, work, begun_s), self._begun = self._begun, None
         pending: PendingStep
         try:
-            pending = _Over(self._runner.execute(batch)) if self._ahead is None else self._ahead.submit(batch)
+            pending = Over(self._runner.execute(batch)) if self._ahead is None else self._ahead.submit(batch)
         except Exception as error:  # whatever it is, it ends the batch's requests (end_step) and is told by step_error
-            pending = _Over(error)
-        self._flights.append(_Flight(parts, work, pending))
+            pending = Over(error)
+        self._flights.append(Flight(parts, work, pending, begun_s))
         for part in parts:
             self._advance(part.scheduled)
 
@@ -419,11 +405,19 @@ class EngineCore:
             self._fail(flight, result, now)
             return
         self.step_error = None
+        self._measure(flight, now)
         self._pool.commit(flight.work)
         drawn = iter(result)
         for part in flight.parts:
             self._settle(part, next(drawn) if part.scheduled.samples else None, now)
         self._let_go()
+
+    def drain(self, now: float) -> None:
+        """Ends the steps and copies that are under way; what was aborted is let go then. Blocks."""
+        while self._flights:
+            self.end_step(self.wait(), now)
+        self._swapper.wait()
+        self._pump_copies()
 
     def take_outputs(self) -> list[TokenOutput]:
         """Outputs since the last call, in order."""
@@ -438,14 +432,16 @@ class EngineCore:
     # -- what others may know ------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        """Whether further steps may do something: some request is not paused, or adapters are being loaded."""
-        return len(self._groups) > self._num_paused or self._adapters.has_work
+        """Whether further steps may do something: some request is not paused, adapters are being loaded, or KV is being
+        copied."""
+        return len(self._groups) > self._num_paused or self._adapters.has_work or self._swapper.num_copying > 0
 
     def request_ids(self) -> list[RequestId]:
         """Of the requests in the engine, oldest first."""
         return list(self._groups)
 
     def stats(self) -> EngineStats:
+        swaps = self._swapper.total
         return EngineStats(
             requests=len(self._groups),
             sequences=self._unfinished,
@@ -459,6 +455,12 @@ class EngineCore:
             preemptions=self._preemptions,
             evictions=self._evictions,
             recomputed_tokens=self._recomputed_tokens,
+            swaps_out=swaps.swaps_out,
+            swaps_in=swaps.swaps_in,
+            blocks_out=swaps.blocks_out,
+            blocks_in=swaps.blocks_in,
+            host_blocks_total=self._swapper.host.num_blocks,
+            host_blocks_free=self._swapper.host.num_free,
             adapter_version=self._adapters.version,
             slots_version=self._planner.slots_version + self._loading_version,
         )
@@ -491,6 +493,14 @@ class EngineCore:
     def blocks_held(self) -> dict[TenantId, int]:
         """By each tenant that holds any."""
         return self._pool.held()
+
+    def host_blocks_held(self) -> dict[TenantId, int]:
+        """Of host memory, by each tenant that has any."""
+        return self._swapper.host.held()
+
+    def swaps(self) -> Mapping[TenantId, SwapCounts]:
+        """By each tenant that had any."""
+        return self._swapper.counts()
 
     def tenant_of(self, holding_id: int) -> TenantId:
         """The tenant of a sequence that is in the engine, by the id that the runner sees."""
@@ -527,7 +537,9 @@ class EngineCore:
             assert part.holding_id == sequence.holding_id, "a sequence lost its blocks to another in mid-step"
         assert all(s.num_steps_in_flight == in_flight.get(s, 0) for s in self._sequences.values())
         assert all(s.num_pending_tokens <= s.num_steps_in_flight for s in self._sequences.values())
-        assert self._lingering.keys() == {s for s in in_flight if s.is_finished}
+        self._swapper.check_invariants(list(self._sequences.values()))
+        under_way = [*in_flight, *self._swapper.copying]
+        assert self._lingering.keys() == {s for s in under_way if s.is_finished}
         assert len(self._sequences) == sum(len(g.sequences) for g in self._groups.values())
         assert self._num_paused == sum(g.is_paused for g in self._groups.values())
         assert self._unfinished == sum(g.num_unfinished for g in self._groups.values())
@@ -548,6 +560,21 @@ class EngineCore:
                 group = self._groups[request_id]
                 self._end_group(group, FinishReason.ADAPTER_FAILED, failure.message, now)
 
+    def _pump_copies(self) -> None:
+        for sequence in self._swapper.poll():
+            if sequence.is_finished:
+                self._swapper.ended(sequence)
+            else:
+                self._planner.copy_ended(sequence)
+        self._let_go()
+
+    def _measure(self, flight: Flight, now: float) -> None:
+        """How long a step took: the device begins it when the one before it is through."""
+        counts = [part.scheduled.num_tokens for part in flight.parts]
+        num_prefill = sum(part.num_new_tokens + part.num_recomputed_tokens for part in flight.parts)
+        self._swapper.costs.computed(num_prefill, sum(counts), now - max(flight.begun_s, self._step_ended_s))
+        self._step_ended_s = now
+
     def _adapter_ready(self, group: SequenceGroup, now: float) -> None:
         group.times.adapter_ready_s = now
         self._loading_over(group.request.request_id)
@@ -562,7 +589,7 @@ class EngineCore:
         if self._loading.pop(request_id, None) is not None:
             self._loading_version += 1
 
-    def _check_result(self, parts: SequenceOf[_Part], result: SequenceOf[Sampled]) -> SequenceOf[Sampled] | Exception:
+    def _check_result(self, parts: SequenceOf[Part], result: SequenceOf[Sampled]) -> SequenceOf[Sampled] | Exception:
         expected = [part.holding_id for part in parts if part.scheduled.samples]
         if [sampled.sequence_id for sampled in result] != expected:
             return RuntimeError("the model's answer is not that of the batch")
@@ -590,7 +617,7 @@ class EngineCore:
             others = [s for s in group.sequences if s is not sequence and not s.is_finished]
             self._planner.fork(sequence, others)
 
-    def _settle(self, part: _Part, sampled: Sampled | None, now: float) -> None:
+    def _settle(self, part: Part, sampled: Sampled | None, now: float) -> None:
         """One sequence, when a step that computed its tokens is over."""
         sequence = part.scheduled.sequence
         group = sequence.group
@@ -606,21 +633,21 @@ class EngineCore:
                 group.times.first_token_s = now
             self._take_token(sequence, sampled, now)
 
-    def _leave_step(self, part: _Part) -> None:
+    def _leave_step(self, part: Part) -> None:
         sequence = part.scheduled.sequence
         sequence.num_steps_in_flight -= 1
         sequence.num_pending_tokens -= part.scheduled.samples
 
     def _let_go(self) -> None:
         """Frees what lingers no more."""
-        for sequence in [s for s in self._lingering if not s.num_steps_in_flight]:
+        for sequence in [s for s in self._lingering if not (s.num_steps_in_flight or s.is_copying)]:
             del self._lingering[sequence]
             self._planner.release_blocks(sequence)
             request_id = sequence.group.request.request_id
             if request_id in self._closing and not any(s in self._lingering for s in sequence.group.sequences):
                 self._close(sequence.group, self._closing.pop(request_id))
 
-    def _fail(self, flight: _Flight, error: Exception, now: float) -> None:
+    def _fail(self, flight: Flight, error: Exception, now: float) -> None:
         self.step_error = error
         message = f"the step failed: {type(error).__name__}: {error}"
         lost = [flight, *self._flights]
@@ -638,7 +665,7 @@ class EngineCore:
                 self._end_group(part.scheduled.sequence.group, FinishReason.ERROR, message, now, refund=True)
         self._let_go()
 
-    def _publish(self, part: _Part) -> None:
+    def _publish(self, part: Part) -> None:
         """Lets the tenant's lookups find the blocks that the part has filled."""
         block_size = self._pool.block_size
         first, behind = (part.end - part.scheduled.num_tokens) // block_size, part.end // block_size
@@ -708,7 +735,7 @@ class EngineCore:
         sequence.finish_reason = reason
         self._unfinished -= 1
         was_queued = self._planner.remove(sequence, refund=refund)
-        if sequence.num_steps_in_flight:
+        if sequence.num_steps_in_flight or sequence.is_copying:
             self._lingering[sequence] = None
         else:
             self._planner.release_blocks(sequence)
@@ -723,6 +750,8 @@ class EngineCore:
             reason=reason if cut_short else FinishReason.STOP,
             message=message,
             cached_prompt_tokens=group.cached_prompt_tokens or 0,
+            num_swaps=group.num_swaps,
+            num_evictions=group.num_evictions,
             times=group.times,
             ended_s=now,
         )
@@ -766,42 +795,12 @@ _CHOICES_BOUND = 64
 """Sequence ids: arrival x this + choice."""
 
 
-def _part_of(item: Scheduled) -> _Part:
-    sequence = item.sequence
-    is_prefill = sequence.status is SequenceStatus.PREFILL
-    num_new_tokens = sequence.num_new_tokens(item.num_tokens) if is_prefill else 0
-    return _Part(
-        scheduled=item,
-        holding_id=sequence.holding_id,
-        num_new_tokens=num_new_tokens,
-        num_recomputed_tokens=item.num_tokens - num_new_tokens if is_prefill else 0,
-        end=sequence.num_computed_tokens + item.num_tokens,
-    )
-
-
-def _chunk_of(item: Scheduled) -> SequenceChunk:
-    sequence, request = item.sequence, item.sequence.group.request
-    return SequenceChunk(
-        sequence_id=sequence.holding_id,
-        token_ids=sequence.next_tokens(item.num_tokens),
-        start_position=sequence.num_computed_tokens,
-        block_table=sequence.block_table,
-        adapter_uid=request.adapter_uid,
-        samples=item.samples,
-        sampling=request.sampling,
-        choice=sequence.choice,
-        output_index=sequence.num_output_tokens,
-        prompt_token_ids=request.prompt_token_ids,
-        output_token_ids=sequence.output_token_ids,
-    )
-
-
 def _check_sequence(sequence: Sequence, *, is_queued: bool) -> None:
     computed = sequence.num_computed_tokens
     match sequence.status:
         case SequenceStatus.FINISHED:
             assert not is_queued
-            assert not sequence.block_table or sequence.num_steps_in_flight
+            assert not sequence.block_table or sequence.num_steps_in_flight or sequence.is_copying
         case SequenceStatus.ENDING:
             assert sequence.num_pending_tokens
             assert computed == sequence.num_tokens - 1
@@ -814,6 +813,11 @@ def _check_sequence(sequence: Sequence, *, is_queued: bool) -> None:
             assert is_queued != is_behind_leader
             assert computed == 0
             assert not sequence.block_table
+        case SequenceStatus.SWAPPED:
+            assert is_queued
+            assert 0 < computed < sequence.num_tokens
+            assert sequence.swap is not None
+            assert bool(sequence.block_table) == sequence.is_copying
         case SequenceStatus.PREFILL:
             assert is_queued
             assert computed < sequence.num_tokens

@@ -88,6 +88,11 @@ class KvCache:
         """The whole arena, [elements]."""
         return self._arena.view(-1)
 
+    @property
+    def by_block(self) -> Tensor:
+        """The whole arena, [num_blocks, elements of a block]."""
+        return self._by_block_id
+
     def block_row(self, block_id: int) -> int:
         """The block's row in every view of `layer_blocks`."""
         return block_id * 2 * self.geometry.num_layers

@@ -5,6 +5,7 @@ between its queues; only these two write them, on the engine's thread. Nothing h
 
     WAITING_ADAPTER --> WAITING <--> PREFILL --> DECODE --> ENDING --> FINISHED
                            ^----------(evicted)----'                   (from any state)
+                           PREFILL, DECODE <--> SWAPPED
 
 A sequence moves on when a step with it is started (`advance`), not when the step is over: so the next one can be
 planned beside it. What that step draws is *pending* until its result is there: it counts as a token without a value.
@@ -14,7 +15,8 @@ step in flight writes it there; the first of these blocks may come from the pref
 newest token is missing. Between two of
 its units a sequence may be *parked*: it keeps its state and its blocks, and is in no step. An evicted sequence loses
 its blocks and keeps its output: it prefills prompt + output again and samples the next token at the same output index,
-so its text goes on as it would have. What it computes again (up to `num_charged_tokens`) is not charged again.
+so its text goes on as it would have. What it computes again (up to `num_charged_tokens`) is not charged again. A
+swapped sequence loses its blocks too, and what stood in them comes back into others (swapping.py).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from dataclasses import dataclass, field
 from manylora_shared.ids import TenantId
 
 from manylora_worker.engine.api import PENDING_TOKEN, EngineRequest, FinishReason
+from manylora_worker.engine.tenant_shares import FlowKey
 
 
 class SequenceStatus(enum.Enum):
@@ -34,6 +37,8 @@ class SequenceStatus(enum.Enum):
     """For blocks. Holds none."""
     PREFILL = "prefill"
     DECODE = "decode"
+    SWAPPED = "swapped"
+    """Its KV is in host memory, or on its way there or back: `Sequence.swap` says which."""
     ENDING = "ending"
     """Its last token is drawn, and pending."""
     FINISHED = "finished"
@@ -45,13 +50,39 @@ _LEGAL: dict[SequenceStatus, tuple[SequenceStatus, ...]] = {
     SequenceStatus.PREFILL: (
         SequenceStatus.DECODE,
         SequenceStatus.WAITING,
+        SequenceStatus.SWAPPED,
         SequenceStatus.ENDING,
         SequenceStatus.FINISHED,
     ),
-    SequenceStatus.DECODE: (SequenceStatus.WAITING, SequenceStatus.ENDING, SequenceStatus.FINISHED),
+    SequenceStatus.DECODE: (
+        SequenceStatus.WAITING,
+        SequenceStatus.SWAPPED,
+        SequenceStatus.ENDING,
+        SequenceStatus.FINISHED,
+    ),
+    SequenceStatus.SWAPPED: (SequenceStatus.PREFILL, SequenceStatus.DECODE, SequenceStatus.FINISHED),
     SequenceStatus.ENDING: (SequenceStatus.FINISHED,),
     SequenceStatus.FINISHED: (),
 }
+
+
+class SwapStage(enum.Enum):
+    LEAVING = "leaving"
+    """Being copied to the host: it holds its blocks until that is over."""
+    ON_HOST = "on_host"
+    ARRIVING = "arriving"
+    """Being copied into the blocks that it was given."""
+
+
+@dataclass(slots=True)
+class Swap:
+    """What a sequence has in host memory."""
+
+    host_blocks: list[int]
+    """By logical block: where the KV of its computed tokens stands, or is going to."""
+    resumes_as: SequenceStatus
+    """What it was, and will be when it is back."""
+    stage: SwapStage = SwapStage.LEAVING
 
 
 _SEQUENCES_BOUND = 1 << 64
@@ -84,6 +115,7 @@ class Sequence:
         "parked_at",
         "sequence_id",
         "status",
+        "swap",
     )
 
     def __init__(self, sequence_id: int, group: SequenceGroup, choice: int, max_output_tokens: int) -> None:
@@ -114,11 +146,17 @@ class Sequence:
         """Of its first full blocks, as far as they were asked for (prefix_cache.PrefixKeys)."""
         self.num_holdings = 0
         """How often it has lost its blocks."""
+        self.swap: Swap | None = None
+        """While it is SWAPPED, and of a finished one until the copy that was under way is over."""
         self.finish_reason: FinishReason | None = None
 
     @property
     def tenant_id(self) -> TenantId:
         return self.group.request.tenant_id
+
+    @property
+    def flow(self) -> FlowKey:
+        return (self.group.request.tenant_id, self.group.request.qos_class)
 
     @property
     def holding_id(self) -> int:
@@ -142,6 +180,16 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
+
+    @property
+    def is_out(self) -> bool:
+        """Whether it has to be given blocks before it can be computed: those of all its tokens."""
+        return self.status in (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether its KV is on its way: the blocks are the copy's until that is over."""
+        return self.swap is not None and self.swap.stage is not SwapStage.ON_HOST
 
     def num_new_tokens(self, num_tokens: int) -> int:
         """Of the next `num_tokens` that a prefill computes, those whose computing was not charged yet."""
@@ -203,6 +251,10 @@ class SequenceGroup:
     is_forked: bool = False
     is_paused: bool = False
     """Its reader does not read: it takes no slot."""
+    num_swaps: int = 0
+    """How often one of its sequences went to host memory."""
+    num_evictions: int = 0
+    """How often one lost its blocks and is computed again."""
     cached_prompt_tokens: int | None = None
     """Prompt tokens that were in the cache when it was first admitted; None: it never was."""
 

@@ -17,29 +17,27 @@ A step is filled under `max_batch_tokens`: one token of each quantum, then prefi
 
 Blocks are taken when a unit is started: all that it may write; of a sequence without blocks those of all its tokens.
 So what is in a slot never waits for memory, and all that is not can be *evicted*: it frees its blocks and is computed
-again. While a step in flight writes them they stay: who would take them waits for the next plan, and nothing else is
-started before it, so the order holds.
+again; or, where that is cheaper (swapping.py), *swapped*: its blocks are free when they are copied to host memory.
 
-A sequence takes blocks that are free; then from parked ones, in this order (`_victims`):
+Where none are free, parked sequences give theirs up: reclaim.py has the order. A swapped sequence whose turn it is
+takes its blocks as one without blocks does; it is parked again when its KV is back in them. It has no slot meanwhile,
+and neither has who awaits blocks that are being copied.
 
-1. of its own tenant, the least recently run first;
-2. of tenants above their soft share, for one within its own, proportionally to what each holds above it;
-3. of other flows, the greatest tag first;
-
-never so that a tenant falls below its reserve, and never past the taker's hard cap. Where a sequence without blocks
-takes (3), the other's flow must lead by THETA times what is to be computed again, so eviction costs a bounded share of
-the work. Who asks for no more than its reserve takes from any that holds more than its own (`_claim_reserves`).
+A waiting sequence that asks for no more than its tenant's reserve gets its blocks before anybody is started, slot or
+none (`_claim_reserves`); if it has waited for a quantum's end, nothing is swapped for it.
 
 Held is what cannot use a slot by its own tenant's doing: a sequence whose reader does not read (`pause`), and a flow
 whose next sequence would pass its tenant's hard cap. Neither is backlogged: a paused sequence stands in no queue, and a
-capped flow begins at the clock when it may go on. A paused one keeps its blocks until somebody lacks blocks: then they
-go first in 1 and 3, whatever the tags. It takes nothing until its reader reads, so it undoes no such eviction.
+capped flow begins at the clock when it may go on. A paused one keeps its blocks until somebody lacks blocks. It takes
+nothing until its reader reads, so it undoes no such eviction.
 
-Progress. In 1 and 3 the taker is before its victim in the order (tag of the flow, age), and tags grow by charged work
-only; in 2 the victim has done charged work since it got its blocks; a claim's taker stays within its reserve, where
-nothing is taken from it. So no eviction is undone without charged work between: no livelock. Where nothing at all can
-be started and no step is in flight, the first in order takes from whomever it needs (`_force`), and since no sequence
-is added that could not run alone (`EngineCore.add`), each step with a sequence in it computes at least one token.
+Progress. In 1 and 3 of reclaim.py's order the taker is before its victim in the order (tag of the flow, age), and tags
+grow by charged work only; in 2 the victim has done charged work since it got its blocks; a claim's taker stays within
+its reserve, where nothing is taken from it. So no eviction is undone without charged work between: no livelock. What
+comes back from the host is a taker like any other. Where nothing at all can be started and no step or copy is under
+way, the first in order takes from whomever it needs, and nothing is swapped for it (`_force`). Since no sequence is
+added that could not run alone (`EngineCore.add`), each step with a sequence in it computes at least one token, and
+those without one end with a copy.
 """
 
 from __future__ import annotations
@@ -50,22 +48,18 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from manylora_shared.fair_queue import TAG_SCALE, FairQueue, Pick, Rank, Share
+from manylora_shared.fair_queue import FairQueue, Pick, Rank, Share
 from manylora_shared.ids import QosClass, TenantId
 
 from manylora_worker.engine.block_pool import BlockPool
 from manylora_worker.engine.prefix_cache import PrefixKeys
-from manylora_worker.engine.sequence import Sequence, SequenceStatus
+from manylora_worker.engine.reclaim import PROMPT_TOKEN_COST, Reclaim, Room, least_recent
+from manylora_worker.engine.sequence import Sequence, SequenceStatus, SwapStage
+from manylora_worker.engine.swapping import Swapper
 from manylora_worker.engine.tenant_shares import FlowKey, TenantShares
 
 QUANTUM_TOKENS = 16
-PROMPT_TOKEN_COST = 1
 OUTPUT_TOKEN_COST = 2
-THETA = 3
-"""Lower follows the shares faster, higher computes less again."""
-_WATERMARK_DIVISOR = 25
-"""A twenty-fifth of all blocks stays free when a sequence is admitted beside others, for these to grow into. With a
-hundredth, nearly twice as much is computed again."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +135,7 @@ class _Place(NamedTuple):
     num_tokens: int
     end: int
     """The position up to which blocks are taken."""
-    victims: SequenceOf[Sequence]
+    room: Room
 
 
 class StepPlanner:
@@ -150,11 +144,13 @@ class StepPlanner:
         pool: BlockPool,
         limits: PlannerLimits,
         shares: TenantShares,
+        swapper: Swapper,
         prefix_keys: PrefixKeys | None = None,
     ) -> None:
         self._pool = pool
         self._limits = limits
         self._shares = shares
+        self._swapper = swapper
         self._prefix_keys = prefix_keys
         """None: nothing is looked up."""
         self._queue: FairQueue[FlowKey, int] = FairQueue()
@@ -174,9 +170,12 @@ class StepPlanner:
         """By step: quanta that end there."""
         self.slots_version = 0
         """Grows with each change of `flow_slots`."""
+        self._late_claims: dict[Sequence, None] = {}
+        """Sequences whose claim on their tenant's reserve has waited for a unit's end."""
         self._next_item = 0
         self._step = 0
-        self._round = _Round(0, 0, {}, is_forced=False)
+        self._reclaim = Reclaim(pool, shares, swapper, self._queue, self._parked.keys(), self._held.keys())
+        self._round = _Round(0, 0)
 
     @property
     def running(self) -> SequenceOf[Sequence]:
@@ -194,7 +193,7 @@ class StepPlanner:
 
     @property
     def waiting(self) -> SequenceOf[Sequence]:
-        """Without blocks; oldest first."""
+        """Without blocks that could be computed in: swapped ones too; oldest first."""
         return self._waiting
 
     @property
@@ -260,9 +259,28 @@ class StepPlanner:
 
     def release_blocks(self, sequence: Sequence) -> None:
         """Frees what a sequence holds that was removed."""
-        self._pool.free(sequence.block_table)
-        sequence.block_table = []
-        sequence.num_holdings += 1
+        self._lose_blocks(sequence)
+        self._swapper.forget(sequence)
+
+    def copy_ended(self, sequence: Sequence) -> None:
+        """Its KV is on the host now, or back on the device. It is not finished."""
+        assert sequence.swap is not None
+        resumes_as, num_blocks = sequence.swap.resumes_as, len(sequence.swap.host_blocks)
+        if self._swapper.ended(sequence) is SwapStage.LEAVING:
+            self._lose_blocks(sequence)
+        else:
+            del self._waiting[bisect.bisect_left(self._waiting, sequence.order, key=_order)]
+            sequence.move_to(resumes_as)
+            self._publish(sequence, num_blocks)
+            self._park(sequence)
+        self._requeue(sequence)
+
+    def _publish(self, sequence: Sequence, num_blocks: int) -> None:
+        """Its first blocks are as they were before it left: what follows them is found behind them again."""
+        keys, block_size = self._prefix_keys, self._pool.block_size
+        if keys is not None:
+            for index in range(min(num_blocks, sequence.num_computed_tokens // block_size)):
+                self._pool.publish(sequence.block_table[index], keys.key_at(sequence, index, block_size))
 
     def pause(self, sequences: Iterable[Sequence]) -> None:
         """Their group is paused: they take no slot until `resume`. One that has a slot keeps it to its unit's end."""
@@ -294,14 +312,14 @@ class StepPlanner:
         self._round = _Round(
             budget=self._limits.max_batch_tokens - len(self._units),
             ready_decodes=sum(s.status is SequenceStatus.DECODE and s.item is not None for s in self._parked),
-            claims={},
-            is_forced=False,
         )
+        self._reclaim.begin_plan()
+        self._late_claims = {s: None for s in self._late_claims if s.is_out and not s.is_finished}
         self._trim_to_caps()
         if self._waiting and self._shares.reserves:
             self._claim_reserves()
         self._fill_slots()
-        if not self._units and self._queued and not is_ahead:
+        if not self._units and self._queued and not is_ahead and not self._swapper.num_copying:
             self._force()
         chunks: list[Scheduled] = []
         scheduled: list[Scheduled] = []
@@ -337,26 +355,46 @@ class StepPlanner:
     def _fill_slots(self) -> None:
         while self._queued and len(self._units) < self._limits.sequence_slots:
             pick = self._queue.select(self._fits, 0)
-            if pick is None:
+            if self._round.deferred is not None:
+                self._do_deferred()  # and ask again: who is first now may be another
+            elif pick is None:
                 return
-            self._start(pick)
+            else:
+                self._start(pick)
 
     def _force(self) -> None:
         """Nothing can be started: the first in order takes from whomever it needs, reserves and leads aside."""
-        self._round.is_forced = True
-        self._round.claims.clear()
-        self._round.refused.clear()
+        round_ = self._round
+        self._reclaim.is_forced = True
+        for refusals in (self._reclaim.claims, self._reclaim.awaited, round_.refused):
+            refusals.clear()
         pick = self._queue.select(self._fits, 0)
-        assert pick is not None, "a sequence cannot run alone"
-        self._start(pick)
-        self._round.is_forced = False
+        if round_.deferred is not None:
+            self._do_deferred()
+        else:
+            assert pick is not None, "a sequence cannot run alone"
+            self._start(pick)
+        self._reclaim.is_forced = False
         self._fill_slots()
+
+    def _do_deferred(self) -> None:
+        """Makes room for a sequence that cannot be started in this plan: it awaits copies, or its own KV comes back."""
+        assert self._round.deferred is not None
+        (sequence, room), self._round.deferred = self._round.deferred, None
+        for victim in room.victims:
+            if room.is_now:
+                self._evict(victim)
+            else:
+                self._swap_or_evict(victim)
+        if room.is_now:
+            del self._reclaim.awaited[sequence]
+            self._bring_back(sequence)
 
     def _start(self, pick: Pick[int, _Place]) -> None:
         """Gives the unit its slot and its blocks."""
         sequence, place = self._queued.pop(pick.item), pick.place
         sequence.item = None
-        for victim in place.victims:
+        for victim in place.room.victims:
             self._evict(victim)
         self._take_blocks(sequence, place.end)
         del self._parked[sequence]
@@ -374,14 +412,14 @@ class StepPlanner:
             cost = _cost(chunk)
             self._round.budget -= num_tokens
         self._queue.dispatch(pick, cost)
-        flow = _flow(sequence)
+        flow = sequence.flow
         self._slots_by_flow[flow] = self._slots_by_flow.get(flow, 0) + 1
         self.slots_version += 1
         bisect.insort(self._units, _Unit(sequence, pick.item, chunk, num_tokens, ends_at), key=_unit_order)
 
     def _leave_slot(self, unit: _Unit) -> None:
         """Books of a unit that has left the slots."""
-        flow = _flow(unit.sequence)
+        flow = unit.sequence.flow
         self.slots_version += 1
         self._slots_by_flow[flow] -= 1
         if not self._slots_by_flow[flow]:
@@ -407,23 +445,29 @@ class StepPlanner:
     def _fits(self, item: int) -> _Place | None:
         """How a queued unit can be started now; None: it cannot. Changes nothing."""
         round_ = self._round
-        if round_.waits or item in round_.refused:
+        if self._reclaim.waits or round_.deferred is not None or item in round_.refused:
             return None
         sequence = self._queued[item]
-        place = self._place_of(sequence)
+        place = None if sequence.is_copying else self._place_of(sequence)
+        if place is not None and place.room.is_now and sequence.swap is None:
+            return place
+        round_.refused[item] = None  # in one plan room only shrinks
         if place is None:
-            round_.refused[item] = None  # in one plan room only shrinks
             self._note_capped(sequence)
-        return place
+            return None
+        self._reclaim.awaited[sequence] = place.room.num_blocks
+        if place.room.is_now or place.room.victims:
+            round_.deferred = (sequence, place.room)
+        return None
 
     def _note_capped(self, sequence: Sequence) -> None:
         """A sequence cannot be started: is that its own tenant's doing?"""
         if not self._shares.has_caps:
             return
         held = self._pool.held_by(sequence.tenant_id) + self._pool.blocks_for(sequence.num_tokens)
-        is_over = sequence.status is SequenceStatus.WAITING and held > self._shares.hard(sequence.tenant_id)
-        if is_over and _flow(sequence) not in self._capped:
-            self._capped[_flow(sequence)] = None
+        is_over = sequence.is_out and not sequence.is_copying and held > self._shares.hard(sequence.tenant_id)
+        if is_over and sequence.flow not in self._capped:
+            self._capped[sequence.flow] = None
             self.slots_version += 1
 
     def _end_capped(self, flow: FlowKey) -> None:
@@ -435,32 +479,44 @@ class StepPlanner:
 
     def _place_of(self, sequence: Sequence) -> _Place | None:
         if sequence.status is not SequenceStatus.DECODE:
-            num_tokens = self._chunk_tokens(sequence)
-            if num_tokens == 0:
+            # What comes back from the host is not computed in this step.
+            num_tokens = 0 if sequence.swap is not None else self._chunk_tokens(sequence)
+            if num_tokens == 0 and sequence.swap is None:
                 return None
-            if sequence.status is SequenceStatus.WAITING:
+            if sequence.is_out:
                 cached = self._find_cached(sequence)
                 num_blocks = self._pool.blocks_for(sequence.num_tokens) - len(cached)
-                num_blocks += self._pool.num_idle_among(cached)
-                if self._victims(sequence, num_blocks, may_evict=False) is not None:
-                    return _Place(num_tokens, sequence.num_tokens, [])
+                # As good as free are those that are idle, and those that are on their way to be: others may await them.
+                num_blocks += self._pool.num_idle_among(cached) + self._swapper.num_leaving_among(cached)
+                room = self._room(sequence, num_blocks, may_evict=False)
+                if room is not None:
+                    return _Place(num_tokens, sequence.num_tokens, room)
             # A sequence without blocks takes those of all its tokens: two half-computed prompts never lock each other.
             # Where it evicts, what is cached does not count: it may be what the victims hold.
             return self._place(sequence, num_tokens, sequence.num_tokens, may_evict=True)
         computed = sequence.num_computed_tokens
         most = self._spread(min(QUANTUM_TOKENS, sequence.max_output_tokens - sequence.num_output_tokens))
         place = self._place(sequence, most, computed + most, may_evict=False)
-        if place is not None:
+        if place is not None and place.room.is_now:
             return place
         # A short quantum, up to the end of the block, rather than an eviction.
         block_size = self._pool.block_size
-        room = len(sequence.block_table) * block_size - computed
-        num_tokens = min(most, room if room > 0 else block_size)
+        left = len(sequence.block_table) * block_size - computed
+        num_tokens = min(most, left if left > 0 else block_size)
         return self._place(sequence, num_tokens, computed + num_tokens, may_evict=True)
 
     def _place(self, sequence: Sequence, num_tokens: int, end: int, *, may_evict: bool) -> _Place | None:
-        victims = self._victims(sequence, self._missing(sequence, end), may_evict=may_evict)
-        return None if victims is None else _Place(num_tokens, end, victims)
+        room = self._room(sequence, self._missing(sequence, end), may_evict=may_evict)
+        return None if room is None else _Place(num_tokens, end, room)
+
+    def _room(self, sequence: Sequence, num_blocks: int, *, may_evict: bool) -> Room | None:
+        return self._reclaim.room(
+            sequence,
+            num_blocks,
+            may_evict=may_evict,
+            may_swap=sequence not in self._late_claims,
+            is_beside_others=bool(self._units or self._parked),
+        )
 
     def _chunk_tokens(self, sequence: Sequence) -> int:
         """Tokens of the next part of a prefill; 0 where the step has none left for it."""
@@ -501,22 +557,34 @@ class StepPlanner:
         is cached.
         """
         del self._waiting[bisect.bisect_left(self._waiting, sequence.order, key=_order)]
-        self._end_capped(_flow(sequence))
+        num_cached = self._take_all_blocks(sequence)
+        sequence.start_behind(num_cached * self._pool.block_size)
+        sequence.move_to(SequenceStatus.PREFILL)
+        self._park(sequence)
+
+    def _bring_back(self, sequence: Sequence) -> None:
+        """Gives a swapped sequence the blocks of all its tokens, and starts the copy into those that are not cached."""
+        num_cached = self._take_all_blocks(sequence)
+        self._swapper.bring_back(sequence, num_cached)
+        self._requeue(sequence)
+
+    def _take_all_blocks(self, sequence: Sequence) -> int:
+        """Returns how many of them were cached."""
+        self._end_capped(sequence.flow)
         cached = self._find_cached(sequence)
         num_blocks = self._pool.blocks_for(sequence.num_tokens) - len(cached)
         self._pool.take_cached(cached)
         sequence.block_table = cached + self._pool.allocate(sequence.tenant_id, num_blocks)
-        sequence.start_behind(len(cached) * self._pool.block_size)
         sequence.has_worked = False
-        sequence.move_to(SequenceStatus.PREFILL)
-        self._park(sequence)
+        return len(cached)
 
     def _find_cached(self, sequence: Sequence) -> list[int]:
-        """The longest chain of full blocks that the sequence can begin with."""
+        """The longest chain of full blocks that the sequence can begin with; a swapped one goes on where it stood."""
         keys, block_size = self._prefix_keys, self._pool.block_size
         if keys is None:
             return []
-        chain = (keys.key_at(sequence, index, block_size) for index in range((sequence.num_tokens - 1) // block_size))
+        most = sequence.num_tokens - 1 if sequence.swap is None else sequence.num_computed_tokens
+        chain = (keys.key_at(sequence, index, block_size) for index in range(most // block_size))
         return self._pool.find_cached(sequence.tenant_id, chain)
 
     def _claim_reserves(self) -> None:
@@ -527,166 +595,78 @@ class StepPlanner:
         """
         blocked: dict[TenantId, None] = {}
         for sequence in list(self._waiting):
-            if sequence in self._held:
+            if sequence in self._held or sequence.is_copying:
                 continue
             tenant_id = sequence.tenant_id
             reserve = self._shares.reserve(tenant_id)
             num_blocks = self._pool.blocks_for(sequence.num_tokens)
             if tenant_id in blocked or self._pool.held_by(tenant_id) + num_blocks > reserve:
                 continue
-            victims = self._victims(sequence, num_blocks, may_evict=True)
-            if victims is None:
-                self._round.claims[tenant_id] = num_blocks
-                blocked[tenant_id] = None
+            room = self._room(sequence, num_blocks, may_evict=True)
+            if room is not None and room.is_now:
+                for victim in room.victims:
+                    self._evict(victim)
+                if sequence.swap is None:
+                    self._admit(sequence)
+                    self._requeue(sequence)
+                else:
+                    self._bring_back(sequence)
                 continue
-            for victim in victims:
-                self._evict(victim)
-            self._admit(sequence)
-            self._requeue(sequence)
+            self._reclaim.claims[tenant_id] = num_blocks
+            blocked[tenant_id] = None
+            if room is None:
+                self._late_claims[sequence] = None
+                continue
+            for victim in room.victims:
+                self._swap_or_evict(victim)
 
     def _trim_to_caps(self) -> None:
         """Evicts what stands above a hard cap that has been lowered."""
         for tenant_id in {s.tenant_id: None for s in self._parked} if self._shares.has_caps else ():
-            while self._pool.held_by(tenant_id) > self._shares.hard(tenant_id):
+            while self._reclaim.will_hold(tenant_id) > self._shares.hard(tenant_id):
                 own = [s for s in self._parked if s.tenant_id == tenant_id]
                 if not own:
                     break
-                victim = min(own, key=_least_recent)
+                victim = min(own, key=least_recent)
                 if victim.num_steps_in_flight:
-                    self._round.waits = True
+                    self._reclaim.waits = True
                     break
                 self._evict(victim)
 
-    def _victims(self, taker: Sequence, num_blocks: int, *, may_evict: bool) -> list[Sequence] | None:
-        """Whom to evict so that `taker` can take `num_blocks`; None: that is not possible now."""
-        victims = self._choose_victims(taker, num_blocks, may_evict=may_evict)
-        if victims and any(victim.num_steps_in_flight for victim in victims):
-            self._round.waits = True
-            return None
-        return victims
-
-    def _choose_victims(self, taker: Sequence, num_blocks: int, *, may_evict: bool) -> list[Sequence] | None:
-        """In the module's order, also who is in a step in flight; None: it is not possible."""
-        pool, shares, round_ = self._pool, self._shares, self._round
-        tenant_id = taker.tenant_id
-        held = pool.held_by(tenant_id)
-        is_new = taker.status is SequenceStatus.WAITING
-        kept = sum(blocks for claimer, blocks in round_.claims.items() if claimer != tenant_id) if round_.claims else 0
-        is_within_reserve = held + num_blocks <= shares.reserve(tenant_id)
-        if is_new and not is_within_reserve and (self._units or len(self._parked) > 0):
-            kept += pool.num_blocks // _WATERMARK_DIVISOR
-        over = held + num_blocks - shares.hard(tenant_id)
-        short = num_blocks + kept - pool.num_free if num_blocks else 0
-        if over <= 0 and short <= 0:
-            return []
-        if not may_evict or not num_blocks:
-            return None
-        first = (self._queue.tag_of(_flow(taker)), taker.order)
-        own: list[Sequence] = []
-        others: list[Sequence] = []
-        for parked in self._parked:
-            if parked is taker:
-                continue
-            if parked.tenant_id != tenant_id:
-                others.append(parked)
-            elif round_.is_forced or parked in self._held or (self._queue.tag_of(_flow(parked)), parked.order) > first:
-                own.append(parked)
-        victims: list[Sequence] = []
-        own.sort(key=lambda s: (s not in self._held, _least_recent(s)))
-        for victim in own:
-            if over <= 0 and short <= 0:
-                return victims
-            freed = self._freed_by(victim)
-            over, short = over - freed, short - freed
-            victims.append(victim)
-        if over > 0 and not round_.is_forced:
-            return None
-        # Who comes later in the order leads by less, so after one refusal there is nothing for them. Only a soft share
-        # gives a right that does not follow the order, and only paused sequences give way to anybody.
-        follows_order = is_new and not (is_within_reserve or shares.has_soft or self._held or round_.is_forced)
-        if short > 0 and not (follows_order and round_.is_short):
-            is_within_soft = held + num_blocks <= shares.soft(tenant_id)
-            short = self._take_from_others(
-                taker, others, short, victims, is_within_reserve=is_within_reserve, is_within_soft=is_within_soft
-            )
-        round_.is_short |= follows_order and short > 0
-        # Blocks that victims share with one another come free only with the last of them, and are not counted: where
-        # nothing else runs, all of them go.
-        return victims if round_.is_forced or (over <= 0 and short <= 0) else None
-
-    def _take_from_others(
-        self,
-        taker: Sequence,
-        others: SequenceOf[Sequence],
-        short: int,
-        victims: list[Sequence],
-        *,
-        is_within_reserve: bool,
-        is_within_soft: bool,
-    ) -> int:
-        """Adds victims of other tenants until nothing is short. Returns what still is."""
-        left = {tenant: self._pool.held_by(tenant) for tenant in {s.tenant_id: None for s in others}}
-        excess = {tenant: held - self._shares.soft(tenant) for tenant, held in left.items()}
-        taken = dict.fromkeys(left, 0)
-        tags = {flow: self._queue.tag_of(flow) for flow in {_flow(s): None for s in others}}
-        eligible = others if self._round.is_forced else []
-        if not self._round.is_forced:
-            tag = self._queue.tag_of(_flow(taker))
-            eligible = [
-                other
-                for other in others
-                if is_within_reserve
-                or other in self._held
-                or (is_within_soft and excess[other.tenant_id] > 0 and other.has_worked)
-                or self._is_behind(other, tags[_flow(other)], taker, tag)
-            ]
-        # Stable: inside a tenant, paused ones first, then the flow with the greatest tag, and of that the youngest.
-        eligible = sorted(eligible, key=lambda s: (s in self._held, tags[_flow(s)], s.order), reverse=True)
-        while short > 0 and eligible:
-            # Proportional: next is the tenant of whose excess the least share was taken, then the greatest excess.
-            above = [s for s in eligible if excess[s.tenant_id] > taken[s.tenant_id]]
-            victim = (
-                min(above, key=lambda s: (taken[s.tenant_id] / excess[s.tenant_id], -excess[s.tenant_id]))
-                if above
-                else eligible[0]
-            )
-            eligible.remove(victim)
-            freed = self._freed_by(victim)
-            tenant, reserve = victim.tenant_id, self._shares.reserve(victim.tenant_id)
-            # Between two reserves the sequence is the grain: one that stands partly above its tenant's may go.
-            is_protected = left[tenant] <= reserve if is_within_reserve else left[tenant] - freed < reserve
-            if reserve and is_protected and not self._round.is_forced:
-                continue
-            victims.append(victim)
-            left[tenant] -= freed
-            taken[tenant] += freed
-            short -= freed
-        return short
-
-    def _is_behind(self, other: Sequence, other_tag: int, taker: Sequence, tag: int) -> bool:
-        """Whether the order of flows alone lets `taker` take from `other`."""
-        if taker.status is not SequenceStatus.WAITING:
-            return (other_tag, other.order) > (tag, taker.order)
-        recompute = other.num_computed_tokens * PROMPT_TOKEN_COST
-        return other_tag - tag > THETA * recompute * TAG_SCALE // self._shares.weight(_flow(other))
-
-    def _freed_by(self, sequence: Sequence) -> int:
-        return sum(self._pool.is_freed_by_holder(block_id) for block_id in sequence.block_table)
+    def _swap_or_evict(self, sequence: Sequence) -> None:
+        """Has a parked sequence give up its blocks: at once, or when they are copied."""
+        if not self._swapper.pays(sequence):
+            self._evict(sequence)
+            return
+        self._swapper.leave(sequence)
+        self._leave_parked(sequence)
+        sequence.move_to(SequenceStatus.SWAPPED)
+        self._requeue(sequence)
 
     def _evict(self, sequence: Sequence) -> None:
         """Frees a parked sequence's blocks; it is computed again, and not charged for that."""
+        self._leave_parked(sequence)
+        self._lose_blocks(sequence)
+        sequence.num_computed_tokens = 0
+        sequence.move_to(SequenceStatus.WAITING)
+        self._requeue(sequence)
+        sequence.group.num_evictions += 1
+        self._round.num_evicted += 1
+
+    def _leave_parked(self, sequence: Sequence) -> None:
+        """What was done for it stays charged, and is not charged again."""
         assert not sequence.num_steps_in_flight
         del self._parked[sequence]
-        self.release_blocks(sequence)
         is_decoding = sequence.status is SequenceStatus.DECODE
         self._round.ready_decodes -= is_decoding and sequence.item is not None
         done = sequence.num_tokens if is_decoding else sequence.num_computed_tokens
         sequence.num_charged_tokens = max(sequence.num_charged_tokens, done)
-        sequence.num_computed_tokens = 0
-        sequence.move_to(SequenceStatus.WAITING)
         bisect.insort(self._waiting, sequence, key=_order)
-        self._requeue(sequence)
-        self._round.num_evicted += 1
+
+    def _lose_blocks(self, sequence: Sequence) -> None:
+        self._pool.free(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_holdings += 1
 
     # ---- the queue
 
@@ -702,7 +682,7 @@ class StepPlanner:
         self._next_item += 1
         sequence.item = self._next_item
         self._queued[self._next_item] = sequence
-        flow = _flow(sequence)
+        flow = sequence.flow
         if flow in self._capped:
             self._queue.forgo(flow)  # this unit may be one that can start
         # Each unit is offered by itself: what it takes to start it is never quite what another takes.
@@ -711,7 +691,7 @@ class StepPlanner:
             flow,
             share=Share(self._shares.weight(flow)),
             need=self._next_item,
-            rank=Rank(sequence.status is SequenceStatus.WAITING, 0, sequence.sequence_id),
+            rank=Rank(sequence.is_out + sequence.is_copying, 0, sequence.sequence_id),
         )
 
     def _requeue(self, sequence: Sequence) -> None:
@@ -728,7 +708,7 @@ class StepPlanner:
             self._queue.remove(sequence.item)
             del self._queued[sequence.item]
             sequence.item = None
-            flow = _flow(sequence)
+            flow = sequence.flow
             # It may have been what the cap held back; if another is, that is found out when it is asked for.
             if sequence not in self._parked or not self._queue.queued_in(flow):
                 self._end_capped(flow)
@@ -744,35 +724,30 @@ class StepPlanner:
         assert all(s in self._parked or s in self._waiting for s in self._held)
         slots: dict[FlowKey, int] = {}
         for unit in self._units:
-            slots[_flow(unit.sequence)] = slots.get(_flow(unit.sequence), 0) + 1
+            slots[unit.sequence.flow] = slots.get(unit.sequence.flow, 0) + 1
         assert slots == self._slots_by_flow
         assert all(self._queue.queued_in(flow) for flow in self._capped)
         assert sum(self._ends.values()) == sum(unit.ends_at > 0 for unit in self._units)
         assert all(self._queued[s.item] is s for s in (*self._parked, *self._waiting) if s.item is not None)
         assert all(unit.sequence.item is None for unit in self._units)
-        assert all(unit.cost <= self._queue.reserved_by(_flow(unit.sequence)) for unit in self._units)
+        assert all(unit.cost <= self._queue.reserved_by(unit.sequence.flow) for unit in self._units)
 
 
 class _Round:
     """What one plan has left, and what it has found out."""
 
-    __slots__ = ("budget", "claims", "is_forced", "is_short", "num_evicted", "ready_decodes", "refused", "waits")
+    __slots__ = ("budget", "deferred", "num_evicted", "ready_decodes", "refused")
 
-    def __init__(self, budget: int, ready_decodes: int, claims: dict[TenantId, int], *, is_forced: bool) -> None:
+    def __init__(self, budget: int, ready_decodes: int) -> None:
         self.budget = budget
         """Tokens of the step."""
         self.ready_decodes = ready_decodes
         """Decodes without a slot."""
-        self.claims = claims
-        """Blocks that are kept for a tenant's reserve."""
-        self.is_forced = is_forced
-        self.is_short = False
-        """A sequence without blocks was refused those of others."""
+        self.deferred: tuple[Sequence, Room] | None = None
+        """Who gets room when the choice that is being made is over; until then nothing else is chosen."""
         self.refused: dict[int, None] = {}
         """Items that cannot be started in this plan."""
         self.num_evicted = 0
-        self.waits = False
-        """Who is next takes the blocks of a sequence in a step in flight: nothing is started in this plan any more."""
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:
@@ -781,17 +756,6 @@ def _order(sequence: Sequence) -> tuple[int, int]:
 
 def _unit_order(unit: _Unit) -> tuple[int, int]:
     return unit.sequence.order
-
-
-def _flow(sequence: Sequence) -> FlowKey:
-    request = sequence.group.request
-    return (request.tenant_id, request.qos_class)
-
-
-def _least_recent(sequence: Sequence) -> tuple[int, int, int]:
-    """Least recently run first, then the youngest."""
-    arrival, choice = sequence.order
-    return (sequence.parked_at, -arrival, -choice)
 
 
 def _cost(item: Scheduled) -> int:
