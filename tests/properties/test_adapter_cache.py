@@ -5,14 +5,21 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from manylora_shared.ids import AdapterUid, RequestId
-from manylora_worker.adapters.cache import AdapterCache, AdapterCacheLimits, CacheUpdate
+from manylora_shared.adapter_shares import honoured_pins
+from manylora_shared.ids import AdapterName, AdapterUid, RequestId, TenantId
+from manylora_worker.adapters.cache import AdapterCache, AdapterCacheLimits, CacheUpdate, Pin
+from manylora_worker.adapters.room import Eviction
 from manylora_worker.engine.api import AdapterTier
 from manylora_worker.engine.fake_runner import FakeAdapterBackend
 
 _SIZES = {AdapterUid(f"uid{i}"): size for i, size in enumerate([1, 1, 2, 3, 4, 6, 9, 40])}
 _UIDS = st.sampled_from(sorted(_SIZES))
 _TOO_LARGE = AdapterUid("uid7")
+_WEIGHTS = {TenantId("a"): 1, TenantId("b"): 2, TenantId("c"): 4}
+_TENANTS = st.sampled_from(sorted(_WEIGHTS))
+_BORROW_AFTER_S = 10.0
+_LARGEST = 4
+"""What is registered, by what the cache is told: the pins leave room for so much."""
 
 
 class AdapterCacheMachine(RuleBasedStateMachine):
@@ -35,32 +42,39 @@ class AdapterCacheMachine(RuleBasedStateMachine):
             load_s=lambda uid, tier: load_s,
             error_of=lambda uid, tier: f"{uid} is broken" if (uid, tier) in self.broken else None,
         )
-        limits = AdapterCacheLimits(host, device, host_loads, device_loads, max_overtakes)
-        self.cache = AdapterCache(self.backend, limits)
-        self.waiting: dict[RequestId, AdapterUid] = {}
-        self.pinned: dict[RequestId, AdapterUid] = {}
+        self.limits = AdapterCacheLimits(host, device, host_loads, device_loads, max_overtakes, _BORROW_AFTER_S)
+        self.cache = AdapterCache(self.backend, self.limits, lambda tenant: _WEIGHTS[tenant])
+        self.waiting: dict[RequestId, tuple[TenantId, AdapterUid]] = {}
+        self.using: dict[RequestId, tuple[TenantId, AdapterUid]] = {}
+        self.pins: dict[TenantId, list[Pin]] = {}
         self.next_holder = 0
 
-    @rule(uid=_UIDS)
-    def acquire(self, uid: AdapterUid) -> None:
+    @rule(tenant=_TENANTS, uid=_UIDS)
+    def acquire(self, tenant: TenantId, uid: AdapterUid) -> None:
         self.next_holder += 1
         holder = RequestId(f"r{self.next_holder}")
-        if self.cache.acquire(holder, uid):
-            self.pinned[holder] = uid
+        if self.cache.acquire(holder, tenant, uid, self.now):
+            self.using[holder] = (tenant, uid)
         else:
-            self.waiting[holder] = uid
+            self.waiting[holder] = (tenant, uid)
 
     @rule(data=st.data())
-    @precondition(lambda self: self.pinned or self.waiting)
+    @precondition(lambda self: self.using or self.waiting)
     def release(self, data: st.DataObject) -> None:
-        holder = data.draw(st.sampled_from(sorted(self.pinned | self.waiting)))
-        self.pinned.pop(holder, None)
+        holder = data.draw(st.sampled_from(sorted(self.using | self.waiting)))
+        self.using.pop(holder, None)
         self.waiting.pop(holder, None)
-        self.cache.release(holder)
+        self.cache.release(holder, self.now)
 
-    @rule(uid=_UIDS)
-    def prefetch(self, uid: AdapterUid) -> None:
-        self.cache.prefetch(uid)
+    @rule(uid=_UIDS, tenant=st.one_of(st.none(), _TENANTS))
+    def prefetch(self, uid: AdapterUid, tenant: TenantId | None) -> None:
+        self.cache.prefetch(uid, tenant)
+
+    @rule(tenant=_TENANTS, uids=st.lists(_UIDS, max_size=3, unique=True))
+    def pin(self, tenant: TenantId, uids: list[AdapterUid]) -> None:
+        pins = [Pin(AdapterName(uid), uid, _SIZES[uid]) for uid in uids]
+        self.pins = {**self.pins, tenant: pins}
+        self.cache.set_pins(self.pins, _LARGEST)
 
     @rule(uid=_UIDS, tier=st.sampled_from([AdapterTier.HOST, AdapterTier.DEVICE]))
     def toggle_broken(self, uid: AdapterUid, tier: AdapterTier) -> None:
@@ -70,48 +84,87 @@ class AdapterCacheMachine(RuleBasedStateMachine):
     @rule(seconds=st.integers(0, 2))
     def pump(self, seconds: int) -> None:
         self.now += seconds
-        self._take(self.cache.pump())
+        pinned = {pin.uid for _, pin in self._ready_pins()}
+        self._take(self.cache.pump(self.now), pinned)
 
-    def _take(self, update: CacheUpdate) -> None:
+    def _ready_pins(self) -> list[tuple[TenantId, Pin]]:
+        return [
+            (tenant, state.pin)
+            for tenant, adapters in self.cache.tenants().items()
+            for state in adapters.pins
+            if state.is_ready
+        ]
+
+    def _take(self, update: CacheUpdate, pinned: set[AdapterUid | None]) -> None:
         for holder in update.ready:
-            uid = self.waiting.pop(holder)
+            tenant, uid = self.waiting.pop(holder)
             assert uid != _TOO_LARGE
-            self.pinned[holder] = uid
+            self.using[holder] = (tenant, uid)
         for failure in update.failed:
             assert failure.holders
-            assert "broken" in failure.message or failure.uid == _TOO_LARGE
+            assert "broken" in failure.message or "pinned leaves" in failure.message or failure.uid == _TOO_LARGE
             for holder in failure.holders:
-                assert self.waiting.pop(holder) == failure.uid
-            assert failure.uid not in self.waiting.values(), "a failed load fails all that wait for it"
+                assert self.waiting.pop(holder)[1] == failure.uid
+            waiting = {uid for _, uid in self.waiting.values()}
+            assert failure.uid not in waiting, "a failed load fails all that wait for it"
+        still_pinned = pinned & {pin.uid for pins in self.pins.values() for pin in pins}
+        for eviction in update.evictions:
+            check_eviction(eviction)
+            on_device = eviction.tier is AdapterTier.DEVICE
+            assert not (on_device and eviction.uid in still_pinned & {pin.uid for _, pin in self._ready_pins()})
 
     @invariant()
     def agrees(self) -> None:
         if not hasattr(self, "cache"):
             return
         self.cache.check_invariants()
-        for holder, uid in self.pinned.items():
-            assert self.cache.is_pinned(holder)
-            assert uid in self.backend.on_device, "a pinned adapter was evicted"
+        for holder, (_, uid) in self.using.items():
+            assert self.cache.uses(holder)
+            assert uid in self.backend.on_device, "an adapter in use was evicted"
+        for _, pin in self._ready_pins():
+            assert pin.uid in self.backend.on_device, "a pinned adapter was evicted"
         tiers = self.cache.tiers()
         assert {u for u, t in tiers.items() if t is AdapterTier.DEVICE} == set(self.backend.on_device)
         assert set(tiers) == set(self.backend.on_device) | set(self.backend.on_host)
+        for tenant, adapters in self.cache.tenants().items():
+            mine = {uid for holder, (t, uid) in self.using.items() if t == tenant}
+            mine |= {pin.uid for t, pin in self._ready_pins() if t == tenant and pin.uid is not None}
+            assert adapters.device_bytes >= sum(_SIZES[uid] for uid in mine), "what it uses counts against a tenant"
+            assert adapters.device_bytes <= sum(_SIZES[uid] for uid in _SIZES)
+            assert adapters.displaced <= adapters.evictions
 
     def teardown(self) -> None:
-        """Once pins are given back, everybody who waits is served or told why not: no deadlock, no lost wait."""
+        """Once uses end, everybody who waits is served or told why not: no deadlock, no lost wait. So is every pin that
+        fits."""
         if not hasattr(self, "cache"):
             return
-        for _ in range(40 * (len(self.waiting) + 1)):
-            if not self.waiting:
-                break
-            for holder in list(self.pinned):
-                self.cache.release(holder)
-                del self.pinned[holder]
+        self.broken.clear()
+        self.cache.set_pins(self.pins, _LARGEST)
+        for _ in range(60 * (len(self.waiting) + len(self.pins) + 1)):
             self.pump(2)
             self.agrees()
+            for holder in list(self.using):
+                self.cache.release(holder, self.now)
+                del self.using[holder]
+            if not self.waiting and not self.cache.has_work:
+                break
         assert not self.waiting, "somebody waits for ever"
-        for holder in self.pinned:
-            self.cache.release(holder)
+        assert not self.cache.has_work, "a pin waits for ever"
+        sizes = {tenant: [_SIZES[uid] for pin in pins if (uid := pin.uid)] for tenant, pins in self.pins.items()}
+        honoured = honoured_pins(sizes, _WEIGHTS, self.limits.device_bytes, _LARGEST)
+        for tenant, pins in self.pins.items():
+            states = self.cache.tenants()[tenant].pins
+            assert [state.is_ready for state in states] == honoured[tenant]
+            assert [bool(state.problem) for state in states] == [not each for each in honoured[tenant]]
+            assert [state.pin for state in states] == pins
         assert self.cache.num_holders == 0
+
+
+def check_eviction(eviction: Eviction) -> None:
+    """No tenant within its share loses what it uses to one above: not by the numbers by which it was decided."""
+    for loser, (held, share, idle_s) in eviction.losers.items():
+        if loser != eviction.winner:
+            assert held > share or idle_s >= _BORROW_AFTER_S, f"{loser} was within its share: {eviction}"
 
 
 TestAdapterCache = AdapterCacheMachine.TestCase
@@ -131,10 +184,11 @@ def _cache(
 def _pump(cache: AdapterCache) -> list[RequestId]:
     ready: list[RequestId] = []
     for _ in range(4):
-        ready += cache.pump().ready
+        ready += cache.pump(0.0).ready
     return ready
 
 
+T = TenantId("t")
 A2, B2, C2, D4 = (AdapterUid(u) for u in ("a2", "b2", "c2", "d4"))
 
 
@@ -145,8 +199,8 @@ def _ids(*names: str) -> list[RequestId]:
 def test_one_load_serves_all_that_wait() -> None:
     cache, backend = _cache(4)
     for name in ("r1", "r2", "r3"):
-        assert not cache.acquire(RequestId(name), A2)
-    cache.pump()
+        assert not cache.acquire(RequestId(name), T, A2, 0.0)
+    cache.pump(0.0)
     assert cache.num_loading == 1
     assert _pump(cache) == _ids("r1", "r2", "r3")
     assert list(backend.on_device) == [A2]
@@ -155,11 +209,11 @@ def test_one_load_serves_all_that_wait() -> None:
 def test_eviction_takes_what_was_idle_longest_and_never_what_is_pinned() -> None:
     cache, backend = _cache(4)
     for name, uid in (("r1", A2), ("r2", B2)):
-        cache.acquire(RequestId(name), uid)
+        cache.acquire(RequestId(name), T, uid, 0.0)
     assert _pump(cache) == _ids("r1", "r2")
-    cache.acquire(RequestId("r3"), C2)
+    cache.acquire(RequestId("r3"), T, C2, 0.0)
     assert _pump(cache) == []
-    cache.release(RequestId("r2"))
+    cache.release(RequestId("r2"), 0.0)
     assert _pump(cache) == ["r3"]
     assert sorted(backend.on_device) == [A2, C2]
     assert cache.tiers()[B2] is AdapterTier.HOST
@@ -167,16 +221,16 @@ def test_eviction_takes_what_was_idle_longest_and_never_what_is_pinned() -> None
 
 def test_eviction_weighs_idle_time_by_bytes() -> None:
     cache, backend = _cache(6)
-    cache.acquire(RequestId("small"), A2)
+    cache.acquire(RequestId("small"), T, A2, 0.0)
     _pump(cache)
-    cache.acquire(RequestId("large"), D4)
+    cache.acquire(RequestId("large"), T, D4, 0.0)
     _pump(cache)
-    cache.release(RequestId("small"))
-    cache.release(RequestId("large"))
+    cache.release(RequestId("small"), 0.0)
+    cache.release(RequestId("large"), 0.0)
     for name in ("x", "y", "z"):
-        cache.acquire(RequestId(name), A2)
-        cache.release(RequestId(name))
-    cache.acquire(RequestId("next"), B2)
+        cache.acquire(RequestId(name), T, A2, 0.0)
+        cache.release(RequestId(name), 0.0)
+    cache.acquire(RequestId("next"), T, B2, 0.0)
     assert _pump(cache) == ["next"]
     assert sorted(backend.on_device) == [A2, B2]
 
@@ -184,82 +238,82 @@ def test_eviction_weighs_idle_time_by_bytes() -> None:
 def test_a_failed_load_fails_who_waits_and_can_be_tried_again() -> None:
     broken = {"a2": "its digest is wrong"}
     cache, _ = _cache(4, broken=broken)
-    cache.acquire(RequestId("r1"), A2)
-    cache.acquire(RequestId("r2"), B2)
-    cache.pump()
-    update = cache.pump()
+    cache.acquire(RequestId("r1"), T, A2, 0.0)
+    cache.acquire(RequestId("r2"), T, B2, 0.0)
+    cache.pump(0.0)
+    update = cache.pump(0.0)
     assert [(f.uid, f.message, list(f.holders)) for f in update.failed] == [(A2, "its digest is wrong", ["r1"])]
-    cache.release(RequestId("r1"))
+    cache.release(RequestId("r1"), 0.0)
     assert _pump(cache) == ["r2"]
     broken.clear()
-    cache.acquire(RequestId("r3"), A2)
+    cache.acquire(RequestId("r3"), T, A2, 0.0)
     assert _pump(cache) == ["r3"]
 
 
 def test_an_adapter_larger_than_the_device_fails_clearly() -> None:
     cache, backend = _cache(3)
-    cache.acquire(RequestId("r1"), D4)
-    cache.pump()
-    (failure,) = cache.pump().failed
+    cache.acquire(RequestId("r1"), T, D4, 0.0)
+    cache.pump(0.0)
+    (failure,) = cache.pump(0.0).failed
     assert failure.message == "the adapter takes 4 bytes, more than the whole device budget of 3"
     assert not backend.on_host
-    cache.acquire(RequestId("r2"), D4)
-    (failure,) = cache.pump().failed
+    cache.acquire(RequestId("r2"), T, D4, 0.0)
+    (failure,) = cache.pump(0.0).failed
     assert failure.holders == ["r2"]
     assert not cache.has_work
 
 
 def test_a_blocked_adapter_is_overtaken_a_bounded_number_of_times() -> None:
     cache, _ = _cache(4, max_overtakes=3)
-    cache.acquire(RequestId("a"), A2)
-    cache.acquire(RequestId("b"), B2)
+    cache.acquire(RequestId("a"), T, A2, 0.0)
+    cache.acquire(RequestId("b"), T, B2, 0.0)
     assert _pump(cache) == _ids("a", "b")
-    cache.acquire(RequestId("d"), D4)
+    cache.acquire(RequestId("d"), T, D4, 0.0)
     assert _pump(cache) == []
     overtaking = 0
     held = _ids("a", "b")
     for i in range(20):
         holder = RequestId(f"next{i}")
-        if not cache.acquire(holder, (A2, B2)[i % 2]):
+        if not cache.acquire(holder, T, (A2, B2)[i % 2], 0.0):
             break
         overtaking += 1
         held.append(holder)
-        cache.release(held.pop(0))
+        cache.release(held.pop(0), 0.0)
         assert _pump(cache) == []
     assert overtaking == 3
     for holder in held:
-        cache.release(holder)
+        cache.release(holder, 0.0)
     assert _pump(cache) == ["d"]
-    cache.release(RequestId("d"))
+    cache.release(RequestId("d"), 0.0)
     assert _pump(cache) == [f"next{overtaking}"]
 
 
 def test_adapters_that_fit_into_what_is_free_overtake_a_bounded_number_of_times_too() -> None:
     cache, backend = _cache(5, max_overtakes=3)
-    cache.acquire(RequestId("holds"), A2)
+    cache.acquire(RequestId("holds"), T, A2, 0.0)
     _pump(cache)
-    cache.acquire(RequestId("blocked"), D4)
+    cache.acquire(RequestId("blocked"), T, D4, 0.0)
     _pump(cache)
     served = []
     for i in range(8):
-        cache.acquire(RequestId(f"r{i}"), AdapterUid(f"other{i}-1"))
+        cache.acquire(RequestId(f"r{i}"), T, AdapterUid(f"other{i}-1"), 0.0)
         served += _pump(cache)
-        cache.release(RequestId(f"r{i}"))
+        cache.release(RequestId(f"r{i}"), 0.0)
     assert served == _ids("r0", "r1", "r2")
     assert AdapterUid("other7-1") not in backend.on_device, "not even loaded"
-    cache.release(RequestId("holds"))
+    cache.release(RequestId("holds"), 0.0)
     assert _pump(cache) == ["blocked"]
 
 
 def test_prefetch_goes_up_to_the_device_and_evicts_nothing_that_is_used() -> None:
     cache, backend = _cache(4)
-    cache.prefetch(A2)
+    cache.prefetch(A2, T)
     _pump(cache)
     assert list(backend.on_device) == [A2]
-    assert cache.acquire(RequestId("r1"), A2)
-    cache.acquire(RequestId("r2"), B2)
+    assert cache.acquire(RequestId("r1"), T, A2, 0.0)
+    cache.acquire(RequestId("r2"), T, B2, 0.0)
     _pump(cache)
-    cache.prefetch(C2)
+    cache.prefetch(C2, T)
     _pump(cache)
     assert sorted(backend.on_device) == [A2, B2]
     assert C2 in backend.on_host
@@ -269,9 +323,9 @@ def test_prefetch_goes_up_to_the_device_and_evicts_nothing_that_is_used() -> Non
 def test_the_host_keeps_its_budget() -> None:
     cache, backend = _cache(2, host=4)
     for i, uid in enumerate((A2, B2, C2, A2)):
-        cache.acquire(RequestId(f"r{i}"), uid)
+        cache.acquire(RequestId(f"r{i}"), T, uid, 0.0)
         assert _pump(cache) == [f"r{i}"]
-        cache.release(RequestId(f"r{i}"))
+        cache.release(RequestId(f"r{i}"), 0.0)
         assert cache.host_bytes <= 4
         cache.check_invariants()
     assert list(backend.on_device) == [A2]
