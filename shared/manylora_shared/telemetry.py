@@ -87,6 +87,11 @@ class MetricName:
     """Scheduler, counter by QOS_CLASS and STAGE: requests that were refused, shed or capped."""
     NOISY_NEIGHBOURS = "manylora.noisy_neighbours"
     """Scheduler, gauge by KIND: tenants that a detector reports."""
+    ADAPTER_EVICTIONS = "manylora.adapter_evictions"
+    """Scheduler, counter by KIND: adapters that left a worker's device for want of room, for their own tenant's (own)
+    or for another's (displaced)."""
+    UNMET_PINS = "manylora.unmet_pins"
+    """Scheduler, gauge: pins that are not on a connected worker's device, summed over the workers."""
 
 
 class Attribute:

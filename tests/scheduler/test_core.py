@@ -538,9 +538,9 @@ def test_adapters_of_waiting_requests_are_prefetched_within_bounds() -> None:
     assert sent == [SendPrefetch(W0, f"uid-{i}") for i in range(PREFETCHES_PER_WORKER)]
     assert desk.enqueue("again", adapter="uid-0") == []
     desk.report("w0", slots=1, running=1, started=[started("a")], adapters={"uid-0": Residency.HOST})
-    assert desk.enqueue("d", adapter="uid-9") == [SendPrefetch(W0, "uid-9")]
+    assert desk.enqueue("d", adapter="uid-9") == [SendPrefetch(W0, "uid-9", "TENANT")]
     desk.now += 10.0
-    assert desk.enqueue("e", adapter="uid-8") == [SendPrefetch(W0, "uid-8")], "unanswered prefetches are forgotten"
+    assert desk.enqueue("e", adapter="uid-8") == [SendPrefetch(W0, "uid-8", "TENANT")], "unanswered prefetches are forgotten"
 
 
 def test_status_shows_flows_and_workers() -> None:

@@ -439,10 +439,10 @@ class AdapterCache:
             for uid, is_honoured in zip(uids, honoured[tenant], strict=True):
                 if is_honoured:
                     wanted[tenant, uid] = None
-                    if self._pin_problems.get((tenant, uid)) == _NO_ROOM:
+                    if self._pin_problems.get((tenant, uid)) == NO_ROOM_TO_PIN:
                         del self._pin_problems[tenant, uid]
                 else:
-                    self._pin_problems[tenant, uid] = _NO_ROOM
+                    self._pin_problems[tenant, uid] = NO_ROOM_TO_PIN
         for uid, entry in list(self._entries.items()):
             for tenant in [tenant for tenant in entry.pinned_by if (tenant, uid) not in wanted]:
                 del entry.pinned_by[tenant]
@@ -647,8 +647,8 @@ class AdapterCache:
     def _pin_again(self, entry: Entry, now: float) -> None:
         """What a request has brought to the device is pinned there, though a load for the pin had failed."""
         for tenant, pins in self._pins.items():
-            problem = self._pin_problems.get((tenant, entry.uid), _NO_ROOM)
-            if problem != _NO_ROOM and any(pin.uid == entry.uid for pin in pins):
+            problem = self._pin_problems.get((tenant, entry.uid), NO_ROOM_TO_PIN)
+            if problem != NO_ROOM_TO_PIN and any(pin.uid == entry.uid for pin in pins):
                 del self._pin_problems[tenant, entry.uid]
                 self._pin(tenant, entry, now)
 
@@ -743,4 +743,4 @@ class AdapterCache:
         self._tenants_version += 1
 
 
-_NO_ROOM = "what is pinned exceeds what the worker can keep beside its largest adapter"
+NO_ROOM_TO_PIN = "what is pinned exceeds what the worker can keep beside its largest adapter"
