@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from manylora_shared.adapter_shares import honoured_pins
 from manylora_shared.ids import AdapterName, AdapterUid, RequestId, TenantId
-from manylora_worker.adapters.cache import AdapterCache, AdapterCacheLimits, CacheUpdate, Pin
+from manylora_worker.adapters import room as room_module
+from manylora_worker.adapters.cache import (
+    NO_ROOM_TO_PIN,
+    AdapterCache,
+    AdapterCacheLimits,
+    AdapterFailure,
+    CacheUpdate,
+    Pin,
+    TenantAdapters,
+)
 from manylora_worker.adapters.room import Eviction
 from manylora_worker.engine.api import AdapterTier
 from manylora_worker.engine.fake_runner import FakeAdapterBackend
@@ -329,3 +341,314 @@ def test_the_host_keeps_its_budget() -> None:
         assert cache.host_bytes <= 4
         cache.check_invariants()
     assert list(backend.on_device) == [A2]
+
+
+# -- tenants beside one another
+
+A, B, C = (TenantId(name) for name in "abc")
+
+
+class Rig:
+    """A cache whose adapters are all of one size, `cold` ones of any number; weights 1 but for `weights`."""
+
+    def __init__(
+        self,
+        device: int,
+        *,
+        host: int = 100,
+        weights: dict[TenantId, int] | None = None,
+        size: int = 1,
+        host_loads: int = 8,
+        max_overtakes: int = 32,
+        load_s: float = 0.0,
+    ) -> None:
+        self.now = 0.0
+        self.broken: dict[AdapterUid, None] = {}
+        self.backend = FakeAdapterBackend(
+            lambda: self.now,
+            size_bytes=lambda uid: size,
+            load_s=lambda uid, tier: load_s,
+            error_of=lambda uid, tier: "the file is gone" if uid in self.broken else None,
+        )
+        limits = AdapterCacheLimits(host, device, host_loads=host_loads, max_overtakes=max_overtakes)
+        self.cache = AdapterCache(self.backend, limits, lambda tenant: (weights or {}).get(tenant, 1))
+        self.size = size
+        self.serial = 0
+        self.evictions: list[Eviction] = []
+
+    def ask(self, tenant: TenantId, uid: str) -> RequestId:
+        self.serial += 1
+        holder = RequestId(f"{tenant}{self.serial}")
+        self.cache.acquire(holder, tenant, AdapterUid(uid), self.now)
+        return holder
+
+    def pump(self, times: int = 4) -> list[RequestId]:
+        ready: list[RequestId] = []
+        for _ in range(times):
+            self.now += 0.001
+            update = self.cache.pump(self.now)
+            self.cache.check_invariants()
+            self.evictions += update.evictions
+            ready += update.ready
+        return ready
+
+    def end(self, *holders: RequestId) -> None:
+        for holder in holders:
+            self.cache.release(holder, self.now)
+
+    def use(self, tenant: TenantId, uid: str) -> None:
+        """A short request."""
+        holder = self.ask(tenant, uid)
+        if not self.cache.uses(holder):
+            assert holder in self.pump()
+        self.end(holder)
+
+    def pin(self, largest: int = 1, **pins: str) -> None:
+        """Space-separated uids by tenant."""
+        self.cache.set_pins(
+            {
+                TenantId(tenant): [Pin(AdapterName(uid), AdapterUid(uid), self.size) for uid in uids.split()]
+                for tenant, uids in pins.items()
+            },
+            largest,
+        )
+
+    def problems(self, tenant: TenantId) -> list[str]:
+        return [state.problem for state in self.cache.tenants()[tenant].pins if not state.is_ready]
+
+
+def cycling_beside_a_pair() -> None:
+    """One tenant uses two adapters now and then, another each of a thousand in turn."""
+    rig = Rig(8, host=16)
+    for i in range(1000):
+        if i % 20 == 0:
+            rig.use(B, "b0")
+            rig.use(B, "b1")
+        rig.use(A, f"a{i}")
+        if i >= 20:
+            assert {"b0", "b1"} <= set(rig.backend.on_device), "the pair was evicted"
+    tenants = rig.cache.tenants()
+    assert tenants[A].evictions >= 1000 - 8
+    assert (tenants[B].device_bytes, tenants[B].evictions, tenants[B].displaced) == (2, 0, 0)
+    assert tenants[A].device_bytes == 6, "what the other does not want is borrowed"
+
+
+def test_who_cycles_a_thousand_adapters_evicts_its_own() -> None:
+    cycling_beside_a_pair()
+
+
+def pinned_beside_a_flood() -> None:
+    rig = Rig(6, host=8)
+    rig.pin(b="b0 b1")
+    rig.pump()
+    assert {"b0", "b1"} <= set(rig.backend.on_device), "without a request"
+    for i in range(20):
+        rig.now += 60.0  # nobody has used the pinned ones for long
+        asked = [rig.ask(A, f"a{i}-{j}") for j in range(5)]
+        ready = rig.pump()
+        assert {"b0", "b1"} <= set(rig.backend.on_device), "a pinned adapter was evicted"
+        assert len(ready) == 4, "the rest is everybody's"
+        rig.end(*asked)
+
+
+def test_a_pin_stays_though_nobody_uses_it() -> None:
+    pinned_beside_a_flood()
+
+
+def flood_of_cold_adapters() -> None:
+    """The other's one cold adapter waits for the loads that have begun, and one more at most."""
+    rig = Rig(300, host=300, load_s=0.01, host_loads=2)
+    for i in range(200):
+        rig.ask(A, f"a{i}")
+    rig.pump(1)
+    late = rig.ask(B, "b0")
+    waited = 0
+    while late not in rig.pump(1):
+        rig.now += 0.01
+        waited += 1
+    assert waited <= 4, f"it waited for {waited} rounds of loads"
+
+
+def test_a_flood_of_cold_adapters_does_not_stand_before_anothers() -> None:
+    flood_of_cold_adapters()
+
+
+def share_of_a_newcomer() -> None:
+    rig = Rig(8)
+    for i in range(8):
+        rig.use(A, f"a{i}")
+    for i in range(4):
+        rig.use(B, f"b{i}")
+    assert [rig.cache.tenants()[tenant].device_bytes for tenant in (A, B)] == [4, 4]
+    rig.use(B, "b4")
+    assert [rig.cache.tenants()[tenant].device_bytes for tenant in (A, B)] == [4, 4], "its own goes above its share"
+    check_all = [check_eviction(eviction) for eviction in rig.evictions]
+    assert len(check_all) == 5
+
+
+def test_a_newcomer_gets_its_share_of_what_was_borrowed_and_no_more() -> None:
+    share_of_a_newcomer()
+
+
+def overtaking_by_one_within_its_share() -> None:
+    """Who is within its share is not stopped by a blocked adapter of another; who is above it is."""
+    rig = Rig(6, max_overtakes=3)
+    for i in range(5):
+        rig.ask(A, f"a{i}")
+    rig.ask(B, "b0")
+    assert len(rig.pump()) == 6
+    blocked = rig.ask(C, "c0")
+    assert rig.pump() == []
+    for _ in range(10):
+        assert rig.cache.uses(rig.ask(B, "b0")), "it was held up for another's adapter"
+    passed = [rig.cache.uses(rig.ask(A, "a0")) for _ in range(10)]
+    assert passed == [True] * 3 + [False] * 7
+    assert not rig.cache.uses(blocked)
+
+
+def test_overtaking_is_bounded_for_those_above_their_share() -> None:
+    overtaking_by_one_within_its_share()
+
+
+def _oldest_first(cache: AdapterCache, ready: list[RequestId], failed: list[AdapterFailure], now: float) -> None:
+    waiting = sorted((e.queued[t], t, e.uid) for t, queue in cache._queues.items() for e in map(cache._entry, queue))
+    for _, tenant, uid in waiting:
+        if uid in cache._queues.get(tenant, ()):
+            cache._advance(tenant, cache._entry(uid), ready, failed, now)
+
+
+def _evict_by_idle_time(search: room_module._Search) -> None:
+    search._evict_if(lambda entry: True)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "target", "name", "mutant"),
+    [
+        (cycling_beside_a_pair, room_module._Search, "unclaimed", _evict_by_idle_time),
+        (share_of_a_newcomer, room_module, "max_min", lambda wants, *rest: dict.fromkeys(wants, 0)),
+        (share_of_a_newcomer, room_module, "max_min", lambda wants, *rest: dict(wants)),
+        (pinned_beside_a_flood, room_module.Entry, "in_use", property(lambda entry: bool(entry.users))),
+        (flood_of_cold_adapters, AdapterCache, "_take_turns", _oldest_first),
+        (overtaking_by_one_within_its_share, room_module.Standing, "is_within", lambda *args: True),
+        (overtaking_by_one_within_its_share, room_module.Standing, "is_within", lambda *args: False),
+    ],
+    ids=[
+        "eviction over all tenants alike",
+        "nobody has a share",
+        "everybody's share is all that it wants",
+        "pins are evicted",
+        "loads begin oldest first",
+        "nobody waits behind a blocked adapter",
+        "those within their share wait too",
+    ],
+)
+def test_each_mutant_fails(
+    scenario: Callable[[], None], target: object, name: str, mutant: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(target, name, mutant)
+        with pytest.raises(AssertionError):
+            scenario()
+
+
+# -- pins
+
+
+def test_pins_beyond_what_the_worker_can_keep_are_told_and_not_kept() -> None:
+    rig = Rig(6)
+    rig.pin(largest=2, a="a0 a1 a2 a3", b="b0")
+    rig.pump()
+    assert set(rig.backend.on_device) == {"a0", "a1", "a2", "b0"}
+    assert rig.problems(A) == [NO_ROOM_TO_PIN]
+    assert rig.problems(B) == []
+    rig.pin(largest=2, a="a3 a0")
+    rig.pump()
+    assert {"a3", "a0"} <= set(rig.backend.on_device)
+    assert rig.problems(A) == []
+
+
+def test_a_pin_moves_with_its_name_and_ends_with_the_policy() -> None:
+    rig = Rig(3)
+    rig.pin(a="old")
+    rig.pump()
+    rig.pin(a="new")
+    rig.pump()
+    rig.now += 60.0
+    holders = [rig.ask(B, f"b{i}") for i in range(2)]
+    assert rig.pump() == holders
+    assert set(rig.backend.on_device) == {"new", "b0", "b1"}, "the old one is like any other now"
+    rig.end(*holders)
+    rig.pin()
+    rig.pump()
+    rig.now += 60.0
+    holders = [rig.ask(B, f"b{i}") for i in range(10, 13)]
+    assert rig.pump() == holders
+    assert "new" not in rig.backend.on_device
+
+
+def test_a_pin_that_does_not_load_is_told_and_tried_again() -> None:
+    rig = Rig(4)
+    rig.broken[AdapterUid("a0")] = None
+    rig.pin(a="a0 a1")
+    rig.pump()
+    assert rig.problems(A) == ["the file is gone"]
+    assert not rig.cache.has_work
+    rig.broken.clear()
+    rig.use(A, "a0")
+    assert rig.problems(A) == [], "a request has brought it, and it stays"
+    rig.broken[AdapterUid("a2")] = None
+    rig.pin(a="a2")
+    rig.pump()
+    rig.broken.clear()
+    rig.pin(a="a2")
+    rig.pump()
+    assert rig.problems(A) == []
+    assert "a2" in rig.backend.on_device
+
+
+def test_an_unknown_name_is_told() -> None:
+    rig = Rig(4)
+    rig.cache.set_pins({A: [Pin(AdapterName("later"), None)]}, 1)
+    rig.pump()
+    assert rig.problems(A) == ["no adapter has this name"]
+
+
+def test_a_request_for_what_the_pins_leave_no_room_for_fails() -> None:
+    rig = Rig(3)
+    rig.pin(largest=0, a="a0 a1 a2")
+    rig.pump()
+    rig.ask(B, "b0")
+    rig.cache.pump(1.0)
+    (failure,) = rig.cache.pump(1.0).failed
+    assert failure.message == "the adapter takes 1 bytes, and what is pinned leaves 0 on the device"
+
+
+# -- what tenants share
+
+
+def test_what_two_tenants_use_counts_in_full_for_both_and_stays_while_one_is_within_its_share() -> None:
+    rig = Rig(4)
+    rig.use(A, "both")
+    assert not rig.cache.uses(rig.ask(B, "never")), "B has asked for nothing yet"
+    rig.end(RequestId("b2"))
+    rig.use(B, "both")
+    for i in range(10):
+        rig.use(A, f"a{i}")
+    tenants = rig.cache.tenants()
+    assert "both" in rig.backend.on_device
+    assert tenants[B] == TenantAdapters(1, 1), "nothing that A did has changed what B has"
+    assert tenants[A].device_bytes == 3, "it no longer counts against A"
+
+
+def test_what_was_not_used_for_long_is_lent() -> None:
+    rig = Rig(2)
+    for i in range(2):
+        rig.use(A, f"a{i}")
+        rig.use(B, f"b{i}")
+    assert rig.cache.tenants()[B].device_bytes == 1
+    first = rig.ask(A, "a0")
+    assert rig.pump() in ([first], [])
+    second = rig.ask(A, "a9")
+    assert second not in rig.pump(), "B is within its share"
+    rig.now += 30.0
+    assert second in rig.pump()
