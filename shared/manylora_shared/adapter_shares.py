@@ -49,7 +49,13 @@ def max_min(
         total += slope * (at - level)
         level = at
         slope += change
-    return {key: min(want, max(least[key], weights[key] * level >> _SCALE_BITS)) for key, want in wants.items()}
+    shares = {key: min(want, max(least[key], weights[key] * level >> _SCALE_BITS)) for key, want in wants.items()}
+    left = (capacity >> _SCALE_BITS) - sum(shares.values())
+    for key, want in wants.items():  # what rounding has left over: a byte each at most
+        if left > 0 and shares[key] < want:
+            shares[key] += 1
+            left -= 1
+    return shares
 
 
 def honoured_pins(

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import random
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from manylora_router.app import RouterApp
@@ -24,7 +24,7 @@ from manylora_shared.coordination import keys
 from manylora_shared.coordination.memory import MemoryStore, MemoryStoreServer
 from manylora_shared.coordination.records import AdapterRecord
 from manylora_shared.identity import new_key
-from manylora_shared.ids import AdapterUid, QosClass, TenantId
+from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId
 from manylora_shared.policy import ClassPolicy, TenantPolicy, TenantQuotas
 from manylora_shared.simulation.loop import SimLoop, SimNode, SimWallClock
 from manylora_shared.telemetry import Telemetry
@@ -52,6 +52,8 @@ TENANTS = {"acme": (8, 4, 1), "bolt": (4, 2, 1), "crux": (1, 1, 1)}
 """Tenant: weights of interactive, standard, batch."""
 KV_QUOTAS = {"acme": TenantQuotas(kv_hbm_mb=24, kv_hbm_mb_hard=44), "bolt": TenantQuotas(kv_hbm_mb_reserve=16)}
 """A block is a MiB: one tenant has a hard cap that its longest request reaches nearly, one has a reserve."""
+PINS = {"acme": ("acme-0",), "bolt": ("broken",), "crux": ("leaving",)}
+"""One that can always be kept, one that never loads, one that may be removed."""
 ADAPTERS_PER_TENANT = 3
 BROKEN_ADAPTER = "broken"
 """Registered for every tenant; its weights cannot be loaded."""
@@ -80,6 +82,19 @@ class Engine:
     core: EngineCore
     runner: FakeRunner
     runtime: LoopRuntime
+    backend: FakeAdapterBackend
+    kept: dict[AdapterUid, None] = field(default_factory=dict)
+    """Pinned adapters that were on the device, of tenants whose pins do not change."""
+
+    def check_pins(self) -> None:
+        """What is pinned and was brought to the device never leaves it."""
+        for tenant_id in PINS:
+            adapters = self.core.tenant_adapters().get(TenantId(tenant_id))
+            for state in adapters.pins if adapters is not None else ():
+                assert not state.is_ready or state.pin.uid in self.backend.on_device
+                if state.is_ready and state.pin.uid is not None and state.pin.name != LEAVING_ADAPTER:
+                    self.kept[state.pin.uid] = None
+        assert self.kept.keys() <= self.backend.on_device.keys(), "a pinned adapter was evicted"
 
 
 App = RouterApp | SchedulerApp | WorkerApp
@@ -150,10 +165,16 @@ class Cluster:
         for tenant, weights in TENANTS.items():
             classes = {c: ClassPolicy(w) for c, w in zip(QosClass, weights, strict=True)}
             await self.put_policy(
-                store, TenantPolicy(TenantId(tenant), classes, quotas=KV_QUOTAS.get(tenant, TenantQuotas()))
+                store,
+                TenantPolicy(
+                    TenantId(tenant),
+                    classes,
+                    quotas=KV_QUOTAS.get(tenant, TenantQuotas()),
+                    pinned_adapters=tuple(AdapterName(name) for name in PINS[tenant]),
+                ),
             )
             for name in [*adapters_of(tenant), BROKEN_ADAPTER, LEAVING_ADAPTER]:
-                record = AdapterRecord(tenant, name, uid_of(tenant, name), 8, 1000, ("q_proj",), 0.0)
+                record = AdapterRecord(tenant, name, uid_of(tenant, name), 8, 1, ("q_proj",), 0.0)
                 await store.put(keys.adapter(tenant, name), record.to_json())
         await store.close()
         for process in self.processes.values():
@@ -233,6 +254,7 @@ class Cluster:
                 for tenant_id, policy in self.policies.items():
                     held, hard = engine.core.blocks_held_by(TenantId(tenant_id)), policy.quotas.kv_hbm_mb_hard
                     assert hard is None or held <= hard, f"{tenant_id} holds {held} blocks, past its hard cap"
+                engine.check_pins()
             await asyncio.sleep(_WATCH_S)
 
     def leaders(self) -> list[SchedulerApp]:
@@ -337,7 +359,7 @@ class Cluster:
         runtime = LoopRuntime(
             core, backend, MODEL, max_requests=limits.max_requests, step_s=lambda batch: STEP_S * rng.uniform(0.5, 2.0)
         )
-        return Engine(core, runner, runtime)
+        return Engine(core, runner, runtime, backend)
 
     def _draw(self) -> random.Random:
         return random.Random(self._rng.getrandbits(64))

@@ -8,9 +8,10 @@ from manylora.v1 import common_pb2
 from manylora_router.app import RouterApp
 from manylora_scheduler.app import SchedulerApp
 from manylora_shared.errors import Code
+from manylora_shared.ids import TenantId
 from manylora_worker.app import WorkerApp
 
-from tests.sim.cluster import BROKEN_ADAPTER, LEAVING_ADAPTER, NUM_BLOCKS, TENANTS, Cluster, Engine
+from tests.sim.cluster import BROKEN_ADAPTER, LEAVING_ADAPTER, NUM_BLOCKS, PINS, TENANTS, Cluster, Engine
 from tests.sim.traffic import Call
 
 _CODES = {
@@ -181,7 +182,19 @@ def check_at_rest(cluster: Cluster) -> None:
             assert in_engine == (0, 0, 0), f"{process.name}: {stats}"
             assert not engine.runtime.view.running
             engine.core.check_invariants()
+            _check_pins(cluster, engine)
     assert cluster.network.open_calls == num_workers + num_routers, "one control stream a worker, one line a router"
+
+
+def _check_pins(cluster: Cluster, engine: Engine) -> None:
+    """Every pin is kept, or it is told why not."""
+    for tenant, names in PINS.items():
+        states = engine.core.tenant_adapters()[TenantId(tenant)].pins
+        assert tuple(state.pin.name for state in states) == names
+        for state in states:
+            gone = state.pin.name == LEAVING_ADAPTER and tenant in cluster.removed_adapters
+            assert state.is_ready == (state.pin.name != BROKEN_ADAPTER and not gone), f"{tenant}: {state}"
+            assert state.is_ready or state.problem, f"{tenant}: {state}"
 
 
 def _engine_of(cluster: Cluster, app: WorkerApp) -> Engine:

@@ -53,6 +53,8 @@ class AdapterCacheLimits:
     max_overtakes: int = 32
     borrow_after_s: float = 30.0
     """What was not used for so long may go for whoever needs room, shares aside."""
+    patience_s: float = 1.0
+    """After so long without room, a tenant that has nothing else may take what nobody uses, shares aside."""
 
     def __post_init__(self) -> None:
         if min(self.host_bytes, self.device_bytes, self.host_loads, self.device_loads) < 1 or self.max_overtakes < 0:
@@ -136,8 +138,10 @@ class AdapterCache:
         self._weight_of = weight_of
         self._entries: dict[AdapterUid, Entry] = {}
         self._holds: dict[RequestId, tuple[TenantId, AdapterUid]] = {}
-        self._host = TierRoom(AdapterTier.HOST, limits.host_bytes, weight_of, limits.borrow_after_s)
-        self._device = TierRoom(AdapterTier.DEVICE, limits.device_bytes, weight_of, limits.borrow_after_s)
+        self._host, self._device = (
+            TierRoom(tier, budget, weight_of, borrow_after_s=limits.borrow_after_s, patience_s=limits.patience_s)
+            for tier, budget in ((AdapterTier.HOST, limits.host_bytes), (AdapterTier.DEVICE, limits.device_bytes))
+        )
         self._queues: dict[TenantId, dict[AdapterUid, None]] = {}
         """What each tenant waits for, in the order of coming; numbers stand in Entry.queued."""
         self._queued = 0
@@ -371,6 +375,7 @@ class AdapterCache:
     def _leave_queue(self, entry: Entry, tenant_id: TenantId) -> None:
         if entry.queued.pop(tenant_id, None) is None:
             return
+        entry.no_room_since.pop(tenant_id, None)
         queue = self._queues[tenant_id]
         del queue[entry.uid]
         if not queue:
@@ -561,6 +566,7 @@ class AdapterCache:
         standing = self._standing(AdapterTier.DEVICE)
         plan = self._device.plan(entry, tenant_id, entry.size_bytes, standing, now)
         if plan is None:
+            entry.no_room_since.setdefault(tenant_id, now)
             self._block(tenant_id, entry, standing)
             self._no_room_for[tenant_id] = entry.size_bytes
             return False
@@ -576,6 +582,7 @@ class AdapterCache:
             return False
         plan = self._host.plan(entry, tenant_id, entry.size_bytes, self._standing(AdapterTier.HOST), now)
         if plan is None:
+            entry.no_room_since.setdefault(tenant_id, now)
             return False
         self._make_way(plan, self._host, tenant_id)
         self._begin_load(entry, AdapterTier.HOST, tenant_id)
@@ -583,6 +590,7 @@ class AdapterCache:
 
     def _begin_load(self, entry: Entry, tier: AdapterTier, tenant_id: TenantId | None) -> None:
         entry.loading = tier
+        entry.no_room_since.clear()
         self._loads[tier] += 1
         self._room(tier).entries[entry.uid] = entry
         self._tenants_version += 1
@@ -720,6 +728,11 @@ class AdapterCache:
             self._tenants_version += 1
         for eviction in plan.evictions:
             entry = self._entries[eviction.uid]
+            assert all(
+                loser == tenant_id or held > share or idle_s >= self._limits.borrow_after_s
+                for loser, (held, share, idle_s) in eviction.losers.items()
+                if eviction.waited_s < self._limits.patience_s
+            ), "a tenant within its share would lose what it uses"
             if room is self._device:
                 for loser in eviction.losers:
                     counts = self._counts.setdefault(loser, [0, 0])

@@ -12,9 +12,11 @@ room is made by, in this order:
        that are further above by weight
     4. for requests and pins, not for prefetches: its own
     5. for these too: what has not been used for `borrow_after_s`, whoever claims it
+    6. for a tenant that has nothing else, its pins aside, and has waited for `patience_s`: whatever nobody uses now
 
-so a tenant within its share never loses what it uses to one above its share. One adapter, its pins aside, is always
-within its tenant's share: else a tenant whose share is smaller than any adapter would have none.
+so a tenant within its share never loses what it uses to one above its share, but for 6. That is for tenants whose share
+is smaller than an adapter, or is all pinned: they would have none at all. For 3, one adapter beside its pins counts as
+within its tenant's share too.
 
 What is in use, pinned or being loaded stays. What others wait for goes only for one further ahead in the queue.
 """
@@ -49,6 +51,8 @@ class Entry:
         default_factory=lambda: {AdapterTier.HOST: {}, AdapterTier.DEVICE: {}}
     )
     """By tier: who used it, and when last."""
+    no_room_since: dict[TenantId, float] = field(default_factory=dict)
+    """For tenants that wait for it: since when there has been no room."""
     last_tick: int = 0
 
     @property
@@ -72,6 +76,8 @@ class Eviction:
     """For whom."""
     losers: Mapping[TenantId, tuple[int, int, float]]
     """Who claimed it: bytes that the tenant had before, its share, and seconds since it used the adapter."""
+    waited_s: float
+    """For how long the winner has found no room, where it has nothing else; else 0."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +108,20 @@ class TierRoom:
     """
 
     def __init__(
-        self, tier: AdapterTier, budget_bytes: int, weight_of: Callable[[TenantId], int], borrow_after_s: float
+        self,
+        tier: AdapterTier,
+        budget_bytes: int,
+        weight_of: Callable[[TenantId], int],
+        *,
+        borrow_after_s: float,
+        patience_s: float,
     ) -> None:
         self.tier = tier
         self.budget_bytes = budget_bytes
         self.entries: dict[AdapterUid, Entry] = {}
         self._weight_of = weight_of
         self._borrow_after_s = borrow_after_s
+        self._patience_s = patience_s
 
     @property
     def used_bytes(self) -> int:
@@ -171,6 +184,8 @@ class TierRoom:
                 search.own()
         if not is_prefetch:
             search.long_idle(self._borrow_after_s)
+            if search.waited_s >= self._patience_s:
+                search.long_idle(0.0)
         if search.missing > 0:
             return None
         return Plan(search.evictions, list(search.released))
@@ -208,6 +223,8 @@ class _Search:
         self.held = dict(standing.held)
         self.evictions: list[Eviction] = []
         self.released: dict[AdapterUid, None] = {}
+        self.waited_s = 0.0
+        """As in Eviction."""
         self._gone: dict[AdapterUid, None] = {}
         self._room = room
         self._tier = room.tier
@@ -243,7 +260,10 @@ class _Search:
         assert tenant is not None
         mine, weight = self.held[tenant], self._room.weight(tenant)
         gone = (*self._gone, *self.released)
-        is_within = mine <= self._shares.get(tenant, 0) or self._room.is_alone(tenant, self._wanted, gone)
+        is_alone = self._room.is_alone(tenant, self._wanted, gone)
+        if is_alone:
+            self.waited_s = self._now - self._wanted.no_room_since.get(tenant, self._now)
+        is_within = mine <= self._shares.get(tenant, 0) or is_alone
 
         def gives(loser: TenantId) -> bool:
             held = self.held.get(loser, 0)
@@ -272,7 +292,7 @@ class _Search:
             tenant: (self.held.get(tenant, 0), self._shares.get(tenant, 0), self._now - used_at)
             for tenant, used_at in claims.items()
         }
-        self.evictions.append(Eviction(entry.uid, self._tier, self._tenant, losers))
+        self.evictions.append(Eviction(entry.uid, self._tier, self._tenant, losers, self.waited_s))
         for tenant in claims:
             self.held[tenant] -= entry.size_bytes
         self._gone[entry.uid] = None
