@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,17 +84,19 @@ class Engine:
     runtime: LoopRuntime
     backend: FakeAdapterBackend
     kept: dict[AdapterUid, None] = field(default_factory=dict)
-    """Pinned adapters that were on the device, of tenants whose pins do not change."""
+    """Pinned adapters that were on the device."""
 
-    def check_pins(self) -> None:
-        """What is pinned and was brought to the device never leaves it."""
-        for tenant_id in PINS:
-            adapters = self.core.tenant_adapters().get(TenantId(tenant_id))
-            for state in adapters.pins if adapters is not None else ():
-                assert not state.is_ready or state.pin.uid in self.backend.on_device
-                if state.is_ready and state.pin.uid is not None and state.pin.name != LEAVING_ADAPTER:
-                    self.kept[state.pin.uid] = None
+    def check_pins(self, policies: Mapping[str, TenantPolicy]) -> None:
+        """What is pinned and was brought to the device never leaves it. LEAVING_ADAPTER may be unregistered."""
+        everybody = self.core.tenant_adapters()
+        states = [state for adapters in everybody.values() for state in adapters.pins]
+        assert all(state.pin.uid in self.backend.on_device for state in states if state.is_ready)
+        pinned = {uid_of(tenant, name) for tenant, each in policies.items() for name in each.pinned_adapters}
+        self.kept = {uid: None for uid in self.kept if uid in pinned}
         assert self.kept.keys() <= self.backend.on_device.keys(), "a pinned adapter was evicted"
+        for state in states:
+            if state.is_ready and state.pin.uid in pinned and state.pin.name != LEAVING_ADAPTER:
+                self.kept[state.pin.uid] = None
 
 
 App = RouterApp | SchedulerApp | WorkerApp
@@ -254,7 +256,7 @@ class Cluster:
                 for tenant_id, policy in self.policies.items():
                     held, hard = engine.core.blocks_held_by(TenantId(tenant_id)), policy.quotas.kv_hbm_mb_hard
                     assert hard is None or held <= hard, f"{tenant_id} holds {held} blocks, past its hard cap"
-                engine.check_pins()
+                engine.check_pins(self.policies)
             await asyncio.sleep(_WATCH_S)
 
     def leaders(self) -> list[SchedulerApp]:

@@ -11,7 +11,7 @@ from manylora_shared.errors import Code
 from manylora_shared.ids import TenantId
 from manylora_worker.app import WorkerApp
 
-from tests.sim.cluster import BROKEN_ADAPTER, LEAVING_ADAPTER, NUM_BLOCKS, PINS, TENANTS, Cluster, Engine
+from tests.sim.cluster import BROKEN_ADAPTER, LEAVING_ADAPTER, NUM_BLOCKS, TENANTS, Cluster, Engine
 from tests.sim.traffic import Call
 
 _CODES = {
@@ -188,9 +188,10 @@ def check_at_rest(cluster: Cluster) -> None:
 
 def _check_pins(cluster: Cluster, engine: Engine) -> None:
     """Every pin is kept, or it is told why not."""
-    for tenant, names in PINS.items():
-        states = engine.core.tenant_adapters()[TenantId(tenant)].pins
-        assert tuple(state.pin.name for state in states) == names
+    for tenant, policy in cluster.policies.items():
+        adapters = engine.core.tenant_adapters().get(TenantId(tenant))
+        states = adapters.pins if adapters is not None else ()
+        assert tuple(state.pin.name for state in states) == policy.pinned_adapters
         for state in states:
             gone = state.pin.name == LEAVING_ADAPTER and tenant in cluster.removed_adapters
             assert state.is_ready == (state.pin.name != BROKEN_ADAPTER and not gone), f"{tenant}: {state}"

@@ -164,6 +164,9 @@ class AdapterCache:
         """Since the last pump."""
         self._counts: dict[TenantId, list[int]] = {}
         """[evictions, displaced], both cumulative."""
+        self._standings: dict[AdapterTier, tuple[tuple[int, int], Standing]] = {}
+        """As found last, with the versions of what went into it."""
+        self._queues_version = 0
         self._tick = 0
         self._version = 0
         self._tenants_version = 0
@@ -283,6 +286,7 @@ class AdapterCache:
         self._pins_due = True
 
     def weights_changed(self) -> None:
+        self._standings.clear()
         self._pins_due |= bool(self._pins)
 
     def pump(self, now: float) -> CacheUpdate:
@@ -369,12 +373,14 @@ class AdapterCache:
             self._queues[tenant_id] = {}
             self._tags[tenant_id] = max(self._tags.get(tenant_id, 0), self._virtual_time)
         self._queued += 1
+        self._queues_version += 1
         entry.queued[tenant_id] = self._queued
         self._queues[tenant_id][entry.uid] = None
 
     def _leave_queue(self, entry: Entry, tenant_id: TenantId) -> None:
         if entry.queued.pop(tenant_id, None) is None:
             return
+        self._queues_version += 1
         entry.no_room_since.pop(tenant_id, None)
         queue = self._queues[tenant_id]
         del queue[entry.uid]
@@ -401,14 +407,20 @@ class AdapterCache:
         Args:
             more: what a tenant wants besides what it waits for.
         """
+        versions = self._tenants_version, self._queues_version
+        known = self._standings.get(tier)
+        if more is None and known is not None and known[0] == versions:
+            return known[1]
         waiting: dict[TenantId, int] = {} if more is None else dict([more])
         for tenant, queue in self._queues.items():
             entries = (self._entries[uid] for uid in queue)
             wanted = sum(e.size_bytes for e in entries if not e.uses(tier) and not e.on_device)
             waiting[tenant] = waiting.get(tenant, 0) + wanted
-        if tier is AdapterTier.HOST:
-            return self._host.standing(waiting, {})
-        return self._device.standing(waiting, self._pinned_bytes())
+        floors = self._pinned_bytes() if tier is AdapterTier.DEVICE else {}
+        standing = self._room(tier).standing(waiting, floors)
+        if more is None:
+            self._standings[tier] = versions, standing
+        return standing
 
     # -- pins
 

@@ -232,18 +232,21 @@ class _Search:
         self._tenant = tenant_id
         self._shares = standing.shares
         self._now = now
-        candidates = [e for e in room.entries.values() if room.may_go(e, wanted, tenant_id)]
-        candidates.sort(key=lambda entry: self._order(entry, max(entry.claims[self._tier].values(), default=0.0)))
-        self._candidates = candidates
+        self._candidates = [e for e in room.entries.values() if room.may_go(e, wanted, tenant_id)]
+        self._is_sorted = False
 
     def unclaimed(self) -> None:
-        self._evict_if(lambda entry: not entry.claims[self._tier])
+        for entry in self._candidates:
+            if self.missing > 0 and not entry.claims[self._tier]:
+                self._evict(entry)
 
     def own_above_share(self) -> None:
         """Its own, until it is within its share."""
         tenant = self._tenant
         assert tenant is not None
         share = self._shares.get(tenant, 0)
+        if self.missing <= 0 or self.held[tenant] <= share:
+            return
         mine = [e for e in self._candidates if e.uid not in self._gone and tenant in e.claims[self._tier]]
         mine.sort(key=lambda entry: self._order(entry, entry.claims[self._tier][tenant]))
         for entry in mine:
@@ -258,6 +261,8 @@ class _Search:
     def others_above_shares(self) -> None:
         tenant = self._tenant
         assert tenant is not None
+        if self.missing <= 0:
+            return
         mine, weight = self.held[tenant], self._room.weight(tenant)
         gone = (*self._gone, *self.released)
         is_alone = self._room.is_alone(tenant, self._wanted, gone)
@@ -280,6 +285,9 @@ class _Search:
         self._evict_if(lambda entry: all(used_at + after_s <= self._now for used_at in self._claims(entry).values()))
 
     def _evict_if(self, condition: Callable[[Entry], bool]) -> None:
+        if self.missing > 0 and not self._is_sorted:
+            self._candidates.sort(key=lambda e: self._order(e, max(e.claims[self._tier].values(), default=0.0)))
+            self._is_sorted = True
         for entry in self._candidates:
             if self.missing <= 0:
                 return
