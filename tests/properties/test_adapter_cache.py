@@ -12,15 +12,14 @@ from manylora_shared.adapter_shares import honoured_pins
 from manylora_shared.ids import AdapterName, AdapterUid, RequestId, TenantId
 from manylora_worker.adapters import room as room_module
 from manylora_worker.adapters.cache import (
-    NO_ROOM_TO_PIN,
     AdapterCache,
     AdapterCacheLimits,
-    AdapterFailure,
     CacheUpdate,
-    Pin,
     TenantAdapters,
 )
-from manylora_worker.adapters.room import Eviction
+from manylora_worker.adapters.pins import NO_ROOM_TO_PIN, Pin
+from manylora_worker.adapters.room import Entry, Eviction
+from manylora_worker.adapters.turns import Turns
 from manylora_worker.engine.api import AdapterTier
 from manylora_worker.engine.fake_runner import FakeAdapterBackend
 
@@ -512,11 +511,9 @@ def test_overtaking_is_bounded_for_those_above_their_share() -> None:
     overtaking_by_one_within_its_share()
 
 
-def _oldest_first(cache: AdapterCache, ready: list[RequestId], failed: list[AdapterFailure], now: float) -> None:
-    waiting = sorted((e.queued[t], t, e.uid) for t, queue in cache._queues.items() for e in map(cache._entry, queue))
-    for _, tenant, uid in waiting:
-        if uid in cache._queues.get(tenant, ()):
-            cache._advance(tenant, cache._entry(uid), ready, failed, now)
+def _oldest_first(turns: Turns) -> list[tuple[TenantId, Entry]]:
+    waiting = [(entry.queued[tenant], tenant, entry) for tenant, q in turns.queues.items() for entry in q.values()]
+    return [(tenant, entry) for _, tenant, entry in sorted(waiting, key=lambda each: each[0])]
 
 
 def _evict_by_idle_time(search: room_module._Search) -> None:
@@ -529,8 +526,8 @@ def _evict_by_idle_time(search: room_module._Search) -> None:
         (cycling_beside_a_pair, room_module._Search, "unclaimed", _evict_by_idle_time),
         (share_of_a_newcomer, room_module, "max_min", lambda wants, *rest: dict.fromkeys(wants, 0)),
         (share_of_a_newcomer, room_module, "max_min", lambda wants, *rest: dict(wants)),
-        (pinned_beside_a_flood, room_module.Entry, "in_use", property(lambda entry: bool(entry.users))),
-        (flood_of_cold_adapters, AdapterCache, "_take_turns", _oldest_first),
+        (pinned_beside_a_flood, Entry, "in_use", property(lambda entry: bool(entry.users))),
+        (flood_of_cold_adapters, Turns, "take", _oldest_first),
         (overtaking_by_one_within_its_share, room_module.Standing, "is_within", lambda *args: True),
         (overtaking_by_one_within_its_share, room_module.Standing, "is_within", lambda *args: False),
     ],
@@ -595,6 +592,9 @@ def test_a_pin_that_does_not_load_is_told_and_tried_again() -> None:
     rig.pump()
     assert rig.problems(A) == ["the file is gone"]
     assert not rig.cache.has_work
+    rig.pin(a="a0 a1")
+    assert rig.problems(A) == ["the file is gone"], "while it is tried again too"
+    rig.pump()
     rig.broken.clear()
     rig.use(A, "a0")
     assert rig.problems(A) == [], "a request has brought it, and it stays"

@@ -22,7 +22,7 @@ from manylora_shared.transport.base import Stream
 from manylora_shared.transport.grpc_transport import GrpcTransport
 from manylora_worker import runtime
 from manylora_worker import tenants as tenants_module
-from manylora_worker.adapters.cache import NO_ROOM_TO_PIN
+from manylora_worker.adapters.pins import NO_ROOM_TO_PIN
 from manylora_worker.control import ControlSession
 from manylora_worker.engine.api import AdapterTier
 from manylora_worker.engine.core import EngineCore

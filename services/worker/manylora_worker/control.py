@@ -16,7 +16,8 @@ from manylora.v1 import worker_pb2
 from manylora_shared.errors import ManyloraError
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
-from manylora_worker.adapters.cache import PinState, TenantAdapters
+from manylora_worker.adapters.cache import TenantAdapters
+from manylora_worker.adapters.pins import PinState
 from manylora_worker.engine.api import AdapterTier, EngineRequest
 from manylora_worker.engine.core import FlowTokens
 from manylora_worker.engine.tenant_shares import FlowKey

@@ -31,7 +31,8 @@ from typing import NamedTuple, Protocol
 from manylora_shared.errors import AlreadyExists, Overloaded, ServiceUnavailable
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
-from manylora_worker.adapters.cache import Pin, TenantAdapters
+from manylora_worker.adapters.cache import TenantAdapters
+from manylora_worker.adapters.pins import Pin
 from manylora_worker.engine.api import (
     AdapterBackend,
     AdapterTier,

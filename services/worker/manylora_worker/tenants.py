@@ -21,7 +21,8 @@ from manylora_shared.ids import AdapterName, AdapterUid, RequestId, TenantId
 from manylora_shared.logs import fields
 from manylora_shared.policy import parse_policy
 
-from manylora_worker.adapters.cache import NO_ROOM_TO_PIN, Pin, TenantAdapters
+from manylora_worker.adapters.cache import TenantAdapters
+from manylora_worker.adapters.pins import NO_ROOM_TO_PIN, Pin
 from manylora_worker.engine.api import EngineRequest
 from manylora_worker.engine.tenant_shares import TenantShare
 from manylora_worker.runtime import Runtime
@@ -92,7 +93,6 @@ class TenantWatch:
                 before = known.get((tenant_id, name), "")
                 if problem and problem != before:
                     _LOG.warning("a pin is not kept", extra=fields(tenant=tenant_id, adapter=name, error=problem))
-                # While it is tried again there is no problem to tell of, and the same one may follow.
                 self._problems[tenant_id, name] = problem or before
                 has_failed |= state.pin.uid is not None and problem not in ("", NO_ROOM_TO_PIN)
         if has_failed and self._retry is None:

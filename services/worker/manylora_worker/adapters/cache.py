@@ -12,9 +12,9 @@ A request *holds* an adapter from `acquire` to `release`. It either uses it (the
 there) or waits. A tenant *pins* an adapter by its policy: it is brought to the device without a request and stays.
 
 - One load an adapter at a time, however many wait for it.
-- Loads begin in turns: next is the tenant that has had the fewest bytes loaded by weight since it began to wait
-  (start-time fair queuing, Goyal et al. 1996); a tenant's own in the order of coming. So whoever asks for a thousand
-  cold adapters waits for them, not its neighbours.
+- Loads begin in turns (turns.py): next is the tenant that has had the fewest bytes loaded by weight since it began to
+  wait; a tenant's own in the order of coming. So whoever asks for a thousand cold adapters waits for them, not its
+  neighbours.
 - Room is made by evicting what nobody uses, by the tenants' shares (room.py).
 - Where no room can be made, a tenant's first in the queue is *blocked*. Its own tenant's other requests may overtake
   it, by using a resident adapter or one that fits into what is free, `max_overtakes` times in all; from then on they
@@ -26,21 +26,21 @@ there) or waits. A tenant *pins* an adapter by its policy: it is brought to the 
 
 from __future__ import annotations
 
-import heapq
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from manylora_shared.adapter_shares import honoured_pins
-from manylora_shared.ids import AdapterName, AdapterUid, RequestId, TenantId
+from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
+from manylora_worker.adapters.pins import Pin, PinBook, PinState
 from manylora_worker.adapters.room import Entry, Eviction, Plan, Standing, TierRoom
+from manylora_worker.adapters.turns import Turns
 from manylora_worker.engine.api import AdapterBackend, AdapterEvent, AdapterTier
 
 _KNOWN_SIZES = 4096
 """Sizes remembered of adapters that are on disk only."""
 _PREFETCH_QUEUE = 64
 """Prefetches not yet begun; when another comes, one of the tenant with most of them is forgotten."""
-_TAG_BITS = 20
 
 
 @dataclass(frozen=True)
@@ -76,26 +76,6 @@ class CacheUpdate:
     """Waiting before, using it now."""
     failed: Sequence[AdapterFailure]
     evictions: Sequence[Eviction]
-
-
-@dataclass(frozen=True)
-class Pin:
-    """One name of a policy's `adapters.pin`."""
-
-    name: AdapterName
-    uid: AdapterUid | None
-    """What the name stands for now; None: nothing."""
-    size_bytes: int = 0
-    """As registered."""
-
-
-@dataclass(frozen=True)
-class PinState:
-    pin: Pin
-    is_ready: bool
-    """It is on the device."""
-    problem: str = ""
-    """Why it is not kept there; empty: it is, or is on its way."""
 
 
 @dataclass(frozen=True)
@@ -142,31 +122,20 @@ class AdapterCache:
             TierRoom(tier, budget, weight_of, borrow_after_s=limits.borrow_after_s, patience_s=limits.patience_s)
             for tier, budget in ((AdapterTier.HOST, limits.host_bytes), (AdapterTier.DEVICE, limits.device_bytes))
         )
-        self._queues: dict[TenantId, dict[AdapterUid, None]] = {}
-        """What each tenant waits for, in the order of coming; numbers stand in Entry.queued."""
-        self._queued = 0
-        self._tags: dict[TenantId, int] = {}
-        """Bytes that were loaded for a tenant by weight, in 2^-20; of those that wait, or did lately."""
-        self._virtual_time = 0
-        """The tag of the tenant whose load began last, before it."""
+        self._turns = Turns(weight_of)
         self._loads = {AdapterTier.HOST: 0, AdapterTier.DEVICE: 0}
         self._prefetches: dict[AdapterUid, TenantId | None] = {}
         self._known_bytes: dict[AdapterUid, int] = {}
         self._blocked: dict[TenantId, _Blocked] = {}
         self._no_room_for: dict[TenantId, int] = {}
         """In this pump: the size for which a tenant's turn found no room on the device."""
-        self._pins: Mapping[TenantId, Sequence[Pin]] = {}
-        self._largest_bytes = 0
-        self._pins_due = False
-        """What is pinned is to be found out anew."""
-        self._pin_problems: dict[tuple[TenantId, AdapterUid], str] = {}
+        self._pins = PinBook(limits.device_bytes, weight_of)
         self._evictions: list[Eviction] = []
         """Since the last pump."""
         self._counts: dict[TenantId, list[int]] = {}
         """[evictions, displaced], both cumulative."""
         self._standings: dict[AdapterTier, tuple[tuple[int, int], Standing]] = {}
         """As found last, with the versions of what went into it."""
-        self._queues_version = 0
         self._tick = 0
         self._version = 0
         self._tenants_version = 0
@@ -192,7 +161,7 @@ class AdapterCache:
     @property
     def has_work(self) -> bool:
         """Whether `pump` may have something to do: loads to hear of, requests, pins or prefetches that wait."""
-        return bool(self._queues or self._prefetches or self.num_loading or self._pins_due)
+        return bool(self._turns or self._prefetches or self.num_loading or self._pins.is_due)
 
     @property
     def host_bytes(self) -> int:
@@ -213,11 +182,11 @@ class AdapterCache:
     def tenants(self) -> dict[TenantId, TenantAdapters]:
         """Of all tenants that have, had or pin adapters."""
         device, host = self._device.held(), self._host.held()
-        everybody = dict.fromkeys((*device, *host, *self._counts, *self._pins))
+        everybody = dict.fromkeys((*device, *host, *self._counts, *self._pins.tenants))
         found: dict[TenantId, TenantAdapters] = {}
         for tenant in everybody:
             evictions, displaced = self._counts.get(tenant, (0, 0))
-            pins = tuple(self._pin_state(tenant, pin) for pin in self._pins.get(tenant, ()))
+            pins = self._pins.states(tenant, functools.partial(self._is_pinned, tenant))
             found[tenant] = TenantAdapters(device.get(tenant, 0), host.get(tenant, 0), evictions, displaced, pins)
         return found
 
@@ -237,7 +206,7 @@ class AdapterCache:
             entry.users[holder] = None
             return True
         entry.waiters[holder] = tenant_id
-        self._enqueue(tenant_id, entry)
+        self._turns.add(tenant_id, entry)
         return False
 
     def release(self, holder: RequestId, now: float) -> None:
@@ -281,27 +250,25 @@ class AdapterCache:
         Args:
             largest_bytes: of the adapters that are registered: room for one is left beside all pins.
         """
-        self._pins, self._largest_bytes = pins, largest_bytes
-        self._pin_problems.clear()
-        self._pins_due = True
+        self._pins.set(pins, largest_bytes)
 
     def weights_changed(self) -> None:
         self._standings.clear()
-        self._pins_due |= bool(self._pins)
+        self._pins.changed()
 
     def pump(self, now: float) -> CacheUpdate:
         """Hears of loads that ended, hands out adapters, and starts what there is room for."""
         failed: list[AdapterFailure] = []
         for event in self._backend.poll():
             self._take_event(event, failed, now)
-        if self._pins_due:
-            self._pins_due = False
+        if self._pins.is_due:
             self._apply_pins(now)
         ready: list[RequestId] = []
         self._no_room_for.clear()
-        self._take_turns(ready, failed, now)
-        for uid, tenant_id in list(self._prefetches.items()):
-            if uid in self._prefetches and self._advance_prefetch(self._entry(uid), tenant_id, now):
+        for tenant_id, entry in self._turns.take():
+            self._advance(tenant_id, entry, ready, failed, now)
+        for uid, prefetching in list(self._prefetches.items()):
+            if uid in self._prefetches and self._advance_prefetch(self._entry(uid), prefetching, now):
                 self._prefetches.pop(uid, None)
                 self._forget_if_unused(self._entries[uid])
         evictions, self._evictions = self._evictions, []
@@ -313,11 +280,9 @@ class AdapterCache:
         for uid, entry in self._entries.items():
             self._check_entry(uid, entry)
         assert len(self._holds) == sum(len(e.users) + len(e.waiters) for e in self._entries.values())
-        for tenant, queue in self._queues.items():
-            numbers = [self._entries[uid].queued[tenant] for uid in queue]
-            assert numbers == sorted(numbers)
-            assert numbers, "an empty queue was kept"
-        assert sum(map(len, self._queues.values())) == sum(len(e.queued) for e in self._entries.values())
+        self._turns.check_invariants()
+        waiting = [(tenant, uid) for tenant, queue in self._turns.queues.items() for uid in queue]
+        assert sorted(waiting) == sorted((tenant, uid) for uid, e in self._entries.items() for tenant in e.queued)
         assert all(tenant in blocked.entry.queued for tenant, blocked in self._blocked.items())
         for room in (self._host, self._device):
             assert room.entries == {uid: e for uid, e in self._entries.items() if e.uses(room.tier)}
@@ -338,7 +303,7 @@ class AdapterCache:
             assert tenant in entry.claims[AdapterTier.DEVICE], "used by a tenant against which it does not count"
         for tenant in entry.pinned_by:
             assert tenant in entry.claims[AdapterTier.DEVICE]
-            assert self._pins_due or any(pin.uid == uid for pin in self._pins[tenant])
+            assert self._pins.is_due or uid in self._pins.uids_of(tenant)
         if not entry.waiters and not entry.pinned_by:
             assert entry.uses(AdapterTier.DEVICE) or not entry.claims[AdapterTier.DEVICE], "a claim on nothing"
 
@@ -363,29 +328,10 @@ class AdapterCache:
         """Whether a request or a pin of the tenant waits for it."""
         return tenant_id in entry.waiters.values() or (tenant_id in entry.pinned_by and not entry.on_device)
 
-    def _enqueue(self, tenant_id: TenantId, entry: Entry) -> None:
-        if tenant_id in entry.queued:
-            return
-        if tenant_id not in self._queues:
-            if not self._queues:
-                self._tags.clear()
-                self._virtual_time = 0
-            self._queues[tenant_id] = {}
-            self._tags[tenant_id] = max(self._tags.get(tenant_id, 0), self._virtual_time)
-        self._queued += 1
-        self._queues_version += 1
-        entry.queued[tenant_id] = self._queued
-        self._queues[tenant_id][entry.uid] = None
-
     def _leave_queue(self, entry: Entry, tenant_id: TenantId) -> None:
-        if entry.queued.pop(tenant_id, None) is None:
+        if not self._turns.remove(tenant_id, entry):
             return
-        self._queues_version += 1
         entry.no_room_since.pop(tenant_id, None)
-        queue = self._queues[tenant_id]
-        del queue[entry.uid]
-        if not queue:
-            del self._queues[tenant_id]
         blocked = self._blocked.get(tenant_id)
         if blocked is not None and blocked.entry is entry:
             del self._blocked[tenant_id]
@@ -407,14 +353,13 @@ class AdapterCache:
         Args:
             more: what a tenant wants besides what it waits for.
         """
-        versions = self._tenants_version, self._queues_version
+        versions = self._tenants_version, self._turns.version
         known = self._standings.get(tier)
         if more is None and known is not None and known[0] == versions:
             return known[1]
         waiting: dict[TenantId, int] = {} if more is None else dict([more])
-        for tenant, queue in self._queues.items():
-            entries = (self._entries[uid] for uid in queue)
-            wanted = sum(e.size_bytes for e in entries if not e.uses(tier) and not e.on_device)
+        for tenant, queue in self._turns.queues.items():
+            wanted = sum(e.size_bytes for e in queue.values() if not e.uses(tier) and not e.on_device)
             waiting[tenant] = waiting.get(tenant, 0) + wanted
         floors = self._pinned_bytes() if tier is AdapterTier.DEVICE else {}
         standing = self._room(tier).standing(waiting, floors)
@@ -426,40 +371,24 @@ class AdapterCache:
 
     def _pinned_bytes(self) -> dict[TenantId, int]:
         pinned: dict[TenantId, int] = {}
-        for tenant, pins in self._pins.items():
-            for uid in {pin.uid for pin in pins}:
-                entry = self._entries.get(uid) if uid is not None else None
-                if entry is not None and tenant in entry.pinned_by:
-                    pinned[tenant] = pinned.get(tenant, 0) + entry.size_bytes
+        for tenant in self._pins.tenants:
+            mine = [self._entries[uid] for uid in self._pins.uids_of(tenant) if self._is_pinned(tenant, uid, False)]
+            if mine:
+                pinned[tenant] = sum(entry.size_bytes for entry in mine)
         return pinned
 
-    def _size_of(self, pin: Pin) -> int:
-        entry = self._entries.get(pin.uid) if pin.uid is not None else None
-        known = self._known_bytes.get(pin.uid, 0) if pin.uid is not None else 0
-        return max(pin.size_bytes, known, entry.size_bytes if entry is not None else 0)
+    def _is_pinned(self, tenant_id: TenantId, uid: AdapterUid, on_device: bool = True) -> bool:
+        """Whether the tenant pins it, and (`on_device`) it is there."""
+        entry = self._entries.get(uid)
+        return entry is not None and tenant_id in entry.pinned_by and (entry.on_device or not on_device)
+
+    def _size_of(self, uid: AdapterUid) -> int:
+        entry = self._entries.get(uid)
+        return max(self._known_bytes.get(uid, 0), entry.size_bytes if entry is not None else 0)
 
     def _apply_pins(self, now: float) -> None:
-        """Pins and unpins, so that what is pinned is what can be honoured."""
-        named = {
-            tenant: list(dict.fromkeys(pin.uid for pin in pins if pin.uid is not None))
-            for tenant, pins in self._pins.items()
-        }
-        sizes = {pin.uid: self._size_of(pin) for pins in self._pins.values() for pin in pins}
-        honoured = honoured_pins(
-            {tenant: [sizes[uid] for uid in uids] for tenant, uids in named.items()},
-            {tenant: self._weight_of(tenant) for tenant in named},
-            self._limits.device_bytes,
-            self._largest_bytes,
-        )
-        wanted: dict[tuple[TenantId, AdapterUid], None] = {}
-        for tenant, uids in named.items():
-            for uid, is_honoured in zip(uids, honoured[tenant], strict=True):
-                if is_honoured:
-                    wanted[tenant, uid] = None
-                    if self._pin_problems.get((tenant, uid)) == NO_ROOM_TO_PIN:
-                        del self._pin_problems[tenant, uid]
-                else:
-                    self._pin_problems[tenant, uid] = NO_ROOM_TO_PIN
+        """Pins and unpins, so that what is pinned is what can be kept."""
+        wanted = self._pins.resolve(self._size_of)
         for uid, entry in list(self._entries.items()):
             for tenant in [tenant for tenant in entry.pinned_by if (tenant, uid) not in wanted]:
                 del entry.pinned_by[tenant]
@@ -468,24 +397,13 @@ class AdapterCache:
                 self._drop_vain_claims(entry)
             self._forget_if_unused(entry)
         for tenant, uid in wanted:
-            if (tenant, uid) not in self._pin_problems:
-                self._pin(tenant, self._entry(uid), now)
+            entry = self._entry(uid)
+            if tenant not in entry.pinned_by:
+                entry.pinned_by[tenant] = None
+                self._touch(entry, tenant, now)
+                if not entry.on_device:
+                    self._turns.add(tenant, entry)
         self._tenants_version += 1
-
-    def _pin(self, tenant_id: TenantId, entry: Entry, now: float) -> None:
-        if tenant_id in entry.pinned_by:
-            return
-        entry.pinned_by[tenant_id] = None
-        self._touch(entry, tenant_id, now)
-        if not entry.on_device:
-            self._enqueue(tenant_id, entry)
-
-    def _pin_state(self, tenant_id: TenantId, pin: Pin) -> PinState:
-        if pin.uid is None:
-            return PinState(pin, is_ready=False, problem="no adapter has this name")
-        entry = self._entries.get(pin.uid)
-        is_ready = entry is not None and entry.on_device and tenant_id in entry.pinned_by
-        return PinState(pin, is_ready, "" if is_ready else self._pin_problems.get((tenant_id, pin.uid), ""))
 
     # -- who may overtake
 
@@ -524,38 +442,20 @@ class AdapterCache:
 
     # -- turns
 
-    def _take_turns(self, ready: list[RequestId], failed: list[AdapterFailure], now: float) -> None:
-        """Each tenant's queue from its front, and after each load that begins the next tenant's."""
-        turns = [
-            (self._tags[tenant], self._entries[next(iter(queue))].queued[tenant], tenant, list(reversed(queue)))
-            for tenant, queue in self._queues.items()
-        ]
-        heapq.heapify(turns)
-        while turns:
-            _, number, tenant, left = heapq.heappop(turns)
-            while left:
-                uid = left.pop()
-                if uid not in self._queues.get(tenant, ()):
-                    continue
-                if self._advance(tenant, self._entries[uid], ready, failed, now):
-                    heapq.heappush(turns, (self._tags[tenant], number, tenant, left))
-                    break
-
     def _advance(
         self, tenant_id: TenantId, entry: Entry, ready: list[RequestId], failed: list[AdapterFailure], now: float
-    ) -> bool:
-        """The next thing to do for an adapter that a tenant waits for. Returns whether a load began."""
+    ) -> None:
+        """The next thing to do for an adapter that a tenant waits for."""
         if entry.on_device:
             self._hand_out(tenant_id, entry, ready, now)
         elif entry.loading is not None:
-            return False
+            return
         elif (problem := self._too_large(entry)) is not None:
             self._fail(entry, problem, failed)
         elif entry.on_host:
-            return self._start_device_load(tenant_id, entry, now)
+            self._start_device_load(tenant_id, entry, now)
         else:
-            return self._start_host_load(tenant_id, entry, now)
-        return False
+            self._start_host_load(tenant_id, entry, now)
 
     def _hand_out(self, tenant_id: TenantId, entry: Entry, ready: list[RequestId], now: float) -> None:
         holders = [holder for holder, tenant in entry.waiters.items() if tenant == tenant_id]
@@ -568,37 +468,35 @@ class AdapterCache:
         self._leave_queue(entry, tenant_id)
         self._touch(entry, tenant_id, now)
 
-    def _start_device_load(self, tenant_id: TenantId, entry: Entry, now: float) -> bool:
+    def _start_device_load(self, tenant_id: TenantId, entry: Entry, now: float) -> None:
         if self._loads[AdapterTier.DEVICE] >= self._limits.device_loads:
-            return False
+            return
         if entry.size_bytes >= self._no_room_for.get(tenant_id, entry.size_bytes + 1):
-            return False
+            return
         if not self._may_use(tenant_id, entry, counts=False):
-            return False
+            return
         standing = self._standing(AdapterTier.DEVICE)
         plan = self._device.plan(entry, tenant_id, entry.size_bytes, standing, now)
         if plan is None:
             entry.no_room_since.setdefault(tenant_id, now)
             self._block(tenant_id, entry, standing)
             self._no_room_for[tenant_id] = entry.size_bytes
-            return False
+            return
         self._make_way(plan, self._device, tenant_id)
         blocked = self._blocked.get(tenant_id)
         if blocked is not None and blocked.entry is entry:
             del self._blocked[tenant_id]
         self._begin_load(entry, AdapterTier.DEVICE, tenant_id)
-        return True
 
-    def _start_host_load(self, tenant_id: TenantId, entry: Entry, now: float) -> bool:
+    def _start_host_load(self, tenant_id: TenantId, entry: Entry, now: float) -> None:
         if self._loads[AdapterTier.HOST] >= self._limits.host_loads:
-            return False
+            return
         plan = self._host.plan(entry, tenant_id, entry.size_bytes, self._standing(AdapterTier.HOST), now)
         if plan is None:
             entry.no_room_since.setdefault(tenant_id, now)
-            return False
+            return
         self._make_way(plan, self._host, tenant_id)
         self._begin_load(entry, AdapterTier.HOST, tenant_id)
-        return True
 
     def _begin_load(self, entry: Entry, tier: AdapterTier, tenant_id: TenantId | None) -> None:
         entry.loading = tier
@@ -606,9 +504,8 @@ class AdapterCache:
         self._loads[tier] += 1
         self._room(tier).entries[entry.uid] = entry
         self._tenants_version += 1
-        if tenant_id in self._tags:
-            self._virtual_time = max(self._virtual_time, self._tags[tenant_id])
-            self._tags[tenant_id] += (self._cost(entry) << _TAG_BITS) // self._weight_of(tenant_id)
+        if tenant_id is not None:
+            self._turns.charge(tenant_id, self._cost(entry))
         if tier is AdapterTier.HOST:
             self._backend.start_host_load(entry.uid)
         else:
@@ -658,19 +555,11 @@ class AdapterCache:
         self._version += 1
         if event.tier is AdapterTier.DEVICE:
             entry.on_device = True
-            self._pin_again(entry, now)
+            self._pins.arrived(entry.uid)
             return
         entry.on_host = True
         self._learn_size(entry, event.size_bytes)
         self._settle_host(entry, failed, now)
-
-    def _pin_again(self, entry: Entry, now: float) -> None:
-        """What a request has brought to the device is pinned there, though a load for the pin had failed."""
-        for tenant, pins in self._pins.items():
-            problem = self._pin_problems.get((tenant, entry.uid), NO_ROOM_TO_PIN)
-            if problem != NO_ROOM_TO_PIN and any(pin.uid == entry.uid for pin in pins):
-                del self._pin_problems[tenant, entry.uid]
-                self._pin(tenant, entry, now)
 
     def _learn_size(self, entry: Entry, size_bytes: int) -> None:
         has_changed = entry.size_bytes != size_bytes
@@ -680,7 +569,7 @@ class AdapterCache:
         if len(self._known_bytes) > _KNOWN_SIZES:
             del self._known_bytes[next(iter(self._known_bytes))]
         if has_changed and entry.pinned_by:
-            self._pins_due = True
+            self._pins.changed()
 
     def _settle_host(self, entry: Entry, failed: list[AdapterFailure], now: float) -> None:
         """A host load ended, and only now its size may be known: it stays if it fits, else it comes again later."""
@@ -705,7 +594,7 @@ class AdapterCache:
         for name, budget in (("host", self._limits.host_bytes), ("device", self._limits.device_bytes)):
             if entry.size_bytes > budget:
                 return f"the adapter takes {entry.size_bytes} bytes, more than the whole {name} budget of {budget}"
-        if self._pins and not entry.pinned_by:
+        if self._pins.tenants and not entry.pinned_by:
             pinned = sum(e.size_bytes for e in self._entries.values() if e.pinned_by)
             left = self._limits.device_bytes - pinned
             if entry.size_bytes > left:
@@ -718,7 +607,7 @@ class AdapterCache:
             del self._holds[holder]
         entry.waiters.clear()
         for tenant in entry.pinned_by:
-            self._pin_problems[tenant, entry.uid] = message
+            self._pins.failed(tenant, entry.uid, message)
         entry.pinned_by.clear()
         for tenant in list(entry.queued):
             self._leave_queue(entry, tenant)
@@ -766,6 +655,3 @@ class AdapterCache:
         self._drop_vain_claims(entry)
         self._version += 1
         self._tenants_version += 1
-
-
-NO_ROOM_TO_PIN = "what is pinned exceeds what the worker can keep beside its largest adapter"

@@ -33,7 +33,8 @@ from dataclasses import dataclass
 from manylora_shared.errors import AlreadyExists, InvalidRequest, Overloaded
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
-from manylora_worker.adapters.cache import AdapterCache, AdapterCacheLimits, Pin, TenantAdapters
+from manylora_worker.adapters.cache import AdapterCache, AdapterCacheLimits, TenantAdapters
+from manylora_worker.adapters.pins import Pin
 from manylora_worker.engine.api import (
     AdapterBackend,
     AdapterTier,
