@@ -24,8 +24,7 @@ equal policies have equal text, and it is what the coordination store keeps.
     adapters: {pin: [support]}
     security: {can_stream: true, data_retention_days: 0}
 
-What the grammar knows and nothing enforces yet stands in NOT_ENFORCED, and is refused: an operator who reads a policy
-back must be able to rely on all of it. Whoever builds the enforcement takes the name out of that list.
+All of the grammar is enforced: an operator who reads a policy back can rely on it.
 """
 
 from __future__ import annotations
@@ -49,8 +48,6 @@ MAX_PINS = 256
 MAX_TTFT_MS = 3_600_000
 MIN_AVAILABILITY = 0.5
 MAX_RETENTION_DAYS = 36_500
-NOT_ENFORCED = ("adapters.pin",)
-"""Paths of the grammar that `parse_policy` reads and refuses; `*` stands for any class."""
 MAX_DOCUMENT_BYTES = 16 * 1024
 _MAX_DEPTH = 8
 """Deeper nesting than the grammar has, and far less than would exhaust the stack."""
@@ -157,11 +154,17 @@ class TenantPolicy:
     limits: TenantLimits = TenantLimits()
     quotas: TenantQuotas = TenantQuotas()
     pinned_adapters: tuple[AdapterName, ...] = ()
-    """Adapters that stay on the device, in the document's order."""
+    """Names of adapters that stay on every worker's device, in the document's order: the first ones first, where not
+    all have room."""
     security: TenantSecurity = TenantSecurity()
 
     def weight(self, qos_class: QosClass) -> int:
         return self.classes[qos_class].weight
+
+    @property
+    def tenant_weight(self) -> int:
+        """Of the tenant as a whole: what its flows have together."""
+        return sum(each.weight for each in self.classes.values())
 
     def to_yaml(self) -> str:
         """The canonical document; parse_policy gives an equal policy back."""
@@ -192,17 +195,14 @@ def _scalar(value: bool | int | float) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def parse_policy(yaml_text: str, *, enforced_only: bool = True) -> TenantPolicy:
+def parse_policy(yaml_text: str) -> TenantPolicy:
     """Reads one policy document.
-
-    Args:
-        enforced_only: whether what stands in NOT_ENFORCED is an error.
 
     Raises:
         InvalidRequest: with one violation for each error; its description begins with `line N`.
     """
     root = _compose(yaml_text)
-    reader = _Reader(NOT_ENFORCED if enforced_only else ())
+    reader = _Reader()
     policy = reader.policy(root)
     if reader.violations:
         more = len(reader.violations) - _MAX_VIOLATIONS
@@ -212,6 +212,19 @@ def parse_policy(yaml_text: str, *, enforced_only: bool = True) -> TenantPolicy:
         raise InvalidRequest.of_all(shown)
     assert policy is not None
     return policy
+
+
+def line_of(yaml_text: str, path: str) -> int:
+    """The line of a document that parse_policy has read in which a field stands, by its path ("adapters.pin"); 1 where
+    it does not."""
+    node, line = _compose(yaml_text), 1
+    for name in path.split("."):
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        key, node = next(((key, value) for key, value in pairs if key.value == name), (None, None))
+        if key is None:
+            return 1
+        line = _line(key)
+    return line
 
 
 def _compose(yaml_text: str) -> yaml.Node | None:
@@ -261,9 +274,8 @@ def _shown(text: str) -> str:
 class _Reader:
     """Walks the nodes of one document and collects its violations. A value that is None had one."""
 
-    def __init__(self, refused: tuple[str, ...]) -> None:
+    def __init__(self) -> None:
         self.violations: list[FieldViolation] = []
-        self._refused = refused
 
     def policy(self, root: yaml.Node | None) -> TenantPolicy | None:
         if root is None:
@@ -434,16 +446,8 @@ class _Reader:
                 self._add(key_path, key_node, "is given twice")
             else:
                 found.append(key)
-                if self._is_refused(key_path):
-                    self._add(key_path, key_node, "is not enforced yet, so it is not accepted")
                 readers[key](key_path, value_node)
         return found
-
-    def _is_refused(self, path: str) -> bool:
-        parts = path.split(".")
-        if len(parts) == 3 and parts[0] == "classes":
-            parts[1] = "*"
-        return ".".join(parts) in self._refused
 
     def _share(self, path: str, node: yaml.Node) -> float | None:
         if isinstance(node, yaml.ScalarNode) and _SHARE.fullmatch(node.value):

@@ -97,6 +97,11 @@ class MetricName:
     """Worker, counter by DIRECTION: what was copied for that."""
     KV_HOST_BYTES = "manylora.kv.host_bytes"
     """Worker, gauge: KV in host memory."""
+    ADAPTER_EVICTIONS = "manylora.adapter_evictions"
+    """Scheduler, counter by KIND: adapters that left a worker's device for want of room, for their own tenant's (own)
+    or for another's (displaced)."""
+    UNMET_PINS = "manylora.unmet_pins"
+    """Scheduler, gauge: pins that are not on a connected worker's device, summed over the workers."""
 
 
 class Attribute:

@@ -31,6 +31,8 @@ ADMIN = methods_of(admin_pb2.DESCRIPTOR.services_by_name["AdminService"])
 EOS = 2
 VOCAB = 259
 CONTEXT = 256
+ADAPTER_BYTES = 1 << 20
+"""For adapters, on each worker's device."""
 
 Script = Callable[[worker_pb2.ExecuteRequest], AsyncIterator[worker_pb2.ExecuteResponse]]
 
@@ -167,6 +169,7 @@ class FakeWorker:
             sequence_slots=8,
             max_lora_rank=64,
             eos_token_ids=(EOS,),
+            device_adapter_bytes=ADAPTER_BYTES,
         )
 
 

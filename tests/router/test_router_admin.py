@@ -12,8 +12,9 @@ from manylora.v1 import admin_pb2, common_pb2, inference_pb2, worker_pb2
 from manylora_router import app as app_module
 from manylora_shared.adapter_files import CONFIG_NAME, WEIGHTS_NAME
 from manylora_shared.coordination import keys
+from manylora_shared.coordination.records import AdapterRecord
 from manylora_shared.errors import Code, RpcError
-from router_fakes import ADMIN, LIST_MODELS, RouterCluster, say, simulate, text_request, until
+from router_fakes import ADAPTER_BYTES, ADMIN, LIST_MODELS, RouterCluster, say, simulate, text_request, until
 
 CONFIG = json.dumps({"r": 8}).encode()
 WEIGHTS = b"weights" * 1000
@@ -108,6 +109,47 @@ def test_a_version_is_replaced_only_if_it_is_the_one_expected() -> None:
         assert stored is not None
         assert after is not None
         assert after.version == stored.version + 1
+
+    simulate(test)
+
+
+def test_pins_that_no_worker_can_keep_are_refused_at_their_line() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        async def register(tenant: str, name: str, size_bytes: int) -> None:
+            record = AdapterRecord(tenant, name, f"uid-{tenant}-{name}", 8, size_bytes, ("q_proj",), 0.0)
+            await cluster.store.put(keys.adapter(tenant, name), record.to_json())
+            await until(lambda: f"{tenant}/{name}" in cluster.app.directory.adapters)
+
+        async def apply(tenant: str, *names: str) -> str:
+            """What is said against it; empty: nothing."""
+            document = (
+                f"tenant_id: {tenant}\nclasses: {{batch: {{weight: 1}}}}\nadapters:\n  pin: [{', '.join(names)}]\n"
+            )
+            answer = await asyncio.gather(call(cluster, "ApplyTenant", policy_yaml=document), return_exceptions=True)
+            if not isinstance(answer[0], RpcError):
+                return ""
+            assert answer[0].code is Code.INVALID_ARGUMENT
+            (violation,) = answer[0].violations
+            assert violation.field == "adapters.pin"
+            return str(violation.description)
+
+        size = ADAPTER_BYTES
+        assert await apply("acme", "not-there-yet") == ""
+        for i in range(4):
+            await register("acme", f"a{i}", size // 4)
+            await register("other", f"o{i}", size // 4)
+        assert (await apply("acme", "a0", "a1")).startswith(
+            f"line 4: the pinned adapters take {size // 2} bytes, and another of its adapters {size // 4}: "
+            "more than the tenant's share"
+        )
+        assert await apply("acme", "a0") == ""
+        assert await apply("other", "o0") == ""
+        stored = await cluster.store.get(keys.tenant("acme"))
+        assert stored is not None
+        assert b"a0" in stored.value
+        assert b"a1" not in stored.value, "a refused policy changes nothing"
+        await register("third", "huge", size // 2 + 1)
+        assert "beside the largest adapter" in await apply("other", "o1")
 
     simulate(test)
 

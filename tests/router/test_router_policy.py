@@ -12,7 +12,6 @@ from manylora_shared.ids import AdapterName, QosClass, TenantId
 from manylora_shared.policy import (
     DEFAULT_WEIGHTS,
     MAX_DOCUMENT_BYTES,
-    NOT_ENFORCED,
     ClassPolicy,
     Slo,
     TenantLimits,
@@ -20,6 +19,7 @@ from manylora_shared.policy import (
     TenantQuotas,
     TenantSecurity,
     TokenRate,
+    line_of,
     parse_policy,
 )
 
@@ -55,7 +55,7 @@ policies = st.builds(
 @settings(deadline=None)
 @given(policies)
 def test_canonical_text_comes_back_equal(policy: TenantPolicy) -> None:
-    again = parse_policy(policy.to_yaml(), enforced_only=False)
+    again = parse_policy(policy.to_yaml())
     assert again == policy
     assert again.to_yaml() == policy.to_yaml()
 
@@ -148,7 +148,7 @@ def test_what_is_absent_has_its_default() -> None:
 )
 def test_errors_have_their_line(document: str, field: str, line: int) -> None:
     with pytest.raises(InvalidRequest) as error:
-        parse_policy(document, enforced_only=False)
+        parse_policy(document)
     assert [v.field for v in error.value.violations] == [field]
     assert error.value.violations[0].description.startswith(f"line {line}: ")
 
@@ -200,7 +200,7 @@ security: {can_stream: false, data_retention_days: 0}
 
 
 def test_everything_that_the_grammar_has() -> None:
-    policy = parse_policy(FULL, enforced_only=False)
+    policy = parse_policy(FULL)
     assert policy == TenantPolicy(
         TenantId("a"),
         {
@@ -215,17 +215,11 @@ def test_everything_that_the_grammar_has() -> None:
     )
 
 
-def test_what_nothing_enforces_is_refused_at_its_line() -> None:
-    with pytest.raises(InvalidRequest) as error:
-        parse_policy(FULL)
+def test_a_field_is_found_at_its_line() -> None:
     lines = FULL.splitlines()
-    refused = set()
-    for violation in error.value.violations:
-        line, _, said = violation.description.removeprefix("line ").partition(": ")
-        assert said == "is not enforced yet, so it is not accepted"
-        assert violation.field.rpartition(".")[2] + ":" in lines[int(line) - 1]
-        refused.add(violation.field.replace("classes.interactive", "classes.*"))
-    assert refused == set(NOT_ENFORCED)
+    for path in ("adapters.pin", "quotas.concurrency", "classes.interactive.slo", "tenant_id"):
+        assert lines[line_of(FULL, path) - 1].strip().startswith(path.rpartition(".")[2] + ":")
+    assert line_of(FULL, "adapters.other") == 1
 
 
 @settings(deadline=None)

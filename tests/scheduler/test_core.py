@@ -34,6 +34,7 @@ from manylora_shared.policy import ClassPolicy, TenantPolicy
 
 from tests.scheduler.helpers import ROUTER, Desk, flow, grants, request, started
 
+ACME = TenantId("acme")
 W0 = WorkerId("w0")
 
 
@@ -535,12 +536,13 @@ def test_adapters_of_waiting_requests_are_prefetched_within_bounds() -> None:
     desk.enqueue("a", adapter="uid-a")
     assert desk.enqueue("b", adapter="uid-a") == [], "it is arriving with a"
     sent = [c for i in range(10) for c in desk.enqueue(f"c{i}", adapter=f"uid-{i}")]
-    assert sent == [SendPrefetch(W0, f"uid-{i}") for i in range(PREFETCHES_PER_WORKER)]
+    assert sent == [SendPrefetch(W0, f"uid-{i}", ACME) for i in range(PREFETCHES_PER_WORKER)]
     assert desk.enqueue("again", adapter="uid-0") == []
     desk.report("w0", slots=1, running=1, started=[started("a")], adapters={"uid-0": Residency.HOST})
-    assert desk.enqueue("d", adapter="uid-9") == [SendPrefetch(W0, "uid-9")]
+    assert desk.enqueue("d", adapter="uid-9") == [SendPrefetch(W0, "uid-9", ACME)]
     desk.now += 10.0
-    assert desk.enqueue("e", adapter="uid-8") == [SendPrefetch(W0, "uid-8")], "unanswered prefetches are forgotten"
+    sent = desk.enqueue("e", adapter="uid-8")
+    assert sent == [SendPrefetch(W0, "uid-8", ACME)], "unanswered prefetches are forgotten"
 
 
 def test_status_shows_flows_and_workers() -> None:

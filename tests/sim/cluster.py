@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from manylora_router.app import RouterApp
@@ -24,7 +24,7 @@ from manylora_shared.coordination import keys
 from manylora_shared.coordination.memory import MemoryStore, MemoryStoreServer
 from manylora_shared.coordination.records import AdapterRecord
 from manylora_shared.identity import new_key
-from manylora_shared.ids import AdapterUid, QosClass, TenantId
+from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId
 from manylora_shared.policy import ClassPolicy, TenantPolicy, TenantQuotas
 from manylora_shared.simulation.loop import SimLoop, SimNode, SimWallClock
 from manylora_shared.telemetry import Telemetry
@@ -53,6 +53,8 @@ TENANTS = {"acme": (8, 4, 1), "bolt": (4, 2, 1), "crux": (1, 1, 1)}
 """Tenant: weights of interactive, standard, batch."""
 KV_QUOTAS = {"acme": TenantQuotas(kv_hbm_mb=24, kv_hbm_mb_hard=44), "bolt": TenantQuotas(kv_hbm_mb_reserve=16)}
 """A block is a MiB: one tenant has a hard cap that its longest request reaches nearly, one has a reserve."""
+PINS = {"acme": ("acme-0",), "bolt": ("broken",), "crux": ("leaving",)}
+"""One that can always be kept, one that never loads, one that may be removed."""
 ADAPTERS_PER_TENANT = 3
 BROKEN_ADAPTER = "broken"
 """Registered for every tenant; its weights cannot be loaded."""
@@ -81,6 +83,21 @@ class Engine:
     core: EngineCore
     runner: FakeRunner
     runtime: LoopRuntime
+    backend: FakeAdapterBackend
+    kept: dict[AdapterUid, None] = field(default_factory=dict)
+    """Pinned adapters that were on the device."""
+
+    def check_pins(self, policies: Mapping[str, TenantPolicy]) -> None:
+        """What is pinned and was brought to the device never leaves it. LEAVING_ADAPTER may be unregistered."""
+        everybody = self.core.tenant_adapters()
+        states = [state for adapters in everybody.values() for state in adapters.pins]
+        assert all(state.pin.uid in self.backend.on_device for state in states if state.is_ready)
+        pinned = {uid_of(tenant, name) for tenant, each in policies.items() for name in each.pinned_adapters}
+        self.kept = {uid: None for uid in self.kept if uid in pinned}
+        assert self.kept.keys() <= self.backend.on_device.keys(), "a pinned adapter was evicted"
+        for state in states:
+            if state.is_ready and state.pin.uid in pinned and state.pin.name != LEAVING_ADAPTER:
+                self.kept[state.pin.uid] = None
 
 
 App = RouterApp | SchedulerApp | WorkerApp
@@ -151,10 +168,16 @@ class Cluster:
         for tenant, weights in TENANTS.items():
             classes = {c: ClassPolicy(w) for c, w in zip(QosClass, weights, strict=True)}
             await self.put_policy(
-                store, TenantPolicy(TenantId(tenant), classes, quotas=KV_QUOTAS.get(tenant, TenantQuotas()))
+                store,
+                TenantPolicy(
+                    TenantId(tenant),
+                    classes,
+                    quotas=KV_QUOTAS.get(tenant, TenantQuotas()),
+                    pinned_adapters=tuple(AdapterName(name) for name in PINS[tenant]),
+                ),
             )
             for name in [*adapters_of(tenant), BROKEN_ADAPTER, LEAVING_ADAPTER]:
-                record = AdapterRecord(tenant, name, uid_of(tenant, name), 8, 1000, ("q_proj",), 0.0)
+                record = AdapterRecord(tenant, name, uid_of(tenant, name), 8, 1, ("q_proj",), 0.0)
                 await store.put(keys.adapter(tenant, name), record.to_json())
         await store.close()
         for process in self.processes.values():
@@ -234,6 +257,7 @@ class Cluster:
                 for tenant_id, policy in self.policies.items():
                     held, hard = engine.core.blocks_held_by(TenantId(tenant_id)), policy.quotas.kv_hbm_mb_hard
                     assert hard is None or held <= hard, f"{tenant_id} holds {held} blocks, past its hard cap"
+                engine.check_pins(self.policies)
             await asyncio.sleep(_WATCH_S)
 
     def leaders(self) -> list[SchedulerApp]:
@@ -341,7 +365,7 @@ class Cluster:
         runtime = LoopRuntime(
             core, backend, MODEL, max_requests=limits.max_requests, step_s=lambda batch: STEP_S * rng.uniform(0.5, 2.0)
         )
-        return Engine(core, runner, runtime)
+        return Engine(core, runner, runtime, backend)
 
     def _draw(self) -> random.Random:
         return random.Random(self._rng.getrandbits(64))

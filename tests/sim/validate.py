@@ -8,6 +8,7 @@ from manylora.v1 import common_pb2
 from manylora_router.app import RouterApp
 from manylora_scheduler.app import SchedulerApp
 from manylora_shared.errors import Code
+from manylora_shared.ids import TenantId
 from manylora_worker.app import WorkerApp
 
 from tests.sim.cluster import BROKEN_ADAPTER, LEAVING_ADAPTER, NUM_BLOCKS, TENANTS, Cluster, Engine
@@ -182,7 +183,20 @@ def check_at_rest(cluster: Cluster) -> None:
             assert in_engine == (0, 0, 0, 0), f"{process.name}: {stats}"
             assert not engine.runtime.view.running
             engine.core.check_invariants()
+            _check_pins(cluster, engine)
     assert cluster.network.open_calls == num_workers + num_routers, "one control stream a worker, one line a router"
+
+
+def _check_pins(cluster: Cluster, engine: Engine) -> None:
+    """Every pin is kept, or it is told why not."""
+    for tenant, policy in cluster.policies.items():
+        adapters = engine.core.tenant_adapters().get(TenantId(tenant))
+        states = adapters.pins if adapters is not None else ()
+        assert tuple(state.pin.name for state in states) == policy.pinned_adapters
+        for state in states:
+            gone = state.pin.name == LEAVING_ADAPTER and tenant in cluster.removed_adapters
+            assert state.is_ready == (state.pin.name != BROKEN_ADAPTER and not gone), f"{tenant}: {state}"
+            assert state.is_ready or state.problem, f"{tenant}: {state}"
 
 
 def _engine_of(cluster: Cluster, app: WorkerApp) -> Engine:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from manylora.v1 import common_pb2, worker_pb2
 from manylora_shared.coordination import keys
+from manylora_shared.coordination.memory import MemoryStoreServer
+from manylora_shared.coordination.records import AdapterRecord
 from manylora_shared.errors import Code, FieldViolation, RpcError
 from manylora_shared.ids import AdapterUid, QosClass, TenantId
 from manylora_shared.simulation import loop as simulation
@@ -18,6 +21,8 @@ from manylora_shared.telemetry import Attribute, MetricName, SpanName, Telemetry
 from manylora_shared.transport.base import Stream
 from manylora_shared.transport.grpc_transport import GrpcTransport
 from manylora_worker import runtime
+from manylora_worker import tenants as tenants_module
+from manylora_worker.adapters.pins import NO_ROOM_TO_PIN
 from manylora_worker.control import ControlSession
 from manylora_worker.engine.api import AdapterTier
 from manylora_worker.engine.core import EngineCore
@@ -635,3 +640,65 @@ async def test_the_spans_of_a_request() -> None:
     assert mine[SpanName.DECODE]["parent_id"] == mine[SpanName.EXECUTE]["span_id"]
     base = {s["name"] for s in spans if s["attributes"][Attribute.REQUEST_ID] == "base"}
     assert base == {SpanName.EXECUTE, SpanName.PREFILL, SpanName.DECODE}
+
+
+# -- pins
+
+
+def _registered(name: str, uid: str, size_bytes: int = 1) -> bytes:
+    return AdapterRecord("acme", name, uid, 8, size_bytes, ("q_proj",), 0.0).to_json()
+
+
+def _pinning(*names: str) -> bytes:
+    return f"tenant_id: acme\nadapters: {{pin: [{', '.join(names)}]}}\n".encode()
+
+
+async def test_pins_are_loaded_at_the_start_and_follow_the_names_and_the_policy() -> None:
+    server = MemoryStoreServer(random.Random(0))
+    store = server.client()
+    await store.put(keys.adapter("acme", "one"), _registered("one", UID))
+    await store.put(keys.tenant("acme"), _pinning("one", "later"))
+    async with running_worker(settings=config(device_adapter_mb=4e-6), store=server) as worker:
+        device = worker.engine.backend.on_device
+        await eventually(lambda: list(device) == [UID])
+        scheduler = Scheduler(worker)
+        await scheduler.hello(1)
+
+        async def told(*expected: tuple[str, str, bool, str]) -> None:
+            wanted = [
+                worker_pb2.PinnedAdapter(name=n, adapter_uid=u, on_device=d, problem=p) for n, u, d, p in expected
+            ]
+            await scheduler.read_until(lambda r: any(list(t.pins) == wanted for t in r.tenants))
+
+        await told(("one", UID, True, ""), ("later", "", False, "no adapter has this name"))
+        await store.put(keys.adapter("acme", "later"), _registered("later", OTHER_UID))
+        await told(("one", UID, True, ""), ("later", OTHER_UID, True, ""))
+        assert set(device) == {UID, OTHER_UID}
+        third = "ef" * 32
+        await store.delete(keys.adapter("acme", "one"))
+        await store.put(keys.adapter("acme", "one"), _registered("one", third))
+        await told(("one", third, True, ""), ("later", OTHER_UID, True, ""))
+        await store.put(keys.adapter("acme", "one"), _registered("one", third, size_bytes=3))
+        await told(("one", third, False, NO_ROOM_TO_PIN), ("later", OTHER_UID, True, ""))
+        await store.put(keys.tenant("acme"), b"tenant_id: acme\n")
+        await scheduler.read_until(lambda r: any(not t.pins for t in r.tenants))
+
+
+async def test_a_pin_that_fails_to_load_is_logged_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tenants_module, "PIN_RETRY_S", 0.05)
+    server = MemoryStoreServer(random.Random(0))
+    store = server.client()
+    await store.put(keys.adapter("acme", "one"), _registered("one", UID))
+    await store.put(keys.tenant("acme"), _pinning("one"))
+    broken = [True]
+    async with running_worker(
+        settings=config(), store=server, error_of=lambda uid, tier: "the file is gone" if broken else None
+    ) as worker:
+        await eventually(lambda: worker.app._tenants._retry is not None)
+        await asyncio.sleep(0.2)
+        said = [record for record in caplog.records if record.message == "a pin is not kept"]
+        assert len(said) == 1, "once, however often it is tried"
+        broken.clear()
+        await eventually(lambda: UID in worker.engine.backend.on_device)

@@ -137,13 +137,14 @@ async def running_worker(
     telemetry: Telemetry | None = None,
     validate: FakeValidator | None = None,
     policies: Mapping[str, bytes] | None = None,
+    store: MemoryStoreServer | None = None,
     **engine_options: Any,
 ) -> AsyncIterator[Worker]:
     """A started worker, tenants' policies in its store; at the end it is stopped, and nothing may be left in it."""
     settings = settings or config()
     engine = engine or make_engine(settings, **engine_options)
     rng = random.Random(1)
-    store = MemoryStoreServer(rng)
+    store = store or MemoryStoreServer(rng)
     for tenant, text in (policies or {}).items():
         await store.client().put(keys.tenant(tenant), text)
     transport = transport or MemoryNetwork(rng).transport("worker")

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from manylora.v1 import admin_pb2, scheduler_pb2, worker_pb2
 from manylora_shared.adapter_files import AdapterFiles
+from manylora_shared.adapter_shares import pins_problem
 from manylora_shared.clock import WallClock
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Compare, Delete, KeyValue, Put, Store
@@ -25,6 +26,7 @@ from manylora_shared.errors import (
     Code,
     DeadlineExceeded,
     FieldViolation,
+    InternalError,
     InvalidRequest,
     NotFound,
     Overloaded,
@@ -33,9 +35,9 @@ from manylora_shared.errors import (
     VersionConflict,
 )
 from manylora_shared.identity import TENANT_SCOPES, Principal, Scope, authenticate, new_key, permission_denied
-from manylora_shared.ids import NAME_PATTERN, AdapterUid, is_valid_name
+from manylora_shared.ids import NAME_PATTERN, AdapterUid, TenantId, is_valid_name
 from manylora_shared.logs import fields
-from manylora_shared.policy import parse_policy
+from manylora_shared.policy import TenantPolicy, line_of, parse_policy
 from manylora_shared.transport.base import ServerCall, Service, Transport
 
 from manylora_router.channels import WorkerChannels
@@ -54,6 +56,8 @@ _VALIDATE_TIMEOUT_S = 300.0
 _STATUS_TIMEOUT_S = 2.0
 _MAX_CONFLICTS = 8
 """Times that a change is tried again because somebody else changed the same key."""
+_POLICIES_AT_ONCE = 32
+"""Policies that are parsed before others have their turn on the event loop."""
 _DELETE_BATCH = 100
 """Keys deleted in one transaction, well inside the store's bound."""
 
@@ -114,6 +118,9 @@ class AdminServicer:
     ) -> admin_pb2.ApplyTenantResponse:
         self._caller(call).require(Scope.OPERATOR)
         policy = parse_policy(request.policy_yaml)
+        if (problem := await self._pins_problem(policy)) is not None:
+            line = line_of(request.policy_yaml, "adapters.pin")
+            raise InvalidRequest.of("adapters.pin", f"line {line}: {problem}")
         key, value = keys.tenant(policy.tenant_id), policy.to_yaml().encode()
         for _ in range(_MAX_CONFLICTS):
             stored = await self._store.get(key)
@@ -135,6 +142,39 @@ class AdminServicer:
                 answer.version = version + 1
                 return answer
         raise _conflict()
+
+    async def _pins_problem(self, policy: TenantPolicy) -> str | None:
+        """Why the policy's pins cannot be kept, as far as is known here; None: nothing speaks against them."""
+        directory = self._directory
+        capacities = [w.device_adapter_bytes for w in directory.workers.values() if w.device_adapter_bytes]
+        if not policy.pinned_adapters or not capacities:
+            return None
+        sizes: dict[TenantId, dict[str, int]] = {}
+        for entry in directory.adapters.values():
+            sizes.setdefault(TenantId(entry.record.tenant_id), {})[entry.record.name] = entry.record.size_bytes
+        policies = {policy.tenant_id: policy}
+        for count, tenant_id in enumerate(t for t in sizes if t != policy.tenant_id):
+            if count % _POLICIES_AT_ONCE == _POLICIES_AT_ONCE - 1:
+                await asyncio.sleep(0)
+            try:
+                known = directory.policy_of(tenant_id)
+            except InternalError:  # logged where it was read
+                known = None
+            policies[tenant_id] = known or TenantPolicy(tenant_id)
+        own = sizes.get(policy.tenant_id, {})
+        return pins_problem(
+            policy.tenant_id,
+            pins={
+                tenant_id: [sizes[tenant_id][name] for name in each.pinned_adapters if name in sizes[tenant_id]]
+                for tenant_id, each in policies.items()
+                if tenant_id in sizes
+            },
+            registered={tenant_id: sum(each.values()) for tenant_id, each in sizes.items()},
+            weights={tenant_id: each.tenant_weight for tenant_id, each in policies.items()},
+            capacity=min(capacities),
+            own_other=max((size for name, size in own.items() if name not in policy.pinned_adapters), default=0),
+            largest=max((max(each.values()) for each in sizes.values()), default=0),
+        )
 
     async def get_tenant(self, request: admin_pb2.GetTenantRequest, call: ServerCall) -> admin_pb2.GetTenantResponse:
         tenant_id = self._caller(call).require_tenant(request.tenant_id, [Scope.ADMIN])
@@ -455,6 +495,7 @@ class AdminServicer:
                     rung=answer.scheduler.overload.rung,
                     tenants=[each for each in answer.scheduler.overload.tenants if each.tenant_id == tenant_id],
                 ),
+                adapters=[_without_machines(a) for a in answer.scheduler.adapters if a.tenant_id == tenant_id],
             ),
             tenants=1 if tenant_id in self._directory.tenants else 0,
             adapters=len(self._directory.adapters_of(tenant_id)),
@@ -487,6 +528,14 @@ class AdminServicer:
 
 def _tenant_info(tenant_id: str, policy_yaml: str, version: int, adapters: int) -> admin_pb2.TenantInfo:
     return admin_pb2.TenantInfo(tenant_id=tenant_id, policy_yaml=policy_yaml, version=version, adapters=adapters)
+
+
+def _without_machines(adapters: admin_pb2.TenantAdapters) -> admin_pb2.TenantAdapters:
+    """As a tenant may see it: neither how many workers there are, nor that others were in its adapters' way."""
+    adapters.displaced = 0
+    for pin in adapters.pins:
+        pin.on_device, pin.workers = int(pin.on_device == pin.workers), 1
+    return adapters
 
 
 def _adapter_info(record: AdapterRecord) -> admin_pb2.AdapterInfo:

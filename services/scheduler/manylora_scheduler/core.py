@@ -25,7 +25,7 @@ from typing import Literal
 
 from manylora_shared.errors import Code
 from manylora_shared.fair_queue import ArrivalQueue, FairQueue
-from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, WorkerId
+from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
 
 from manylora_scheduler.dispatch import Dispatch
 from manylora_scheduler.events import (
@@ -230,7 +230,7 @@ class Core:
             self._timers.set(("deadline", ticket.number), request.deadline)
         self._timers.set_after(("unserved", ticket.number), self._now, self._limits.worker_wait_s)
         if request.adapter_uid is not None and not self._fleet.num_open:
-            self._prefetch(request.adapter_uid)
+            self._prefetch(request.adapter_uid, request.flow.tenant_id)
 
     def _refusal_of(self, request: QueuedRequest) -> tuple[Code, str, float | None] | None:
         if request.deadline is not None and request.deadline <= self._now:
@@ -492,7 +492,7 @@ class Core:
             )
         )
 
-    def _prefetch(self, uid: AdapterUid) -> None:
+    def _prefetch(self, uid: AdapterUid, tenant_id: TenantId) -> None:
         """Has a worker load the adapter of a request that must wait, unless one has it or is about to."""
         if any(worker.serving for worker in self._fleet.holders.of(uid)):
             return
@@ -501,7 +501,7 @@ class Core:
         if worker is not None:
             worker.send_prefetch(uid)
             self._timers.set_after(("prefetch", worker.worker_id, uid), self._now, PREFETCH_TIMEOUT_S)
-            self._out.append(SendPrefetch(worker.worker_id, uid))
+            self._out.append(SendPrefetch(worker.worker_id, uid, tenant_id))
 
     # ---- what overload control asks for
 

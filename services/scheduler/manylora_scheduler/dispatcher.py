@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from manylora.v1 import worker_pb2
 from manylora_shared.errors import Code, RpcError
-from manylora_shared.ids import AdapterUid, WorkerId
+from manylora_shared.ids import AdapterUid, TenantId, WorkerId
 from manylora_shared.logs import fields
 from manylora_shared.transport.base import Channel, Stream, Transport, methods_of
 
@@ -59,10 +59,10 @@ class WorkerLine:
         self._task = asyncio.create_task(self._run(), name=f"control {worker_id}")
         self._task.add_done_callback(self._ended)
 
-    def prefetch(self, adapter_uid: AdapterUid) -> None:
+    def prefetch(self, adapter_uid: AdapterUid, tenant_id: TenantId) -> None:
         """Dropped where there is no stream: it was only a hint."""
         if self._outbox is not None:
-            prefetch = worker_pb2.PrefetchAdapter(adapter_uid=adapter_uid)
+            prefetch = worker_pb2.PrefetchAdapter(adapter_uid=adapter_uid, tenant_id=tenant_id)
             self._outbox.put_nowait(worker_pb2.ControlCommand(prefetch=prefetch))
 
     async def close(self) -> None:

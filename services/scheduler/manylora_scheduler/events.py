@@ -210,6 +210,8 @@ class SendOverload:
 class SendPrefetch:
     worker_id: WorkerId
     adapter_uid: AdapterUid
+    tenant_id: TenantId
+    """Whose request waits for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,31 @@ NO_LOAD = FlowLoad(0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
+class PinView:
+    """One name of a policy's `adapters.pin` on a worker."""
+
+    name: str
+    uid: str
+    """Empty: no adapter has this name."""
+    on_device: bool
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class TenantAdapters:
+    """A tenant's part of a worker's adapter memory. Meaning as in worker.proto's TenantMemory."""
+
+    device_bytes: int = 0
+    host_bytes: int = 0
+    evictions: int = 0
+    displaced: int = 0
+    pins: tuple[PinView, ...] = ()
+
+
+NO_ADAPTERS = TenantAdapters()
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerReport:
     """One report of a worker. Meaning as in worker.proto."""
 
@@ -79,6 +104,8 @@ class WorkerReport:
     """Of the flows that changed; in a snapshot of all that have some."""
     tenants: Mapping[TenantId, int] = field(default_factory=dict)
     """KV blocks of tenants where they changed."""
+    tenant_adapters: Mapping[TenantId, TenantAdapters] = field(default_factory=dict)
+    """Of tenants where they changed; in a snapshot of all that have any."""
 
 
 @dataclass(slots=True)
@@ -140,6 +167,8 @@ class WorkerView:
         self.block_size = 1
         self.generated_tokens = 0
         self.adapters: Mapping[AdapterUid, Residency] = {}
+        self.tenant_adapters: dict[TenantId, TenantAdapters] = {}
+        """Of tenants that have any, had, or pin some."""
         self._prefetches: dict[AdapterUid, None] = {}
         """Sent and not yet answered by residency."""
         self.running: dict[RequestId, _Running] = {}
@@ -394,6 +423,13 @@ class WorkerView:
         self.kv_blocks_free = report.kv_blocks_free
         self.draining = report.draining
         self.generated_tokens = report.generated_tokens
+        if report.snapshot:
+            self.tenant_adapters.clear()
+        for tenant_id, adapters in report.tenant_adapters.items():
+            if adapters == NO_ADAPTERS:
+                self.tenant_adapters.pop(tenant_id, None)
+            else:
+                self.tenant_adapters[tenant_id] = adapters
         if report.adapters is not None:
             before, self.adapters = self.adapters, report.adapters
             for uid in [*(u for u in before if u not in self.adapters), *(u for u in self.adapters if u not in before)]:

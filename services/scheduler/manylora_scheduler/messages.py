@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from manylora.v1 import admin_pb2, common_pb2, scheduler_pb2, worker_pb2
 from manylora_shared.adapter_files import is_uid
@@ -12,7 +13,16 @@ from manylora_shared.overload import OverloadView, rung_of
 
 from manylora_scheduler.core import FlowView
 from manylora_scheduler.events import HeldLease, RoutersRefused, SendGrant, SendLease, SendLeaseRefusal, SendRefusal
-from manylora_scheduler.fleet import FlowLoad, FlowTokens, Residency, StartedRequest, WorkerReport, WorkerView
+from manylora_scheduler.fleet import (
+    FlowLoad,
+    FlowTokens,
+    PinView,
+    Residency,
+    StartedRequest,
+    TenantAdapters,
+    WorkerReport,
+    WorkerView,
+)
 from manylora_scheduler.neighbours import Noisy
 from manylora_scheduler.overload import OverloadState
 from manylora_scheduler.quota import QuotaView
@@ -101,6 +111,17 @@ def worker_report(message: worker_pb2.ControlReport) -> WorkerReport:
             for f in message.flows
         },
         tenants={TenantId(t.tenant_id): t.kv_blocks for t in message.tenants},
+        tenant_adapters={TenantId(t.tenant_id): _tenant_adapters(t) for t in message.tenants},
+    )
+
+
+def _tenant_adapters(message: worker_pb2.TenantMemory) -> TenantAdapters:
+    return TenantAdapters(
+        device_bytes=message.adapter_device_bytes,
+        host_bytes=message.adapter_host_bytes,
+        evictions=message.adapter_evictions,
+        displaced=message.adapter_displaced,
+        pins=tuple(PinView(p.name, p.adapter_uid, p.on_device, p.problem) for p in message.pins),
     )
 
 
@@ -251,6 +272,28 @@ def flow_status(view: FlowView) -> admin_pb2.FlowStatus:
         oldest_wait_s=view.oldest_wait_s,
         served_cost=view.served_cost,
     )
+
+
+def tenant_adapter_statuses(workers: Iterable[WorkerView]) -> list[admin_pb2.TenantAdapters]:
+    """Sums over the connected workers; pins as the first of them tells that has them."""
+    found: dict[TenantId, admin_pb2.TenantAdapters] = {}
+    for worker in workers:
+        for tenant_id, adapters in worker.tenant_adapters.items() if worker.connected else ():
+            status = found.setdefault(tenant_id, admin_pb2.TenantAdapters(tenant_id=tenant_id))
+            status.device_bytes += adapters.device_bytes
+            status.host_bytes += adapters.host_bytes
+            status.evictions += adapters.evictions
+            status.displaced += adapters.displaced
+            pins = {pin.name: pin for pin in status.pins}
+            for view in adapters.pins:
+                pin = pins.get(view.name)
+                if pin is None:
+                    pin = status.pins.add(name=view.name, adapter_version=view.uid)
+                pin.workers += 1
+                pin.on_device += view.on_device
+                if view.problem and not pin.problem:
+                    pin.problem = view.problem
+    return [found[tenant_id] for tenant_id in sorted(found)]
 
 
 def worker_status(view: WorkerView) -> admin_pb2.WorkerStatus:

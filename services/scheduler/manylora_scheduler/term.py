@@ -53,6 +53,7 @@ from manylora_scheduler.messages import (
     overload_status,
     quota_status,
     refusal_message,
+    tenant_adapter_statuses,
     worker_status,
 )
 from manylora_scheduler.neighbours import NOISY_KINDS
@@ -154,6 +155,7 @@ class Term:
         """Workers' lines that are being closed."""
         self._known_tenants: dict[TenantId, None] = {}
         self._given_up: dict[tuple[QosClass, str], int] = {}
+        self._evicted: dict[tuple[WorkerId, str], int] = {}
         """As the metrics have it, by class and stage."""
         self._timer: asyncio.TimerHandle | None = None
         self._clock_pause_s = MIN_CLOCK_PAUSE_S
@@ -316,6 +318,26 @@ class Term:
         for kind in NOISY_KINDS:
             noisy = {noisy.tenant_id for noisy in state.noisy if noisy.kind == kind}
             telemetry.gauge(MetricName.NOISY_NEIGHBOURS, len(noisy), {Attribute.KIND: kind})
+        self._record_adapters()
+
+    def _record_adapters(self) -> None:
+        """A worker's counts fall when it is another process: that is a new beginning, not a loss."""
+        unmet = 0
+        counted: dict[tuple[WorkerId, str], int] = {}
+        for worker in self.core.workers:
+            displaced = sum(adapters.displaced for adapters in worker.tenant_adapters.values())
+            evictions = sum(adapters.evictions for adapters in worker.tenant_adapters.values())
+            unmet += worker.connected and sum(
+                not pin.on_device for adapters in worker.tenant_adapters.values() for pin in adapters.pins
+            )
+            for kind, total in (("own", evictions - displaced), ("displaced", displaced)):
+                before = self._evicted.get((worker.worker_id, kind), 0)
+                counted[worker.worker_id, kind] = total
+                grown = total - before if total >= before else total
+                if grown:
+                    self._telemetry.count(MetricName.ADAPTER_EVICTIONS, grown, {Attribute.KIND: kind})
+        self._evicted = counted
+        self._telemetry.gauge(MetricName.UNMET_PINS, unmet)
 
     async def _save_last(self) -> None:
         """The planned end of a term: the next leader begins exactly where this one ended."""
@@ -351,6 +373,7 @@ class Term:
             quotas=quotas,
             overload=overload_status(overload),
             neighbours=[neighbour_status(noisy) for noisy in overload.noisy],
+            adapters=tenant_adapter_statuses(self.core.workers),
         )
 
     def worker_statuses(self) -> list[admin_pb2.WorkerStatus]:
@@ -389,7 +412,7 @@ class Term:
             case SendPrefetch():
                 worker = self._workers.get(command.worker_id)
                 if worker is not None:
-                    worker.prefetch(command.adapter_uid)
+                    worker.prefetch(command.adapter_uid, command.tenant_id)
             case Dropped():
                 self._trace_end(command.request, Code.CANCELLED, "withdrawn")
 

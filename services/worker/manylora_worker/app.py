@@ -134,4 +134,5 @@ class WorkerApp:
             sequence_slots=self._config.sequence_slots,
             max_lora_rank=self._config.max_lora_rank,
             eos_token_ids=model.eos_token_ids,
+            device_adapter_bytes=self._config.device_adapter_bytes,
         )

@@ -91,6 +91,10 @@ class WorkerConfig:
                 raise ConfigError(f"--{name.replace('_', '-')}: must not be negative")
 
     @property
+    def device_adapter_bytes(self) -> int:
+        return round(self.device_adapter_mb * (1 << 20))
+
+    @property
     def compute_dtype(self) -> str:
         """`dtype` with auto resolved."""
         if self.dtype != "auto":

@@ -16,6 +16,8 @@ from manylora.v1 import worker_pb2
 from manylora_shared.errors import ManyloraError
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
+from manylora_worker.adapters.cache import TenantAdapters
+from manylora_worker.adapters.pins import PinState
 from manylora_worker.engine.api import AdapterTier, EngineRequest
 from manylora_worker.engine.core import FlowTokens
 from manylora_worker.engine.tenant_shares import FlowKey
@@ -53,8 +55,8 @@ class ControlSession:
         self._slots = view.slots
         self._served: dict[FlowKey, None] = {}
         """Flows without a ready sequence, as of `_slots`."""
-        self._kv_blocks: Mapping[TenantId, int] = {}
-        """As last reported."""
+        self._tenants: dict[TenantId, tuple[int, TenantAdapters]] = {}
+        """KV blocks and adapters as last reported."""
         self._is_urgent = True
         self._has_changed = True
         self._reported_at = float("-inf")
@@ -168,11 +170,24 @@ class ControlSession:
                 )
 
     def _add_tenants(self, report: worker_pb2.ControlReport) -> None:
-        before, held = self._kv_blocks, self._view.kv_blocks
-        for tenant_id in [*held, *(tenant_id for tenant_id in before if tenant_id not in held)]:
-            if held.get(tenant_id, 0) != before.get(tenant_id, 0):
-                report.tenants.add(tenant_id=tenant_id, kv_blocks=held.get(tenant_id, 0))
-        self._kv_blocks = held
+        kv_blocks, adapters = self._view.kv_blocks, self._view.tenant_adapters
+        for tenant_id in dict.fromkeys((*kv_blocks, *adapters, *self._tenants)):
+            memory = kv_blocks.get(tenant_id, 0), adapters.get(tenant_id, _NO_ADAPTERS)
+            if memory == self._tenants.get(tenant_id, _NO_MEMORY):
+                continue
+            self._tenants[tenant_id] = memory
+            blocks, mine = memory
+            report.tenants.add(
+                tenant_id=tenant_id,
+                kv_blocks=blocks,
+                adapter_device_bytes=mine.device_bytes,
+                adapter_host_bytes=mine.host_bytes,
+                adapter_evictions=mine.evictions,
+                adapter_displaced=mine.displaced,
+                pins=[_pinned(state) for state in mine.pins],
+            )
+            if memory == _NO_MEMORY:
+                del self._tenants[tenant_id]
 
     def _changed(self, *, urgent: bool) -> None:
         was_urgent = self._is_urgent
@@ -197,4 +212,13 @@ class ControlSession:
             self._waiter.set_result(None)
 
 
+def _pinned(state: PinState) -> worker_pb2.PinnedAdapter:
+    pin = state.pin
+    return worker_pb2.PinnedAdapter(
+        name=pin.name, adapter_uid=pin.uid or "", on_device=state.is_ready, problem=state.problem
+    )
+
+
 _NO_TOKENS, _NO_LOAD = FlowTokens(), FlowLoad()
+_NO_ADAPTERS = TenantAdapters()
+_NO_MEMORY = (0, _NO_ADAPTERS)

@@ -50,7 +50,7 @@ def engine_limits(config: WorkerConfig) -> EngineLimits:
         ),
         adapters=AdapterCacheLimits(
             host_bytes=round(config.host_adapter_mb * _MIB),
-            device_bytes=round(config.device_adapter_mb * _MIB),
+            device_bytes=config.device_adapter_bytes,
             max_overtakes=_OVERTAKES_PER_SLOT * config.sequence_slots,
         ),
         max_requests=max(_REQUESTS_PER_SLOT * config.sequence_slots, config.sequence_slots + config.parked_sequences),
@@ -89,7 +89,7 @@ def _build_torch(config: WorkerConfig) -> tuple[Runtime, AdapterValidator]:
         num_blocks=config.num_blocks,
         block_size=config.block_size,
         max_lora_rank=config.max_lora_rank,
-        device_adapter_bytes=round(config.device_adapter_mb * _MIB),
+        device_adapter_bytes=config.device_adapter_bytes,
         host_adapter_bytes=round(config.host_adapter_mb * _MIB),
         host_kv_bytes=config.host_kv_bytes,
         sequence_slots=config.sequence_slots,

@@ -31,6 +31,8 @@ from typing import NamedTuple, Protocol
 from manylora_shared.errors import AlreadyExists, Overloaded, ServiceUnavailable
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
+from manylora_worker.adapters.cache import TenantAdapters
+from manylora_worker.adapters.pins import Pin
 from manylora_worker.engine.api import (
     AdapterBackend,
     AdapterTier,
@@ -217,6 +219,8 @@ class _Post:
     kv_blocks: Mapping[TenantId, int]
     adapters: Mapping[AdapterUid, AdapterTier] | None
     """None: unchanged."""
+    tenant_adapters: Mapping[TenantId, TenantAdapters] | None
+    """None: unchanged."""
     slots: Mapping[FlowKey, FlowSlots] | None
     """None: unchanged."""
 
@@ -246,6 +250,8 @@ class EngineView:
         self._paused: dict[RequestId, asyncio.TimerHandle] = {}
         """Requests that their readers keep from going on, and what ends them."""
         self.adapters: Mapping[AdapterUid, AdapterTier] = {}
+        self.tenant_adapters: Mapping[TenantId, TenantAdapters] = {}
+        """Never changed in place."""
         self.flows: dict[FlowKey, FlowTokens] = {}
         self.kv_blocks: Mapping[TenantId, int] = {}
         """That tenants' sequences hold; those that hold none are absent."""
@@ -321,6 +327,8 @@ class EngineView:
         self.kv_blocks = post.kv_blocks
         if post.adapters is not None:
             self.adapters = post.adapters
+        if post.tenant_adapters is not None:
+            self.tenant_adapters = post.tenant_adapters
         if post.slots is not None:
             self.slots = post.slots
         for end in post.ends:
@@ -410,7 +418,10 @@ class Runtime(Protocol):
 
     def stop_choice(self, request_id: RequestId, choice: int) -> None: ...
 
-    def prefetch(self, adapter_uid: AdapterUid) -> None: ...
+    def prefetch(self, adapter_uid: AdapterUid, tenant_id: TenantId | None = None) -> None: ...
+
+    def set_pins(self, pins: Mapping[TenantId, Sequence[Pin]], largest_bytes: int) -> None:
+        """Which adapters stay on the device, from the next token boundary on; as AdapterCache.set_pins."""
 
     def set_share(self, tenant_id: TenantId, share: TenantShare | None) -> None:
         """What a tenant may have, from the next token boundary on; None: the default."""
@@ -451,6 +462,7 @@ class _Turner:
             return None
         self._last_stats = stats
         adapters_changed = last is None or last.adapter_version != stats.adapter_version
+        tenants_changed = last is None or last.tenant_adapters_version != stats.tenant_adapters_version
         slots_changed = last is None or last.slots_version != stats.slots_version
         return _Post(
             outputs=outputs,
@@ -459,6 +471,7 @@ class _Turner:
             flows=self.core.take_changed_flows(),
             kv_blocks=self.core.blocks_held(),
             adapters=self.core.adapter_tiers() if adapters_changed else None,
+            tenant_adapters=self.core.tenant_adapters() if tenants_changed else None,
             slots=self.core.flow_slots() if slots_changed else None,
         )
 
@@ -475,8 +488,12 @@ def _stop_choice(request_id: RequestId, choice: int) -> Command:
     return lambda core, now: core.stop_choice(request_id, choice, now)
 
 
-def _prefetch(adapter_uid: AdapterUid) -> Command:
-    return lambda core, now: core.prefetch(adapter_uid)
+def _prefetch(adapter_uid: AdapterUid, tenant_id: TenantId | None) -> Command:
+    return lambda core, now: core.prefetch(adapter_uid, tenant_id)
+
+
+def _set_pins(pins: Mapping[TenantId, Sequence[Pin]], largest_bytes: int) -> Command:
+    return lambda core, now: core.set_pins(pins, largest_bytes)
 
 
 def _set_share(tenant_id: TenantId, share: TenantShare | None) -> Command:
@@ -543,8 +560,11 @@ class ThreadRuntime:
     def stop_choice(self, request_id: RequestId, choice: int) -> None:
         self._send(_stop_choice(request_id, choice))
 
-    def prefetch(self, adapter_uid: AdapterUid) -> None:
-        self._send(_prefetch(adapter_uid))
+    def prefetch(self, adapter_uid: AdapterUid, tenant_id: TenantId | None = None) -> None:
+        self._send(_prefetch(adapter_uid, tenant_id))
+
+    def set_pins(self, pins: Mapping[TenantId, Sequence[Pin]], largest_bytes: int) -> None:
+        self._send(_set_pins(pins, largest_bytes))
 
     def set_share(self, tenant_id: TenantId, share: TenantShare | None) -> None:
         self._send(_set_share(tenant_id, share))
@@ -682,8 +702,11 @@ class LoopRuntime:
     def stop_choice(self, request_id: RequestId, choice: int) -> None:
         self._send(_stop_choice(request_id, choice))
 
-    def prefetch(self, adapter_uid: AdapterUid) -> None:
-        self._send(_prefetch(adapter_uid))
+    def prefetch(self, adapter_uid: AdapterUid, tenant_id: TenantId | None = None) -> None:
+        self._send(_prefetch(adapter_uid, tenant_id))
+
+    def set_pins(self, pins: Mapping[TenantId, Sequence[Pin]], largest_bytes: int) -> None:
+        self._send(_set_pins(pins, largest_bytes))
 
     def set_share(self, tenant_id: TenantId, share: TenantShare | None) -> None:
         self._send(_set_share(tenant_id, share))

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator
 from manylora.v1 import worker_pb2
 from manylora_shared.adapter_files import is_uid
 from manylora_shared.errors import InvalidRequest, ServiceUnavailable, Unready
-from manylora_shared.ids import AdapterUid, RequestId
+from manylora_shared.ids import AdapterUid, RequestId, TenantId
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import ServerCall, Service
 
@@ -209,7 +209,8 @@ class WorkerServicer:
                     case "prefetch":
                         if not is_uid(command.prefetch.adapter_uid):
                             raise InvalidRequest.of("prefetch.adapter_uid", "must be a sha256 in hex")
-                        self._runtime.prefetch(AdapterUid(command.prefetch.adapter_uid))
+                        tenant_id = TenantId(command.prefetch.tenant_id) or None
+                        self._runtime.prefetch(AdapterUid(command.prefetch.adapter_uid), tenant_id)
                     case "drain":
                         self.drain()
                     case _:

@@ -12,6 +12,7 @@ from manylora.client import (
     OverloadStatus,
     RouterStatus,
     SloStatus,
+    TenantAdapters,
     WorkerStatus,
 )
 
@@ -56,6 +57,8 @@ def _print(status: ClusterStatus) -> None:
         ]
         print_table(("noisy tenant", "how", "worker", "evidence"), neighbours, empty="")
 
+    _print_adapters(scheduler.adapters)
+
     if any(quota.level_tokens is not None for quota in scheduler.quotas):
         quotas = [
             (q.tenant_id, q.qos_class, q.requests, q.leased_tokens, q.settled_tokens, q.level_tokens)
@@ -70,6 +73,33 @@ def _print(status: ClusterStatus) -> None:
         print_table(_CIRCUIT_COLUMNS, [_circuit_row(c) for c in status.circuits], empty="")
     if status.quarantined_prompts:
         write(f"quarantined prompts  {status.quarantined_prompts}\n")
+
+
+def _print_adapters(tenants: tuple[TenantAdapters, ...]) -> None:
+    """What tenants have of the workers' adapter memory, and how their pins stand."""
+    if tenants:
+        rows = [
+            (t.tenant_id, _mib(t.device_bytes), _mib(t.host_bytes), t.evictions, t.displaced, _pins_met(t))
+            for t in tenants
+        ]
+        columns = ("tenant's adapters", "on devices", "on hosts", "evicted", "of these for others", "pins kept")
+        print_table(columns, rows, empty="")
+    unmet = [(t.tenant_id, pin) for t in tenants for pin in t.pins if pin.on_device < pin.workers]
+    if unmet:
+        missing = [
+            (tenant_id, pin.name, f"{pin.on_device} of {pin.workers}", pin.problem or "being loaded")
+            for tenant_id, pin in unmet
+        ]
+        print_table(("tenant", "pinned adapter", "workers", "why not on all"), missing, empty="")
+
+
+def _pins_met(tenant: TenantAdapters) -> str:
+    met = sum(pin.on_device == pin.workers for pin in tenant.pins)
+    return f"{met} of {len(tenant.pins)}" if tenant.pins else "-"
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 20):.1f} MiB"
 
 
 def _print_overload(overload: OverloadStatus) -> None:

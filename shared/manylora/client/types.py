@@ -405,6 +405,34 @@ class NoisyNeighbour:
 
 
 @dataclass(frozen=True)
+class PinStatus:
+    """An adapter that a tenant's policy pins."""
+
+    name: str
+    adapter_version: str
+    """Empty: no adapter has this name."""
+    workers: int
+    on_device: int
+    """Of these workers."""
+    problem: str
+    """Why a worker does not keep it on its device; empty: all do, or load it now."""
+
+
+@dataclass(frozen=True)
+class TenantAdapters:
+    """A tenant's part of the workers' adapter memory. What several tenants use counts in full for each."""
+
+    tenant_id: str
+    device_bytes: int
+    host_bytes: int
+    evictions: int
+    """Of its adapters from devices, since the workers' starts."""
+    displaced: int
+    """Of these, for another tenant's adapter."""
+    pins: tuple[PinStatus, ...]
+
+
+@dataclass(frozen=True)
 class SchedulerStatus:
     reachable: bool
     address: str
@@ -413,6 +441,7 @@ class SchedulerStatus:
     quotas: tuple[QuotaStatus, ...]
     overload: OverloadStatus
     neighbours: tuple[NoisyNeighbour, ...]
+    adapters: tuple[TenantAdapters, ...]
 
 
 @dataclass(frozen=True)
@@ -532,6 +561,10 @@ def status_from(message: admin_pb2.GetStatusResponse) -> ClusterStatus:
             neighbours=tuple(
                 _scalars(NoisyNeighbour, n, evidence=dict(sorted(n.evidence.items())))
                 for n in message.scheduler.neighbours
+            ),
+            adapters=tuple(
+                _scalars(TenantAdapters, a, pins=tuple(_scalars(PinStatus, pin) for pin in a.pins))
+                for a in message.scheduler.adapters
             ),
         ),
         workers=tuple(_scalars(WorkerStatus, w) for w in message.workers),

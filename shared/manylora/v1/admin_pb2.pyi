@@ -324,7 +324,7 @@ class CircuitStatus(_message.Message):
     def __init__(self, tenant_id: _Optional[str] = ..., whole_tenant: _Optional[bool] = ..., adapter_version: _Optional[str] = ..., router_id: _Optional[str] = ..., half_open: _Optional[bool] = ..., retry_after_s: _Optional[float] = ..., openings: _Optional[int] = ...) -> None: ...
 
 class SchedulerStatus(_message.Message):
-    __slots__ = ("reachable", "address", "epoch", "flows", "quotas", "overload", "neighbours")
+    __slots__ = ("reachable", "address", "epoch", "flows", "quotas", "overload", "neighbours", "adapters")
     REACHABLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -332,6 +332,7 @@ class SchedulerStatus(_message.Message):
     QUOTAS_FIELD_NUMBER: _ClassVar[int]
     OVERLOAD_FIELD_NUMBER: _ClassVar[int]
     NEIGHBOURS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     reachable: bool
     address: str
     epoch: int
@@ -339,7 +340,38 @@ class SchedulerStatus(_message.Message):
     quotas: _containers.RepeatedCompositeFieldContainer[QuotaStatus]
     overload: OverloadStatus
     neighbours: _containers.RepeatedCompositeFieldContainer[NoisyNeighbour]
-    def __init__(self, reachable: _Optional[bool] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowStatus, _Mapping]]] = ..., quotas: _Optional[_Iterable[_Union[QuotaStatus, _Mapping]]] = ..., overload: _Optional[_Union[OverloadStatus, _Mapping]] = ..., neighbours: _Optional[_Iterable[_Union[NoisyNeighbour, _Mapping]]] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[TenantAdapters]
+    def __init__(self, reachable: _Optional[bool] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowStatus, _Mapping]]] = ..., quotas: _Optional[_Iterable[_Union[QuotaStatus, _Mapping]]] = ..., overload: _Optional[_Union[OverloadStatus, _Mapping]] = ..., neighbours: _Optional[_Iterable[_Union[NoisyNeighbour, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[TenantAdapters, _Mapping]]] = ...) -> None: ...
+
+class TenantAdapters(_message.Message):
+    __slots__ = ("tenant_id", "device_bytes", "host_bytes", "evictions", "displaced", "pins")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    DISPLACED_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    device_bytes: int
+    host_bytes: int
+    evictions: int
+    displaced: int
+    pins: _containers.RepeatedCompositeFieldContainer[PinStatus]
+    def __init__(self, tenant_id: _Optional[str] = ..., device_bytes: _Optional[int] = ..., host_bytes: _Optional[int] = ..., evictions: _Optional[int] = ..., displaced: _Optional[int] = ..., pins: _Optional[_Iterable[_Union[PinStatus, _Mapping]]] = ...) -> None: ...
+
+class PinStatus(_message.Message):
+    __slots__ = ("name", "adapter_version", "workers", "on_device", "problem")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    ON_DEVICE_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    adapter_version: str
+    workers: int
+    on_device: int
+    problem: str
+    def __init__(self, name: _Optional[str] = ..., adapter_version: _Optional[str] = ..., workers: _Optional[int] = ..., on_device: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class FlowStatus(_message.Message):
     __slots__ = ("tenant_id", "qos_class", "queued", "running", "oldest_wait_s", "served_cost")

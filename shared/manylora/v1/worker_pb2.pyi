@@ -156,10 +156,12 @@ class ControlHello(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., scheduler_id: _Optional[str] = ...) -> None: ...
 
 class PrefetchAdapter(_message.Message):
-    __slots__ = ("adapter_uid",)
+    __slots__ = ("adapter_uid", "tenant_id")
     ADAPTER_UID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     adapter_uid: str
-    def __init__(self, adapter_uid: _Optional[str] = ...) -> None: ...
+    tenant_id: str
+    def __init__(self, adapter_uid: _Optional[str] = ..., tenant_id: _Optional[str] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ()
@@ -212,12 +214,34 @@ class RunningRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., sequences: _Optional[int] = ...) -> None: ...
 
 class TenantMemory(_message.Message):
-    __slots__ = ("tenant_id", "kv_blocks")
+    __slots__ = ("tenant_id", "kv_blocks", "adapter_device_bytes", "adapter_host_bytes", "adapter_evictions", "adapter_displaced", "pins")
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_DISPLACED_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
     tenant_id: str
     kv_blocks: int
-    def __init__(self, tenant_id: _Optional[str] = ..., kv_blocks: _Optional[int] = ...) -> None: ...
+    adapter_device_bytes: int
+    adapter_host_bytes: int
+    adapter_evictions: int
+    adapter_displaced: int
+    pins: _containers.RepeatedCompositeFieldContainer[PinnedAdapter]
+    def __init__(self, tenant_id: _Optional[str] = ..., kv_blocks: _Optional[int] = ..., adapter_device_bytes: _Optional[int] = ..., adapter_host_bytes: _Optional[int] = ..., adapter_evictions: _Optional[int] = ..., adapter_displaced: _Optional[int] = ..., pins: _Optional[_Iterable[_Union[PinnedAdapter, _Mapping]]] = ...) -> None: ...
+
+class PinnedAdapter(_message.Message):
+    __slots__ = ("name", "adapter_uid", "on_device", "problem")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_UID_FIELD_NUMBER: _ClassVar[int]
+    ON_DEVICE_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    adapter_uid: str
+    on_device: bool
+    problem: str
+    def __init__(self, name: _Optional[str] = ..., adapter_uid: _Optional[str] = ..., on_device: _Optional[bool] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class ResidentAdapter(_message.Message):
     __slots__ = ("adapter_uid", "tier")

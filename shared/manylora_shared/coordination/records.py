@@ -41,6 +41,8 @@ class WorkerRecord(_JsonRecord):
     sequence_slots: int
     max_lora_rank: int
     eos_token_ids: tuple[int, ...] = ()
+    device_adapter_bytes: int = 0
+    """For adapters on the device; 0: a worker of an earlier version, which does not tell."""
 
 
 @dataclass(frozen=True)

@@ -1,37 +1,46 @@
 """Which adapter is where, who uses it, and what is loaded or evicted next.
 
 Owns the residency of every adapter (disk, host, device), the byte budgets of host and device, the references that
-requests hold, and the queue of requests that wait for an adapter. Written by EngineCore alone, on the engine's thread;
-an AdapterBackend does the loads beside it. Knows uids and sizes, never tensors.
+requests hold, the tenants' pins, and the queue of what waits for an adapter. Written by EngineCore alone, on the
+engine's thread; an AdapterBackend does the loads beside it. Knows uids, tenants and sizes, never tensors. `now` is the
+caller's, in seconds.
 
     DISK --start_host_load--> HOST --start_device_load--> DEVICE
          <----drop_host-----       <-----drop_device----        (a DEVICE adapter may have lost its host copy)
 
-A request *holds* an adapter from `acquire` to `release`. It is either pinned (the adapter is on the device and stays
-there) or waiting. Waiting adapters stand in one queue, oldest first:
+A request *holds* an adapter from `acquire` to `release`. It either uses it (the adapter is on the device and stays
+there) or waits. A tenant *pins* an adapter by its policy: it is brought to the device without a request and stays.
 
 - One load an adapter at a time, however many wait for it.
-- Room is made by evicting what nobody holds; on the device by idle time x bytes, the greatest first. An adapter that
-  others wait for may be evicted only for one further ahead in the queue.
-- Where too many device bytes are pinned, the first in the queue that needs some is *blocked*. Others may overtake it,
-  by pinning a resident adapter or one that fits into what is free, `max_overtakes` times in all; from then on they
-  queue behind it, so the pins run out and it cannot starve.
-- A failed load fails exactly the requests that wait for it; the next acquire tries again.
+- Loads begin in turns (turns.py): next is the tenant that has had the fewest bytes loaded by weight since it began to
+  wait; a tenant's own in the order of coming. So whoever asks for a thousand cold adapters waits for them, not its
+  neighbours.
+- Room is made by evicting what nobody uses, by the tenants' shares (room.py).
+- Where no room can be made, a tenant's first in the queue is *blocked*. Its own tenant's other requests may overtake
+  it, by using a resident adapter or one that fits into what is free, `max_overtakes` times in all; from then on they
+  queue behind it. Where it is its tenant's due and others hold too much, that holds for tenants above their shares
+  too; for one that is within its share it never does. So the uses that stand in its way run out.
+- A failed load fails exactly the requests that wait for it; the next acquire tries again. A pin's is tried again by
+  `set_pins`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from manylora_shared.ids import AdapterUid, RequestId
+from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
+from manylora_worker.adapters.pins import Pin, PinBook, PinState
+from manylora_worker.adapters.room import Entry, Eviction, Plan, Standing, TierRoom
+from manylora_worker.adapters.turns import Turns
 from manylora_worker.engine.api import AdapterBackend, AdapterEvent, AdapterTier
 
 _KNOWN_SIZES = 4096
 """Sizes remembered of adapters that are on disk only."""
 _PREFETCH_QUEUE = 64
-"""Prefetches not yet begun; the oldest is forgotten when another comes."""
+"""Prefetches not yet begun; when another comes, one of the tenant with most of them is forgotten."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,10 @@ class AdapterCacheLimits:
     """Loads from disk at the same time."""
     device_loads: int = 8
     max_overtakes: int = 32
+    borrow_after_s: float = 30.0
+    """What was not used for so long may go for whoever needs room, shares aside."""
+    patience_s: float = 1.0
+    """After so long without room, a tenant that has nothing else may take what nobody uses, shares aside."""
 
     def __post_init__(self) -> None:
         if min(self.host_bytes, self.device_bytes, self.host_loads, self.device_loads) < 1 or self.max_overtakes < 0:
@@ -60,49 +73,72 @@ class AdapterFailure:
 @dataclass(frozen=True)
 class CacheUpdate:
     ready: Sequence[RequestId]
-    """Waiting before, pinned now."""
+    """Waiting before, using it now."""
     failed: Sequence[AdapterFailure]
+    evictions: Sequence[Eviction]
+
+
+@dataclass(frozen=True)
+class TenantAdapters:
+    """What a tenant has of the cache. An adapter that several tenants use counts in full for each."""
+
+    device_bytes: int = 0
+    host_bytes: int = 0
+    evictions: int = 0
+    """Of its adapters from the device, since the engine's start."""
+    displaced: int = 0
+    """Of these, for another tenant's adapter."""
+    pins: tuple[PinState, ...] = ()
 
 
 @dataclass
-class _Entry:
-    uid: AdapterUid
-    size_bytes: int = 0
-    """On either tier, as its first host load told; 0: not known yet."""
-    on_host: bool = False
-    on_device: bool = False
-    loading: AdapterTier | None = None
-    pins: dict[RequestId, None] = field(default_factory=dict)
-    waiters: dict[RequestId, None] = field(default_factory=dict)
-    last_used: int = 0
+class _Blocked:
+    """The first in a tenant's queue that finds no room."""
 
-    @property
-    def uses_host(self) -> bool:
-        return self.on_host or self.loading is AdapterTier.HOST
-
-    @property
-    def uses_device(self) -> bool:
-        return self.on_device or self.loading is AdapterTier.DEVICE
+    entry: Entry
+    overtakes: int
+    is_due: bool
+    """It is within the tenant's share: others have to make way."""
 
 
 class AdapterCache:
-    def __init__(self, backend: AdapterBackend, limits: AdapterCacheLimits) -> None:
+    """
+    Args:
+        weight_of: a tenant's weight, at least 1. After a change, `weights_changed`.
+    """
+
+    def __init__(
+        self,
+        backend: AdapterBackend,
+        limits: AdapterCacheLimits,
+        weight_of: Callable[[TenantId], int] = lambda tenant_id: 1,
+    ) -> None:
         self._backend = backend
         self._limits = limits
-        self._entries: dict[AdapterUid, _Entry] = {}
-        self._uid_of: dict[RequestId, AdapterUid] = {}
-        self._queue: dict[AdapterUid, int] = {}
-        """In order, numbered."""
-        self._queued = 0
-        self._device: dict[AdapterUid, _Entry] = {}
-        """Those that use the device."""
+        self._weight_of = weight_of
+        self._entries: dict[AdapterUid, Entry] = {}
+        self._holds: dict[RequestId, tuple[TenantId, AdapterUid]] = {}
+        self._host, self._device = (
+            TierRoom(tier, budget, weight_of, borrow_after_s=limits.borrow_after_s, patience_s=limits.patience_s)
+            for tier, budget in ((AdapterTier.HOST, limits.host_bytes), (AdapterTier.DEVICE, limits.device_bytes))
+        )
+        self._turns = Turns(weight_of)
         self._loads = {AdapterTier.HOST: 0, AdapterTier.DEVICE: 0}
-        self._prefetches: dict[AdapterUid, None] = {}
+        self._prefetches: dict[AdapterUid, TenantId | None] = {}
         self._known_bytes: dict[AdapterUid, int] = {}
-        self._blocked: AdapterUid | None = None
-        self._overtakes = 0
+        self._blocked: dict[TenantId, _Blocked] = {}
+        self._no_room_for: dict[TenantId, int] = {}
+        """In this pump: the size for which a tenant's turn found no room on the device."""
+        self._pins = PinBook(limits.device_bytes, weight_of)
+        self._evictions: list[Eviction] = []
+        """Since the last pump."""
+        self._counts: dict[TenantId, list[int]] = {}
+        """[evictions, displaced], both cumulative."""
+        self._standings: dict[AdapterTier, tuple[tuple[int, int], Standing]] = {}
+        """As found last, with the versions of what went into it."""
         self._tick = 0
         self._version = 0
+        self._tenants_version = 0
 
     @property
     def version(self) -> int:
@@ -110,25 +146,30 @@ class AdapterCache:
         return self._version
 
     @property
+    def tenants_version(self) -> int:
+        """Grows with each change of `tenants`."""
+        return self._tenants_version
+
+    @property
     def num_loading(self) -> int:
         return sum(self._loads.values())
 
     @property
     def num_holders(self) -> int:
-        return len(self._uid_of)
+        return len(self._holds)
 
     @property
     def has_work(self) -> bool:
-        """Whether `pump` may have something to do: loads to hear of, requests or prefetches that wait."""
-        return bool(self._queue or self._prefetches or self.num_loading)
+        """Whether `pump` may have something to do: loads to hear of, requests, pins or prefetches that wait."""
+        return bool(self._turns or self._prefetches or self.num_loading or self._pins.is_due)
 
     @property
     def host_bytes(self) -> int:
-        return sum(e.size_bytes for e in self._entries.values() if e.uses_host)
+        return self._host.used_bytes
 
     @property
     def device_bytes(self) -> int:
-        return sum(e.size_bytes for e in self._device.values())
+        return self._device.used_bytes
 
     def tiers(self) -> Mapping[AdapterUid, AdapterTier]:
         """The best tier of every adapter that is off the disk."""
@@ -138,295 +179,479 @@ class AdapterCache:
             if e.on_device or e.on_host
         }
 
-    def is_pinned(self, holder: RequestId) -> bool:
-        uid = self._uid_of.get(holder)
-        return uid is not None and holder in self._entries[uid].pins
+    def tenants(self) -> dict[TenantId, TenantAdapters]:
+        """Of all tenants that have, had or pin adapters."""
+        device, host = self._device.held(), self._host.held()
+        everybody = dict.fromkeys((*device, *host, *self._counts, *self._pins.tenants))
+        found: dict[TenantId, TenantAdapters] = {}
+        for tenant in everybody:
+            evictions, displaced = self._counts.get(tenant, (0, 0))
+            pins = self._pins.states(tenant, functools.partial(self._is_pinned, tenant))
+            found[tenant] = TenantAdapters(device.get(tenant, 0), host.get(tenant, 0), evictions, displaced, pins)
+        return found
 
-    def acquire(self, holder: RequestId, uid: AdapterUid) -> bool:
-        """Begins a holding. Returns whether it is pinned already; else a later `pump` names it as ready or failed."""
-        assert holder not in self._uid_of, f"{holder} holds an adapter already"
+    def uses(self, holder: RequestId) -> bool:
+        """Whether the holder has its adapter on the device."""
+        hold = self._holds.get(holder)
+        return hold is not None and holder in self._entries[hold[1]].users
+
+    def acquire(self, holder: RequestId, tenant_id: TenantId, uid: AdapterUid, now: float) -> bool:
+        """Begins a holding. Returns whether it uses the adapter already; else a later `pump` names it as ready or
+        failed."""
+        assert holder not in self._holds, f"{holder} holds an adapter already"
         entry = self._entry(uid)
-        self._uid_of[holder] = uid
-        self._touch(entry)
-        if entry.on_device and uid not in self._queue and self._may_overtake():
-            entry.pins[holder] = None
+        self._holds[holder] = (tenant_id, uid)
+        self._touch(entry, tenant_id, now)
+        if entry.on_device and tenant_id not in entry.queued and self._may_use(tenant_id, entry):
+            entry.users[holder] = None
             return True
-        entry.waiters[holder] = None
-        if uid not in self._queue:
-            self._queued += 1
-            self._queue[uid] = self._queued
+        entry.waiters[holder] = tenant_id
+        self._turns.add(tenant_id, entry)
         return False
 
-    def release(self, holder: RequestId) -> None:
-        """Ends a holding, pinned or waiting. Unknown holders are ignored: their load has failed."""
-        uid = self._uid_of.pop(holder, None)
-        if uid is None:
+    def release(self, holder: RequestId, now: float) -> None:
+        """Ends a holding. Unknown holders are ignored: their load has failed."""
+        hold = self._holds.pop(holder, None)
+        if hold is None:
             return
+        tenant_id, uid = hold
         entry = self._entries[uid]
-        self._touch(entry)
-        entry.pins.pop(holder, None)
-        if holder in entry.waiters:
+        if entry.users.pop(holder, self) is not self:
+            self._touch(entry, tenant_id, now)
+        else:
             del entry.waiters[holder]
-            if not entry.waiters:
-                self._leave_queue(entry)
+            if not self._waits(entry, tenant_id):
+                self._leave_queue(entry, tenant_id)
         self._forget_if_unused(entry)
 
-    def prefetch(self, uid: AdapterUid) -> None:
-        """Loads it as far up as there is room without waiting. Best effort: a failure is forgotten."""
-        entry = self._entries.get(uid)
-        if entry is not None and (entry.on_device or entry.waiters):
-            return
-        self._prefetches[uid] = None
-        if len(self._prefetches) > _PREFETCH_QUEUE:
-            oldest = next(iter(self._prefetches))
-            del self._prefetches[oldest]
-            if oldest in self._entries:
-                self._forget_if_unused(self._entries[oldest])
+    def prefetch(self, uid: AdapterUid, tenant_id: TenantId | None) -> None:
+        """Loads it as far up as there is room without waiting. Best effort: a failure is forgotten.
 
-    def pump(self) -> CacheUpdate:
+        Args:
+            tenant_id: for whom; None: not known.
+        """
+        entry = self._entries.get(uid)
+        if entry is not None and (entry.on_device or entry.queued):
+            return
+        self._prefetches.setdefault(uid, tenant_id)
+        if len(self._prefetches) > _PREFETCH_QUEUE:
+            counts: dict[TenantId | None, int] = {}
+            for tenant in self._prefetches.values():
+                counts[tenant] = counts.get(tenant, 0) + 1
+            most = max(counts.values())
+            forgotten = next(uid for uid, tenant in self._prefetches.items() if counts[tenant] == most)
+            del self._prefetches[forgotten]
+            if forgotten in self._entries:
+                self._forget_if_unused(self._entries[forgotten])
+
+    def set_pins(self, pins: Mapping[TenantId, Sequence[Pin]], largest_bytes: int) -> None:
+        """What is pinned from the next pump on, by all tenants; loads of pins that failed are tried again.
+
+        Args:
+            largest_bytes: of the adapters that are registered: room for one is left beside all pins.
+        """
+        self._pins.set(pins, largest_bytes)
+
+    def weights_changed(self) -> None:
+        self._standings.clear()
+        self._pins.changed()
+
+    def pump(self, now: float) -> CacheUpdate:
         """Hears of loads that ended, hands out adapters, and starts what there is room for."""
         failed: list[AdapterFailure] = []
         for event in self._backend.poll():
-            self._take_event(event, failed)
+            self._take_event(event, failed, now)
+        if self._pins.is_due:
+            self._apply_pins(now)
         ready: list[RequestId] = []
-        for uid in list(self._queue):
-            self._advance(self._entries[uid], ready, failed)
-        for uid in list(self._prefetches):
-            if self._advance_prefetch(self._entry(uid)):
-                del self._prefetches[uid]
+        self._no_room_for.clear()
+        for tenant_id, entry in self._turns.take():
+            self._advance(tenant_id, entry, ready, failed, now)
+        for uid, prefetching in list(self._prefetches.items()):
+            if uid in self._prefetches and self._advance_prefetch(self._entry(uid), prefetching, now):
+                self._prefetches.pop(uid, None)
                 self._forget_if_unused(self._entries[uid])
-        return CacheUpdate(ready, failed)
+        evictions, self._evictions = self._evictions, []
+        return CacheUpdate(ready, failed, evictions)
 
     def check_invariants(self) -> None:
         assert self.host_bytes <= self._limits.host_bytes, "over the host budget"
         assert self.device_bytes <= self._limits.device_bytes, "over the device budget"
         for uid, entry in self._entries.items():
-            assert not entry.pins.keys() & entry.waiters.keys()
-            assert not entry.pins or entry.on_device, "pinned, but not on the device"
-            assert bool(entry.waiters) == (uid in self._queue)
-            assert entry.loading is not AdapterTier.DEVICE or (entry.on_host and not entry.on_device)
-            assert entry.loading is not AdapterTier.HOST or not entry.on_host
-            assert entry.on_device or entry.on_host or entry.loading or entry.waiters or uid in self._prefetches
-            for holder in (*entry.pins, *entry.waiters):
-                assert self._uid_of[holder] == uid
-        assert len(self._uid_of) == sum(len(e.pins) + len(e.waiters) for e in self._entries.values())
-        assert self._blocked is None or self._blocked in self._queue
-        assert self._device == {uid: e for uid, e in self._entries.items() if e.uses_device}
+            self._check_entry(uid, entry)
+        assert len(self._holds) == sum(len(e.users) + len(e.waiters) for e in self._entries.values())
+        self._turns.check_invariants()
+        waiting = [(tenant, uid) for tenant, queue in self._turns.queues.items() for uid in queue]
+        assert sorted(waiting) == sorted((tenant, uid) for uid, e in self._entries.items() for tenant in e.queued)
+        assert all(tenant in blocked.entry.queued for tenant, blocked in self._blocked.items())
+        for room in (self._host, self._device):
+            assert room.entries == {uid: e for uid, e in self._entries.items() if e.uses(room.tier)}
         assert all(n == sum(e.loading is tier for e in self._entries.values()) for tier, n in self._loads.items())
         assert self._loads[AdapterTier.HOST] <= self._limits.host_loads
         assert self._loads[AdapterTier.DEVICE] <= self._limits.device_loads
-        assert list(self._queue.values()) == sorted(self._queue.values())
 
-    def _entry(self, uid: AdapterUid) -> _Entry:
+    def _check_entry(self, uid: AdapterUid, entry: Entry) -> None:
+        assert not entry.users.keys() & entry.waiters.keys()
+        assert not entry.users or entry.on_device, "in use, but not on the device"
+        assert entry.loading is not AdapterTier.DEVICE or (entry.on_host and not entry.on_device)
+        assert entry.loading is not AdapterTier.HOST or not entry.on_host
+        assert entry.on_device or entry.on_host or entry.loading or entry.queued or uid in self._prefetches
+        assert entry.queued.keys() == {t for t in (*entry.waiters.values(), *entry.pinned_by) if self._waits(entry, t)}
+        for holder in (*entry.users, *entry.waiters):
+            tenant, held = self._holds[holder]
+            assert held == uid
+            assert tenant in entry.claims[AdapterTier.DEVICE], "used by a tenant against which it does not count"
+        for tenant in entry.pinned_by:
+            assert tenant in entry.claims[AdapterTier.DEVICE]
+            assert self._pins.is_due or uid in self._pins.uids_of(tenant)
+        if not entry.waiters and not entry.pinned_by:
+            assert entry.uses(AdapterTier.DEVICE) or not entry.claims[AdapterTier.DEVICE], "a claim on nothing"
+
+    # -- entries and queues
+
+    def _entry(self, uid: AdapterUid) -> Entry:
         entry = self._entries.get(uid)
         if entry is None:
-            entry = self._entries[uid] = _Entry(uid, size_bytes=self._known_bytes.get(uid, 0))
+            entry = self._entries[uid] = Entry(uid, size_bytes=self._known_bytes.get(uid, 0))
         return entry
 
-    def _touch(self, entry: _Entry) -> None:
+    def _touch(self, entry: Entry, tenant_id: TenantId, now: float) -> None:
+        """The tenant uses it, or wants to."""
         self._tick += 1
-        entry.last_used = self._tick
+        entry.last_tick = self._tick
+        for claims in entry.claims.values():
+            if tenant_id not in claims:
+                self._tenants_version += 1
+            claims[tenant_id] = now
 
-    def _forget_if_unused(self, entry: _Entry) -> None:
-        if not (entry.on_device or entry.on_host or entry.loading or entry.waiters or entry.uid in self._prefetches):
+    def _waits(self, entry: Entry, tenant_id: TenantId) -> bool:
+        """Whether a request or a pin of the tenant waits for it."""
+        return tenant_id in entry.waiters.values() or (tenant_id in entry.pinned_by and not entry.on_device)
+
+    def _leave_queue(self, entry: Entry, tenant_id: TenantId) -> None:
+        if not self._turns.remove(tenant_id, entry):
+            return
+        entry.no_room_since.pop(tenant_id, None)
+        blocked = self._blocked.get(tenant_id)
+        if blocked is not None and blocked.entry is entry:
+            del self._blocked[tenant_id]
+        self._drop_vain_claims(entry)
+
+    def _drop_vain_claims(self, entry: Entry) -> None:
+        """On a tier where it is not, those alone claim it who wait for it."""
+        for tier, claims in entry.claims.items():
+            if not entry.uses(tier) and not entry.on_device:
+                for tenant in [t for t in claims if t not in entry.queued and t not in entry.pinned_by]:
+                    del claims[tenant]
+
+    def _forget_if_unused(self, entry: Entry) -> None:
+        if not (entry.on_device or entry.on_host or entry.loading or entry.queued or entry.uid in self._prefetches):
             del self._entries[entry.uid]
 
-    def _leave_queue(self, entry: _Entry) -> None:
-        del self._queue[entry.uid]
-        if self._blocked == entry.uid:
-            self._unblock()
+    def _standing(self, tier: AdapterTier, more: tuple[TenantId, int] | None = None) -> Standing:
+        """
+        Args:
+            more: what a tenant wants besides what it waits for.
+        """
+        versions = self._tenants_version, self._turns.version
+        known = self._standings.get(tier)
+        if more is None and known is not None and known[0] == versions:
+            return known[1]
+        waiting: dict[TenantId, int] = {} if more is None else dict([more])
+        for tenant, queue in self._turns.queues.items():
+            wanted = sum(e.size_bytes for e in queue.values() if not e.uses(tier) and not e.on_device)
+            waiting[tenant] = waiting.get(tenant, 0) + wanted
+        floors = self._pinned_bytes() if tier is AdapterTier.DEVICE else {}
+        standing = self._room(tier).standing(waiting, floors)
+        if more is None:
+            self._standings[tier] = versions, standing
+        return standing
 
-    def _unblock(self) -> None:
-        self._blocked = None
-        self._overtakes = 0
+    # -- pins
 
-    def _may_overtake(self) -> bool:
-        """Counts an overtaking of the blocked adapter, where one is blocked."""
-        if self._blocked is None:
+    def _pinned_bytes(self) -> dict[TenantId, int]:
+        pinned: dict[TenantId, int] = {}
+        for tenant in self._pins.tenants:
+            mine = [self._entries[uid] for uid in self._pins.uids_of(tenant) if self._is_pinned(tenant, uid, False)]
+            if mine:
+                pinned[tenant] = sum(entry.size_bytes for entry in mine)
+        return pinned
+
+    def _is_pinned(self, tenant_id: TenantId, uid: AdapterUid, on_device: bool = True) -> bool:
+        """Whether the tenant pins it, and (`on_device`) it is there."""
+        entry = self._entries.get(uid)
+        return entry is not None and tenant_id in entry.pinned_by and (entry.on_device or not on_device)
+
+    def _size_of(self, uid: AdapterUid) -> int:
+        entry = self._entries.get(uid)
+        return max(self._known_bytes.get(uid, 0), entry.size_bytes if entry is not None else 0)
+
+    def _apply_pins(self, now: float) -> None:
+        """Pins and unpins, so that what is pinned is what can be kept."""
+        wanted = self._pins.resolve(self._size_of)
+        for uid, entry in list(self._entries.items()):
+            for tenant in [tenant for tenant in entry.pinned_by if (tenant, uid) not in wanted]:
+                del entry.pinned_by[tenant]
+                if not self._waits(entry, tenant):
+                    self._leave_queue(entry, tenant)
+                self._drop_vain_claims(entry)
+            self._forget_if_unused(entry)
+        for tenant, uid in wanted:
+            entry = self._entry(uid)
+            if tenant not in entry.pinned_by:
+                entry.pinned_by[tenant] = None
+                self._touch(entry, tenant, now)
+                if not entry.on_device:
+                    self._turns.add(tenant, entry)
+        self._tenants_version += 1
+
+    # -- who may overtake
+
+    def _may_use(self, tenant_id: TenantId, entry: Entry, *, counts: bool = True) -> bool:
+        """Whether the tenant may use an adapter past those that are blocked. Counts it as overtaking where it is."""
+        if not self._blocked:
             return True
-        if self._overtakes >= self._limits.max_overtakes:
-            return False
-        self._overtakes += 1
+        number = entry.queued.get(tenant_id)
+        standing: Standing | None = None
+        passed: list[_Blocked] = []
+        for tenant, blocked in self._blocked.items():
+            if blocked.entry is entry or (number is not None and number < blocked.entry.queued[tenant]):
+                continue
+            if tenant != tenant_id:
+                if not blocked.is_due:
+                    continue
+                if standing is None:
+                    standing = self._standing(AdapterTier.DEVICE)
+                more_bytes = 0 if entry.uses(AdapterTier.DEVICE) else entry.size_bytes
+                if standing.is_within(tenant_id, more_bytes):
+                    continue
+            if blocked.overtakes >= self._limits.max_overtakes:
+                return False
+            passed.append(blocked)
+        if counts:
+            for blocked in passed:
+                blocked.overtakes += 1
         return True
 
-    def _fail(self, entry: _Entry, message: str, failed: list[AdapterFailure]) -> None:
-        holders = list(entry.waiters)
-        for holder in holders:
-            del self._uid_of[holder]
-        entry.waiters.clear()
-        if entry.uid in self._queue:
-            self._leave_queue(entry)
-        if holders:
-            failed.append(AdapterFailure(entry.uid, message, holders))
-        self._prefetches.pop(entry.uid, None)
-        self._forget_if_unused(entry)
-
-    def _take_event(self, event: AdapterEvent, failed: list[AdapterFailure]) -> None:
-        entry = self._entries[event.uid]
-        assert entry.loading is event.tier, f"{event.uid}: a load ended that was not asked for"
-        entry.loading = None
-        self._loads[event.tier] -= 1
-        if event.tier is AdapterTier.DEVICE and event.error is not None:
-            del self._device[entry.uid]
-        if event.error is not None:
-            self._fail(entry, event.error, failed)
+    def _block(self, tenant_id: TenantId, entry: Entry, standing: Standing) -> None:
+        before = self._blocked.get(tenant_id)
+        if before is not None and before.entry.queued[tenant_id] < entry.queued[tenant_id]:
             return
-        self._version += 1
-        if event.tier is AdapterTier.DEVICE:
-            entry.on_device = True
-            return
-        entry.on_host = True
-        self._learn_size(entry, event.size_bytes)
-        self._settle_host(entry, failed)
+        is_due = standing.is_within(tenant_id, entry.size_bytes) or self._device.is_alone(tenant_id, entry)
+        self._blocked[tenant_id] = _Blocked(entry, before.overtakes if before is not None else 0, is_due)
 
-    def _learn_size(self, entry: _Entry, size_bytes: int) -> None:
-        entry.size_bytes = size_bytes
-        self._known_bytes.pop(entry.uid, None)
-        self._known_bytes[entry.uid] = size_bytes
-        if len(self._known_bytes) > _KNOWN_SIZES:
-            del self._known_bytes[next(iter(self._known_bytes))]
+    # -- turns
 
-    def _settle_host(self, entry: _Entry, failed: list[AdapterFailure]) -> None:
-        """A host load ended, and only now its size may be known: it stays if it fits, else it comes again later."""
-        problem = self._too_large(entry)
-        if problem is not None:
-            self._drop_host(entry)
-            self._fail(entry, problem, failed)
-        elif not self._make_host_room(entry, 0):
-            self._drop_host(entry)
-            self._forget_if_unused(entry)
-
-    def _too_large(self, entry: _Entry) -> str | None:
-        for name, budget in (("host", self._limits.host_bytes), ("device", self._limits.device_bytes)):
-            if entry.size_bytes > budget:
-                return f"the adapter takes {entry.size_bytes} bytes, more than the whole {name} budget of {budget}"
-        return None
-
-    def _advance(self, entry: _Entry, ready: list[RequestId], failed: list[AdapterFailure]) -> None:
-        """The next thing to do for an adapter that requests wait for."""
+    def _advance(
+        self, tenant_id: TenantId, entry: Entry, ready: list[RequestId], failed: list[AdapterFailure], now: float
+    ) -> None:
+        """The next thing to do for an adapter that a tenant waits for."""
         if entry.on_device:
-            if self._is_behind_blocked(entry) and not self._may_overtake():
-                return
-            ready += entry.waiters
-            entry.pins |= entry.waiters
-            entry.waiters.clear()
-            self._leave_queue(entry)
-            self._touch(entry)
+            self._hand_out(tenant_id, entry, ready, now)
         elif entry.loading is not None:
             return
         elif (problem := self._too_large(entry)) is not None:
             self._fail(entry, problem, failed)
         elif entry.on_host:
-            self._start_device_load(entry)
+            self._start_device_load(tenant_id, entry, now)
         else:
-            self._start_host_load(entry)
+            self._start_host_load(tenant_id, entry, now)
 
-    def _start_device_load(self, entry: _Entry) -> None:
-        overtakes = self._is_behind_blocked(entry)
-        if overtakes and self._overtakes >= self._limits.max_overtakes:
+    def _hand_out(self, tenant_id: TenantId, entry: Entry, ready: list[RequestId], now: float) -> None:
+        holders = [holder for holder, tenant in entry.waiters.items() if tenant == tenant_id]
+        if holders and not self._may_use(tenant_id, entry):
             return
+        for holder in holders:
+            del entry.waiters[holder]
+            entry.users[holder] = None
+        ready += holders
+        self._leave_queue(entry, tenant_id)
+        self._touch(entry, tenant_id, now)
+
+    def _start_device_load(self, tenant_id: TenantId, entry: Entry, now: float) -> None:
         if self._loads[AdapterTier.DEVICE] >= self._limits.device_loads:
             return
-        if not self._make_device_room(entry, entry.size_bytes):
-            if entry.waiters and not overtakes:
-                self._blocked = entry.uid
+        if entry.size_bytes >= self._no_room_for.get(tenant_id, entry.size_bytes + 1):
             return
-        if self._blocked == entry.uid:
-            self._unblock()
-        entry.loading = AdapterTier.DEVICE
-        self._loads[AdapterTier.DEVICE] += 1
-        self._device[entry.uid] = entry
-        self._backend.start_device_load(entry.uid)
+        if not self._may_use(tenant_id, entry, counts=False):
+            return
+        standing = self._standing(AdapterTier.DEVICE)
+        plan = self._device.plan(entry, tenant_id, entry.size_bytes, standing, now)
+        if plan is None:
+            entry.no_room_since.setdefault(tenant_id, now)
+            self._block(tenant_id, entry, standing)
+            self._no_room_for[tenant_id] = entry.size_bytes
+            return
+        self._make_way(plan, self._device, tenant_id)
+        blocked = self._blocked.get(tenant_id)
+        if blocked is not None and blocked.entry is entry:
+            del self._blocked[tenant_id]
+        self._begin_load(entry, AdapterTier.DEVICE, tenant_id)
 
-    def _start_host_load(self, entry: _Entry) -> None:
+    def _start_host_load(self, tenant_id: TenantId, entry: Entry, now: float) -> None:
         if self._loads[AdapterTier.HOST] >= self._limits.host_loads:
             return
-        if not self._make_host_room(entry, entry.size_bytes):
+        plan = self._host.plan(entry, tenant_id, entry.size_bytes, self._standing(AdapterTier.HOST), now)
+        if plan is None:
+            entry.no_room_since.setdefault(tenant_id, now)
             return
-        entry.loading = AdapterTier.HOST
-        self._loads[AdapterTier.HOST] += 1
-        self._backend.start_host_load(entry.uid)
+        self._make_way(plan, self._host, tenant_id)
+        self._begin_load(entry, AdapterTier.HOST, tenant_id)
 
-    def _advance_prefetch(self, entry: _Entry) -> bool:
+    def _begin_load(self, entry: Entry, tier: AdapterTier, tenant_id: TenantId | None) -> None:
+        entry.loading = tier
+        entry.no_room_since.clear()
+        self._loads[tier] += 1
+        self._room(tier).entries[entry.uid] = entry
+        self._tenants_version += 1
+        if tenant_id is not None:
+            self._turns.charge(tenant_id, self._cost(entry))
+        if tier is AdapterTier.HOST:
+            self._backend.start_host_load(entry.uid)
+        else:
+            self._backend.start_device_load(entry.uid)
+
+    def _cost(self, entry: Entry) -> int:
+        """Of a load, in bytes. What was never loaded counts as what was learned last."""
+        if entry.size_bytes:
+            return entry.size_bytes
+        return next(reversed(self._known_bytes.values()), 1)
+
+    def _advance_prefetch(self, entry: Entry, tenant_id: TenantId | None, now: float) -> bool:
         """Whether nothing is left to do for a prefetch."""
-        if entry.on_device or entry.waiters or self._too_large(entry) is not None:
+        if entry.on_device or entry.queued or self._too_large(entry) is not None:
             return True
         if entry.loading is not None:
             return False
-        if entry.on_host:
-            if self._blocked is None:
-                self._touch(entry)
-                self._start_device_load(entry)
+        tier = AdapterTier.DEVICE if entry.on_host else AdapterTier.HOST
+        if tier is AdapterTier.DEVICE and self._blocked:
             return True
-        self._start_host_load(entry)
-        return entry.loading is None and entry.size_bytes > 0
-
-    def _make_device_room(self, entry: _Entry, more_bytes: int) -> bool:
-        """Evicts from the device until `more_bytes` fit besides what is counted; evicts nothing if that cannot be."""
-        missing = self.device_bytes + more_bytes - self._limits.device_bytes
-        if missing <= 0:
+        limit = self._limits.device_loads if tier is AdapterTier.DEVICE else self._limits.host_loads
+        if self._loads[tier] >= limit:
+            return tier is AdapterTier.DEVICE
+        room = self._room(tier)
+        standing = self._standing(tier, None if tenant_id is None else (tenant_id, entry.size_bytes))
+        plan = room.plan(entry, tenant_id, entry.size_bytes, standing, now, is_prefetch=True)
+        if plan is None:
             return True
-        candidates = [
-            e
-            for e in self._device.values()
-            if e is not entry and e.on_device and not e.pins and self._yields_to(e, entry)
-        ]
-        candidates.sort(key=lambda e: (bool(e.waiters), -(self._tick - e.last_used) * e.size_bytes, e.uid))
-        victims = _enough(candidates, missing)
-        for victim in victims or ():
-            self._drop_device(victim)
-            self._forget_if_unused(victim)
-        return victims is not None
+        self._make_way(plan, room, tenant_id)
+        if tenant_id is not None:
+            entry.claims[tier][tenant_id] = now
+        self._begin_load(entry, tier, None)
+        return tier is AdapterTier.DEVICE
 
-    def _make_host_room(self, entry: _Entry, more_bytes: int) -> bool:
-        """As `_make_device_room`. Gives up, in this order: what nobody waits for and is nowhere else, host copies of
-        adapters that are on the device, and what requests further back in the queue wait for."""
-        missing = self.host_bytes + more_bytes - self._limits.host_bytes
-        if missing <= 0:
-            return True
-        candidates = [
-            e
-            for e in self._entries.values()
-            if e is not entry and e.on_host and e.loading is None and (e.on_device or self._yields_to(e, entry))
-        ]
-        candidates.sort(key=lambda e: (bool(e.waiters), e.on_device, e.last_used, e.uid))
-        victims = _enough(candidates, missing)
-        for victim in victims or ():
-            self._drop_host(victim)
-            self._forget_if_unused(victim)
-        return victims is not None
+    # -- loads that end
 
-    def _yields_to(self, held: _Entry, wanted: _Entry) -> bool:
-        """Whether an adapter that is not pinned may make way for `wanted`."""
-        return not held.waiters or (bool(wanted.waiters) and self._first_queued(held.uid, wanted.uid) == wanted.uid)
-
-    def _is_behind_blocked(self, entry: _Entry) -> bool:
-        if self._blocked is None or self._blocked == entry.uid:
-            return False
-        return not entry.waiters or self._first_queued(self._blocked, entry.uid) == self._blocked
-
-    def _first_queued(self, one: AdapterUid, other: AdapterUid) -> AdapterUid:
-        return one if self._queue[one] < self._queue[other] else other
-
-    def _drop_device(self, entry: _Entry) -> None:
-        assert not entry.pins
-        self._backend.drop_device(entry.uid)
-        entry.on_device = False
-        del self._device[entry.uid]
+    def _take_event(self, event: AdapterEvent, failed: list[AdapterFailure], now: float) -> None:
+        entry = self._entries[event.uid]
+        assert entry.loading is event.tier, f"{event.uid}: a load ended that was not asked for"
+        entry.loading = None
+        self._loads[event.tier] -= 1
+        self._tenants_version += 1
+        if event.error is not None:
+            del self._room(event.tier).entries[entry.uid]
+            self._fail(entry, event.error, failed)
+            return
         self._version += 1
+        if event.tier is AdapterTier.DEVICE:
+            entry.on_device = True
+            self._pins.arrived(entry.uid)
+            return
+        entry.on_host = True
+        self._learn_size(entry, event.size_bytes)
+        self._settle_host(entry, failed, now)
 
-    def _drop_host(self, entry: _Entry) -> None:
-        self._backend.drop_host(entry.uid)
-        entry.on_host = False
+    def _learn_size(self, entry: Entry, size_bytes: int) -> None:
+        has_changed = entry.size_bytes != size_bytes
+        entry.size_bytes = size_bytes
+        self._known_bytes.pop(entry.uid, None)
+        self._known_bytes[entry.uid] = size_bytes
+        if len(self._known_bytes) > _KNOWN_SIZES:
+            del self._known_bytes[next(iter(self._known_bytes))]
+        if has_changed and entry.pinned_by:
+            self._pins.changed()
+
+    def _settle_host(self, entry: Entry, failed: list[AdapterFailure], now: float) -> None:
+        """A host load ended, and only now its size may be known: it stays if it fits, else it comes again later."""
+        problem = self._too_large(entry)
+        if problem is not None:
+            self._drop(entry, self._host)
+            self._fail(entry, problem, failed)
+            return
+        tenant_id = min(entry.queued, key=lambda tenant: entry.queued[tenant], default=None)
+        if tenant_id is None:
+            tenant_id = next(iter(entry.claims[AdapterTier.HOST]), None)
+        is_prefetch = not entry.queued
+        standing = self._standing(AdapterTier.HOST)
+        plan = self._host.plan(entry, tenant_id, 0, standing, now, is_prefetch=is_prefetch)
+        if plan is not None:
+            self._make_way(plan, self._host, tenant_id)
+        else:
+            self._drop(entry, self._host)
+            self._forget_if_unused(entry)
+
+    def _too_large(self, entry: Entry) -> str | None:
+        for name, budget in (("host", self._limits.host_bytes), ("device", self._limits.device_bytes)):
+            if entry.size_bytes > budget:
+                return f"the adapter takes {entry.size_bytes} bytes, more than the whole {name} budget of {budget}"
+        if self._pins.tenants and not entry.pinned_by:
+            pinned = sum(e.size_bytes for e in self._entries.values() if e.pinned_by)
+            left = self._limits.device_bytes - pinned
+            if entry.size_bytes > left:
+                return f"the adapter takes {entry.size_bytes} bytes, and what is pinned leaves {left} on the device"
+        return None
+
+    def _fail(self, entry: Entry, message: str, failed: list[AdapterFailure]) -> None:
+        holders = list(entry.waiters)
+        for holder in holders:
+            del self._holds[holder]
+        entry.waiters.clear()
+        for tenant in entry.pinned_by:
+            self._pins.failed(tenant, entry.uid, message)
+        entry.pinned_by.clear()
+        for tenant in list(entry.queued):
+            self._leave_queue(entry, tenant)
+        self._drop_vain_claims(entry)
+        if holders:
+            failed.append(AdapterFailure(entry.uid, message, holders))
+        self._prefetches.pop(entry.uid, None)
+        self._forget_if_unused(entry)
+
+    # -- what goes
+
+    def _room(self, tier: AdapterTier) -> TierRoom:
+        return self._device if tier is AdapterTier.DEVICE else self._host
+
+    def _make_way(self, plan: Plan, room: TierRoom, tenant_id: TenantId | None) -> None:
+        for uid in plan.releases:
+            assert tenant_id is not None
+            room.entries[uid].claims[room.tier].pop(tenant_id)
+            self._tenants_version += 1
+        for eviction in plan.evictions:
+            entry = self._entries[eviction.uid]
+            assert all(
+                loser == tenant_id or held > share or idle_s >= self._limits.borrow_after_s
+                for loser, (held, share, idle_s) in eviction.losers.items()
+                if eviction.waited_s < self._limits.patience_s
+            ), "a tenant within its share would lose what it uses"
+            if room is self._device:
+                for loser in eviction.losers:
+                    counts = self._counts.setdefault(loser, [0, 0])
+                    counts[0] += 1
+                    counts[1] += loser != tenant_id
+            self._evictions.append(eviction)
+            self._drop(entry, room)
+            self._forget_if_unused(entry)
+
+    def _drop(self, entry: Entry, room: TierRoom) -> None:
+        if room is self._device:
+            assert not entry.in_use
+            self._backend.drop_device(entry.uid)
+            entry.on_device = False
+        else:
+            self._backend.drop_host(entry.uid)
+            entry.on_host = False
+        del room.entries[entry.uid]
+        self._drop_vain_claims(entry)
         self._version += 1
-
-
-def _enough(candidates: Iterable[_Entry], missing_bytes: int) -> list[_Entry] | None:
-    """The first candidates that free `missing_bytes` together; None where all of them are too few."""
-    victims: list[_Entry] = []
-    for entry in candidates:
-        if missing_bytes <= 0:
-            break
-        victims.append(entry)
-        missing_bytes -= entry.size_bytes
-    return victims if missing_bytes <= 0 else None
+        self._tenants_version += 1

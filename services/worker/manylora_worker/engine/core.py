@@ -34,7 +34,8 @@ from dataclasses import dataclass
 from manylora_shared.errors import AlreadyExists, InvalidRequest, Overloaded
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
-from manylora_worker.adapters.cache import AdapterCache, AdapterCacheLimits
+from manylora_worker.adapters.cache import AdapterCache, AdapterCacheLimits, TenantAdapters
+from manylora_worker.adapters.pins import Pin
 from manylora_worker.engine.api import (
     AdapterBackend,
     AdapterTier,
@@ -137,6 +138,8 @@ class EngineStats:
     host_blocks_free: int
     adapter_version: int
     """Grows with each change of `EngineCore.adapter_tiers`."""
+    tenant_adapters_version: int
+    """Grows with each change of `EngineCore.tenant_adapters`."""
     slots_version: int
     """Grows with each change of `EngineCore.flow_slots`."""
 
@@ -162,7 +165,7 @@ class EngineCore:
         self._shares = TenantShares(runner.num_blocks)
         self._swapper = Swapper(runner if isinstance(runner, SwapRunner) else None, self._pool, self._shares)
         self._planner = StepPlanner(self._pool, limits.planner, self._shares, self._swapper, self._prefix_keys)
-        self._adapters = AdapterCache(backend, limits.adapters)
+        self._adapters = AdapterCache(backend, limits.adapters, self._shares.tenant_weight)
         self._groups: dict[RequestId, SequenceGroup] = {}
         self._sequences: dict[int, Sequence] = {}
         self._arrivals = 0
@@ -247,6 +250,7 @@ class EngineCore:
         self._shares.set(tenant_id, share)
         self._note_longest(tenant_id)
         self._planner.shares_changed(tenant_id)
+        self._adapters.weights_changed()
 
     def _note_longest(self, tenant_id: TenantId) -> None:
         requests = (group.request for group in self._groups.values())
@@ -278,7 +282,9 @@ class EngineCore:
         self._unfinished += request.n
         if self._longest_blocks(request) > self._shares.hard(request.tenant_id):
             self._note_longest(request.tenant_id)
-        if request.adapter_uid is None or self._adapters.acquire(request.request_id, request.adapter_uid):
+        if request.adapter_uid is None or self._adapters.acquire(
+            request.request_id, request.tenant_id, request.adapter_uid, now
+        ):
             self._adapter_ready(group, now)
         else:
             self._loading[request.request_id] = group
@@ -323,10 +329,15 @@ class EngineCore:
         else:
             self._planner.resume(unfinished)
 
-    def prefetch(self, adapter_uid: AdapterUid) -> None:
-        """Loads an adapter that a request may need soon. Best effort."""
+    def prefetch(self, adapter_uid: AdapterUid, tenant_id: TenantId | None = None) -> None:
+        """Loads an adapter that a request of the tenant may need soon. Best effort."""
         assert self._begun is None
-        self._adapters.prefetch(adapter_uid)
+        self._adapters.prefetch(adapter_uid, tenant_id)
+
+    def set_pins(self, pins: Mapping[TenantId, SequenceOf[Pin]], largest_bytes: int) -> None:
+        """Which adapters stay on the device from now on; see AdapterCache.set_pins."""
+        assert self._begun is None
+        self._adapters.set_pins(pins, largest_bytes)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -462,11 +473,16 @@ class EngineCore:
             host_blocks_total=self._swapper.host.num_blocks,
             host_blocks_free=self._swapper.host.num_free,
             adapter_version=self._adapters.version,
+            tenant_adapters_version=self._adapters.tenants_version,
             slots_version=self._planner.slots_version + self._loading_version,
         )
 
     def adapter_tiers(self) -> Mapping[AdapterUid, AdapterTier]:
         return self._adapters.tiers()
+
+    def tenant_adapters(self) -> Mapping[TenantId, TenantAdapters]:
+        """Of all tenants that have, had or pin adapters here."""
+        return self._adapters.tenants()
 
     def flow_slots(self) -> Mapping[FlowKey, FlowSlots]:
         """Of the flows with a slot, and of those with sequences that cannot use one: their own hard cap keeps them, or
@@ -527,7 +543,7 @@ class EngineCore:
                 queued.discard(id(sequence))
             if group.request.adapter_uid is not None:
                 waits = any(s.status is SequenceStatus.WAITING_ADAPTER for s in group.sequences)
-                assert waits != self._adapters.is_pinned(group.request.request_id)
+                assert waits != self._adapters.uses(group.request.request_id)
                 assert waits == (group.request.request_id in self._loading)
         assert not queued, "a sequence of no request is queued"
         in_flight: dict[Sequence, int] = {}
@@ -552,7 +568,7 @@ class EngineCore:
     def _pump_adapters(self, now: float) -> None:
         if not self._adapters.has_work:
             return
-        update = self._adapters.pump()
+        update = self._adapters.pump(now)
         for request_id in update.ready:
             self._adapter_ready(self._groups[request_id], now)
         for failure in update.failed:
@@ -762,7 +778,7 @@ class EngineCore:
 
     def _close(self, group: SequenceGroup, end: RequestEnd) -> None:
         """No step in flight has a choice of it any more."""
-        self._adapters.release(end.request_id)
+        self._adapters.release(end.request_id, end.ended_s)
         del self._groups[end.request_id]
         self._num_paused -= group.is_paused
         self._loading_over(end.request_id)

@@ -1,4 +1,5 @@
-"""What each tenant may have of this worker: weights of its flows, and KV blocks.
+"""What each tenant may have of this worker: weights of its flows (its share of adapter memory goes by these too), and
+KV blocks.
 
 Owns the tenants' shares as their policies give them. Written by EngineCore alone; `check` may be called from any
 thread: what it reads is replaced, never changed in place. Knows limits, never who holds what: that is BlockPool's.
@@ -99,6 +100,10 @@ class TenantShares:
 
     def weight(self, flow: FlowKey) -> int:
         return self._shares.get(flow[0], _DEFAULT).weights[flow[1]]
+
+    def tenant_weight(self, tenant_id: TenantId) -> int:
+        """Of the tenant as a whole: what its flows have together."""
+        return sum(self._shares.get(tenant_id, _DEFAULT).weights.values())
 
     def soft(self, tenant_id: TenantId) -> int:
         blocks = self._shares.get(tenant_id, _DEFAULT).soft_blocks

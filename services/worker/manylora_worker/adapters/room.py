@@ -1,0 +1,319 @@
+"""Who makes room for whom on a tier of the adapter cache.
+
+Owns which adapters use the tier. An adapter counts in full against each tenant that *claims* it: that has used it since
+it came to the tier. So what a tenant has does not depend on who else uses the same bytes, of which there is one copy.
+
+A tenant is *within its share* (adapter_shares.py) while what it claims is no more than that. For a tenant's adapter
+room is made by, in this order:
+
+    1. what nobody claims
+    2. where the tenant would be above its share: its own, by idle time x bytes, until it is within
+    3. other tenants above their shares, as long as they are above. For a tenant that would be above itself, only those
+       that are further above by weight
+    4. for requests and pins, not for prefetches: its own
+    5. for these too: what has not been used for `borrow_after_s`, whoever claims it
+    6. for a tenant that has nothing else, its pins aside, and has waited for `patience_s`: whatever nobody uses now
+
+so a tenant within its share never loses what it uses to one above its share, but for 6. That is for tenants whose share
+is smaller than an adapter, or is all pinned: they would have none at all. For 3, one adapter beside its pins counts as
+within its tenant's share too.
+
+What is in use, pinned or being loaded stays. What others wait for goes only for one further ahead in the queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from manylora_shared.adapter_shares import max_min
+from manylora_shared.ids import AdapterUid, RequestId, TenantId
+
+from manylora_worker.engine.api import AdapterTier
+
+
+@dataclass(eq=False)
+class Entry:
+    """An adapter that is off the disk, or wanted there."""
+
+    uid: AdapterUid
+    size_bytes: int = 0
+    """On either tier, as its first host load told; 0: not known yet."""
+    on_host: bool = False
+    on_device: bool = False
+    loading: AdapterTier | None = None
+    users: dict[RequestId, None] = field(default_factory=dict)
+    waiters: dict[RequestId, TenantId] = field(default_factory=dict)
+    pinned_by: dict[TenantId, None] = field(default_factory=dict)
+    queued: dict[TenantId, int] = field(default_factory=dict)
+    """For each tenant that waits for it, its number in the order of coming."""
+    claims: dict[AdapterTier, dict[TenantId, float]] = field(
+        default_factory=lambda: {AdapterTier.HOST: {}, AdapterTier.DEVICE: {}}
+    )
+    """By tier: who used it, and when last."""
+    no_room_since: dict[TenantId, float] = field(default_factory=dict)
+    """For tenants that wait for it: since when there has been no room."""
+    last_tick: int = 0
+
+    @property
+    def in_use(self) -> bool:
+        return bool(self.users or self.pinned_by)
+
+    def is_on(self, tier: AdapterTier) -> bool:
+        return self.on_device if tier is AdapterTier.DEVICE else self.on_host
+
+    def uses(self, tier: AdapterTier) -> bool:
+        return self.is_on(tier) or self.loading is tier
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """An adapter left a tier for want of room."""
+
+    uid: AdapterUid
+    tier: AdapterTier
+    winner: TenantId | None
+    """For whom."""
+    losers: Mapping[TenantId, tuple[int, int, float]]
+    """Who claimed it: bytes that the tenant had before, its share, and seconds since it used the adapter."""
+    waited_s: float
+    """For how long the winner has found no room, where it has nothing else; else 0."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What goes, so that something fits."""
+
+    evictions: Sequence[Eviction] = ()
+    releases: Sequence[AdapterUid] = ()
+    """The tenant gives up its claims, and others keep the adapters."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Bytes that each tenant claims, and its share."""
+
+    held: Mapping[TenantId, int]
+    shares: Mapping[TenantId, int]
+
+    def is_within(self, tenant_id: TenantId, more_bytes: int = 0) -> bool:
+        return self.held.get(tenant_id, 0) + more_bytes <= self.shares.get(tenant_id, 0)
+
+
+class TierRoom:
+    """One tier. `entries` are those that are on it or being loaded to it; AdapterCache keeps them so.
+
+    Args:
+        weight_of: a tenant's weight, at least 1.
+    """
+
+    def __init__(
+        self,
+        tier: AdapterTier,
+        budget_bytes: int,
+        weight_of: Callable[[TenantId], int],
+        *,
+        borrow_after_s: float,
+        patience_s: float,
+    ) -> None:
+        self.tier = tier
+        self.budget_bytes = budget_bytes
+        self.entries: dict[AdapterUid, Entry] = {}
+        self._weight_of = weight_of
+        self._borrow_after_s = borrow_after_s
+        self._patience_s = patience_s
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(entry.size_bytes for entry in self.entries.values())
+
+    def held(self) -> dict[TenantId, int]:
+        """What counts against each tenant, in bytes."""
+        held: dict[TenantId, int] = {}
+        for entry in self.entries.values():
+            for tenant_id in entry.claims[self.tier]:
+                held[tenant_id] = held.get(tenant_id, 0) + entry.size_bytes
+        return held
+
+    def standing(self, waiting: Mapping[TenantId, int], floors: Mapping[TenantId, int]) -> Standing:
+        """
+        Args:
+            waiting: bytes of adapters that tenants wait for and that do not use the tier yet.
+            floors: bytes of tenants' pins.
+        """
+        held = self.held()
+        wants = {tenant: held.get(tenant, 0) + waiting.get(tenant, 0) for tenant in dict.fromkeys((*held, *waiting))}
+        weights = {tenant: self._weight_of(tenant) for tenant in wants}
+        return Standing(held, max_min(wants, weights, self.budget_bytes, floors))
+
+    def is_alone(self, tenant_id: TenantId, wanted: Entry, without: Iterable[AdapterUid] = ()) -> bool:
+        """Whether `wanted` would be all that the tenant claims, its pins aside."""
+        gone = {wanted.uid, *without}
+        return not any(
+            tenant_id in entry.claims[self.tier] and tenant_id not in entry.pinned_by
+            for uid, entry in self.entries.items()
+            if uid not in gone
+        )
+
+    def plan(
+        self,
+        wanted: Entry,
+        tenant_id: TenantId | None,
+        more_bytes: int,
+        standing: Standing,
+        now: float,
+        *,
+        is_prefetch: bool = False,
+    ) -> Plan | None:
+        """What goes so that `more_bytes` fit besides what is there; None: it cannot be.
+
+        Args:
+            tenant_id: for whom; None: nobody in particular.
+            standing: of all, with what they wait for.
+        """
+        missing = self.used_bytes + more_bytes - self.budget_bytes
+        if missing <= 0:
+            return Plan()
+        search = _Search(self, wanted, tenant_id, standing, missing, now)
+        search.unclaimed()
+        if tenant_id is not None:
+            search.held[tenant_id] = search.held.get(tenant_id, 0) + more_bytes
+            search.own_above_share()
+            search.others_above_shares()
+            if not is_prefetch:
+                search.own()
+        if not is_prefetch:
+            search.long_idle(self._borrow_after_s)
+            if search.waited_s >= self._patience_s:
+                search.long_idle(0.0)
+        if search.missing > 0:
+            return None
+        return Plan(search.evictions, list(search.released))
+
+    def weight(self, tenant_id: TenantId) -> int:
+        return self._weight_of(tenant_id)
+
+    def may_go(self, entry: Entry, wanted: Entry, tenant_id: TenantId | None) -> bool:
+        """Whether an adapter on the tier may make way, its claims aside."""
+        if entry is wanted or entry.loading is not None or not entry.is_on(self.tier):
+            return False
+        if self.tier is AdapterTier.HOST and entry.on_device:
+            return True  # a copy
+        if self.tier is AdapterTier.DEVICE and entry.in_use:
+            return False
+        if not entry.queued:
+            return True
+        number = wanted.queued.get(tenant_id) if tenant_id is not None else None
+        return number is not None and number < min(entry.queued.values())
+
+
+class _Search:
+    """One search for room; `missing` is what is still too much, in bytes."""
+
+    def __init__(
+        self,
+        room: TierRoom,
+        wanted: Entry,
+        tenant_id: TenantId | None,
+        standing: Standing,
+        missing: int,
+        now: float,
+    ) -> None:
+        self.missing = missing
+        self.held = dict(standing.held)
+        self.evictions: list[Eviction] = []
+        self.released: dict[AdapterUid, None] = {}
+        self.waited_s = 0.0
+        """As in Eviction."""
+        self._gone: dict[AdapterUid, None] = {}
+        self._room = room
+        self._tier = room.tier
+        self._wanted = wanted
+        self._tenant = tenant_id
+        self._shares = standing.shares
+        self._now = now
+        self._candidates = [e for e in room.entries.values() if room.may_go(e, wanted, tenant_id)]
+        self._is_sorted = False
+
+    def unclaimed(self) -> None:
+        for entry in self._candidates:
+            if self.missing > 0 and not entry.claims[self._tier]:
+                self._evict(entry)
+
+    def own_above_share(self) -> None:
+        """Its own, until it is within its share."""
+        tenant = self._tenant
+        assert tenant is not None
+        share = self._shares.get(tenant, 0)
+        if self.missing <= 0 or self.held[tenant] <= share:
+            return
+        mine = [e for e in self._candidates if e.uid not in self._gone and tenant in e.claims[self._tier]]
+        mine.sort(key=lambda entry: self._order(entry, entry.claims[self._tier][tenant]))
+        for entry in mine:
+            if self.missing <= 0 or self.held[tenant] <= share:
+                return
+            if len(entry.claims[self._tier]) == 1:
+                self._evict(entry)
+            elif tenant not in entry.queued:
+                self.released[entry.uid] = None
+                self.held[tenant] -= entry.size_bytes
+
+    def others_above_shares(self) -> None:
+        tenant = self._tenant
+        assert tenant is not None
+        if self.missing <= 0:
+            return
+        mine, weight = self.held[tenant], self._room.weight(tenant)
+        gone = (*self._gone, *self.released)
+        is_alone = self._room.is_alone(tenant, self._wanted, gone)
+        if is_alone:
+            self.waited_s = self._now - self._wanted.no_room_since.get(tenant, self._now)
+        is_within = mine <= self._shares.get(tenant, 0) or is_alone
+
+        def gives(loser: TenantId) -> bool:
+            held = self.held.get(loser, 0)
+            if loser == tenant or held <= self._shares.get(loser, 0):
+                return False
+            return is_within or held * weight > mine * self._room.weight(loser)
+
+        self._evict_if(lambda entry: all(gives(loser) for loser in self._claims(entry)))
+
+    def own(self) -> None:
+        self._evict_if(lambda entry: all(loser == self._tenant for loser in self._claims(entry)))
+
+    def long_idle(self, after_s: float) -> None:
+        self._evict_if(lambda entry: all(used_at + after_s <= self._now for used_at in self._claims(entry).values()))
+
+    def _evict_if(self, condition: Callable[[Entry], bool]) -> None:
+        if self.missing > 0 and not self._is_sorted:
+            self._candidates.sort(key=lambda e: self._order(e, max(e.claims[self._tier].values(), default=0.0)))
+            self._is_sorted = True
+        for entry in self._candidates:
+            if self.missing <= 0:
+                return
+            if entry.uid not in self._gone and condition(entry):
+                self._evict(entry)
+
+    def _evict(self, entry: Entry) -> None:
+        claims = self._claims(entry)
+        losers = {
+            tenant: (self.held.get(tenant, 0), self._shares.get(tenant, 0), self._now - used_at)
+            for tenant, used_at in claims.items()
+        }
+        self.evictions.append(Eviction(entry.uid, self._tier, self._tenant, losers, self.waited_s))
+        for tenant in claims:
+            self.held[tenant] -= entry.size_bytes
+        self._gone[entry.uid] = None
+        self.missing -= entry.size_bytes
+
+    def _claims(self, entry: Entry) -> Mapping[TenantId, float]:
+        claims = entry.claims[self._tier]
+        if entry.uid in self.released:
+            return {tenant: used_at for tenant, used_at in claims.items() if tenant != self._tenant}
+        return claims
+
+    def _order(self, entry: Entry, used_at: float) -> tuple[bool, bool, float, int]:
+        """What others wait for goes last. On the host, what is nowhere else goes before copies of what is on the
+        device: that was used later. Idle time counts by bytes: a large adapter that is idle keeps out several."""
+        is_copy = self._tier is AdapterTier.HOST and entry.on_device
+        return (bool(entry.queued), is_copy, -(self._now - used_at) * entry.size_bytes, entry.last_tick)

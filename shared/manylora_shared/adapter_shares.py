@@ -1,0 +1,126 @@
+"""How the adapter memory of a worker is shared out between tenants, and which pins it can honour.
+
+Owns nothing: rules over sizes and weights, the same for a worker that enforces them and a router that refuses a policy
+by them. All sizes are bytes.
+
+A tenant's *share* of a tier is max-min fair by weight: what it wants, as far as that is no more by weight than what
+each tenant gets that wants more still. Its pins are inside its share, and a share is never below them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
+
+K = TypeVar("K", bound=Hashable)
+_SCALE_BITS = 20
+_NONE: Mapping[object, int] = {}
+
+
+def max_min(
+    wants: Mapping[K, int], weights: Mapping[K, int], capacity: int, floors: Mapping[K, int] | None = None
+) -> dict[K, int]:
+    """Shares of `capacity`: clamp(weight * level, floor, want) at the one level at which they fill it (water-filling,
+    Bertsekas and Gallager, Data Networks, 6.5.2, with floors).
+
+    Args:
+        weights: of every key of `wants`, at least 1.
+        floors: what a key gets in any case, at most its want; absent: 0.
+
+    Returns:
+        The share of every key. Their sum is at most `capacity`, or the floors' where these are more.
+    """
+    if sum(wants.values()) <= capacity:
+        return dict(wants)
+    least = {key: min(want, (floors or _NONE).get(key, 0)) for key, want in wants.items()}
+    # Where a share begins and ends to grow with the level, in 2^-20 bytes by unit of weight. Both are rounded so that
+    # the sum is never taken for less than it is.
+    turns = [((least[key] << _SCALE_BITS) // weights[key], weights[key]) for key in wants]
+    turns += [(-((-want << _SCALE_BITS) // weights[key]), -weights[key]) for key, want in wants.items()]
+    turns.sort()
+    total, level, slope = sum(least.values()) << _SCALE_BITS, 0, 0
+    capacity <<= _SCALE_BITS
+    if total >= capacity:
+        return least
+    for at, change in turns:
+        if slope and total + slope * (at - level) > capacity:
+            level += (capacity - total) // slope
+            break
+        total += slope * (at - level)
+        level = at
+        slope += change
+    shares = {key: min(want, max(least[key], weights[key] * level >> _SCALE_BITS)) for key, want in wants.items()}
+    left = (capacity >> _SCALE_BITS) - sum(shares.values())
+    for key, want in wants.items():  # what rounding has left over: a byte each at most
+        if left > 0 and shares[key] < want:
+            shares[key] += 1
+            left -= 1
+    return shares
+
+
+def honoured_pins(
+    pins: Mapping[K, Sequence[int]], weights: Mapping[K, int], capacity: int, largest: int
+) -> dict[K, list[bool]]:
+    """Which pins a worker keeps on its device.
+
+    All of them, where they leave room for the largest adapter. Where they do not, each tenant has its max-min share of
+    what they may take, and its pins are honoured in their order while they fit into that.
+
+    Args:
+        pins: the sizes of each tenant's pins, in the policy's order.
+        capacity: of the device tier.
+        largest: the largest adapter that a request may need beside them.
+    """
+    wants = {key: sum(sizes) for key, sizes in pins.items()}
+    shares = max_min(wants, weights, max(0, capacity - largest))
+    honoured: dict[K, list[bool]] = {}
+    for key, sizes in pins.items():
+        left, kept = shares[key], []
+        for size in sizes:
+            kept.append(size <= left)
+            left -= size if size <= left else 0
+        honoured[key] = kept
+    return honoured
+
+
+def pins_problem(
+    key: K,
+    pins: Mapping[K, Sequence[int]],
+    registered: Mapping[K, int],
+    weights: Mapping[K, int],
+    capacity: int,
+    *,
+    own_other: int,
+    largest: int,
+) -> str | None:
+    """Why one tenant's pins are refused, as far as the sizes are known; None: they are not.
+
+    Several pins fit into the tenant's share among all tenants with adapters, with one of its other adapters beside
+    them; a single one always does. All pins together leave room for the largest adapter.
+
+    Args:
+        pins: the sizes of the pinned adapters, of every tenant.
+        registered: the sizes of all its adapters together, of every tenant that has any.
+        weights: of every tenant in `pins` or `registered`.
+        capacity: of the smallest worker's device tier.
+        own_other: the largest of the tenant's adapters that it does not pin; 0: there is none.
+        largest: the largest adapter of all.
+    """
+    own = pins.get(key, ())
+    total = sum(own)
+    wants = {**registered, key: max(total, registered.get(key, 0))}
+    share = max_min(wants, weights, capacity)[key]
+    if len(own) > 1 and total + own_other > share:
+        beside = f", and another of its adapters {own_other}" if own_other else ""
+        return (
+            f"the pinned adapters take {total} bytes{beside}: more than the tenant's share, {share} of the {capacity} "
+            f"bytes that a worker has for adapters, beside {len(wants) - 1} other tenants with adapters"
+        )
+    others = sum(sum(sizes) for tenant, sizes in pins.items() if tenant != key)
+    if total and total + others > capacity - largest:
+        return (
+            f"the pinned adapters take {total} bytes, those that other tenants have pinned {others}: more than the "
+            f"{max(0, capacity - largest)} that a worker with {capacity} bytes for adapters has left beside the "
+            f"largest adapter ({largest})"
+        )
+    return None
