@@ -251,7 +251,7 @@ class Contest:
         pick = self.queue.select(lambda item: item, self.now_us)
         if pick is None:
             return None
-        flow = self.queue._items[pick.item].flow
+        flow = self.queue._items[pick.item].flow.key
         reserve = self.rng.randint(1, 2000)
         self.queue.dispatch(pick, reserve)
         self.running.append((pick.item, flow, reserve))

@@ -82,9 +82,8 @@ class Dispatch:
     def next_pick(self, now: float) -> Pick[int, WorkerView] | None:
         """The ticket that is to be granted next and its worker; None where nothing more can be granted now."""
         fleet = self._fleet
-        if not self._queue.num_queued or not (fleet.num_open or fleet.num_spare) or self._queue.is_restoring:
+        if not self._queue.num_queued or self._queue.is_restoring:
             return None
-
         self._now = now
         if fleet.num_open:
             pick = self._queue.select(self._place, to_us(now))

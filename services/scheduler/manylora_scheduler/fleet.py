@@ -81,17 +81,6 @@ class WorkerReport:
     """KV blocks of tenants where they changed."""
 
 
-@dataclass(slots=True)
-class _Running:
-    """A request that the worker reported. `ticket` is None for one that was granted by an earlier leader."""
-
-    flow: FlowKey
-    sequences: int
-    ticket: Ticket | None
-    adopted: int | None = None
-    """The number under which the fair queue knows what an earlier leader had reserved for it."""
-
-
 class Holders:
     """For each adapter the workers that have it or will, in the order in which they came to it."""
 
@@ -142,7 +131,10 @@ class WorkerView:
         self.adapters: Mapping[AdapterUid, Residency] = {}
         self._prefetches: dict[AdapterUid, None] = {}
         """Sent and not yet answered by residency."""
-        self.running: dict[RequestId, _Running] = {}
+        self.running: dict[RequestId, Ticket | None] = {}
+        """What the worker reported; without a ticket, what an earlier leader granted."""
+        self._adopted: dict[RequestId, int] = {}
+        """Of these, the numbers under which the fair queue knows what the earlier leader had reserved for them."""
         self.granted: dict[RequestId, Ticket] = {}
         """Granted and not yet reported."""
         self._output_tokens: dict[FlowKey, int] = {}
@@ -154,10 +146,11 @@ class WorkerView:
         self._loads: dict[FlowKey, FlowLoad] = {}
         """Of the flows that have unfinished sequences there."""
         self._held_sequences = 0
-        self._granted_by_flow: dict[FlowKey, int] = {}
         self._front: FlowKey | None = None
         self._assigned: dict[AdapterUid, int] = {}
         """Live tickets by adapter."""
+        self.place = _NOWHERE
+        """Where the fleet's orders have it. Written by `Fleet` alone."""
 
     # ---- room
 
@@ -178,8 +171,8 @@ class WorkerView:
     @property
     def free_sequences(self) -> int:
         """Slots that are free. Sequences whose own tenants hold them up use none."""
-        free = self.sequence_slots - self.slotted_sequences
-        return max(0, min(free, self.spare_sequences))
+        free = min(self.sequence_slots - self.slotted_sequences, self.spare_sequences)
+        return free if free > 0 else 0
 
     @property
     def spare_sequences(self) -> int:
@@ -196,7 +189,12 @@ class WorkerView:
 
     def has_granted(self, flow: FlowKey) -> bool:
         """Whether a request of the flow was granted and not reported yet."""
-        return flow in self._granted_by_flow
+        return any(ticket.request.flow == flow for ticket in self.granted.values())
+
+    @property
+    def has_held(self) -> bool:
+        """Whether any sequence there is held."""
+        return self._held_sequences > 0
 
     def held_flows(self) -> list[FlowKey]:
         """Flows with held sequences there."""
@@ -251,7 +249,8 @@ class WorkerView:
     def could_ever_run(self, request: QueuedRequest) -> bool:
         """Whether it could if it were empty: slots, and KV for one choice at its longest (its last token has none)."""
         prompt_tokens, sequences = request.prompt_tokens, request.sequences
-        kv_tokens = self.kv_blocks_total * self.block_size
+        block_size, blocks = self.block_size, self.kv_blocks_total
+        kv_tokens = blocks * block_size
         longest = prompt_tokens + request.max_new_tokens // sequences
         if longest > self.max_context_tokens:
             longest = self.max_context_tokens
@@ -259,7 +258,7 @@ class WorkerView:
             self.sequence_slots >= sequences
             and kv_tokens >= longest - 1
             and kv_tokens >= prompt_tokens
-            and self.kv_blocks_total >= self.blocks_for(request)
+            and blocks >= -(-(prompt_tokens + 1) // block_size) + sequences - 1
         )
 
     def residency(self, adapter_uid: AdapterUid) -> Residency:
@@ -271,37 +270,36 @@ class WorkerView:
     # ---- grants
 
     def grant(self, ticket: Ticket) -> None:
-        assert ticket.request.request_id not in self.granted
-        self.granted[ticket.request.request_id] = ticket
-        self._granted_sequences += ticket.request.sequences
-        self._granted_blocks += self.blocks_for(ticket.request)
-        flow = ticket.request.flow
-        self._granted_by_flow[flow] = self._granted_by_flow.get(flow, 0) + 1
-        self._assign(ticket, +1)
+        request = ticket.request
+        assert request.request_id not in self.granted
+        self.granted[request.request_id] = ticket
+        self._granted_sequences += request.sequences
+        self._granted_blocks += self.blocks_for(request)
+        if request.adapter_uid is not None:
+            self._assign(request.adapter_uid, +1)
 
     def drop_grant(self, ticket: Ticket) -> None:
         """A grant that came to nothing, or whose end was reported together with its start."""
         self._take_grant(ticket)
-        self._assign(ticket, -1)
+        self._unassign(ticket)
 
-    def start(self, started: StartedRequest) -> Ticket | None:
+    def start(self, request_id: RequestId) -> Ticket | None:
         """The worker reported a request as running. Returns its ticket where it was granted from here."""
-        known = self.running.get(started.request_id)
-        if known is not None:
-            return known.ticket
-        ticket = self.granted.get(started.request_id)
+        if request_id in self.running:
+            return self.running[request_id]
+        ticket = self.granted.get(request_id)
         if ticket is not None:
             self._take_grant(ticket)
-        self.running[started.request_id] = _Running(started.flow, started.sequences, ticket)
+        self.running[request_id] = ticket
         return ticket
 
     def finish(self, request_id: RequestId) -> Ticket | None:
         """The worker reported a request's end. Returns its ticket where it was granted from here."""
-        running = self.running.pop(request_id, None)
-        if running is not None:
-            if running.ticket is not None:
-                self._assign(running.ticket, -1)
-            return running.ticket
+        if request_id in self.running:
+            ticket = self.running.pop(request_id)
+            if ticket is not None:
+                self._unassign(ticket)
+            return ticket
         ticket = self.granted.get(request_id)
         if ticket is not None:
             self.drop_grant(ticket)
@@ -309,33 +307,35 @@ class WorkerView:
 
     def adopt(self, request_id: RequestId, number: int) -> None:
         """A running request of an earlier leader's has this number in the fair queue."""
-        self.running[request_id].adopted = number
+        self._adopted[request_id] = number
 
-    def adopted_as(self, request_id: RequestId) -> int | None:
-        running = self.running.get(request_id)
-        return running.adopted if running is not None else None
+    @property
+    def has_adopted(self) -> bool:
+        return bool(self._adopted)
+
+    def end_adopted(self, request_id: RequestId) -> int | None:
+        """The number of a request that was adopted, once."""
+        return self._adopted.pop(request_id, None)
 
     def adopted(self) -> list[int]:
         """The numbers of all running requests that were adopted."""
-        return [r.adopted for r in self.running.values() if r.adopted is not None]
+        return list(self._adopted.values())
 
     def tickets(self) -> list[Ticket]:
         """Of all live grants."""
-        return [r.ticket for r in self.running.values() if r.ticket is not None] + list(self.granted.values())
+        return [ticket for ticket in self.running.values() if ticket is not None] + list(self.granted.values())
 
     def _take_grant(self, ticket: Ticket) -> None:
-        del self.granted[ticket.request.request_id]
-        self._granted_sequences -= ticket.request.sequences
-        self._granted_blocks -= self.blocks_for(ticket.request)
-        flow = ticket.request.flow
-        self._granted_by_flow[flow] -= 1
-        if not self._granted_by_flow[flow]:
-            del self._granted_by_flow[flow]
+        request = ticket.request
+        del self.granted[request.request_id]
+        self._granted_sequences -= request.sequences
+        self._granted_blocks -= self.blocks_for(request)
 
-    def _assign(self, ticket: Ticket, change: int) -> None:
-        uid = ticket.request.adapter_uid
-        if uid is None:
-            return
+    def _unassign(self, ticket: Ticket) -> None:
+        if ticket.request.adapter_uid is not None:
+            self._assign(ticket.request.adapter_uid, -1)
+
+    def _assign(self, uid: AdapterUid, change: int) -> None:
         count = self._assigned.get(uid, 0) + change
         if count:
             self._assigned[uid] = count
@@ -396,33 +396,32 @@ class WorkerView:
         self.generated_tokens = report.generated_tokens
         if report.adapters is not None:
             before, self.adapters = self.adapters, report.adapters
-            for uid in [*(u for u in before if u not in self.adapters), *(u for u in self.adapters if u not in before)]:
+            for uid in before.keys() ^ report.adapters.keys():  # each has its own holders: any order will do
                 self._holders.note(uid, self)
-            for uid in [uid for uid in self._prefetches if report.adapters.get(uid, 0) >= Residency.HOST]:
-                self.forget_prefetch(uid)
+            if self._prefetches:
+                for uid in [uid for uid in self._prefetches if report.adapters.get(uid, 0) >= Residency.HOST]:
+                    self.forget_prefetch(uid)
         self.has_reported = True
         if report.snapshot:
             self.connected = True
 
     def _fold_loads(self, report: WorkerReport) -> None:
+        self._front = None
         if report.snapshot:
             self._loads.clear()
+            self._held_sequences = 0
         for flow, load in report.loads.items():
-            if any(load):
+            before = self._loads.pop(flow, NO_LOAD)
+            if load != NO_LOAD:
                 self._loads[flow] = load
-            else:
-                self._loads.pop(flow, None)
-        self._held_sequences = sum(load.held for load in self._loads.values())
-        self._front = None
+            self._held_sequences += load.held - before.held
 
     def fold_outputs(self, report: WorkerReport) -> list[tuple[FlowKey, int]]:
         """Output tokens by flow since the last report; nothing for the worker's first. Counters that fell back belong
         to a new process and count from zero."""
         before = self._output_tokens
-        for flow, tokens in report.flows.items():
-            if tokens.output_tokens < before.get(flow, 0):
-                before.clear()
-                break
+        if any(tokens.output_tokens < before.get(flow, 0) for flow, tokens in report.flows.items()):
+            before.clear()
         grown: list[tuple[FlowKey, int]] = []
         for flow, tokens in report.flows.items():
             if self.has_reported:
@@ -434,10 +433,7 @@ class WorkerView:
         assert self._granted_sequences == sum(t.request.sequences for t in self.granted.values())
         assert self._granted_blocks == sum(self.blocks_for(t.request) for t in self.granted.values())
         assert self._held_sequences == sum(load.held for load in self._loads.values())
-        granted: dict[FlowKey, int] = {}
-        for ticket in self.granted.values():
-            granted[ticket.request.flow] = granted.get(ticket.request.flow, 0) + 1
-        assert granted == self._granted_by_flow
+        assert self._adopted.keys() <= self.running.keys()
         counts: dict[AdapterUid, int] = {}
         for ticket in self.tickets():
             assert ticket.worker_id == self.worker_id
@@ -446,6 +442,25 @@ class WorkerView:
         assert counts == self._assigned
         held = {uid for uid in self._residents() if self.residency(uid) is not Residency.ABSENT}
         assert self._holders.uids_of(self) == held
+
+
+_LoadKey = tuple[float, int, WorkerId]
+
+
+class _Place(NamedTuple):
+    """What of a worker the fleet's orders and counts are made of."""
+
+    is_connected: bool = False
+    is_serving: bool = False
+    slotted_sequences: int = 0
+    """While it is open."""
+    load: _LoadKey | None = None
+    free_kv: int = 0
+    spare: int = 0
+
+
+_NOWHERE = _Place()
+_FULL = _Place(True, True)
 
 
 class Fleet:
@@ -460,7 +475,6 @@ class Fleet:
         self.ring = Ring()
         self.holders = Holders()
         self._workers: dict[WorkerId, WorkerView] = {}
-        self._places: dict[WorkerId, _Place] = {}
         self._loads: list[_LoadKey] = []
         self._by_load: list[WorkerView] = []
         """Open workers, least loaded first, and their loads."""
@@ -487,55 +501,54 @@ class Fleet:
     def join(self, worker_id: WorkerId, address: str, device: str, max_context_tokens: int) -> WorkerView:
         assert worker_id not in self._workers
         view = self._workers[worker_id] = WorkerView(worker_id, address, device, max_context_tokens, self.holders)
-        self._places[worker_id] = _Place()
         self.ring.add(worker_id)
         return view
 
     def leave(self, worker_id: WorkerId) -> WorkerView | None:
         worker = self._workers.pop(worker_id, None)
         if worker is not None:
-            self._move(worker, _Place())
-            del self._places[worker_id]
+            self._move(worker, _NOWHERE)
             worker.leave()
             self.ring.remove(worker_id)
         return worker
 
     def update(self, worker: WorkerView) -> None:
         """Takes note of all that may have changed in a member."""
-        self._move(worker, _place(worker))
+        place = _place(worker)
+        if place != worker.place:
+            self._move(worker, place)
 
     def _move(self, worker: WorkerView, place: _Place) -> None:
-        before = self._places[worker.worker_id]
-        if before == place:
-            return
-        self._places[worker.worker_id] = place
-        self._num_connected += place.connected - before.connected
-        self._num_serving += place.serving - before.serving
+        before, worker.place = worker.place, place
+        worker_id = worker.worker_id
+        self._num_connected += place.is_connected - before.is_connected
+        self._num_serving += place.is_serving - before.is_serving
         self._slotted_sequences += place.slotted_sequences - before.slotted_sequences
+        if before.load is not None:
+            index = bisect_left(self._loads, before.load)
+            del self._loads[index], self._by_load[index]
+            del self._by_free_kv[bisect_left(self._by_free_kv, (before.free_kv, worker_id))]
+        if place.load is not None:
+            index = bisect_left(self._loads, place.load)
+            self._loads.insert(index, place.load)
+            self._by_load.insert(index, worker)
+            insort(self._by_free_kv, (place.free_kv, worker_id))
         if before.spare != place.spare:
-            if before.spare is not None:
-                del self._by_spare[bisect_left(self._by_spare, (before.spare, worker.worker_id))]
-            if place.spare is not None:
-                insort(self._by_spare, (place.spare, worker.worker_id))
-        if before.load != place.load:
-            if before.load is not None:
-                index = bisect_left(self._loads, before.load)
-                del self._loads[index], self._by_load[index]
-            if place.load is not None:
-                index = bisect_left(self._loads, place.load)
-                self._loads.insert(index, place.load)
-                self._by_load.insert(index, worker)
-        if before.free_kv != place.free_kv:
-            if before.free_kv is not None:
-                del self._by_free_kv[bisect_left(self._by_free_kv, (before.free_kv, worker.worker_id))]
-            if place.free_kv is not None:
-                insort(self._by_free_kv, (place.free_kv, worker.worker_id))
+            if before.spare:
+                del self._by_spare[bisect_left(self._by_spare, (-before.spare, worker_id))]
+            if place.spare:
+                insort(self._by_spare, (-place.spare, worker_id))
 
     # ---- reading
 
     @property
     def num_open(self) -> int:
         return len(self._by_load)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether any worker is open or spare."""
+        return bool(self._by_load or self._by_spare)
 
     @property
     def num_spare(self) -> int:
@@ -568,46 +581,35 @@ class Fleet:
         return self._num_connected == len(self._workers)
 
     def could_ever_run(self, request: QueuedRequest) -> bool:
-        return any(w.serving and w.could_ever_run(request) for w in self._workers.values())
+        for worker in self._workers.values():
+            if worker.serving and worker.could_ever_run(request):
+                return True
+        return False
 
     def check_invariants(self) -> None:
-        places = {worker_id: _place(worker) for worker_id, worker in self._workers.items()}
-        assert places == self._places, "update was forgotten"
-        open_places = [place for place in places.values() if place.load is not None]
-        assert self._num_connected == sum(place.connected for place in places.values())
-        assert self._num_serving == sum(place.serving for place in places.values())
-        assert self._slotted_sequences == sum(place.slotted_sequences for place in open_places)
-        assert sorted((p.spare, w) for w, p in places.items() if p.spare is not None) == self._by_spare
-        assert self._loads == sorted(place.load for place in open_places if place.load is not None)
-        assert self._loads == [places[worker.worker_id].load for worker in self._by_load]
-        assert sorted((p.free_kv, w) for w, p in places.items() if p.free_kv is not None) == self._by_free_kv
+        workers = self._workers.values()
+        assert all(worker.place == _place(worker) for worker in workers), "update was forgotten"
+        open_workers = [worker for worker in workers if worker.place.load is not None]
+        assert self._num_connected == sum(worker.place.is_connected for worker in workers)
+        assert self._num_serving == sum(worker.place.is_serving for worker in workers)
+        assert self._slotted_sequences == sum(worker.place.slotted_sequences for worker in open_workers)
+        assert sorted((-w.place.spare, w.worker_id) for w in workers if w.place.spare) == self._by_spare
+        assert self._loads == sorted(w.place.load for w in open_workers if w.place.load is not None)
+        assert self._loads == [worker.place.load for worker in self._by_load]
+        assert sorted((worker.place.free_kv, worker.worker_id) for worker in open_workers) == self._by_free_kv
         for worker in self._workers.values():
             worker.check_invariants()
-
-
-_LoadKey = tuple[float, int, WorkerId]
-
-
-class _Place(NamedTuple):
-    """What of a worker the fleet's orders and counts are made of."""
-
-    connected: bool = False
-    serving: bool = False
-    slotted_sequences: int = 0
-    load: _LoadKey | None = None
-    free_kv: int | None = None
-    spare: int | None = None
 
 
 def _place(worker: WorkerView) -> _Place:
     if not worker.serving:
         return _Place(worker.connected)
-    spare = -worker.spare_sequences if worker.parks and worker.spare_sequences > 0 else None
-    if not worker.free_sequences:
-        return _Place(worker.connected, True, spare=spare)
-    free_blocks = worker.free_blocks
+    spare = worker.spare_sequences
+    parked = spare if worker.parks and spare > 0 else 0
+    if spare <= 0 or not worker.free_sequences:
+        return _FULL if not parked else _Place(True, True, spare=parked)
+    free_blocks, slotted = worker.free_blocks, worker.slotted_sequences
     # Free blocks change with every report: eighths are fine enough to tell two workers of equal load apart.
     eighths = 8 * free_blocks // max(1, worker.kv_blocks_total)
-    slotted = worker.slotted_sequences
     load = (slotted / worker.sequence_slots, -eighths, worker.worker_id)
-    return _Place(worker.connected, True, slotted, load, free_blocks * worker.block_size, spare)
+    return _Place(True, True, slotted, load, free_blocks * worker.block_size, parked)

@@ -41,12 +41,13 @@ class Succession:
         self._began_at = now
         return now + MIN_WAIT_S, now + MAX_WAIT_S
 
-    def try_resume(self, now: float, *, all_reported: bool) -> None:
-        """Lets dispatch begin where there is nothing to wait for any more."""
+    def try_resume(self, now: float, *, all_reported: bool) -> bool:
+        """Lets dispatch begin where there is nothing to wait for any more. Returns whether it still waits."""
         assert self._began_at is not None, "begin comes first"
         if now >= self._began_at + (MIN_WAIT_S if all_reported else MAX_WAIT_S):
             self._queue.resume()
             self._inherited.clear()
+        return self._queue.is_restoring
 
     def adopt(self, request_id: RequestId, flows: Flows, tickets: Tickets) -> int | None:
         """A worker runs a request of the predecessor's: its reservation is taken over. Returns its number."""

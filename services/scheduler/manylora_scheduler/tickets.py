@@ -19,7 +19,6 @@ class Tickets:
         self._live: dict[int, Ticket] = {}
         self._wanted: dict[RequestId, Ticket] = {}
         """The ticket that stands for a request: queued, or granted and not ended by its router."""
-        self._queued_by_router: dict[RouterId, dict[int, Ticket]] = {}
         self._queued_by_tenant: dict[TenantId, int] = {}
         self._returned: dict[RequestId, Ticket] = {}
         """The last attempt of requests whose grant came back unused."""
@@ -39,7 +38,8 @@ class Tickets:
         return self._wanted.get(request_id)
 
     def queued_of(self, router_id: RouterId) -> list[Ticket]:
-        return list(self._queued_by_router.get(router_id, {}).values())
+        """O(tickets): a router's stream seldom ends."""
+        return [t for t in self._live.values() if t.phase is Phase.QUEUED and t.request.router_id == router_id]
 
     def num_queued_of(self, tenant_id: TenantId) -> int:
         return self._queued_by_tenant.get(tenant_id, 0)
@@ -47,8 +47,8 @@ class Tickets:
     def oldest_by_flow(self) -> Mapping[FlowKey, float]:
         """When the oldest queued request of each flow was enqueued."""
         oldest: dict[FlowKey, float] = {}
-        for tickets in self._queued_by_router.values():
-            for ticket in tickets.values():
+        for ticket in self._live.values():
+            if ticket.phase is Phase.QUEUED:
                 flow = ticket.request.flow
                 oldest[flow] = min(oldest.get(flow, ticket.enqueued_at), ticket.enqueued_at)
         return oldest
@@ -60,30 +60,21 @@ class Tickets:
 
     def enqueue(self, request: QueuedRequest, session: int, now: float) -> Ticket:
         """A new queued ticket; it has the place of the request's attempt that came back, if there is one."""
-        before = self._returned.pop(request.request_id, None)
-        number = self.new_number()
-        ticket = Ticket(
-            number=number,
-            request=request,
-            session=session,
-            order=before.order if before is not None else number,
-            attempt=before.attempt + 1 if before is not None else 1,
-            enqueued_at=now,
-            waits_since=before.waits_since if before is not None else now,
-        )
-        self._live[number] = ticket
-        self._wanted[request.request_id] = ticket
-        self._queued_by_router.setdefault(request.router_id, {})[number] = ticket
+        number = self._next_number
+        self._next_number += 1
+        before = self._returned.pop(request.request_id, None) if self._returned else None
+        if before is None:
+            ticket = Ticket(number, request, session, order=number, attempt=1, enqueued_at=now, waits_since=now)
+        else:
+            attempt = before.attempt + 1
+            ticket = Ticket(number, request, session, before.order, attempt, now, before.waits_since)
+        self._live[number] = self._wanted[request.request_id] = ticket
         tenant_id = request.flow.tenant_id
         self._queued_by_tenant[tenant_id] = self._queued_by_tenant.get(tenant_id, 0) + 1
         return ticket
 
     def leave_queue(self, ticket: Ticket) -> None:
-        router_id, tenant_id = ticket.request.router_id, ticket.request.flow.tenant_id
-        of_router = self._queued_by_router[router_id]
-        del of_router[ticket.number]
-        if not of_router:
-            del self._queued_by_router[router_id]
+        tenant_id = ticket.request.flow.tenant_id
         left = self._queued_by_tenant[tenant_id] - 1
         if left:
             self._queued_by_tenant[tenant_id] = left
@@ -113,10 +104,8 @@ class Tickets:
     def check_invariants(self, routers: Iterable[RouterId]) -> tuple[set[int], set[int]]:
         """Every index against the tickets. Returns the numbers of the queued and of the granted ones."""
         queued = {n for n, t in self._live.items() if t.phase is Phase.QUEUED}
-        assert queued == {n for tickets in self._queued_by_router.values() for n in tickets}
         assert len(queued) == sum(self._queued_by_tenant.values())
-        assert all(self._queued_by_router.values())
-        assert set(self._queued_by_router) <= set(routers)
+        assert {self._live[number].request.router_id for number in queued} <= set(routers)
         assert all(self._live.get(t.number) is t for t in self._wanted.values())
         for ticket in self._live.values():
             wanted = self._wanted.get(ticket.request.request_id) is ticket

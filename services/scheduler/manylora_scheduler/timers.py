@@ -28,8 +28,8 @@ class Timers(Generic[K]):
         self._num_entries = 0
         """In the heap and the lanes, stale ones included."""
         self._next_order = 0
-        self._not_before = math.inf
-        """No timer is due before: nothing needs to be looked at until then."""
+        self.not_before = math.inf
+        """For reading: no timer is due before, so nothing needs to be looked at until then."""
 
     def __len__(self) -> int:
         return len(self._set)
@@ -60,7 +60,7 @@ class Timers(Generic[K]):
 
     def pop_due(self, now: float) -> K | None:
         """Unsets and returns the earliest timer that is due at `now`."""
-        if now < self._not_before:
+        if now < self.not_before:
             return None
         first = self._first()
         if first is None or first[0] > now:
@@ -74,8 +74,8 @@ class Timers(Generic[K]):
         entry = self._set[key] = (at, self._next_order, key)
         self._next_order += 1
         self._num_entries += 1
-        if at < self._not_before:
-            self._not_before = at
+        if at < self.not_before:
+            self.not_before = at
         return entry
 
     def _first(self) -> tuple[float, int, K] | None:
@@ -92,7 +92,7 @@ class Timers(Generic[K]):
             self._num_entries -= 1
         if self._heap and (first is None or self._heap[0][:2] < first[:2]):
             first = self._heap[0]
-        self._not_before = first[0] if first is not None else math.inf
+        self.not_before = first[0] if first is not None else math.inf
         return first
 
     def _compact(self) -> None:

@@ -1,0 +1,270 @@
+"""Whose turn it is: flows with queued items in the order of their boosted tags, and the choice among them.
+
+Pure; written by its `FairQueue` alone, whose docstring has the rules. Owns every backlogged flow's places in the orders
+and when boosts reach their caps. Knows nothing of running items, counters or the clock V.
+
+Aging is in proportion to the weight, so all boosted tags that still rise do so at one pace, and their order stands
+still: a flow changes orders once, when its boost reaches its cap. A flow's places are brought up to date by `put`, which
+is cheap while its tag only rises (`FlowOrder`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from manylora_shared.flow_order import FlowOrder, Place
+
+_US_PER_S = 1_000_000
+NEVER_US = 1 << 62
+_COMPACT_SLACK = 64
+"""A heap is rebuilt once it has this many entries more than twice the valid ones."""
+
+F = TypeVar("F", bound=Hashable)
+I = TypeVar("I", bound=Hashable)  # noqa: E741
+P = TypeVar("P")
+
+TAG_SCALE = 1 << 40
+"""Virtual time of one unit of cost at weight 1. Weights are far smaller, so TAG_SCALE // weight is as good as exact."""
+
+
+class Rank(NamedTuple):
+    """An item's place inside its flow: lowest first."""
+
+    urgency: int
+    """The negated priority that its owner gave it."""
+    due_us: int
+    order: int
+    """Unique inside the flow."""
+
+
+class Pick(NamedTuple, Generic[I, P]):
+    """What `select` chose; `dispatch` takes it."""
+
+    item: I
+    place: P
+    """What the test returned for it."""
+    floor: int
+    """The least un-boosted tag of a flow that could have been started."""
+    passed_over: I | None
+    """The item that would have been chosen if it could be started."""
+
+
+class Item(Generic[F, I]):
+    """A queued item, or (with `rank` None) a running one or one that is gone."""
+
+    __slots__ = ("flow", "key", "need", "rank", "since_us", "urgent_us")
+
+    def __init__(self, key: I, flow: F, need: Hashable, rank: Rank | None, since_us: int, urgent_us: int) -> None:
+        self.key = key
+        self.flow = flow
+        self.need = need
+        self.rank = rank
+        self.since_us = since_us
+        self.urgent_us = urgent_us
+        """When its flow's boost is at its cap, however short it waited; NEVER_US: not before that is by its age."""
+
+
+class Contender(Generic[F, I]):
+    """What the contest has of a flow. Its owner sets share, head and the rest; places are the contest's."""
+
+    __slots__ = ("base", "boosted", "cap", "fill_us", "fills_at", "head", "is_apart", "is_full", "key", "order",
+                 "plain")  # fmt: skip
+
+    def __init__(self, key: F, order: int) -> None:
+        self.key = key
+        self.order = order
+        """Unique; decides between equal tags."""
+        self.base = 0
+        self.cap = 0
+        """The boost that it has from the beginning, and the largest, in tag units."""
+        self.fill_us = NEVER_US
+        """How long an item waits until its age alone has brought the boost to the cap."""
+        self.is_apart = False
+        self.head: Item[Any, I] | None = None
+        """The first queued item, as it stands in the contest; None: the flow does not."""
+        self.plain: Place[Contender[F, I]] = Place(self, order)
+        """Its key is the tag by which it stands there."""
+        self.boosted: Place[Contender[F, I]] = Place(self, order)
+        self.is_full = False
+        """Whether `boosted` is in the order of those whose boost is at its cap."""
+        self.fills_at = NEVER_US
+        """The time of its valid entry among the flows whose boost is going to reach its cap: no later than that."""
+
+
+class Contest(Generic[F, I]):
+    """See the module's docstring. Times are whole microseconds of one clock."""
+
+    def __init__(self, aging_per_s: int) -> None:
+        self._aging = aging_per_s * TAG_SCALE // _US_PER_S
+        """In tag units per microsecond."""
+        self._now_us = 0
+        self.plain: FlowOrder[Contender[F, I]] = FlowOrder()
+        """By tag."""
+        self.rising: FlowOrder[Contender[F, I]] = FlowOrder()
+        """Flows whose boost still grows, by what their boosted tag would have been at time 0."""
+        self.full: FlowOrder[Contender[F, I]] = FlowOrder()
+        """Those whose boost is at its cap, by their boosted tag."""
+        self._filling: list[tuple[int, int, Contender[F, I]]] = []
+        """(when, order, flow) of the rising flows; as in `FlowOrder`, entries may be early, or left behind."""
+
+    def rank(self, rank: Rank) -> Rank:
+        """An item's place inside its flow."""
+        return rank
+
+    def fill_us(self, base: int, cap: int) -> int:
+        """How long an item waits until its age has brought a boost from base to cap (tag units)."""
+        if cap <= base:
+            return -NEVER_US
+        return -((base - cap) // self._aging) if self._aging else NEVER_US
+
+    def put(self, flow: Contender[F, I], tag: int) -> None:
+        """Takes note of a flow's tag, share and first item, any of which may have changed."""
+        head = flow.head
+        assert head is not None
+        self.plain.put(flow.plain, tag, (flow.key, head.need) if flow.is_apart else head.need)
+        self._boost(flow, head)
+
+    def _boost(self, flow: Contender[F, I], head: Item[Any, I]) -> None:
+        """Puts a flow among those that rise, or among those that have their cap."""
+        need = (flow.key, head.need) if flow.is_apart else head.need
+        full_us = head.since_us + flow.fill_us
+        if head.urgent_us < full_us:
+            full_us = head.urgent_us
+        is_full = full_us <= self._now_us
+        boosted = flow.boosted
+        if is_full is not flow.is_full:
+            if boosted.group is not None:
+                (self.full if flow.is_full else self.rising).drop(boosted)
+            flow.is_full = is_full
+        if is_full:
+            self.full.put(boosted, flow.plain.key - flow.cap, need)
+            return
+        self.rising.put(boosted, flow.plain.key - flow.base + self._aging * head.since_us, need)
+        if full_us < flow.fills_at:
+            flow.fills_at = full_us
+            heapq.heappush(self._filling, (full_us, flow.order, flow))
+            if len(self._filling) > 2 * len(self.rising) + _COMPACT_SLACK:
+                self._filling = list(dict.fromkeys(e for e in self._filling if e[0] == e[2].fills_at))
+                heapq.heapify(self._filling)
+
+    def drop(self, flow: Contender[F, I]) -> None:
+        """Takes a flow out that stands in the contest."""
+        self.plain.drop(flow.plain)
+        (self.full if flow.is_full else self.rising).drop(flow.boosted)
+        flow.head = None
+        flow.fills_at = NEVER_US
+
+    # ---- the choice
+
+    def select(self, fits: Callable[[I], P | None], now_us: int) -> Pick[I, P] | None:
+        """The first item of the flow with the least boosted tag whose first item `fits`."""
+        self._fill_boosts(now_us)
+        first = self._first_boosted()
+        if first is None:
+            return None
+        # Nearly always the first flow can be started, and so can the one with the least tag.
+        item, need = _head(first), _need(first)
+        place = fits(item)
+        if place is not None:
+            return Pick(item, place, self._floor(fits, {need: True}), None)
+        fitting = {need: False}
+        for flow in self._in_order(self.rising.heads(), self.full.heads()):
+            need = _need(flow)
+            if need not in fitting:
+                place = fits(_head(flow))
+                fitting[need] = place is not None
+                if place is not None:
+                    return Pick(_head(flow), place, self._floor(fits, fitting), item)
+        return None
+
+    def select_one_by_one(self, fits: Callable[[F, I], P | None], now_us: int, *, limit: int) -> Pick[I, P] | None:
+        """As `select`, for a test that depends on the flow: asks for the first `limit` flows, one after the other."""
+        self._fill_boosts(now_us)
+        in_order = self._in_order(self.rising.first_places(limit), self.full.first_places(limit))
+        for flow in itertools.islice(in_order, limit):
+            item = _head(flow)
+            place = fits(flow.key, item)
+            if place is not None:
+                least = self.plain.first()
+                assert least is not None
+                return Pick(item, place, least.key, None)
+        return None
+
+    def _fill_boosts(self, now_us: int) -> None:
+        """Moves the flows on whose boost has reached its cap by now."""
+        assert now_us >= self._now_us, "time falls"
+        self._now_us = now_us
+        filling = self._filling
+        while filling and filling[0][0] <= now_us:
+            at_us, _, flow = heapq.heappop(filling)
+            if at_us == flow.fills_at:
+                flow.fills_at = NEVER_US
+                if flow.head is not None and not flow.is_full:
+                    self._boost(flow, flow.head)
+                    filling = self._filling
+
+    def _first_boosted(self) -> Contender[F, I] | None:
+        rising, full = self.rising.first(), self.full.first()
+        if rising is None:
+            return full.flow if full is not None else None
+        if full is not None:
+            key = rising.key - self._aging * self._now_us
+            if full.key < key or (full.key == key and full.order < rising.order):
+                return full.flow
+        return rising.flow
+
+    def _in_order(
+        self, rising: Iterable[Place[Contender[F, I]]], full: Iterable[Place[Contender[F, I]]]
+    ) -> Iterator[Contender[F, I]]:
+        """Two orders' flows by their boosted tags of now."""
+        aged = self._aging * self._now_us
+        merged = heapq.merge(
+            ((place.key - aged, place.order, place.flow) for place in rising),
+            ((place.key, place.order, place.flow) for place in full),
+        )
+        return (flow for _, _, flow in merged)
+
+    def _floor(self, fits: Callable[[I], P | None], fitting: dict[Hashable, bool]) -> int:
+        """The least tag of a flow that can be started. `fitting` has the needs that were asked for already."""
+        first = self.plain.first()
+        assert first is not None
+        if fitting.get(_need(first.flow)):
+            return first.key
+        for place in itertools.chain((first,), self.plain.heads()):
+            need = _need(place.flow)
+            if need not in fitting:
+                fitting[need] = fits(_head(place.flow)) is not None
+            if fitting[need]:
+                return place.key
+        raise AssertionError("one flow was found to fit")
+
+    def check_invariants(self) -> None:
+        for order in (self.plain, self.rising, self.full):
+            order.check_invariants()
+        assert len(self.plain) == len(self.rising) + len(self.full)
+
+
+class ArrivalContest(Contest[F, I]):
+    """First come, first served: of the flows whose first item can be started, the one whose first item came first.
+    Ranks' `order` must be unique over all flows and grow as items come."""
+
+    def rank(self, rank: Rank) -> Rank:
+        return Rank(0, 0, rank.order)
+
+    def _boost(self, flow: Contender[F, I], head: Item[Any, I]) -> None:
+        assert head.rank is not None, "a first item is queued"
+        flow.is_full = True
+        self.full.put(flow.boosted, head.rank.order, _need(flow))
+
+
+def _head(flow: Contender[F, I]) -> I:
+    assert flow.head is not None, "only flows with queued items stand in the contest"
+    return flow.head.key
+
+
+def _need(flow: Contender[F, I]) -> Hashable:
+    assert flow.head is not None
+    return (flow.key, flow.head.need) if flow.is_apart else flow.head.need
