@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
+from typing import Literal, cast
 
 from manylora_shared.errors import Code
 from manylora_shared.fair_queue import ArrivalQueue, FairQueue, Pick
@@ -116,16 +116,17 @@ class Core:
     ) -> None:
         self._limits = limits or CoreLimits()
         self._order = order
-        kind: type[FairQueue[FlowKey, int]] = FairQueue if order == "fair" else ArrivalQueue
+        kind: type[FairQueue[FlowKey, Ticket]] = FairQueue if order == "fair" else ArrivalQueue
         self._queue = kind(aging_per_s=AGING_PER_S)
         self._fleet = Fleet()
         self._tickets = Tickets()
         self._flows = Flows()
-        self._dispatch = Dispatch(self._queue, self._fleet, self._tickets, goes_beyond=order == "fair")
-        self._succession = Succession(self._queue, predecessor)
+        self._dispatch = Dispatch(self._queue, self._fleet, goes_beyond=order == "fair")
+        # What is adopted runs in the queue by its request's id; it is never queued, and never picked.
+        self._succession = Succession(cast("FairQueue[FlowKey, Ticket | RequestId]", self._queue), predecessor)
         self._is_restoring = self._queue.is_restoring
-        self._moments: Timers[int] = Timers()
-        """One a ticket that waits for something, by number: what is due follows from its phase (`_on_moment`)."""
+        self._moments: Timers[Ticket] = Timers()
+        """One a ticket that waits for something: what is due follows from its phase (`_on_moment`)."""
         self._timers: Timers[tuple[str, *tuple[object, ...]]] = Timers()
         """All else."""
         self._routers: dict[RouterId, int] = {}
@@ -195,7 +196,7 @@ class Core:
 
     def clock_snapshot(self) -> ClockSnapshot:
         """What the next leader's core is to be given."""
-        return self._succession.snapshot(lambda number: self._tickets[number].request.request_id)
+        return self._succession.snapshot()
 
     # ---- events of routers
 
@@ -222,7 +223,7 @@ class Core:
             return
         ticket = self._tickets.enqueue(request, event.session, self._now)
         self._queue.push(
-            ticket.number,
+            ticket,
             request.flow,
             share=self._flows.share(request.flow),
             need=need_of(request),
@@ -235,9 +236,9 @@ class Core:
         wait_s = self._limits.worker_wait_s
         ticket.unserved_at = self._now + wait_s
         if request.deadline is not None and request.deadline < ticket.unserved_at:
-            self._moments.set(ticket.number, request.deadline)
+            self._moments.set(ticket, request.deadline)
         else:
-            self._moments.set_after(ticket.number, self._now, wait_s)
+            self._moments.set_after(ticket, self._now, wait_s)
         if request.adapter_uid is not None and not self._fleet.num_open:
             self._prefetch(request.adapter_uid)
 
@@ -294,7 +295,7 @@ class Core:
         self._tickets.release(ticket)
         if ticket.phase is Phase.GRANTED:
             ticket.phase = Phase.CLOSING
-            self._moments.set_after(ticket.number, self._now, CLOSING_GRACE_S)
+            self._moments.set_after(ticket, self._now, CLOSING_GRACE_S)
 
     def _return_grant(self, ticket: Ticket) -> None:
         """A router did not reach the worker with a grant; the request may come again, and then keeps its place."""
@@ -317,14 +318,14 @@ class Core:
 
     def _unqueue(self, ticket: Ticket) -> None:
         """Forgets a queued ticket."""
-        self._queue.remove(ticket.number)
-        self._moments.cancel(ticket.number)
+        self._queue.remove(ticket)
+        self._moments.cancel(ticket)
         self._leave_queue(ticket)
         self._tickets.forget(ticket)
 
     def _leave_queue(self, ticket: Ticket) -> None:
         self._tickets.leave_queue(ticket)
-        self._dispatch.left_queue(ticket.number)
+        self._dispatch.left_queue(ticket)
 
     # ---- events of workers
 
@@ -344,8 +345,8 @@ class Core:
             return
         for ticket in worker.tickets():
             self._end_ticket(ticket)
-        for number in worker.adopted():
-            self._succession.end(number)
+        for request_id in worker.running:
+            self._succession.end(request_id, worker_id)
         self._dispatch.note_held(worker_id, ())
         self._departed[worker_id] = worker.address
         if len(self._departed) > MAX_DEPARTED:
@@ -379,18 +380,16 @@ class Core:
     def _on_started(self, worker: WorkerView, request_id: RequestId) -> None:
         ticket = worker.start(request_id)
         if ticket is None:
-            number = self._succession.adopt(request_id, self._flows, self._tickets)
-            if number is not None:
-                worker.adopt(request_id, number)
+            self._succession.adopt(request_id, worker.worker_id, self._flows)
         elif ticket.phase is not Phase.RUNNING:
             ticket.phase = Phase.RUNNING
-            self._moments.cancel(ticket.number)
+            self._moments.cancel(ticket)
 
     def _on_ended(self, worker: WorkerView, request_id: RequestId) -> None:
-        if worker.has_adopted and (number := worker.end_adopted(request_id)) is not None:
-            self._succession.end(number)
         ticket = worker.finish(request_id)
-        if ticket is not None:
+        if ticket is None:
+            self._succession.end(request_id, worker.worker_id)
+        else:
             self._flows.known(ticket.request.flow).estimate.count_finished()
             self._end_ticket(ticket)
 
@@ -414,9 +413,9 @@ class Core:
 
     def _end_ticket(self, ticket: Ticket) -> None:
         """A granted ticket whose grant is no longer with its worker."""
-        self._queue.settle(ticket.number)
+        self._queue.settle(ticket)
         if ticket.phase is not Phase.RUNNING:
-            self._moments.cancel(ticket.number)
+            self._moments.cancel(ticket)
         self._tickets.forget(ticket)
 
     def _drop_grant(self, ticket: Ticket) -> None:
@@ -443,8 +442,8 @@ class Core:
     # ---- timers
 
     def _run_timers(self) -> None:
-        while (number := self._moments.pop_due(self._now)) is not None:
-            self._on_moment(self._tickets[number])
+        while (ticket := self._moments.pop_due(self._now)) is not None:
+            self._on_moment(ticket)
         while (key := self._timers.pop_due(self._now)) is not None:
             match key:
                 case ("returned", request_id):
@@ -479,7 +478,7 @@ class Core:
                 self._refuse(ticket, Code.UNAVAILABLE, "no worker is serving", retry_after_s=1.0)
                 return
         deadline = ticket.request.deadline
-        self._moments.set(ticket.number, min(ticket.unserved_at, math.inf if deadline is None else deadline))
+        self._moments.set(ticket, min(ticket.unserved_at, math.inf if deadline is None else deadline))
 
     def _refuse(self, ticket: Ticket, code: Code, message: str, retry_after_s: float | None = None) -> None:
         self._unqueue(ticket)
@@ -494,8 +493,8 @@ class Core:
 
     # ---- grants
 
-    def _grant(self, pick: Pick[int, WorkerView]) -> None:
-        ticket, worker = self._tickets[pick.item], pick.place
+    def _grant(self, pick: Pick[Ticket, WorkerView]) -> None:
+        ticket, worker = pick.item, pick.place
         request = ticket.request
         known = self._flows.known(request.flow)
         known.last_wait_s = self._now - ticket.enqueued_at
@@ -504,7 +503,7 @@ class Core:
         ticket.phase = Phase.GRANTED
         ticket.worker_id = worker.worker_id
         ticket.granted_at = self._now
-        self._moments.set_after(ticket.number, self._now, GRANT_TIMEOUT_S)
+        self._moments.set_after(ticket, self._now, GRANT_TIMEOUT_S)
         self._send_grant(ticket, worker, repeated=False)
         worker.grant(ticket)
         self._fleet.update(worker)
@@ -601,12 +600,13 @@ class Core:
         self._dispatch.check_invariants(queued)
         assert len(queued) == self._queue.num_queued
         assert len(granted) + len(self._succession.adopted) == self._queue.num_running
-        on_workers = {ticket.number for worker in self._fleet.workers for ticket in worker.tickets()}
+        on_workers = {ticket for worker in self._fleet.workers for ticket in worker.tickets()}
         assert on_workers == granted
-        assert {n for worker in self._fleet.workers for n in worker.adopted()} == self._succession.adopted
+        others = {(r, w.worker_id) for w in self._fleet.workers for r, ticket in w.running.items() if ticket is None}
+        assert self._succession.adopted <= others
         assert all(worker.num_prefetches <= PREFETCHES_PER_WORKER for worker in self._fleet.workers)
-        for number in queued | granted:
-            assert (number in self._moments) == (self._tickets[number].phase is not Phase.RUNNING)
+        for ticket in queued | granted:
+            assert (ticket in self._moments) == (ticket.phase is not Phase.RUNNING)
 
 
 def _too_large(request: QueuedRequest) -> str:

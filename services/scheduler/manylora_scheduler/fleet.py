@@ -133,8 +133,6 @@ class WorkerView:
         """Sent and not yet answered by residency."""
         self.running: dict[RequestId, Ticket | None] = {}
         """What the worker reported; without a ticket, what an earlier leader granted."""
-        self._adopted: dict[RequestId, int] = {}
-        """Of these, the numbers under which the fair queue knows what the earlier leader had reserved for them."""
         self.granted: dict[RequestId, Ticket] = {}
         """Granted and not yet reported."""
         self._output_tokens: dict[FlowKey, int] = {}
@@ -305,22 +303,6 @@ class WorkerView:
             self.drop_grant(ticket)
         return ticket
 
-    def adopt(self, request_id: RequestId, number: int) -> None:
-        """A running request of an earlier leader's has this number in the fair queue."""
-        self._adopted[request_id] = number
-
-    @property
-    def has_adopted(self) -> bool:
-        return bool(self._adopted)
-
-    def end_adopted(self, request_id: RequestId) -> int | None:
-        """The number of a request that was adopted, once."""
-        return self._adopted.pop(request_id, None)
-
-    def adopted(self) -> list[int]:
-        """The numbers of all running requests that were adopted."""
-        return list(self._adopted.values())
-
     def tickets(self) -> list[Ticket]:
         """Of all live grants."""
         return [ticket for ticket in self.running.values() if ticket is not None] + list(self.granted.values())
@@ -433,7 +415,6 @@ class WorkerView:
         assert self._granted_sequences == sum(t.request.sequences for t in self.granted.values())
         assert self._granted_blocks == sum(self.blocks_for(t.request) for t in self.granted.values())
         assert self._held_sequences == sum(load.held for load in self._loads.values())
-        assert self._adopted.keys() <= self.running.keys()
         counts: dict[AdapterUid, int] = {}
         for ticket in self.tickets():
             assert ticket.worker_id == self.worker_id

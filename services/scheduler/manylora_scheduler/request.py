@@ -65,14 +65,13 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One attempt at one request. `number` grows with each ticket and names it everywhere inside the core."""
+    """One attempt at one request: what the core's books, the fair queue among them, have as their item."""
 
-    number: int
     request: QueuedRequest
     session: int
     """The router's stream that asked for it, or that its grant was last sent on."""
     order: int
-    """Its place inside its flow; an attempt after an unused grant keeps the place of the first."""
+    """Its place inside its flow, which grows with each ticket; an attempt after an unused grant keeps the first's."""
     attempt: int
     enqueued_at: float
     waits_since: float

@@ -16,16 +16,13 @@ from manylora_scheduler.request import FlowKey, Phase, QueuedRequest, Ticket
 
 class Tickets:
     def __init__(self) -> None:
-        self._live: dict[int, Ticket] = {}
+        self._live: dict[Ticket, None] = {}
         self._wanted: dict[RequestId, Ticket] = {}
         """The ticket that stands for a request: queued, or granted and not ended by its router."""
         self._queued_by_tenant: dict[TenantId, int] = {}
         self._returned: dict[RequestId, Ticket] = {}
         """The last attempt of requests whose grant came back unused."""
-        self._next_number = 0
-
-    def __getitem__(self, number: int) -> Ticket:
-        return self._live[number]
+        self._next_order = 0
 
     def __len__(self) -> int:
         return len(self._live)
@@ -39,7 +36,7 @@ class Tickets:
 
     def queued_of(self, router_id: RouterId) -> list[Ticket]:
         """O(tickets): a router's stream seldom ends."""
-        return [t for t in self._live.values() if t.phase is Phase.QUEUED and t.request.router_id == router_id]
+        return [t for t in self._live if t.phase is Phase.QUEUED and t.request.router_id == router_id]
 
     def num_queued_of(self, tenant_id: TenantId) -> int:
         return self._queued_by_tenant.get(tenant_id, 0)
@@ -47,28 +44,22 @@ class Tickets:
     def oldest_by_flow(self) -> Mapping[FlowKey, float]:
         """When the oldest queued request of each flow was enqueued."""
         oldest: dict[FlowKey, float] = {}
-        for ticket in self._live.values():
+        for ticket in self._live:
             if ticket.phase is Phase.QUEUED:
                 flow = ticket.request.flow
                 oldest[flow] = min(oldest.get(flow, ticket.enqueued_at), ticket.enqueued_at)
         return oldest
 
-    def new_number(self) -> int:
-        """A number that no ticket has or will have."""
-        self._next_number += 1
-        return self._next_number - 1
-
     def enqueue(self, request: QueuedRequest, session: int, now: float) -> Ticket:
         """A new queued ticket; it has the place of the request's attempt that came back, if there is one."""
-        number = self._next_number
-        self._next_number += 1
         before = self._returned.pop(request.request_id, None) if self._returned else None
         if before is None:
-            ticket = Ticket(number, request, session, order=number, attempt=1, enqueued_at=now, waits_since=now)
+            ticket = Ticket(request, session, self._next_order, 1, now, now)
         else:
-            attempt = before.attempt + 1
-            ticket = Ticket(number, request, session, before.order, attempt, now, before.waits_since)
-        self._live[number] = self._wanted[request.request_id] = ticket
+            ticket = Ticket(request, session, before.order, before.attempt + 1, now, before.waits_since)
+        self._next_order += 1
+        self._live[ticket] = None
+        self._wanted[request.request_id] = ticket
         tenant_id = request.flow.tenant_id
         self._queued_by_tenant[tenant_id] = self._queued_by_tenant.get(tenant_id, 0) + 1
         return ticket
@@ -87,7 +78,7 @@ class Tickets:
             del self._wanted[ticket.request.request_id]
 
     def forget(self, ticket: Ticket) -> None:
-        del self._live[ticket.number]
+        del self._live[ticket]
         self.release(ticket)
 
     def keep_place(self, ticket: Ticket) -> None:
@@ -101,13 +92,13 @@ class Tickets:
     def lose_place(self, request_id: RequestId) -> None:
         self._returned.pop(request_id, None)
 
-    def check_invariants(self, routers: Iterable[RouterId]) -> tuple[set[int], set[int]]:
-        """Every index against the tickets. Returns the numbers of the queued and of the granted ones."""
-        queued = {n for n, t in self._live.items() if t.phase is Phase.QUEUED}
+    def check_invariants(self, routers: Iterable[RouterId]) -> tuple[set[Ticket], set[Ticket]]:
+        """Every index against the tickets. Returns the queued and the granted ones."""
+        queued = {ticket for ticket in self._live if ticket.phase is Phase.QUEUED}
         assert len(queued) == sum(self._queued_by_tenant.values())
-        assert {self._live[number].request.router_id for number in queued} <= set(routers)
-        assert all(self._live.get(t.number) is t for t in self._wanted.values())
-        for ticket in self._live.values():
+        assert {ticket.request.router_id for ticket in queued} <= set(routers)
+        assert all(ticket in self._live for ticket in self._wanted.values())
+        for ticket in self._live:
             wanted = self._wanted.get(ticket.request.request_id) is ticket
             assert wanted or ticket.phase in (Phase.CLOSING, Phase.RUNNING)
         return queued, self._live.keys() - queued
