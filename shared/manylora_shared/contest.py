@@ -52,19 +52,22 @@ class Pick(NamedTuple, Generic[I, P]):
     """The item that would have been chosen if it could be started."""
 
 
-class Item(Generic[F, I]):
-    """A queued item, or (with `rank` None) a running one or one that is gone."""
+class Queued(NamedTuple, Generic[I]):
+    """A queued item, and its entry in its flow's heap: the first four compare. One object an item: there may be a
+    hundred thousand, all of them cold, and the garbage collector walks them."""
 
-    __slots__ = ("flow", "key", "need", "rank", "since_us", "urgent_us")
-
-    def __init__(self, key: I, flow: F, need: Hashable, rank: Rank | None, since_us: int, urgent_us: int) -> None:
-        self.key = key
-        self.flow = flow
-        self.need = need
-        self.rank = rank
-        self.since_us = since_us
-        self.urgent_us = urgent_us
-        """When its flow's boost is at its cap, however short it waited; NEVER_US: not before that is by its age."""
+    urgency: int
+    due_us: int
+    order: int
+    serial: int
+    """Unique."""
+    item: I
+    need: Hashable
+    since_us: int
+    urgent_us: int
+    """When its flow's boost is at its cap, however short it waited; NEVER_US: not before that is by its age."""
+    flow: Any
+    """Its `Contender`."""
 
 
 class Contender(Generic[F, I]):
@@ -83,7 +86,7 @@ class Contender(Generic[F, I]):
         self.fill_us = NEVER_US
         """How long an item waits until its age alone has brought the boost to the cap."""
         self.is_apart = False
-        self.head: Item[Any, I] | None = None
+        self.head: Queued[I] | None = None
         """The first queued item, as it stands in the contest; None: the flow does not."""
         self.plain: Place[Contender[F, I]] = Place(self, order)
         """Its key is the tag by which it stands there."""
@@ -124,17 +127,16 @@ class Contest(Generic[F, I]):
         """Takes note of a flow's tag, share and first item, any of which may have changed."""
         head = flow.head
         assert head is not None
-        self.plain.put(flow.plain, tag, (flow.key, head.need) if flow.is_apart else head.need)
-        self._boost(flow, head)
-
-    def _boost(self, flow: Contender[F, I], head: Item[Any, I]) -> None:
-        """Puts a flow among those that rise, or among those that have their cap."""
         need = (flow.key, head.need) if flow.is_apart else head.need
+        self.plain.put(flow.plain, tag, need)
+        self._boost(flow, head, need)
+
+    def _boost(self, flow: Contender[F, I], head: Queued[I], need: Hashable) -> None:
+        """Puts a flow among those that rise, or among those that have their cap."""
         full_us = head.since_us + flow.fill_us
         if head.urgent_us < full_us:
             full_us = head.urgent_us
-        is_full = full_us <= self._now_us
-        boosted = flow.boosted
+        boosted, is_full = flow.boosted, full_us <= self._now_us
         if is_full is not flow.is_full:
             if boosted.group is not None:
                 (self.full if flow.is_full else self.rising).drop(boosted)
@@ -145,10 +147,14 @@ class Contest(Generic[F, I]):
         self.rising.put(boosted, flow.plain.key - flow.base + self._aging * head.since_us, need)
         if full_us < flow.fills_at:
             flow.fills_at = full_us
-            heapq.heappush(self._filling, (full_us, flow.order, flow))
-            if len(self._filling) > 2 * len(self.rising) + _COMPACT_SLACK:
-                self._filling = list(dict.fromkeys(e for e in self._filling if e[0] == e[2].fills_at))
-                heapq.heapify(self._filling)
+            self._fill_later(flow)
+
+    def _fill_later(self, flow: Contender[F, I]) -> None:
+        heapq.heappush(self._filling, (flow.fills_at, flow.order, flow))
+        if len(self._filling) > 2 * self.rising.size + _COMPACT_SLACK:
+            # Two entries of one flow may be of the same time.
+            self._filling = list(dict.fromkeys(entry for entry in self._filling if entry[0] == entry[2].fills_at))
+            heapq.heapify(self._filling)
 
     def drop(self, flow: Contender[F, I]) -> None:
         """Takes a flow out that stands in the contest."""
@@ -203,18 +209,20 @@ class Contest(Generic[F, I]):
             if at_us == flow.fills_at:
                 flow.fills_at = NEVER_US
                 if flow.head is not None and not flow.is_full:
-                    self._boost(flow, flow.head)
+                    self._boost(flow, flow.head, _need(flow))
                     filling = self._filling
 
     def _first_boosted(self) -> Contender[F, I] | None:
-        rising, full = self.rising.first(), self.full.first()
+        rising = self.rising.first()
+        if not self.full.size:
+            return rising.flow if rising is not None else None
+        full = self.full.first()
+        assert full is not None
         if rising is None:
-            return full.flow if full is not None else None
-        if full is not None:
-            key = rising.key - self._aging * self._now_us
-            if full.key < key or (full.key == key and full.order < rising.order):
-                return full.flow
-        return rising.flow
+            return full.flow
+        key = rising.key - self._aging * self._now_us
+        is_full_first = full.key < key or (full.key == key and full.order < rising.order)
+        return full.flow if is_full_first else rising.flow
 
     def _in_order(
         self, rising: Iterable[Place[Contender[F, I]]], full: Iterable[Place[Contender[F, I]]]
@@ -244,7 +252,7 @@ class Contest(Generic[F, I]):
     def check_invariants(self) -> None:
         for order in (self.plain, self.rising, self.full):
             order.check_invariants()
-        assert len(self.plain) == len(self.rising) + len(self.full)
+        assert self.plain.size == self.rising.size + self.full.size
 
 
 class ArrivalContest(Contest[F, I]):
@@ -254,15 +262,14 @@ class ArrivalContest(Contest[F, I]):
     def rank(self, rank: Rank) -> Rank:
         return Rank(0, 0, rank.order)
 
-    def _boost(self, flow: Contender[F, I], head: Item[Any, I]) -> None:
-        assert head.rank is not None, "a first item is queued"
+    def _boost(self, flow: Contender[F, I], head: Queued[I], need: Hashable) -> None:
         flow.is_full = True
-        self.full.put(flow.boosted, head.rank.order, _need(flow))
+        self.full.put(flow.boosted, head.order, need)
 
 
 def _head(flow: Contender[F, I]) -> I:
     assert flow.head is not None, "only flows with queued items stand in the contest"
-    return flow.head.key
+    return flow.head.item
 
 
 def _need(flow: Contender[F, I]) -> Hashable:

@@ -50,7 +50,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from manylora_shared.contest import NEVER_US, TAG_SCALE, ArrivalContest, Contender, Contest, Item, Pick, Rank
+from manylora_shared.contest import NEVER_US, TAG_SCALE, ArrivalContest, Contender, Contest, Pick, Queued, Rank
 
 __all__ = ["TAG_SCALE", "ArrivalQueue", "FairQueue", "FlowSnapshot", "Pick", "Rank", "Share", "Snapshot"]
 
@@ -99,7 +99,7 @@ class Snapshot(Generic[F, I]):
 
 
 class _Flow(Contender[F, I]):
-    """One flow's books. `queue` is a heap of (rank, serial, item) in which items that are queued no more may linger."""
+    """One flow's books. `queue` is a heap in which items that were removed may linger."""
 
     __slots__ = ("inverse", "is_moved", "num_queued", "num_running", "queue", "reserved", "settled", "share", "unspent")
 
@@ -111,7 +111,7 @@ class _Flow(Contender[F, I]):
         self.reserved = 0
         self.unspent: OrderedDict[I, int] = OrderedDict()
         """Running items that have some of their reservation left, in the order of their dispatch."""
-        self.queue: list[tuple[Rank, int, Item[_Flow[F, I], I]]] = []
+        self.queue: list[Queued[I]] = []
         self.num_queued = 0
         self.num_running = 0
         self.is_moved = False
@@ -146,7 +146,8 @@ class FairQueue(Generic[F, I]):
         self._contest: Contest[F, I] = self._contest_type(aging_per_s)
         self._clock = 0
         self._flows: dict[F, _Flow[F, I]] = {}
-        self._items: dict[I, Item[_Flow[F, I], I]] = {}
+        self._queued: dict[I, Queued[I]] = {}
+        self._running: dict[I, _Flow[F, I]] = {}
         self._moved: list[_Flow[F, I]] = []
         """Flows whose place in the contest is to be brought up to date."""
         self._resting: list[tuple[int, int, F]] = []
@@ -156,7 +157,6 @@ class FairQueue(Generic[F, I]):
         """While a rebuilt clock waits for `resume`: the flows that were backlogged when the snapshot was taken."""
         self._next_order = 0
         self._next_serial = 0
-        self._num_running = 0
 
     # ---- reading
 
@@ -167,11 +167,11 @@ class FairQueue(Generic[F, I]):
 
     @property
     def num_queued(self) -> int:
-        return len(self._items) - self._num_running
+        return len(self._queued)
 
     @property
     def num_running(self) -> int:
-        return self._num_running
+        return len(self._running)
 
     @property
     def num_flows(self) -> int:
@@ -219,26 +219,26 @@ class FairQueue(Generic[F, I]):
         urgent_us: int | None = None,
     ) -> None:
         """Queues an item that waits since `since_us` and has its flow's full boost from `urgent_us` on."""
-        assert item not in self._items, f"{item} is known"
+        assert item not in self._queued, f"{item} is queued"
         entry = self._remember(flow, share)
         if not entry.num_queued and (self._returning is None or flow not in self._returning):
             self._lift(entry)
-        rank = self._contest.rank(rank)
-        queued = self._items[item] = Item(
-            item, entry, need, rank, since_us, NEVER_US if urgent_us is None else urgent_us
-        )
-        heapq.heappush(entry.queue, (rank, self._next_serial, queued))
+        urgency, due_us, order = self._contest.rank(rank)
+        if urgent_us is None:
+            urgent_us = NEVER_US
+        queued = Queued(urgency, due_us, order, self._next_serial, item, need, since_us, urgent_us, entry)
         self._next_serial += 1
+        self._queued[item] = queued
+        heapq.heappush(entry.queue, queued)
         entry.num_queued += 1
-        if not entry.is_moved and entry.queue[0][2] is queued:
+        if entry.queue[0] is queued:
             self._move(entry)
 
     def remove(self, item: I) -> None:
         """Forgets a queued item."""
-        entry = self._take(item)
-        del self._items[item]
-        self._move(entry)
-        self._rest(entry)
+        flow = self._take(item)
+        self._move(flow)
+        self._rest(flow)
 
     def select(self, fits: Callable[[I], P | None], now_us: int) -> Pick[I, P] | None:
         """The item to start next: the first of the flow with the least boosted tag whose first item `fits`.
@@ -265,9 +265,8 @@ class FairQueue(Generic[F, I]):
 
     def adopt(self, item: I, flow: F, *, share: Share, reserve: int) -> None:
         """An item that a predecessor dispatched is running, with `reserve` left of what it had reserved."""
-        assert item not in self._items, f"{item} is known"
+        assert item not in self._running, f"{item} runs"
         entry = self._remember(flow, share)
-        self._items[item] = Item(item, entry, None, None, 0, NEVER_US)
         self._start(entry, item, reserve)
 
     def settle(self, item: I, cost: int = 0) -> None:
@@ -278,13 +277,11 @@ class FairQueue(Generic[F, I]):
                 scheduler hears it from the counters and leaves it out.
         """
         assert cost >= 0
-        running = self._items.pop(item)
-        assert running.rank is None, f"{item} was not dispatched"
-        flow = running.flow
+        assert item not in self._queued, f"{item} was not dispatched"
+        flow = self._running.pop(item)
         self._refund(flow, item)
         flow.settled += cost * flow.inverse
         flow.num_running -= 1
-        self._num_running -= 1
         if flow.num_queued:
             self._move(flow)
         else:
@@ -324,18 +321,19 @@ class FairQueue(Generic[F, I]):
             share_of: asked for flows that are not remembered.
         """
         counted = self._counted.setdefault(source, {})
-        for flow, total in totals.items():
-            if total < counted.get(flow, 0):
-                counted.clear()
-                break
         grown: list[tuple[F, int]] = []
         for flow, total in totals.items():
             cost = total - counted.get(flow, 0)
-            if cost:
-                counted[flow] = total
-                entry = self._flows.get(flow)
-                self._charge(entry if entry is not None else self._remember(flow, share_of(flow)), cost)
+            if cost > 0:
                 grown.append((flow, cost))
+            elif cost:
+                counted.clear()
+                grown = [(flow, total) for flow, total in totals.items() if total]
+                break
+        for flow, cost in grown:
+            counted[flow] = totals[flow]
+            entry = self._flows.get(flow)
+            self._charge(entry if entry is not None else self._remember(flow, share_of(flow)), cost)
         return grown
 
     def begin_counting(self, source: str, totals: Mapping[F, int]) -> None:
@@ -411,7 +409,8 @@ class FairQueue(Generic[F, I]):
         flow.settled += max(0, self._clock - flow.tag)
 
     def _advance_clock(self, pick: Pick[I, P]) -> None:
-        self._clock = max(self._clock, pick.floor)
+        if pick.floor > self._clock:
+            self._clock = pick.floor
 
     def _reserve(self, flow: _Flow[F, I], item: I, cost: int) -> None:
         if cost:
@@ -432,13 +431,13 @@ class FairQueue(Generic[F, I]):
         while cost and unspent:
             item = next(iter(unspent))
             left = unspent[item]
-            used = min(cost, left)
-            cost -= used
-            flow.reserved -= used
-            if left > used:
-                unspent[item] = left - used
-            else:
-                del unspent[item]
+            if cost < left:
+                unspent[item] = left - cost
+                flow.reserved -= cost
+                break
+            del unspent[item]
+            flow.reserved -= left
+            cost -= left
         if flow.num_queued:
             self._move(flow)
         else:
@@ -468,19 +467,19 @@ class FairQueue(Generic[F, I]):
 
     def _start(self, flow: _Flow[F, I], item: I, reserve: int) -> None:
         flow.num_running += 1
-        self._num_running += 1
+        self._running[item] = flow
         self._reserve(flow, item, reserve)
         self._move(flow)
 
     def _take(self, item: I) -> _Flow[F, I]:
         """Takes a queued item out of its flow's queue."""
-        queued = self._items[item]
-        assert queued.rank is not None, f"{item} is not queued"
-        queued.rank = None
-        flow = queued.flow
+        queued = self._queued.pop(item)
+        flow: _Flow[F, I] = queued.flow
         flow.num_queued -= 1
-        if len(flow.queue) > 2 * flow.num_queued + _COMPACT_SLACK:
-            flow.queue = [entry for entry in flow.queue if entry[2].rank is not None]
+        if flow.queue[0] is queued:
+            heapq.heappop(flow.queue)
+        elif len(flow.queue) > 2 * flow.num_queued + _COMPACT_SLACK:
+            flow.queue = [entry for entry in flow.queue if self._queued.get(entry.item) is entry]
             heapq.heapify(flow.queue)
         return flow
 
@@ -497,9 +496,9 @@ class FairQueue(Generic[F, I]):
             flow.is_moved = False
             if flow.num_queued:
                 queue = flow.queue
-                while queue[0][2].rank is None:
+                while len(queue) > flow.num_queued and self._queued.get(queue[0].item) is not queue[0]:
                     heapq.heappop(queue)
-                flow.head = queue[0][2]
+                flow.head = queue[0]
                 contest.put(flow, flow.settled + flow.reserved * flow.inverse)
                 continue
             flow.queue.clear()
@@ -511,7 +510,7 @@ class FairQueue(Generic[F, I]):
         """Forgets a flow that has become idle, or remembers to once the clock has passed it."""
         if flow.num_running or flow.num_queued or self._returning is not None:
             return
-        if not self._items:
+        if not self._queued and not self._running:
             self._clock = max(self._clock, max(f.tag for f in self._flows.values()))
             self._flows.clear()
             self._resting.clear()
@@ -536,22 +535,22 @@ class FairQueue(Generic[F, I]):
         self._contest.check_invariants()
         queued: dict[F, int] = {}
         running: dict[F, int] = {}
-        for item in self._items.values():
-            counts = running if item.rank is None else queued
-            counts[item.flow.key] = counts.get(item.flow.key, 0) + 1
-        assert sum(queued.values()) == self.num_queued
-        assert sum(running.values()) == self._num_running
-        assert len(self._contest.plain) == sum(flow.num_queued > 0 for flow in self._flows.values())
+        for entry in self._queued.values():
+            queued[entry.flow.key] = queued.get(entry.flow.key, 0) + 1
+        for flow in self._running.values():
+            running[flow.key] = running.get(flow.key, 0) + 1
+        assert self._contest.plain.size == sum(flow.num_queued > 0 for flow in self._flows.values())
         for flow in self._flows.values():
             assert flow.num_queued == queued.get(flow.key, 0)
             assert flow.num_running == running.get(flow.key, 0)
             assert flow.reserved == sum(flow.unspent.values())
-            assert all(left > 0 and self._items[item].flow is flow for item, left in flow.unspent.items())
+            assert all(left > 0 and self._running[item] is flow for item, left in flow.unspent.items())
             assert flow.num_running or not flow.reserved
             assert not flow.idle or flow.tag > self._clock or self._returning is not None
             if flow.num_queued:
-                first = min(entry for entry in flow.queue if entry[2].rank is not None)
-                assert (flow.head, flow.plain.key) == (first[2], flow.tag)
+                first = min(entry for entry in flow.queue if self._queued.get(entry.item) is entry)
+                assert flow.head is first
+                assert flow.plain.key == flow.tag
             else:
                 assert flow.head is None
 

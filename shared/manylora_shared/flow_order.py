@@ -59,10 +59,8 @@ class FlowOrder(Generic[F]):
         self._groups: dict[Hashable, _Group[F]] = {}
         self._firsts: list[_GroupEntry[F]] = []
         self._next_index = 0
-        self._size = 0
-
-    def __len__(self) -> int:
-        return self._size
+        self.size = 0
+        """Places that stand here. For reading."""
 
     def put(self, place: Place[F], key: int, need: Hashable) -> None:
         """Gives a place its key and its need, or others. A place stands in one order at a time."""
@@ -74,9 +72,12 @@ class FlowOrder(Generic[F]):
         else:
             if group is not None:
                 self._leave(group)
-            group = self._group(need)
+            group = self._groups.get(need)
+            if group is None:
+                group = self._groups[need] = _Group(need, self._next_index)
+                self._next_index += 1
             group.size += 1
-            self._size += 1
+            self.size += 1
             place.group = group
         place.entry = entry = (key, place.order, place)
         heap, shown = group.heap, group.entry
@@ -102,7 +103,10 @@ class FlowOrder(Generic[F]):
             if shown is not group.entry:
                 heappop(firsts)
                 continue
-            place = self._head(group)
+            entry = group.heap[0]
+            place = entry[2]
+            if entry is not place.entry or entry[0] != place.key:  # else it is found without a call, as mostly
+                place = self._head(group)
             if place.key == shown[0] and place.order == shown[1]:
                 return place
             group.entry = (place.key, place.order, group.index, group)
@@ -150,15 +154,8 @@ class FlowOrder(Generic[F]):
                     heappush(front, (place.key, order, index, -1, group))
         return found
 
-    def _group(self, need: Hashable) -> _Group[F]:
-        group = self._groups.get(need)
-        if group is None:
-            group = self._groups[need] = _Group(need, self._next_index)
-            self._next_index += 1
-        return group
-
     def _leave(self, group: _Group[F]) -> None:
-        self._size -= 1
+        self.size -= 1
         group.size -= 1
         if not group.size:
             group.heap.clear()
@@ -189,7 +186,7 @@ class FlowOrder(Generic[F]):
         return shown
 
     def check_invariants(self) -> None:
-        assert sum(group.size for group in self._groups.values()) == self._size
+        assert sum(group.size for group in self._groups.values()) == self.size
         for group in self._groups.values():
             valid = [entry for entry in group.heap if entry is entry[2].entry]
             assert len(valid) == group.size > 0

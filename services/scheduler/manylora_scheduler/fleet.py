@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -93,10 +93,14 @@ class Holders:
 
     def note(self, uid: AdapterUid, worker: WorkerView) -> None:
         """The worker's residency for this adapter may have changed."""
-        if worker.residency(uid) is not Residency.ABSENT:
-            self._workers.setdefault(uid, {})[worker.worker_id] = worker
-        else:
+        if not worker.has_or_awaits(uid):
             self.forget(uid, worker)
+            return
+        found = self._workers.get(uid)
+        if found is None:
+            self._workers[uid] = {worker.worker_id: worker}
+        else:
+            found[worker.worker_id] = worker
 
     def forget(self, uid: AdapterUid, worker: WorkerView) -> None:
         found = self._workers.get(uid)
@@ -147,7 +151,7 @@ class WorkerView:
         self._front: FlowKey | None = None
         self._assigned: dict[AdapterUid, int] = {}
         """Live tickets by adapter."""
-        self.place = _NOWHERE
+        self.place = NOWHERE
         """Where the fleet's orders have it. Written by `Fleet` alone."""
 
     # ---- room
@@ -261,9 +265,13 @@ class WorkerView:
 
     def residency(self, adapter_uid: AdapterUid) -> Residency:
         found = self.adapters.get(adapter_uid, Residency.ABSENT)
-        if found is Residency.ABSENT and (adapter_uid in self._assigned or adapter_uid in self._prefetches):
+        if not found and self.has_or_awaits(adapter_uid):
             return Residency.ARRIVING
         return found
+
+    def has_or_awaits(self, uid: AdapterUid) -> bool:
+        """Whether an adapter's residency is any but ABSENT."""
+        return bool(self.adapters.get(uid)) or uid in self._assigned or uid in self._prefetches
 
     # ---- grants
 
@@ -425,9 +433,6 @@ class WorkerView:
         assert self._holders.uids_of(self) == held
 
 
-_LoadKey = tuple[float, int, WorkerId]
-
-
 class _Place(NamedTuple):
     """What of a worker the fleet's orders and counts are made of."""
 
@@ -435,12 +440,18 @@ class _Place(NamedTuple):
     is_serving: bool = False
     slotted_sequences: int = 0
     """While it is open."""
-    load: _LoadKey | None = None
+    load: _Load | None = None
+    """None: it is not open."""
     free_kv: int = 0
     spare: int = 0
 
 
-_NOWHERE = _Place()
+_Load = tuple[float, int, WorkerId, WorkerView]
+"""Least loaded first: the part of the slots that is used, the eighths of the KV that are free (negated). Loads differ by
+the worker's id at the latest, so views are never compared."""
+
+
+NOWHERE = _Place()
 _FULL = _Place(True, True)
 
 
@@ -456,9 +467,8 @@ class Fleet:
         self.ring = Ring()
         self.holders = Holders()
         self._workers: dict[WorkerId, WorkerView] = {}
-        self._loads: list[_LoadKey] = []
-        self._by_load: list[WorkerView] = []
-        """Open workers, least loaded first, and their loads."""
+        self._by_load: list[_Load] = []
+        """Open workers."""
         self._by_free_kv: list[tuple[int, WorkerId]] = []
         """Open workers by the KV tokens that are free on them."""
         self._by_spare: list[tuple[int, WorkerId]] = []
@@ -488,7 +498,7 @@ class Fleet:
     def leave(self, worker_id: WorkerId) -> WorkerView | None:
         worker = self._workers.pop(worker_id, None)
         if worker is not None:
-            self._move(worker, _NOWHERE)
+            self._move(worker, NOWHERE)
             worker.leave()
             self.ring.remove(worker_id)
         return worker
@@ -506,13 +516,10 @@ class Fleet:
         self._num_serving += place.is_serving - before.is_serving
         self._slotted_sequences += place.slotted_sequences - before.slotted_sequences
         if before.load is not None:
-            index = bisect_left(self._loads, before.load)
-            del self._loads[index], self._by_load[index]
+            del self._by_load[bisect_left(self._by_load, before.load)]
             del self._by_free_kv[bisect_left(self._by_free_kv, (before.free_kv, worker_id))]
         if place.load is not None:
-            index = bisect_left(self._loads, place.load)
-            self._loads.insert(index, place.load)
-            self._by_load.insert(index, worker)
+            insort(self._by_load, place.load)
             insort(self._by_free_kv, (place.free_kv, worker_id))
         if before.spare != place.spare:
             if before.spare:
@@ -549,9 +556,14 @@ class Fleet:
         """KV tokens that are free on the open worker that has most of them."""
         return self._by_free_kv[-1][0] if self._by_free_kv else 0
 
-    def open_workers(self) -> Sequence[WorkerView]:
-        """Least loaded first; for reading, until the next `update`."""
-        return self._by_load
+    def open_workers(self) -> Iterator[WorkerView]:
+        """Least loaded first; nothing may be changed meanwhile."""
+        return (load[3] for load in self._by_load)
+
+    @property
+    def only_open(self) -> WorkerView | None:
+        """The open worker, where there is one alone."""
+        return self._by_load[0][3] if len(self._by_load) == 1 else None
 
     @property
     def any_serving(self) -> bool:
@@ -575,8 +587,7 @@ class Fleet:
         assert self._num_serving == sum(worker.place.is_serving for worker in workers)
         assert self._slotted_sequences == sum(worker.place.slotted_sequences for worker in open_workers)
         assert sorted((-w.place.spare, w.worker_id) for w in workers if w.place.spare) == self._by_spare
-        assert self._loads == sorted(w.place.load for w in open_workers if w.place.load is not None)
-        assert self._loads == [worker.place.load for worker in self._by_load]
+        assert self._by_load == sorted(w.place.load for w in open_workers if w.place.load is not None)
         assert sorted((worker.place.free_kv, worker.worker_id) for worker in open_workers) == self._by_free_kv
         for worker in self._workers.values():
             worker.check_invariants()
@@ -587,10 +598,11 @@ def _place(worker: WorkerView) -> _Place:
         return _Place(worker.connected)
     spare = worker.spare_sequences
     parked = spare if worker.parks and spare > 0 else 0
-    if spare <= 0 or not worker.free_sequences:
-        return _FULL if not parked else _Place(True, True, spare=parked)
-    free_blocks, slotted = worker.free_blocks, worker.slotted_sequences
+    slotted = worker.slotted_sequences
+    if slotted >= worker.sequence_slots or spare <= 0:
+        return _Place(True, True, 0, None, 0, parked) if parked else _FULL
+    free_blocks = worker.free_blocks
     # Free blocks change with every report: eighths are fine enough to tell two workers of equal load apart.
     eighths = 8 * free_blocks // max(1, worker.kv_blocks_total)
-    load = (slotted / worker.sequence_slots, -eighths, worker.worker_id)
+    load = (slotted / worker.sequence_slots, -eighths, worker.worker_id, worker)
     return _Place(True, True, slotted, load, free_blocks * worker.block_size, parked)

@@ -40,8 +40,8 @@ def choose(request: QueuedRequest, fleet: Fleet, allowed: Callable[[WorkerView],
     if fleet.most_free_kv <= request.prompt_tokens:
         return None
 
-    if fleet.num_open == 1:  # a busy cluster's usual case, and then there is nothing to compare
-        only = fleet.open_workers()[0]
+    only = fleet.only_open
+    if only is not None:  # a busy cluster's usual case, and then there is nothing to compare
         return only if only.can_take(request) and allowed(only) else None
     uid = request.adapter_uid
     if uid is not None:

@@ -7,7 +7,7 @@ attempt keeps its place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 from manylora_shared.ids import RequestId, RouterId, TenantId
 
@@ -16,7 +16,7 @@ from manylora_scheduler.request import FlowKey, Phase, QueuedRequest, Ticket
 
 class Tickets:
     def __init__(self) -> None:
-        self._live: dict[Ticket, None] = {}
+        self._num_live = 0
         self._wanted: dict[RequestId, Ticket] = {}
         """The ticket that stands for a request: queued, or granted and not ended by its router."""
         self._queued_by_tenant: dict[TenantId, int] = {}
@@ -25,7 +25,7 @@ class Tickets:
         self._next_order = 0
 
     def __len__(self) -> int:
-        return len(self._live)
+        return self._num_live
 
     @property
     def num_returned(self) -> int:
@@ -36,7 +36,7 @@ class Tickets:
 
     def queued_of(self, router_id: RouterId) -> list[Ticket]:
         """O(tickets): a router's stream seldom ends."""
-        return [t for t in self._live if t.phase is Phase.QUEUED and t.request.router_id == router_id]
+        return [t for t in self._wanted.values() if t.phase is Phase.QUEUED and t.request.router_id == router_id]
 
     def num_queued_of(self, tenant_id: TenantId) -> int:
         return self._queued_by_tenant.get(tenant_id, 0)
@@ -44,7 +44,7 @@ class Tickets:
     def oldest_by_flow(self) -> Mapping[FlowKey, float]:
         """When the oldest queued request of each flow was enqueued."""
         oldest: dict[FlowKey, float] = {}
-        for ticket in self._live:
+        for ticket in self._wanted.values():
             if ticket.phase is Phase.QUEUED:
                 flow = ticket.request.flow
                 oldest[flow] = min(oldest.get(flow, ticket.enqueued_at), ticket.enqueued_at)
@@ -58,7 +58,7 @@ class Tickets:
         else:
             ticket = Ticket(request, session, before.order, before.attempt + 1, now, before.waits_since)
         self._next_order += 1
-        self._live[ticket] = None
+        self._num_live += 1
         self._wanted[request.request_id] = ticket
         tenant_id = request.flow.tenant_id
         self._queued_by_tenant[tenant_id] = self._queued_by_tenant.get(tenant_id, 0) + 1
@@ -78,7 +78,7 @@ class Tickets:
             del self._wanted[ticket.request.request_id]
 
     def forget(self, ticket: Ticket) -> None:
-        del self._live[ticket]
+        self._num_live -= 1
         self.release(ticket)
 
     def keep_place(self, ticket: Ticket) -> None:
@@ -92,13 +92,14 @@ class Tickets:
     def lose_place(self, request_id: RequestId) -> None:
         self._returned.pop(request_id, None)
 
-    def check_invariants(self, routers: Iterable[RouterId]) -> tuple[set[Ticket], set[Ticket]]:
-        """Every index against the tickets. Returns the queued and the granted ones."""
-        queued = {ticket for ticket in self._live if ticket.phase is Phase.QUEUED}
+    def check_invariants(self, routers: Iterable[RouterId], granted: Set[Ticket]) -> set[Ticket]:
+        """Every index against the tickets, of which workers have the granted ones. Returns the queued ones."""
+        queued = {ticket for ticket in self._wanted.values() if ticket.phase is Phase.QUEUED}
         assert len(queued) == sum(self._queued_by_tenant.values())
+        assert len(queued) + len(granted) == self._num_live
         assert {ticket.request.router_id for ticket in queued} <= set(routers)
-        assert all(ticket in self._live for ticket in self._wanted.values())
-        for ticket in self._live:
+        assert all(ticket in queued or ticket in granted for ticket in self._wanted.values())
+        for ticket in granted:
             wanted = self._wanted.get(ticket.request.request_id) is ticket
             assert wanted or ticket.phase in (Phase.CLOSING, Phase.RUNNING)
-        return queued, self._live.keys() - queued
+        return queued
