@@ -73,8 +73,8 @@ class Queued(NamedTuple, Generic[I]):
 class Contender(Generic[F, I]):
     """What the contest has of a flow. Its owner sets share, head and the rest; places are the contest's."""
 
-    __slots__ = ("base", "boosted", "cap", "fill_us", "fills_at", "head", "is_apart", "is_full", "key", "order",
-                 "plain")  # fmt: skip
+    __slots__ = ("base", "boosted", "cap", "fill_us", "fills_at", "head", "is_apart", "is_full", "key", "need",
+                 "order", "plain")  # fmt: skip
 
     def __init__(self, key: F, order: int) -> None:
         self.key = key
@@ -88,6 +88,8 @@ class Contender(Generic[F, I]):
         self.is_apart = False
         self.head: Queued[I] | None = None
         """The first queued item, as it stands in the contest; None: the flow does not."""
+        self.need: Hashable = None
+        """What it takes to start its first item; of a flow apart that is its own."""
         self.plain: Place[Contender[F, I]] = Place(self, order)
         """Its key is the tag by which it stands there."""
         self.boosted: Place[Contender[F, I]] = Place(self, order)
@@ -127,11 +129,11 @@ class Contest(Generic[F, I]):
         """Takes note of a flow's tag, share and first item, any of which may have changed."""
         head = flow.head
         assert head is not None
-        need = (flow.key, head.need) if flow.is_apart else head.need
-        self.plain.put(flow.plain, tag, need)
-        self._boost(flow, head, need)
+        flow.need = (flow.key, head.need) if flow.is_apart else head.need
+        self.plain.put(flow.plain, tag, flow.need)
+        self._boost(flow, head)
 
-    def _boost(self, flow: Contender[F, I], head: Queued[I], need: Hashable) -> None:
+    def _boost(self, flow: Contender[F, I], head: Queued[I]) -> None:
         """Puts a flow among those that rise, or among those that have their cap."""
         full_us = head.since_us + flow.fill_us
         if head.urgent_us < full_us:
@@ -142,9 +144,9 @@ class Contest(Generic[F, I]):
                 (self.full if flow.is_full else self.rising).drop(boosted)
             flow.is_full = is_full
         if is_full:
-            self.full.put(boosted, flow.plain.key - flow.cap, need)
+            self.full.put(boosted, flow.plain.key - flow.cap, flow.need)
             return
-        self.rising.put(boosted, flow.plain.key - flow.base + self._aging * head.since_us, need)
+        self.rising.put(boosted, flow.plain.key - flow.base + self._aging * head.since_us, flow.need)
         if full_us < flow.fills_at:
             flow.fills_at = full_us
             self._fill_later(flow)
@@ -172,16 +174,15 @@ class Contest(Generic[F, I]):
         if first is None:
             return None
         # Nearly always the first flow can be started, and so can the one with the least tag.
-        item, need = _head(first), _need(first)
+        item = _head(first)
         place = fits(item)
         if place is not None:
-            return Pick(item, place, self._floor(fits, {need: True}), None)
-        fitting = {need: False}
+            return Pick(item, place, self._floor(fits, {first.need: True}), None)
+        fitting = {first.need: False}
         for flow in self._in_order(self.rising.heads(), self.full.heads()):
-            need = _need(flow)
-            if need not in fitting:
+            if flow.need not in fitting:
                 place = fits(_head(flow))
-                fitting[need] = place is not None
+                fitting[flow.need] = place is not None
                 if place is not None:
                     return Pick(_head(flow), place, self._floor(fits, fitting), item)
         return None
@@ -209,7 +210,7 @@ class Contest(Generic[F, I]):
             if at_us == flow.fills_at:
                 flow.fills_at = NEVER_US
                 if flow.head is not None and not flow.is_full:
-                    self._boost(flow, flow.head, _need(flow))
+                    self._boost(flow, flow.head)
                     filling = self._filling
 
     def _first_boosted(self) -> Contender[F, I] | None:
@@ -239,13 +240,19 @@ class Contest(Generic[F, I]):
         """The least tag of a flow that can be started. `fitting` has the needs that were asked for already."""
         first = self.plain.first()
         assert first is not None
-        if fitting.get(_need(first.flow)):
+        flow = first.flow
+        if flow.need in fitting:
+            if fitting[flow.need]:
+                return first.key
+        elif fits(_head(flow)) is not None:
             return first.key
-        for place in itertools.chain((first,), self.plain.heads()):
-            need = _need(place.flow)
-            if need not in fitting:
-                fitting[need] = fits(_head(place.flow)) is not None
-            if fitting[need]:
+        else:
+            fitting[flow.need] = False
+        for place in self.plain.heads():
+            flow = place.flow
+            if flow.need not in fitting:
+                fitting[flow.need] = fits(_head(flow)) is not None
+            if fitting[flow.need]:
                 return place.key
         raise AssertionError("one flow was found to fit")
 
@@ -262,16 +269,11 @@ class ArrivalContest(Contest[F, I]):
     def rank(self, rank: Rank) -> Rank:
         return Rank(0, 0, rank.order)
 
-    def _boost(self, flow: Contender[F, I], head: Queued[I], need: Hashable) -> None:
+    def _boost(self, flow: Contender[F, I], head: Queued[I]) -> None:
         flow.is_full = True
-        self.full.put(flow.boosted, head.order, need)
+        self.full.put(flow.boosted, head.order, flow.need)
 
 
 def _head(flow: Contender[F, I]) -> I:
     assert flow.head is not None, "only flows with queued items stand in the contest"
     return flow.head.item
-
-
-def _need(flow: Contender[F, I]) -> Hashable:
-    assert flow.head is not None
-    return (flow.key, flow.head.need) if flow.is_apart else flow.head.need

@@ -45,7 +45,6 @@ worker's counting: cumulative, so that a report that comes twice, or late, or no
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -109,7 +108,7 @@ class _Flow(Contender[F, I]):
         self.inverse = TAG_SCALE
         self.settled = 0
         self.reserved = 0
-        self.unspent: OrderedDict[I, int] = OrderedDict()
+        self.unspent: dict[I, int] = {}
         """Running items that have some of their reservation left, in the order of their dispatch."""
         self.queue: list[Queued[I]] = []
         self.num_queued = 0

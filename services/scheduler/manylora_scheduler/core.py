@@ -395,8 +395,8 @@ class Core:
 
     def _update(self, worker: WorkerView) -> None:
         """A worker's room, or whether it takes requests, may have changed."""
-        self._fleet.update(worker)
-        self._note_serving()
+        if self._fleet.update(worker):
+            self._note_serving()
 
     def _settle(self, worker: WorkerView, report: WorkerReport) -> None:
         """Charges what a worker's counters grew by."""

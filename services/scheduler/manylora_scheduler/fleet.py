@@ -11,6 +11,7 @@ import enum
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 from manylora_shared.ids import AdapterUid, RequestId, TenantId, WorkerId
@@ -220,18 +221,18 @@ class WorkerView:
 
     def can_take(self, request: QueuedRequest) -> bool:
         """Whether there is room for it now. An earlier attempt that is still here has to end first."""
-        request_id, sequences = request.request_id, request.sequences
-        if request_id in self.granted or request_id in self.running:
-            return False
         free = self.sequence_slots - self.running_sequences - self._granted_sequences
         if self._held_sequences:
             # Others may use the slots of held sequences; to their own flow they count as used.
             held = self._held_sequences - self.load_of(request.flow).held
             free = min(free + held, self.spare_sequences)
-        if free < sequences:
-            return False
-        blocks = -(-(request.prompt_tokens + 1) // self.block_size) + sequences - 1
-        return self.kv_blocks_free - self._granted_blocks >= blocks and self.could_ever_run(request)
+        return (
+            free >= request.sequences
+            and self.kv_blocks_free - self._granted_blocks >= self.blocks_for(request)
+            and request.request_id not in self.granted
+            and request.request_id not in self.running
+            and self.could_ever_run(request)
+        )
 
     def can_hold(self, request: QueuedRequest) -> bool:
         """Whether it can be taken beyond the room that is free: parked, or waiting for blocks that others give up."""
@@ -250,17 +251,15 @@ class WorkerView:
 
     def could_ever_run(self, request: QueuedRequest) -> bool:
         """Whether it could if it were empty: slots, and KV for one choice at its longest (its last token has none)."""
-        prompt_tokens, sequences = request.prompt_tokens, request.sequences
-        block_size, blocks = self.block_size, self.kv_blocks_total
-        kv_tokens = blocks * block_size
-        longest = prompt_tokens + request.max_new_tokens // sequences
+        kv_tokens = self.kv_blocks_total * self.block_size
+        longest = request.prompt_tokens + request.max_new_tokens // request.sequences
         if longest > self.max_context_tokens:
             longest = self.max_context_tokens
         return (
-            self.sequence_slots >= sequences
+            self.sequence_slots >= request.sequences
             and kv_tokens >= longest - 1
-            and kv_tokens >= prompt_tokens
-            and blocks >= -(-(prompt_tokens + 1) // block_size) + sequences - 1
+            and kv_tokens >= request.prompt_tokens
+            and self.kv_blocks_total >= self.blocks_for(request)
         )
 
     def residency(self, adapter_uid: AdapterUid) -> Residency:
@@ -409,15 +408,14 @@ class WorkerView:
     def fold_outputs(self, report: WorkerReport) -> list[tuple[FlowKey, int]]:
         """Output tokens by flow since the last report; nothing for the worker's first. Counters that fell back belong
         to a new process and count from zero."""
-        before = self._output_tokens
-        if any(tokens.output_tokens < before.get(flow, 0) for flow, tokens in report.flows.items()):
+        before, flows = self._output_tokens, report.flows
+        grown = [(flow, tokens.output_tokens - before.get(flow, 0)) for flow, tokens in flows.items()]
+        if grown and min(grown, key=itemgetter(1))[1] < 0:
             before.clear()
-        grown: list[tuple[FlowKey, int]] = []
-        for flow, tokens in report.flows.items():
-            if self.has_reported:
-                grown.append((flow, tokens.output_tokens - before.get(flow, 0)))
+            grown = [(flow, tokens.output_tokens) for flow, tokens in flows.items()]
+        for flow, tokens in flows.items():
             before[flow] = tokens.output_tokens
-        return grown
+        return grown if self.has_reported else []
 
     def check_invariants(self) -> None:
         assert self._granted_sequences == sum(t.request.sequences for t in self.granted.values())
@@ -503,22 +501,25 @@ class Fleet:
             self.ring.remove(worker_id)
         return worker
 
-    def update(self, worker: WorkerView) -> None:
-        """Takes note of all that may have changed in a member."""
-        place = _place(worker)
-        if place != worker.place:
+    def update(self, worker: WorkerView) -> bool:
+        """Takes note of all that may have changed in a member. Returns whether it began or ceased to take requests."""
+        before, place = worker.place, _place(worker)
+        if place != before:
             self._move(worker, place)
+        return place.is_serving is not before.is_serving
 
     def _move(self, worker: WorkerView, place: _Place) -> None:
-        before, worker.place = worker.place, place
-        worker_id = worker.worker_id
-        self._num_connected += place.is_connected - before.is_connected
-        self._num_serving += place.is_serving - before.is_serving
-        self._slotted_sequences += place.slotted_sequences - before.slotted_sequences
+        before, worker.place, worker_id = worker.place, place, worker.worker_id
+        if before.is_connected is not place.is_connected:
+            self._num_connected += 1 if place.is_connected else -1
+        if before.is_serving is not place.is_serving:
+            self._num_serving += 1 if place.is_serving else -1
         if before.load is not None:
+            self._slotted_sequences -= before.slotted_sequences
             del self._by_load[bisect_left(self._by_load, before.load)]
             del self._by_free_kv[bisect_left(self._by_free_kv, (before.free_kv, worker_id))]
         if place.load is not None:
+            self._slotted_sequences += place.slotted_sequences
             insort(self._by_load, place.load)
             insort(self._by_free_kv, (place.free_kv, worker_id))
         if before.spare != place.spare:

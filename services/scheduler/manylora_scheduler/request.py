@@ -11,6 +11,7 @@ stream was lost; that is a new attempt with a new ticket. Sizes and names only: 
 from __future__ import annotations
 
 import enum
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -98,7 +99,13 @@ def need_of(request: QueuedRequest) -> Need:
     if prompt_tokens > 15:
         step = 1 << (prompt_tokens.bit_length() - 4)
         prompt_tokens = -(-prompt_tokens // step) * step
-    return Need(request.sequences, prompt_tokens, request.router_id)
+    return _need(request.sequences, prompt_tokens, request.router_id)
+
+
+@functools.lru_cache(maxsize=16_384)
+def _need(sequences: int, prompt_tokens: int, router_id: RouterId) -> Need:
+    """One object for all that are equal: every queued request has one."""
+    return Need(sequences, prompt_tokens, router_id)
 
 
 def to_us(seconds: float) -> int:

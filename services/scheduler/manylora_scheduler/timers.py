@@ -96,8 +96,12 @@ class Timers(Generic[K]):
         return first
 
     def _compact(self) -> None:
-        for delay_s, lane in self._lanes.items():
-            self._lanes[delay_s] = deque(entry for entry in lane if self._set.get(entry[2]) is entry)
+        for lane in self._lanes.values():
+            # In its place: the garbage collector walks what is new, and a lane may be long.
+            for _ in range(len(lane)):
+                entry = lane.popleft()
+                if self._set.get(entry[2]) is entry:
+                    lane.append(entry)
         self._heap = [entry for entry in self._heap if self._set.get(entry[2]) is entry]
         heapq.heapify(self._heap)
         self._num_entries = len(self._heap) + sum(map(len, self._lanes.values()))
