@@ -11,8 +11,8 @@ worker chosen at random, and the worker's report brings the room for the next gr
 
 Prompts have 1 to 1,000 tokens, every second request an adapter of its tenant's (each tenant has its own), so there are
 some 300 distinct needs. Costs vary, so the order of flows never repeats. Deadlines are set: their timers are part of
-the cost. Python's cycle collector is frozen after the set-up, and seldom runs, as in the service. Times are processor time of this
-one process; a machine that others use makes them longer all the same.
+the cost. Python's cycle collector is frozen after the set-up and seldom runs, as in the service. Times are processor
+time of this one process, less what reading the clock costs; a machine that others use makes them longer all the same.
 
 A third case, which is not about cost and runs where it is named:
 

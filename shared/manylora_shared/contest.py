@@ -3,9 +3,8 @@
 Pure; written by its `FairQueue` alone, whose docstring has the rules. Owns every backlogged flow's places in the orders
 and when boosts reach their caps. Knows nothing of running items, counters or the clock V.
 
-Aging is in proportion to the weight, so all boosted tags that still rise do so at one pace, and their order stands
-still: a flow changes orders once, when its boost reaches its cap. A flow's places are brought up to date by `put`, which
-is cheap while its tag only rises (`FlowOrder`).
+Aging is in proportion to the weight, so all boosts that still rise do so at one pace, and the order of these flows
+stands still: a flow changes orders once, when its boost reaches its cap.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class FlowOrder(Generic[F]):
         """Gives a place its key and its need, or others. A place stands in one order at a time."""
         place.key = key
         group, entry = place.group, place.entry
-        if group is not None and entry is not None and group.need == need:
+        if group is not None and entry is not None and (group.need is need or group.need == need):
             if entry[0] <= key:
                 return
         else:

@@ -473,7 +473,9 @@ def test_the_first_flows_are_the_least_whatever_they_need(data: st.DataObject) -
             first = order.first()
             assert (first and first.flow) == (in_order[0] if in_order else None)
         if data.draw(st.booleans()):
-            firsts = [next(f for f in in_order if needs[f] == need) for need in dict.fromkeys(needs[f] for f in in_order)]
+            firsts = [
+                next(f for f in in_order if needs[f] == need) for need in dict.fromkeys(needs[f] for f in in_order)
+            ]
             assert [place.flow for place in order.heads()] == firsts
         assert order.size == len(keys)
     limit = data.draw(st.integers(1, 8))

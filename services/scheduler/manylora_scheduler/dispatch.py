@@ -60,9 +60,7 @@ class Dispatch:
         goes_beyond: whether requests are granted beyond free room.
     """
 
-    def __init__(
-        self, queue: FairQueue[FlowKey, Ticket], fleet: Fleet, *, goes_beyond: bool = True
-    ) -> None:
+    def __init__(self, queue: FairQueue[FlowKey, Ticket], fleet: Fleet, *, goes_beyond: bool = True) -> None:
         self._goes_beyond = goes_beyond
         self._held: dict[FlowKey, dict[WorkerId, None]] = {}
         """Flows with held sequences, and where."""

@@ -445,8 +445,8 @@ class _Place(NamedTuple):
 
 
 _Load = tuple[float, int, WorkerId, WorkerView]
-"""Least loaded first: the part of the slots that is used, the eighths of the KV that are free (negated). Loads differ by
-the worker's id at the latest, so views are never compared."""
+"""Least loaded first: the part of the slots that is used, the eighths of the KV that are free (negated). Loads differ
+by the worker's id at the latest, so views are never compared."""
 
 
 NOWHERE = _Place()
@@ -471,6 +471,8 @@ class Fleet:
         """Open workers by the KV tokens that are free on them."""
         self._by_spare: list[tuple[int, WorkerId]] = []
         """Spare workers, most spare places first (negated)."""
+        self.has_room = False
+        """Whether any worker is open or spare. For reading."""
         self._slotted_sequences = 0
         """On open workers."""
         self._num_connected = 0
@@ -527,17 +529,13 @@ class Fleet:
                 del self._by_spare[bisect_left(self._by_spare, (-before.spare, worker_id))]
             if place.spare:
                 insort(self._by_spare, (-place.spare, worker_id))
+        self.has_room = bool(self._by_load or self._by_spare)
 
     # ---- reading
 
     @property
     def num_open(self) -> int:
         return len(self._by_load)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether any worker is open or spare."""
-        return bool(self._by_load or self._by_spare)
 
     @property
     def num_spare(self) -> int:
@@ -575,15 +573,13 @@ class Fleet:
         return self._num_connected == len(self._workers)
 
     def could_ever_run(self, request: QueuedRequest) -> bool:
-        for worker in self._workers.values():
-            if worker.serving and worker.could_ever_run(request):
-                return True
-        return False
+        return any(worker.serving and worker.could_ever_run(request) for worker in self._workers.values())
 
     def check_invariants(self) -> None:
         workers = self._workers.values()
         assert all(worker.place == _place(worker) for worker in workers), "update was forgotten"
         open_workers = [worker for worker in workers if worker.place.load is not None]
+        assert self.has_room == any(worker.place.load is not None or worker.place.spare for worker in workers)
         assert self._num_connected == sum(worker.place.is_connected for worker in workers)
         assert self._num_serving == sum(worker.place.is_serving for worker in workers)
         assert self._slotted_sequences == sum(worker.place.slotted_sequences for worker in open_workers)

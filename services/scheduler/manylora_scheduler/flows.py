@@ -1,7 +1,7 @@
 """What the scheduler knows of each flow besides its place in the fair queue. Pure; written by the core alone.
 
-Owns the shares that follow from the tenants' policies, and for flows that were served lately what they were served, how long their requests'
-outputs were and how long their last one waited. From these come a flow's share and what a request reserves.
+Owns the shares that follow from the tenants' policies, and for flows that were served lately what they were served, how
+long their requests' outputs were and how long their last one waited. From these comes what a request reserves.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class Flows:
         if policy is None:
             self._shares.pop(tenant_id, None)
         else:
-            self._shares[tenant_id] = {qos_class: self._make(policy.weight(qos_class), qos_class) for qos_class in QosClass}
+            self._shares[tenant_id] = {
+                qos_class: self._make(policy.weight(qos_class), qos_class) for qos_class in QosClass
+            }
 
     def share(self, flow: FlowKey) -> Share:
         return self._shares.get(flow.tenant_id, self._default)[flow.qos_class]

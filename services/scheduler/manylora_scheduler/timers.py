@@ -38,16 +38,14 @@ class Timers(Generic[K]):
         return key in self._set
 
     def set(self, key: K, at: float) -> None:
-        entry = self._entry(key, at)
-        heapq.heappush(self._heap, entry)
+        heapq.heappush(self._heap, self._entry(key, at))
 
     def set_after(self, key: K, now: float, delay_s: float) -> None:
         """As `set` at now + delay_s. `now` never falls; there are few different delays."""
-        entry = self._entry(key, now + delay_s)
         lane = self._lanes.get(delay_s)
         if lane is None:
             lane = self._lanes[delay_s] = deque()
-        lane.append(entry)
+        lane.append(self._entry(key, now + delay_s))
 
     def cancel(self, key: K) -> None:
         """Unsets a key; one that is not set is ignored."""
