@@ -1,10 +1,14 @@
-"""Flows in the order of one key, grouped by what starting their first item needs. Pure; one writer, its owner.
+"""Flows in the order of one key, and the first flow of each need. Pure; one writer, its owner.
 
 Two levels of heaps: each group holds its flows, and one heap holds the groups by their first flow. A heap's entry is a
 lower bound. A flow (or a group) has one valid entry, at or below its key; one whose key rises keeps its entry and is
 moved when that surfaces, so that most changes of a key touch no heap at all. Only a key that falls below its entry
 gets another one, and the entry left behind is dropped when it surfaces. Putting a flow and finding the first one each
 cost O(log n), amortised; a heap is rebuilt when most of it was left behind.
+
+A flow comes into the group of the unsorted, whatever its first item needs. Only `heads`, which is asked where the
+first in order does not fit, sorts flows by their needs, as far as it is read; they stay so until they need something
+else. So while there is room for all, needs cost nothing, and where room is short, no flow is looked at again and again.
 """
 
 from __future__ import annotations
@@ -16,18 +20,22 @@ from typing import Generic, TypeVar
 _COMPACT_SLACK = 64
 """A heap is rebuilt once it has this many entries more than twice the valid ones."""
 
+_UNSORTED = object()
+"""In place of a need."""
+
 F = TypeVar("F")
 
 
 class Place(Generic[F]):
     """A flow's place in one order: places compare by `key`, then by `order`, which is unique. Written by the order."""
 
-    __slots__ = ("entry", "flow", "group", "key", "order")
+    __slots__ = ("entry", "flow", "group", "key", "need", "order")
 
     def __init__(self, flow: F, order: int) -> None:
         self.flow = flow
         self.order = order
         self.key = 0
+        self.need: Hashable = None
         self.group: _Group[F] | None = None
         """None: it stands nowhere."""
         self.entry: _Entry[F] | None = None
@@ -35,7 +43,7 @@ class Place(Generic[F]):
 
 
 class _Group(Generic[F]):
-    """The flows of one need. It has an entry of its own while it has flows."""
+    """The flows of one need, or the unsorted ones. It has an entry of its own while it has flows."""
 
     __slots__ = ("entry", "heap", "index", "need", "size")
 
@@ -64,33 +72,21 @@ class FlowOrder(Generic[F]):
 
     def put(self, place: Place[F], key: int, need: Hashable) -> None:
         """Gives a place its key and its need, or others. A place stands in one order at a time."""
-        place.key = key
+        place.key, place.need = key, need
         group, entry = place.group, place.entry
-        if group is not None and entry is not None and (group.need is need or group.need == need):
-            if entry[0] <= key:
-                return
-        else:
-            if group is not None:
-                self._leave(group)
-            group = self._groups.get(need)
-            if group is None:
-                group = self._groups[need] = _Group(need, self._next_index)
-                self._next_index += 1
-            group.size += 1
+        if group is None or entry is None:
             self.size += 1
-            place.group = group
-        place.entry = entry = (key, place.order, place)
-        heap, shown = group.heap, group.entry
-        heappush(heap, entry)
-        if shown is None or key < shown[0] or (key == shown[0] and entry[1] < shown[1]):
-            self._show(group, entry)
-        elif len(heap) > 2 * group.size + _COMPACT_SLACK:
-            heap[:] = [entry for entry in heap if entry is entry[2].entry]
-            heapify(heap)
+            self._join(place, _UNSORTED)
+        elif group.need is not _UNSORTED and group.need != need:
+            self._leave(group)
+            self._join(place, _UNSORTED)
+        elif key < entry[0]:
+            self._enter(place, group)
 
     def drop(self, place: Place[F]) -> None:
         """Takes a place out that stands here."""
         assert place.group is not None
+        self.size -= 1
         self._leave(place.group)
         place.group = place.entry = None
 
@@ -107,26 +103,34 @@ class FlowOrder(Generic[F]):
             place = entry[2]
             if entry is not place.entry or entry[0] != place.key:  # else it is found without a call, as mostly
                 place = self._head(group)
-            if place.key == shown[0] and place.order == shown[1]:
-                return place
-            group.entry = (place.key, place.order, group.index, group)
-            heapreplace(firsts, group.entry)
+            if place.key != shown[0] or place.order != shown[1]:
+                group.entry = shown = (place.key, place.order, group.index, group)
+                heapreplace(firsts, shown)
+                if firsts[0] is not shown:
+                    continue
+            return place
         return None
 
     def heads(self) -> Iterator[Place[F]]:
         """The first place of every need, in order. Nothing may be changed meanwhile."""
         firsts = self._firsts.copy()
+        done: set[int] = set()
         while firsts:
             shown = heappop(firsts)
             group = shown[3]
-            if shown is not group.entry:
+            if shown is not group.entry or group.index in done:
                 continue
             place = self._head(group)
-            if place.key == shown[0] and place.order == shown[1]:
+            if place.key != shown[0] or place.order != shown[1]:
+                heappush(firsts, self._show(group, place))
+            elif group.need is not _UNSORTED:
+                done.add(group.index)
                 yield place
             else:
-                assert place.entry is not None
-                heappush(firsts, self._show(group, place.entry))
+                self._leave(group)
+                heappush(firsts, self._join(place, place.need))
+                if group.size:
+                    heappush(firsts, self._show(group, self._head(group)))
 
     def first_places(self, limit: int) -> list[Place[F]]:
         """The first `limit` places, whatever they need, in order: O(needs + limit log limit), but for entries that were
@@ -154,8 +158,28 @@ class FlowOrder(Generic[F]):
                     heappush(front, (place.key, order, index, -1, group))
         return found
 
+    def _join(self, place: Place[F], need: Hashable) -> _GroupEntry[F]:
+        """Gives a place an entry in a group; returns the group's."""
+        group = self._groups.get(need)
+        if group is None:
+            group = self._groups[need] = _Group(need, self._next_index)
+            self._next_index += 1
+        group.size += 1
+        place.group = group
+        return self._enter(place, group)
+
+    def _enter(self, place: Place[F], group: _Group[F]) -> _GroupEntry[F]:
+        key, order, heap, shown = place.key, place.order, group.heap, group.entry
+        place.entry = (key, order, place)
+        heappush(heap, place.entry)
+        if len(heap) > 2 * group.size + _COMPACT_SLACK:
+            heap[:] = [entry for entry in heap if entry is entry[2].entry]
+            heapify(heap)
+        if shown is None or key < shown[0] or (key == shown[0] and order < shown[1]):
+            return self._show(group, place)
+        return shown
+
     def _leave(self, group: _Group[F]) -> None:
-        self.size -= 1
         group.size -= 1
         if not group.size:
             group.heap.clear()
@@ -176,9 +200,9 @@ class FlowOrder(Generic[F]):
             else:
                 return place
 
-    def _show(self, group: _Group[F], first: _Entry[F]) -> _GroupEntry[F]:
-        """Gives a group the entry of its first place."""
-        shown = group.entry = (first[0], first[1], group.index, group)
+    def _show(self, group: _Group[F], first: Place[F]) -> _GroupEntry[F]:
+        """Gives a group the entry of its first place; returns it."""
+        shown = group.entry = (first.key, first.order, group.index, group)
         heappush(self._firsts, shown)
         if len(self._firsts) > 2 * len(self._groups) + _COMPACT_SLACK:
             self._firsts = [g.entry for g in self._groups.values() if g.entry is not None]
@@ -191,6 +215,7 @@ class FlowOrder(Generic[F]):
             valid = [entry for entry in group.heap if entry is entry[2].entry]
             assert len(valid) == group.size > 0
             assert all(entry[0] <= entry[2].key and entry[2].group is group for entry in valid)
+            assert group.need is _UNSORTED or all(entry[2].need == group.need for entry in valid)
             assert group.entry in self._firsts
             assert group.entry is not None
             assert group.entry[:2] <= min(entry[:2] for entry in valid), "a group without a way to its first flow"
