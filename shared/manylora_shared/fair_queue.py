@@ -45,17 +45,14 @@ worker's counting: cumulative, so that a report that comes twice, or late, or no
 from __future__ import annotations
 
 import heapq
-import itertools
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from manylora_shared.flow_order import FlowOrder, Place
+from manylora_shared.contest import NEVER_US, TAG_SCALE, ArrivalContest, Contender, Contest, Pick, Queued, Rank
 
-TAG_SCALE = 1 << 40
-"""Virtual time of one unit of cost at weight 1. Weights are far smaller, so TAG_SCALE // weight is as good as exact."""
-_US_PER_S = 1_000_000
+__all__ = ["TAG_SCALE", "ArrivalQueue", "FairQueue", "FlowSnapshot", "Pick", "Rank", "Share", "Snapshot"]
+
 _COMPACT_SLACK = 64
 """A heap is rebuilt once it has this many entries more than twice the live ones."""
 
@@ -74,28 +71,6 @@ class Share(NamedTuple):
     weight: int
     base: int = 0
     cap: int = 0
-
-
-class Rank(NamedTuple):
-    """An item's place inside its flow: lowest first."""
-
-    urgency: int
-    """The negated priority that its owner gave it."""
-    due_us: int
-    order: int
-    """Unique inside the flow."""
-
-
-class Pick(NamedTuple, Generic[I, P]):
-    """What `select` chose; `dispatch` takes it."""
-
-    item: I
-    place: P
-    """What the test returned for it."""
-    floor: int
-    """The least un-boosted tag of a flow that could have been started."""
-    passed_over: I | None
-    """The item that would have been chosen if it could be started."""
 
 
 class FlowSnapshot(NamedTuple, Generic[F]):
@@ -122,48 +97,24 @@ class Snapshot(Generic[F, I]):
         return len(self.flows) + len(self.reserved) + sum(map(len, self.counted.values()))
 
 
-class _Item(Generic[F]):
-    """A queued item, or (with `rank` None) a running one."""
+class _Flow(Contender[F, I]):
+    """One flow's books. `queue` is a heap in which items that were removed may linger."""
 
-    __slots__ = ("flow", "need", "rank", "since_us", "urgent_us")
+    __slots__ = ("inverse", "is_moved", "num_queued", "num_running", "queue", "reserved", "settled", "share", "unspent")
 
-    def __init__(self, flow: F, need: Hashable, rank: Rank | None, since_us: int, urgent_us: int | None) -> None:
-        self.flow = flow
-        self.need = need
-        self.rank = rank
-        self.since_us = since_us
-        self.urgent_us = urgent_us
-
-
-class _Flow(Generic[F, I]):
-    """One flow's books. `queue` is a heap of (rank, item) in which entries of removed items may linger."""
-
-    __slots__ = ("full_us", "head", "inverse", "is_apart", "key", "num_queued", "num_running", "order", "order_of",
-                 "queue", "reserved", "settled", "share", "shown", "unspent")  # fmt: skip
-
-    def __init__(self, key: F, order: int, share: Share) -> None:
-        assert share.weight >= 1
-        assert 0 <= share.base <= share.cap
-        self.key = key
-        self.order = order
-        self.share = share
-        self.inverse = TAG_SCALE // share.weight
+    def __init__(self, key: F, order: int) -> None:
+        super().__init__(key, order)
+        self.share = Share(1)
+        self.inverse = TAG_SCALE
         self.settled = 0
         self.reserved = 0
-        self.unspent: OrderedDict[I, int] = OrderedDict()
+        self.unspent: dict[I, int] = {}
         """Running items that have some of their reservation left, in the order of their dispatch."""
-        self.queue: list[tuple[Rank, I]] = []
+        self.queue: list[Queued[I]] = []
         self.num_queued = 0
         self.num_running = 0
-        self.head: I | None = None
-        """The first queued item, as it stands in the contest; None: the flow does not."""
-        self.shown = 0
-        """The tag by which it stands there."""
-        self.order_of: FlowOrder[F] | None = None
-        """The order of boosted tags in which it stands."""
-        self.full_us: int | None = None
-        """When its boost reaches its cap, while that is to come."""
-        self.is_apart = False
+        self.is_moved = False
+        """Whether its place in the contest is to be brought up to date."""
 
     @property
     def tag(self) -> int:
@@ -181,33 +132,30 @@ class FairQueue(Generic[F, I]):
     items of equal need are offered to `select`'s test through one of them only, so that a decision costs O(log n) in
     the number of flows plus, where the first in order does not fit, the number of distinct needs.
 
+    A flow's tag may change several times between two choices (counters, ends, refunds). Its place in the contest is
+    brought up to date once, before the next choice.
+
     Args:
         aging_per_s: units of cost per unit of weight by which a waiting flow's boost grows in a second, up to its cap.
     """
 
+    _contest_type: ClassVar[type[Contest[Any, Any]]] = Contest
+
     def __init__(self, *, aging_per_s: int = 0) -> None:
-        self._aging = aging_per_s * TAG_SCALE // _US_PER_S
-        """In tag units per microsecond."""
+        self._contest: Contest[F, I] = self._contest_type(aging_per_s)
         self._clock = 0
-        self._now_us = 0
         self._flows: dict[F, _Flow[F, I]] = {}
-        self._items: dict[I, _Item[F]] = {}
-        self._plain: FlowOrder[F] = FlowOrder()
-        """Flows with queued items by their tag."""
-        self._rising: FlowOrder[F] = FlowOrder()
-        """Those whose boost still grows, by what their boosted tag would have been at time 0."""
-        self._full: FlowOrder[F] = FlowOrder()
-        """Those whose boost is at its cap, by their boosted tag."""
-        self._filling: list[tuple[int, int, F]] = []
-        """(when, order, flow) of the rising flows; stale entries linger."""
-        self._resting: list[Place[F]] = []
+        self._queued: dict[I, Queued[I]] = {}
+        self._running: dict[I, _Flow[F, I]] = {}
+        self._moved: list[_Flow[F, I]] = []
+        """Flows whose place in the contest is to be brought up to date."""
+        self._resting: list[tuple[int, int, F]] = []
         """Idle flows ahead of the clock, by tag; stale entries linger."""
         self._counted: dict[str, dict[F, int]] = {}
         self._returning: dict[F, None] | None = None
         """While a rebuilt clock waits for `resume`: the flows that were backlogged when the snapshot was taken."""
         self._next_order = 0
-        self._num_queued = 0
-        self._num_running = 0
+        self._next_serial = 0
 
     # ---- reading
 
@@ -218,11 +166,11 @@ class FairQueue(Generic[F, I]):
 
     @property
     def num_queued(self) -> int:
-        return self._num_queued
+        return len(self._queued)
 
     @property
     def num_running(self) -> int:
-        return self._num_running
+        return len(self._running)
 
     @property
     def num_flows(self) -> int:
@@ -270,93 +218,55 @@ class FairQueue(Generic[F, I]):
         urgent_us: int | None = None,
     ) -> None:
         """Queues an item that waits since `since_us` and has its flow's full boost from `urgent_us` on."""
-        assert item not in self._items, f"{item} is known"
+        assert item not in self._queued, f"{item} is queued"
         entry = self._remember(flow, share)
         if not entry.num_queued and (self._returning is None or flow not in self._returning):
             self._lift(entry)
-        self._items[item] = _Item(flow, need, rank, since_us, urgent_us)
-        heapq.heappush(entry.queue, (rank, item))
+        urgency, due_us, order = self._contest.rank(rank)
+        if urgent_us is None:
+            urgent_us = NEVER_US
+        queued = Queued(urgency, due_us, order, self._next_serial, item, need, since_us, urgent_us, entry)
+        self._next_serial += 1
+        self._queued[item] = queued
+        heapq.heappush(entry.queue, queued)
         entry.num_queued += 1
-        self._num_queued += 1
-        self._index(entry)
+        if entry.queue[0] is queued:
+            self._move(entry)
 
     def remove(self, item: I) -> None:
         """Forgets a queued item."""
-        entry = self._take(item)
-        del self._items[item]
-        self._index(entry)
-        self._rest(entry)
+        flow = self._take(item)
+        self._move(flow)
+        self._rest(flow)
 
     def select(self, fits: Callable[[I], P | None], now_us: int) -> Pick[I, P] | None:
         """The item to start next: the first of the flow with the least boosted tag whose first item `fits`.
 
         `fits` returns where the item would start, or None. Changes nothing but the time.
         """
-        self._fill_boosts(now_us)
-        first = self._first_boosted()
-        if first is None:
-            return None
-        # Nearly always the first flow can be started, and so can the one with the least tag.
-        flow, need = first
-        item = self._head_of(flow)
-        place = fits(item)
-        if place is not None:
-            return Pick(item, place, self._floor(fits, {need: True}), None)
-        return self._select_behind(item, need, fits)
-
-    def _select_behind(self, passed_over: I, need: Hashable, fits: Callable[[I], P | None]) -> Pick[I, P] | None:
-        """The choice where the first in order does not fit: the first flows of all other needs, in order."""
-        fitting = {need: False}
-        aged = self._aging * self._now_us
-        in_order = heapq.merge(
-            ((key - aged, order, flow, need) for (key, order, flow), need in self._rising.heads()),
-            ((key, order, flow, need) for (key, order, flow), need in self._full.heads()),
-        )
-        for _, _, flow, other in in_order:
-            if other not in fitting:
-                item = self._head_of(flow)
-                place = fits(item)
-                fitting[other] = place is not None
-                if place is not None:
-                    return Pick(item, place, self._floor(fits, fitting), passed_over)
-        return None
+        self._show_moved()
+        return self._contest.select(fits, now_us)
 
     def select_one_by_one(self, fits: Callable[[F, I], P | None], now_us: int, *, limit: int) -> Pick[I, P] | None:
         """As `select`, for a test that depends on the flow: asks for the first items of the first `limit` flows, one
         after the other. The clock passes nobody by it: its floor is the least tag of all that are queued."""
-        self._fill_boosts(now_us)
-        aged = self._aging * self._now_us
-        in_order = heapq.merge(
-            ((key - aged, order, flow) for key, order, flow in self._rising.first_flows(limit)),
-            self._full.first_flows(limit),
-        )
-        for _, _, flow in itertools.islice(in_order, limit):
-            item = self._head_of(flow)
-            place = fits(flow, item)
-            if place is not None:
-                first = self._plain.first()
-                assert first is not None
-                return Pick(item, place, first[0][0], None)
-        return None
+        self._show_moved()
+        return self._contest.select_one_by_one(fits, now_us, limit=limit)
 
     def dispatch(self, pick: Pick[I, P], reserve: int) -> None:
         """Starts what `select` chose just before, and reserves its cost."""
         assert reserve >= 0
         assert self._returning is None, "a rebuilt clock is resumed first"
-        entry = self._flows[self._items[pick.item].flow]
         self._advance_clock(pick)
-        self._take(pick.item)
-        self._start(entry, pick.item, reserve)
-        self._index(entry)
-        self._forget_passed()
+        self._start(self._take(pick.item), pick.item, reserve)
+        if self._resting:
+            self._forget_passed()
 
     def adopt(self, item: I, flow: F, *, share: Share, reserve: int) -> None:
         """An item that a predecessor dispatched is running, with `reserve` left of what it had reserved."""
-        assert item not in self._items, f"{item} is known"
+        assert item not in self._running, f"{item} runs"
         entry = self._remember(flow, share)
-        self._items[item] = _Item(flow, None, None, 0, None)
         self._start(entry, item, reserve)
-        self._retag(entry)
 
     def settle(self, item: I, cost: int = 0) -> None:
         """A running item has ended, however it did: what it reserved and did not use is given back.
@@ -366,26 +276,21 @@ class FairQueue(Generic[F, I]):
                 scheduler hears it from the counters and leaves it out.
         """
         assert cost >= 0
-        running = self._items.pop(item)
-        assert running.rank is None, f"{item} was not dispatched"
-        entry = self._flows[running.flow]
-        self._refund(entry, item)
-        entry.settled += cost * entry.inverse
-        entry.num_running -= 1
-        self._num_running -= 1
-        self._retag(entry)
-        self._rest(entry)
+        assert item not in self._queued, f"{item} was not dispatched"
+        flow = self._running.pop(item)
+        self._refund(flow, item)
+        flow.settled += cost * flow.inverse
+        flow.num_running -= 1
+        if flow.num_queued:
+            self._move(flow)
+        else:
+            self._rest(flow)
 
     def set_share(self, flow: F, share: Share) -> None:
         """A new share for a remembered flow: what was settled keeps its tag, what is reserved counts anew."""
         found = self._flows.get(flow)
         if found is not None and found.share != share:
-            assert share.weight >= 1
-            assert 0 <= share.base <= share.cap
-            found.share = share
-            found.inverse = TAG_SCALE // share.weight
-            found.head = None
-            self._index(found)
+            self._share(found, share)
 
     def forgo(self, flow: F) -> None:
         """The flow had queued items and could not start one by its own doing (a bound of its own): it was not
@@ -393,7 +298,7 @@ class FairQueue(Generic[F, I]):
         found = self._flows.get(flow)
         if found is not None:
             self._lift(found)
-            self._retag(found)
+            self._move(found)
 
     def set_apart(self, flow: F, *, is_apart: bool) -> None:
         """Whether the flow's items are offered to `select`'s test by themselves, not through another of equal need,
@@ -401,8 +306,7 @@ class FairQueue(Generic[F, I]):
         found = self._flows.get(flow)
         if found is not None and found.is_apart != is_apart:
             found.is_apart = is_apart
-            found.head = None
-            self._index(found)
+            self._move(found)
 
     # ---- counters
 
@@ -411,19 +315,24 @@ class FairQueue(Generic[F, I]):
 
         Counters are of the whole life of one process. One that fell back is a new process's, and then all of the
         source's begin at zero.
+
+        Args:
+            share_of: asked for flows that are not remembered.
         """
         counted = self._counted.setdefault(source, {})
-        for flow, total in totals.items():
-            if total < counted.get(flow, 0):
-                counted.clear()
-                break
         grown: list[tuple[F, int]] = []
         for flow, total in totals.items():
             cost = total - counted.get(flow, 0)
-            if cost:
-                counted[flow] = total
-                self._charge(self._remember(flow, share_of(flow)), cost)
+            if cost > 0:
                 grown.append((flow, cost))
+            elif cost:
+                counted.clear()
+                grown = [(flow, total) for flow, total in totals.items() if total]
+                break
+        for flow, cost in grown:
+            counted[flow] = totals[flow]
+            entry = self._flows.get(flow)
+            self._charge(entry if entry is not None else self._remember(flow, share_of(flow)), cost)
         return grown
 
     def begin_counting(self, source: str, totals: Mapping[F, int]) -> None:
@@ -487,7 +396,7 @@ class FairQueue(Generic[F, I]):
         for flow in self._flows.values():
             if flow.num_queued and flow.key not in self._returning:
                 self._lift(flow)
-                self._index(flow)
+                self._move(flow)
         self._returning = None
         for flow in list(self._flows.values()):
             if flow.key in self._flows:
@@ -499,7 +408,8 @@ class FairQueue(Generic[F, I]):
         flow.settled += max(0, self._clock - flow.tag)
 
     def _advance_clock(self, pick: Pick[I, P]) -> None:
-        self._clock = max(self._clock, pick.floor)
+        if pick.floor > self._clock:
+            self._clock = pick.floor
 
     def _reserve(self, flow: _Flow[F, I], item: I, cost: int) -> None:
         if cost:
@@ -513,171 +423,93 @@ class FairQueue(Generic[F, I]):
         """The flow's largest boost, in tag units."""
         return flow.share.cap * flow.inverse
 
-    # ---- the contest
-
-    def _index(self, flow: _Flow[F, I]) -> None:
-        """Brings the flow's place in the contest up to date after a change of its queue, its tag or its share."""
-        if not flow.num_queued:
-            if flow.head is not None:
-                assert flow.order_of is not None
-                self._plain.drop(flow.key)
-                flow.order_of.drop(flow.key)
-                flow.head = flow.full_us = flow.order_of = None
-            return
-        item = self._first(flow)
-        if item == flow.head:
-            self._retag(flow)
-            return
-        flow.head = item
-        self._show(flow)
-
-    def _retag(self, flow: _Flow[F, I]) -> None:
-        """As `_index`, where only the tag can have changed."""
-        if flow.head is not None and flow.settled + flow.reserved * flow.inverse != flow.shown:
-            self._show(flow)
-
-    def _show(self, flow: _Flow[F, I]) -> None:
-        assert flow.head is not None
-        flow.shown = flow.settled + flow.reserved * flow.inverse
-        self._plain.put(flow.key, flow.shown, flow.order, self._need(flow, self._items[flow.head]))
-        self._boost(flow)
-
-    def _boost(self, flow: _Flow[F, I]) -> None:
-        """Puts a flow among those that rise, or among those that have their cap."""
-        assert flow.head is not None
-        item = self._items[flow.head]
-        base, cap = flow.share.base * flow.inverse, self._cap(flow)
-        full_us = item.urgent_us
-        if cap <= base:
-            full_us = self._now_us
-        elif self._aging:
-            aged_us = item.since_us - (base - cap) // self._aging
-            full_us = aged_us if full_us is None else min(full_us, aged_us)
-        is_full = full_us is not None and full_us <= self._now_us
-        if flow.order_of is not None and flow.order_of is not (self._full if is_full else self._rising):
-            flow.order_of.drop(flow.key)
-        if is_full:
-            flow.full_us, flow.order_of = None, self._full
-            self._full.put(flow.key, flow.shown - cap, flow.order, self._need(flow, item))
-            return
-        flow.order_of = self._rising
-        self._rising.put(flow.key, flow.shown - base + self._aging * item.since_us, flow.order, self._need(flow, item))
-        if full_us != flow.full_us:
-            flow.full_us = full_us
-            if full_us is not None:
-                heapq.heappush(self._filling, (full_us, flow.order, flow.key))
-                self._compact_filling()
-
-    def _need(self, flow: _Flow[F, I], item: _Item[F]) -> Hashable:
-        return (flow.key, item.need) if flow.is_apart else item.need
-
-    def _fill_boosts(self, now_us: int) -> None:
-        """Moves the flows on whose boost has reached its cap by now."""
-        assert now_us >= self._now_us, "time falls"
-        self._now_us = now_us
-        while self._filling and self._filling[0][0] <= now_us:
-            full_us, order, key = heapq.heappop(self._filling)
-            flow = self._flows.get(key)
-            if flow is not None and flow.order == order and flow.full_us == full_us:
-                self._boost(flow)
-
-    def _compact_filling(self) -> None:
-        if len(self._filling) > 2 * len(self._rising) + _COMPACT_SLACK:
-            flows = [self._flows[entry[2]] for entry in self._filling if entry[2] in self._rising]
-            self._filling = [(f.full_us, f.order, f.key) for f in dict.fromkeys(flows) if f.full_us is not None]
-            heapq.heapify(self._filling)
-
-    def _first_boosted(self) -> tuple[F, Hashable] | None:
-        """The flow with the least boosted tag, and its need."""
-        rising, full = self._rising.first(), self._full.first()
-        if rising is None:
-            return (full[0][2], full[1]) if full is not None else None
-        if full is not None:
-            (key, order, flow), need = full
-            if (key, order) < (rising[0][0] - self._aging * self._now_us, rising[0][1]):
-                return flow, need
-        return rising[0][2], rising[1]
-
-    def _head_of(self, flow: F) -> I:
-        item = self._flows[flow].head
-        assert item is not None, "only flows with queued items stand in the contest"
-        return item
-
-    def _floor(self, fits: Callable[[I], P | None], fitting: dict[Hashable, bool]) -> int:
-        """The least tag of a flow that can be started. `fitting` has the needs that were asked for already."""
-        first = self._plain.first()
-        assert first is not None
-        if fitting.get(first[1]):
-            return first[0][0]
-        for (tag, _, flow), need in itertools.chain((first,), self._plain.heads()):
-            if need not in fitting:
-                fitting[need] = fits(self._head_of(flow)) is not None
-            if fitting[need]:
-                return tag
-        raise AssertionError("one flow was found to fit")
-
-    # ---- books
-
     def _charge(self, flow: _Flow[F, I], cost: int) -> None:
         """Counts work that was done for a flow, whether it has items here or not; it eats reservations oldest first."""
         flow.settled += cost * flow.inverse
-        while cost and flow.unspent:
-            item, left = flow.unspent.popitem(last=False)
-            used = min(cost, left)
-            cost -= used
-            flow.reserved -= used
-            if left > used:
-                flow.unspent[item] = left - used
-                flow.unspent.move_to_end(item, last=False)
-        self._retag(flow)
-        self._rest(flow)
+        unspent = flow.unspent
+        while cost and unspent:
+            item = next(iter(unspent))
+            left = unspent[item]
+            if cost < left:
+                unspent[item] = left - cost
+                flow.reserved -= cost
+                break
+            del unspent[item]
+            flow.reserved -= left
+            cost -= left
+        if flow.num_queued:
+            self._move(flow)
+        else:
+            self._rest(flow)
+
+    # ---- books
 
     def _remember(self, flow: F, share: Share) -> _Flow[F, I]:
         entry = self._flows.get(flow)
         if entry is None:
-            entry = self._flows[flow] = _Flow(flow, self._next_order, share)
+            entry = self._flows[flow] = _Flow(flow, self._next_order)
             self._next_order += 1
+            self._share(entry, share)
             self._lift(entry)
-        elif entry.share != share:
-            self.set_share(flow, share)
+        elif entry.share is not share and entry.share != share:
+            self._share(entry, share)
         return entry
+
+    def _share(self, flow: _Flow[F, I], share: Share) -> None:
+        assert share.weight >= 1
+        assert 0 <= share.base <= share.cap
+        flow.share = share
+        flow.inverse = TAG_SCALE // share.weight
+        flow.base, flow.cap = share.base * flow.inverse, self._cap(flow)
+        flow.fill_us = self._contest.fill_us(flow.base, flow.cap)
+        self._move(flow)
 
     def _start(self, flow: _Flow[F, I], item: I, reserve: int) -> None:
         flow.num_running += 1
-        self._num_running += 1
+        self._running[item] = flow
         self._reserve(flow, item, reserve)
+        self._move(flow)
 
     def _take(self, item: I) -> _Flow[F, I]:
         """Takes a queued item out of its flow's queue."""
-        queued = self._items[item]
-        assert queued.rank is not None, f"{item} is not queued"
-        queued.rank = None
-        entry = self._flows[queued.flow]
-        entry.num_queued -= 1
-        self._num_queued -= 1
-        if len(entry.queue) > 2 * entry.num_queued + _COMPACT_SLACK:
-            entry.queue = [e for e in entry.queue if self._is_queued(e)]
-            heapq.heapify(entry.queue)
-        return entry
+        queued = self._queued.pop(item)
+        flow: _Flow[F, I] = queued.flow
+        flow.num_queued -= 1
+        if flow.queue[0] is queued:
+            heapq.heappop(flow.queue)
+        elif len(flow.queue) > 2 * flow.num_queued + _COMPACT_SLACK:
+            flow.queue = [entry for entry in flow.queue if self._queued.get(entry.item) is entry]
+            heapq.heapify(flow.queue)
+        return flow
 
-    def _is_queued(self, entry: tuple[Rank, I]) -> bool:
-        item = self._items.get(entry[1])
-        return item is not None and item.rank is entry[0]
+    def _move(self, flow: _Flow[F, I]) -> None:
+        """The flow's queue, tag or share has changed."""
+        if not flow.is_moved:
+            flow.is_moved = True
+            self._moved.append(flow)
 
-    def _first(self, flow: _Flow[F, I]) -> I:
-        queue, items = flow.queue, self._items
-        while True:
-            rank, first = queue[0]
-            item = items.get(first)
-            if item is not None and item.rank is rank:
-                return first
-            heapq.heappop(queue)
+    def _show_moved(self) -> None:
+        """Brings the contest up to date."""
+        contest = self._contest
+        for flow in self._moved:
+            flow.is_moved = False
+            if flow.num_queued:
+                queue = flow.queue
+                while len(queue) > flow.num_queued and self._queued.get(queue[0].item) is not queue[0]:
+                    heapq.heappop(queue)
+                flow.head = queue[0]
+                contest.put(flow, flow.settled + flow.reserved * flow.inverse)
+                continue
+            flow.queue.clear()
+            if flow.head is not None:
+                contest.drop(flow)
+        self._moved.clear()
 
     def _rest(self, flow: _Flow[F, I]) -> None:
         """Forgets a flow that has become idle, or remembers to once the clock has passed it."""
-        if self._returning is not None or not flow.idle:
+        if flow.num_running or flow.num_queued or self._returning is not None:
             return
-        if not self._num_queued and not self._num_running:
+        if not self._queued and not self._running:
             self._clock = max(self._clock, max(f.tag for f in self._flows.values()))
             self._flows.clear()
             self._resting.clear()
@@ -698,29 +530,26 @@ class FairQueue(Generic[F, I]):
 
     def check_invariants(self) -> None:
         """Every derived number against what it is derived from; for tests and for idle moments."""
+        self._show_moved()
+        self._contest.check_invariants()
         queued: dict[F, int] = {}
         running: dict[F, int] = {}
-        for item in self._items.values():
-            counts = running if item.rank is None else queued
-            counts[item.flow] = counts.get(item.flow, 0) + 1
-        assert sum(queued.values()) == self._num_queued
-        assert sum(running.values()) == self._num_running
-        for contest in (self._plain, self._rising, self._full):
-            contest.check_invariants()
-        backlogged = [flow for flow in self._flows.values() if flow.num_queued]
-        assert len(self._plain) == len(backlogged)
-        assert len(self._rising) + len(self._full) == len(backlogged)
+        for entry in self._queued.values():
+            queued[entry.flow.key] = queued.get(entry.flow.key, 0) + 1
+        for flow in self._running.values():
+            running[flow.key] = running.get(flow.key, 0) + 1
+        assert self._contest.plain.size == sum(flow.num_queued > 0 for flow in self._flows.values())
         for flow in self._flows.values():
             assert flow.num_queued == queued.get(flow.key, 0)
             assert flow.num_running == running.get(flow.key, 0)
             assert flow.reserved == sum(flow.unspent.values())
-            assert all(left > 0 and self._items[item].flow == flow.key for item, left in flow.unspent.items())
+            assert all(left > 0 and self._running[item] is flow for item, left in flow.unspent.items())
             assert flow.num_running or not flow.reserved
             assert not flow.idle or flow.tag > self._clock or self._returning is not None
             if flow.num_queued:
-                assert (flow.head, flow.shown) == (self._first(flow), flow.tag)
-                assert flow.key in self._plain
-                assert (flow.full_us is None) or flow.key in self._rising
+                first = min(entry for entry in flow.queue if self._queued.get(entry.item) is entry)
+                assert flow.head is first
+                assert flow.plain.key == flow.tag
             else:
                 assert flow.head is None
 
@@ -728,28 +557,8 @@ class FairQueue(Generic[F, I]):
 class ArrivalQueue(FairQueue[F, I]):
     """First come, first served, with the books of the fair queue: what fair queuing is compared with.
 
-    Of the flows whose first item can be started, the one whose first item came first is next; weights, boosts,
-    priorities and deadlines count for nothing. Ranks' `order` must be unique over all flows and grow as items come.
-    Tags, reservations, counters and snapshots go on, so that an owner may change from the one queue to the other.
+    Weights, boosts, priorities and deadlines count for nothing (`ArrivalContest`). Tags, reservations, counters and
+    snapshots go on, so that an owner may change from the one queue to the other.
     """
 
-    def push(
-        self,
-        item: I,
-        flow: F,
-        *,
-        share: Share,
-        need: Hashable,
-        rank: Rank,
-        since_us: int = 0,
-        urgent_us: int | None = None,
-    ) -> None:
-        by_arrival = Rank(0, 0, rank.order)
-        super().push(item, flow, share=share, need=need, rank=by_arrival, since_us=since_us, urgent_us=urgent_us)
-
-    def _boost(self, flow: _Flow[F, I]) -> None:
-        assert flow.head is not None
-        item = self._items[flow.head]
-        assert item.rank is not None, "a first item is queued"
-        flow.order_of = self._full
-        self._full.put(flow.key, item.rank.order, flow.order, self._need(flow, item))
+    _contest_type = ArrivalContest

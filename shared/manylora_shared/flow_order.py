@@ -1,173 +1,221 @@
-"""Flows in the order of one key, grouped by what starting their first item needs. Pure; one writer, its owner.
+"""Flows in the order of one key, and the first flow of each need. Pure; one writer, its owner.
 
-Two levels of heaps: each group holds its flows, and one heap holds the groups by their first flow. Entries are left
-behind when a flow moves and skipped when they surface, so that moving a flow and finding the first one each cost
-O(log n); a heap is rebuilt when most of it is stale.
+Two levels of heaps: each group holds its flows, and one heap holds the groups by their first flow. A heap's entry is a
+lower bound. A flow (or a group) has one valid entry, at or below its key; one whose key rises keeps its entry and is
+moved when that surfaces, so that most changes of a key touch no heap at all. Only a key that falls below its entry
+gets another one, and the entry left behind is dropped when it surfaces. Putting a flow and finding the first one each
+cost O(log n), amortised; a heap is rebuilt when most of it was left behind.
+
+A flow comes into the group of the unsorted, whatever its first item needs. Only `heads`, which is asked where the
+first in order does not fit, sorts flows by their needs, as far as it is read; they stay so until they need something
+else. So while there is room for all, needs cost nothing, and where room is short, no flow is looked at again and again.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Hashable, Iterator
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
 _COMPACT_SLACK = 64
-"""A heap is rebuilt once it has this many entries more than twice the live ones."""
+"""A heap is rebuilt once it has this many entries more than twice the valid ones."""
 
-F = TypeVar("F", bound=Hashable)
+_UNSORTED = object()
+"""In place of a need."""
+
+F = TypeVar("F")
 
 
-Place = tuple[int, int, F]
-"""(key, order, flow): a flow's place. Places compare by key, then by `order`, which is unique. Plain tuples: there are
-several a decision."""
+class Place(Generic[F]):
+    """A flow's place in one order: places compare by `key`, then by `order`, which is unique. Written by the order."""
+
+    __slots__ = ("entry", "flow", "group", "key", "need", "order")
+
+    def __init__(self, flow: F, order: int) -> None:
+        self.flow = flow
+        self.order = order
+        self.key = 0
+        self.need: Hashable = None
+        self.group: _Group[F] | None = None
+        """None: it stands nowhere."""
+        self.entry: _Entry[F] | None = None
+        """The valid one in its group's heap. Entries are told apart by identity."""
 
 
 class _Group(Generic[F]):
-    __slots__ = ("heap", "index", "need", "size")
+    """The flows of one need, or the unsorted ones. It has an entry of its own while it has flows."""
+
+    __slots__ = ("entry", "heap", "index", "need", "size")
 
     def __init__(self, need: Hashable, index: int) -> None:
         self.need = need
         self.index = index
-        self.heap: list[Place[F]] = []
+        self.heap: list[_Entry[F]] = []
         self.size = 0
         """Flows that stand here; `heap` may hold more."""
+        self.entry: _GroupEntry[F] | None = None
+
+
+_Entry = tuple[int, int, Place[F]]
+"""(key, order, place)."""
+_GroupEntry = tuple[int, int, int, _Group[F]]
+"""(key, order, the group's index, group), of a place at or before the group's first."""
 
 
 class FlowOrder(Generic[F]):
     def __init__(self) -> None:
-        self._places: dict[F, tuple[Place[F], _Group[F]]] = {}
         self._groups: dict[Hashable, _Group[F]] = {}
-        self._firsts: list[tuple[int, int, int, _Group[F]]] = []
-        """(key, order, group's index, group); every group's true first has an entry here."""
+        self._firsts: list[_GroupEntry[F]] = []
         self._next_index = 0
+        self.size = 0
+        """Places that stand here. For reading."""
 
-    def __len__(self) -> int:
-        return len(self._places)
+    def put(self, place: Place[F], key: int, need: Hashable) -> None:
+        """Gives a place its key and its need, or others. A place stands in one order at a time."""
+        place.key, place.need = key, need
+        group, entry = place.group, place.entry
+        if group is None or entry is None:
+            self.size += 1
+            self._join(place, _UNSORTED)
+        elif group.need is not _UNSORTED and group.need != need:
+            self._leave(group)
+            self._join(place, _UNSORTED)
+        elif key < entry[0]:
+            self._enter(place, group)
 
-    def __contains__(self, flow: F) -> bool:
-        return flow in self._places
+    def drop(self, place: Place[F]) -> None:
+        """Takes a place out that stands here."""
+        assert place.group is not None
+        self.size -= 1
+        self._leave(place.group)
+        place.group = place.entry = None
 
-    def put(self, flow: F, key: int, order: int, need: Hashable) -> None:
-        """Gives a flow its place, or another one."""
-        before = self._places.get(flow)
-        if before is not None and before[1].need == need:
-            group = before[1]
-            place = before[0]
-            if place[0] == key and place[1] == order:
-                return
-        else:
-            found = self._groups.get(need)
-            if found is None:
-                found = self._groups[need] = _Group(need, self._next_index)
-                self._next_index += 1
-            group = found
-            group.size += 1
-            if before is not None:
-                self._leave(before[1])
-        place = (key, order, flow)
-        self._places[flow] = (place, group)
-        heap = group.heap
-        heapq.heappush(heap, place)
-        if heap[0] is place:
-            self._note_first(group)
-        elif len(heap) > 2 * group.size + _COMPACT_SLACK:
-            group.heap = [entry for entry in dict.fromkeys(heap) if self._stands(entry, group)]
-            heapq.heapify(group.heap)
-
-    def drop(self, flow: F) -> None:
-        """Takes a flow out; one that is not in is ignored."""
-        before = self._places.pop(flow, None)
-        if before is not None:
-            self._leave(before[1])
-
-    def first(self) -> tuple[Place[F], Hashable] | None:
-        """The first flow of all, and its need."""
-        firsts, places = self._firsts, self._places
+    def first(self) -> Place[F] | None:
+        """The first place of all."""
+        firsts = self._firsts
         while firsts:
-            key, order, _, group = firsts[0]
-            heap = group.heap
-            if heap:
-                head = heap[0]
-                found = places.get(head[2])
-                # The common case without a call: the group's first entry is no stale one, and is the one shown here.
-                if found is not None and found[0] is head and head[1] == order and head[0] == key:
-                    return head, group.need
-            first = self._head(group)
-            if first is not None and first[1] == order and first[0] == key:
-                return first, group.need
-            heapq.heappop(firsts)
-            if first is not None:
-                self._note_first(group)
+            shown = firsts[0]
+            group = shown[3]
+            if shown is not group.entry:
+                heappop(firsts)
+                continue
+            entry = group.heap[0]
+            place = entry[2]
+            if entry is not place.entry or entry[0] != place.key:  # else it is found without a call, as mostly
+                place = self._head(group)
+            if place.key != shown[0] or place.order != shown[1]:
+                group.entry = shown = (place.key, place.order, group.index, group)
+                heapreplace(firsts, shown)
+                if firsts[0] is not shown:
+                    continue
+            return place
         return None
 
-    def heads(self) -> Iterator[tuple[Place[F], Hashable]]:
-        """The first flow of every need, in order. Nothing may be changed meanwhile."""
+    def heads(self) -> Iterator[Place[F]]:
+        """The first place of every need, in order. Nothing may be changed meanwhile."""
         firsts = self._firsts.copy()
-        last: Place[F] | None = None
+        done: set[int] = set()
         while firsts:
-            key, order, index, group = heapq.heappop(firsts)
-            head = self._head(group)
-            if head is None or head is last:
+            shown = heappop(firsts)
+            group = shown[3]
+            if shown is not group.entry or group.index in done:
                 continue
-            if head[:2] != (key, order):
-                heapq.heappush(firsts, (head[0], head[1], index, group))
-                continue
-            last = head
-            yield head, group.need
+            place = self._head(group)
+            if place.key != shown[0] or place.order != shown[1]:
+                heappush(firsts, self._show(group, place))
+            elif group.need is not _UNSORTED:
+                done.add(group.index)
+                yield place
+            else:
+                self._leave(group)
+                heappush(firsts, self._join(place, place.need))
+                if group.size:
+                    heappush(firsts, self._show(group, self._head(group)))
 
-    def first_flows(self, limit: int) -> list[Place[F]]:
-        """The first `limit` flows, whatever they need, in order: O(needs + limit log limit), but for stale entries."""
+    def first_places(self, limit: int) -> list[Place[F]]:
+        """The first `limit` places, whatever they need, in order: O(needs + limit log limit), but for entries that were
+        left behind or are below their keys."""
         # Each heap is walked from its root: an entry's children are no smaller than itself.
-        front = [(group.heap[0], group.index, 0, group) for group in self._groups.values() if group.heap]
-        heapq.heapify(front)
+        front = [(group.heap[0][0], group.heap[0][1], group.index, 0, group) for group in self._groups.values()]
+        heapify(front)
+        risen: dict[tuple[int, int], Place[F]] = {}
         found: list[Place[F]] = []
         while front and len(found) < limit:
-            place, index, at, group = heapq.heappop(front)
-            if self._stands(place, group) and (not found or found[-1] != place):
-                found.append(place)
+            key, order, index, at, group = heappop(front)
+            if at < 0:
+                found.append(risen[key, order])
+                continue
             for child in (2 * at + 1, 2 * at + 2):
                 if child < len(group.heap):
-                    heapq.heappush(front, (group.heap[child], index, child, group))
+                    heappush(front, (*group.heap[child][:2], index, child, group))
+            entry = group.heap[at]
+            place = entry[2]
+            if place.entry is entry:
+                if place.key == key:
+                    found.append(place)
+                else:
+                    risen[place.key, order] = place
+                    heappush(front, (place.key, order, index, -1, group))
         return found
+
+    def _join(self, place: Place[F], need: Hashable) -> _GroupEntry[F]:
+        """Gives a place an entry in a group; returns the group's."""
+        group = self._groups.get(need)
+        if group is None:
+            group = self._groups[need] = _Group(need, self._next_index)
+            self._next_index += 1
+        group.size += 1
+        place.group = group
+        return self._enter(place, group)
+
+    def _enter(self, place: Place[F], group: _Group[F]) -> _GroupEntry[F]:
+        key, order, heap, shown = place.key, place.order, group.heap, group.entry
+        place.entry = (key, order, place)
+        heappush(heap, place.entry)
+        if len(heap) > 2 * group.size + _COMPACT_SLACK:
+            heap[:] = [entry for entry in heap if entry is entry[2].entry]
+            heapify(heap)
+        if shown is None or key < shown[0] or (key == shown[0] and order < shown[1]):
+            return self._show(group, place)
+        return shown
 
     def _leave(self, group: _Group[F]) -> None:
         group.size -= 1
         if not group.size:
             group.heap.clear()
-            if self._groups.get(group.need) is group:
-                del self._groups[group.need]
+            group.entry = None
+            del self._groups[group.need]
 
-    def _stands(self, entry: Place[F], group: _Group[F]) -> bool:
-        found = self._places.get(entry[2])
-        return found is not None and found[1] is group and found[0] == entry
-
-    def _head(self, group: _Group[F]) -> Place[F] | None:
-        heap, places = group.heap, self._places
-        while heap:
-            place = heap[0]
-            found = places.get(place[2])
-            if found is not None and found[1] is group and found[0] == place:
+    def _head(self, group: _Group[F]) -> Place[F]:
+        """The first place of a group that has some. Leaves it at the root, with an entry at its key."""
+        heap = group.heap
+        while True:
+            entry = heap[0]
+            place = entry[2]
+            if entry is not place.entry:
+                heappop(heap)
+            elif entry[0] != place.key:
+                place.entry = (place.key, place.order, place)
+                heapreplace(heap, place.entry)
+            else:
                 return place
-            heapq.heappop(heap)
-        return None
 
-    def _note_first(self, group: _Group[F]) -> None:
-        head = group.heap[0]
-        heapq.heappush(self._firsts, (head[0], head[1], group.index, group))
+    def _show(self, group: _Group[F], first: Place[F]) -> _GroupEntry[F]:
+        """Gives a group the entry of its first place; returns it."""
+        shown = group.entry = (first.key, first.order, group.index, group)
+        heappush(self._firsts, shown)
         if len(self._firsts) > 2 * len(self._groups) + _COMPACT_SLACK:
-            heads = [(first, g) for g in self._groups.values() if (first := self._head(g)) is not None]
-            self._firsts = [(first[0], first[1], g.index, g) for first, g in heads]
-            heapq.heapify(self._firsts)
+            self._firsts = [g.entry for g in self._groups.values() if g.entry is not None]
+            heapify(self._firsts)
+        return shown
 
     def check_invariants(self) -> None:
-        assert sum(group.size for group in self._groups.values()) == len(self._places)
-        shown = {(key, order, id(group)) for key, order, _, group in self._firsts}
+        assert sum(group.size for group in self._groups.values()) == self.size
         for group in self._groups.values():
-            head = self._head(group)
-            assert head is not None
-            assert (head[0], head[1], id(group)) in shown or any(
-                entry[3] is group and entry[:2] < head[:2] for entry in self._firsts
-            ), "a group without a way to its first flow"
-        for place, group in self._places.values():
-            assert place in group.heap
-            assert self._groups[group.need] is group
+            valid = [entry for entry in group.heap if entry is entry[2].entry]
+            assert len(valid) == group.size > 0
+            assert all(entry[0] <= entry[2].key and entry[2].group is group for entry in valid)
+            assert group.need is _UNSORTED or all(entry[2].need == group.need for entry in valid)
+            assert group.entry in self._firsts
+            assert group.entry is not None
+            assert group.entry[:2] <= min(entry[:2] for entry in valid), "a group without a way to its first flow"

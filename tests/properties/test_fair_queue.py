@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manylora_shared import fair_queue
 from manylora_shared.fair_queue import TAG_SCALE, ArrivalQueue, FairQueue, Pick, Rank, Share
-from manylora_shared.flow_order import FlowOrder
+from manylora_shared.flow_order import FlowOrder, Place
 
 from tests.properties import fair_queue_suite as suite
 
@@ -69,7 +69,7 @@ Flow = fair_queue._Flow[str, int]
 
 class ClockFromBoostedPicks(Queue):
     def _advance_clock(self, pick: Pick[int, Any]) -> None:
-        self._clock = max(self._clock, self._flows[self._items[pick.item].flow].tag)
+        self._clock = max(self._clock, self._queued[pick.item].flow.tag)
 
 
 class NoLift(Queue):
@@ -139,7 +139,7 @@ class ReservationsKept(Queue):
 
     def _charge(self, flow: Flow, cost: int) -> None:
         flow.settled += cost * flow.inverse
-        self._index(flow)
+        self._move(flow)
         self._rest(flow)
 
 
@@ -356,7 +356,7 @@ def test_state_stays_with_the_active_flows() -> None:
             push(queue, -2, -1, 0)
     queue.check_invariants()
     assert queue.num_flows < 300
-    assert len(queue._plain._firsts) < 300
+    assert len(queue._contest.plain._firsts) < 300
 
 
 def test_a_successor_knows_what_its_predecessor_knew() -> None:
@@ -457,17 +457,29 @@ def _queue_of(tags: dict[str, int], needs: dict[str, str] | None = None) -> Fair
 @given(data=st.data())
 def test_the_first_flows_are_the_least_whatever_they_need(data: st.DataObject) -> None:
     order: FlowOrder[int] = FlowOrder()
+    places = {flow: Place(flow, flow) for flow in range(16)}
     keys: dict[int, int] = {}
+    needs: dict[int, str] = {}
     for _ in range(data.draw(st.integers(1, 60))):
         flow = data.draw(st.integers(0, 15))
         if data.draw(st.integers(0, 4)):
-            keys[flow] = data.draw(st.integers(0, 9))
-            order.put(flow, keys[flow], flow, data.draw(st.sampled_from("abc")))
-        else:
-            keys.pop(flow, None)
-            order.drop(flow)
+            keys[flow], needs[flow] = data.draw(st.integers(0, 9)), data.draw(st.sampled_from("abc"))
+            order.put(places[flow], keys[flow], needs[flow])
+        elif keys.pop(flow, None) is not None:
+            order.drop(places[flow])
+        order.check_invariants()
+        in_order = sorted(keys, key=lambda f: (keys[f], f))
+        if data.draw(st.booleans()):
+            first = order.first()
+            assert (first and first.flow) == (in_order[0] if in_order else None)
+        if data.draw(st.booleans()):
+            firsts = [
+                next(f for f in in_order if needs[f] == need) for need in dict.fromkeys(needs[f] for f in in_order)
+            ]
+            assert [place.flow for place in order.heads()] == firsts
+        assert order.size == len(keys)
     limit = data.draw(st.integers(1, 8))
-    assert [place[2] for place in order.first_flows(limit)] == sorted(keys, key=lambda f: (keys[f], f))[:limit]
+    assert [place.flow for place in order.first_places(limit)] == sorted(keys, key=lambda f: (keys[f], f))[:limit]
 
 
 def test_flows_are_asked_one_by_one_in_order_though_they_need_the_same() -> None:

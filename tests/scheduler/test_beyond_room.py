@@ -169,7 +169,7 @@ def test_a_worker_that_is_held_for_a_wide_request_takes_who_is_before_that_and_n
     ticket = desk.core._tickets.wanted(RequestId("pair"))
     assert ticket is not None
     assert ticket.phase is Phase.QUEUED, "one place is too few for it"
-    desk.core._dispatch._hold = _Hold(ticket.number, W0, need_of(ticket.request))
+    desk.core._dispatch._hold = _Hold(ticket, W0, need_of(ticket.request))
     # `late` comes at the clock, where `pair` stands too and has been for longer.
     assert desk.enqueue("late", tenant="late") == []
     assert grants(desk.enqueue("sooner", tenant="sooner", qos_class=QosClass.INTERACTIVE)) == [("sooner", "w0")]

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
-from manylora_shared.heap import collector_paused
+from manylora_shared.heap import collect_seldom, collector_paused
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -19,3 +20,28 @@ def test_the_collector_is_as_before_after_a_pause(enabled: bool) -> None:
         assert gc.isenabled() == enabled
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_young_objects_are_still_collected_but_the_whole_heap_seldom() -> None:
+    """A cycle goes once some ten thousands of objects came after it, and old objects are left alone meanwhile."""
+
+    class Node:
+        me: object
+
+    before, generations = gc.get_threshold(), []
+    watch = lambda phase, info: generations.append(info["generation"]) if phase == "start" else None  # noqa: E731
+    try:
+        collect_seldom()
+        node = Node()
+        node.me = node
+        gone = weakref.ref(node)
+        gc.callbacks.append(watch)
+        del node
+        kept = [[i] for i in range(50_000)]
+        assert gone() is None
+        assert len(kept) == 50_000
+        assert 1 <= len(generations) <= 5
+        assert set(generations) == {0}
+    finally:
+        gc.callbacks.remove(watch)
+        gc.set_threshold(*before)

@@ -9,6 +9,7 @@ import sys
 
 from manylora_shared import logs
 from manylora_shared.config import load
+from manylora_shared.heap import collect_seldom
 from manylora_shared.service_main import Parts, serve
 
 from manylora_scheduler.app import SchedulerApp
@@ -24,6 +25,7 @@ async def build(config: SchedulerConfig, parts: Parts) -> SchedulerApp:
 def main() -> None:
     config = load(SchedulerConfig)
     logs.setup("scheduler", config.log_level, instance_id=config.scheduler_id)
+    collect_seldom()
     try:
         was_told = asyncio.run(
             serve("scheduler", config, functools.partial(build, config), instance_id=config.scheduler_id)

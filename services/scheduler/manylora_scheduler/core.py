@@ -19,12 +19,14 @@ What it promises:
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
+from typing import Literal, cast
 
 from manylora_shared.errors import Code
-from manylora_shared.fair_queue import ArrivalQueue, FairQueue
+from manylora_shared.fair_queue import ArrivalQueue, FairQueue, Pick
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
 
 from manylora_scheduler.dispatch import Dispatch
@@ -114,14 +116,19 @@ class Core:
     ) -> None:
         self._limits = limits or CoreLimits()
         self._order = order
-        kind: type[FairQueue[FlowKey, int]] = FairQueue if order == "fair" else ArrivalQueue
+        kind: type[FairQueue[FlowKey, Ticket]] = FairQueue if order == "fair" else ArrivalQueue
         self._queue = kind(aging_per_s=AGING_PER_S)
         self._fleet = Fleet()
         self._tickets = Tickets()
         self._flows = Flows()
-        self._dispatch = Dispatch(self._queue, self._fleet, self._tickets, goes_beyond=order == "fair")
-        self._succession = Succession(self._queue, predecessor)
+        self._dispatch = Dispatch(self._queue, self._fleet, goes_beyond=order == "fair")
+        # What is adopted runs in the queue by its request's id; it is never queued, and never picked.
+        self._succession = Succession(cast("FairQueue[FlowKey, Ticket | RequestId]", self._queue), predecessor)
+        self._is_restoring = self._queue.is_restoring
+        self._moments: Timers[Ticket] = Timers()
+        """One a ticket that waits for something: what is due follows from its phase (`_on_moment`)."""
         self._timers: Timers[tuple[str, *tuple[object, ...]]] = Timers()
+        """All else."""
         self._routers: dict[RouterId, int] = {}
         """Connected routers and their session."""
         self._departed: dict[WorkerId, str] = {}
@@ -136,11 +143,12 @@ class Core:
         """Takes one event in, with all timers that are due at `now`, and returns what is to be sent, in order."""
         assert now >= self._now
         self._now = now
-        if self._queue.is_restoring:
+        if self._is_restoring:
             for at in self._succession.begin(now):
                 self._timers.set(("resume", at), at)
-        self._run_timers()
-        match event:
+        if now >= self._moments.not_before or now >= self._timers.not_before:
+            self._run_timers()
+        match event:  # the most frequent first
             case Enqueued():
                 self._on_enqueued(event)
             case WorkerReported():
@@ -162,34 +170,33 @@ class Core:
             case WorkerDisconnected():
                 if (worker := self._fleet.get(event.worker_id)) is not None:
                     worker.disconnect()
-                    self._fleet.update(worker)
+                    self._update(worker)
             case PolicyChanged():
                 self._on_policy(event)
             case Shed():
                 self._on_shed(event)
             case Tick():
                 pass
-        self._note_serving()
-        if self._queue.is_restoring:
-            self._succession.try_resume(now, all_reported=self._fleet.all_connected)
-        while (pick := self._dispatch.next_pick(now)) is not None:
-            self._queue.dispatch(pick, self._flows.reservation(self._tickets[pick.item].request))
-            self._grant(self._tickets[pick.item], pick.place)
+        if self._is_restoring:
+            self._is_restoring = self._succession.try_resume(now, all_reported=self._fleet.all_connected)
+        while self._fleet.has_room and (pick := self._dispatch.next_pick(now)) is not None:
+            self._grant(pick)
         commands, self._out = self._out, []
         return commands
 
     def next_wakeup(self) -> float | None:
         """When Tick is to be applied at the latest, if no other event comes before."""
-        return self._timers.next_at()
+        moments = [at for at in (self._moments.next_at(), self._timers.next_at()) if at is not None]
+        return min(moments, default=None)
 
     @property
     def is_restoring(self) -> bool:
         """Whether the clock waits for those who know what was done since the predecessor's snapshot."""
-        return self._queue.is_restoring
+        return self._is_restoring
 
     def clock_snapshot(self) -> ClockSnapshot:
         """What the next leader's core is to be given."""
-        return self._succession.snapshot(lambda number: self._tickets[number].request.request_id)
+        return self._succession.snapshot()
 
     # ---- events of routers
 
@@ -216,7 +223,7 @@ class Core:
             return
         ticket = self._tickets.enqueue(request, event.session, self._now)
         self._queue.push(
-            ticket.number,
+            ticket,
             request.flow,
             share=self._flows.share(request.flow),
             need=need_of(request),
@@ -226,9 +233,12 @@ class Core:
         )
         if self._dispatch.is_held(request.flow):
             self._queue.set_apart(request.flow, is_apart=True)
-        if request.deadline is not None:
-            self._timers.set(("deadline", ticket.number), request.deadline)
-        self._timers.set_after(("unserved", ticket.number), self._now, self._limits.worker_wait_s)
+        wait_s = self._limits.worker_wait_s
+        ticket.unserved_at = self._now + wait_s
+        if request.deadline is not None and request.deadline < ticket.unserved_at:
+            self._moments.set(ticket, request.deadline)
+        else:
+            self._moments.set_after(ticket, self._now, wait_s)
         if request.adapter_uid is not None and not self._fleet.num_open:
             self._prefetch(request.adapter_uid, request.flow.tenant_id)
 
@@ -242,7 +252,8 @@ class Core:
         if self._queue.num_queued >= self._limits.max_queued:
             message = f"{self._queue.num_queued} requests are queued already"
             return Code.RESOURCE_EXHAUSTED, message, self._retry_after(request.flow)
-        if self._fleet.any_serving and self._fleet.all_connected and not self._fleet.could_ever_run(request):
+        fleet = self._fleet
+        if not fleet.could_ever_run(request) and fleet.any_serving and fleet.all_connected:
             return Code.FAILED_PRECONDITION, _too_large(request), None
         return None
 
@@ -264,7 +275,7 @@ class Core:
         for request_id, message, retry_after_s in event.requests:
             ticket = self._tickets.wanted(request_id)
             if ticket is not None and ticket.phase is Phase.QUEUED:
-                self._refuse(ticket.number, Code.RESOURCE_EXHAUSTED, message, retry_after_s)
+                self._refuse(ticket, Code.RESOURCE_EXHAUSTED, message, retry_after_s)
 
     def _on_grant_closed(self, event: GrantClosed) -> None:
         if self._routers.get(event.router_id) != event.session:
@@ -284,7 +295,7 @@ class Core:
         self._tickets.release(ticket)
         if ticket.phase is Phase.GRANTED:
             ticket.phase = Phase.CLOSING
-            self._timers.set_after(("grant", ticket.number), self._now, CLOSING_GRACE_S)
+            self._moments.set_after(ticket, self._now, CLOSING_GRACE_S)
 
     def _return_grant(self, ticket: Ticket) -> None:
         """A router did not reach the worker with a grant; the request may come again, and then keeps its place."""
@@ -307,16 +318,14 @@ class Core:
 
     def _unqueue(self, ticket: Ticket) -> None:
         """Forgets a queued ticket."""
-        self._queue.remove(ticket.number)
+        self._queue.remove(ticket)
+        self._moments.cancel(ticket)
         self._leave_queue(ticket)
         self._tickets.forget(ticket)
 
     def _leave_queue(self, ticket: Ticket) -> None:
         self._tickets.leave_queue(ticket)
-        self._dispatch.left_queue(ticket.number)
-        if ticket.request.deadline is not None:
-            self._timers.cancel(("deadline", ticket.number))
-        self._timers.cancel(("unserved", ticket.number))
+        self._dispatch.left_queue(ticket)
 
     # ---- events of workers
 
@@ -336,8 +345,8 @@ class Core:
             return
         for ticket in worker.tickets():
             self._end_ticket(ticket)
-        for number in worker.adopted():
-            self._succession.end(number)
+        for request_id in worker.running:
+            self._succession.end(request_id, worker_id)
         self._dispatch.note_held(worker_id, ())
         self._departed[worker_id] = worker.address
         if len(self._departed) > MAX_DEPARTED:
@@ -346,55 +355,67 @@ class Core:
             self._queue.forget_source(gone)
         for key in self._dispatch.forget_paused(worker_id=worker_id):
             self._timers.cancel(("paused", *key))
+        self._note_serving()
 
     def _on_report(self, event: WorkerReported) -> None:
         worker, report = self._fleet.get(event.worker_id), event.report
         if worker is None or not (worker.connected or report.snapshot):
             return
         for started in report.started:
-            ticket = worker.start(started)
-            if ticket is None:
-                number = self._succession.adopt(started.request_id, self._flows, self._tickets)
-                if number is not None:
-                    worker.adopt(started.request_id, number)
-            elif ticket.phase is not Phase.RUNNING:
-                ticket.phase = Phase.RUNNING
-                self._timers.cancel(("grant", ticket.number))
-        self._settle(worker, report)
+            self._on_started(worker, started.request_id)
+        if report.flows:
+            self._settle(worker, report)
+        ended: Iterable[RequestId] = report.finished
         if report.snapshot:
             alive = {started.request_id for started in report.started}
-            ended = tuple(request_id for request_id in worker.running if request_id not in alive)
-        else:
-            ended = report.finished
+            ended = [request_id for request_id in worker.running if request_id not in alive]
         for request_id in ended:
-            number = worker.adopted_as(request_id)
-            if number is not None:
-                self._succession.end(number)
-            ticket = worker.finish(request_id)
-            if ticket is not None:
-                self._flows.known(ticket.request.flow).estimate.count_finished()
-                self._end_ticket(ticket)
+            self._on_ended(worker, request_id)
+        had_held = worker.has_held
         worker.fold_capacity(report, with_loads=self._order == "fair")
-        self._dispatch.note_held(worker.worker_id, worker.held_flows())
-        self._fleet.update(worker)
+        if had_held or worker.has_held:
+            self._dispatch.note_held(worker.worker_id, worker.held_flows())
+        self._update(worker)
+
+    def _on_started(self, worker: WorkerView, request_id: RequestId) -> None:
+        ticket = worker.start(request_id)
+        if ticket is None:
+            self._succession.adopt(request_id, worker.worker_id, self._flows)
+        elif ticket.phase is not Phase.RUNNING:
+            ticket.phase = Phase.RUNNING
+            self._moments.cancel(ticket)
+
+    def _on_ended(self, worker: WorkerView, request_id: RequestId) -> None:
+        ticket = worker.finish(request_id)
+        if ticket is None:
+            self._succession.end(request_id, worker.worker_id)
+        else:
+            self._flows.known(ticket.request.flow).estimate.count_finished()
+            self._end_ticket(ticket)
+
+    def _update(self, worker: WorkerView) -> None:
+        """A worker's room, or whether it takes requests, may have changed."""
+        if self._fleet.update(worker):
+            self._note_serving()
 
     def _settle(self, worker: WorkerView, report: WorkerReport) -> None:
         """Charges what a worker's counters grew by."""
+        flows = self._flows
+        for flow, tokens in worker.fold_outputs(report):
+            flows.known(flow).estimate.count_tokens(tokens)
         totals = {
             flow: PROMPT_TOKEN_COST * tokens.prompt_tokens + OUTPUT_TOKEN_COST * tokens.output_tokens
             for flow, tokens in report.flows.items()
         }
-        for flow, tokens in worker.fold_outputs(report):
-            self._flows.known(flow).estimate.count_tokens(tokens)
         if worker.has_reported or self._succession.first_report(worker.worker_id, totals):
-            for flow, cost in self._queue.count(worker.worker_id, totals, self._flows.share):
-                self._flows.known(flow).served_cost += cost
+            for flow, cost in self._queue.count(worker.worker_id, totals, flows.share):
+                flows.known(flow).served_cost += cost
 
     def _end_ticket(self, ticket: Ticket) -> None:
         """A granted ticket whose grant is no longer with its worker."""
-        self._queue.settle(ticket.number)
+        self._queue.settle(ticket)
         if ticket.phase is not Phase.RUNNING:
-            self._timers.cancel(("grant", ticket.number))
+            self._moments.cancel(ticket)
         self._tickets.forget(ticket)
 
     def _drop_grant(self, ticket: Ticket) -> None:
@@ -421,14 +442,10 @@ class Core:
     # ---- timers
 
     def _run_timers(self) -> None:
+        while (ticket := self._moments.pop_due(self._now)) is not None:
+            self._on_moment(ticket)
         while (key := self._timers.pop_due(self._now)) is not None:
             match key:
-                case ("deadline", int(number)):
-                    self._refuse(number, Code.DEADLINE_EXCEEDED, "the deadline passed while the request was queued")
-                case ("unserved", int(number)):
-                    self._on_unserved(number)
-                case ("grant", int(number)):
-                    self._drop_grant(self._tickets[number])
                 case ("returned", request_id):
                     self._tickets.lose_place(RequestId(str(request_id)))
                 case ("prefetch", worker_id, uid):
@@ -437,23 +454,33 @@ class Core:
                 case ("paused", _, _) | ("resume", _):
                     pass  # time to dispatch again
 
-    def _on_unserved(self, number: int) -> None:
-        """A request has waited for long: is it for want of a worker that could run it at all?"""
-        ticket = self._tickets[number]
-        wait_s = self._limits.worker_wait_s
-        if self._fleet.could_ever_run(ticket.request):
-            self._timers.set_after(("unserved", number), self._now, wait_s)
-        elif self._fleet.any_serving:
-            self._refuse(number, Code.FAILED_PRECONDITION, _too_large(ticket.request))
+    def _on_moment(self, ticket: Ticket) -> None:
+        """What a ticket waited for has not happened."""
+        deadline = ticket.request.deadline
+        if ticket.phase is not Phase.QUEUED:
+            self._drop_grant(ticket)
+        elif deadline is not None and deadline <= self._now:
+            message = "the deadline passed while the request was queued"
+            self._refuse(ticket, Code.DEADLINE_EXCEEDED, message)
         else:
-            since = max(ticket.enqueued_at, self._unserved_since or 0.0)
-            if self._now < since + wait_s:
-                self._timers.set(("unserved", number), since + wait_s)
-            else:
-                self._refuse(number, Code.UNAVAILABLE, "no worker is serving", retry_after_s=1.0)
+            self._on_unserved(ticket)
 
-    def _refuse(self, number: int, code: Code, message: str, retry_after_s: float | None = None) -> None:
-        ticket = self._tickets[number]
+    def _on_unserved(self, ticket: Ticket) -> None:
+        """A request has waited for long: is it for want of a worker that could run it at all?"""
+        wait_s = self._limits.worker_wait_s
+        ticket.unserved_at = self._now + wait_s
+        if not self._fleet.could_ever_run(ticket.request):
+            if self._fleet.any_serving:
+                self._refuse(ticket, Code.FAILED_PRECONDITION, _too_large(ticket.request))
+                return
+            ticket.unserved_at = max(ticket.enqueued_at, self._unserved_since or 0.0) + wait_s
+            if ticket.unserved_at <= self._now:
+                self._refuse(ticket, Code.UNAVAILABLE, "no worker is serving", retry_after_s=1.0)
+                return
+        deadline = ticket.request.deadline
+        self._moments.set(ticket, min(ticket.unserved_at, math.inf if deadline is None else deadline))
+
+    def _refuse(self, ticket: Ticket, code: Code, message: str, retry_after_s: float | None = None) -> None:
         self._unqueue(ticket)
         self._out.append(SendRefusal(ticket.request, ticket.session, code, message, retry_after_s))
 
@@ -466,13 +493,17 @@ class Core:
 
     # ---- grants
 
-    def _grant(self, ticket: Ticket, worker: WorkerView) -> None:
-        self._flows.known(ticket.request.flow).last_wait_s = self._now - ticket.enqueued_at
+    def _grant(self, pick: Pick[Ticket, WorkerView]) -> None:
+        ticket, worker = pick.item, pick.place
+        request = ticket.request
+        known = self._flows.known(request.flow)
+        known.last_wait_s = self._now - ticket.enqueued_at
+        self._queue.dispatch(pick, known.reservation(request))
         self._leave_queue(ticket)
         ticket.phase = Phase.GRANTED
         ticket.worker_id = worker.worker_id
         ticket.granted_at = self._now
-        self._timers.set_after(("grant", ticket.number), self._now, GRANT_TIMEOUT_S)
+        self._moments.set_after(ticket, self._now, GRANT_TIMEOUT_S)
         self._send_grant(ticket, worker, repeated=False)
         worker.grant(ticket)
         self._fleet.update(worker)
@@ -481,12 +512,12 @@ class Core:
         uid = ticket.request.adapter_uid
         self._out.append(
             SendGrant(
-                request=ticket.request,
-                session=ticket.session,
-                worker_id=worker.worker_id,
-                worker_address=worker.address,
-                queue_s=ticket.granted_at - ticket.enqueued_at,
-                attempt=ticket.attempt,
+                ticket.request,
+                ticket.session,
+                worker.worker_id,
+                worker.address,
+                ticket.granted_at - ticket.enqueued_at,
+                ticket.attempt,
                 adapter_resident=uid is None or uid in worker.adapters,
                 repeated=repeated,
             )
@@ -508,7 +539,7 @@ class Core:
     @property
     def is_serving(self) -> bool:
         """Whether requests are granted as room appears: a worker takes them, and the clock is not being restored."""
-        return self._fleet.any_serving and not self._queue.is_restoring
+        return self._fleet.any_serving and not self._is_restoring
 
     @property
     def free_part(self) -> float:
@@ -526,7 +557,7 @@ class Core:
         return self._tickets.wanted(request_id) is not None or self._tickets.has_place(request_id)
 
     def expected_cost(self, request: QueuedRequest) -> int:
-        return self._flows.reservation(request)
+        return self._flows.known(request.flow).reservation(request)
 
     def weight_of(self, flow: FlowKey) -> int:
         return self._flows.share(flow).weight
@@ -565,17 +596,16 @@ class Core:
         """Every book against the others; for tests and idle moments."""
         self._queue.check_invariants()
         self._fleet.check_invariants()
-        queued, granted = self._tickets.check_invariants(self._routers)
+        granted = {ticket for worker in self._fleet.workers for ticket in worker.tickets()}
+        queued = self._tickets.check_invariants(self._routers, granted)
         self._dispatch.check_invariants(queued)
         assert len(queued) == self._queue.num_queued
         assert len(granted) + len(self._succession.adopted) == self._queue.num_running
-        on_workers = {ticket.number for worker in self._fleet.workers for ticket in worker.tickets()}
-        assert on_workers == granted
-        assert {n for worker in self._fleet.workers for n in worker.adopted()} == self._succession.adopted
+        others = {(r, w.worker_id) for w in self._fleet.workers for r, ticket in w.running.items() if ticket is None}
+        assert self._succession.adopted <= others
         assert all(worker.num_prefetches <= PREFETCHES_PER_WORKER for worker in self._fleet.workers)
-        for number in granted:
-            waits = self._tickets[number].phase in (Phase.GRANTED, Phase.CLOSING)
-            assert (("grant", number) in self._timers) == waits
+        for ticket in queued | granted:
+            assert (ticket in self._moments) == (ticket.phase is not Phase.RUNNING)
 
 
 def _too_large(request: QueuedRequest) -> str:

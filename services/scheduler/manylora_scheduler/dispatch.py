@@ -28,8 +28,7 @@ from manylora_shared.ids import RouterId, WorkerId
 
 from manylora_scheduler.fleet import Fleet, WorkerView
 from manylora_scheduler.placement import choose, choose_spare
-from manylora_scheduler.request import FlowKey, Need, QueuedRequest, need_of, to_us
-from manylora_scheduler.tickets import Tickets
+from manylora_scheduler.request import FlowKey, Need, QueuedRequest, Ticket, need_of, to_us
 
 UNREACHED_PAUSE_S = (0.25, 0.5, 1.0, 2.0)
 """How long a worker gets nothing from a router that could not reach it, by failures in a row."""
@@ -50,7 +49,7 @@ class _Unreached:
 
 @dataclass(frozen=True, slots=True)
 class _Hold:
-    number: int
+    ticket: Ticket
     worker_id: WorkerId
     need: Need
 
@@ -61,30 +60,26 @@ class Dispatch:
         goes_beyond: whether requests are granted beyond free room.
     """
 
-    def __init__(
-        self, queue: FairQueue[FlowKey, int], fleet: Fleet, tickets: Tickets, *, goes_beyond: bool = True
-    ) -> None:
+    def __init__(self, queue: FairQueue[FlowKey, Ticket], fleet: Fleet, *, goes_beyond: bool = True) -> None:
         self._goes_beyond = goes_beyond
         self._held: dict[FlowKey, dict[WorkerId, None]] = {}
         """Flows with held sequences, and where."""
         self._held_on: dict[WorkerId, dict[FlowKey, None]] = {}
         self._queue = queue
         self._fleet = fleet
-        self._tickets = tickets
         self._hold: _Hold | None = None
-        self._passed_over: tuple[int, int] = (-1, 0)
+        self._passed_over: tuple[Ticket | None, int] = (None, 0)
         """The ticket that was first in order last time, and how often another was granted before it."""
         self._is_behind_hold = False
         """In a search beyond the free room: whether what is asked now comes after the request that holds a worker."""
         self._unreached: dict[tuple[RouterId, WorkerId], _Unreached] = {}
         self._now = 0.0
 
-    def next_pick(self, now: float) -> Pick[int, WorkerView] | None:
+    def next_pick(self, now: float) -> Pick[Ticket, WorkerView] | None:
         """The ticket that is to be granted next and its worker; None where nothing more can be granted now."""
         fleet = self._fleet
-        if not self._queue.num_queued or not (fleet.num_open or fleet.num_spare) or self._queue.is_restoring:
+        if not self._queue.num_queued or self._queue.is_restoring:
             return None
-
         self._now = now
         if fleet.num_open:
             pick = self._queue.select(self._place, to_us(now))
@@ -96,15 +91,15 @@ class Dispatch:
             return self._queue.select_one_by_one(self._beyond, to_us(now), limit=_MAX_BEHIND)
         return None
 
-    def _place(self, number: int) -> WorkerView | None:
+    def _place(self, ticket: Ticket) -> WorkerView | None:
         """The worker on which a ticket could start now."""
-        request = self._tickets[number].request
+        request = ticket.request
         return choose(request, self._fleet, self._allows(request))
 
-    def _beyond(self, flow: FlowKey, number: int) -> WorkerView | None:
+    def _beyond(self, flow: FlowKey, ticket: Ticket) -> WorkerView | None:
         """The worker on which a ticket may be granted though nothing is free for it."""
-        request = self._tickets[number].request
-        self._is_behind_hold |= self._hold is not None and self._hold.number == number
+        request = ticket.request
+        self._is_behind_hold |= self._hold is not None and self._hold.ticket is ticket
         allows, queue = self._allows(request, heeds_hold=self._is_behind_hold), self._queue
 
         def allowed(worker: WorkerView) -> bool:
@@ -130,16 +125,16 @@ class Dispatch:
 
         return allowed
 
-    def _count_pass(self, pick: Pick[int, WorkerView]) -> None:
+    def _count_pass(self, pick: Pick[Ticket, WorkerView]) -> None:
         """Another ticket than the first in order is granted. Holds a worker for that once it was too often."""
         first = pick.passed_over
         if self._hold is not None or first is None:
             return
         ticket, passes = self._passed_over
-        self._passed_over = (first, passes + 1 if ticket == first else 1)
+        self._passed_over = (first, passes + 1 if ticket is first else 1)
         if self._passed_over[1] < HOLD_AFTER_PASSES:
             return
-        request = self._tickets[first].request
+        request = first.request
         allowed = self._allows(request)
         able = [w for w in self._fleet.workers if w.serving and allowed(w) and w.could_ever_run(request)]
         if able:
@@ -175,8 +170,8 @@ class Dispatch:
         """Whether the flow has held sequences on some worker."""
         return flow in self._held
 
-    def left_queue(self, number: int) -> None:
-        if self._hold is not None and self._hold.number == number:
+    def left_queue(self, ticket: Ticket) -> None:
+        if self._hold is not None and self._hold.ticket is ticket:
             self._hold = None
 
     def check_hold(self) -> None:
@@ -211,9 +206,9 @@ class Dispatch:
     def has_paused(self) -> bool:
         return bool(self._unreached)
 
-    def check_invariants(self, queued: set[int]) -> None:
+    def check_invariants(self, queued: set[Ticket]) -> None:
         if self._hold is not None:
-            assert self._hold.number in queued
+            assert self._hold.ticket in queued
             assert self._fleet.get(self._hold.worker_id) is not None
         assert {w.worker_id: dict.fromkeys(w.held_flows()) for w in self._fleet.workers if w.held_flows()} == (
             self._held_on

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 from manylora_shared.ids import AdapterUid, RequestId, TenantId, WorkerId
@@ -108,17 +109,6 @@ class WorkerReport:
     """Of tenants where they changed; in a snapshot of all that have any."""
 
 
-@dataclass(slots=True)
-class _Running:
-    """A request that the worker reported. `ticket` is None for one that was granted by an earlier leader."""
-
-    flow: FlowKey
-    sequences: int
-    ticket: Ticket | None
-    adopted: int | None = None
-    """The number under which the fair queue knows what an earlier leader had reserved for it."""
-
-
 class Holders:
     """For each adapter the workers that have it or will, in the order in which they came to it."""
 
@@ -131,10 +121,14 @@ class Holders:
 
     def note(self, uid: AdapterUid, worker: WorkerView) -> None:
         """The worker's residency for this adapter may have changed."""
-        if worker.residency(uid) is not Residency.ABSENT:
-            self._workers.setdefault(uid, {})[worker.worker_id] = worker
-        else:
+        if not worker.has_or_awaits(uid):
             self.forget(uid, worker)
+            return
+        found = self._workers.get(uid)
+        if found is None:
+            self._workers[uid] = {worker.worker_id: worker}
+        else:
+            found[worker.worker_id] = worker
 
     def forget(self, uid: AdapterUid, worker: WorkerView) -> None:
         found = self._workers.get(uid)
@@ -171,7 +165,8 @@ class WorkerView:
         """Of tenants that have any, had, or pin some."""
         self._prefetches: dict[AdapterUid, None] = {}
         """Sent and not yet answered by residency."""
-        self.running: dict[RequestId, _Running] = {}
+        self.running: dict[RequestId, Ticket | None] = {}
+        """What the worker reported; without a ticket, what an earlier leader granted."""
         self.granted: dict[RequestId, Ticket] = {}
         """Granted and not yet reported."""
         self._output_tokens: dict[FlowKey, int] = {}
@@ -183,10 +178,11 @@ class WorkerView:
         self._loads: dict[FlowKey, FlowLoad] = {}
         """Of the flows that have unfinished sequences there."""
         self._held_sequences = 0
-        self._granted_by_flow: dict[FlowKey, int] = {}
         self._front: FlowKey | None = None
         self._assigned: dict[AdapterUid, int] = {}
         """Live tickets by adapter."""
+        self.place = NOWHERE
+        """Where the fleet's orders have it. Written by `Fleet` alone."""
 
     # ---- room
 
@@ -207,8 +203,8 @@ class WorkerView:
     @property
     def free_sequences(self) -> int:
         """Slots that are free. Sequences whose own tenants hold them up use none."""
-        free = self.sequence_slots - self.slotted_sequences
-        return max(0, min(free, self.spare_sequences))
+        free = min(self.sequence_slots - self.slotted_sequences, self.spare_sequences)
+        return free if free > 0 else 0
 
     @property
     def spare_sequences(self) -> int:
@@ -225,7 +221,12 @@ class WorkerView:
 
     def has_granted(self, flow: FlowKey) -> bool:
         """Whether a request of the flow was granted and not reported yet."""
-        return flow in self._granted_by_flow
+        return any(ticket.request.flow == flow for ticket in self.granted.values())
+
+    @property
+    def has_held(self) -> bool:
+        """Whether any sequence there is held."""
+        return self._held_sequences > 0
 
     def held_flows(self) -> list[FlowKey]:
         """Flows with held sequences there."""
@@ -249,18 +250,18 @@ class WorkerView:
 
     def can_take(self, request: QueuedRequest) -> bool:
         """Whether there is room for it now. An earlier attempt that is still here has to end first."""
-        request_id, sequences = request.request_id, request.sequences
-        if request_id in self.granted or request_id in self.running:
-            return False
         free = self.sequence_slots - self.running_sequences - self._granted_sequences
         if self._held_sequences:
             # Others may use the slots of held sequences; to their own flow they count as used.
             held = self._held_sequences - self.load_of(request.flow).held
             free = min(free + held, self.spare_sequences)
-        if free < sequences:
-            return False
-        blocks = -(-(request.prompt_tokens + 1) // self.block_size) + sequences - 1
-        return self.kv_blocks_free - self._granted_blocks >= blocks and self.could_ever_run(request)
+        return (
+            free >= request.sequences
+            and self.kv_blocks_free - self._granted_blocks >= self.blocks_for(request)
+            and request.request_id not in self.granted
+            and request.request_id not in self.running
+            and self.could_ever_run(request)
+        )
 
     def can_hold(self, request: QueuedRequest) -> bool:
         """Whether it can be taken beyond the room that is free: parked, or waiting for blocks that others give up."""
@@ -279,92 +280,80 @@ class WorkerView:
 
     def could_ever_run(self, request: QueuedRequest) -> bool:
         """Whether it could if it were empty: slots, and KV for one choice at its longest (its last token has none)."""
-        prompt_tokens, sequences = request.prompt_tokens, request.sequences
         kv_tokens = self.kv_blocks_total * self.block_size
-        longest = prompt_tokens + request.max_new_tokens // sequences
+        longest = request.prompt_tokens + request.max_new_tokens // request.sequences
         if longest > self.max_context_tokens:
             longest = self.max_context_tokens
         return (
-            self.sequence_slots >= sequences
+            self.sequence_slots >= request.sequences
             and kv_tokens >= longest - 1
-            and kv_tokens >= prompt_tokens
+            and kv_tokens >= request.prompt_tokens
             and self.kv_blocks_total >= self.blocks_for(request)
         )
 
     def residency(self, adapter_uid: AdapterUid) -> Residency:
         found = self.adapters.get(adapter_uid, Residency.ABSENT)
-        if found is Residency.ABSENT and (adapter_uid in self._assigned or adapter_uid in self._prefetches):
+        if not found and self.has_or_awaits(adapter_uid):
             return Residency.ARRIVING
         return found
+
+    def has_or_awaits(self, uid: AdapterUid) -> bool:
+        """Whether an adapter's residency is any but ABSENT."""
+        return bool(self.adapters.get(uid)) or uid in self._assigned or uid in self._prefetches
 
     # ---- grants
 
     def grant(self, ticket: Ticket) -> None:
-        assert ticket.request.request_id not in self.granted
-        self.granted[ticket.request.request_id] = ticket
-        self._granted_sequences += ticket.request.sequences
-        self._granted_blocks += self.blocks_for(ticket.request)
-        flow = ticket.request.flow
-        self._granted_by_flow[flow] = self._granted_by_flow.get(flow, 0) + 1
-        self._assign(ticket, +1)
+        request = ticket.request
+        assert request.request_id not in self.granted
+        self.granted[request.request_id] = ticket
+        self._granted_sequences += request.sequences
+        self._granted_blocks += self.blocks_for(request)
+        if request.adapter_uid is not None:
+            self._assign(request.adapter_uid, +1)
 
     def drop_grant(self, ticket: Ticket) -> None:
         """A grant that came to nothing, or whose end was reported together with its start."""
         self._take_grant(ticket)
-        self._assign(ticket, -1)
+        self._unassign(ticket)
 
-    def start(self, started: StartedRequest) -> Ticket | None:
+    def start(self, request_id: RequestId) -> Ticket | None:
         """The worker reported a request as running. Returns its ticket where it was granted from here."""
-        known = self.running.get(started.request_id)
-        if known is not None:
-            return known.ticket
-        ticket = self.granted.get(started.request_id)
+        if request_id in self.running:
+            return self.running[request_id]
+        ticket = self.granted.get(request_id)
         if ticket is not None:
             self._take_grant(ticket)
-        self.running[started.request_id] = _Running(started.flow, started.sequences, ticket)
+        self.running[request_id] = ticket
         return ticket
 
     def finish(self, request_id: RequestId) -> Ticket | None:
         """The worker reported a request's end. Returns its ticket where it was granted from here."""
-        running = self.running.pop(request_id, None)
-        if running is not None:
-            if running.ticket is not None:
-                self._assign(running.ticket, -1)
-            return running.ticket
+        if request_id in self.running:
+            ticket = self.running.pop(request_id)
+            if ticket is not None:
+                self._unassign(ticket)
+            return ticket
         ticket = self.granted.get(request_id)
         if ticket is not None:
             self.drop_grant(ticket)
         return ticket
 
-    def adopt(self, request_id: RequestId, number: int) -> None:
-        """A running request of an earlier leader's has this number in the fair queue."""
-        self.running[request_id].adopted = number
-
-    def adopted_as(self, request_id: RequestId) -> int | None:
-        running = self.running.get(request_id)
-        return running.adopted if running is not None else None
-
-    def adopted(self) -> list[int]:
-        """The numbers of all running requests that were adopted."""
-        return [r.adopted for r in self.running.values() if r.adopted is not None]
-
     def tickets(self) -> list[Ticket]:
         """Of all live grants."""
-        return [r.ticket for r in self.running.values() if r.ticket is not None] + list(self.granted.values())
+        return [ticket for ticket in self.running.values() if ticket is not None] + list(self.granted.values())
 
     def _take_grant(self, ticket: Ticket) -> None:
-        del self.granted[ticket.request.request_id]
-        self._granted_sequences -= ticket.request.sequences
-        self._granted_blocks -= self.blocks_for(ticket.request)
-        flow = ticket.request.flow
-        self._granted_by_flow[flow] -= 1
-        if not self._granted_by_flow[flow]:
-            del self._granted_by_flow[flow]
+        request = ticket.request
+        del self.granted[request.request_id]
+        self._granted_sequences -= request.sequences
+        self._granted_blocks -= self.blocks_for(request)
 
-    def _assign(self, ticket: Ticket, change: int) -> None:
-        uid = ticket.request.adapter_uid
-        if uid is None:
-            return
+    def _unassign(self, ticket: Ticket) -> None:
+        if ticket.request.adapter_uid is not None:
+            self._assign(ticket.request.adapter_uid, -1)
+
+    def _assign(self, uid: AdapterUid, change: int) -> None:
         count = self._assigned.get(uid, 0) + change
         if count:
             self._assigned[uid] = count
@@ -432,48 +421,42 @@ class WorkerView:
                 self.tenant_adapters[tenant_id] = adapters
         if report.adapters is not None:
             before, self.adapters = self.adapters, report.adapters
-            for uid in [*(u for u in before if u not in self.adapters), *(u for u in self.adapters if u not in before)]:
+            for uid in before.keys() ^ report.adapters.keys():  # each has its own holders: any order will do
                 self._holders.note(uid, self)
-            for uid in [uid for uid in self._prefetches if report.adapters.get(uid, 0) >= Residency.HOST]:
-                self.forget_prefetch(uid)
+            if self._prefetches:
+                for uid in [uid for uid in self._prefetches if report.adapters.get(uid, 0) >= Residency.HOST]:
+                    self.forget_prefetch(uid)
         self.has_reported = True
         if report.snapshot:
             self.connected = True
 
     def _fold_loads(self, report: WorkerReport) -> None:
+        self._front = None
         if report.snapshot:
             self._loads.clear()
+            self._held_sequences = 0
         for flow, load in report.loads.items():
-            if any(load):
+            before = self._loads.pop(flow, NO_LOAD)
+            if load != NO_LOAD:
                 self._loads[flow] = load
-            else:
-                self._loads.pop(flow, None)
-        self._held_sequences = sum(load.held for load in self._loads.values())
-        self._front = None
+            self._held_sequences += load.held - before.held
 
     def fold_outputs(self, report: WorkerReport) -> list[tuple[FlowKey, int]]:
         """Output tokens by flow since the last report; nothing for the worker's first. Counters that fell back belong
         to a new process and count from zero."""
-        before = self._output_tokens
-        for flow, tokens in report.flows.items():
-            if tokens.output_tokens < before.get(flow, 0):
-                before.clear()
-                break
-        grown: list[tuple[FlowKey, int]] = []
-        for flow, tokens in report.flows.items():
-            if self.has_reported:
-                grown.append((flow, tokens.output_tokens - before.get(flow, 0)))
+        before, flows = self._output_tokens, report.flows
+        grown = [(flow, tokens.output_tokens - before.get(flow, 0)) for flow, tokens in flows.items()]
+        if grown and min(grown, key=itemgetter(1))[1] < 0:
+            before.clear()
+            grown = [(flow, tokens.output_tokens) for flow, tokens in flows.items()]
+        for flow, tokens in flows.items():
             before[flow] = tokens.output_tokens
-        return grown
+        return grown if self.has_reported else []
 
     def check_invariants(self) -> None:
         assert self._granted_sequences == sum(t.request.sequences for t in self.granted.values())
         assert self._granted_blocks == sum(self.blocks_for(t.request) for t in self.granted.values())
         assert self._held_sequences == sum(load.held for load in self._loads.values())
-        granted: dict[FlowKey, int] = {}
-        for ticket in self.granted.values():
-            granted[ticket.request.flow] = granted.get(ticket.request.flow, 0) + 1
-        assert granted == self._granted_by_flow
         counts: dict[AdapterUid, int] = {}
         for ticket in self.tickets():
             assert ticket.worker_id == self.worker_id
@@ -482,6 +465,28 @@ class WorkerView:
         assert counts == self._assigned
         held = {uid for uid in self._residents() if self.residency(uid) is not Residency.ABSENT}
         assert self._holders.uids_of(self) == held
+
+
+class _Place(NamedTuple):
+    """What of a worker the fleet's orders and counts are made of."""
+
+    is_connected: bool = False
+    is_serving: bool = False
+    slotted_sequences: int = 0
+    """While it is open."""
+    load: _Load | None = None
+    """None: it is not open."""
+    free_kv: int = 0
+    spare: int = 0
+
+
+_Load = tuple[float, int, WorkerId, WorkerView]
+"""Least loaded first: the part of the slots that is used, the eighths of the KV that are free (negated). Loads differ
+by the worker's id at the latest, so views are never compared."""
+
+
+NOWHERE = _Place()
+_FULL = _Place(True, True)
 
 
 class Fleet:
@@ -496,14 +501,14 @@ class Fleet:
         self.ring = Ring()
         self.holders = Holders()
         self._workers: dict[WorkerId, WorkerView] = {}
-        self._places: dict[WorkerId, _Place] = {}
-        self._loads: list[_LoadKey] = []
-        self._by_load: list[WorkerView] = []
-        """Open workers, least loaded first, and their loads."""
+        self._by_load: list[_Load] = []
+        """Open workers."""
         self._by_free_kv: list[tuple[int, WorkerId]] = []
         """Open workers by the KV tokens that are free on them."""
         self._by_spare: list[tuple[int, WorkerId]] = []
         """Spare workers, most spare places first (negated)."""
+        self.has_room = False
+        """Whether any worker is open or spare. For reading."""
         self._slotted_sequences = 0
         """On open workers."""
         self._num_connected = 0
@@ -523,49 +528,44 @@ class Fleet:
     def join(self, worker_id: WorkerId, address: str, device: str, max_context_tokens: int) -> WorkerView:
         assert worker_id not in self._workers
         view = self._workers[worker_id] = WorkerView(worker_id, address, device, max_context_tokens, self.holders)
-        self._places[worker_id] = _Place()
         self.ring.add(worker_id)
         return view
 
     def leave(self, worker_id: WorkerId) -> WorkerView | None:
         worker = self._workers.pop(worker_id, None)
         if worker is not None:
-            self._move(worker, _Place())
-            del self._places[worker_id]
+            self._move(worker, NOWHERE)
             worker.leave()
             self.ring.remove(worker_id)
         return worker
 
-    def update(self, worker: WorkerView) -> None:
-        """Takes note of all that may have changed in a member."""
-        self._move(worker, _place(worker))
+    def update(self, worker: WorkerView) -> bool:
+        """Takes note of all that may have changed in a member. Returns whether it began or ceased to take requests."""
+        before, place = worker.place, _place(worker)
+        if place != before:
+            self._move(worker, place)
+        return place.is_serving is not before.is_serving
 
     def _move(self, worker: WorkerView, place: _Place) -> None:
-        before = self._places[worker.worker_id]
-        if before == place:
-            return
-        self._places[worker.worker_id] = place
-        self._num_connected += place.connected - before.connected
-        self._num_serving += place.serving - before.serving
-        self._slotted_sequences += place.slotted_sequences - before.slotted_sequences
+        before, worker.place, worker_id = worker.place, place, worker.worker_id
+        if before.is_connected is not place.is_connected:
+            self._num_connected += 1 if place.is_connected else -1
+        if before.is_serving is not place.is_serving:
+            self._num_serving += 1 if place.is_serving else -1
+        if before.load is not None:
+            self._slotted_sequences -= before.slotted_sequences
+            del self._by_load[bisect_left(self._by_load, before.load)]
+            del self._by_free_kv[bisect_left(self._by_free_kv, (before.free_kv, worker_id))]
+        if place.load is not None:
+            self._slotted_sequences += place.slotted_sequences
+            insort(self._by_load, place.load)
+            insort(self._by_free_kv, (place.free_kv, worker_id))
         if before.spare != place.spare:
-            if before.spare is not None:
-                del self._by_spare[bisect_left(self._by_spare, (before.spare, worker.worker_id))]
-            if place.spare is not None:
-                insort(self._by_spare, (place.spare, worker.worker_id))
-        if before.load != place.load:
-            if before.load is not None:
-                index = bisect_left(self._loads, before.load)
-                del self._loads[index], self._by_load[index]
-            if place.load is not None:
-                index = bisect_left(self._loads, place.load)
-                self._loads.insert(index, place.load)
-                self._by_load.insert(index, worker)
-        if before.free_kv != place.free_kv:
-            if before.free_kv is not None:
-                del self._by_free_kv[bisect_left(self._by_free_kv, (before.free_kv, worker.worker_id))]
-            if place.free_kv is not None:
-                insort(self._by_free_kv, (place.free_kv, worker.worker_id))
+            if before.spare:
+                del self._by_spare[bisect_left(self._by_spare, (-before.spare, worker_id))]
+            if place.spare:
+                insort(self._by_spare, (-place.spare, worker_id))
+        self.has_room = bool(self._by_load or self._by_spare)
 
     # ---- reading
 
@@ -591,9 +591,14 @@ class Fleet:
         """KV tokens that are free on the open worker that has most of them."""
         return self._by_free_kv[-1][0] if self._by_free_kv else 0
 
-    def open_workers(self) -> Sequence[WorkerView]:
-        """Least loaded first; for reading, until the next `update`."""
-        return self._by_load
+    def open_workers(self) -> Iterator[WorkerView]:
+        """Least loaded first; nothing may be changed meanwhile."""
+        return (load[3] for load in self._by_load)
+
+    @property
+    def only_open(self) -> WorkerView | None:
+        """The open worker, where there is one alone."""
+        return self._by_load[0][3] if len(self._by_load) == 1 else None
 
     @property
     def any_serving(self) -> bool:
@@ -604,46 +609,33 @@ class Fleet:
         return self._num_connected == len(self._workers)
 
     def could_ever_run(self, request: QueuedRequest) -> bool:
-        return any(w.serving and w.could_ever_run(request) for w in self._workers.values())
+        return any(worker.serving and worker.could_ever_run(request) for worker in self._workers.values())
 
     def check_invariants(self) -> None:
-        places = {worker_id: _place(worker) for worker_id, worker in self._workers.items()}
-        assert places == self._places, "update was forgotten"
-        open_places = [place for place in places.values() if place.load is not None]
-        assert self._num_connected == sum(place.connected for place in places.values())
-        assert self._num_serving == sum(place.serving for place in places.values())
-        assert self._slotted_sequences == sum(place.slotted_sequences for place in open_places)
-        assert sorted((p.spare, w) for w, p in places.items() if p.spare is not None) == self._by_spare
-        assert self._loads == sorted(place.load for place in open_places if place.load is not None)
-        assert self._loads == [places[worker.worker_id].load for worker in self._by_load]
-        assert sorted((p.free_kv, w) for w, p in places.items() if p.free_kv is not None) == self._by_free_kv
+        workers = self._workers.values()
+        assert all(worker.place == _place(worker) for worker in workers), "update was forgotten"
+        open_workers = [worker for worker in workers if worker.place.load is not None]
+        assert self.has_room == any(worker.place.load is not None or worker.place.spare for worker in workers)
+        assert self._num_connected == sum(worker.place.is_connected for worker in workers)
+        assert self._num_serving == sum(worker.place.is_serving for worker in workers)
+        assert self._slotted_sequences == sum(worker.place.slotted_sequences for worker in open_workers)
+        assert sorted((-w.place.spare, w.worker_id) for w in workers if w.place.spare) == self._by_spare
+        assert self._by_load == sorted(w.place.load for w in open_workers if w.place.load is not None)
+        assert sorted((worker.place.free_kv, worker.worker_id) for worker in open_workers) == self._by_free_kv
         for worker in self._workers.values():
             worker.check_invariants()
-
-
-_LoadKey = tuple[float, int, WorkerId]
-
-
-class _Place(NamedTuple):
-    """What of a worker the fleet's orders and counts are made of."""
-
-    connected: bool = False
-    serving: bool = False
-    slotted_sequences: int = 0
-    load: _LoadKey | None = None
-    free_kv: int | None = None
-    spare: int | None = None
 
 
 def _place(worker: WorkerView) -> _Place:
     if not worker.serving:
         return _Place(worker.connected)
-    spare = -worker.spare_sequences if worker.parks and worker.spare_sequences > 0 else None
-    if not worker.free_sequences:
-        return _Place(worker.connected, True, spare=spare)
+    spare = worker.spare_sequences
+    parked = spare if worker.parks and spare > 0 else 0
+    slotted = worker.slotted_sequences
+    if slotted >= worker.sequence_slots or spare <= 0:
+        return _Place(True, True, 0, None, 0, parked) if parked else _FULL
     free_blocks = worker.free_blocks
     # Free blocks change with every report: eighths are fine enough to tell two workers of equal load apart.
     eighths = 8 * free_blocks // max(1, worker.kv_blocks_total)
-    slotted = worker.slotted_sequences
-    load = (slotted / worker.sequence_slots, -eighths, worker.worker_id)
-    return _Place(worker.connected, True, slotted, load, free_blocks * worker.block_size, spare)
+    load = (slotted / worker.sequence_slots, -eighths, worker.worker_id, worker)
+    return _Place(True, True, slotted, load, free_blocks * worker.block_size, parked)

@@ -1,7 +1,7 @@
 """What the scheduler knows of each flow besides its place in the fair queue. Pure; written by the core alone.
 
-Owns the tenants' policies, and for flows that were served lately what they were served, how long their requests'
-outputs were and how long their last one waited. From these come a flow's share and what a request reserves.
+Owns the shares that follow from the tenants' policies, and for flows that were served lately what they were served, how
+long their requests' outputs were and how long their last one waited. From these comes what a request reserves.
 """
 
 from __future__ import annotations
@@ -36,27 +36,38 @@ class KnownFlow:
     last_wait_s: float = 0.0
     """Time in the queue of the request that was granted last."""
 
+    def reservation(self, request: QueuedRequest) -> int:
+        """What a request is expected to cost in all. Workers do not give a slot back before a request's end, so that is
+        what its flow takes with the grant."""
+        expected = self.estimate.expect(request.max_new_tokens)
+        return PROMPT_TOKEN_COST * request.prompt_tokens + OUTPUT_TOKEN_COST * expected
+
 
 class Flows:
     def __init__(self) -> None:
-        self._policies: dict[TenantId, TenantPolicy] = {}
+        self._shares: dict[TenantId, Mapping[QosClass, Share]] = {}
+        """Of the tenants that have a policy."""
         self._known: dict[FlowKey, KnownFlow] = {}
-        self._shares: dict[tuple[int, QosClass], Share] = {}
+        self._made: dict[tuple[int, QosClass], Share] = {}
+        """Every share that is in use, once: flows by the thousand have few different ones."""
+        self._default = {qos_class: self._make(weight, qos_class) for qos_class, weight in DEFAULT_WEIGHTS.items()}
 
     def set_policy(self, tenant_id: TenantId, policy: TenantPolicy | None) -> None:
         """None: the tenant has the default weights."""
         if policy is None:
-            self._policies.pop(tenant_id, None)
+            self._shares.pop(tenant_id, None)
         else:
-            self._policies[tenant_id] = policy
+            self._shares[tenant_id] = {
+                qos_class: self._make(policy.weight(qos_class), qos_class) for qos_class in QosClass
+            }
 
     def share(self, flow: FlowKey) -> Share:
-        policy = self._policies.get(flow.tenant_id)
-        weight = policy.weight(flow.qos_class) if policy is not None else DEFAULT_WEIGHTS[flow.qos_class]
-        found = self._shares.get((weight, flow.qos_class))
+        return self._shares.get(flow.tenant_id, self._default)[flow.qos_class]
+
+    def _make(self, weight: int, qos_class: QosClass) -> Share:
+        found = self._made.get((weight, qos_class))
         if found is None:
-            base, cap = BOOSTS[flow.qos_class]
-            found = self._shares[weight, flow.qos_class] = Share(weight, base, cap)
+            found = self._made[weight, qos_class] = Share(weight, *BOOSTS[qos_class])
         return found
 
     def known(self, flow: FlowKey) -> KnownFlow:
@@ -74,9 +85,3 @@ class Flows:
     def last_wait_s(self, flow: FlowKey) -> float:
         known = self._known.get(flow)
         return known.last_wait_s if known is not None else 0.0
-
-    def reservation(self, request: QueuedRequest) -> int:
-        """What a request is expected to cost in all. Workers do not give a slot back before a request's end, so that is
-        what its flow takes with the grant."""
-        expected = self.known(request.flow).estimate.expect(request.max_new_tokens)
-        return PROMPT_TOKEN_COST * request.prompt_tokens + OUTPUT_TOKEN_COST * expected

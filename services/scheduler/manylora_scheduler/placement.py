@@ -37,12 +37,12 @@ _FEW = 16
 
 def choose(request: QueuedRequest, fleet: Fleet, allowed: Callable[[WorkerView], bool]) -> WorkerView | None:
     """The worker for a request among those that `allowed` accepts; None where none of them has room."""
+    only = fleet.only_open
+    if only is not None:  # a busy cluster's usual case, and then there is nothing to compare
+        return only if only.can_take(request) and allowed(only) else None
     if fleet.most_free_kv <= request.prompt_tokens:
         return None
 
-    if fleet.num_open == 1:  # a busy cluster's usual case, and then there is nothing to compare
-        only = fleet.open_workers()[0]
-        return only if only.can_take(request) and allowed(only) else None
     uid = request.adapter_uid
     if uid is not None:
         cap = load_cap(fleet)

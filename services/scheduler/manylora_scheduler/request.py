@@ -11,6 +11,7 @@ stream was lost; that is a new attempt with a new ticket. Sizes and names only: 
 from __future__ import annotations
 
 import enum
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,14 +66,13 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One attempt at one request. `number` grows with each ticket and names it everywhere inside the core."""
+    """One attempt at one request: what the core's books, the fair queue among them, have as their item."""
 
-    number: int
     request: QueuedRequest
     session: int
     """The router's stream that asked for it, or that its grant was last sent on."""
     order: int
-    """Its place inside its flow; an attempt after an unused grant keeps the place of the first."""
+    """Its place inside its flow, which grows with each ticket; an attempt after an unused grant keeps the first's."""
     attempt: int
     enqueued_at: float
     waits_since: float
@@ -80,6 +80,8 @@ class Ticket:
     phase: Phase = Phase.QUEUED
     worker_id: WorkerId | None = None
     granted_at: float = 0.0
+    unserved_at: float = 0.0
+    """While it is queued: when it is asked next whether any worker could run it at all."""
 
 
 class Need(NamedTuple):
@@ -93,8 +95,17 @@ class Need(NamedTuple):
 
 
 def need_of(request: QueuedRequest) -> Need:
-    step = 1 << max(0, request.prompt_tokens.bit_length() - 4)
-    return Need(request.sequences, -(-request.prompt_tokens // step) * step, request.router_id)
+    prompt_tokens = request.prompt_tokens
+    if prompt_tokens > 15:
+        step = 1 << (prompt_tokens.bit_length() - 4)
+        prompt_tokens = -(-prompt_tokens // step) * step
+    return _need(request.sequences, prompt_tokens, request.router_id)
+
+
+@functools.lru_cache(maxsize=16_384)
+def _need(sequences: int, prompt_tokens: int, router_id: RouterId) -> Need:
+    """One object for all that are equal: every queued request has one."""
+    return Need(sequences, prompt_tokens, router_id)
 
 
 def to_us(seconds: float) -> int:
@@ -104,17 +115,19 @@ def to_us(seconds: float) -> int:
 
 def rank_of(ticket: Ticket) -> Rank:
     """The ticket's place in its flow: priority, then earliest deadline, then the order of coming."""
-    request, since = ticket.request, ticket.waits_since
-    due = since + PATIENCE_S if request.deadline is None else min(request.deadline, since + PATIENCE_S)
-    return Rank(-request.priority, to_us(due), ticket.order)
+    deadline = ticket.request.deadline
+    due = ticket.waits_since + PATIENCE_S
+    if deadline is not None and deadline < due:
+        due = deadline
+    return Rank(-ticket.request.priority, to_us(due), ticket.order)
 
 
 def urgent_us_of(ticket: Ticket) -> int | None:
     """When the request becomes urgent: once half of the time that its caller gave it has gone by in the queue."""
-    request = ticket.request
-    if request.deadline is None:
+    deadline = ticket.request.deadline
+    if deadline is None:
         return None
-    return to_us(ticket.enqueued_at + (request.deadline - ticket.enqueued_at) / 2)
+    return to_us(ticket.enqueued_at + (deadline - ticket.enqueued_at) / 2)
 
 
 class OutputEstimate:
@@ -143,4 +156,5 @@ class OutputEstimate:
         """Output tokens to reserve for a request: never more than it may have, and that where nothing is known yet."""
         if not self._finished:
             return max_new_tokens
-        return min(max_new_tokens, max(1, -(-self._tokens // self._finished)))
+        expected = -(-self._tokens // self._finished)
+        return min(max_new_tokens, max(1, expected))

@@ -8,14 +8,11 @@ heard of first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from manylora_shared.fair_queue import FairQueue, Snapshot
-from manylora_shared.ids import RequestId
+from manylora_shared.ids import RequestId, WorkerId
 
 from manylora_scheduler.flows import Flows
-from manylora_scheduler.request import FlowKey
-from manylora_scheduler.tickets import Tickets
+from manylora_scheduler.request import FlowKey, Ticket
 
 MIN_WAIT_S = 0.25
 MAX_WAIT_S = 1.0
@@ -24,11 +21,12 @@ ClockSnapshot = Snapshot[FlowKey, RequestId]
 
 
 class Succession:
-    def __init__(self, queue: FairQueue[FlowKey, int], predecessor: ClockSnapshot | None) -> None:
+    def __init__(self, queue: FairQueue[FlowKey, Ticket | RequestId], predecessor: ClockSnapshot | None) -> None:
         self._queue = queue
         self._follows = predecessor is not None
         self._inherited: dict[RequestId, tuple[FlowKey, int]] = {}
-        self._adopted: dict[int, RequestId] = {}
+        self._adopted: dict[RequestId, WorkerId] = {}
+        """Requests of the predecessor's that still run, and where; the queue has them by their ids."""
         self._began_at: float | None = None
         if predecessor is not None:
             self._inherited = {request_id: (flow, left) for request_id, flow, left in predecessor.reserved}
@@ -41,28 +39,28 @@ class Succession:
         self._began_at = now
         return now + MIN_WAIT_S, now + MAX_WAIT_S
 
-    def try_resume(self, now: float, *, all_reported: bool) -> None:
-        """Lets dispatch begin where there is nothing to wait for any more."""
+    def try_resume(self, now: float, *, all_reported: bool) -> bool:
+        """Lets dispatch begin where there is nothing to wait for any more. Returns whether it still waits."""
         assert self._began_at is not None, "begin comes first"
         if now >= self._began_at + (MIN_WAIT_S if all_reported else MAX_WAIT_S):
             self._queue.resume()
             self._inherited.clear()
+        return self._queue.is_restoring
 
-    def adopt(self, request_id: RequestId, flows: Flows, tickets: Tickets) -> int | None:
-        """A worker runs a request of the predecessor's: its reservation is taken over. Returns its number."""
+    def adopt(self, request_id: RequestId, worker_id: WorkerId, flows: Flows) -> None:
+        """A worker runs a request that this leader did not grant: if it is the predecessor's, its reservation is taken
+        over."""
         found = self._inherited.pop(request_id, None)
-        if found is None:
-            return None
-        number = tickets.new_number()
-        flow, left = found
-        self._queue.adopt(number, flow, share=flows.share(flow), reserve=left)
-        self._adopted[number] = request_id
-        return number
+        if found is not None:
+            flow, left = found
+            self._queue.adopt(request_id, flow, share=flows.share(flow), reserve=left)
+            self._adopted[request_id] = worker_id
 
-    def end(self, number: int) -> None:
-        """An adopted request has ended."""
-        del self._adopted[number]
-        self._queue.settle(number)
+    def end(self, request_id: RequestId, worker_id: WorkerId) -> None:
+        """A request that this leader did not grant runs no more; one that was not adopted is ignored."""
+        if self._adopted.get(request_id) == worker_id:
+            del self._adopted[request_id]
+            self._queue.settle(request_id)
 
     def first_report(self, worker_id: str, totals: dict[FlowKey, int]) -> bool:
         """Whether the counters of a worker's first report are to be charged. What it did before this cluster had a
@@ -72,21 +70,17 @@ class Succession:
         self._queue.begin_counting(worker_id, totals)
         return False
 
-    def snapshot(self, request_of: Callable[[int], RequestId]) -> ClockSnapshot:
-        """For the next leader: the queue's, with requests by their ids. Not to be taken while dispatch waits.
-
-        Args:
-            request_of: the request of a ticket's number.
-        """
+    def snapshot(self) -> ClockSnapshot:
+        """For the next leader: the queue's, with requests by their ids. Not to be taken while dispatch waits."""
         assert not self._queue.is_restoring, "what was inherited is not all here yet"
         taken = self._queue.snapshot()
         reserved = [
-            (self._adopted[number] if number in self._adopted else request_of(number), flow, left)
-            for number, flow, left in taken.reserved
+            (item.request.request_id if isinstance(item, Ticket) else item, flow, left)
+            for item, flow, left in taken.reserved
         ]
         return Snapshot(taken.clock, taken.flows, tuple(reserved), taken.counted)
 
     @property
-    def adopted(self) -> set[int]:
-        """Numbers of the adopted requests that still run."""
-        return set(self._adopted)
+    def adopted(self) -> set[tuple[RequestId, WorkerId]]:
+        """Adopted requests that still run, and where."""
+        return set(self._adopted.items())

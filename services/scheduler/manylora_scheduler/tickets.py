@@ -7,7 +7,7 @@ attempt keeps its place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 from manylora_shared.ids import RequestId, RouterId, TenantId
 
@@ -16,20 +16,16 @@ from manylora_scheduler.request import FlowKey, Phase, QueuedRequest, Ticket
 
 class Tickets:
     def __init__(self) -> None:
-        self._live: dict[int, Ticket] = {}
+        self._num_live = 0
         self._wanted: dict[RequestId, Ticket] = {}
         """The ticket that stands for a request: queued, or granted and not ended by its router."""
-        self._queued_by_router: dict[RouterId, dict[int, Ticket]] = {}
         self._queued_by_tenant: dict[TenantId, int] = {}
         self._returned: dict[RequestId, Ticket] = {}
         """The last attempt of requests whose grant came back unused."""
-        self._next_number = 0
-
-    def __getitem__(self, number: int) -> Ticket:
-        return self._live[number]
+        self._next_order = 0
 
     def __len__(self) -> int:
-        return len(self._live)
+        return self._num_live
 
     @property
     def num_returned(self) -> int:
@@ -39,7 +35,8 @@ class Tickets:
         return self._wanted.get(request_id)
 
     def queued_of(self, router_id: RouterId) -> list[Ticket]:
-        return list(self._queued_by_router.get(router_id, {}).values())
+        """O(tickets): a router's stream seldom ends."""
+        return [t for t in self._wanted.values() if t.phase is Phase.QUEUED and t.request.router_id == router_id]
 
     def num_queued_of(self, tenant_id: TenantId) -> int:
         return self._queued_by_tenant.get(tenant_id, 0)
@@ -47,43 +44,28 @@ class Tickets:
     def oldest_by_flow(self) -> Mapping[FlowKey, float]:
         """When the oldest queued request of each flow was enqueued."""
         oldest: dict[FlowKey, float] = {}
-        for tickets in self._queued_by_router.values():
-            for ticket in tickets.values():
+        for ticket in self._wanted.values():
+            if ticket.phase is Phase.QUEUED:
                 flow = ticket.request.flow
                 oldest[flow] = min(oldest.get(flow, ticket.enqueued_at), ticket.enqueued_at)
         return oldest
 
-    def new_number(self) -> int:
-        """A number that no ticket has or will have."""
-        self._next_number += 1
-        return self._next_number - 1
-
     def enqueue(self, request: QueuedRequest, session: int, now: float) -> Ticket:
         """A new queued ticket; it has the place of the request's attempt that came back, if there is one."""
-        before = self._returned.pop(request.request_id, None)
-        number = self.new_number()
-        ticket = Ticket(
-            number=number,
-            request=request,
-            session=session,
-            order=before.order if before is not None else number,
-            attempt=before.attempt + 1 if before is not None else 1,
-            enqueued_at=now,
-            waits_since=before.waits_since if before is not None else now,
-        )
-        self._live[number] = ticket
+        before = self._returned.pop(request.request_id, None) if self._returned else None
+        if before is None:
+            ticket = Ticket(request, session, self._next_order, 1, now, now)
+        else:
+            ticket = Ticket(request, session, before.order, before.attempt + 1, now, before.waits_since)
+        self._next_order += 1
+        self._num_live += 1
         self._wanted[request.request_id] = ticket
-        self._queued_by_router.setdefault(request.router_id, {})[number] = ticket
         tenant_id = request.flow.tenant_id
         self._queued_by_tenant[tenant_id] = self._queued_by_tenant.get(tenant_id, 0) + 1
         return ticket
 
     def leave_queue(self, ticket: Ticket) -> None:
-        router_id, tenant_id = ticket.request.router_id, ticket.request.flow.tenant_id
-        of_router = self._queued_by_router[router_id]
-        del of_router[ticket.number]
-        if not of_router:
-            del self._queued_by_router[router_id]
+        tenant_id = ticket.request.flow.tenant_id
         left = self._queued_by_tenant[tenant_id] - 1
         if left:
             self._queued_by_tenant[tenant_id] = left
@@ -96,7 +78,7 @@ class Tickets:
             del self._wanted[ticket.request.request_id]
 
     def forget(self, ticket: Ticket) -> None:
-        del self._live[ticket.number]
+        self._num_live -= 1
         self.release(ticket)
 
     def keep_place(self, ticket: Ticket) -> None:
@@ -110,15 +92,14 @@ class Tickets:
     def lose_place(self, request_id: RequestId) -> None:
         self._returned.pop(request_id, None)
 
-    def check_invariants(self, routers: Iterable[RouterId]) -> tuple[set[int], set[int]]:
-        """Every index against the tickets. Returns the numbers of the queued and of the granted ones."""
-        queued = {n for n, t in self._live.items() if t.phase is Phase.QUEUED}
-        assert queued == {n for tickets in self._queued_by_router.values() for n in tickets}
+    def check_invariants(self, routers: Iterable[RouterId], granted: Set[Ticket]) -> set[Ticket]:
+        """Every index against the tickets, of which workers have the granted ones. Returns the queued ones."""
+        queued = {ticket for ticket in self._wanted.values() if ticket.phase is Phase.QUEUED}
         assert len(queued) == sum(self._queued_by_tenant.values())
-        assert all(self._queued_by_router.values())
-        assert set(self._queued_by_router) <= set(routers)
-        assert all(self._live.get(t.number) is t for t in self._wanted.values())
-        for ticket in self._live.values():
+        assert len(queued) + len(granted) == self._num_live
+        assert {ticket.request.router_id for ticket in queued} <= set(routers)
+        assert all(ticket in queued or ticket in granted for ticket in self._wanted.values())
+        for ticket in granted:
             wanted = self._wanted.get(ticket.request.request_id) is ticket
             assert wanted or ticket.phase in (Phase.CLOSING, Phase.RUNNING)
-        return queued, self._live.keys() - queued
+        return queued

@@ -28,8 +28,8 @@ class Timers(Generic[K]):
         self._num_entries = 0
         """In the heap and the lanes, stale ones included."""
         self._next_order = 0
-        self._not_before = math.inf
-        """No timer is due before: nothing needs to be looked at until then."""
+        self.not_before = math.inf
+        """For reading: no timer is due before, so nothing needs to be looked at until then."""
 
     def __len__(self) -> int:
         return len(self._set)
@@ -38,16 +38,14 @@ class Timers(Generic[K]):
         return key in self._set
 
     def set(self, key: K, at: float) -> None:
-        entry = self._entry(key, at)
-        heapq.heappush(self._heap, entry)
+        heapq.heappush(self._heap, self._entry(key, at))
 
     def set_after(self, key: K, now: float, delay_s: float) -> None:
         """As `set` at now + delay_s. `now` never falls; there are few different delays."""
-        entry = self._entry(key, now + delay_s)
         lane = self._lanes.get(delay_s)
         if lane is None:
             lane = self._lanes[delay_s] = deque()
-        lane.append(entry)
+        lane.append(self._entry(key, now + delay_s))
 
     def cancel(self, key: K) -> None:
         """Unsets a key; one that is not set is ignored."""
@@ -60,7 +58,7 @@ class Timers(Generic[K]):
 
     def pop_due(self, now: float) -> K | None:
         """Unsets and returns the earliest timer that is due at `now`."""
-        if now < self._not_before:
+        if now < self.not_before:
             return None
         first = self._first()
         if first is None or first[0] > now:
@@ -74,8 +72,8 @@ class Timers(Generic[K]):
         entry = self._set[key] = (at, self._next_order, key)
         self._next_order += 1
         self._num_entries += 1
-        if at < self._not_before:
-            self._not_before = at
+        if at < self.not_before:
+            self.not_before = at
         return entry
 
     def _first(self) -> tuple[float, int, K] | None:
@@ -92,12 +90,16 @@ class Timers(Generic[K]):
             self._num_entries -= 1
         if self._heap and (first is None or self._heap[0][:2] < first[:2]):
             first = self._heap[0]
-        self._not_before = first[0] if first is not None else math.inf
+        self.not_before = first[0] if first is not None else math.inf
         return first
 
     def _compact(self) -> None:
-        for delay_s, lane in self._lanes.items():
-            self._lanes[delay_s] = deque(entry for entry in lane if self._set.get(entry[2]) is entry)
+        for lane in self._lanes.values():
+            # In its place: the garbage collector walks what is new, and a lane may be long.
+            for _ in range(len(lane)):
+                entry = lane.popleft()
+                if self._set.get(entry[2]) is entry:
+                    lane.append(entry)
         self._heap = [entry for entry in self._heap if self._set.get(entry[2]) is entry]
         heapq.heapify(self._heap)
         self._num_entries = len(self._heap) + sum(map(len, self._lanes.values()))
