@@ -232,6 +232,21 @@ class FakeRouter:
                         kind="kv_growth", tenant_id="acme", worker_id="w-1", evidence={"kv_part": 0.75}
                     )
                 ],
+                adapters=[
+                    admin_pb2.TenantAdapters(
+                        tenant_id="acme",
+                        device_bytes=3 << 20,
+                        host_bytes=5 << 19,
+                        evictions=9,
+                        displaced=1,
+                        pins=[
+                            admin_pb2.PinStatus(name="upper", adapter_version=VERSION, workers=2, on_device=2),
+                            admin_pb2.PinStatus(name="lower", workers=2, problem="no adapter has this name"),
+                            admin_pb2.PinStatus(name="words", workers=2, on_device=1),
+                        ],
+                    ),
+                    admin_pb2.TenantAdapters(tenant_id="birch", device_bytes=1),
+                ],
             ),
             workers=[
                 admin_pb2.WorkerStatus(worker_id="w-1", address="127.0.0.1:3", connected=True, generated_tokens=2**40)

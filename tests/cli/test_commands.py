@@ -201,6 +201,15 @@ async def test_status(manylora: Manylora) -> None:
     assert out.json["scheduler"]["neighbours"] == [
         {"kind": "kv_growth", "tenant_id": "acme", "worker_id": "w-1", "evidence": {"kv_part": 0.75}}
     ]
+    acme, birch = out.json["scheduler"]["adapters"]
+    assert (acme["device_bytes"], acme["evictions"], acme["displaced"], birch["pins"]) == (3 << 20, 9, 1, [])
+    assert acme["pins"][1] == {
+        "name": "lower",
+        "adapter_version": "",
+        "workers": 2,
+        "on_device": 0,
+        "problem": "no adapter has this name",
+    }
     out = await manylora("status")
     assert out.exit_code == 0
     assert "w-1" in out.stdout
@@ -212,6 +221,10 @@ async def test_status(manylora: Manylora) -> None:
     assert ["batch", "-", "half the deadline", "31", "4", "9"] in cells
     assert ["interactive", "12 %", "200 ms", "0", "0", "0"] in cells
     assert ["acme", "3.5", "97", "interactive"] in cells
+    assert ["acme", "3.0 MiB", "2.5 MiB", "9", "1", "1 of 3"] in cells
+    assert ["birch", "0.0 MiB", "0.0 MiB", "0", "0", "-"] in cells
+    assert ["acme", "lower", "0 of 2", "no adapter has this name"] in cells
+    assert ["acme", "words", "1 of 2", "being loaded"] in cells
     assert ["acme", "kv_growth", "w-1", "kv_part 0.75"] in cells
     level = ["acme", "interactive", "12.3 ms", "240 ms", "200 ms, missed", "-", "-"]
     assert [*level, "400, 1 failed", "99.750 %", "99 %", "75 %"] in cells

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from manylora_shared.errors import InvalidRequest, QuotaExceeded
-from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
+from manylora_shared.ids import AdapterName, AdapterUid, QosClass, RequestId, TenantId
 from manylora_worker.adapters.cache import AdapterCacheLimits
+from manylora_worker.adapters.pins import Pin
 from manylora_worker.engine.api import (
     AdapterTier,
     EngineRequest,
@@ -299,9 +300,14 @@ class EngineMachine(RuleBasedStateMachine):
             )
         self.core.set_share(TenantId(tenant), share)
 
-    @rule(uid=st.sampled_from(sorted(_SIZES)))
-    def prefetch(self, uid: AdapterUid) -> None:
-        self.core.prefetch(uid)
+    @rule(uid=st.sampled_from(sorted(_SIZES)), tenant=st.sampled_from([None, "a", "b"]))
+    def prefetch(self, uid: AdapterUid, tenant: str | None) -> None:
+        self.core.prefetch(uid, None if tenant is None else TenantId(tenant))
+
+    @rule(tenant=st.sampled_from(["a", "b"]), uid=st.none() | st.sampled_from(sorted(_SIZES)))
+    def pin(self, tenant: str, uid: AdapterUid | None) -> None:
+        pins = [] if uid is None else [Pin(AdapterName(uid), uid, _SIZES[uid])]
+        self.core.set_pins({TenantId(tenant): pins}, max(_SIZES.values()))
 
     @rule(uid=st.sampled_from(sorted(_SIZES)))
     def toggle_broken(self, uid: AdapterUid) -> None:

@@ -201,6 +201,7 @@ class FakeScheduler:
         self.flows: list[admin_pb2.FlowStatus] = []
         self.overload = admin_pb2.OverloadStatus()
         self.neighbours: list[admin_pb2.NoisyNeighbour] = []
+        self.adapters: list[admin_pb2.TenantAdapters] = []
         self.lease_tokens: int | None = None
         """What the first lease of each request holds; None: no leases."""
         self.grows_by: int | None = 10
@@ -230,7 +231,11 @@ class FakeScheduler:
     ) -> scheduler_pb2.GetSchedulerStatusResponse:
         return scheduler_pb2.GetSchedulerStatusResponse(
             scheduler=admin_pb2.SchedulerStatus(
-                epoch=self.epoch, flows=self.flows, overload=self.overload, neighbours=self.neighbours
+                epoch=self.epoch,
+                flows=self.flows,
+                overload=self.overload,
+                neighbours=self.neighbours,
+                adapters=self.adapters,
             ),
             workers=[admin_pb2.WorkerStatus(worker_id=w, connected=True, running=3) for w, _ in self.workers],
         )

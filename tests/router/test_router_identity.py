@@ -173,7 +173,21 @@ def test_a_tenant_sees_its_own_status_alone() -> None:
             ],
         )
         cluster.scheduler.neighbours = [admin_pb2.NoisyNeighbour(kind="wait_skew", tenant_id="acme")]
+        cluster.scheduler.adapters = [
+            admin_pb2.TenantAdapters(
+                tenant_id=tenant,
+                device_bytes=5,
+                evictions=4,
+                displaced=3,
+                pins=[admin_pb2.PinStatus(name="upper", workers=3, on_device=on_device) for on_device in (3, 2)],
+            )
+            for tenant in ("acme", "other")
+        ]
         mine = await call(channel, "GetStatus")
+        (adapters,) = mine.scheduler.adapters
+        assert (adapters.tenant_id, adapters.device_bytes, adapters.evictions) == ("acme", 5, 4)
+        assert adapters.displaced == 0, "that others were there is not its own"
+        assert [(pin.workers, pin.on_device) for pin in adapters.pins] == [(1, 1), (1, 0)], "nor how many workers"
         overload = mine.scheduler.overload
         assert (overload.level, overload.rung, list(overload.classes)) == (70, "standard", [])
         assert [(t.tenant_id, t.level) for t in overload.tenants] == [("acme", 3)]
@@ -184,6 +198,9 @@ def test_a_tenant_sees_its_own_status_alone() -> None:
         whole = await call(cluster.client, "GetStatus")
         assert len(whole.scheduler.flows) == len(whole.scheduler.overload.tenants) == 2
         assert len(whole.scheduler.neighbours) == 1
+        assert [(a.displaced, a.pins[1].workers, a.pins[1].on_device) for a in whole.scheduler.adapters] == [
+            (3, 3, 2)
+        ] * 2
         assert len(whole.workers) == 2
 
     simulate(test)

@@ -526,6 +526,50 @@ def test_every_request_has_its_spans() -> None:
     assert late["attributes"]["error.type"] == "DEADLINE_EXCEEDED"
 
 
+def test_tenants_adapters_are_summed_in_the_status_and_counted_in_metrics() -> None:
+    telemetry = Telemetry.recording("scheduler")
+
+    def pinned(name: str, *, on_device: bool, problem: str = "") -> worker_pb2.PinnedAdapter:
+        return worker_pb2.PinnedAdapter(name=name, adapter_uid="uid", on_device=on_device, problem=problem)
+
+    def memory(tenant: str = "acme", evictions: int = 0, **more: Any) -> worker_pb2.TenantMemory:
+        return worker_pb2.TenantMemory(
+            tenant_id=tenant, adapter_device_bytes=10, adapter_host_bytes=20, adapter_evictions=evictions, **more
+        )
+
+    async def scenario(cluster: Cluster) -> None:
+        app = await cluster.scheduler("s0", telemetry=telemetry)
+        first, second = await cluster.worker("w0"), await cluster.worker("w1")
+        await cluster.leader()
+        await asyncio.sleep(1.0)
+        first._send(tenants=[memory(evictions=5, adapter_displaced=2, pins=[pinned("a", on_device=True)])])
+        pins = [pinned("a", on_device=False, problem="the file is gone"), pinned("b", on_device=False)]
+        second._send(tenants=[memory(evictions=1, pins=pins), memory("birch")])
+        await asyncio.sleep(2.0)
+        first._send(tenants=[memory(evictions=8, adapter_displaced=2, pins=[pinned("a", on_device=True)])])
+        second._send(tenants=[worker_pb2.TenantMemory(tenant_id="birch")])
+        await asyncio.sleep(2.0)
+        channel = (await cluster.peer("status")).connect(app.address)
+        answer = await channel.call(_METHODS["GetSchedulerStatus"], scheduler_pb2.GetSchedulerStatusRequest())
+        (acme,) = answer.scheduler.adapters
+        assert (acme.tenant_id, acme.device_bytes, acme.host_bytes) == ("acme", 20, 40)
+        assert (acme.evictions, acme.displaced) == (9, 2)
+        assert [(pin.name, pin.workers, pin.on_device, pin.problem) for pin in acme.pins] == [
+            ("a", 2, 1, "the file is gone"),
+            ("b", 1, 0, ""),
+        ]
+        await channel.close()
+
+    play(scenario)
+    metrics = telemetry.recorded_metrics()
+    counted = {
+        kind: metrics[MetricName.ADAPTER_EVICTIONS, frozenset({(Attribute.KIND, kind)})]
+        for kind in ("own", "displaced")
+    }
+    assert counted == {"own": 7, "displaced": 2}
+    assert metrics[MetricName.UNMET_PINS, frozenset()] == 2
+
+
 def test_overload_is_told_to_routers_in_the_status_and_in_metrics() -> None:
     telemetry = Telemetry.recording("scheduler")
 

@@ -39,6 +39,9 @@ from manylora_worker.engine.api import AdapterBackend, AdapterEvent, AdapterTier
 
 _KNOWN_SIZES = 4096
 """Sizes remembered of adapters that are on disk only."""
+_LOOK_AGAIN_S = 0.1
+"""How soon room that only time has made is found, where nothing else has changed."""
+_State = tuple[int, int, int, int]
 _PREFETCH_QUEUE = 64
 """Prefetches not yet begun; when another comes, one of the tenant with most of them is forgotten."""
 
@@ -127,8 +130,10 @@ class AdapterCache:
         self._prefetches: dict[AdapterUid, TenantId | None] = {}
         self._known_bytes: dict[AdapterUid, int] = {}
         self._blocked: dict[TenantId, _Blocked] = {}
-        self._no_room_for: dict[TenantId, int] = {}
-        """In this pump: the size for which a tenant's turn found no room on the device."""
+        self._refused: dict[TenantId, tuple[_State, int]] = {}
+        """Where there was no room on the device for a tenant's turn, and for which size."""
+        self._idle_version = 0
+        """Grows whenever an adapter is no longer in use."""
         self._pins = PinBook(limits.device_bytes, weight_of)
         self._evictions: list[Eviction] = []
         """Since the last pump."""
@@ -218,6 +223,7 @@ class AdapterCache:
         entry = self._entries[uid]
         if entry.users.pop(holder, self) is not self:
             self._touch(entry, tenant_id, now)
+            self._idle_version += not entry.users
         else:
             del entry.waiters[holder]
             if not self._waits(entry, tenant_id):
@@ -264,7 +270,6 @@ class AdapterCache:
         if self._pins.is_due:
             self._apply_pins(now)
         ready: list[RequestId] = []
-        self._no_room_for.clear()
         for tenant_id, entry in self._turns.take():
             self._advance(tenant_id, entry, ready, failed, now)
         for uid, prefetching in list(self._prefetches.items()):
@@ -335,6 +340,7 @@ class AdapterCache:
         blocked = self._blocked.get(tenant_id)
         if blocked is not None and blocked.entry is entry:
             del self._blocked[tenant_id]
+        self._refused.pop(tenant_id, None)
         self._drop_vain_claims(entry)
 
     def _drop_vain_claims(self, entry: Entry) -> None:
@@ -471,7 +477,9 @@ class AdapterCache:
     def _start_device_load(self, tenant_id: TenantId, entry: Entry, now: float) -> None:
         if self._loads[AdapterTier.DEVICE] >= self._limits.device_loads:
             return
-        if entry.size_bytes >= self._no_room_for.get(tenant_id, entry.size_bytes + 1):
+        state = self._tenants_version, self._turns.version, self._idle_version, int(now / _LOOK_AGAIN_S)
+        refused = self._refused.get(tenant_id)
+        if refused is not None and refused[0] == state and entry.size_bytes >= refused[1]:
             return
         if not self._may_use(tenant_id, entry, counts=False):
             return
@@ -480,7 +488,7 @@ class AdapterCache:
         if plan is None:
             entry.no_room_since.setdefault(tenant_id, now)
             self._block(tenant_id, entry, standing)
-            self._no_room_for[tenant_id] = entry.size_bytes
+            self._refused[tenant_id] = state, entry.size_bytes
             return
         self._make_way(plan, self._device, tenant_id)
         blocked = self._blocked.get(tenant_id)
