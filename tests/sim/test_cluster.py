@@ -94,6 +94,8 @@ def test_chaos(sim_seed: int) -> None:
 @pytest.mark.parametrize("sim_seed", [3, 11])
 def test_a_seed_is_one_run(sim_seed: int) -> None:
     first, second = play(sim_seed), play(sim_seed)
+    engines = first.result._cluster.engines
+    assert sum(engine.core.stats().swaps_out for engine in engines) > 0, "no KV went to a host"
     assert (first.digest, first.events, first.virtual_s) == (second.digest, second.events, second.virtual_s)
     assert [c.describe() for c in first.result.calls] == [c.describe() for c in second.result.calls]
 
