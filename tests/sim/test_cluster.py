@@ -160,7 +160,7 @@ def test_who_comes_to_workers_full_of_long_answers_has_its_first_token_within_so
         await asyncio.sleep(0.5)
         assert all(engine.core.stats().running_sequences == SLOTS for engine in cluster.engines)
         waits: list[float] = []
-        for number in range(12):
+        for number in range(10):
             late = call("crux", 1000 + number, 4)
             traffic.begin(late)
             while late.ended_at is None:  # noqa: ASYNC110
