@@ -1,8 +1,9 @@
 """Greedy tokens through the running cluster equal transformers + peft, one request at a time, in fp32.
 
 Real processes, for each family: requests of all adapters and of the base model arrive at once, prompts are cut into
-chunks, the pool is too small for all of them (blocks are freed, sequences wait and are recomputed), the device tier is
-too small for all adapters (they are loaded and evicted meanwhile), and some callers go away in mid-stream.
+chunks, the pool is too small for all of them (blocks are freed, sequences wait and are swapped or recomputed), the
+device tier is too small for all adapters (they are loaded and evicted meanwhile), and some callers go away in mid-
+stream.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ DEVICE_ADAPTER_MB = 0.28
 WORKER_FLAGS = (
     "--num-blocks=40",
     "--block-size=4",
+    "--host-kv-mb=0.1",
     "--sequence-slots=8",
     "--max-batch-tokens=24",
     "--prefill-chunk-tokens=7",
