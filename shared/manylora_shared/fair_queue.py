@@ -511,10 +511,11 @@ class FairQueue(Generic[F, I]):
             return
         if not self._queued and not self._running:
             self._clock = max(self._clock, max(f.tag for f in self._flows.values()))
-            self._flows.clear()
+            for known in list(self._flows.values()):
+                self._forget(known)
             self._resting.clear()
         elif flow.tag <= self._clock:
-            del self._flows[flow.key]
+            self._forget(flow)
         else:
             heapq.heappush(self._resting, (flow.tag, flow.order, flow.key))
             if len(self._resting) > 2 * len(self._flows) + _COMPACT_SLACK:
@@ -526,7 +527,13 @@ class FairQueue(Generic[F, I]):
             tag, order, key = heapq.heappop(self._resting)
             flow = self._flows.get(key)
             if flow is not None and flow.idle and flow.order == order and flow.tag == tag:
-                del self._flows[key]
+                self._forget(flow)
+
+    def _forget(self, flow: _Flow[F, I]) -> None:
+        """Cuts what refers to the flow from its own parts: then its memory is free without a garbage collection."""
+        del self._flows[flow.key]
+        flow.queue.clear()
+        self._contest.forget(flow)
 
     def check_invariants(self) -> None:
         """Every derived number against what it is derived from; for tests and for idle moments."""
