@@ -360,6 +360,17 @@ def test_state_stays_with_the_active_flows() -> None:
     assert len(queue._contest.plain._firsts) < 300
 
 
+def test_flows_that_come_and_go_while_nothing_is_chosen_leave_nothing() -> None:
+    """As in a cluster without a worker, where requests wait until their deadline."""
+    queue: FairQueue[int, int] = FairQueue()
+    push(queue, -1, -1, 0)
+    for i in range(1_000):
+        push(queue, i, i, i)
+        queue.remove(i)
+    assert (queue.num_flows, len(queue._moved)) == (1, 1)
+    queue.check_invariants()
+
+
 def test_forgotten_flows_need_no_garbage_collection() -> None:
     """The scheduler's collector runs seldom: what is gone has to go by itself."""
     queue: FairQueue[int, int] = FairQueue()
