@@ -164,6 +164,12 @@ class Contest(Generic[F, I]):
         flow.head = None
         flow.fills_at = NEVER_US
 
+    def forget(self, flow: Contender[F, I]) -> None:
+        """A flow that is not to be put again, whether it stands in the contest or not."""
+        if flow.head is not None:
+            self.drop(flow)
+        del flow.plain, flow.boosted  # they refer to the flow
+
     # ---- the choice
 
     def select(self, fits: Callable[[I], P | None], now_us: int) -> Pick[I, P] | None:

@@ -100,7 +100,7 @@ class Snapshot(Generic[F, I]):
 class _Flow(Contender[F, I]):
     """One flow's books. `queue` is a heap in which items that were removed may linger."""
 
-    __slots__ = ("inverse", "is_moved", "num_queued", "num_running", "queue", "reserved", "settled", "share", "unspent")
+    __slots__ = ("inverse", "num_queued", "num_running", "queue", "reserved", "settled", "share", "unspent")
 
     def __init__(self, key: F, order: int) -> None:
         super().__init__(key, order)
@@ -113,8 +113,6 @@ class _Flow(Contender[F, I]):
         self.queue: list[Queued[I]] = []
         self.num_queued = 0
         self.num_running = 0
-        self.is_moved = False
-        """Whether its place in the contest is to be brought up to date."""
 
     @property
     def tag(self) -> int:
@@ -147,7 +145,7 @@ class FairQueue(Generic[F, I]):
         self._flows: dict[F, _Flow[F, I]] = {}
         self._queued: dict[I, Queued[I]] = {}
         self._running: dict[I, _Flow[F, I]] = {}
-        self._moved: list[_Flow[F, I]] = []
+        self._moved: dict[_Flow[F, I], None] = {}
         """Flows whose place in the contest is to be brought up to date."""
         self._resting: list[tuple[int, int, F]] = []
         """Idle flows ahead of the clock, by tag; stale entries linger."""
@@ -484,15 +482,12 @@ class FairQueue(Generic[F, I]):
 
     def _move(self, flow: _Flow[F, I]) -> None:
         """The flow's queue, tag or share has changed."""
-        if not flow.is_moved:
-            flow.is_moved = True
-            self._moved.append(flow)
+        self._moved[flow] = None
 
     def _show_moved(self) -> None:
         """Brings the contest up to date."""
         contest = self._contest
         for flow in self._moved:
-            flow.is_moved = False
             if flow.num_queued:
                 queue = flow.queue
                 while len(queue) > flow.num_queued and self._queued.get(queue[0].item) is not queue[0]:
@@ -511,10 +506,11 @@ class FairQueue(Generic[F, I]):
             return
         if not self._queued and not self._running:
             self._clock = max(self._clock, max(f.tag for f in self._flows.values()))
-            self._flows.clear()
+            for known in list(self._flows.values()):
+                self._forget(known)
             self._resting.clear()
         elif flow.tag <= self._clock:
-            del self._flows[flow.key]
+            self._forget(flow)
         else:
             heapq.heappush(self._resting, (flow.tag, flow.order, flow.key))
             if len(self._resting) > 2 * len(self._flows) + _COMPACT_SLACK:
@@ -526,7 +522,14 @@ class FairQueue(Generic[F, I]):
             tag, order, key = heapq.heappop(self._resting)
             flow = self._flows.get(key)
             if flow is not None and flow.idle and flow.order == order and flow.tag == tag:
-                del self._flows[key]
+                self._forget(flow)
+
+    def _forget(self, flow: _Flow[F, I]) -> None:
+        """Cuts what refers to the flow from its own parts: then its memory is free without a garbage collection."""
+        del self._flows[flow.key]
+        self._moved.pop(flow, None)
+        flow.queue.clear()
+        self._contest.forget(flow)
 
     def check_invariants(self) -> None:
         """Every derived number against what it is derived from; for tests and for idle moments."""

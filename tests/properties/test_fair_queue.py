@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Hashable
 from typing import Any
 
@@ -357,6 +358,39 @@ def test_state_stays_with_the_active_flows() -> None:
     queue.check_invariants()
     assert queue.num_flows < 300
     assert len(queue._contest.plain._firsts) < 300
+
+
+def test_flows_that_come_and_go_while_nothing_is_chosen_leave_nothing() -> None:
+    """As in a cluster without a worker, where requests wait until their deadline."""
+    queue: FairQueue[int, int] = FairQueue()
+    push(queue, -1, -1, 0)
+    for i in range(1_000):
+        push(queue, i, i, i)
+        queue.remove(i)
+    assert (queue.num_flows, len(queue._moved)) == (1, 1)
+    queue.check_invariants()
+
+
+def test_forgotten_flows_need_no_garbage_collection() -> None:
+    """The scheduler's collector runs seldom: what is gone has to go by itself."""
+    queue: FairQueue[int, int] = FairQueue()
+    push(queue, -1, -1, 0)
+    gc.collect()
+    gc.disable()
+    try:
+        for i in range(300):
+            push(queue, i, i, 3 * i, need=2 + i % 3)
+            push(queue, 1000 + i, i, 3 * i + 1, need=2)
+            if i % 2:
+                queue.remove(1000 + i)  # behind the first, then never looked at again
+            while queue.num_queued > 1:
+                item = start(queue, 5, without=-1)
+                queue.settle(item, 0)
+        assert start(queue, 5, without=-1) is None
+        alive = [flow for flow in gc.get_objects() if type(flow) is fair_queue._Flow and type(flow.key) is int]
+        assert len(alive) == queue.num_flows < 10
+    finally:
+        gc.enable()
 
 
 def test_a_successor_knows_what_its_predecessor_knew() -> None:

@@ -11,7 +11,6 @@ import enum
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import NamedTuple
 
 from manylora_shared.ids import AdapterUid, RequestId, TenantId, WorkerId
@@ -255,12 +254,13 @@ class WorkerView:
             # Others may use the slots of held sequences; to their own flow they count as used.
             held = self._held_sequences - self.load_of(request.flow).held
             free = min(free + held, self.spare_sequences)
+        # With room for its beginning it has slots and blocks enough to be able to run at all, but for its end.
         return (
             free >= request.sequences
             and self.kv_blocks_free - self._granted_blocks >= self.blocks_for(request)
             and request.request_id not in self.granted
             and request.request_id not in self.running
-            and self.could_ever_run(request)
+            and self._could_end(request)
         )
 
     def can_hold(self, request: QueuedRequest) -> bool:
@@ -280,16 +280,17 @@ class WorkerView:
 
     def could_ever_run(self, request: QueuedRequest) -> bool:
         """Whether it could if it were empty: slots, and KV for one choice at its longest (its last token has none)."""
-        kv_tokens = self.kv_blocks_total * self.block_size
+        return (
+            self.sequence_slots >= request.sequences
+            and self.kv_blocks_total >= self.blocks_for(request)
+            and self._could_end(request)
+        )
+
+    def _could_end(self, request: QueuedRequest) -> bool:
         longest = request.prompt_tokens + request.max_new_tokens // request.sequences
         if longest > self.max_context_tokens:
             longest = self.max_context_tokens
-        return (
-            self.sequence_slots >= request.sequences
-            and kv_tokens >= longest - 1
-            and kv_tokens >= request.prompt_tokens
-            and self.kv_blocks_total >= self.blocks_for(request)
-        )
+        return self.kv_blocks_total * self.block_size >= longest - 1
 
     def residency(self, adapter_uid: AdapterUid) -> Residency:
         found = self.adapters.get(adapter_uid, Residency.ABSENT)
@@ -300,6 +301,21 @@ class WorkerView:
     def has_or_awaits(self, uid: AdapterUid) -> bool:
         """Whether an adapter's residency is any but ABSENT."""
         return bool(self.adapters.get(uid)) or uid in self._assigned or uid in self._prefetches
+
+    def place_now(self) -> _Place:
+        """Where the fleet's orders are to have it."""
+        if not self.connected or self.draining:
+            return _Place(self.connected)
+        used, slots = self.running_sequences + self._granted_sequences, self.sequence_slots
+        spare, slotted = max(self._max_sequences, slots) - used, used - self._held_sequences
+        parked = spare if spare > 0 and self._max_sequences > slots else 0
+        if slotted >= slots or spare <= 0:
+            return _Place(True, True, 0, None, 0, parked) if parked else _FULL
+        free_blocks = self.free_blocks
+        # Free blocks change with every report: eighths are fine enough to tell two workers of equal load apart.
+        eighths = 8 * free_blocks // max(1, self.kv_blocks_total)
+        load = (slotted / slots, -eighths, self.worker_id, self)
+        return _Place(True, True, slotted, load, free_blocks * self.block_size, parked)
 
     # ---- grants
 
@@ -444,12 +460,15 @@ class WorkerView:
     def fold_outputs(self, report: WorkerReport) -> list[tuple[FlowKey, int]]:
         """Output tokens by flow since the last report; nothing for the worker's first. Counters that fell back belong
         to a new process and count from zero."""
-        before, flows = self._output_tokens, report.flows
-        grown = [(flow, tokens.output_tokens - before.get(flow, 0)) for flow, tokens in flows.items()]
-        if grown and min(grown, key=itemgetter(1))[1] < 0:
-            before.clear()
-            grown = [(flow, tokens.output_tokens) for flow, tokens in flows.items()]
-        for flow, tokens in flows.items():
+        before, grown = self._output_tokens, []
+        for flow, tokens in report.flows.items():
+            more = tokens.output_tokens - before.get(flow, 0)
+            if more < 0:
+                before.clear()
+                grown = [(flow, tokens.output_tokens) for flow, tokens in report.flows.items()]
+                break
+            grown.append((flow, more))
+        for flow, tokens in report.flows.items():
             before[flow] = tokens.output_tokens
         return grown if self.has_reported else []
 
@@ -541,7 +560,7 @@ class Fleet:
 
     def update(self, worker: WorkerView) -> bool:
         """Takes note of all that may have changed in a member. Returns whether it began or ceased to take requests."""
-        before, place = worker.place, _place(worker)
+        before, place = worker.place, worker.place_now()
         if place != before:
             self._move(worker, place)
         return place.is_serving is not before.is_serving
@@ -613,7 +632,7 @@ class Fleet:
 
     def check_invariants(self) -> None:
         workers = self._workers.values()
-        assert all(worker.place == _place(worker) for worker in workers), "update was forgotten"
+        assert all(worker.place == worker.place_now() for worker in workers), "update was forgotten"
         open_workers = [worker for worker in workers if worker.place.load is not None]
         assert self.has_room == any(worker.place.load is not None or worker.place.spare for worker in workers)
         assert self._num_connected == sum(worker.place.is_connected for worker in workers)
@@ -624,18 +643,3 @@ class Fleet:
         assert sorted((worker.place.free_kv, worker.worker_id) for worker in open_workers) == self._by_free_kv
         for worker in self._workers.values():
             worker.check_invariants()
-
-
-def _place(worker: WorkerView) -> _Place:
-    if not worker.serving:
-        return _Place(worker.connected)
-    spare = worker.spare_sequences
-    parked = spare if worker.parks and spare > 0 else 0
-    slotted = worker.slotted_sequences
-    if slotted >= worker.sequence_slots or spare <= 0:
-        return _Place(True, True, 0, None, 0, parked) if parked else _FULL
-    free_blocks = worker.free_blocks
-    # Free blocks change with every report: eighths are fine enough to tell two workers of equal load apart.
-    eighths = 8 * free_blocks // max(1, worker.kv_blocks_total)
-    load = (slotted / worker.sequence_slots, -eighths, worker.worker_id, worker)
-    return _Place(True, True, slotted, load, free_blocks * worker.block_size, parked)
