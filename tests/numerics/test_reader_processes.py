@@ -78,7 +78,7 @@ def pool(started: Pool) -> Iterator[Pool]:
 
 
 def await_ended(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=60)
     assert not alive
 
 
