@@ -396,8 +396,8 @@ def test_who_waits_for_copies_is_not_robbed_by_what_is_found_in_the_cache() -> N
     """Found by the machine: a waits for a choice of b to be copied out, and its sibling shared those blocks as soon as
     they were cached, until it was copied out for a in its turn: for ever."""
     machine = AheadEngineMachine()
-    machine.start(14, 2, slots=4, batch_tokens=0, chunk=1, device=3, load_s=0, cache_share=0.1, clears_freed=False, num_host_blocks=40,
-                  copy_polls=0)  # fmt: skip
+    machine.start(14, 2, slots=4, batch_tokens=0, chunk=1, device=3, load_s=0, cache_share=0.1, clears_freed=False,
+                  num_host_blocks=40, copy_polls=0)  # fmt: skip
     prompt = list(range(1, 12))
     machine.add("a", None, [*prompt, 0], 4, n=1, num_emitted=0, greedy=False, has_stop=False)
     machine.add("b", None, [*prompt, 0, 0], 9, n=4, num_emitted=0, greedy=False, has_stop=False)
