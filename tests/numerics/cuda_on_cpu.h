@@ -23,7 +23,7 @@ using std::max;
 using std::min;
 
 struct Index {
-    int x, y, z;
+    unsigned x, y, z;
 };
 static Index threadIdx, blockIdx, gridDim;
 alignas(1024) unsigned char shared[227 * 1024];
@@ -160,9 +160,9 @@ static void run_fiber() {
     swapcontext(&self().context, &scheduler);
 }
 
-static void run_blocks(Index grid, int threads) {
+static void run_blocks(Index grid, unsigned threads) {
     gridDim = grid;
-    for (int block = 0; block < grid.x * grid.y * grid.z; block++) {
+    for (unsigned block = 0; block < grid.x * grid.y * grid.z; block++) {
         blockIdx = {block % grid.x, block / grid.x % grid.y, block / grid.x / grid.y};
         memset(shared, 0xff, sizeof(shared));
         fibers.assign(threads, Fiber());
@@ -181,7 +181,7 @@ static void run_blocks(Index grid, int threads) {
         }
         for (int running = threads; running;) {
             running = 0;
-            for (int i = 0; i < threads; i++) {
+            for (unsigned i = 0; i < threads; i++) {
                 if (fibers[i].done) continue;
                 threadIdx = {i, 0, 0};
                 swapcontext(&scheduler, &fibers[i].context);

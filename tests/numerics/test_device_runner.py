@@ -10,20 +10,21 @@ import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from manylora_shared.ids import QosClass, RequestId, TenantId
+from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
 from manylora_worker import loader
 from manylora_worker.adapters.cache import AdapterCacheLimits
-from manylora_worker.adapters.source import AdapterBase, read_adapter
+from manylora_worker.adapters.source import AdapterBase, HostAdapter, PlacedSite, place_site, read_adapter
 from manylora_worker.engine.api import EngineRequest, Sampling, StepBatch
 from manylora_worker.engine.attention import ATTENTION, register_attention
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.engine.fake_runner import FakeAdapterBackend
 from manylora_worker.engine.kv_cache import KvCache
 from manylora_worker.engine.step_planner import PlannerLimits
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Config
 
 from tests.numerics.conftest import Family
 from tests.numerics.driver import LIMITS, Driver, Stream, make_runner
@@ -31,13 +32,17 @@ from tests.numerics.test_engine_against_peft import FamilyOf, mixed_streams
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 
+from manylora_worker.device import decoder  # noqa: E402
 from manylora_worker.device.decoder import buffer_bytes  # noqa: E402
 from manylora_worker.device.decoder_weights import read_decoder  # noqa: E402
 from manylora_worker.device.runner import DeviceLimits, DeviceModelRunner  # noqa: E402
 from manylora_worker.device.step_tables import StepTables  # noqa: E402
 
+from tests.numerics.test_lora_tiles import Reference  # noqa: E402
+
 ON_DEVICE = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"]
 TOLERANCE = 1e-3
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def make_device_runner(
@@ -90,9 +95,9 @@ def test_what_is_kept_for_steps_is_what_they_take(
 ) -> None:
     monkeypatch.setattr(loader, "can_pack", lambda *_: False)
     loaded, runner = make_device_runner(family_of(name), family_of(name).folder, "cpu")
-    decoder = runner._decoder
-    buffers = [v for v in vars(decoder).values() if isinstance(v, torch.Tensor) and v is not decoder._arena]
-    taken = sum(v.nbytes for v in buffers if v is not decoder._sites and v is not decoder._counters)
+    built = runner._decoder
+    buffers = [v for v in vars(built).values() if isinstance(v, torch.Tensor) and v is not built._arena]
+    taken = sum(v.nbytes for v in buffers if v is not built._sites and v is not built._counters)
     weights = read_decoder(loaded)
     assert weights is not None
     assert buffer_bytes(weights, loaded.dtype, max_rank=64, max_rows=1024, max_decode_rows=32) == taken
@@ -254,3 +259,82 @@ def test_real_shapes_in_bfloat16() -> None:
             expected = exact(torch.tensor([stream.tokens], device="cuda")).logits[0, -2:].float()
         for got, want in ((prefilled[i], expected[0]), (decoded[i], expected[1])):
             assert (got - want).norm() / want.norm() < 0.03
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("shape", ["gated", "fused", "post norms"])
+def test_cuda_tiles_in_the_decoder(shape: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of lora_tiles.cu between the others, against the same runner with Triton's alone.
+
+    Decode steps of more and fewer rows than a tile, in graphs on a GPU, and one with prompts. Elsewhere the kernels'
+    reference stands in for them.
+    """
+    dtype, tolerance = (torch.bfloat16, 0.02) if device == "cuda" else (torch.float32, 1e-4)
+    if device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs Hopper")
+    if device == "cpu":
+        monkeypatch.setattr(decoder.LoraTiles, "where_it_runs", lambda *_: Reference())
+        monkeypatch.setattr(loader, "can_pack", lambda *_: False)
+    sizes: dict[str, Any] = dict(
+        vocab_size=50, hidden_size=64, intermediate_size=136, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False, eos_token_id=1, bos_token_id=1,
+    )  # fmt: skip
+    config = {
+        "gated": lambda: LlamaConfig(**sizes),
+        "fused": lambda: Phi3Config(**sizes, pad_token_id=0),
+        "post norms": lambda: Gemma2Config(**sizes, head_dim=16, query_pre_attn_scalar=16),
+    }[shape]()
+    torch.manual_seed(0)
+    register_attention()
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION).eval()
+    loaded = loader.prepare_model(model.requires_grad_(False), name=shape)
+    adapters = [random_adapter(loaded, rank, index) for index, rank in enumerate((8, 16, 40, 64))]
+    found = []
+    for fewest in (10_000, 1):
+        monkeypatch.setattr(decoder, "FEWEST_ROWS", fewest)
+        weights = read_decoder(loaded)
+        assert weights is not None
+        cache = KvCache(loaded.spec.kv, num_blocks=300, block_size=128, dtype=loaded.dtype, device=loaded.device)
+        limits = DeviceLimits(max_rows=512, max_sequences=64, adapter_slots=4, max_rank=64)
+        runner = DeviceModelRunner(loaded, weights, cache, limits, num_kv_blocks=60)
+        assert (runner._decoder._lora_tiles is not None) == (fewest == 1)
+        for adapter in adapters:
+            runner.reserve_adapter(adapter)
+            runner.fill_adapter(adapter)
+        driver = Driver(runner)  # type: ignore[arg-type]
+        generator = torch.Generator().manual_seed(1)
+        of_row = [None, *[adapters[i].uid for i in (0, 0, 0, 1, 1, 2, 3)], *[adapters[1].uid] * 14]
+        streams = [
+            Stream(torch.randint(3, 50, (2 + i % 2,), generator=generator).tolist(), adapter_uid=uid)
+            for i, uid in enumerate(of_row)
+        ]
+        logits = [driver.logits(streams)]
+        for stream in streams:
+            stream.output.append(7)
+        # Rows that share adapters, so that they are computed by tile: one tile, and six.
+        logits += [driver.logits(streams[20:]), driver.logits(streams[:20])]
+        found.append(torch.cat(logits))
+    assert (found[0] - found[1]).norm() / found[0].norm() < tolerance
+    assert not torch.equal(found[0], found[1])  # other kernels
+
+
+def random_adapter(loaded: loader.LoadedModel, rank: int, seed: int) -> HostAdapter:
+    """On all sites, large enough that its outputs are seen."""
+    layout: list[PlacedSite] = []
+    end = 0
+    for site in loaded.sites:
+        placed = place_site(site, {slot.path: rank for slot in site.slots}, end)
+        assert placed is not None
+        layout.append(placed)
+        last = placed.slots[-1][3]
+        end = last.start + last.rows * last.columns
+    generator = torch.Generator().manual_seed(seed)
+    buffer = torch.randn(end, generator=generator).mul_(0.05).to(loaded.dtype)
+    return HostAdapter(AdapterUid(f"random-{rank}"), buffer, tuple(layout))

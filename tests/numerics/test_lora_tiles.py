@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -110,11 +110,13 @@ def make_case(inputs: int, widths: tuple[int, ...]) -> Case:
 
 def gated(case: Case, product: torch.Tensor, activation: Activation) -> torch.Tensor:
     """What gate is to make of a product of two halves."""
-    both = product.float() + case.expected_outputs()
-    width = both.shape[1] // 2
+    return activated(product.float() + case.expected_outputs(), activation)
+
+
+def activated(both: torch.Tensor, activation: Activation) -> torch.Tensor:
+    gate, up = both.chunk(2, 1)
     functional = torch.nn.functional
-    gate = functional.silu(both[:, :width]) if activation == "silu" else functional.gelu(both[:, :width], approximate="tanh")
-    return gate * both[:, width:]
+    return (functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")) * up
 
 
 def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
@@ -125,27 +127,27 @@ def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
     assert error <= TOLERANCE
 
 
-Run = Callable[..., None]
 SHAPES = [(64, (64,)), (264, (72, 8, 1000)), (2 * SPLIT + 72, (520, 520))]
 """Inputs and the slots' outputs: less than a warp's, no multiples of one, several programs'."""
 SIZES = [Sizes(), Sizes(shrink_stages=3, expand_spans=1, expand_stages=1, gate_spans=1, gate_stages=3)]
 
 RUN_ON_CPU = """
-extern "C" void run_shrink(int grid_x, int grid_y, int grid_z, const u8* x, const u8* weights, const long* sites, const Tile* tiles,
-                           float* low_rank, int a, int b, int c, int d) {
-    kernel = [=] { lora_shrink(x, weights, sites, tiles, low_rank, a, b, c, d); };
-    run_blocks({grid_x, grid_y, grid_z}, 32 * SHRINK_WARPS);
+extern "C" void run_shrink(unsigned x, unsigned y, unsigned z, const u8* input, const u8* weights, const long* sites,
+                           const Tile* tiles, float* low_rank, int a, int b, int c, int d) {
+    kernel = [=] { lora_shrink(input, weights, sites, tiles, low_rank, a, b, c, d); };
+    run_blocks({x, y, z}, 32 * SHRINK_WARPS);
 }
-extern "C" void run_expand(int grid_x, int grid_y, int grid_z, const float* low_rank, const u8* weights, const long* sites, const Tile* tiles,
-                           u8* out, int a, int b, int c, int d, int e, int f, int g) {
+extern "C" void run_expand(unsigned x, unsigned y, unsigned z, const float* low_rank, const u8* weights,
+                           const long* sites, const Tile* tiles, u8* out, int a, int b, int c, int d, int e, int f,
+                           int g) {
     kernel = [=] { lora_expand(low_rank, weights, sites, tiles, out, a, b, c, d, e, f, g); };
-    run_blocks({grid_x, grid_y, grid_z}, 32 * EXPAND_WARPS);
+    run_blocks({x, y, z}, 32 * EXPAND_WARPS);
 }
-extern "C" void run_gate(int grid_x, int grid_y, int grid_z, const u8* product, u8* out, const float* low_rank, const u8* weights,
-                         const long* sites, const Tile* tiles, int a, int b, int c, int d, int e, int f, int g, int h,
-                         int i) {
+extern "C" void run_gate(unsigned x, unsigned y, unsigned z, const u8* product, u8* out, const float* low_rank,
+                         const u8* weights, const long* sites, const Tile* tiles, int a, int b, int c, int d,
+                         int e, int f, int g, int h, int i) {
     kernel = [=] { lora_gate(product, out, low_rank, weights, sites, tiles, a, b, c, d, e, f, g, h, i); };
-    run_blocks({grid_x, grid_y, grid_z}, 32 * EXPAND_WARPS);
+    run_blocks({x, y, z}, 32 * EXPAND_WARPS);
 }
 """
 
@@ -172,11 +174,66 @@ class OnCpu(LoraTiles):
         run = getattr(self._library, name.replace("lora_", "run_"))
 
         class Kernel:
-            def launch(self, grid: tuple[int, int, int], threads: int, shared: int, arguments: Any, *, pdl: bool) -> None:
+            def launch(self, grid: tuple[int, int, int], *sizes: Any, pdl: bool) -> None:
+                arguments = sizes[-1]
                 values = [a if isinstance(a, int) else ctypes.c_void_p(a.data_ptr()) for a in arguments]
                 run(*grid, *values)
 
         return Kernel()
+
+
+class Reference(LoraTiles):
+    """The same in plain torch, for tensors of any type."""
+
+    def __init__(self) -> None:
+        pass
+
+    def shrink(self, x: torch.Tensor, lora: LoraRows, *, num_slots: int, pdl: bool) -> None:
+        for rows, site in self._tiles(lora):
+            for slot in range(num_slots):
+                for chunk, a in enumerate(self._chunks(lora, site, slot, a_field, x.shape[1])):
+                    at = (slot * lora.chunks + chunk) * 16
+                    lora.low_rank[:, rows, at : at + a.shape[0]] = 0
+                    lora.low_rank[0, rows, at : at + a.shape[0]] = (x[rows] @ a.T).float()
+
+    def expand(self, lora: LoraRows, out: torch.Tensor, *, widths: Sequence[int], pdl: bool) -> None:
+        s = lora.low_rank.sum(0).to(out.dtype)
+        for rows, site in self._tiles(lora):
+            end = 0
+            for slot, width in enumerate(widths):
+                out[rows, end : end + width] = 0
+                for chunk, b in enumerate(self._chunks(lora, site, slot, b_field, width)):
+                    at = (slot * lora.chunks + chunk) * 16
+                    out[rows, end : end + width] += s[rows, at : at + b.shape[0]] @ b
+                end += width
+
+    def gate(
+        self,
+        gate_up: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        activation: Activation,
+        lora: LoraRows,
+        num_slots: int,
+        pdl: bool,
+    ) -> None:
+        both = torch.full_like(gate_up[0], float("nan"))
+        self.expand(lora, both, widths=[both.shape[1] // num_slots] * num_slots, pdl=pdl)
+        result = activated(gate_up[0] + both, activation).to(out.dtype)
+        for rows, _ in self._tiles(lora):
+            out[rows] = result[rows]
+
+    @staticmethod
+    def _tiles(lora: LoraRows) -> Iterator[tuple[slice, torch.Tensor]]:
+        for first, count, adapter, _ in lora.tiles[: int(lora.tiles[0, 3])].tolist():
+            yield slice(first, first + count), lora.sites[adapter]
+
+    @staticmethod
+    def _chunks(lora: LoraRows, site: torch.Tensor, slot: int, field: Any, columns: int) -> Iterator[torch.Tensor]:
+        rank = int(site[slot])
+        for chunk in range(num_chunks(rank)):
+            ranks, start = min(16, rank - 16 * chunk), int(site[field(slot, chunk, lora.chunks)])
+            yield lora.weights[start : start + ranks * columns].view(ranks, columns)
 
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["sizes", "other sizes"])
@@ -196,6 +253,11 @@ def test_shrink_and_expand_on_a_cpu(on_cpu: LoraTiles, inputs: int, widths: tupl
 @pytest.mark.parametrize("width", [8, 584])
 def test_gate_on_a_cpu(on_cpu: LoraTiles, width: int, activation: Activation) -> None:
     check_gate(on_cpu, width, activation, "cpu")
+
+
+def test_the_reference() -> None:
+    check_shrink_and_expand(Reference(), make_case(264, (72, 8, 1000)), "cpu")
+    check_gate(Reference(), 584, "silu", "cpu")
 
 
 @pytest.mark.gpu

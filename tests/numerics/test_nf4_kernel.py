@@ -169,7 +169,7 @@ RUN_ON_CPU = """
 extern "C" void run(const u8* x, const u8* codes, const float* absmax, const u16* bias, float* out, int rows,
                     int out_features, int num_blocks, int parts, int members) {
     kernel = [=] { nf4_product(x, codes, absmax, bias, out, rows, out_features, num_blocks, parts); };
-    run_blocks({parts * members, 1, 1}, NUM_THREADS);
+    run_blocks({unsigned(parts * members), 1, 1}, NUM_THREADS);
 }
 """
 

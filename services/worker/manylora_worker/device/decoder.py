@@ -6,7 +6,8 @@ batches of the same shape. What differs in shape (rows, whether there is LoRA, h
 graph.
 
 Per layer: norm | qkv product, shrink beside it | rotate and store | attention | o product, shrink beside it | add and
-norm | gate-up product, shrink beside it | gate | down product, shrink beside it | add and norm (the next layer's).
+norm | gate-up product, shrink beside it | gate | down product, shrink beside it | add and norm (the next layer's). In
+steps of some hundred rows that are computed by tile (kernels/lora_tiles.py), shrink and expand come before the product.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from manylora_worker.kernels.attention import DecodeScratch, PagedLayout, attend
 from manylora_worker.kernels.gate import gate
 from manylora_worker.kernels.gemm import MOST_SPLIT_ROWS, MOST_SPLITS, linear
 from manylora_worker.kernels.lora import LoraRows, low_rank_columns, num_chunks, shrink, shrink_splits
-from manylora_worker.kernels.lora_tiles import MOST_ROWS, LoraTiles
+from manylora_worker.kernels.lora_tiles import FEWEST_ROWS, MOST_ROWS, LoraTiles
 from manylora_worker.kernels.rotate import rotate_store
 
 MAX_SPLITS = 32
@@ -158,7 +159,8 @@ class Decoder:
         self._gated = buffer("gated")
         self._logits = buffer("logits")
         self._lora = buffer("lora")
-        self._lora_tiles = LoraTiles.where_it_runs(lora_chunks, dtype, device)
+        uses_tiles = FEWEST_ROWS <= MOST_ROWS
+        self._lora_tiles = LoraTiles.where_it_runs(lora_chunks, dtype, device) if uses_tiles else None
         self._low_rank = torch.zeros(sizes.low_rank, device=device)
         self._parts = torch.empty(sizes.parts, device=device)
         self._counters = torch.zeros(max_rows, dtype=torch.int32, device=device)
@@ -251,7 +253,7 @@ class Decoder:
         return linear(x, projection.weight, projection.bias, out, self._parts, pdl=self._pdl)
 
     def _tiles_for(self, lora: LoraRows, x: Tensor) -> LoraTiles | None:
-        return self._lora_tiles if lora.num_tiles and x.shape[0] <= MOST_ROWS else None
+        return self._lora_tiles if lora.num_tiles and FEWEST_ROWS <= x.shape[0] <= MOST_ROWS else None
 
     def _gate(
         self, projection: Projection, gate_up: Tensor, gated: Tensor, step: DeviceStep, lora: LoraRows | None

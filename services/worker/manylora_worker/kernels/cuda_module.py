@@ -123,11 +123,11 @@ def compile_cubin(source: str, name: str, arch: str) -> bytes:
     options = [f"--gpu-architecture={arch}", "--std=c++17"]
     identity = "\0".join([source, *options, f"{version[0].value}.{version[1].value}"])
     cache = get_cache_manager(hashlib.sha256(identity.encode()).hexdigest())
-    found = cache.get_file(f"{name}.cubin")
+    found = cache.get_file("module.cubin")
     if found is not None:
         return Path(found).read_bytes()
     cubin = _compile(nvrtc, source, name, options)
-    cache.put(cubin, f"{name}.cubin", binary=True)
+    cache.put(cubin, "module.cubin", binary=True)
     return cubin
 
 

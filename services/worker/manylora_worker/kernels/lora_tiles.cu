@@ -1,5 +1,5 @@
-// The low-rank products of a batch's tiles (lora.py: formats, words): shrink, expand, and gate with its expand. sm_80 and
-// above; compiled at run time (cuda_module.py).
+// The low-rank products of a batch's tiles (lora.py: formats, words): shrink, expand, and gate with its expand. sm_90;
+// compiled at run time (cuda_module.py).
 //
 // The adapter's matrix stands on the matrix unit's side of 16, the rows of the batch on that of 8: an adapter with a few
 // rows fills as much of it as can be. Each warp copies what it multiplies to shared memory, some steps ahead: no

@@ -1,8 +1,9 @@
 """The low-rank products of tiles as CUDA C++: when and how lora_tiles.cu is launched.
 
-It takes the place of Triton's kernels by tile (lora.py, gate.py) for up to MOST_ROWS rows of bf16, where there is a
-compiler (NVRTC); they serve everywhere else. A tile of an adapter's four rows fills a quarter of what Triton gives the
-matrix unit, and half of what this does; and more of the adapters is under way at once. See docs/decisions/0012.
+It can take the place of Triton's kernels by tile (lora.py, gate.py) for FEWEST_ROWS to MOST_ROWS rows of bf16 on
+Hopper, where there is a compiler (NVRTC); they serve everywhere else. A tile of an adapter's four rows fills a quarter of what
+Triton gives the matrix unit, and half of what this does; and more of the adapters is under way at once. See
+docs/decisions/0012.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from manylora_worker.kernels.lora import CHUNK_RANKS, MAX_SLOTS, TILE_ROWS, Lora
 
 _LOG = logging.getLogger(__name__)
 
-MOST_ROWS = 512
+FEWEST_ROWS, MOST_ROWS = 1 << 20, 512
+"""Rows of the steps that decoders use them in: none, until test_cuda_tiles_in_the_decoder has passed on a device (the
+kernels alone have). Then it is 128, the fewest that were measured to gain; 64 lose, their products leave room for
+Triton's kernels beside them. In steps of more than MOST_ROWS most tiles have 16 rows."""
 SPLIT = 1024
 """Inputs of one of shrink's splits, as lora.shrink_splits counts them for so many rows."""
 _SHRINK_WARPS = 8
@@ -38,7 +42,7 @@ class Sizes:
     shrink_stages: int = 2
     expand_spans: int = 2
     expand_stages: int = 2
-    gate_spans: int = 2
+    gate_spans: int = 4
     gate_stages: int = 2
     programs: int = 8
     """On each processor, at most: beyond them, programs take several items."""
@@ -142,7 +146,14 @@ class LoraTiles:
         )  # fmt: skip
 
     def _launch(
-        self, name: str, apart: tuple[int, ...], lora: LoraRows, warps: int, arguments: Sequence[Tensor | int], *, pdl: bool
+        self,
+        name: str,
+        apart: tuple[int, ...],
+        lora: LoraRows,
+        warps: int,
+        arguments: Sequence[Tensor | int],
+        *,
+        pdl: bool,
     ) -> None:
         """apart: the grid but for its last dimension, which the tiles are shared by."""
         members = max(1, min(lora.num_tiles, self._programs // math.prod(apart)))
