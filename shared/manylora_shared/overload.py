@@ -48,14 +48,14 @@ WARNING_PART = 0.4
 MAX_ERROR = 2.0
 """More than three times ALLOWED_PART moves a level no faster."""
 WINDOW_S = 0.5
-RISE_PER_S = 8.0
+RISE_PER_S = 4.0
 """Levels a second at an error of 1."""
-FALL_PER_S = 1.0
+FALL_PER_S = 2.0
 """Levels a second at an error of -1. Slow: what is let in too early is noticed only when others wait for its slots."""
 ROOM_FALL_PER_S = 32.0
 """The same while nobody waits, times the part of all slots that is free: an idle cluster admits everything again after
 four seconds, one that has a little room now and then hardly notices."""
-PROPORTIONAL = 12.0
+PROPORTIONAL = 2.0
 """Levels for a change of the error by 1."""
 _MIN_SEEN = 0.5
 MAX_RETRY_S = 8.0
@@ -64,6 +64,7 @@ MIN_RETRY_S = 1.0
 
 class Rung(enum.Enum):
     NONE = "none"
+    TURNS = "turns"
     BATCH_ADMISSION = "batch_admission"
     BATCH_OUTPUT = "batch_output"
     BATCH_QUEUE = "batch_queue"
@@ -73,6 +74,7 @@ class Rung(enum.Enum):
 
 _ENDS = {
     Rung.NONE: 0,
+    Rung.TURNS: 16,
     Rung.BATCH_ADMISSION: 32,
     Rung.BATCH_OUTPUT: 48,
     Rung.BATCH_QUEUE: 64,
@@ -80,15 +82,15 @@ _ENDS = {
     Rung.INTERACTIVE: LEVELS,
 }
 _RUNGS = list(Rung)
-_ADMISSION = {
+ADMISSION = {
     QosClass.BATCH: Rung.BATCH_ADMISSION,
     QosClass.STANDARD: Rung.STANDARD,
     QosClass.INTERACTIVE: Rung.INTERACTIVE,
 }
-_QUEUE = _ADMISSION | {QosClass.BATCH: Rung.BATCH_QUEUE}
-_CLASSES = {rung: qos_class for rungs in (_ADMISSION, _QUEUE) for qos_class, rung in rungs.items()}
+_QUEUE = ADMISSION | {QosClass.BATCH: Rung.BATCH_QUEUE}
+_CLASSES = {rung: qos_class for rungs in (ADMISSION, _QUEUE) for qos_class, rung in rungs.items()}
 _OWN = {
-    qos_class: (_ENDS[_RUNGS[_RUNGS.index(_ADMISSION[qos_class]) - 1]], _ENDS[_QUEUE[qos_class]])
+    qos_class: (_ENDS[_RUNGS[_RUNGS.index(ADMISSION[qos_class]) - 1]], _ENDS[_QUEUE[qos_class]])
     for qos_class in QosClass
 }
 """The levels that take requests of a class. Its own waiting does not raise a level beyond: what is more important is
@@ -184,7 +186,7 @@ class OverloadView:
         """Whether a request may be queued."""
         if self.is_quiet:
             return True
-        limit = self._limit(tenant_id, _ADMISSION[qos_class])
+        limit = self._limit(tenant_id, ADMISSION[qos_class])
         return self.height_of(tenant_id, qos_class, request_id) < limit
 
     def keeps(self, tenant_id: TenantId, qos_class: QosClass, request_id: str) -> bool:

@@ -19,6 +19,7 @@ What it promises:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -529,7 +530,14 @@ class Core:
         return self._flows.reservation(request)
 
     def weight_of(self, flow: FlowKey) -> int:
-        return self._flows.share(flow).weight
+        """By its tenant's policy."""
+        return self._flows.weight(flow)
+
+    def set_precedence(self, precedence: Callable[[FlowKey], int] | None) -> None:
+        """From now on a flow's weight counts so many times, which is asked for when a request of the flow comes or work
+        of it is counted, and only flows whose weight counts more than once go beyond the free room. None: weights are
+        as the policies say."""
+        self._flows.precedence = self._dispatch.precedence = precedence
 
     # ---- status
 

@@ -11,7 +11,8 @@ that on some worker with spare places
 * has nothing that waits there for a slot, nothing granted that was not reported yet (more would only be parked), and
   held sequences for a quarter of the slots at most;
 * is behind: a flow with a slot there is ahead of it by more than a quantum, as the scheduler's clock has it;
-* is before the request, if any, for which that worker is held.
+* is before the request, if any, for which that worker is held;
+* while overload control has some flows go before others: is one of these (`Core.set_precedence`).
 
 So a flow comes to as many sequences as it can keep in slots by its share, and one more; flows that are equal take turns
 as far as there are spare places. The rule is the "admit beyond the slots only the flow with the least virtual
@@ -78,6 +79,8 @@ class Dispatch:
         """In a search beyond the free room: whether what is asked now comes after the request that holds a worker."""
         self._unreached: dict[tuple[RouterId, WorkerId], _Unreached] = {}
         self._now = 0.0
+        self.precedence: Callable[[FlowKey], int] | None = None
+        """See Core.set_precedence."""
 
     def next_pick(self, now: float) -> Pick[int, WorkerView] | None:
         """The ticket that is to be granted next and its worker; None where nothing more can be granted now."""
@@ -103,6 +106,8 @@ class Dispatch:
 
     def _beyond(self, flow: FlowKey, number: int) -> WorkerView | None:
         """The worker on which a ticket may be granted though nothing is free for it."""
+        if self.precedence is not None and self.precedence(flow) <= 1:
+            return None
         request = self._tickets[number].request
         self._is_behind_hold |= self._hold is not None and self._hold.number == number
         allows, queue = self._allows(request, heeds_hold=self._is_behind_hold), self._queue

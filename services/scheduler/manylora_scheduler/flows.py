@@ -6,7 +6,7 @@ outputs were and how long their last one waited. From these come a flow's share 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from manylora_shared.fair_queue import Share
@@ -42,6 +42,8 @@ class Flows:
         self._policies: dict[TenantId, TenantPolicy] = {}
         self._known: dict[FlowKey, KnownFlow] = {}
         self._shares: dict[tuple[int, QosClass], Share] = {}
+        self.precedence: Callable[[FlowKey], int] | None = None
+        """By what a flow's weight is multiplied for the time being; None: by nothing."""
 
     def set_policy(self, tenant_id: TenantId, policy: TenantPolicy | None) -> None:
         """None: the tenant has the default weights."""
@@ -50,9 +52,19 @@ class Flows:
         else:
             self._policies[tenant_id] = policy
 
-    def share(self, flow: FlowKey) -> Share:
+    def weight(self, flow: FlowKey) -> int:
+        """By its tenant's policy."""
         policy = self._policies.get(flow.tenant_id)
-        weight = policy.weight(flow.qos_class) if policy is not None else DEFAULT_WEIGHTS[flow.qos_class]
+        return policy.weight(flow.qos_class) if policy is not None else DEFAULT_WEIGHTS[flow.qos_class]
+
+    def share(self, flow: FlowKey) -> Share:
+        """Its weight, with its precedence. Boosts are the same in virtual time."""
+        weight = self.weight(flow)
+        if self.precedence is not None:
+            factor = self.precedence(flow)
+            if factor != 1:
+                base, cap = BOOSTS[flow.qos_class]
+                return Share(weight * factor, base * factor, cap * factor)
         found = self._shares.get((weight, flow.qos_class))
         if found is None:
             base, cap = BOOSTS[flow.qos_class]
