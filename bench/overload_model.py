@@ -324,6 +324,7 @@ class Result:
     capped: int = 0
     good_tokens: int = 0
     ttft_s: dict[QosClass, list[float]] = field(default_factory=lambda: {q: [] for q in QosClass})
+    ttft_flows: dict[FlowKey, list[float]] = field(default_factory=dict)
     waits_s: dict[QosClass, list[float]] = field(default_factory=lambda: {q: [] for q in QosClass})
     levels: list[tuple[float, int]] = field(default_factory=list)
     refused_tenants: dict[tuple[TenantId, QosClass], int] = field(default_factory=dict)
@@ -533,7 +534,9 @@ class Model:
         ended = worker.end_step(self.now)
         firsts, worker.firsts = worker.firsts, []
         for call in firsts if self._is_measured else ():
-            self.result.ttft_s[call.request.flow.qos_class].append(self.now - call.came_at)
+            flow, ttft_s = call.request.flow, self.now - call.came_at
+            self.result.ttft_s[flow.qos_class].append(ttft_s)
+            self.result.ttft_flows.setdefault(flow, []).append(ttft_s)
         for call in ended:
             self._end(call)
         if worker.is_idle:

@@ -52,9 +52,10 @@ RISE_PER_S = 4.0
 """Levels a second at an error of 1."""
 FALL_PER_S = 2.0
 """Levels a second at an error of -1. Slow: what is let in too early is noticed only when others wait for its slots."""
-ROOM_FALL_PER_S = 32.0
-"""The same while nobody waits, times the part of all slots that is free: an idle cluster admits everything again after
-four seconds, one that has a little room now and then hardly notices."""
+ROOM_FALL_PER_S = 16.0
+"""The same while nobody waits and MUCH_ROOM of all slots is free, or more; in proportion where less is. What is given up
+then is given up for nothing."""
+MUCH_ROOM = 0.05
 PROPORTIONAL = 2.0
 """Levels for a change of the error by 1."""
 _MIN_SEEN = 0.5
@@ -307,7 +308,7 @@ class LevelController:
                 top = max(top, begin)
             if self._level < end and late > 0.0:
                 top = max(top, end)
-        speed = RISE_PER_S if error > 0.0 else max(FALL_PER_S, ROOM_FALL_PER_S * free_part)
+        speed = RISE_PER_S if error > 0.0 else max(FALL_PER_S, ROOM_FALL_PER_S * min(free_part / MUCH_ROOM, 1.0))
         moved = self._level + PROPORTIONAL * (error - self._error) + speed * error * dt_s
         self._level = min(max(moved, float(floor)), float(top) if error > 0.0 else float(LEVELS))
         self._error = error

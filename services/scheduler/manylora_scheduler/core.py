@@ -19,7 +19,6 @@ What it promises:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -50,7 +49,7 @@ from manylora_scheduler.events import (
     WorkerReported,
 )
 from manylora_scheduler.fleet import Fleet, WorkerReport, WorkerView
-from manylora_scheduler.flows import AGING_PER_S, Flows
+from manylora_scheduler.flows import AGING_PER_S, Flows, Precedence
 from manylora_scheduler.placement import in_order
 from manylora_scheduler.request import (
     OUTPUT_TOKEN_COST,
@@ -533,10 +532,8 @@ class Core:
         """By its tenant's policy."""
         return self._flows.weight(flow)
 
-    def set_precedence(self, precedence: Callable[[FlowKey], int] | None) -> None:
-        """From now on a flow's weight counts so many times, which is asked for when a request of the flow comes or work
-        of it is counted, and only flows whose weight counts more than once go beyond the free room. None: weights are
-        as the policies say."""
+    def set_precedence(self, precedence: Precedence | None) -> None:
+        """From now on some flows go before others; None: weights are as the policies say."""
         self._flows.precedence = self._dispatch.precedence = precedence
 
     # ---- status

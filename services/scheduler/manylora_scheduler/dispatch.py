@@ -12,7 +12,7 @@ that on some worker with spare places
   held sequences for a quarter of the slots at most;
 * is behind: a flow with a slot there is ahead of it by more than a quantum, as the scheduler's clock has it;
 * is before the request, if any, for which that worker is held;
-* while overload control has some flows go before others: is one of these (`Core.set_precedence`).
+* may, where overload control has some flows go before others (`Precedence`).
 
 So a flow comes to as many sequences as it can keep in slots by its share, and one more; flows that are equal take turns
 as far as there are spare places. The rule is the "admit beyond the slots only the flow with the least virtual
@@ -28,6 +28,7 @@ from manylora_shared.fair_queue import FairQueue, Pick
 from manylora_shared.ids import RouterId, WorkerId
 
 from manylora_scheduler.fleet import Fleet, WorkerView
+from manylora_scheduler.flows import Precedence
 from manylora_scheduler.placement import choose, choose_spare
 from manylora_scheduler.request import FlowKey, Need, QueuedRequest, need_of, to_us
 from manylora_scheduler.tickets import Tickets
@@ -79,8 +80,7 @@ class Dispatch:
         """In a search beyond the free room: whether what is asked now comes after the request that holds a worker."""
         self._unreached: dict[tuple[RouterId, WorkerId], _Unreached] = {}
         self._now = 0.0
-        self.precedence: Callable[[FlowKey], int] | None = None
-        """See Core.set_precedence."""
+        self.precedence: Precedence | None = None
 
     def next_pick(self, now: float) -> Pick[int, WorkerView] | None:
         """The ticket that is to be granted next and its worker; None where nothing more can be granted now."""
@@ -106,7 +106,7 @@ class Dispatch:
 
     def _beyond(self, flow: FlowKey, number: int) -> WorkerView | None:
         """The worker on which a ticket may be granted though nothing is free for it."""
-        if self.precedence is not None and self.precedence(flow) <= 1:
+        if self.precedence is not None and not self.precedence.goes_beyond(flow):
             return None
         request = self._tickets[number].request
         self._is_behind_hold |= self._hold is not None and self._hold.number == number

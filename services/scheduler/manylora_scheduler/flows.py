@@ -6,8 +6,9 @@ outputs were and how long their last one waited. From these come a flow's share 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from manylora_shared.fair_queue import Share
 from manylora_shared.ids import QosClass, TenantId
@@ -37,13 +38,25 @@ class KnownFlow:
     """Time in the queue of the request that was granted last."""
 
 
+class Precedence(Protocol):
+    """Which flows go before others for the time being. Asked whenever it matters, so it answers at once."""
+
+    def factor(self, flow: FlowKey) -> int:
+        """By what the flow's weight is multiplied. It is asked for when a request of the flow comes or work of it is
+        counted, and holds until then."""
+        ...
+
+    def goes_beyond(self, flow: FlowKey) -> bool:
+        """Whether the flow's requests may be granted beyond workers' free room."""
+        ...
+
+
 class Flows:
     def __init__(self) -> None:
         self._policies: dict[TenantId, TenantPolicy] = {}
         self._known: dict[FlowKey, KnownFlow] = {}
         self._shares: dict[tuple[int, QosClass], Share] = {}
-        self.precedence: Callable[[FlowKey], int] | None = None
-        """By what a flow's weight is multiplied for the time being; None: by nothing."""
+        self.precedence: Precedence | None = None
 
     def set_policy(self, tenant_id: TenantId, policy: TenantPolicy | None) -> None:
         """None: the tenant has the default weights."""
@@ -61,7 +74,7 @@ class Flows:
         """Its weight, with its precedence. Boosts are the same in virtual time."""
         weight = self.weight(flow)
         if self.precedence is not None:
-            factor = self.precedence(flow)
+            factor = self.precedence.factor(flow)
             if factor != 1:
                 base, cap = BOOSTS[flow.qos_class]
                 return Share(weight * factor, base * factor, cap * factor)

@@ -175,9 +175,11 @@ class _FlowBook:
                 found.append(request_id)
         return found
 
-    def add(self, wait_s: float, target_s: float, stands_for: float = 1.0) -> None:
+    def add(
+        self, wait_s: float, target_s: float, stands_for: float = 1.0, warning_part: float = WARNING_PART
+    ) -> None:
         self.count += stands_for
-        self.warned += stands_for * (wait_s > WARNING_PART * target_s)
+        self.warned += stands_for * (wait_s > warning_part * target_s)
         self.late += stands_for * (wait_s > target_s)
 
 
@@ -371,7 +373,7 @@ class OverloadGate:
                 cluster, own = {}, {}
             self._move(cluster, own, dt_s)
             view = self._make_view()
-            self._core.set_precedence(None if view.is_quiet else self._precedence)
+            self._core.set_precedence(None if view.is_quiet else self)
             if view != self._view:
                 self._view = view
                 commands.append(SendOverload(view))
@@ -385,14 +387,23 @@ class OverloadGate:
             self._tick_at = None
         return commands
 
-    def _precedence(self, flow: FlowKey) -> int:
-        """While anything is given up the classes go before one another by more than their weights, so that what is more
-        important does not wait for what is given up. That is for tenants within their share: who floods a class gets
-        no more than its weight for it."""
+    def factor(self, flow: FlowKey) -> int:
+        """See Precedence. What is more important does not wait for what is given up; that is for tenants within their
+        share: who floods a class gets no more than its weight for it."""
+        return PRECEDENCE[flow.qos_class] if self._goes_before(flow) else 1
+
+    def goes_beyond(self, flow: FlowKey) -> bool:
+        """See Precedence. Others wait in the queue, where their waiting is seen, and not in the workers, where it makes
+        all wait."""
+        return flow.qos_class is QosClass.INTERACTIVE and self._goes_before(flow)
+
+    def _goes_before(self, flow: FlowKey) -> bool:
+        """Nothing of the flow is given up, and its tenant is within its share."""
         tenant_id, qos_class = flow
-        if self._demand.tops(tenant_id)[_INDEX[qos_class]] > WITHIN_SHARE:
-            return 1
-        return PRECEDENCE[qos_class] if kept_part(self._view.level_of(tenant_id), ADMISSION[qos_class]) == 1.0 else 1
+        return (
+            kept_part(self._view.level_of(tenant_id), ADMISSION[qos_class]) == 1.0
+            and self._demand.tops(tenant_id)[_INDEX[qos_class]] <= WITHIN_SHARE
+        )
 
     def _next_flows(self) -> list[FlowKey]:
         """The flows that this tick looks through. Those that have nothing left are forgotten on the way."""
@@ -452,14 +463,15 @@ class OverloadGate:
 
     def _measure_ready(self, now: float) -> None:
         """Sequences that were granted beyond the slots and wait for one on their worker have not come out of the queue:
-        it is only elsewhere."""
+        it is only elsewhere. A flow that takes turns with others there waits for a few steps every now and then, so
+        nothing less than the target counts."""
         number = sum(map(len, self._ready.values()))
         stride = max(1, number // MAX_LOOKED_AT)
         waiting = (item for flows in self._ready.values() for item in flows.items())
         for flow, since in islice(waiting, self._offset % stride, None, stride):
             target_s = self._class_target_s(flow.qos_class)
             if target_s is not None:
-                self._flows.setdefault(flow, _FlowBook()).add(now - since, target_s, stride)
+                self._flows.setdefault(flow, _FlowBook()).add(now - since, target_s, stride, 1.0)
                 self._granted[flow] = None
         self._offset += 1
 
