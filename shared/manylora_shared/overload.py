@@ -297,7 +297,8 @@ class LevelController:
             begin, end = _OWN[qos_class]
             warned, late = error_of(window.warned / window.count), error_of(window.late / window.count)
             if self._level < begin:
-                error = max(error, warned)
+                is_early = qos_class is QosClass.INTERACTIVE or self._level < _ENDS[Rung.TURNS]
+                error = max(error, warned if is_early else late)
             elif self._level < end:
                 error = max(error, late)
             if warned >= 0.0 and self._level >= begin:
@@ -305,7 +306,7 @@ class LevelController:
             if late >= 0.0 and self._level >= end:
                 floor = max(floor, end)
             if self._level < begin and warned > 0.0:
-                top = max(top, begin)
+                top = max(top, begin if qos_class is QosClass.INTERACTIVE or late > 0.0 else _ENDS[Rung.TURNS])
             if self._level < end and late > 0.0:
                 top = max(top, end)
         speed = RISE_PER_S if error > 0.0 else max(FALL_PER_S, ROOM_FALL_PER_S * min(free_part / MUCH_ROOM, 1.0))

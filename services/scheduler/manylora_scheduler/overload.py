@@ -83,7 +83,7 @@ MAX_LISTED = 256
 levels of their own. Where more than these are above their share no one of them is the cause, so the others' waiting is
 the cluster's."""
 MAX_SHED_PER_TICK = 2_000
-PRECEDENCE = {QosClass.INTERACTIVE: 16, QosClass.STANDARD: 4, QosClass.BATCH: 1}
+PRECEDENCE = {QosClass.INTERACTIVE: 64, QosClass.STANDARD: 16, QosClass.BATCH: 1}
 """By what weights are multiplied while anything is given up."""
 _MAX_SHARES = 1024.0
 _MIN_TARGET_S = 1e-3
