@@ -4,7 +4,8 @@ Owns no requests. A level is a whole number from 0 (nothing is given up) to LEVE
 of levels, and a rung begins only once the one below it is used up:
 
     levels     rung             what is given up
-    1..32      BATCH_ADMISSION  batch requests that are not queued yet
+    1..16      TURNS            nothing: who is more important goes first, by more than the weights (from here on up)
+    17..32     BATCH_ADMISSION  batch requests that are not queued yet
     33..48     BATCH_OUTPUT     output of batch requests that are granted now: a cap that falls to MIN_OUTPUT_TOKENS
     49..64     BATCH_QUEUE      batch requests that are queued
     65..96     STANDARD         standard requests, queued ones too
@@ -16,6 +17,9 @@ the bottom, then standard, then batch. A request's *height* is its place in that
 what is at a limit or above it is given up; the scheduler finds the limit at which so much of the demand is left. So of
 a tenant at three times its share two thirds go before anything goes of a tenant within its share. (WeChat's DAGOR, SoCC
 2018, and Uber's Cinnamon order by class and then by user or cohort; here the cohort is the place in the stack.)
+
+Turns come first because waiting is not by itself a reason to refuse anything: at a load that just fits a backlog of
+batch work makes others wait, and it is enough that it does not go before them. Only what that does not mend is refused.
 
 A level is moved by a PI controller on queueing time, as DAGOR's is and for its reason: response time also grows where
 nothing is wrong. There is one level for the cluster, moved by what tenants within their share wait, and one for each
@@ -44,20 +48,22 @@ ALLOWED_PART = 0.1
 HOLD_PART = 0.05
 """Between this part and ALLOWED_PART a level stays where it is."""
 WARNING_PART = 0.4
-"""Of a class's target: less important requests are given up where it is missed, so that the target itself is kept."""
+"""Of a class's target: where it is missed less important requests give way, and those of interactive ones' are given up,
+so that the target itself is kept."""
 MAX_ERROR = 2.0
 """More than three times ALLOWED_PART moves a level no faster."""
 WINDOW_S = 0.5
 RISE_PER_S = 4.0
-"""Levels a second at an error of 1."""
+"""Levels a second at an error of 1. What a level gives up shows when requests that run have ended, after seconds: a rung
+of 32 levels takes four seconds at the greatest error, no less than that. Turns are given meanwhile."""
 FALL_PER_S = 2.0
-"""Levels a second at an error of -1. Slow: what is let in too early is noticed only when others wait for its slots."""
+"""Levels a second at an error of -1: as slow, relative to the greatest errors of both signs."""
 ROOM_FALL_PER_S = 16.0
 """The same while nobody waits and MUCH_ROOM of all slots is free, or more; in proportion where less is. What is given up
 then is given up for nothing."""
 MUCH_ROOM = 0.05
 PROPORTIONAL = 2.0
-"""Levels for a change of the error by 1."""
+"""Levels for a change of the error by 1: the greatest change stays within TURNS, so no single moment refuses anybody."""
 _MIN_SEEN = 0.5
 MAX_RETRY_S = 8.0
 MIN_RETRY_S = 1.0
@@ -223,10 +229,11 @@ class OverloadView:
 class Sample:
     """Of requests of one class that have a target, how many waited for how long."""
 
-    count: int = 0
-    warned: int = 0
+    count: float = 0
+    """Those that were looked at stand for others too, so it need not be whole."""
+    warned: float = 0
     """Longer than WARNING_PART of their target."""
-    late: int = 0
+    late: float = 0
     """Longer than it."""
 
 
@@ -256,10 +263,10 @@ def error_of(late_part: float) -> float:
 class LevelController:
     """A PI controller in velocity form: what it adds is kept nowhere else, so it cannot wind up beyond its bounds.
 
-    Its input is, over a window that fades with WINDOW_S, the part of requests that wait too long: longer than
-    WARNING_PART of the target while what is given up is less important, longer than the whole of it before the class
-    gives up requests of its own. The class that misses its aim most moves the level, up to the end of what it gives up
-    itself. A level falls more slowly than it rises.
+    Its input is, over a window that fades with WINDOW_S, the part of requests that wait too long. Longer than
+    WARNING_PART of the target makes others give way, and where interactive requests wait so it also gives up what is less
+    important. Longer than the whole of it does so for every class, and gives up requests of the class itself. The class
+    that misses its aim most moves the level, up to the end of what it gives up itself.
     """
 
     def __init__(self) -> None:
@@ -289,7 +296,8 @@ class LevelController:
             free_part: of all slots; 0 while anybody waits. While it is more, what is given up is given up for nothing.
         """
         faded = math.exp(-dt_s / WINDOW_S)
-        error, floor, top = -1.0, 0, 0
+        # Turns end where there is room, and not before: without them those who are given way to would wait again.
+        error, floor, top = -1.0, int(self._level >= 1.0 and free_part <= 0.0), 0
         for qos_class, window in self._windows.items():
             window.add(samples.get(qos_class, NO_SAMPLE), faded)
             if window.count < _MIN_SEEN or free_part > 0.0:

@@ -9,7 +9,7 @@ All sums fade alike, so they are kept as of one moment (`_epoch`), to which what
 (forward decay: Cormode, Shkapenyuk, Srivastava, Xu, ICDE 2009). So nothing has to be faded, and who asks for more than
 whom changes with requests alone: tenants stand in buckets by demand per weight, a bucket's tenants within a twelfth of
 each other, and a share is found from the buckets' sums. What it costs does not grow with the number of tenants, but
-for looking through the buckets that a choice falls into, up to _EXACT tenants.
+for looking through the buckets that a choice falls into, up to self._exact tenants.
 """
 
 from __future__ import annotations
@@ -40,9 +40,6 @@ _NEGLIGIBLE = 1.0
 _NO_DEMAND = (0.0, 0.0, 0.0)
 _STANDARD = STACK.index(QosClass.STANDARD)
 _BUCKETS_PER_OCTAVE = 8
-_EXACT = 256
-"""Of so many tenants, or fewer, everything is exact. Of a bucket with more the mean stands for each, and a limit is found
-from the so many that ask for most and a sample of as many of the others."""
 _MAX_EXPONENT = 512.0
 """Sums are projected to a new moment before they are 2 to this times what they count."""
 _FORGOTTEN_AT_ONCE = 256
@@ -85,10 +82,13 @@ class Demand:
     """
     Args:
         weight_of: a flow's weight.
+        exact: of so many tenants, or fewer, everything is exact. Of a bucket with more the mean stands for each, and a
+            limit is found from the so many that ask for most and a sample of as many of the others.
     """
 
-    def __init__(self, weight_of: Callable[[FlowKey], int]) -> None:
+    def __init__(self, weight_of: Callable[[FlowKey], int], exact: int = 256) -> None:
         self._weight_of = weight_of
+        self._exact = exact
         self._tenants: dict[TenantId, _Tenant] = {}
         self._buckets: dict[int, _Bucket] = {}
         self._epoch = 0.0
@@ -109,11 +109,11 @@ class Demand:
 
     def furthest(self, count: int) -> list[TenantId]:
         """The tenants furthest above their share, or nearest to it, the furthest first. Which ones of a bucket that
-        holds more than _EXACT are among them, and in which order, says nothing."""
+        holds more than `exact` are among them, and in which order, says nothing."""
         found: list[TenantId] = []
         for index in sorted(self._buckets, reverse=True):
             tenants = self._buckets[index].tenants
-            if len(tenants) <= _EXACT:
+            if len(tenants) <= self._exact:
                 found += sorted(tenants, key=lambda t: (-tenants[t].by_weight, t))
             else:
                 found += islice(tenants, count)
@@ -162,7 +162,7 @@ class Demand:
         most = 0.0
         for index in sorted(self._buckets):
             bucket = self._buckets[index]
-            if len(bucket.tenants) <= _EXACT:
+            if len(bucket.tenants) <= self._exact:
                 demands = sorted((t.by_weight, sum(t.costs), t.weight) for t in bucket.tenants.values())
             else:
                 demands = [(bucket.cost / bucket.weight, bucket.cost, bucket.weight)]
@@ -211,12 +211,12 @@ class Demand:
 
     def _sample(self) -> Iterator[tuple[_Tenant, float]]:
         """Tenants, and how many each stands for."""
-        if len(self._tenants) <= 2 * _EXACT:
+        if len(self._tenants) <= 2 * self._exact:
             yield from ((tenant, 1.0) for tenant in self._tenants.values())
             return
-        furthest = dict.fromkeys(self.furthest(_EXACT))
+        furthest = dict.fromkeys(self.furthest(self._exact))
         yield from ((self._tenants[tenant_id], 1.0) for tenant_id in furthest)
-        stride = -(-len(self._tenants) // _EXACT)
+        stride = -(-len(self._tenants) // self._exact)
         others = [t for t in islice(self._tenants, 0, None, stride) if t not in furthest]
         stands_for = (len(self._tenants) - len(furthest)) / max(1, len(others))
         yield from ((self._tenants[tenant_id], stands_for) for tenant_id in others)
