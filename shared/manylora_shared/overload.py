@@ -33,8 +33,10 @@ from __future__ import annotations
 import enum
 import math
 import zlib
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from manylora_shared.ids import QosClass, TenantId
 
@@ -89,6 +91,8 @@ _ENDS = {
     Rung.INTERACTIVE: LEVELS,
 }
 _RUNGS = list(Rung)
+_BEGINS = {rung: _ENDS[before] for before, rung in pairwise(_RUNGS)}
+_BOUNDS = list(_ENDS.values())
 ADMISSION = {
     QosClass.BATCH: Rung.BATCH_ADMISSION,
     QosClass.STANDARD: Rung.STANDARD,
@@ -97,24 +101,27 @@ ADMISSION = {
 _QUEUE = ADMISSION | {QosClass.BATCH: Rung.BATCH_QUEUE}
 _CLASSES = {rung: qos_class for rungs in (ADMISSION, _QUEUE) for qos_class, rung in rungs.items()}
 _OWN = {
-    qos_class: (_ENDS[_RUNGS[_RUNGS.index(ADMISSION[qos_class]) - 1]], _ENDS[_QUEUE[qos_class]])
+    qos_class: (_BEGINS[ADMISSION[qos_class]], _ENDS[_QUEUE[qos_class]])
     for qos_class in QosClass
 }
 """The levels that take requests of a class. Its own waiting does not raise a level beyond: what is more important is
 not given up for it."""
 STACK = (QosClass.INTERACTIVE, QosClass.STANDARD, QosClass.BATCH)
 """From the bottom of a tenant's demand to its top."""
+_INDEX = {qos_class: index for index, qos_class in enumerate(STACK)}
 
 
 def rung_of(level: int) -> Rung:
     """The highest rung that has begun."""
-    return next(rung for rung in _RUNGS if level <= _ENDS[rung])
+    return _RUNGS[bisect_left(_BOUNDS, level)]
 
 
 def kept_part(level: int, rung: Rung) -> float:
     """Of the demand of the rung's class: what a level leaves; 1 up to the rung's begin, 0 from its end on."""
-    begin, end = _ENDS[_RUNGS[_RUNGS.index(rung) - 1]], _ENDS[rung]
-    return min(max((end - level) / (end - begin), 0.0), 1.0)
+    begin, end = _BEGINS[rung], _ENDS[rung]
+    if level <= begin:
+        return 1.0
+    return max((end - level) / (end - begin), 0.0)
 
 
 def class_of(level: int) -> QosClass | None:
@@ -213,7 +220,7 @@ class OverloadView:
         tenant = self.tenants.get(tenant_id)
         if tenant is None:
             return 0.0, 1.0
-        index = STACK.index(qos_class)
+        index = _INDEX[qos_class]
         return tenant.tops[index - 1] if index else 0.0, tenant.tops[index]
 
     def _limit(self, tenant_id: TenantId, rung: Rung) -> float:

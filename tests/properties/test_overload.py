@@ -253,12 +253,17 @@ def test_a_level_stays_on_the_ladder_and_comes_down_when_the_load_ends(
 
 @given(samples)
 @settings(deadline=None, derandomize=True)
-def test_a_level_comes_down_without_room_too(measured: dict[QosClass, Sample]) -> None:
+def test_without_room_a_level_comes_down_to_turns(measured: dict[QosClass, Sample]) -> None:
+    """Nobody is refused any more, but those who gave way go on to: they would be waited for again."""
     controller = LevelController()
     for _ in range(100):
         controller.step(measured, 0.1, free_part=0.0)
+    was_up = controller.level > 0
     for _ in range(1500):
         controller.step({INTERACTIVE: Sample(5, 0, 0)}, 0.1, free_part=0.0)
+    assert controller.level == was_up
+    for _ in range(20):
+        controller.step({}, 0.1, free_part=0.05)
     assert controller.level == 0
 
 

@@ -46,7 +46,7 @@ _FORGOTTEN_AT_ONCE = 256
 
 
 class _Tenant:
-    __slots__ = ("bucket", "costs", "means", "weights")
+    __slots__ = ("bucket", "cost", "costs", "means", "weight", "weights")
 
     def __init__(self, weights: tuple[int, ...]) -> None:
         self.costs = [0.0] * len(STACK)
@@ -54,17 +54,22 @@ class _Tenant:
         self.means = [0.0] * len(STACK)
         """Cost of a request; 0: none has come."""
         self.weights = weights
-        self.bucket: int | None = None
-
-    @property
-    def weight(self) -> int:
+        self.cost = 0.0
+        """Over all classes."""
+        self.weight = 0
         """Of the flows that it uses."""
+        self.bucket: int | None = None
+        self.add_up()
+
+    def add_up(self) -> None:
+        """After a change of its costs or weights."""
+        self.cost = sum(self.costs)
         used = sum(weight for weight, cost in zip(self.weights, self.costs, strict=True) if cost)
-        return used or self.weights[_STANDARD]
+        self.weight = used or self.weights[_STANDARD]
 
     @property
     def by_weight(self) -> float:
-        return sum(self.costs) / self.weight
+        return self.cost / self.weight
 
 
 class _Bucket:
@@ -163,7 +168,7 @@ class Demand:
         for index in sorted(self._buckets):
             bucket = self._buckets[index]
             if len(bucket.tenants) <= self._exact:
-                demands = sorted((t.by_weight, sum(t.costs), t.weight) for t in bucket.tenants.values())
+                demands = sorted((t.by_weight, t.cost, t.weight) for t in bucket.tenants.values())
             else:
                 demands = [(bucket.cost / bucket.weight, bucket.cost, bucket.weight)]
             for by_weight, cost, weight in demands:
@@ -253,23 +258,24 @@ class Demand:
             some = list(islice(tenants, _FORGOTTEN_AT_ONCE - looked_at))
             looked_at += len(some)
             for tenant_id in some:
-                if sum(tenants[tenant_id].costs) < _NEGLIGIBLE * scale:
+                if tenants[tenant_id].cost < _NEGLIGIBLE * scale:
                     self._forget(tenant_id)
 
     def _enter(self, tenant_id: TenantId, tenant: _Tenant) -> None:
+        tenant.add_up()
         tenant.bucket = _bucket_of(tenant.by_weight)
         bucket = self._buckets.get(tenant.bucket)
         if bucket is None:
             bucket = self._buckets[tenant.bucket] = _Bucket()
         bucket.tenants[tenant_id] = tenant
-        bucket.cost += sum(tenant.costs)
+        bucket.cost += tenant.cost
         bucket.weight += tenant.weight
 
     def _leave(self, tenant_id: TenantId, tenant: _Tenant) -> None:
         assert tenant.bucket is not None
         bucket = self._buckets[tenant.bucket]
         del bucket.tenants[tenant_id]
-        bucket.cost -= sum(tenant.costs)
+        bucket.cost -= tenant.cost
         bucket.weight -= tenant.weight
         if not bucket.tenants:
             del self._buckets[tenant.bucket]  # and with it what rounding left in its sum

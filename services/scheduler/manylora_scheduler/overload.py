@@ -68,7 +68,7 @@ from manylora_scheduler.neighbours import FlowWait, Neighbours, Noisy
 from manylora_scheduler.request import FlowKey, QueuedRequest
 
 TICK_S = 0.1
-MAX_LOOKED_AT = 1_500
+MAX_LOOKED_AT = 512
 """Flows that a tick looks through; of more, all in turn, over several ticks. Those that it sees stand for the others."""
 MAX_WAITS = 1_024
 """Flows whose waiting is compared in a look for noisy neighbours; of more a sample."""
@@ -82,7 +82,7 @@ MAX_LISTED = 256
 """Tenants in a view, those with levels of their own first, then those furthest above their share; and tenants with
 levels of their own. Where more than these are above their share no one of them is the cause, so the others' waiting is
 the cluster's."""
-MAX_SHED_PER_TICK = 2_000
+MAX_SHED_PER_TICK = 100
 PRECEDENCE = {QosClass.INTERACTIVE: 64, QosClass.STANDARD: 16, QosClass.BATCH: 1}
 """By what weights are multiplied while anything is given up."""
 _MAX_SHARES = 1024.0
