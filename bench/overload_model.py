@@ -120,6 +120,42 @@ class Scenario:
     """By so much a refusal delays each worker's next step: where callers, routers and workers share cores."""
 
 
+def random_scenario(seed: int, load: float, *, overload: bool = True) -> Scenario:
+    """A cluster and callers of any kind, by seed: the same at each load. Interactive work fits at three times the load,
+    taking up to 84 % of all slots; callers come by a Poisson process or in groups; one tenant may have 30 % of all."""
+    rng = random.Random(f"mix {seed}")
+    interactive = rng.uniform(0.08, 0.28)
+    standard = rng.uniform(0.1, 0.9) * (1 - interactive)
+
+    def kind(part: float, log2_output: tuple[float, float], patience_s: float) -> ClassLoad:
+        output, prompt = round(2 ** rng.uniform(*log2_output)), round(2 ** rng.uniform(4, 9))
+        prompts = max(1, prompt // 3), 2 * prompt - prompt // 3
+        return ClassLoad(part, prompts, (max(1, output // 3), 2 * output - output // 3), patience_s)
+
+    mix = {
+        QosClass.INTERACTIVE: kind(interactive, (4, 7), 20.0),
+        QosClass.STANDARD: kind(standard, (5, 8), 30.0),
+        QosClass.BATCH: kind(1 - interactive - standard, (6, 8.5), 120.0),
+    }
+    slots, workers = rng.choice((8, 16, 24, 32)), rng.choice((2, 4, 6, 8))
+    return Scenario(
+        load=load,
+        overload=overload,
+        mix=mix,
+        slots=slots,
+        parked=slots,
+        workers=workers,
+        step_s=rng.choice((0.01, 0.02, 0.04)),
+        tenants=rng.choice((2, 3, 6, 12, 24, 48)),
+        group=rng.choice((1, 1, 3, 6)),
+        large=rng.choice((0.0, 0.0, 0.3)),
+        seed=seed,
+        measured_from_s=25.0,
+        ends_s=70.0,
+        until_s=70.0,
+    )
+
+
 @dataclass(eq=False)
 class _Call:
     request: QueuedRequest
@@ -348,9 +384,7 @@ class Model:
         self.view = OverloadView()
         self.refused: dict[FlowKey, int] = {}
         self.calls: dict[RequestId, _Call] = {}
-        self.workers = {
-            WorkerId(f"w{i}"): _Worker(WorkerId(f"w{i}"), scenario) for i in range(scenario.workers)
-        }
+        self.workers = {WorkerId(f"w{i}"): _Worker(WorkerId(f"w{i}"), scenario) for i in range(scenario.workers)}
         self._order = itertools.count()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._wakes_at: float | None = None
@@ -573,6 +607,24 @@ def percentile(values: list[float], share: float) -> float:
 
 def run(scenario: Scenario) -> Result:
     return Model(scenario).run()
+
+
+def ttft_of_small(scenario: Scenario, result: Result) -> list[float]:
+    """Interactive requests' times to first token, in seconds, but for the large tenant's: it is above its share."""
+    large = TenantId("tenant-0") if scenario.large else None
+    return [
+        ttft_s
+        for flow, ttfts_s in result.ttft_flows.items()
+        if flow.qos_class is QosClass.INTERACTIVE and flow.tenant_id != large
+        for ttft_s in ttfts_s
+    ]
+
+
+def work_of(scenario: Scenario, result: Result) -> float:
+    """What was completed, as a part of what all slots can do: tokens would compare one class's with another's."""
+    steps = sum(result.completed[q] * scenario.mix[q].slot_steps() for q in QosClass)
+    seconds = scenario.until_s - scenario.measured_from_s
+    return steps * scenario.step_s / (seconds * scenario.slots * scenario.workers)
 
 
 def describe(scenario: Scenario, result: Result) -> dict[str, object]:

@@ -50,22 +50,22 @@ ALLOWED_PART = 0.1
 HOLD_PART = 0.05
 """Between this part and ALLOWED_PART a level stays where it is."""
 WARNING_PART = 0.4
-"""Of a class's target: where it is missed less important requests give way, and those of interactive ones' are given up,
-so that the target itself is kept."""
+"""Of a class's target: where it is missed, less important requests give way, and are given up where it is the interactive
+class's, so that the target itself is kept."""
 MAX_ERROR = 2.0
 """More than three times ALLOWED_PART moves a level no faster."""
 WINDOW_S = 0.5
 RISE_PER_S = 4.0
-"""Levels a second at an error of 1. What a level gives up shows when requests that run have ended, after seconds: a rung
-of 32 levels takes four seconds at the greatest error, no less than that. Turns are given meanwhile."""
+"""Levels a second at an error of 1. What a level gives up shows when requests that run have ended, after seconds: so a
+rung of 32 levels takes four seconds at the greatest error. Turns are given meanwhile."""
 FALL_PER_S = 2.0
 """Levels a second at an error of -1: as slow, relative to the greatest errors of both signs."""
 ROOM_FALL_PER_S = 16.0
-"""The same while nobody waits and MUCH_ROOM of all slots is free, or more; in proportion where less is. What is given up
-then is given up for nothing."""
+"""The same while nobody waits and MUCH_ROOM of all slots is free, or more; in proportion where less is. What is given
+up then is given up for nothing."""
 MUCH_ROOM = 0.05
 PROPORTIONAL = 2.0
-"""Levels for a change of the error by 1: the greatest change stays within TURNS, so no single moment refuses anybody."""
+"""Levels for a change of the error by 1: the greatest change stays within TURNS, so no single moment refuses anyone."""
 _MIN_SEEN = 0.5
 MAX_RETRY_S = 8.0
 MIN_RETRY_S = 1.0
@@ -100,10 +100,7 @@ ADMISSION = {
 }
 _QUEUE = ADMISSION | {QosClass.BATCH: Rung.BATCH_QUEUE}
 _CLASSES = {rung: qos_class for rungs in (ADMISSION, _QUEUE) for qos_class, rung in rungs.items()}
-_OWN = {
-    qos_class: (_BEGINS[ADMISSION[qos_class]], _ENDS[_QUEUE[qos_class]])
-    for qos_class in QosClass
-}
+_OWN = {qos_class: (_BEGINS[ADMISSION[qos_class]], _ENDS[_QUEUE[qos_class]]) for qos_class in QosClass}
 """The levels that take requests of a class. Its own waiting does not raise a level beyond: what is more important is
 not given up for it."""
 STACK = (QosClass.INTERACTIVE, QosClass.STANDARD, QosClass.BATCH)
@@ -271,7 +268,7 @@ class LevelController:
     """A PI controller in velocity form: what it adds is kept nowhere else, so it cannot wind up beyond its bounds.
 
     Its input is, over a window that fades with WINDOW_S, the part of requests that wait too long. Longer than
-    WARNING_PART of the target makes others give way, and where interactive requests wait so it also gives up what is less
+    WARNING_PART of the target makes others give way, and where interactive requests wait so, also gives up what is less
     important. Longer than the whole of it does so for every class, and gives up requests of the class itself. The class
     that misses its aim most moves the level, up to the end of what it gives up itself.
     """

@@ -267,7 +267,9 @@ def test_without_room_a_level_comes_down_to_turns(measured: dict[QosClass, Sampl
     assert controller.level == 0
 
 
-@pytest.mark.parametrize(("qos_class", "end", "begin"), [(BATCH, 64, 16), (STANDARD, 96, 16), (INTERACTIVE, LEVELS, 96)])
+@pytest.mark.parametrize(
+    ("qos_class", "end", "begin"), [(BATCH, 64, 16), (STANDARD, 96, 16), (INTERACTIVE, LEVELS, 96)]
+)
 def test_a_class_sacrifices_nothing_more_important_than_itself(qos_class: QosClass, end: int, begin: int) -> None:
     late, warned = LevelController(), LevelController()
     for _ in range(400):
@@ -301,6 +303,7 @@ def test_a_little_room_brings_a_level_down_fast() -> None:
     for _ in range(90):
         controller.step({}, 0.1, free_part=0.05)
     assert controller.level == 0
+
 
 def test_the_more_important_class_moves_the_level_where_both_wait() -> None:
     controller = LevelController()

@@ -23,14 +23,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping
-from itertools import islice
 from dataclasses import dataclass, field
+from itertools import islice
 
 from manylora_shared.errors import Code
 from manylora_shared.ids import QosClass, RequestId, RouterId, TenantId, WorkerId
 from manylora_shared.overload import (
-    NO_SAMPLE,
     ADMISSION,
+    NO_SAMPLE,
     STACK,
     WARNING_PART,
     LevelController,
@@ -69,7 +69,7 @@ from manylora_scheduler.request import FlowKey, QueuedRequest
 
 TICK_S = 0.1
 MAX_LOOKED_AT = 512
-"""Flows that a tick looks through; of more, all in turn, over several ticks. Those that it sees stand for the others."""
+"""Flows that a tick looks through; of more, all in turn, over several ticks. Those that it sees stand for the rest."""
 MAX_WAITS = 1_024
 """Flows whose waiting is compared in a look for noisy neighbours; of more a sample."""
 LOOK_S = 1.0
@@ -175,9 +175,7 @@ class _FlowBook:
                 found.append(request_id)
         return found
 
-    def add(
-        self, wait_s: float, target_s: float, stands_for: float = 1.0, warning_part: float = WARNING_PART
-    ) -> None:
+    def add(self, wait_s: float, target_s: float, stands_for: float = 1.0, warning_part: float = WARNING_PART) -> None:
         self.count += stands_for
         self.warned += stands_for * (wait_s > warning_part * target_s)
         self.late += stands_for * (wait_s > target_s)
