@@ -50,8 +50,8 @@ ALLOWED_PART = 0.1
 HOLD_PART = 0.05
 """Between this part and ALLOWED_PART a level stays where it is."""
 WARNING_PART = 0.4
-"""Of a class's target: where it is missed, less important requests give way, and are given up where it is the interactive
-class's, so that the target itself is kept."""
+"""Of a class's target: where it is missed, less important requests give way, and are given up where the class is the
+interactive one, so that the target itself is kept."""
 MAX_ERROR = 2.0
 """More than three times ALLOWED_PART moves a level no faster."""
 WINDOW_S = 0.5
