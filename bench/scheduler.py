@@ -14,11 +14,13 @@ some 300 distinct needs. Costs vary, so the order of flows never repeats. Deadli
 the cost. Python's cycle collector is frozen after the set-up, as the service does. Times are processor time of this
 one process; a machine that others use makes them longer all the same.
 
-A third case, which is not about cost and runs where it is named:
+Two more cases, which are not about cost and run where they are named:
 
     overload the real control plane under 1, 3 and 10 times the load that fits, in virtual time (overload_model.py),
              with overload control and without it; goodput_ratio and interactive_ttft_p95_ratio compare a line with the
              line of load 1 of the same kind, over `--repeat` seeds
+    mixes    the same over random clusters and mixes, one a seed, `--repeat` of them from `--first-seed` on: at the load
+             that just fits, without control (free) and with it (1x), and at three times that (3x)
 
 Prints JSON lines with `--json`, else a table. `growth` of the last line of each case is the cost at the largest size
 against the smallest one, `log_growth` what log n would allow.
