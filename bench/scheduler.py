@@ -14,11 +14,13 @@ some 300 distinct needs. Costs vary, so the order of flows never repeats. Deadli
 the cost. Python's cycle collector is frozen after the set-up and seldom runs, as in the service. Times are processor
 time of this one process, less what reading the clock costs; a machine that others use makes them longer all the same.
 
-A third case, which is not about cost and runs where it is named:
+Two more cases, which are not about cost and run where they are named:
 
     overload the real control plane under 1, 3 and 10 times the load that fits, in virtual time (overload_model.py),
              with overload control and without it; goodput_ratio and interactive_ttft_p95_ratio compare a line with the
              line of load 1 of the same kind, over `--repeat` seeds
+    mixes    the same over random clusters and mixes, one a seed, `--repeat` of them from `--first-seed` on: at the load
+             that just fits, without control (free) and with it (1x), and at three times that (3x)
 
 Prints JSON lines with `--json`, else a table. `growth` of the last line of each case is the cost at the largest size
 against the smallest one, `log_growth` what log n would allow.
@@ -342,6 +344,39 @@ def overload_lines(seeds: int) -> Iterator[dict[str, object]]:
             yield line
 
 
+def mix_lines(seeds: range) -> Iterator[dict[str, object]]:
+    """One line a seed: a random cluster and mix under the load that just fits, and under three times that."""
+    import overload_model as model
+
+    for seed in seeds:
+        cases = {
+            "free": model.random_scenario(seed, 1.0, overload=False),
+            "one": model.random_scenario(seed, 1.0),
+            "three": model.random_scenario(seed, 3.0),
+        }
+        results = {name: model.run(scenario) for name, scenario in cases.items()}
+        p95_ms = {n: 1e3 * model.percentile(model.ttft_of_small(cases[n], r), 0.95) for n, r in results.items()}
+        work = {n: model.work_of(cases[n], r) for n, r in results.items()}
+        scenario, batch = cases["one"], CLASSES[-1]
+        yield {
+            "bench": "scheduler",
+            "case": "mixes",
+            "seed": seed,
+            "slots": f"{scenario.workers}x{scenario.slots}",
+            "tenants": scenario.tenants,
+            "group": scenario.group,
+            "large": scenario.large,
+            "parts": "/".join(f"{scenario.mix[qos_class].part:.2f}" for qos_class in CLASSES),
+            "ttft_p95_ms_free": round(p95_ms["free"], 1),
+            "ttft_p95_ms_1x": round(p95_ms["one"], 1),
+            "ttft_p95_ms_3x": round(p95_ms["three"], 1),
+            "ttft_ratio": round(p95_ms["three"] / p95_ms["one"], 2),
+            "work_ratio": round(work["three"] / work["one"], 3),
+            "work_ratio_to_free": round(work["three"] / work["free"], 3),
+            "batch_refused_at_1x": round(results["one"].refused[batch] / results["one"].offered[batch], 3),
+        }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="What one scheduling decision costs.")
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
@@ -351,9 +386,14 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=1, help="requests that end in one report")
     parser.add_argument("--depth", type=int, default=2, help="requests that wait in every flow")
-    parser.add_argument("--case", choices=["core", "queue", "both", "overload"], default="both")
+    parser.add_argument("--case", choices=["core", "queue", "both", "overload", "mixes"], default="both")
+    parser.add_argument("--first-seed", type=int, default=1, help="of --case mixes, which runs --repeat seeds")
     args = parser.parse_args()
     collect_seldom()  # as the service does
+    if args.case == "mixes":
+        for mix_line in mix_lines(range(args.first_seed, args.first_seed + args.repeat)):
+            show(mix_line, as_json=args.json)
+        return
     if args.case == "overload":
         for overload_line in overload_lines(args.repeat):
             show(overload_line, as_json=args.json)

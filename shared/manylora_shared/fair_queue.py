@@ -315,7 +315,7 @@ class FairQueue(Generic[F, I]):
         source's begin at zero.
 
         Args:
-            share_of: asked for flows that are not remembered.
+            share_of: asked for each flow that grew, and in force from then on.
         """
         counted = self._counted.setdefault(source, {})
         grown: list[tuple[F, int]] = []
@@ -329,8 +329,7 @@ class FairQueue(Generic[F, I]):
                 break
         for flow, cost in grown:
             counted[flow] = totals[flow]
-            entry = self._flows.get(flow)
-            self._charge(entry if entry is not None else self._remember(flow, share_of(flow)), cost)
+            self._charge(self._remember(flow, share_of(flow)), cost)
         return grown
 
     def begin_counting(self, source: str, totals: Mapping[F, int]) -> None:

@@ -4,7 +4,8 @@ Owns no requests. A level is a whole number from 0 (nothing is given up) to LEVE
 of levels, and a rung begins only once the one below it is used up:
 
     levels     rung             what is given up
-    1..32      BATCH_ADMISSION  batch requests that are not queued yet
+    1..16      TURNS            nothing: who is more important goes first, by more than the weights (from here on up)
+    17..32     BATCH_ADMISSION  batch requests that are not queued yet
     33..48     BATCH_OUTPUT     output of batch requests that are granted now: a cap that falls to MIN_OUTPUT_TOKENS
     49..64     BATCH_QUEUE      batch requests that are queued
     65..96     STANDARD         standard requests, queued ones too
@@ -16,6 +17,9 @@ the bottom, then standard, then batch. A request's *height* is its place in that
 what is at a limit or above it is given up; the scheduler finds the limit at which so much of the demand is left. So of
 a tenant at three times its share two thirds go before anything goes of a tenant within its share. (WeChat's DAGOR, SoCC
 2018, and Uber's Cinnamon order by class and then by user or cohort; here the cohort is the place in the stack.)
+
+Turns come first because waiting is not by itself a reason to refuse anything: at a load that just fits a backlog of
+batch work makes others wait, and it is enough that it does not go before them. Only what that does not mend is refused.
 
 A level is moved by a PI controller on queueing time, as DAGOR's is and for its reason: response time also grows where
 nothing is wrong. There is one level for the cluster, moved by what tenants within their share wait, and one for each
@@ -29,8 +33,10 @@ from __future__ import annotations
 import enum
 import math
 import zlib
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from manylora_shared.ids import QosClass, TenantId
 
@@ -44,19 +50,22 @@ ALLOWED_PART = 0.1
 HOLD_PART = 0.05
 """Between this part and ALLOWED_PART a level stays where it is."""
 WARNING_PART = 0.4
-"""Of a class's target: less important requests are given up where it is missed, so that the target itself is kept."""
+"""Of a class's target: where it is missed, less important requests give way, and are given up where the class is the
+interactive one, so that the target itself is kept."""
 MAX_ERROR = 2.0
 """More than three times ALLOWED_PART moves a level no faster."""
 WINDOW_S = 0.5
-RISE_PER_S = 8.0
-"""Levels a second at an error of 1."""
-FALL_PER_S = 1.0
-"""Levels a second at an error of -1. Slow: what is let in too early is noticed only when others wait for its slots."""
-ROOM_FALL_PER_S = 32.0
-"""The same while nobody waits, times the part of all slots that is free: an idle cluster admits everything again after
-four seconds, one that has a little room now and then hardly notices."""
-PROPORTIONAL = 12.0
-"""Levels for a change of the error by 1."""
+RISE_PER_S = 4.0
+"""Levels a second at an error of 1. What a level gives up shows when requests that run have ended, after seconds: so a
+rung of 32 levels takes four seconds at the greatest error. Turns are given meanwhile."""
+FALL_PER_S = 2.0
+"""Levels a second at an error of -1: as slow, relative to the greatest errors of both signs."""
+ROOM_FALL_PER_S = 16.0
+"""The same while nobody waits and MUCH_ROOM of all slots is free, or more; in proportion where less is. What is given
+up then is given up for nothing."""
+MUCH_ROOM = 0.05
+PROPORTIONAL = 2.0
+"""Levels for a change of the error by 1: the greatest change stays within TURNS, so no single moment refuses anyone."""
 _MIN_SEEN = 0.5
 MAX_RETRY_S = 8.0
 MIN_RETRY_S = 1.0
@@ -64,6 +73,7 @@ MIN_RETRY_S = 1.0
 
 class Rung(enum.Enum):
     NONE = "none"
+    TURNS = "turns"
     BATCH_ADMISSION = "batch_admission"
     BATCH_OUTPUT = "batch_output"
     BATCH_QUEUE = "batch_queue"
@@ -73,6 +83,7 @@ class Rung(enum.Enum):
 
 _ENDS = {
     Rung.NONE: 0,
+    Rung.TURNS: 16,
     Rung.BATCH_ADMISSION: 32,
     Rung.BATCH_OUTPUT: 48,
     Rung.BATCH_QUEUE: 64,
@@ -80,32 +91,34 @@ _ENDS = {
     Rung.INTERACTIVE: LEVELS,
 }
 _RUNGS = list(Rung)
-_ADMISSION = {
+_BEGINS = {rung: _ENDS[before] for before, rung in pairwise(_RUNGS)}
+_BOUNDS = list(_ENDS.values())
+ADMISSION = {
     QosClass.BATCH: Rung.BATCH_ADMISSION,
     QosClass.STANDARD: Rung.STANDARD,
     QosClass.INTERACTIVE: Rung.INTERACTIVE,
 }
-_QUEUE = _ADMISSION | {QosClass.BATCH: Rung.BATCH_QUEUE}
-_CLASSES = {rung: qos_class for rungs in (_ADMISSION, _QUEUE) for qos_class, rung in rungs.items()}
-_OWN = {
-    qos_class: (_ENDS[_RUNGS[_RUNGS.index(_ADMISSION[qos_class]) - 1]], _ENDS[_QUEUE[qos_class]])
-    for qos_class in QosClass
-}
+_QUEUE = ADMISSION | {QosClass.BATCH: Rung.BATCH_QUEUE}
+_CLASSES = {rung: qos_class for rungs in (ADMISSION, _QUEUE) for qos_class, rung in rungs.items()}
+_OWN = {qos_class: (_BEGINS[ADMISSION[qos_class]], _ENDS[_QUEUE[qos_class]]) for qos_class in QosClass}
 """The levels that take requests of a class. Its own waiting does not raise a level beyond: what is more important is
 not given up for it."""
 STACK = (QosClass.INTERACTIVE, QosClass.STANDARD, QosClass.BATCH)
 """From the bottom of a tenant's demand to its top."""
+_INDEX = {qos_class: index for index, qos_class in enumerate(STACK)}
 
 
 def rung_of(level: int) -> Rung:
     """The highest rung that has begun."""
-    return next(rung for rung in _RUNGS if level <= _ENDS[rung])
+    return _RUNGS[bisect_left(_BOUNDS, level)]
 
 
 def kept_part(level: int, rung: Rung) -> float:
     """Of the demand of the rung's class: what a level leaves; 1 up to the rung's begin, 0 from its end on."""
-    begin, end = _ENDS[_RUNGS[_RUNGS.index(rung) - 1]], _ENDS[rung]
-    return min(max((end - level) / (end - begin), 0.0), 1.0)
+    begin, end = _BEGINS[rung], _ENDS[rung]
+    if level <= begin:
+        return 1.0
+    return max((end - level) / (end - begin), 0.0)
 
 
 def class_of(level: int) -> QosClass | None:
@@ -184,7 +197,7 @@ class OverloadView:
         """Whether a request may be queued."""
         if self.is_quiet:
             return True
-        limit = self._limit(tenant_id, _ADMISSION[qos_class])
+        limit = self._limit(tenant_id, ADMISSION[qos_class])
         return self.height_of(tenant_id, qos_class, request_id) < limit
 
     def keeps(self, tenant_id: TenantId, qos_class: QosClass, request_id: str) -> bool:
@@ -204,7 +217,7 @@ class OverloadView:
         tenant = self.tenants.get(tenant_id)
         if tenant is None:
             return 0.0, 1.0
-        index = STACK.index(qos_class)
+        index = _INDEX[qos_class]
         return tenant.tops[index - 1] if index else 0.0, tenant.tops[index]
 
     def _limit(self, tenant_id: TenantId, rung: Rung) -> float:
@@ -220,10 +233,11 @@ class OverloadView:
 class Sample:
     """Of requests of one class that have a target, how many waited for how long."""
 
-    count: int = 0
-    warned: int = 0
+    count: float = 0
+    """Those that were looked at stand for others too, so it need not be whole."""
+    warned: float = 0
     """Longer than WARNING_PART of their target."""
-    late: int = 0
+    late: float = 0
     """Longer than it."""
 
 
@@ -253,10 +267,10 @@ def error_of(late_part: float) -> float:
 class LevelController:
     """A PI controller in velocity form: what it adds is kept nowhere else, so it cannot wind up beyond its bounds.
 
-    Its input is, over a window that fades with WINDOW_S, the part of requests that wait too long: longer than
-    WARNING_PART of the target while what is given up is less important, longer than the whole of it before the class
-    gives up requests of its own. The class that misses its aim most moves the level, up to the end of what it gives up
-    itself. A level falls more slowly than it rises.
+    Its input is, over a window that fades with WINDOW_S, the part of requests that wait too long. Longer than
+    WARNING_PART of the target makes others give way, and where interactive requests wait so, also gives up what is less
+    important. Longer than the whole of it does so for every class, and gives up requests of the class itself. The class
+    that misses its aim most moves the level, up to the end of what it gives up itself.
     """
 
     def __init__(self) -> None:
@@ -286,7 +300,8 @@ class LevelController:
             free_part: of all slots; 0 while anybody waits. While it is more, what is given up is given up for nothing.
         """
         faded = math.exp(-dt_s / WINDOW_S)
-        error, floor, top = -1.0, 0, 0
+        # Turns end where there is room, and not before: without them those who are given way to would wait again.
+        error, floor, top = -1.0, int(self._level >= 1.0 and free_part <= 0.0), 0
         for qos_class, window in self._windows.items():
             window.add(samples.get(qos_class, NO_SAMPLE), faded)
             if window.count < _MIN_SEEN or free_part > 0.0:
@@ -294,7 +309,8 @@ class LevelController:
             begin, end = _OWN[qos_class]
             warned, late = error_of(window.warned / window.count), error_of(window.late / window.count)
             if self._level < begin:
-                error = max(error, warned)
+                is_early = qos_class is QosClass.INTERACTIVE or self._level < _ENDS[Rung.TURNS]
+                error = max(error, warned if is_early else late)
             elif self._level < end:
                 error = max(error, late)
             if warned >= 0.0 and self._level >= begin:
@@ -302,10 +318,10 @@ class LevelController:
             if late >= 0.0 and self._level >= end:
                 floor = max(floor, end)
             if self._level < begin and warned > 0.0:
-                top = max(top, begin)
+                top = max(top, begin if qos_class is QosClass.INTERACTIVE or late > 0.0 else _ENDS[Rung.TURNS])
             if self._level < end and late > 0.0:
                 top = max(top, end)
-        speed = RISE_PER_S if error > 0.0 else max(FALL_PER_S, ROOM_FALL_PER_S * free_part)
+        speed = RISE_PER_S if error > 0.0 else max(FALL_PER_S, ROOM_FALL_PER_S * min(free_part / MUCH_ROOM, 1.0))
         moved = self._level + PROPORTIONAL * (error - self._error) + speed * error * dt_s
         self._level = min(max(moved, float(floor)), float(top) if error > 0.0 else float(LEVELS))
         self._error = error

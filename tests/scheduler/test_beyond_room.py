@@ -9,7 +9,7 @@ from manylora_scheduler.core import Order
 from manylora_scheduler.dispatch import LEAD_COST, _Hold
 from manylora_scheduler.events import PolicyChanged, SendGrant, WorkerLeft
 from manylora_scheduler.fleet import FlowTokens, Residency
-from manylora_scheduler.request import Phase, need_of
+from manylora_scheduler.request import FlowKey, Phase, need_of
 from manylora_shared.ids import QosClass, RequestId, TenantId, WorkerId
 from manylora_shared.policy import ClassPolicy, TenantPolicy
 
@@ -54,6 +54,23 @@ def test_who_is_behind_gets_into_a_full_worker_at_once() -> None:
     assert (grant.worker_id, grant.queue_s) == ("w0", 0.0)
     assert desk.core.workers[0].used_sequences == SLOTS + 1
     assert desk.core.workers[0].free_sequences == 0
+
+
+class OnlyInteractive:
+    def factor(self, flow: FlowKey) -> int:
+        return 1
+
+    def goes_beyond(self, flow: FlowKey) -> bool:
+        return flow.qos_class is QosClass.INTERACTIVE
+
+
+def test_under_overload_others_wait_in_the_queue() -> None:
+    desk = full()
+    desk.core.set_precedence(OnlyInteractive())
+    assert desk.enqueue("v0", tenant="victim") == []
+    assert grants(desk.enqueue("v1", tenant="victim", qos_class=QosClass.INTERACTIVE)) == [("v1", "w0")]
+    desk.core.set_precedence(None)
+    assert grants(desk.report(slots=SLOTS, most=MOST, running=2)) == [("v0", "w0")]
 
 
 def test_the_hog_itself_gets_no_more_than_the_slots() -> None:

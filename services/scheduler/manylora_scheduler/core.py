@@ -51,7 +51,7 @@ from manylora_scheduler.events import (
     WorkerReported,
 )
 from manylora_scheduler.fleet import Fleet, WorkerReport, WorkerView
-from manylora_scheduler.flows import AGING_PER_S, Flows
+from manylora_scheduler.flows import AGING_PER_S, Flows, Precedence
 from manylora_scheduler.placement import in_order
 from manylora_scheduler.request import (
     OUTPUT_TOKEN_COST,
@@ -560,7 +560,12 @@ class Core:
         return self._flows.known(request.flow).reservation(request)
 
     def weight_of(self, flow: FlowKey) -> int:
-        return self._flows.share(flow).weight
+        """By its tenant's policy."""
+        return self._flows.weight(flow)
+
+    def set_precedence(self, precedence: Precedence | None) -> None:
+        """From now on some flows go before others; None: weights are as the policies say."""
+        self._flows.precedence = self._dispatch.precedence = precedence
 
     # ---- status
 

@@ -11,7 +11,8 @@ that on some worker with spare places
 * has nothing that waits there for a slot, nothing granted that was not reported yet (more would only be parked), and
   held sequences for a quarter of the slots at most;
 * is behind: a flow with a slot there is ahead of it by more than a quantum, as the scheduler's clock has it;
-* is before the request, if any, for which that worker is held.
+* is before the request, if any, for which that worker is held;
+* may, where overload control has some flows go before others (`Precedence`).
 
 So a flow comes to as many sequences as it can keep in slots by its share, and one more; flows that are equal take turns
 as far as there are spare places. The rule is the "admit beyond the slots only the flow with the least virtual
@@ -27,6 +28,7 @@ from manylora_shared.fair_queue import FairQueue, Pick
 from manylora_shared.ids import RouterId, WorkerId
 
 from manylora_scheduler.fleet import Fleet, WorkerView
+from manylora_scheduler.flows import Precedence
 from manylora_scheduler.placement import choose, choose_spare
 from manylora_scheduler.request import FlowKey, Need, QueuedRequest, Ticket, need_of, to_us
 
@@ -74,6 +76,7 @@ class Dispatch:
         """In a search beyond the free room: whether what is asked now comes after the request that holds a worker."""
         self._unreached: dict[tuple[RouterId, WorkerId], _Unreached] = {}
         self._now = 0.0
+        self.precedence: Precedence | None = None
 
     def next_pick(self, now: float) -> Pick[Ticket, WorkerView] | None:
         """The ticket that is to be granted next and its worker; None where nothing more can be granted now."""
@@ -98,6 +101,8 @@ class Dispatch:
 
     def _beyond(self, flow: FlowKey, ticket: Ticket) -> WorkerView | None:
         """The worker on which a ticket may be granted though nothing is free for it."""
+        if self.precedence is not None and not self.precedence.goes_beyond(flow):
+            return None
         request = ticket.request
         self._is_behind_hold |= self._hold is not None and self._hold.ticket is ticket
         allows, queue = self._allows(request, heeds_hold=self._is_behind_hold), self._queue

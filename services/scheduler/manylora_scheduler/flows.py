@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from manylora_shared.fair_queue import Share
 from manylora_shared.ids import QosClass, TenantId
@@ -43,6 +44,19 @@ class KnownFlow:
         return PROMPT_TOKEN_COST * request.prompt_tokens + OUTPUT_TOKEN_COST * expected
 
 
+class Precedence(Protocol):
+    """Which flows go before others for the time being. Asked whenever it matters, so it answers at once."""
+
+    def factor(self, flow: FlowKey) -> int:
+        """By what the flow's weight is multiplied. It is asked for when a request of the flow comes or work of it is
+        counted, and holds until then."""
+        ...
+
+    def goes_beyond(self, flow: FlowKey) -> bool:
+        """Whether the flow's requests may be granted beyond workers' free room."""
+        ...
+
+
 class Flows:
     def __init__(self) -> None:
         self._shares: dict[TenantId, Mapping[QosClass, Share]] = {}
@@ -51,6 +65,7 @@ class Flows:
         self._made: dict[tuple[int, QosClass], Share] = {}
         """Every share that is in use, once: flows by the thousand have few different ones."""
         self._default = {qos_class: self._make(weight, qos_class) for qos_class, weight in DEFAULT_WEIGHTS.items()}
+        self.precedence: Precedence | None = None
 
     def set_policy(self, tenant_id: TenantId, policy: TenantPolicy | None) -> None:
         """None: the tenant has the default weights."""
@@ -61,8 +76,15 @@ class Flows:
                 qos_class: self._make(policy.weight(qos_class), qos_class) for qos_class in QosClass
             }
 
+    def weight(self, flow: FlowKey) -> int:
+        """By its tenant's policy."""
+        return self._shares.get(flow.tenant_id, self._default)[flow.qos_class].weight
+
     def share(self, flow: FlowKey) -> Share:
-        return self._shares.get(flow.tenant_id, self._default)[flow.qos_class]
+        """Its weight, with its precedence. Boosts are the same in virtual time."""
+        share = self._shares.get(flow.tenant_id, self._default)[flow.qos_class]
+        factor = 1 if self.precedence is None else self.precedence.factor(flow)
+        return share if factor == 1 else Share(share.weight * factor, share.base * factor, share.cap * factor)
 
     def _make(self, weight: int, qos_class: QosClass) -> Share:
         found = self._made.get((weight, qos_class))

@@ -49,6 +49,8 @@ class FlowWait:
     flow: FlowKey
     queued: int
     oldest_s: float
+    stands_for: int = 1
+    """So many flows like it, where they are too many to look at each."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ class Neighbours:
 
     def _wait_skew(self, waits: list[FlowWait], tops: Callable[[TenantId], tuple[float, float, float]]) -> list[Noisy]:
         """Flows of one class."""
-        queued = sum(wait.queued for wait in waits)
+        queued = sum(wait.queued * wait.stands_for for wait in waits)
         if len(waits) < 2 or not queued:
             return []
         worst = max(waits, key=lambda wait: (wait.queued, wait.flow))

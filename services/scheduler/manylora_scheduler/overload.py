@@ -20,13 +20,16 @@ is an outage, and giving up other requests would not end it.
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 from manylora_shared.errors import Code
-from manylora_shared.ids import QosClass, RequestId, RouterId, TenantId
+from manylora_shared.ids import QosClass, RequestId, RouterId, TenantId, WorkerId
 from manylora_shared.overload import (
+    ADMISSION,
     NO_SAMPLE,
     STACK,
     WARNING_PART,
@@ -57,6 +60,7 @@ from manylora_scheduler.events import (
     SendRefusal,
     Shed,
     Tick,
+    WorkerDisconnected,
     WorkerLeft,
     WorkerReported,
 )
@@ -64,9 +68,10 @@ from manylora_scheduler.neighbours import FlowWait, Neighbours, Noisy
 from manylora_scheduler.request import FlowKey, QueuedRequest
 
 TICK_S = 0.1
-BOOKS_PER_S = 20_000
-"""With many flows there are fewer ticks, so that they take a few percent of the time: so many flows or tens of queued
-requests are looked through in a second."""
+MAX_LOOKED_AT = 512
+"""Flows that a tick looks through; of more, all in turn, over several ticks. Those that it sees stand for the rest."""
+MAX_WAITS = 1_024
+"""Flows whose waiting is compared in a look for noisy neighbours; of more a sample."""
 LOOK_S = 1.0
 """Between two looks for noisy neighbours."""
 MAX_STEP_S = 1.0
@@ -77,9 +82,12 @@ MAX_LISTED = 256
 """Tenants in a view, those with levels of their own first, then those furthest above their share; and tenants with
 levels of their own. Where more than these are above their share no one of them is the cause, so the others' waiting is
 the cluster's."""
-MAX_SHED_PER_TICK = 2_000
+MAX_SHED_PER_TICK = 100
+PRECEDENCE = {QosClass.INTERACTIVE: 64, QosClass.STANDARD: 16, QosClass.BATCH: 1}
+"""By what weights are multiplied while anything is given up."""
 _MAX_SHARES = 1024.0
 _MIN_TARGET_S = 1e-3
+_COMPACT_SLACK = 64
 _STEPS_PER_SHARE = 64
 """Demand is told in such parts of a share, so that it does not change with every request."""
 _NOBODY = TenantId("")
@@ -142,15 +150,35 @@ class _Waiting:
 class _FlowBook:
     queued: dict[RequestId, _Waiting] = field(default_factory=dict)
     """In the order in which they came."""
-    count: int = 0
+    highest: list[tuple[float, RequestId]] = field(default_factory=list)
+    """A heap of (negated place, request): the greatest place first. Entries of requests that left linger."""
+    count: float = 0.0
     """Requests with a target that were granted since the last tick; `warned` and `late` as in Sample."""
-    warned: int = 0
-    late: int = 0
+    warned: float = 0.0
+    late: float = 0.0
 
-    def add(self, wait_s: float, target_s: float) -> None:
-        self.count += 1
-        self.warned += wait_s > WARNING_PART * target_s
-        self.late += wait_s > target_s
+    def queue(self, request_id: RequestId, waiting: _Waiting) -> None:
+        self.queued[request_id] = waiting
+        heapq.heappush(self.highest, (-waiting.place, request_id))
+        if len(self.highest) > 2 * len(self.queued) + _COMPACT_SLACK:
+            self.highest = [(-w.place, r) for r, w in self.queued.items()]
+            heapq.heapify(self.highest)
+
+    def from_place(self, limit: float, count: int) -> list[RequestId]:
+        """The queued requests with a place of `limit` or more, so many at most, the greatest place first. They are to
+        leave the queue: they are not found again."""
+        found: list[RequestId] = []
+        while self.highest and -self.highest[0][0] >= limit and len(found) < count:
+            place, request_id = heapq.heappop(self.highest)
+            waiting = self.queued.get(request_id)
+            if waiting is not None and waiting.place == -place:
+                found.append(request_id)
+        return found
+
+    def add(self, wait_s: float, target_s: float, stands_for: float = 1.0, warning_part: float = WARNING_PART) -> None:
+        self.count += stands_for
+        self.warned += stands_for * (wait_s > warning_part * target_s)
+        self.late += stands_for * (wait_s > target_s)
 
 
 class OverloadGate:
@@ -169,6 +197,16 @@ class OverloadGate:
         self._demand = Demand(core.weight_of)
         self._neighbours = Neighbours()
         self._flows: dict[FlowKey, _FlowBook] = {}
+        self._granted: dict[FlowKey, None] = {}
+        """Flows of which something was granted since the last tick."""
+        self._round: list[FlowKey] = []
+        """Flows that are still to be looked through, from the end."""
+        self._ready: dict[WorkerId, dict[FlowKey, float]] = {}
+        """Flows that have sequences on a worker which wait for a slot there, and since when they have had some."""
+        self._offset = 0
+        """Where the next sample of those begins."""
+        self._longest: dict[QosClass, FlowKey] = {}
+        """Of each class the flow with most that is queued, as far as it was looked through."""
         self._num_queued = 0
         self._cluster = LevelController()
         self._own: dict[TenantId, LevelController] = {}
@@ -198,10 +236,15 @@ class OverloadGate:
                     self._demand.was_refused(flow, requests, now)
                     self._counts[flow.qos_class].refused_by_routers += requests
                 event = Tick()
-            case WorkerReported() if event.report.tenants or event.report.snapshot:
-                self._neighbours.memory(event.worker_id, event.report, now)
+            case WorkerReported():
+                self._note_ready(event, now)
+                if event.report.tenants or event.report.snapshot:
+                    self._neighbours.memory(event.worker_id, event.report, now)
             case WorkerLeft():
                 self._neighbours.worker_left(event.worker_id)
+                self._ready.pop(event.worker_id, None)
+            case WorkerDisconnected():
+                self._ready.pop(event.worker_id, None)
             case PolicyChanged(policy=None):
                 self._own.pop(event.tenant_id, None)
         commands += self._seen(self._core.apply(event, now), now)
@@ -245,18 +288,34 @@ class OverloadGate:
                 message, hint_s = self._why_refused(flow, request.request_id)
                 return SendRefusal(request, event.session, Code.RESOURCE_EXHAUSTED, message, hint_s)
         waiting = _Waiting(request.router_id, now, cost, place_of(request.request_id), self._target_s(request, now))
-        self._flows.setdefault(flow, _FlowBook()).queued[request.request_id] = waiting
+        self._flows.setdefault(flow, _FlowBook()).queue(request.request_id, waiting)
         self._num_queued += 1
         return None
 
+    def _note_ready(self, event: WorkerReported, now: float) -> None:
+        if event.report.snapshot:
+            self._ready.pop(event.worker_id, None)
+        for flow, load in event.report.loads.items():
+            if load.ready:
+                self._ready.setdefault(event.worker_id, {}).setdefault(flow, now)
+            elif event.worker_id in self._ready:
+                self._ready[event.worker_id].pop(flow, None)
+
     def _target_s(self, request: QueuedRequest, now: float) -> float | None:
-        match request.flow.qos_class:
+        target_s = self._class_target_s(request.flow.qos_class)
+        if target_s is None and request.deadline is not None:
+            return max(_MIN_TARGET_S, (request.deadline - now) / 2)
+        return target_s
+
+    def _class_target_s(self, qos_class: QosClass) -> float | None:
+        """None: it is half of what each request's caller gives it."""
+        match qos_class:
             case QosClass.INTERACTIVE:
                 return self._targets.interactive_s
             case QosClass.STANDARD:
                 return self._targets.standard_s
             case QosClass.BATCH:
-                return max(_MIN_TARGET_S, (request.deadline - now) / 2) if request.deadline is not None else None
+                return None
 
     def _seen(self, commands: list[Command], now: float) -> list[Command]:
         """Notes what the core did with requests; grants get their caps."""
@@ -276,6 +335,7 @@ class OverloadGate:
             self._demand.was_granted(waiting.cost, now)
             if waiting.target_s is not None:
                 self._flows[flow].add(now - waiting.since, waiting.target_s)
+                self._granted[flow] = None
         if request.adapter_uid is not None:
             self._neighbours.granted(flow.tenant_id, request.adapter_uid, grant.adapter_resident, now)
         cap = self._view.output_cap(flow.tenant_id, flow.qos_class)
@@ -304,39 +364,79 @@ class OverloadGate:
         self._is_used = False
         dt_s, self._ticked_at = min(now - self._ticked_at, MAX_STEP_S), now
         self._demand.weigh(now)
-        cluster, own = self._measure(now)
+        looked_at = self._next_flows()
+        cluster, own = self._measure(looked_at, now)
         if self._enabled:
             if not self._core.is_serving:
                 cluster, own = {}, {}
             self._move(cluster, own, dt_s)
             view = self._make_view()
+            self._core.set_precedence(None if view.is_quiet else self)
             if view != self._view:
                 self._view = view
                 commands.append(SendOverload(view))
-            commands += self._shed(now)
+            commands += self._shed(looked_at, now)
         if now - self._looked_at >= LOOK_S:
             self._looked_at = now
             self._noisy = self._neighbours.find(self._waits(now), self._demand.tops, now)
         if self._num_queued or self._is_used or self._noisy or not self._cluster.is_idle or self._own:
-            books = len(self._flows) + len(self._demand) + self._num_queued // 10
-            self._tick_at = now + max(TICK_S, books / BOOKS_PER_S)
+            self._tick_at = now + TICK_S
         else:
             self._tick_at = None
         return commands
 
-    def _measure(self, now: float) -> tuple[_Samples, dict[TenantId, _Samples]]:
-        """What was waited since the last tick, as the cluster's matter and as that of tenants above their share. Then
-        flows begin anew; those without queued requests are forgotten."""
+    def factor(self, flow: FlowKey) -> int:
+        """See Precedence. What is more important does not wait for what is given up; that is for tenants within their
+        share: who floods a class gets no more than its weight for it."""
+        return PRECEDENCE[flow.qos_class] if self._goes_before(flow) else 1
+
+    def goes_beyond(self, flow: FlowKey) -> bool:
+        """See Precedence. Others wait in the queue, where their waiting is seen, and not in the workers, where it makes
+        all wait."""
+        return flow.qos_class is QosClass.INTERACTIVE and self._goes_before(flow)
+
+    def _goes_before(self, flow: FlowKey) -> bool:
+        """Nothing of the flow is given up, and its tenant is within its share."""
+        tenant_id, qos_class = flow
+        return (
+            kept_part(self._view.level_of(tenant_id), ADMISSION[qos_class]) == 1.0
+            and self._demand.tops(tenant_id)[_INDEX[qos_class]] <= WITHIN_SHARE
+        )
+
+    def _next_flows(self) -> list[FlowKey]:
+        """The flows that this tick looks through. Those that have nothing left are forgotten on the way."""
+        if not self._round:
+            self._round = list(self._flows)
+        some = self._round[-MAX_LOOKED_AT:]
+        del self._round[-MAX_LOOKED_AT:]
+        found: list[FlowKey] = []
+        for flow in some:
+            book = self._flows.get(flow)
+            if book is None:
+                continue
+            if book.queued:
+                found.append(flow)
+                longest = self._flows.get(self._longest.get(flow.qos_class, flow))
+                if longest is None or len(book.queued) >= len(longest.queued):
+                    self._longest[flow.qos_class] = flow
+            elif not book.count:
+                del self._flows[flow]
+        return found
+
+    def _measure(self, looked_at: list[FlowKey], now: float) -> tuple[_Samples, dict[TenantId, _Samples]]:
+        """What was waited since the last tick, as the cluster's matter and as that of tenants above their share: by
+        those that were granted, and by the oldest of each flow that still waits. Then flows begin anew."""
         cluster: _Samples = {}
         own: dict[TenantId, _Samples] = {}
-        empty: list[FlowKey] = []
-        for flow, book in self._flows.items():
-            if book.queued:
-                oldest = next(iter(book.queued.values()))
-                if oldest.target_s is not None:
-                    book.add(now - oldest.since, oldest.target_s)
-            else:
-                empty.append(flow)
+        stands_for = max(1.0, len(self._flows) / MAX_LOOKED_AT)
+        for flow in looked_at:
+            book = self._flows[flow]
+            oldest = next(iter(book.queued.values()))
+            if oldest.target_s is not None:
+                book.add(now - oldest.since, oldest.target_s, stands_for)
+        self._measure_ready(now)
+        for flow in {**dict.fromkeys(looked_at), **self._granted}:
+            book = self._flows[flow]
             if not book.count:
                 continue
             tenant_id, qos_class = flow
@@ -353,17 +453,37 @@ class OverloadGate:
                 samples[qos_class] = Sample(
                     known.count + book.count, known.warned + book.warned, known.late + book.late
                 )
-            book.count = book.warned = book.late = 0
-        for flow in empty:
-            del self._flows[flow]
+            book.count = book.warned = book.late = 0.0
+            if not book.queued:
+                del self._flows[flow]
+        self._granted.clear()
         return cluster, own
 
+    def _measure_ready(self, now: float) -> None:
+        """Sequences that were granted beyond the slots and wait for one on their worker have not come out of the queue:
+        it is only elsewhere. A flow that takes turns with others there waits for a few steps every now and then, so
+        nothing less than the target counts."""
+        number = sum(map(len, self._ready.values()))
+        stride = max(1, number // MAX_LOOKED_AT)
+        waiting = (item for flows in self._ready.values() for item in flows.items())
+        for flow, since in islice(waiting, self._offset % stride, None, stride):
+            target_s = self._class_target_s(flow.qos_class)
+            if target_s is not None:
+                self._flows.setdefault(flow, _FlowBook()).add(now - since, target_s, stride, 1.0)
+                self._granted[flow] = None
+        self._offset += 1
+
     def _waits(self, now: float) -> list[FlowWait]:
-        return [
-            FlowWait(flow, len(book.queued), now - next(iter(book.queued.values())).since)
-            for flow, book in self._flows.items()
-            if book.queued
-        ]
+        """Of each class the flow with most that is queued, and a sample of all."""
+        stride = max(1, len(self._flows) // MAX_WAITS)
+        found: list[FlowWait] = []
+        stand_for = dict.fromkeys(islice(self._flows, 0, None, stride), stride)
+        for flow, flows in {**stand_for, **dict.fromkeys(self._longest.values(), 1)}.items():
+            book = self._flows.get(flow)
+            if book is not None and book.queued:
+                oldest_s = now - next(iter(book.queued.values())).since
+                found.append(FlowWait(flow, len(book.queued), oldest_s, flows))
+        return found
 
     def _move(self, cluster: _Samples, own: dict[TenantId, _Samples], dt_s: float) -> None:
         free_part = self._core.free_part if not self._num_queued else 0.0
@@ -374,14 +494,16 @@ class OverloadGate:
                 del self._own[tenant_id]
 
     def _make_view(self) -> OverloadView:
-        """All tenants with demand are in it, the furthest above their share first, up to a bound."""
+        """Tenants with levels of their own are in it, then those furthest above their share, up to a bound."""
         if not self._cluster.level and not any(controller.level for controller in self._own.values()):
             return OverloadView()
-        found = sorted(
-            (-self._own[tenant_id].level if tenant_id in self._own else 0, -self._demand.tops(tenant_id)[-1], tenant_id)
-            for tenant_id in {**dict.fromkeys(self._demand.tenants()), **self._own}
-        )
-        tenants = {tenant_id: self._tenant_view(tenant_id, -level) for level, _, tenant_id in found[:MAX_LISTED]}
+        listed = dict.fromkeys(
+            sorted(self._own, key=lambda t: (-self._own[t].level, -self._demand.tops(t)[-1], t))
+        ) | dict.fromkeys(self._demand.furthest(MAX_LISTED))
+        tenants = {
+            tenant_id: self._tenant_view(tenant_id, self._own[tenant_id].level if tenant_id in self._own else 0)
+            for tenant_id in islice(listed, MAX_LISTED)
+        }
         limit = math.inf
         qos_class = class_of(self._cluster.level)
         if qos_class is not None:
@@ -399,29 +521,30 @@ class OverloadGate:
             limit = below + kept_part(level, rung_of(level)) * (tops[index] - below)
         return TenantView(tops, level, limit)
 
-    def _shed(self, now: float) -> list[Command]:
-        """Takes out of the queue what the view excludes; the most at once is bounded, the rest is the next tick's."""
+    def _shed(self, looked_at: list[FlowKey], now: float) -> list[Command]:
+        """Takes out of the queue what the view excludes: of the tenants in it, and of the other flows that this tick
+        looks through. The most at once is bounded, the rest is a later tick's."""
         if self._view.is_quiet:
             return []
         room = MAX_SHED_PER_TICK
         commands: list[Command] = []
         for qos_class in _SHED_ORDER:
+            flows = [FlowKey(tenant_id, qos_class) for tenant_id in self._view.tenants]
+            if self._view.place_limit(_NOBODY, qos_class) < 1.0:
+                flows += [f for f in looked_at if f.qos_class is qos_class and f.tenant_id not in self._view.tenants]
             excluded: list[tuple[float, FlowKey, RequestId]] = []
-            limits = {tenant_id: self._view.place_limit(tenant_id, qos_class) for tenant_id in self._view.tenants}
-            others_limit = self._view.place_limit(_NOBODY, qos_class)
-            flows: Collection[FlowKey] = self._flows.keys()
-            if others_limit >= 1.0:
-                flows = [FlowKey(tenant_id, qos_class) for tenant_id, limit in limits.items() if limit < 1.0]
             for flow in flows:
-                if flow.qos_class is not qos_class or flow not in self._flows:
+                book = self._flows.get(flow)
+                if book is None or not book.queued:
                     continue
-                limit = limits.get(flow.tenant_id, others_limit)
+                limit = self._view.place_limit(flow.tenant_id, qos_class)
                 excluded += [
                     (-self._view.height_of(flow.tenant_id, qos_class, request_id), flow, request_id)
-                    for request_id, waiting in self._flows[flow].queued.items()
-                    if waiting.place >= limit
+                    for request_id in (book.from_place(limit, room) if limit < 1.0 else ())
                 ]
             excluded.sort()
+            for _, flow, request_id in excluded[room:]:
+                self._flows[flow].queue(request_id, self._flows[flow].queued[request_id])
             shed = [(request_id, *self._why_refused(flow, request_id)) for _, flow, request_id in excluded[:room]]
             room -= len(shed)
             if shed:

@@ -1,8 +1,8 @@
 """The low-rank products of tiles as CUDA C++: when and how lora_tiles.cu is launched.
 
 It can take the place of Triton's kernels by tile (lora.py, gate.py) for FEWEST_ROWS to MOST_ROWS rows of bf16 on
-Hopper, where there is a compiler (NVRTC); they serve everywhere else. A tile of an adapter's four rows fills a quarter of what
-Triton gives the matrix unit, and half of what this does; and more of the adapters is under way at once. See
+Hopper, where there is a compiler (NVRTC); they serve everywhere else. A tile of an adapter's four rows fills a quarter
+of what Triton gives the matrix unit, and half of what this does; and more of the adapters is under way at once. See
 docs/decisions/0012.
 """
 
