@@ -145,6 +145,9 @@ class Cluster:
         self.key = ""
         """A gateway's."""
         self.lease_taken_at = float("-inf")
+        self.leases_taken = 0
+        self._moments_of_two = 0
+        """At which two schedulers led, of those that `watch` saw."""
         self.removed_adapters: dict[str, None] = {}
         """Tenants whose LEAVING_ADAPTER was removed."""
         self._rng = random.Random(f"{seed}/processes")
@@ -248,6 +251,7 @@ class Cluster:
             # A lease that the store takes away before its time is its holder's until it hears of it, or that time.
             if self.loop.time() - self.lease_taken_at > LEASE_TTL_S:
                 assert len(leaders) <= 1, "two schedulers lead"
+            self._moments_of_two += len(leaders) > 1
             for app in leaders:
                 assert app.term is not None
                 app.term.core.check_invariants()
@@ -259,6 +263,12 @@ class Cluster:
                     assert hard is None or held <= hard, f"{tenant_id} holds {held} blocks, past its hard cap"
                 engine.check_pins(self.policies)
             await asyncio.sleep(_WATCH_S)
+
+    @property
+    def most_of_two_leaders_s(self) -> float:
+        """For no longer did two schedulers lead, as `watch` saw it: where a leader's lease is taken from it before its
+        time, it leads until it hears of that."""
+        return _WATCH_S * (self._moments_of_two + self.leases_taken)
 
     def leaders(self) -> list[SchedulerApp]:
         apps = [process.app for process in self.processes.values()]

@@ -157,6 +157,7 @@ class Faults:
         leases = list(self._cluster.store_server.leases)
         if leases and self._cluster.store_server.is_up:
             self._cluster.lease_taken_at = self._cluster.loop.time()
+            self._cluster.leases_taken += 1
             self._cluster.store_server.expire_lease(self._rng.choice(leases))
 
     async def _compact(self) -> None:
