@@ -313,7 +313,8 @@ class LocalCluster:
         }
         flags = [f"--{name}={value}" for name, value in settings.items() if value not in ("", None)]
         command = [*_python("manylora_worker"), *self._common("127.0.0.1:0"), *flags, *options.worker_flags]
-        return _COMPUTING + command if settings["device"] == "cpu" else command
+        computes_here = settings["device"] == "cpu" and "--engine=fake" not in options.worker_flags
+        return _COMPUTING + command if computes_here else command
 
     def _router_command(self, index: int, ready: Mapping[str, Any]) -> list[str]:
         port = self.options.port if index == 0 else 0
