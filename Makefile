@@ -34,9 +34,10 @@ up: $(STAMP) ## a local cluster in the foreground: make up MODEL=/path/to/model
 test: $(STAMP) ## all tests but the slow, GPU and compose ones
 	@$(BIN)/python -m pytest -q
 
-unit: $(STAMP) ## unit and property tests, on all cores: those that neither start nor simulate a cluster
+unit: $(STAMP) ## unit and property tests, on all cores: no clusters, no other processes, no comparisons with PEFT
 	@$(BIN)/python -m pytest -q -n logical --dist worksteal -m 'not e2e and not gpu and not slow and not compose' \
-		--ignore=tests/sim --ignore=tests/scheduler/test_overload_gate.py
+		--ignore=tests/sim --ignore=tests/scheduler/test_overload_gate.py \
+		--ignore-glob='*_against_peft.py' --ignore=tests/numerics/test_reader_processes.py
 
 oracle: $(STAMP) ## every model family through a running cluster, against transformers + PEFT
 	@$(BIN)/python -m pytest -q -m e2e tests/e2e/test_oracle.py
