@@ -139,7 +139,7 @@ class Traffic:
         now = self.now()
         self.core.add(
             EngineRequest(
-                request_id, TenantId(f"t{self._serial % 8}"), QosClass.STANDARD, adapter_uid, prompt, max_tokens,
+                request_id, tenant_of(self._serial), QosClass.STANDARD, adapter_uid, prompt, max_tokens,
                 sampling,
             ),
             now,
@@ -201,6 +201,10 @@ class Traffic:
 
     def close(self) -> None:
         self.backend.close()
+
+
+def tenant_of(index: int) -> TenantId:
+    return TenantId(f"t{index % 8}")
 
 
 def zipf(count: int, num_adapters: int, seed: int = 0) -> list[int]:
@@ -291,8 +295,9 @@ def stop(traffic: Traffic, ids: Sequence[RequestId]) -> None:
 def run_churn(traffic: Traffic, emit: Callable[..., None], *, seconds: float = 6.0, per_second: int = 100) -> None:
     rows = traffic.store.make(range(32))
     others = traffic.store.make(range(32, 232))
-    for uid in others:  # the host tier is warm
-        traffic.core.prefetch(uid)
+    tenants = [tenant_of(i) for i in range(len(others))]
+    for uid, tenant in zip(others, tenants, strict=True):  # the host tier is warm
+        traffic.core.prefetch(uid, tenant)
         while traffic.core.adapter_tiers().get(uid) is None:
             traffic.core.begin_step(traffic.now())
             time.sleep(0.0005)
@@ -307,7 +312,7 @@ def run_churn(traffic: Traffic, emit: Callable[..., None], *, seconds: float = 6
         started, asked = traffic.now(), 0
         while True:
             while asked < (traffic.now() - started) * per_second:
-                traffic.core.prefetch(others[asked % len(others)])
+                traffic.core.prefetch(others[asked % len(others)], tenants[asked % len(others)])
                 asked += 1
             yield
 

@@ -304,7 +304,7 @@ def test_cuda_tiles_in_the_decoder(shape: str, device: str, monkeypatch: pytest.
         cache = KvCache(loaded.spec.kv, num_blocks=300, block_size=128, dtype=loaded.dtype, device=loaded.device)
         limits = DeviceLimits(max_rows=512, max_sequences=64, adapter_slots=4, max_rank=64)
         runner = DeviceModelRunner(loaded, weights, cache, limits, num_kv_blocks=60)
-        assert (runner._decoder._lora_tiles is not None) == (fewest == 1)
+        assert runner._decoder._lora_tiles is not None
         for adapter in adapters:
             runner.reserve_adapter(adapter)
             runner.fill_adapter(adapter)

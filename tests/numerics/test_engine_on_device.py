@@ -47,11 +47,9 @@ def test_core_equals_peft(family_of: FamilyOf, name: str, tmp_path: Path, marks_
     )
     core = EngineCore(parts.runner, parts.backend, limits, clears_freed=marks_free)
     rng = random.Random(name)
-    wanted = [
-        (adapter, [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice((1, 3, 8, 21, 40)))])
-        for _ in range(2)
-        for adapter in uids
-    ]
+    lengths = [(None, 40)] * 6  # wait for no adapter, and have no room together
+    lengths += [(adapter, rng.choice((1, 3, 8, 21, 40))) for _ in range(2) for adapter in uids]
+    wanted = [(adapter, [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]) for adapter, length in lengths]
     outputs = [family.reference.greedy(prompt, adapter, MAX_TOKENS) for adapter, prompt in wanted]
     stops = [output[9] if i % 3 == 0 else None for i, output in enumerate(outputs)]
     for i, (adapter, prompt) in enumerate(wanted):

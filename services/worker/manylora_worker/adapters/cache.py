@@ -56,6 +56,8 @@ class AdapterCacheLimits:
     max_overtakes: int = 32
     borrow_after_s: float = 30.0
     """What was not used for so long may go for whoever needs room, shares aside."""
+    borrow_copy_after_s: float = 1.0
+    """The same, on the device, for what the host has a copy of: it is back in milliseconds, a hundredth of this."""
     patience_s: float = 1.0
     """After so long without room, a tenant that has nothing else may take what nobody uses, shares aside."""
 
@@ -122,7 +124,14 @@ class AdapterCache:
         self._entries: dict[AdapterUid, Entry] = {}
         self._holds: dict[RequestId, tuple[TenantId, AdapterUid]] = {}
         self._host, self._device = (
-            TierRoom(tier, budget, weight_of, borrow_after_s=limits.borrow_after_s, patience_s=limits.patience_s)
+            TierRoom(
+                tier,
+                budget,
+                weight_of,
+                borrow_after_s=limits.borrow_after_s,
+                borrow_copy_after_s=limits.borrow_copy_after_s,
+                patience_s=limits.patience_s,
+            )
             for tier, budget in ((AdapterTier.HOST, limits.host_bytes), (AdapterTier.DEVICE, limits.device_bytes))
         )
         self._turns = Turns(weight_of)
@@ -638,7 +647,7 @@ class AdapterCache:
         for eviction in plan.evictions:
             entry = self._entries[eviction.uid]
             assert all(
-                loser == tenant_id or held > share or idle_s >= self._limits.borrow_after_s
+                loser == tenant_id or held > share or idle_s >= room.borrow_after_s(entry)
                 for loser, (held, share, idle_s) in eviction.losers.items()
                 if eviction.waited_s < self._limits.patience_s
             ), "a tenant within its share would lose what it uses"

@@ -11,7 +11,8 @@ room is made by, in this order:
     3. other tenants above their shares, as long as they are above. For a tenant that would be above itself, only those
        that are further above by weight
     4. for requests and pins, not for prefetches: its own
-    5. for these too: what has not been used for `borrow_after_s`, whoever claims it
+    5. for these too: what has not been used for `borrow_after_s`, whoever claims it; on the device for
+       `borrow_copy_after_s`, where the host has a copy
     6. for a tenant that has nothing else, its pins aside, and has waited for `patience_s`: whatever nobody uses now
 
 so a tenant within its share never loses what it uses to one above its share, but for 6. That is for tenants whose share
@@ -78,6 +79,8 @@ class Eviction:
     """Who claimed it: bytes that the tenant had before, its share, and seconds since it used the adapter."""
     waited_s: float
     """For how long the winner has found no room, where it has nothing else; else 0."""
+    has_copy: bool
+    """It left the device, and is on the host still."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ class TierRoom:
         weight_of: Callable[[TenantId], int],
         *,
         borrow_after_s: float,
+        borrow_copy_after_s: float,
         patience_s: float,
     ) -> None:
         self.tier = tier
@@ -121,6 +125,7 @@ class TierRoom:
         self.entries: dict[AdapterUid, Entry] = {}
         self._weight_of = weight_of
         self._borrow_after_s = borrow_after_s
+        self._borrow_copy_after_s = borrow_copy_after_s
         self._patience_s = patience_s
 
     @property
@@ -183,15 +188,23 @@ class TierRoom:
             if not is_prefetch:
                 search.own()
         if not is_prefetch:
-            search.long_idle(self._borrow_after_s)
+            search.long_idle(self.borrow_after_s)
             if search.waited_s >= self._patience_s:
-                search.long_idle(0.0)
+                search.long_idle(lambda entry: 0.0)
         if search.missing > 0:
             return None
         return Plan(search.evictions, list(search.released))
 
     def weight(self, tenant_id: TenantId) -> int:
         return self._weight_of(tenant_id)
+
+    def has_copy(self, entry: Entry) -> bool:
+        """Whether what goes from this tier is soon back."""
+        return self.tier is AdapterTier.DEVICE and entry.on_host
+
+    def borrow_after_s(self, entry: Entry) -> float:
+        """For how long nobody has used what may go whoever claims it."""
+        return self._borrow_copy_after_s if self.has_copy(entry) else self._borrow_after_s
 
     def may_go(self, entry: Entry, wanted: Entry, tenant_id: TenantId | None) -> bool:
         """Whether an adapter on the tier may make way, its claims aside."""
@@ -281,8 +294,12 @@ class _Search:
     def own(self) -> None:
         self._evict_if(lambda entry: all(loser == self._tenant for loser in self._claims(entry)))
 
-    def long_idle(self, after_s: float) -> None:
-        self._evict_if(lambda entry: all(used_at + after_s <= self._now for used_at in self._claims(entry).values()))
+    def long_idle(self, after_s: Callable[[Entry], float]) -> None:
+        def is_idle(entry: Entry) -> bool:
+            used_at = max(self._claims(entry).values(), default=None)
+            return used_at is None or used_at + after_s(entry) <= self._now
+
+        self._evict_if(is_idle)
 
     def _evict_if(self, condition: Callable[[Entry], bool]) -> None:
         if self.missing > 0 and not self._is_sorted:
@@ -300,7 +317,8 @@ class _Search:
             tenant: (self.held.get(tenant, 0), self._shares.get(tenant, 0), self._now - used_at)
             for tenant, used_at in claims.items()
         }
-        self.evictions.append(Eviction(entry.uid, self._tier, self._tenant, losers, self.waited_s))
+        has_copy = self._room.has_copy(entry)
+        self.evictions.append(Eviction(entry.uid, self._tier, self._tenant, losers, self.waited_s, has_copy))
         for tenant in claims:
             self.held[tenant] -= entry.size_bytes
         self._gone[entry.uid] = None

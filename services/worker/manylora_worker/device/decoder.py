@@ -159,8 +159,7 @@ class Decoder:
         self._gated = buffer("gated")
         self._logits = buffer("logits")
         self._lora = buffer("lora")
-        uses_tiles = FEWEST_ROWS <= MOST_ROWS
-        self._lora_tiles = LoraTiles.where_it_runs(lora_chunks, dtype, device) if uses_tiles else None
+        self._lora_tiles = LoraTiles.where_it_runs(lora_chunks, dtype, device)
         self._low_rank = torch.zeros(sizes.low_rank, device=device)
         self._parts = torch.empty(sizes.parts, device=device)
         self._counters = torch.zeros(max_rows, dtype=torch.int32, device=device)

@@ -1,6 +1,6 @@
 """The low-rank products of tiles as CUDA C++: when and how lora_tiles.cu is launched.
 
-It can take the place of Triton's kernels by tile (lora.py, gate.py) for FEWEST_ROWS to MOST_ROWS rows of bf16 on
+It takes the place of Triton's kernels by tile (lora.py, gate.py) for FEWEST_ROWS to MOST_ROWS rows of bf16 on
 Hopper, where there is a compiler (NVRTC); they serve everywhere else. A tile of an adapter's four rows fills a quarter
 of what Triton gives the matrix unit, and half of what this does; and more of the adapters is under way at once. See
 docs/decisions/0012.
@@ -23,10 +23,9 @@ from manylora_worker.kernels.lora import CHUNK_RANKS, MAX_SLOTS, TILE_ROWS, Lora
 
 _LOG = logging.getLogger(__name__)
 
-FEWEST_ROWS, MOST_ROWS = 1 << 20, 512
-"""Rows of the steps that decoders use them in: none, until test_cuda_tiles_in_the_decoder has passed on a device (the
-kernels alone have). Then it is 128, the fewest that were measured to gain; 64 lose, their products leave room for
-Triton's kernels beside them. In steps of more than MOST_ROWS most tiles have 16 rows."""
+FEWEST_ROWS, MOST_ROWS = 128, 512
+"""Rows of the steps that decoders use them in. 128 are the fewest that were measured to gain; 64 lose, their products
+leave room for Triton's kernels beside them. In steps of more than MOST_ROWS most tiles have 16 rows."""
 SPLIT = 1024
 """Inputs of one of shrink's splits, as lora.shrink_splits counts them for so many rows."""
 _SHRINK_WARPS = 8
