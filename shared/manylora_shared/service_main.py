@@ -70,7 +70,12 @@ class Parts:
 
 
 async def serve(
-    service: str, settings: Settings, build: Callable[[Parts], Awaitable[App]], *, instance_id: str = ""
+    service: str,
+    settings: Settings,
+    build: Callable[[Parts], Awaitable[App]],
+    *,
+    instance_id: str = "",
+    acceptors: int = 1,
 ) -> bool:
     """Runs a service until SIGTERM or SIGINT, or until it cannot go on. Called once, as a process's main task.
 
@@ -78,6 +83,7 @@ async def serve(
         service: router, scheduler or worker.
         build: makes the App. What it raises ends the process before anything is started.
         instance_id: the configured one, for the telemetry; empty: none is.
+        acceptors: see GrpcTransport.
 
     Returns:
         Whether it ended because it was told to.
@@ -98,7 +104,7 @@ async def serve(
         )
         ending.push_async_callback(asyncio.to_thread, telemetry.shutdown)
         ending.push_async_callback(store.close)
-        app = await build(Parts(GrpcTransport(), store, telemetry, random.SystemRandom()))
+        app = await build(Parts(GrpcTransport(acceptors=acceptors), store, telemetry, random.SystemRandom()))
         ending.push_async_callback(app.stop)
         return await _until_stopped(service, app, stop_wanted)
 

@@ -40,10 +40,10 @@ class Net:
             await server.stop(0)
 
 
-@pytest_asyncio.fixture(params=["grpc", "memory"])
+@pytest_asyncio.fixture(params=["grpc", "grpc, 3 acceptors", "memory"])
 async def net(request: pytest.FixtureRequest) -> Net:
-    if request.param == "grpc":
-        return Net(GrpcTransport(), GrpcTransport())
+    if request.param != "memory":
+        return Net(GrpcTransport(acceptors=1 if request.param == "grpc" else 3), GrpcTransport())
     network = MemoryNetwork(random.Random(7), min_delay_s=0.0001, max_delay_s=0.002)
     return Net(network.transport("server"), network.transport("client"))
 

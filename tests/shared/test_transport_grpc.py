@@ -16,6 +16,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from manylora_shared.errors import Code, FieldViolation, ManyloraError, QuotaBreach, QuotaExceeded, RpcError
+from manylora_shared.transport import grpc_transport
 from manylora_shared.transport.address import is_loopback, join_address, parse_address
 from manylora_shared.transport.grpc_transport import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, GrpcTransport
 from manylora_shared.transport.status import decode_error, encode_details
@@ -90,6 +91,71 @@ async def test_stock_clients_of_health_and_reflection_are_served() -> None:
             ["grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection", "manylora.test.EchoService"]
         )
         assert b"EchoService" in answers[1].file_descriptor_response.file_descriptor_proto[0]
+    await server.stop(0)
+
+
+async def place_of_others(acceptors: int, burst: int = 300, others: int = 12) -> list[int]:
+    """One connection sends a burst of calls, then others one each: how many of all had begun when theirs did."""
+    begun: list[str] = []
+
+    async def unary(request: Any, call: Any) -> Any:
+        begun.append(request.text)
+        return text("")
+
+    server = await GrpcTransport(acceptors=acceptors).serve("127.0.0.1:0", [echo_service(Unary=unary)])
+    channels = [GrpcTransport().connect(server.address) for _ in range(1 + others)]
+    for channel in channels:
+        await channel.call(METHODS["Unary"], text("warm"))
+    begun.clear()
+    calls = [asyncio.create_task(channels[0].call(METHODS["Unary"], text("burst"))) for _ in range(burst)]
+    calls += [asyncio.create_task(channel.call(METHODS["Unary"], text("other"))) for channel in channels[1:]]
+    await asyncio.gather(*calls)
+    for channel in channels:
+        await channel.close()
+    await server.stop(0)
+    return [place for place, who in enumerate(begun) if who == "other"]
+
+
+async def test_a_burst_of_calls_holds_up_its_own_connection() -> None:
+    """But for those that share its acceptor: one in sixteen."""
+    behind = sorted(await place_of_others(1))
+    assert behind[6] > 200, "one acceptor takes the calls in the order of coming"
+    assert sorted(await place_of_others(16))[6] < 100
+
+
+async def test_two_servers_on_one_port_are_an_error_however_many_acceptors_they_have() -> None:
+    for acceptors in (1, 4):
+        server = await GrpcTransport(acceptors=acceptors).serve("127.0.0.1:0", [echo_service()])
+        for others in (1, 4):
+            with pytest.raises(OSError, match="cannot listen on 127.0.0.1"):
+                await GrpcTransport(acceptors=others).serve(server.address, [echo_service()])
+        await server.stop(0)
+        again = await GrpcTransport(acceptors=acceptors).serve(server.address, [echo_service()])
+        assert again.address == server.address
+        await again.stop(0)
+
+
+async def test_calls_beyond_the_most_are_refused_over_all_acceptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_transport, "MAX_CONCURRENT_CALLS", 8)
+    going_on = asyncio.Event()
+
+    async def stream(request: Any, call: Any) -> AsyncIterator[Any]:
+        yield text("begun")
+        await going_on.wait()
+
+    server = await GrpcTransport(acceptors=4).serve("127.0.0.1:0", [echo_service(ServerStream=stream)])
+    channels = [GrpcTransport().connect(server.address) for _ in range(9)]
+    streams = [channel.stream(METHODS["ServerStream"], text("")) for channel in channels[:8]]
+    for each in streams:
+        assert (await each.read()).text == "begun"
+    late = channels[8].stream(METHODS["ServerStream"], text(""))
+    with pytest.raises(RpcError, match="8 calls are under way here") as caught:
+        await late.read()
+    assert caught.value.code is Code.RESOURCE_EXHAUSTED
+    going_on.set()
+    assert await streams[0].read() is None
+    for channel in channels:
+        await channel.close()
     await server.stop(0)
 
 

@@ -20,6 +20,9 @@ from manylora_router.text_service import HfTextService, TextService, TokenIdsOnl
 
 _LOG = logging.getLogger("manylora_router")
 
+_ACCEPTORS = 16
+"""Tenants call from connections of their own: the burst of one waits behind itself."""
+
 
 def load_text(config: RouterConfig) -> TextService:
     if not config.model:
@@ -50,7 +53,15 @@ def main() -> None:
     config = load(RouterConfig)
     logs.setup("router", config.log_level, instance_id=config.router_id)
     try:
-        was_told = asyncio.run(serve("router", config, functools.partial(build, config), instance_id=config.router_id))
+        was_told = asyncio.run(
+            serve(
+                "router",
+                config,
+                functools.partial(build, config),
+                instance_id=config.router_id,
+                acceptors=_ACCEPTORS,
+            )
+        )
     except (OSError, ValueError) as e:
         _LOG.error("the router cannot run: %s", e)
         sys.exit(1)

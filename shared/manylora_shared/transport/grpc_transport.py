@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from google.protobuf.message import Message
 from grpc._cython import cygrpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from manylora_shared.errors import Code, ManyloraError, RpcError
+from manylora_shared.errors import Code, ManyloraError, Overloaded, RpcError
 from manylora_shared.transport.address import join_address, parse_address
 from manylora_shared.transport.base import Method, Service, methods_of
 from manylora_shared.transport.dispatch import (
@@ -43,7 +44,7 @@ KEEPALIVE_TIME_MS = 1000
 KEEPALIVE_TIMEOUT_MS = 2000
 MAX_METADATA_BYTES = 16 * 1024
 MAX_CONCURRENT_CALLS = 16_384
-"""Calls that one server runs at once; more are refused with RESOURCE_EXHAUSTED."""
+"""Calls that one server runs at once, over all its acceptors; more are refused with RESOURCE_EXHAUSTED."""
 
 CANCELLATION_NOTICE_S = 1.0
 """After a failed write: how long a handler waits to be cancelled, which gRPC does at once, before it cleans up."""
@@ -72,7 +73,6 @@ _SERVER: Options = (
     *_KEEPALIVE,
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
     ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.so_reuseport", 0),  # two processes on one port is an error, not a load balancer
 )
 _RECONNECT: Options = (
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -162,10 +162,14 @@ async def _abort(context: Any, error: ManyloraError) -> None:
 
 
 class _Handlers:
-    """Wraps handlers for grpc.aio, and knows the tasks that run them."""
+    """Wraps handlers for grpc.aio, knows the tasks that run them, and refuses more than MAX_CONCURRENT_CALLS."""
 
     def __init__(self) -> None:
         self.running: set[asyncio.Task[Any]] = set()
+
+    def _check_room(self) -> None:
+        if len(self.running) >= MAX_CONCURRENT_CALLS:
+            raise Overloaded(f"{MAX_CONCURRENT_CALLS} calls are under way here")
 
     def wrap(self, method: Method, handler: Callable[..., Any]) -> Any:
         """grpc's handler object for one method. All bytes: no (de)serializers are given to grpc."""
@@ -180,8 +184,9 @@ class _Handlers:
         async def run(data: Any, context: Any) -> bytes:
             task = asyncio.current_task()
             assert task is not None
-            running.add(task)
             try:
+                self._check_room()
+                running.add(task)
                 request = _Requests(context, request_type) if client_streaming else parse_request(request_type, data)
                 response: Message = await handler(request, _ServerCall(context))
                 encoded: bytes = response.SerializeToString()
@@ -207,13 +212,14 @@ class _Handlers:
         async def run(data: Any, context: Any) -> None:
             task = asyncio.current_task()
             assert task is not None
-            running.add(task)
             responses: Any = None
             write = context.write
             try:
                 while True:
                     try:
                         if responses is None:
+                            self._check_room()
+                            running.add(task)
                             request = (
                                 _Requests(context, request_type)
                                 if client_streaming
@@ -248,10 +254,14 @@ class _Handlers:
 
 
 class GrpcServer:
-    """A listening server. States: serving, stopped; `stop` may be called again."""
+    """A listening server. States: serving, stopped; `stop` may be called again.
 
-    def __init__(self, server: Any, address: str, health: Health, handlers: _Handlers) -> None:
-        self._server = server
+    Args:
+        acceptors: grpc's servers, all on one port. They share handlers and health.
+    """
+
+    def __init__(self, acceptors: Sequence[Any], address: str, health: Health, handlers: _Handlers) -> None:
+        self._acceptors = acceptors
         self._address = address
         self._health = health
         self._handlers = handlers
@@ -266,7 +276,7 @@ class GrpcServer:
     async def stop(self, grace_s: float) -> None:
         """Also waits for the `finally` blocks of the handlers that it cancels."""
         self._health.set_serving(False)
-        await self._server.stop(grace_s if grace_s > 0 else None)
+        await asyncio.gather(*(acceptor.stop(grace_s if grace_s > 0 else None) for acceptor in self._acceptors))
         left = {task for task in self._handlers.running if task is not asyncio.current_task()}
         if left:
             _, left = await asyncio.wait(left, timeout=STOP_CLEANUP_S)
@@ -436,36 +446,60 @@ class GrpcChannel:
 
 
 class GrpcTransport:
-    """Stateless: servers and channels belong to those who asked for them."""
+    """Stateless: servers and channels belong to those who asked for them.
+
+    Args:
+        acceptors: how many of grpc's servers share a server's port. One of them takes a single call in a turn of the
+            event loop: behind a caller that sends hundreds, another's call waits for as many turns, before any code of
+            ours has seen it. The system spreads connections over acceptors, so with k of them a caller's burst holds up
+            one k-th of the other connections.
+    """
+
+    def __init__(self, *, acceptors: int = 1) -> None:
+        self._num_acceptors = acceptors
 
     async def serve(self, address: str, services: Sequence[Service]) -> GrpcServer:
         host, port = parse_address(address)
         names = [service.descriptor.full_name for service in services]
         health = Health(names)
         handlers = _Handlers()
-        everything = [*services, health.service(), _reflection_service(names)]
-        server = grpc.aio.server(options=_SERVER, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS)
-        server.add_generic_rpc_handlers(
-            [
-                grpc.method_handlers_generic_handler(
-                    service.descriptor.full_name,
-                    {
-                        name: handlers.wrap(method, service.handlers[name])
-                        for name, method in methods_of(service.descriptor).items()
-                    },
-                )
-                for service in everything
-            ]
-        )
+        generic_handlers = [
+            grpc.method_handlers_generic_handler(
+                service.descriptor.full_name,
+                {
+                    name: handlers.wrap(method, service.handlers[name])
+                    for name, method in methods_of(service.descriptor).items()
+                },
+            )
+            for service in (*services, health.service(), _reflection_service(names))
+        ]
         try:
-            bound_port = server.add_insecure_port(join_address(host, port))
-        except RuntimeError as e:
+            if self._num_acceptors > 1 and port:
+                _check_unused(host, port)
+            acceptors = []
+            for _ in range(self._num_acceptors):
+                acceptor = grpc.aio.server(options=(*_SERVER, ("grpc.so_reuseport", int(self._num_acceptors > 1))))
+                acceptor.add_generic_rpc_handlers(generic_handlers)
+                port = acceptor.add_insecure_port(join_address(host, port))
+                acceptors.append(acceptor)
+        except (RuntimeError, OSError) as e:
             raise OSError(errno.EADDRNOTAVAIL, f"cannot listen on {address}: {e}") from e
-        await server.start()
-        return GrpcServer(server, join_address(host, bound_port), health, handlers)
+        for acceptor in acceptors:
+            await acceptor.start()
+        return GrpcServer(acceptors, join_address(host, port), health, handlers)
 
     def connect(self, address: str) -> GrpcChannel:
         return GrpcChannel(join_address(*parse_address(address)))
+
+
+def _check_unused(host: str, port: int) -> None:
+    """Raises OSError. Acceptors share their port with whoever asks; two processes on one are an error all the same, not
+    a load balancer."""
+    for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()
 
 
 def _reflection_service(names: Sequence[str]) -> Service:
