@@ -35,7 +35,7 @@ import transformers
 import triton
 from manylora_shared.ids import AdapterUid
 from manylora_worker.adapters.host_memory import HostMemory
-from manylora_worker.adapters.source import HostAdapter, place_site
+from manylora_worker.adapters.source import HostAdapter, elements_of, lay_out
 from manylora_worker.device.decoder_weights import read_decoder
 from manylora_worker.device.runner import DeviceLimits, DeviceModelRunner
 from manylora_worker.engine.api import PENDING_TOKEN, Sampling, SequenceChunk, StepBatch
@@ -92,17 +92,10 @@ def make_model(shape: str, quantization: Literal["none", "nf4"]) -> LoadedModel:
 
 
 def make_adapter(loaded: LoadedModel, index: int, rank: int) -> HostAdapter:
-    layout = []
-    end = 0
-    for site in loaded.sites:
-        placed = place_site(site, {slot.path: rank for slot in site.slots}, end)
-        assert placed is not None
-        layout.append(placed)
-        last = placed.slots[-1][3]
-        end = last.start + last.rows * last.columns
+    layout = lay_out(loaded.sites, {slot.path: rank for site in loaded.sites for slot in site.slots})
     generator = torch.Generator("cuda").manual_seed(index)
-    buffer = torch.randn(end, device="cuda", dtype=torch.bfloat16, generator=generator).mul_(0.02)
-    return HostAdapter(AdapterUid(f"adapter-{rank}-{index}"), buffer, tuple(layout))
+    buffer = torch.randn(elements_of(layout), device="cuda", dtype=torch.bfloat16, generator=generator).mul_(0.02)
+    return HostAdapter(AdapterUid(f"adapter-{rank}-{index}"), buffer, layout)
 
 
 def make_chunk(

@@ -1,4 +1,4 @@
-"""A fake router on a real port, and the command line in a process of its own."""
+"""A fake router on a real port, and the command line in processes of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import socket
-import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 import pytest
 from manylora_shared.transport.grpc_transport import GrpcTransport
 
+from tests.cli import forked
 from tests.cli.fake_server import FakeRouter
 
 
@@ -56,22 +56,19 @@ class Manylora(Protocol):
 
 
 @pytest.fixture
-def manylora(address: str) -> Manylora:
+def manylora(address: str, tmp_path_factory: pytest.TempPathFactory) -> Manylora:
     """Runs the command against the fake router, whose address it has from the environment."""
 
     async def call(*arguments: str, stdin: str = "") -> Outcome:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "manylora",
-            *arguments,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, "MANYLORA_SERVER": address, "NO_COLOR": "1", "COLUMNS": "200"},
-        )
-        stdout, stderr = await process.communicate(stdin.encode())
-        return Outcome(process.returncode or 0, stdout.decode(), stderr.decode())
+        folder = tmp_path_factory.mktemp("streams")
+        (folder / "stdin").write_bytes(stdin.encode())
+        environment = {**os.environ, "MANYLORA_SERVER": address, "NO_COLOR": "1", "COLUMNS": "200"}
+        process = forked.start(arguments, environment, folder)
+        await asyncio.to_thread(process.join)
+        exit_code = process.exitcode
+        process.close()
+        stdout, stderr = ((folder / name).read_bytes().decode() for name in ("stdout", "stderr"))
+        return Outcome(exit_code, stdout, stderr)
 
     return call
 

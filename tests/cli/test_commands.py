@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,16 @@ from tests.cli.conftest import Manylora
 from tests.cli.fake_server import VERSION, FakeRouter
 
 TWO_TENANTS = "# who pays\ntenant_id: acme\n---\ntenant_id: birch\nclasses: {}\n---\n"
+
+
+async def test_it_starts_as_a_module_too(address: str) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "manylora", "generate", "--json", "--server", address, "one two"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    stdout, stderr = await process.communicate()
+    assert (process.returncode, json.loads(stdout)["text"], stderr) == (0, "ONE TWO", b"ONE TWO\n")
 
 
 async def test_generate_streams_text_and_sends_what_was_asked(manylora: Manylora, router: FakeRouter) -> None:

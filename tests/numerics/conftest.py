@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from manylora_shared.adapter_files import CONFIG_NAME, WEIGHTS_NAME, adapter_uid, parse_config
+from manylora_shared.ids import AdapterUid
 from manylora_worker.loader import LoadedModel, load_model
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -23,6 +26,16 @@ class Family:
     adapters: dict[str, Path]
     loaded: LoadedModel
     reference: Reference
+
+    def put_adapters(self, objects: Path) -> dict[str, AdapterUid]:
+        """Copies the adapters into an adapter store's folder of objects; returns their uids by their names."""
+        uids = {
+            name: adapter_uid(parse_config((folder / CONFIG_NAME).read_bytes()), folder / WEIGHTS_NAME)
+            for name, folder in self.adapters.items()
+        }
+        for name, uid in uids.items():
+            shutil.copytree(self.adapters[name], objects / uid, dirs_exist_ok=True)
+        return uids
 
 
 @pytest.fixture(scope="session", autouse=True)

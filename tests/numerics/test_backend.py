@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,11 +36,7 @@ class Setup:
         self.runner = make_runner(family.loaded)
         self.woken = threading.Semaphore(0)
         self.objects = store / "objects"
-        self.uids: dict[str, AdapterUid] = {}
-        scratch = make_runner(family.loaded)
-        for name, folder in family.adapters.items():
-            self.uids[name] = put_adapter(scratch, family.loaded, folder)
-            shutil.copytree(folder, self.objects / self.uids[name])
+        self.uids = family.put_adapters(self.objects)
         self.backend = TorchAdapterBackend(
             self.objects, reader(AdapterBase.of(family.loaded), LIMITS), self.runner, notify=self.woken.release
         )

@@ -17,7 +17,7 @@ import torch
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
 from manylora_worker import loader
 from manylora_worker.adapters.cache import AdapterCacheLimits
-from manylora_worker.adapters.source import AdapterBase, HostAdapter, PlacedSite, place_site, read_adapter
+from manylora_worker.adapters.source import AdapterBase, HostAdapter, elements_of, lay_out, read_adapter
 from manylora_worker.engine.api import EngineRequest, Sampling, StepBatch
 from manylora_worker.engine.attention import ATTENTION, register_attention
 from manylora_worker.engine.core import EngineCore, EngineLimits
@@ -327,14 +327,7 @@ def test_cuda_tiles_in_the_decoder(shape: str, device: str, monkeypatch: pytest.
 
 def random_adapter(loaded: loader.LoadedModel, rank: int, seed: int) -> HostAdapter:
     """On all sites, large enough that its outputs are seen."""
-    layout: list[PlacedSite] = []
-    end = 0
-    for site in loaded.sites:
-        placed = place_site(site, {slot.path: rank for slot in site.slots}, end)
-        assert placed is not None
-        layout.append(placed)
-        last = placed.slots[-1][3]
-        end = last.start + last.rows * last.columns
+    layout = lay_out(loaded.sites, {slot.path: rank for site in loaded.sites for slot in site.slots})
     generator = torch.Generator().manual_seed(seed)
-    buffer = torch.randn(end, generator=generator).mul_(0.05).to(loaded.dtype)
-    return HostAdapter(AdapterUid(f"random-{rank}"), buffer, tuple(layout))
+    buffer = torch.randn(elements_of(layout), generator=generator).mul_(0.05).to(loaded.dtype)
+    return HostAdapter(AdapterUid(f"random-{rank}"), buffer, layout)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-import shutil
 import time
 from pathlib import Path
 
 import pytest
-from manylora_shared.adapter_files import CONFIG_NAME, WEIGHTS_NAME, adapter_uid, parse_config
-from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
+from manylora_shared.ids import QosClass, RequestId, TenantId
 from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.engine.api import EngineRequest, Sampling
 from manylora_worker.engine.core import EngineCore, EngineLimits
@@ -29,11 +27,7 @@ def test_core_equals_peft(family_of: FamilyOf, name: str, tmp_path: Path, marks_
     """Chunked prefill, a pool too small for all, adapters loaded and evicted meanwhile, graphs of many sizes; the next
     step is begun beside the last one, and stop tokens are found late."""
     family = family_of(name)
-    uids: dict[str | None, AdapterUid | None] = {None: None}
-    for adapter, folder in family.adapters.items():
-        uid = adapter_uid(parse_config((folder / CONFIG_NAME).read_bytes()), folder / WEIGHTS_NAME)
-        uids[adapter] = uid
-        shutil.copytree(folder, tmp_path / "objects" / uid, dirs_exist_ok=True)
+    uids = {None: None, **family.put_adapters(tmp_path / "objects")}
     adapter_bytes = 3 << 18
     options = EngineOptions(
         model=str(family.folder), adapter_store=tmp_path, device="cuda", dtype="float32", num_blocks=16,

@@ -4,14 +4,12 @@ and those that are computed again all answer as if each had been alone."""
 from __future__ import annotations
 
 import random
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from manylora_shared.adapter_files import CONFIG_NAME, WEIGHTS_NAME, adapter_uid, parse_config
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
 from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.engine.api import EngineRequest, FinishReason, SwapRunner
@@ -109,11 +107,7 @@ def test_outputs_are_the_references(family_of: FamilyOf, name: str, cache_share:
 def test_outputs_are_the_references_on_the_device(family_of: FamilyOf, name: str, tmp_path: Path) -> None:
     """Copies on a stream of their own, beside steps that are begun one ahead."""
     family = family_of(name)
-    uids: dict[str | None, AdapterUid | None] = {None: None}
-    for adapter, folder in family.adapters.items():
-        uid = adapter_uid(parse_config((folder / CONFIG_NAME).read_bytes()), folder / WEIGHTS_NAME)
-        uids[adapter] = uid
-        shutil.copytree(folder, tmp_path / "objects" / uid, dirs_exist_ok=True)
+    uids = {None: None, **family.put_adapters(tmp_path / "objects")}
     adapter_bytes = 8 << 20
     block_bytes = family.loaded.spec.kv.token_bytes(torch.float32) * 16
     options = EngineOptions(

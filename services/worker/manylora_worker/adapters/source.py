@@ -444,7 +444,7 @@ def lay_out(sites: Sequence[Site], ranks: Mapping[str, int]) -> Layout:
     """One site after the other. ranks: by module path; a module that is absent is not adapted."""
     layout: list[PlacedSite] = []
     for site in sites:
-        placed = place_site(site, ranks, elements_of(layout))
+        placed = _place_site(site, ranks, elements_of(layout))
         if placed is not None:
             layout.append(placed)
     return tuple(layout)
@@ -464,7 +464,7 @@ def ranks_by_slot(layout: Layout, sites: Sequence[Site]) -> list[int]:
     return [ranks.get((site.index, slot), 0) for site in sites for slot in range(len(site.slots))]
 
 
-def place_site(site: Site, ranks: Mapping[str, int], start: int) -> PlacedSite | None:
+def _place_site(site: Site, ranks: Mapping[str, int], start: int) -> PlacedSite | None:
     """The site's place in the buffer from element `start` on: A of all its slots, then each slot's B."""
     ranked = [(i, ranks[slot.path], slot) for i, slot in enumerate(site.slots) if slot.path in ranks]
     if not ranked:

@@ -17,6 +17,7 @@ ones are found by another tenant's lookup.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -252,17 +253,18 @@ class BlockPool:
     def check_invariants(self) -> None:
         self._cache.check_invariants()
         free = set(self._free)
-        idle = {block_id for block_id in range(self.num_blocks) if self._cache.is_idle(block_id)}
+        idle, published = self._cache.idle_blocks(), self._cache.published_blocks()
         parked = {source for source in self._copies_from if self._references[source] == 0}
-        held = {block_id for block_id, count in enumerate(self._references) if count > 0}
+        assert min(self._references) >= 0
+        held = set(itertools.compress(range(self.num_blocks), self._references))
         assert len(free) == len(self._free), "a block is free twice"
         assert not free & held
         assert not free & parked
         assert not idle & (free | held | parked)
         assert len(free) + len(idle) + len(held) + len(parked) == self.num_blocks, "a block is lost"
-        assert not any(self._cache.is_published(block_id) for block_id in (*free, *self._unclean))
-        assert all(self._cache.tenant_of(block_id) in (None, self._owner[block_id]) for block_id in idle | held)
-        assert all(count >= 0 for count in self._references)
+        assert published.keys().isdisjoint(free)
+        assert published.keys().isdisjoint(self._unclean)
+        assert all(self._owner[block_id] == tenant_id for block_id, tenant_id in published.items())
         counts: dict[TenantId, int] = {}
         for block_id in held:
             owner = self._owner[block_id]

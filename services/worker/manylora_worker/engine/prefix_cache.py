@@ -126,14 +126,16 @@ class PrefixCache:
     def is_published(self, block_id: int) -> bool:
         return block_id in self._names
 
-    def tenant_of(self, block_id: int) -> TenantId | None:
-        """Whose lookups may find the block; None: nobody's."""
-        name = self._names.get(block_id)
-        return None if name is None else name[0]
-
     def is_idle(self, block_id: int) -> bool:
         name = self._names.get(block_id)
         return name is not None and block_id in self._tenants[name[0]].idle
+
+    def published_blocks(self) -> dict[int, TenantId]:
+        """With whose lookups may find them. Walks them all, as `idle_blocks` does."""
+        return {block_id: tenant_id for block_id, (tenant_id, _) in self._names.items()}
+
+    def idle_blocks(self) -> set[int]:
+        return {block_id for tenant in self._tenants.values() for block_id in tenant.idle}
 
     def publish(self, tenant_id: TenantId, key: bytes, block_id: int) -> None:
         """Makes a held block findable. The first block of a key keeps it: another with the same KV is of no use."""

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from manylora_worker.kernels.gemm import load_product
-from manylora_worker.kernels.lora import LoraRows, expand
+from manylora_worker.kernels.lora import LoraRows, expand, expand_arguments
 
 
 @triton.jit
@@ -145,15 +145,9 @@ def add_norm(
         num_rows,
         counters,
         residual if outputs is None else outputs,
-        num_rows if lora is None else lora.row_adapters,
-        residual if lora is None else lora.low_rank,
-        residual if lora is None else lora.weights,
-        num_rows if lora is None else lora.sites,
-        0 if delta is None else delta.stride(0),
-        0 if lora is None else lora.low_rank.stride(1),
-        0 if lora is None else lora.low_rank.stride(0),
-        0 if lora is None else lora.sites.stride(0),
-        eps,
+        **expand_arguments(lora, num_rows),
+        stride_part=0 if delta is None else delta.stride(0),
+        eps=eps,
         N=hidden,
         BLOCK_N=block_n,
         PIECES=pieces,
@@ -162,10 +156,6 @@ def add_norm(
         HAS_POST=post_weight is not None,
         WEIGHT_PLUS_ONE=weight_plus_one,
         HAS_OUTPUTS=outputs is not None,
-        HAS_LORA=lora is not None,
-        CHUNKS=1 if lora is None else lora.chunks,
-        SPLIT_K=1 if lora is None else lora.low_rank.shape[0],
-        BLOCK_S=1 if lora is None else triton.next_power_of_2(lora.low_rank.shape[0]),
         PDL=pdl,
         num_warps=num_warps,
         launch_pdl=pdl,

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from manylora_worker.kernels.gemm import load_product
-from manylora_worker.kernels.lora import TILE_ROWS, LoraRows, expand_pair, load_tile
+from manylora_worker.kernels.lora import TILE_ROWS, LoraRows, expand_arguments, expand_pair, load_program
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -44,13 +44,9 @@ def _gate_kernel(
     BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if BY_TILE:
-        first_row, count, adapter = load_tile(tiles_ptr, tl.program_id(1))
-    else:
-        first_row = tl.program_id(1) * BLOCK_M
-        count = tl.minimum(tl.load(num_rows_ptr) - first_row, BLOCK_M)
-        if HAS_LORA:
-            adapter = tl.load(row_adapters_ptr + first_row, mask=count > 0, other=0)
+    first_row, count, adapter = load_program(
+        tl.program_id(1), num_rows_ptr, tiles_ptr, row_adapters_ptr, BLOCK_M, BY_TILE, HAS_LORA
+    )
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column_mask = columns < N
     # A family that fuses gate and up itself has one slot with the columns of both.
@@ -109,32 +105,21 @@ def gate(
     else:
         block_n, num_warps = (1024, 4) if lora is None else (512, 2)
     block_n = min(block_n, triton.next_power_of_2(width))
-    any_tensor = gate_up
     grid = (triton.cdiv(width, block_n), lora.num_tiles if lora is not None and by_tile else rows)
     _gate_kernel[grid](
         gate_up,
         out,
         num_rows,
-        num_rows if lora is None else lora.tiles,
-        num_rows if lora is None else lora.row_adapters,
-        any_tensor if lora is None else lora.low_rank,
-        any_tensor if lora is None else lora.weights,
-        num_rows if lora is None else lora.sites,
-        gate_up.stride(0),
-        0 if lora is None else lora.low_rank.stride(1),
-        0 if lora is None else lora.low_rank.stride(0),
-        0 if lora is None else lora.sites.stride(0),
+        **expand_arguments(lora, num_rows),
+        tiles_ptr=num_rows if lora is None else lora.tiles,
+        stride_part=gate_up.stride(0),
         N=width,
         PARTS=gate_up.shape[0],
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         GELU=activation == "gelu_tanh",
-        HAS_LORA=lora is not None,
         BY_TILE=by_tile,
         NUM_SLOTS=num_slots,
-        CHUNKS=1 if lora is None else lora.chunks,
-        SPLIT_K=1 if lora is None else lora.low_rank.shape[0],
-        BLOCK_S=1 if lora is None else triton.next_power_of_2(lora.low_rank.shape[0]),
         PDL=pdl,
         num_warps=num_warps,
         launch_pdl=pdl,

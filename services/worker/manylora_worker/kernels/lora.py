@@ -29,6 +29,7 @@ Sources of the idea: grouped products over adapter segments as in Punica (Chen e
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -84,6 +85,23 @@ class LoraRows:
     """[rows, out]: s B, where it is computed apart (lora_tiles.py) and the reader only adds it."""
 
 
+def expand_arguments(lora: LoraRows | None, unused: Tensor) -> dict[str, Any]:
+    """By their names, the arguments that every kernel with an expand takes; `unused` stands for tensors of no LoRA."""
+    if lora is None:
+        return {
+            "row_adapters_ptr": unused, "low_rank_ptr": unused, "weights_ptr": unused, "sites_ptr": unused,
+            "stride_low_rank": 0, "stride_split": 0, "stride_site": 0,
+            "HAS_LORA": False, "CHUNKS": 1, "SPLIT_K": 1, "BLOCK_S": 1,
+        }  # fmt: skip
+    splits = lora.low_rank.shape[0]
+    return {
+        "row_adapters_ptr": lora.row_adapters, "low_rank_ptr": lora.low_rank, "weights_ptr": lora.weights,
+        "sites_ptr": lora.sites, "stride_low_rank": lora.low_rank.stride(1), "stride_split": lora.low_rank.stride(0),
+        "stride_site": lora.sites.stride(0),
+        "HAS_LORA": True, "CHUNKS": lora.chunks, "SPLIT_K": splits, "BLOCK_S": triton.next_power_of_2(splits),
+    }  # fmt: skip
+
+
 @triton.jit
 def load_tile(tiles_ptr, tile):
     """First row, number of rows, adapter slot."""
@@ -91,6 +109,21 @@ def load_tile(tiles_ptr, tile):
     num_rows = tl.load(tiles_ptr + tile * 4 + 1)
     adapter = tl.load(tiles_ptr + tile * 4 + 2)
     return first_row, num_rows, adapter
+
+
+@triton.jit
+def load_program(
+    program, num_rows_ptr, tiles_ptr, row_adapters_ptr, BLOCK_M: tl.constexpr, BY_TILE: tl.constexpr,
+    HAS_LORA: tl.constexpr,
+):  # fmt: skip
+    """The rows of a program that reads a product: first row, number of rows (0 or less: none), adapter slot."""
+    if BY_TILE:
+        first_row, count, adapter = load_tile(tiles_ptr, program)
+    else:
+        first_row = program * BLOCK_M
+        count = tl.minimum(tl.load(num_rows_ptr) - first_row, BLOCK_M)
+        adapter = tl.load(row_adapters_ptr + first_row, mask=(count > 0) & HAS_LORA, other=0)
+    return first_row, count, adapter
 
 
 @triton.jit

@@ -169,6 +169,19 @@ constexpr int EXPAND_WARPS = 4;
 constexpr int S_STRIDE = CHUNKS * 16 + 8;  // other banks for other rows
 constexpr int S_BYTES = 16 * S_STRIDE * 2;
 
+// What a warp loads next: its spans one after the other, and of each all chunks.
+struct NextLoad {
+    int step, chunk, column;
+
+    __device__ __forceinline__ void advance(int chunks) {
+        step++;
+        if (++chunk == chunks) {
+            chunk = 0;
+            column += EXPAND_WARPS * 64;
+        }
+    }
+};
+
 __device__ __forceinline__ void load_s(u8* s, const float* low_rank, const Tile& tile, int slot, int rank, int chunks,
                                        int splits, int stride_row, int stride_split) {
     for (int i = threadIdx.x; i < tile.rows * chunks * 16; i += 32 * EXPAND_WARPS) {
@@ -242,17 +255,13 @@ extern "C" __global__ void __launch_bounds__(32 * EXPAND_WARPS, 6)
         const long* site = sites + (long)tile.adapter * stride_site;
         const long first_chunk = b_offset(site, slot, 0);
         const int rank = (int)site[slot], chunks = (rank + 15) / 16;
-        int load_step = 0, load_chunk = 0, load_column = first_column;
+        NextLoad next = {0, 0, first_column};
         auto load = [&]() {
-            if (chunks && load_column < first_column + EXPAND_OUTPUTS) {
-                const u8* from = weights + 2 * ((load_chunk ? b_offset(site, slot, load_chunk) : first_chunk) + load_column);
-                const u32 to = shared_address(stages + load_step % EXPAND_STAGES * EXPAND_STAGE);
-                copy_block<16>(to, from, 2l * columns, rank - load_chunk * 16, 2 * (columns - load_column));
-                load_step++;
-                if (++load_chunk == chunks) {
-                    load_chunk = 0;
-                    load_column += EXPAND_WARPS * 64;
-                }
+            if (chunks && next.column < first_column + EXPAND_OUTPUTS) {
+                const u8* from = weights + 2 * ((next.chunk ? b_offset(site, slot, next.chunk) : first_chunk) + next.column);
+                const u32 to = shared_address(stages + next.step % EXPAND_STAGES * EXPAND_STAGE);
+                copy_block<16>(to, from, 2l * columns, rank - next.chunk * 16, 2 * (columns - next.column));
+                next.advance(chunks);
             }
             end_group_of_copies();
         };
@@ -331,26 +340,22 @@ extern "C" __global__ void __launch_bounds__(32 * EXPAND_WARPS, 4)
         const int ranks[2] = {(int)site[0], (int)site[up_slot]};
         const int chunks = max(1, (max(ranks[0], ranks[1]) + 15) / 16);
         const u8* own_rows = product + 4l * tile.first_row * width;
-        int load_step = 0, load_chunk = 0, load_column = first_column;
+        NextLoad next = {0, 0, first_column};
         auto load = [&]() {
-            if (load_column < first_column + GATE_OUTPUTS) {
-                const u32 to = shared_address(stages + load_step % GATE_STAGES * GATE_STAGE);
-                const int left = 2 * (width - load_column);
+            if (next.column < first_column + GATE_OUTPUTS) {
+                const u32 to = shared_address(stages + next.step % GATE_STAGES * GATE_STAGE);
+                const int left = 2 * (width - next.column);
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    const long offset = load_chunk ? b_offset(site, i ? up_slot : 0, load_chunk) : first_chunks[i];
-                    const u8* from = weights + 2 * (offset + i * up_column + load_column);
-                    copy_block<16>(to + i * 16 * 128, from, 2l * slot_columns, ranks[i] - load_chunk * 16, left);
-                    if (load_chunk == 0)
+                    const long offset = next.chunk ? b_offset(site, i ? up_slot : 0, next.chunk) : first_chunks[i];
+                    const u8* from = weights + 2 * (offset + i * up_column + next.column);
+                    copy_block<16>(to + i * 16 * 128, from, 2l * slot_columns, ranks[i] - next.chunk * 16, left);
+                    if (next.chunk == 0)
                         copy_block<8>(
-                            to + (32 + i * 8) * 128, own_rows + 2 * ((long)i * width + load_column), 4l * width,
+                            to + (32 + i * 8) * 128, own_rows + 2 * ((long)i * width + next.column), 4l * width,
                             tile.rows, left);
                 }
-                load_step++;
-                if (++load_chunk == chunks) {
-                    load_chunk = 0;
-                    load_column += EXPAND_WARPS * 64;
-                }
+                next.advance(chunks);
             }
             end_group_of_copies();
         };

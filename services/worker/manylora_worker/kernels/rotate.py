@@ -11,7 +11,7 @@ from torch import Tensor
 
 from manylora_worker.kernels.attention import PagedLayout
 from manylora_worker.kernels.gemm import load_product
-from manylora_worker.kernels.lora import TILE_ROWS, LoraRows, expand, expand_pair, load_tile
+from manylora_worker.kernels.lora import TILE_ROWS, LoraRows, expand, expand_arguments, expand_pair, load_program
 
 
 @triton.jit
@@ -66,13 +66,9 @@ def _rotate_store_kernel(
 ):
     """One head of BLOCK_M rows: its rotated halves `one` and `two`, and the `rest` that is not rotated."""
     head = tl.program_id(0)
-    if BY_TILE:
-        first_row, count, adapter = load_tile(tiles_ptr, tl.program_id(1))
-    else:
-        first_row = tl.program_id(1) * BLOCK_M
-        count = tl.minimum(tl.load(num_rows_ptr) - first_row, BLOCK_M)
-        if HAS_LORA:
-            adapter = tl.load(row_adapters_ptr + first_row, mask=count > 0, other=0)
+    first_row, count, adapter = load_program(
+        tl.program_id(1), num_rows_ptr, tiles_ptr, row_adapters_ptr, BLOCK_M, BY_TILE, HAS_LORA
+    )
     offsets = tl.arange(0, BLOCK_M)
     rows = first_row + offsets
     row_mask = offsets < count
@@ -229,21 +225,15 @@ def rotate_store(
         any_tensor if k_norm is None else k_norm,
         num_rows,
         any_tensor if outputs is None else outputs,
-        num_rows if lora is None else lora.tiles,
-        num_rows if lora is None else lora.row_adapters,
-        any_tensor if lora is None else lora.low_rank,
-        any_tensor if lora is None else lora.weights,
-        num_rows if lora is None else lora.sites,
-        qkv.stride(0),
-        tables.stride(0),
-        layout.stride_block,
-        layout.stride_token,
-        layout.stride_kv,
-        layout.stride_head,
-        0 if lora is None else lora.low_rank.stride(1),
-        0 if lora is None else lora.low_rank.stride(0),
-        0 if lora is None else lora.sites.stride(0),
-        eps,
+        **expand_arguments(lora, num_rows),
+        tiles_ptr=num_rows if lora is None else lora.tiles,
+        stride_part=qkv.stride(0),
+        stride_table=tables.stride(0),
+        stride_block=layout.stride_block,
+        stride_token=layout.stride_token,
+        stride_kv=layout.stride_kv,
+        stride_head=layout.stride_head,
+        eps=eps,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -257,12 +247,8 @@ def rotate_store(
         HEAD_NORM=q_norm is not None,
         WEIGHT_PLUS_ONE=weight_plus_one,
         HAS_OUTPUTS=outputs is not None,
-        HAS_LORA=lora is not None,
         BY_TILE=by_tile,
         NUM_SLOTS=num_slots,
-        CHUNKS=1 if lora is None else lora.chunks,
-        SPLIT_K=1 if lora is None else lora.low_rank.shape[0],
-        BLOCK_S=1 if lora is None else triton.next_power_of_2(lora.low_rank.shape[0]),
         PDL=pdl,
         num_warps=1 if block_m <= 2 or by_tile else 4,
         launch_pdl=pdl,
