@@ -122,7 +122,7 @@ class Rig:
         """Whether it holds blocks, or has ended."""
         if request_id in self.ended:
             return True
-        group = self.core._groups[request_id]
+        group = self.core._requests[request_id]
         return any(sequence.block_table for sequence in group.sequences)
 
 

@@ -19,7 +19,7 @@ from manylora_shared.ids import AdapterUid, RequestId, TenantId
 from manylora_worker.adapters.cache import TenantAdapters
 from manylora_worker.adapters.pins import PinState
 from manylora_worker.engine.api import AdapterTier, EngineRequest
-from manylora_worker.engine.core import FlowTokens
+from manylora_worker.engine.counters import FlowTokens
 from manylora_worker.engine.tenant_shares import FlowKey
 from manylora_worker.requests import QOS_NUMBERS, TIERS
 from manylora_worker.runtime import EngineView, FlowLoad

@@ -41,7 +41,9 @@ from manylora_worker.engine.api import (
     StepBatch,
     TokenOutput,
 )
-from manylora_worker.engine.core import EngineCore, EngineStats, FlowTokens, RequestEnd
+from manylora_worker.engine.core import EngineCore
+from manylora_worker.engine.counters import EngineStats, FlowTokens
+from manylora_worker.engine.outbox import RequestEnd
 from manylora_worker.engine.step_planner import FlowSlots
 from manylora_worker.engine.tenant_shares import FlowKey, TenantShare
 

@@ -14,7 +14,7 @@ from manylora_shared.errors import Code
 from manylora_shared.telemetry import Attribute, SpanName, Telemetry, request_attributes
 
 from manylora_worker.engine.api import EngineRequest, TokenOutput
-from manylora_worker.engine.core import RequestEnd
+from manylora_worker.engine.outbox import RequestEnd
 from manylora_worker.runtime import EndKind, StreamEnd
 
 _CODES = {

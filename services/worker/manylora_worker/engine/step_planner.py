@@ -52,7 +52,7 @@ from manylora_shared.fair_queue import FairQueue, Pick, Rank, Share
 from manylora_shared.ids import QosClass, TenantId
 
 from manylora_worker.engine.block_pool import BlockPool
-from manylora_worker.engine.prefix_cache import PrefixKeys
+from manylora_worker.engine.prefixes import Prefixes
 from manylora_worker.engine.reclaim import PROMPT_TOKEN_COST, Reclaim, Room, least_recent
 from manylora_worker.engine.sequence import Sequence, SequenceStatus, SwapStage
 from manylora_worker.engine.swapping import Swapper
@@ -145,14 +145,13 @@ class StepPlanner:
         limits: PlannerLimits,
         shares: TenantShares,
         swapper: Swapper,
-        prefix_keys: PrefixKeys | None = None,
+        prefixes: Prefixes,
     ) -> None:
         self._pool = pool
         self._limits = limits
         self._shares = shares
         self._swapper = swapper
-        self._prefix_keys = prefix_keys
-        """None: nothing is looked up."""
+        self._prefixes = prefixes
         self._queue: FairQueue[FlowKey, int] = FairQueue()
         self._queued: dict[int, Sequence] = {}
         """By item: sequences that are parked or wait for blocks."""
@@ -271,16 +270,11 @@ class StepPlanner:
         else:
             del self._waiting[bisect.bisect_left(self._waiting, sequence.order, key=_order)]
             sequence.move_to(resumes_as)
-            self._publish(sequence, num_blocks)
+            # Its first blocks are as they were before it left: what follows them is found behind them again.
+            end = min(num_blocks * self._pool.block_size, sequence.num_computed_tokens)
+            self._prefixes.publish(sequence, 0, end)
             self._park(sequence)
         self._requeue(sequence)
-
-    def _publish(self, sequence: Sequence, num_blocks: int) -> None:
-        """Its first blocks are as they were before it left: what follows them is found behind them again."""
-        keys, block_size = self._prefix_keys, self._pool.block_size
-        if keys is not None:
-            for index in range(min(num_blocks, sequence.num_computed_tokens // block_size)):
-                self._pool.publish(sequence.block_table[index], keys.key_at(sequence, index, block_size))
 
     def pause(self, sequences: Iterable[Sequence]) -> None:
         """Their group is paused: they take no slot until `resume`. One that has a slot keeps it to its unit's end."""
@@ -484,7 +478,7 @@ class StepPlanner:
             if num_tokens == 0 and sequence.swap is None:
                 return None
             if sequence.is_out:
-                cached = self._find_cached(sequence)
+                cached = self._prefixes.find(sequence)
                 num_blocks = self._pool.blocks_for(sequence.num_tokens) - len(cached)
                 # As good as free are those that are idle, and those that are on their way to be: others may await them.
                 num_blocks += self._pool.num_idle_among(cached) + self._swapper.num_leaving_among(cached)
@@ -571,21 +565,12 @@ class StepPlanner:
     def _take_all_blocks(self, sequence: Sequence) -> int:
         """Returns how many of them were cached."""
         self._end_capped(sequence.flow)
-        cached = self._find_cached(sequence)
+        cached = self._prefixes.find(sequence)
         num_blocks = self._pool.blocks_for(sequence.num_tokens) - len(cached)
         self._pool.take_cached(cached)
         sequence.block_table = cached + self._pool.allocate(sequence.tenant_id, num_blocks)
         sequence.has_worked = False
         return len(cached)
-
-    def _find_cached(self, sequence: Sequence) -> list[int]:
-        """The longest chain of full blocks that the sequence can begin with; a swapped one goes on where it stood."""
-        keys, block_size = self._prefix_keys, self._pool.block_size
-        if keys is None:
-            return []
-        most = sequence.num_tokens - 1 if sequence.swap is None else sequence.num_computed_tokens
-        chain = (keys.key_at(sequence, index, block_size) for index in range(most // block_size))
-        return self._pool.find_cached(sequence.tenant_id, chain)
 
     def _claim_reserves(self) -> None:
         """Gives waiting sequences their blocks, slot or none, as far as their tenant's reserve goes.
