@@ -286,7 +286,7 @@ def _frees_before_the_copy_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: StepPlanner, sequence: Sequence) -> None:
         leave(self, sequence)
         if sequence.is_copying:
-            self._lose_blocks(sequence)
+            self._tables.lose(sequence)
 
     monkeypatch.setattr(StepPlanner, "_swap_or_evict", broken)
 

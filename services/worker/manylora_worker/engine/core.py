@@ -53,7 +53,8 @@ from manylora_worker.engine.prefixes import Prefixes
 from manylora_worker.engine.request_bounds import RequestBounds
 from manylora_worker.engine.request_table import RequestTable
 from manylora_worker.engine.sequence import Sequence, SequenceGroup, SequenceStatus, sequence_id_of
-from manylora_worker.engine.step_planner import FlowSlots, PlannerLimits, Scheduled, StepPlanner
+from manylora_worker.engine.slots import Scheduled
+from manylora_worker.engine.step_planner import FlowSlots, PlannerLimits, StepPlanner
 from manylora_worker.engine.swapping import SwapCounts, Swapper
 from manylora_worker.engine.tenant_shares import FlowKey, TenantShare, TenantShares
 

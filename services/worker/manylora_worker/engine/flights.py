@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from manylora_worker.engine.api import AheadRunner, ModelRunner, PendingStep, Sampled, SequenceChunk, StepBatch
 from manylora_worker.engine.block_pool import BlockWork
 from manylora_worker.engine.sequence import SequenceStatus
-from manylora_worker.engine.step_planner import Scheduled
+from manylora_worker.engine.slots import Scheduled
 
 
 @dataclass(slots=True)
