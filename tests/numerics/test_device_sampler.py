@@ -18,7 +18,7 @@ from manylora_worker.engine.api import Sampled, Sampling, SequenceChunk
 triton = pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
 
 import triton.language as tl  # noqa: E402
-from manylora_worker.kernels import sampling as kernels  # noqa: E402
+from manylora_worker.kernels import sampling_maths  # noqa: E402
 from manylora_worker.kernels.sampling import DeviceSampler, RowState, SamplingPlan, needs_penalty_slot  # noqa: E402
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -271,8 +271,8 @@ def test_a_row_does_not_depend_on_its_place(device: str) -> None:
 def _functions_kernel(x_ptr, exp_ptr, log_ptr, SIZE: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     x = tl.load(x_ptr + at)
-    tl.store(exp_ptr + at, kernels._exp(-x * 90.0))
-    tl.store(log_ptr + at, kernels._minus_log1p_of_minus(x))
+    tl.store(exp_ptr + at, sampling_maths.exp(-x * 90.0))
+    tl.store(log_ptr + at, sampling_maths.minus_log1p_of_minus(x))
 
 
 def functions(x: torch.Tensor, device: str) -> tuple[torch.Tensor, torch.Tensor]:

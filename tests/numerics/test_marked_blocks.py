@@ -14,10 +14,11 @@ from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.adapters.source import AdapterBase, read_adapter
 from manylora_worker.engine.api import EngineRequest, FinishReason, Sampling
 from manylora_worker.engine.block_pool import BlockPool
-from manylora_worker.engine.core import EngineCore, EngineLimits, RequestEnd
+from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.engine.fake_runner import FakeAdapterBackend
 from manylora_worker.engine.kv_cache import KvCache, KvGeometry
 from manylora_worker.engine.model_runner import TorchModelRunner
+from manylora_worker.engine.outbox import RequestEnd
 from manylora_worker.engine.step_planner import PlannerLimits
 
 from tests.numerics.conftest import Family
@@ -70,7 +71,7 @@ def run_with_a_block_freed_too_early(
         )  # fmt: skip
     for _ in range(3):
         core.step(0.0)
-    (wronged,) = core._groups[RequestId("wronged")].sequences
+    (wronged,) = core._requests[RequestId("wronged")].sequences
     core._pool.free(wronged.block_table[:1])
     with monkeypatch.context() as patch:
         for refuses in ("free", "unpublish"):  # a block that is not held

@@ -9,7 +9,8 @@ import pytest
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
 from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.engine.api import EngineRequest, FinishReason
-from manylora_worker.engine.core import EngineCore, EngineLimits, EngineStats
+from manylora_worker.engine.core import EngineCore, EngineLimits
+from manylora_worker.engine.counters import EngineStats
 from manylora_worker.engine.fake_runner import FakeAdapterBackend
 from manylora_worker.engine.prefix_cache import PrefixKeys, PrefixOptions
 from manylora_worker.engine.step_planner import PlannerLimits

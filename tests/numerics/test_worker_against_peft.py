@@ -73,7 +73,7 @@ async def test_worker_equals_peft(family: str, debug_fill_freed: bool, tmp_path:
     )
     runtime, validator = engines.build(settings)
     assert isinstance(runtime, ThreadRuntime)
-    assert runtime._core._runner._cache.marks_free is debug_fill_freed
+    assert runtime._core._flights._runner._cache.marks_free is debug_fill_freed
     coordination = MemoryStoreServer(rng)
     app = WorkerApp(
         settings,

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
 from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.engine.api import EngineRequest, FinishReason, Sampling
-from manylora_worker.engine.core import EngineCore, EngineLimits, RequestEnd
+from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner, reference_tokens
+from manylora_worker.engine.outbox import RequestEnd
 from manylora_worker.engine.prefix_cache import PrefixKeys, PrefixOptions
 from manylora_worker.engine.sequence import GroupTimes, SequenceGroup
 from manylora_worker.engine.sequence import Sequence as EngineSequence

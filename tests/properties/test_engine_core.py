@@ -21,7 +21,7 @@ from manylora_worker.engine.api import (
     StepBatch,
     TokenOutput,
 )
-from manylora_worker.engine.core import EngineCore, EngineLimits, RequestEnd
+from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.engine.fake_runner import (
     AheadFakeRunner,
     FakeAdapterBackend,
@@ -29,6 +29,7 @@ from manylora_worker.engine.fake_runner import (
     FakeStep,
     reference_tokens,
 )
+from manylora_worker.engine.outbox import RequestEnd
 from manylora_worker.engine.prefix_cache import PrefixKeys, PrefixOptions
 from manylora_worker.engine.step_planner import PlannerLimits
 from manylora_worker.engine.tenant_shares import TenantShare
@@ -610,7 +611,7 @@ def test_a_stop_that_is_found_late_costs_its_flow_nothing_and_puts_nothing_out()
         for each in (request, other):
             core.add(each, 0.0)
             seen.add(each)
-        beside = next(s for s in core._sequences.values() if s.group.request is other)
+        beside = next(s for s in core._requests.sequences if s.group.request is other)
         while beside.num_output_tokens < 25:
             seen.take(core.step(0.0), core.take_ended())
         assert seen.reasons[RequestId("r"), 0] is FinishReason.STOP

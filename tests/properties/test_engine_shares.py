@@ -19,6 +19,7 @@ from manylora_worker.engine.api import EngineRequest, FinishReason, Sampling
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner, reference_tokens
 from manylora_worker.engine.sequence import Sequence
+from manylora_worker.engine.slots import Slots
 from manylora_worker.engine.step_planner import (
     OUTPUT_TOKEN_COST,
     QUANTUM_TOKENS,
@@ -122,7 +123,7 @@ class Rig:
         """Whether it holds blocks, or has ended."""
         if request_id in self.ended:
             return True
-        group = self.core._groups[request_id]
+        group = self.core._requests[request_id]
         return any(sequence.block_table for sequence in group.sequences)
 
 
@@ -596,7 +597,7 @@ def _keeps_the_credit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _ends_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepPlanner, "_spread", lambda self, most: most)
+    monkeypatch.setattr(Slots, "spread", lambda self, step, most: most)
 
 
 def _fights() -> None:

@@ -119,7 +119,7 @@ def test_a_block_that_is_written_again_is_not_found_before_it_is_computed(monkey
     run.step()
     run.core.stop_choice(RequestId("r"), 0, 0.0)  # the second choice alone is left, to write the prompt's last token
     pool = run.core._pool
-    written = next(s for s in run.core._sequences.values() if not s.is_finished).block_table[1]
+    written = next(s for s in run.core._requests.sequences if not s.is_finished).block_table[1]
     assert pool._cache.is_published(written)
     assert run.core.begin_step(0.0) is not None
     assert not pool._cache.is_published(written)

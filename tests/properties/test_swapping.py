@@ -178,7 +178,7 @@ def _at_stage(stage: SwapStage, make_runner: type[FakeRunner], n: int = 1) -> tu
         rig.step()
     rig.add(_B, 80, 24)
     while True:
-        for sequence in rig.core._sequences.values():
+        for sequence in rig.core._requests.sequences:
             if sequence.swap is not None and sequence.swap.stage is stage:
                 return rig, sequence
         rig.step()
@@ -203,7 +203,7 @@ def test_an_abort_at_any_stage_frees_all_when_the_copy_is_over(
     else:
         assert sequence.block_table == held, "given away while it is being copied"
         assert rig.core.host_blocks_held() == on_host
-        assert request_id not in {end.request_id for end in rig.core._ended}
+        assert request_id in rig.core.request_ids(), "ended before its copy was over"
     while rig.core.has_work():
         rig.step()
     assert request_id in rig.ended
@@ -286,7 +286,7 @@ def _frees_before_the_copy_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: StepPlanner, sequence: Sequence) -> None:
         leave(self, sequence)
         if sequence.is_copying:
-            self._lose_blocks(sequence)
+            self._tables.lose(sequence)
 
     monkeypatch.setattr(StepPlanner, "_swap_or_evict", broken)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from manylora.v1 import common_pb2, scheduler_pb2, worker_pb2
-from manylora_router import execution
+from manylora_router.token_lease import LEASE_WAIT_S
 from manylora_shared.errors import Code, QuotaBreach, RpcError
 from router_fakes import (
     STARTED,
@@ -110,7 +110,7 @@ def test_a_scheduler_that_does_not_answer_ends_the_stream() -> None:
         began = loop.time()
         answer = await cluster.ask(text_request(PROMPT, max_tokens=100))
         assert answer.finished.outcome == common_pb2.OUTCOME_QUOTA_EXHAUSTED
-        assert loop.time() - began < execution.LEASE_WAIT_S + 1
+        assert loop.time() - began < LEASE_WAIT_S + 1
 
     simulate(test, script=say(LONG))
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import pytest
 from manylora_shared.errors import AlreadyExists, InvalidRequest, Overloaded, ServiceUnavailable
 from manylora_shared.simulation import loop as simulation
-from manylora_worker import runtime
+from manylora_worker import engine_view
 from manylora_worker.engine.api import AdapterTier, Sampled, StepBatch
 from manylora_worker.engine.fake_runner import AheadFakeRunner, FakeRunner, reference_tokens
-from manylora_worker.runtime import PAUSE_UNREAD_TOKENS, EndKind, OutputStream, StreamEnd
+from manylora_worker.output_stream import PAUSE_UNREAD_TOKENS, EndKind, OutputStream, StreamEnd
 
 from tests.worker import worker_fakes
 from tests.worker.worker_fakes import UID, Engine, config, eventually, make_engine, request
@@ -111,7 +111,7 @@ async def test_a_slow_reader_is_paused_and_goes_on_where_it_stood(is_threaded: b
 async def test_who_does_not_read_for_too_long_is_cut_off_and_what_is_unread_is_bounded(
     is_threaded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime, "MAX_PAUSE_S", 0.2)
+    monkeypatch.setattr(engine_view, "MAX_PAUSE_S", 0.2)
     engine = make_engine(config(), threaded=is_threaded, step_s=0.0)
     engine.runtime.start()
     stream = engine.runtime.submit(request(max_tokens=PAUSE_UNREAD_TOKENS + 4000))

@@ -20,15 +20,16 @@ from manylora_shared.simulation import loop as simulation
 from manylora_shared.telemetry import Attribute, MetricName, SpanName, Telemetry
 from manylora_shared.transport.base import Stream
 from manylora_shared.transport.grpc_transport import GrpcTransport
-from manylora_worker import runtime
+from manylora_worker import engine_view
 from manylora_worker import tenants as tenants_module
 from manylora_worker.adapters.pins import NO_ROOM_TO_PIN
 from manylora_worker.control import ControlSession
 from manylora_worker.engine.api import AdapterTier
 from manylora_worker.engine.core import EngineCore
 from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner, reference_tokens
+from manylora_worker.engine_view import EngineView
 from manylora_worker.engines import engine_limits
-from manylora_worker.runtime import EngineView
+from manylora_worker.output_stream import PAUSE_UNREAD_TOKENS
 from manylora_worker.validation import FakeValidator
 
 from tests.worker.worker_fakes import (
@@ -257,14 +258,14 @@ def test_frames_are_fewer_than_tokens_when_streams_are_many() -> None:
 
 
 async def test_a_reader_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "MAX_PAUSE_S", 0.3)
+    monkeypatch.setattr(engine_view, "MAX_PAUSE_S", 0.3)
     async with running_worker(step_s=0.0) as worker:
         stream = worker.execute(message(max_tokens=8000, sampling=common_pb2.SamplingParams(seed=1, top_logprobs=20)))
         await eventually(lambda: bool(worker.engine.runtime.view.running))
         await eventually(lambda: not worker.engine.runtime.view.running)
         result = await collect(stream)
         assert result.finished.outcome == common_pb2.OUTCOME_SLOW_READER
-        assert runtime.PAUSE_UNREAD_TOKENS <= len(result.tokens[0]) < 8000
+        assert PAUSE_UNREAD_TOKENS <= len(result.tokens[0]) < 8000
 
 
 # -- Control

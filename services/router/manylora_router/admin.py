@@ -38,15 +38,15 @@ from manylora_shared.identity import TENANT_SCOPES, Principal, Scope, authentica
 from manylora_shared.ids import NAME_PATTERN, AdapterUid, TenantId, is_valid_name
 from manylora_shared.logs import fields
 from manylora_shared.policy import TenantPolicy, line_of, parse_policy
-from manylora_shared.transport.base import ServerCall, Service, Transport
+from manylora_shared.transport.base import ServerCall, Service, Transport, methods_of
 
 from manylora_router.channels import WorkerChannels
 from manylora_router.directory import Directory
-from manylora_router.execution import VALIDATE_ADAPTER
 from manylora_router.levels import ServiceLevels
 from manylora_router.scheduler_client import GET_STATUS
 
 _LOG = logging.getLogger(__name__)
+_VALIDATE_ADAPTER = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])["ValidateAdapter"]
 
 MAX_UPLOADS = 8
 """Adapters that one router takes in at a time."""
@@ -426,7 +426,7 @@ class AdminServicer:
             channel = self._channels.acquire(worker.address)
             try:
                 answer: worker_pb2.ValidateAdapterResponse = await channel.call(
-                    VALIDATE_ADAPTER, request, timeout=_VALIDATE_TIMEOUT_S
+                    _VALIDATE_ADAPTER, request, timeout=_VALIDATE_TIMEOUT_S
                 )
                 return answer
             except RpcError as e:

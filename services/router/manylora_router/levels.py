@@ -20,8 +20,8 @@ from manylora_shared.slo import Flow, FlowCounts, SloTracker, quantile_ms
 from manylora_shared.transport.base import Transport, methods_of
 
 from manylora_router.directory import Directory
-from manylora_router.execution import QOS
 from manylora_router.guard import Guard
+from manylora_router.job import QOS
 
 _LOG = logging.getLogger(__name__)
 

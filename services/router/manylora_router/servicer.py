@@ -36,8 +36,9 @@ from manylora_router.admission import (
 from manylora_router.breaker import Change
 from manylora_router.channels import WorkerChannels
 from manylora_router.directory import Directory, Model
-from manylora_router.execution import QOS, Execution, Job
+from manylora_router.execution import Execution
 from manylora_router.guard import Fault, Guard, Permit
+from manylora_router.job import QOS, Job
 from manylora_router.scheduler_client import SchedulerClient
 from manylora_router.text import StopStrings
 from manylora_router.text_service import TextService

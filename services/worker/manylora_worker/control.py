@@ -19,10 +19,10 @@ from manylora_shared.ids import AdapterUid, RequestId, TenantId
 from manylora_worker.adapters.cache import TenantAdapters
 from manylora_worker.adapters.pins import PinState
 from manylora_worker.engine.api import AdapterTier, EngineRequest
-from manylora_worker.engine.core import FlowTokens
+from manylora_worker.engine.counters import FlowTokens
 from manylora_worker.engine.tenant_shares import FlowKey
+from manylora_worker.engine_view import EngineView, FlowLoad
 from manylora_worker.requests import QOS_NUMBERS, TIERS
-from manylora_worker.runtime import EngineView, FlowLoad
 
 _GATHER_S = 0.002
 _COUNTERS_S = 0.05

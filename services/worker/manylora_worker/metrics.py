@@ -10,7 +10,7 @@ from manylora_shared.ids import RequestId
 from manylora_shared.telemetry import Attribute, MetricName, Telemetry
 
 from manylora_worker.engine.api import EngineRequest
-from manylora_worker.runtime import EngineView
+from manylora_worker.engine_view import EngineView
 
 
 class EngineMetrics:

@@ -16,7 +16,8 @@ from manylora_shared.errors import FieldViolation, InvalidRequest
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId, is_valid_name
 
 from manylora_worker.engine.api import AdapterTier, EngineRequest, FinishReason, Sampling, TokenOutput
-from manylora_worker.runtime import EndKind, ModelInfo, StreamEnd
+from manylora_worker.output_stream import EndKind, StreamEnd
+from manylora_worker.runtime import ModelInfo
 
 MAX_CHOICES = 8
 MAX_STOP_TOKENS = 256

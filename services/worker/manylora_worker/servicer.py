@@ -26,8 +26,9 @@ from manylora_shared.transport.base import ServerCall, Service
 
 from manylora_worker.control import ControlSession
 from manylora_worker.engine.api import EngineRequest
+from manylora_worker.output_stream import OutputStream, StreamEnd
 from manylora_worker.requests import engine_request, execute_finished, token_chunk
-from manylora_worker.runtime import OutputStream, Runtime, StreamEnd
+from manylora_worker.runtime import Runtime
 from manylora_worker.spans import ExecuteSpans
 from manylora_worker.validation import AdapterValidator
 

@@ -14,8 +14,8 @@ from manylora_shared.errors import Code
 from manylora_shared.telemetry import Attribute, SpanName, Telemetry, request_attributes
 
 from manylora_worker.engine.api import EngineRequest, TokenOutput
-from manylora_worker.engine.core import RequestEnd
-from manylora_worker.runtime import EndKind, StreamEnd
+from manylora_worker.engine.outbox import RequestEnd
+from manylora_worker.output_stream import EndKind, StreamEnd
 
 _CODES = {
     EndKind.ABORTED: Code.UNAVAILABLE,

@@ -12,21 +12,28 @@ Every failure of a request is a `RequestFailed` with the status's code, message,
 client holds one connection and no other state: it may be shared by any number of tasks (SyncClient: threads).
 """
 
+from manylora_shared.errors import FieldViolation, QuotaBreach
+
 from manylora.client.aio import Client, GenerateStream
-from manylora.client.folder import AdapterFolder
-from manylora.client.retry import DEFAULT_RETRY, RetryBudget, RetryPolicy
-from manylora.client.sync import SyncClient, SyncGenerateStream
-from manylora.client.types import (
-    AdapterInfo,
+from manylora.client.answers import (
     Choice,
-    CircuitStatus,
-    ClassOverload,
-    ClusterStatus,
     Degraded,
     Delta,
     Event,
-    FieldViolation,
     Finished,
+    PositionLogprobs,
+    RequestFailed,
+    Result,
+    Sampling,
+    Started,
+    Timings,
+    Usage,
+)
+from manylora.client.cluster import (
+    AdapterInfo,
+    CircuitStatus,
+    ClassOverload,
+    ClusterStatus,
     FlowStatus,
     KeyInfo,
     Models,
@@ -34,23 +41,18 @@ from manylora.client.types import (
     OverloadStatus,
     PinStatus,
     PolicyChange,
-    PositionLogprobs,
-    QuotaBreach,
     QuotaStatus,
-    RequestFailed,
-    Result,
     RouterStatus,
-    Sampling,
     SchedulerStatus,
     SloStatus,
-    Started,
     TenantAdapters,
     TenantInfo,
     TenantOverload,
-    Timings,
-    Usage,
     WorkerStatus,
 )
+from manylora.client.folder import AdapterFolder
+from manylora.client.retry import DEFAULT_RETRY, RetryBudget, RetryPolicy
+from manylora.client.sync import SyncClient, SyncGenerateStream
 
 __all__ = [
     "DEFAULT_RETRY",

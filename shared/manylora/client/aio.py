@@ -16,27 +16,16 @@ from typing import Any, Self
 
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
-from manylora_shared.errors import Code, RpcError
+from manylora_shared.errors import Code, FieldViolation, RpcError
 from manylora_shared.identity import bearer
 from manylora_shared.transport.base import Channel, Method, Stream, Transport, methods_of
 from manylora_shared.transport.grpc_transport import GrpcTransport
 
+from manylora.client.answers import Collector, Event, RequestFailed, Result, Sampling
+from manylora.client.cluster import AdapterInfo, ClusterStatus, KeyInfo, Models, PolicyChange, TenantInfo
 from manylora.client.credentials import find_key
 from manylora.client.folder import AdapterFolder
-from manylora.client.retry import DEFAULT_RETRY, RetryBudget, RetryPolicy
-from manylora.client.types import (
-    AdapterInfo,
-    ClusterStatus,
-    Collector,
-    Event,
-    FieldViolation,
-    KeyInfo,
-    Models,
-    PolicyChange,
-    RequestFailed,
-    Result,
-    Sampling,
-    TenantInfo,
+from manylora.client.messages import (
     adapter_from,
     change_from,
     event_from,
@@ -45,6 +34,7 @@ from manylora.client.types import (
     status_from,
     tenant_from,
 )
+from manylora.client.retry import DEFAULT_RETRY, RetryBudget, RetryPolicy
 from manylora.v1 import admin_pb2, inference_pb2
 
 DEFAULT_SERVER = "127.0.0.1:7070"

@@ -14,7 +14,7 @@ from pathlib import Path
 from manylora_shared.adapter_files import FILE_NAMES, MAX_CHUNK_BYTES, open_regular
 from manylora_shared.errors import FieldViolation, InvalidRequest
 
-from manylora.client.types import RequestFailed
+from manylora.client.answers import RequestFailed
 
 
 @dataclass(frozen=True)

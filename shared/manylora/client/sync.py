@@ -12,8 +12,9 @@ from typing import Any, Self, TypeVar
 from manylora_shared.transport.base import Transport
 
 from manylora.client.aio import DEFAULT_SERVER, DEFAULT_TIMEOUT_S, Client, GenerateStream, Progress, Prompt
+from manylora.client.answers import Event, Result
+from manylora.client.cluster import AdapterInfo, ClusterStatus, KeyInfo, Models, PolicyChange, TenantInfo
 from manylora.client.retry import DEFAULT_RETRY, RetryPolicy
-from manylora.client.types import AdapterInfo, ClusterStatus, Event, KeyInfo, Models, PolicyChange, Result, TenantInfo
 
 T = TypeVar("T")
 

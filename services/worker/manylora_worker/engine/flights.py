@@ -1,18 +1,21 @@
-"""Steps that are begun and not ended: what the engine has to remember of each.
+"""Steps that are begun and not ended: the way of a batch through the model, and what has to be remembered of it.
 
-A Part is one sequence's share of a step; EngineCore makes one when the step is begun, and settles it when it is over.
-Nothing here decides anything.
+Owns the model runner's order of work: at most one step in flight, or two with an AheadRunner, oldest first. Written by
+EngineCore alone. Knows neither what a step is for nor what becomes of it: a Part is one sequence's share of a step,
+which EngineCore makes when the step is begun and settles when it is over.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from manylora_worker.engine.api import PendingStep, Sampled, SequenceChunk
+from manylora_worker.engine.api import AheadRunner, ModelRunner, PendingStep, Sampled, SequenceChunk, StepBatch
 from manylora_worker.engine.block_pool import BlockWork
 from manylora_worker.engine.sequence import SequenceStatus
-from manylora_worker.engine.step_planner import Scheduled
+from manylora_worker.engine.slots import Scheduled
 
 
 @dataclass(slots=True)
@@ -48,6 +51,64 @@ class Over:
         if isinstance(self._outcome, Exception):
             raise self._outcome
         return self._outcome
+
+
+class Flights:
+    """Those in flight."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._ahead = runner if isinstance(runner, AheadRunner) else None
+        self._flights: deque[Flight] = deque()
+        """Oldest first."""
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def __iter__(self) -> Iterator[Flight]:
+        return iter(self._flights)
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether the oldest has to end before another may begin."""
+        return len(self._flights) > (self._ahead is not None)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the oldest is known to be over without a wait: the runner did not take it."""
+        return bool(self._flights) and isinstance(self._flights[0].pending, Over)
+
+    def submit(self, batch: StepBatch, parts: SequenceOf[Part], work: BlockWork, begun_s: float) -> None:
+        """Has the model compute the batch: at once, or beside what comes next. An exception is the step's result."""
+        pending: PendingStep
+        try:
+            pending = Over(self._runner.execute(batch)) if self._ahead is None else self._ahead.submit(batch)
+        except Exception as error:  # whatever it is, it ends the batch's requests (EngineCore.end_step)
+            pending = Over(error)
+        self._flights.append(Flight(parts, work, pending, begun_s))
+
+    def wait(self) -> SequenceOf[Sampled] | Exception:
+        """What came of the oldest. Touches no state, so it may take its time."""
+        try:
+            return self._flights[0].pending.result()
+        except Exception as error:
+            return error
+
+    def end(self) -> Flight:
+        """The oldest is in flight no longer."""
+        return self._flights.popleft()
+
+    def checked(self, flight: Flight, result: SequenceOf[Sampled] | Exception) -> SequenceOf[Sampled] | Exception:
+        """The result of a step, or what is wrong with it."""
+        if isinstance(result, Exception):
+            return result
+        expected = [part.holding_id for part in flight.parts if part.scheduled.samples]
+        if [sampled.sequence_id for sampled in result] != expected:
+            return RuntimeError("the model's answer is not that of the batch")
+        for sampled in result:
+            if sampled.error is None and not 0 <= sampled.token_id < self._runner.vocab_size:
+                return RuntimeError(f"token {sampled.token_id} is not in the vocabulary")
+        return result
 
 
 def part_of(item: Scheduled) -> Part:

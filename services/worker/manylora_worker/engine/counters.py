@@ -1,0 +1,91 @@
+"""How much the engine has done, for whom, since its start.
+
+Written by EngineCore alone; grows and is never reset. What the parts of the engine hold at present is theirs to say:
+EngineStats is both together, as `EngineCore.stats` gathers it.
+
+Work is counted per flow (tenant, class): prompt_tokens are tokens computed in prefill, the one token a further choice
+adds included, those computed again after an eviction (which we chose) left out; output_tokens are tokens drawn, stop
+tokens included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from manylora_worker.engine.tenant_shares import FlowKey
+
+
+@dataclass(frozen=True)
+class FlowTokens:
+    """Cumulative since the engine's start."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    requests: int
+    sequences: int
+    """Unfinished, waiting ones included."""
+    running_sequences: int
+    blocks_total: int
+    blocks_free: int
+    block_size: int
+    generated_tokens: int
+    steps: int
+    failed_steps: int
+    preemptions: int
+    """Sequences that gave up their slot to others at a unit's end."""
+    evictions: int
+    """Sequences that lost their blocks and are computed again."""
+    recomputed_tokens: int
+    swaps_out: int
+    """Sequences whose KV went to host memory."""
+    swaps_in: int
+    """And came back."""
+    blocks_out: int
+    """Copied to host memory."""
+    blocks_in: int
+    """Copied back; what was in the prefix cache is not."""
+    host_blocks_total: int
+    host_blocks_free: int
+    adapter_version: int
+    """Grows with each change of `EngineCore.adapter_tiers`."""
+    tenant_adapters_version: int
+    """Grows with each change of `EngineCore.tenant_adapters`."""
+    slots_version: int
+    """Grows with each change of `EngineCore.flow_slots`."""
+
+
+class WorkCounters:
+    """The plain counts are written in place, as EngineStats names them; those of flows by `computed`."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.failed_steps = 0
+        self.preemptions = 0
+        self.evictions = 0
+        self.recomputed_tokens = 0
+        self.generated_tokens = 0
+        self._flows: dict[FlowKey, list[int]] = {}
+        """[prompt tokens, output tokens], both cumulative."""
+        self._changed_flows: dict[FlowKey, None] = {}
+
+    def computed(self, flow: FlowKey, prompt_tokens: int, output_tokens: int) -> None:
+        """Work for a flow that is charged to it."""
+        tokens = self._flows.setdefault(flow, [0, 0])
+        tokens[0] += prompt_tokens
+        tokens[1] += output_tokens
+        self._changed_flows[flow] = None
+        self.generated_tokens += output_tokens
+
+    def flows(self) -> Mapping[FlowKey, FlowTokens]:
+        return {flow: FlowTokens(*tokens) for flow, tokens in self._flows.items()}
+
+    def take_changed_flows(self) -> dict[FlowKey, FlowTokens]:
+        """The flows whose counters grew since the last call."""
+        changed = {flow: FlowTokens(*self._flows[flow]) for flow in self._changed_flows}
+        self._changed_flows.clear()
+        return changed

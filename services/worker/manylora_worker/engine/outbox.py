@@ -1,0 +1,112 @@
+"""What the engine has to tell its callers: tokens and ends of choices in order, and ends of requests behind them.
+
+Written by EngineCore alone. Nothing here decides anything; what is told stays until it is taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from manylora_shared.ids import RequestId
+
+from manylora_worker.engine.api import FinishReason, Sampled, TokenOutput
+from manylora_worker.engine.sequence import GroupTimes, Sequence, SequenceGroup
+
+_CUT_SHORT = (FinishReason.ABORTED, FinishReason.ADAPTER_FAILED, FinishReason.ERROR)
+
+
+@dataclass(frozen=True)
+class RequestEnd:
+    """The end of a request, after the last output of its last choice."""
+
+    request_id: RequestId
+    reason: FinishReason
+    """STOP where all choices ended by themselves (each TokenOutput says how), else why the request was cut short."""
+    message: str
+    cached_prompt_tokens: int
+    """Found in the prefix cache at the first admission; what the request finds after an eviction is not counted."""
+    num_swaps: int
+    """How often one of its sequences went to host memory."""
+    num_evictions: int
+    """How often one lost its blocks and was computed again."""
+    times: GroupTimes
+    ended_s: float
+
+    @classmethod
+    def of(cls, group: SequenceGroup, reason: FinishReason, message: str, now: float) -> RequestEnd:
+        """reason: of the choice that ended last."""
+        return cls(
+            request_id=group.request.request_id,
+            reason=reason if reason in _CUT_SHORT else FinishReason.STOP,
+            message=message,
+            cached_prompt_tokens=group.cached_prompt_tokens or 0,
+            num_swaps=group.num_swaps,
+            num_evictions=group.num_evictions,
+            times=group.times,
+            ended_s=now,
+        )
+
+    @property
+    def adapter_wait_s(self) -> float:
+        ready_s = self.times.adapter_ready_s
+        return (self.ended_s if ready_s is None else ready_s) - self.times.added_s
+
+    @property
+    def prefill_s(self) -> float:
+        """From its first step to its first token."""
+        if self.times.first_step_s is None:
+            return 0.0
+        first_token_s = self.times.first_token_s
+        return (self.ended_s if first_token_s is None else first_token_s) - self.times.first_step_s
+
+    @property
+    def decode_s(self) -> float:
+        return 0.0 if self.times.first_token_s is None else self.ended_s - self.times.first_token_s
+
+
+class Outbox:
+    def __init__(self) -> None:
+        self._outputs: list[TokenOutput] = []
+        self._ended: list[RequestEnd] = []
+
+    def token(self, sequence: Sequence, sampled: Sampled, position: int, *, is_last: bool) -> None:
+        """A choice has a token more, at `position` of its output. `is_last`: it ends with it, by LENGTH."""
+        self._outputs.append(
+            TokenOutput(
+                request_id=sequence.group.request.request_id,
+                choice=sequence.choice,
+                first_position=position,
+                token_ids=(sampled.token_id,),
+                logprobs=() if sampled.logprobs is None else (sampled.logprobs,),
+                finish_reason=FinishReason.LENGTH if is_last else None,
+            )
+        )
+
+    def choice_ended(
+        self, sequence: Sequence, reason: FinishReason, *, message: str = "", stop_token_id: int | None = None
+    ) -> None:
+        """A choice ends without a further token."""
+        self._outputs.append(
+            TokenOutput(
+                request_id=sequence.group.request.request_id,
+                choice=sequence.choice,
+                first_position=len(sequence.output_token_ids),
+                token_ids=(),
+                finish_reason=reason,
+                message=message,
+                stop_token_id=stop_token_id,
+            )
+        )
+
+    def request_ended(self, end: RequestEnd) -> None:
+        self._ended.append(end)
+
+    def take_outputs(self) -> list[TokenOutput]:
+        """Since the last call, in order."""
+        taken, self._outputs = self._outputs, []
+        return taken
+
+    def take_ended(self) -> list[RequestEnd]:
+        """Since the last call."""
+        taken, self._ended = self._ended, []
+        return taken

@@ -1,0 +1,41 @@
+"""What a sequence can begin with because it was computed before, and what it leaves for others to find.
+
+The one way between those who own the parts: PrefixKeys names blocks, BlockPool keeps what is published, a Sequence has
+its table. Without keys there is no prefix cache: nothing is found, nothing is published. Which idle block goes is
+BlockPool's.
+"""
+
+from __future__ import annotations
+
+from manylora_worker.engine.block_pool import BlockPool
+from manylora_worker.engine.prefix_cache import PrefixKeys
+from manylora_worker.engine.sequence import Sequence
+
+
+class Prefixes:
+    """keys: None: there is no prefix cache."""
+
+    def __init__(self, pool: BlockPool, keys: PrefixKeys | None) -> None:
+        self._pool = pool
+        self._keys = keys
+
+    def find(self, sequence: Sequence) -> list[int]:
+        """The longest chain of full blocks that the sequence can begin with; a swapped one goes on where it stood."""
+        keys, block_size = self._keys, self._pool.block_size
+        if keys is None:
+            return []
+        most = sequence.num_tokens - 1 if sequence.swap is None else sequence.num_computed_tokens
+        chain = (keys.key_at(sequence, index, block_size) for index in range(most // block_size))
+        return self._pool.find_cached(sequence.tenant_id, chain)
+
+    def publish(self, sequence: Sequence, start: int, end: int) -> None:
+        """Lets the tenant's lookups find the blocks that the KV of tokens [start, end) has filled."""
+        keys, block_size = self._keys, self._pool.block_size
+        if keys is None:
+            return
+        for index in range(start // block_size, end // block_size):
+            self._pool.publish(sequence.block_table[index], keys.key_at(sequence, index, block_size))
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """No lookup finds the sequence's blocks any more."""
+        self._pool.unpublish(sequence.block_table)

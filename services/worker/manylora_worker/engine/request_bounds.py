@@ -1,0 +1,68 @@
+"""What a request may come to need, and whether this engine could ever give it.
+
+Knows what the engine is made of (the model's context, slots, blocks) and, by TenantShares, what a tenant may have;
+never who holds what now. Changes nothing: it may be asked from any thread.
+"""
+
+from __future__ import annotations
+
+from manylora_shared.errors import InvalidRequest
+
+from manylora_worker.engine.api import EngineRequest
+from manylora_worker.engine.block_pool import BlockPool
+from manylora_worker.engine.tenant_shares import TenantShares
+
+
+class RequestBounds:
+    """pool: for the number and size of its blocks."""
+
+    def __init__(self, max_context_tokens: int, sequence_slots: int, pool: BlockPool, shares: TenantShares) -> None:
+        self._max_context_tokens = max_context_tokens
+        self._sequence_slots = sequence_slots
+        self._pool = pool
+        self._shares = shares
+
+    def check(self, request: EngineRequest) -> None:
+        """Whether the engine could ever run the request, under its tenant's present bounds.
+
+        Raises:
+            InvalidRequest: the model never could.
+            QuotaExceeded: its tenant's bounds never let it.
+        """
+        self.check_model(request)
+        self._shares.check(request.tenant_id, self.longest_blocks(request), self._pool.block_size)
+
+    def check_model(self, request: EngineRequest) -> None:
+        """As `check`, the tenant's bounds aside: depends on nothing that changes."""
+        num_prompt = len(request.prompt_token_ids)
+        num_start = num_prompt + len(request.emitted_token_ids)
+        assert num_prompt > 0
+        assert request.n == 1 or not request.emitted_token_ids
+        if num_start >= self._max_context_tokens:
+            raise InvalidRequest.of(
+                "prompt_token_ids",
+                f"{num_start} tokens leave no room in the model's context of {self._max_context_tokens}",
+            )
+        if len(request.emitted_token_ids) >= request.max_tokens:
+            raise InvalidRequest.of("max_tokens", "must be greater than the number of emitted_token_ids")
+        if request.n > self._sequence_slots:
+            raise InvalidRequest.of(
+                "n", f"{request.n} choices need as many slots, the worker has {self._sequence_slots}"
+            )
+        if self.longest_blocks(request) > self._pool.num_blocks:
+            longest, capacity = self._longest_tokens(request), self._pool.num_blocks * self._pool.block_size
+            raise InvalidRequest.of(
+                "max_tokens", f"prompt and output are up to {longest + 1} tokens, the worker can hold {capacity}"
+            )
+
+    def max_output_tokens(self, request: EngineRequest) -> int:
+        """Of one choice: as the request or the model's context bounds it."""
+        return min(request.max_tokens, self._max_context_tokens - len(request.prompt_token_ids))
+
+    def longest_blocks(self, request: EngineRequest) -> int:
+        """Blocks that one choice may come to hold."""
+        return self._pool.blocks_for(self._longest_tokens(request))
+
+    def _longest_tokens(self, request: EngineRequest) -> int:
+        """Tokens of one choice whose KV may come to be held: its last one's never is."""
+        return min(len(request.prompt_token_ids) + request.max_tokens, self._max_context_tokens) - 1

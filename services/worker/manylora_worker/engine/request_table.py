@@ -1,0 +1,174 @@
+"""The requests in the engine, from `add` until nothing of them is left, and what keeps each of them.
+
+Owns every SequenceGroup with its Sequences, and the counts of them. A request may
+
+    load       its adapter is not on the device yet
+    be paused  its reader does not read
+    linger     a choice of it is finished, and in a step in flight or being copied: its blocks are not free yet
+    close      all of its choices are finished, and one lingers: its end is not told yet
+
+Written by EngineCore alone. Knows neither blocks, queues nor adapters: whoever moves a sequence tells it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from collections.abc import Set as AbstractSet
+
+from manylora_shared.ids import RequestId
+
+from manylora_worker.engine.api import EngineRequest
+from manylora_worker.engine.outbox import RequestEnd
+from manylora_worker.engine.sequence import GroupTimes, Sequence, SequenceGroup
+
+_CHOICES_BOUND = 64
+"""Sequence ids: arrival x this + choice."""
+
+
+class RequestTable:
+    def __init__(self) -> None:
+        self._groups: dict[RequestId, SequenceGroup] = {}
+        self._sequences: dict[int, Sequence] = {}
+        self._arrivals = 0
+        self._num_unfinished = 0
+        self._num_paused = 0
+        self._loading: dict[RequestId, SequenceGroup] = {}
+        self._loading_version = 0
+        self._lingering: dict[Sequence, None] = {}
+        self._closing: dict[RequestId, RequestEnd] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._groups
+
+    def __getitem__(self, request_id: RequestId) -> SequenceGroup:
+        return self._groups[request_id]
+
+    def find(self, request_id: RequestId) -> SequenceGroup | None:
+        return self._groups.get(request_id)
+
+    def sequence(self, sequence_id: int) -> Sequence:
+        return self._sequences[sequence_id]
+
+    @property
+    def ids(self) -> list[RequestId]:
+        """Oldest first."""
+        return list(self._groups)
+
+    @property
+    def groups(self) -> Collection[SequenceGroup]:
+        """Oldest first."""
+        return self._groups.values()
+
+    @property
+    def sequences(self) -> Collection[Sequence]:
+        """Oldest first; finished ones too, while their request is here."""
+        return self._sequences.values()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences."""
+        return self._num_unfinished
+
+    @property
+    def num_active(self) -> int:
+        """Requests that are not paused."""
+        return len(self._groups) - self._num_paused
+
+    def add(self, request: EngineRequest, max_output_tokens: int, now: float) -> SequenceGroup:
+        """A request with its choices; no request of this id is here."""
+        assert request.request_id not in self._groups
+        self._arrivals += 1
+        group = SequenceGroup(request, self._arrivals, GroupTimes(added_s=now))
+        for choice in range(request.n):
+            sequence = Sequence(self._arrivals * _CHOICES_BOUND + choice, group, choice, max_output_tokens)
+            group.sequences.append(sequence)
+            self._sequences[sequence.sequence_id] = sequence
+        self._groups[request.request_id] = group
+        self._num_unfinished += request.n
+        return group
+
+    def remove(self, group: SequenceGroup) -> None:
+        """Nothing of the request is left."""
+        del self._groups[group.request.request_id]
+        self._num_paused -= group.is_paused
+        self.load_over(group)
+        for sequence in group.sequences:
+            del self._sequences[sequence.sequence_id]
+
+    # -- what keeps a request from going on
+
+    @property
+    def loading(self) -> Collection[SequenceGroup]:
+        """Those that wait for their adapter."""
+        return self._loading.values()
+
+    @property
+    def loading_version(self) -> int:
+        """Grows with each change of `loading`."""
+        return self._loading_version
+
+    def load_begun(self, group: SequenceGroup) -> None:
+        self._loading[group.request.request_id] = group
+        self._loading_version += 1
+
+    def load_over(self, group: SequenceGroup) -> None:
+        """Of one that does not load: nothing."""
+        if self._loading.pop(group.request.request_id, None) is not None:
+            self._loading_version += 1
+
+    def set_paused(self, group: SequenceGroup, *, is_paused: bool) -> None:
+        assert group.is_paused != is_paused
+        group.is_paused = is_paused
+        self._num_paused += 1 if is_paused else -1
+
+    # -- what keeps a request from being let go
+
+    @property
+    def lingering(self) -> AbstractSet[Sequence]:
+        """Finished, and in a step in flight or being copied."""
+        return self._lingering.keys()
+
+    @property
+    def closing(self) -> AbstractSet[RequestId]:
+        """Whose end `let_go` will tell."""
+        return self._closing.keys()
+
+    def finished(self, sequence: Sequence) -> bool:
+        """A choice is finished. Returns whether it lingers."""
+        self._num_unfinished -= 1
+        lingers = bool(sequence.num_steps_in_flight or sequence.is_copying)
+        if lingers:
+            self._lingering[sequence] = None
+        return lingers
+
+    def all_finished(self, group: SequenceGroup, end: RequestEnd) -> bool:
+        """The last choice of a request is finished. Returns whether none lingers; else `let_go` tells the end."""
+        lingers = self._lingers(group)
+        if lingers:
+            self._closing[end.request_id] = end
+        return not lingers
+
+    def linger_no_more(self) -> list[Sequence]:
+        """Whose steps and copies are over by now. Each is then `let_go`."""
+        return [s for s in self._lingering if not (s.num_steps_in_flight or s.is_copying)]
+
+    def let_go(self, sequence: Sequence) -> RequestEnd | None:
+        """The sequence's blocks are free. Returns its request's end where it was the last that kept it."""
+        del self._lingering[sequence]
+        group = sequence.group
+        return None if self._lingers(group) else self._closing.pop(group.request.request_id, None)
+
+    def _lingers(self, group: SequenceGroup) -> bool:
+        return any(sequence in self._lingering for sequence in group.sequences)
+
+    def check_invariants(self) -> None:
+        for group in self._groups.values():
+            assert (group.leader is None) == (group.request.request_id in self._closing), "an ended request was kept"
+            assert all(self._sequences.get(s.sequence_id) is s for s in group.sequences)
+        assert len(self._sequences) == sum(len(g.sequences) for g in self._groups.values())
+        assert self._num_paused == sum(g.is_paused for g in self._groups.values())
+        assert self._num_unfinished == sum(g.num_unfinished for g in self._groups.values())
+        assert self._loading.keys() <= self._groups.keys()

@@ -1,0 +1,135 @@
+"""The outputs of one request on their way to its one reader.
+
+Owns what is not read yet, and how much that is: a stream that is full has its request paused, which EngineView does. On
+the event loop alone. Knows nothing of the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from manylora_worker.engine.api import EngineRequest, TokenOutput
+from manylora_worker.engine.outbox import RequestEnd
+
+PAUSE_UNREAD_TOKENS = 1024
+"""Of one request, over its choices. A unit of each choice and what is on its way from the engine come on top."""
+
+
+class EndKind(enum.Enum):
+    COMPLETED = "completed"
+    ABORTED = "aborted"
+    ADAPTER_FAILED = "adapter_failed"
+    ERROR = "error"
+    SLOW_READER = "slow_reader"
+
+
+@dataclass(frozen=True)
+class StreamEnd:
+    kind: EndKind
+    message: str = ""
+    request_end: RequestEnd | None = None
+    """None where the engine failed and could not tell."""
+
+
+@dataclass(frozen=True)
+class OutputBatch:
+    outputs: Sequence[TokenOutput]
+    """In order; several of one choice may follow one another."""
+    end: StreamEnd | None = None
+    """Set on the last batch."""
+
+
+class OutputStream:
+    """The outputs of one request, for one reader.
+
+    Args:
+        when_read: called after each read that found something, while the stream is paused.
+    """
+
+    def __init__(self, request: EngineRequest, when_read: Callable[[OutputStream], None] = lambda stream: None) -> None:
+        self.request = request
+        self.unfinished_choices = request.n
+        self.is_paused = False
+        self.is_too_slow = False
+        self._when_read = when_read
+        self._pending: list[TokenOutput] = []
+        self._pending_tokens = 0
+        self._end: StreamEnd | None = None
+        self._flush_at = float("-inf")
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the engine has let go of the request; unread outputs may be left."""
+        return self._end is not None
+
+    async def read(self, *, interval_s: float = 0.0) -> OutputBatch:
+        """All outputs since the last read, at least one of them or the end.
+
+        Args:
+            interval_s: outputs are gathered until so long after the last read, and up to a third longer; the end is not
+                waited with.
+        """
+        loop = asyncio.get_running_loop()
+        while not self._pending and self._end is None:
+            await self._wait(loop, None)
+        while self._end is None and loop.time() < self._flush_at:
+            await self._wait(loop, self._flush_at)
+        self._flush_at = _flush_time(loop.time(), interval_s)
+        batch = OutputBatch(self._pending, self._end)
+        self._pending = []
+        self._pending_tokens = 0
+        if self.is_paused:
+            self._when_read(self)
+        return batch
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much is unread that the request is to be paused."""
+        return self._pending_tokens >= PAUSE_UNREAD_TOKENS
+
+    def put(self, output: TokenOutput) -> None:
+        """From EngineView."""
+        if output.finish_reason is not None:
+            self.unfinished_choices -= 1
+        if not self._pending:
+            self._wake()
+        self._pending.append(output)
+        self._pending_tokens += len(output.token_ids)
+
+    def end(self, end: StreamEnd) -> None:
+        """From EngineView."""
+        assert self._end is None
+        self._end = end
+        self._wake()
+
+    async def _wait(self, loop: asyncio.AbstractEventLoop, until: float | None) -> None:
+        assert self._waiter is None, "one reader at most"
+        self._waiter = loop.create_future()
+        timer = None if until is None else loop.call_at(until, self._wake)
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+            if timer is not None:
+                timer.cancel()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _flush_time(now: float, interval_s: float) -> float:
+    """When a stream that was read at `now` is read again: on a grid, so that the frames of many streams leave together.
+
+    Their reader then wakes once for all of them. The grid is the power of two that is a sixth to a third of the
+    interval, so that it stays the same while streams come and go.
+    """
+    if interval_s <= 0.0:
+        return now
+    grid_s = 2.0 ** math.floor(math.log2(interval_s / 3))
+    return math.ceil((now + interval_s) / grid_s) * grid_s

@@ -1,0 +1,276 @@
+"""What a request asks for and what comes of it: sampling, events, whole results, failures.
+
+Pure data: no gRPC, no asyncio. Names and units are those of the protos (messages.py reads them off).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from manylora_shared.errors import FieldViolation, QuotaBreach, RpcError
+
+from manylora.v1 import common_pb2
+
+
+class RequestFailed(Exception):
+    """A request that ended with a status other than OK.
+
+    Attributes:
+        code: the status's name, e.g. "NOT_FOUND".
+        violations: the fields at fault, where fields are.
+        retry_after_s: when trying again may help; None where it cannot.
+        breaches: the quotas at fault, where quotas are.
+        result: what a stream had delivered when it failed; None where nothing was.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        *,
+        violations: Iterable[FieldViolation] = (),
+        retry_after_s: float | None = None,
+        breaches: Iterable[QuotaBreach] = (),
+        result: Result | None = None,
+    ) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+        self.violations = tuple(violations)
+        self.retry_after_s = retry_after_s
+        self.breaches = tuple(breaches)
+        self.result = result
+
+    @classmethod
+    def of(cls, error: RpcError, result: Result | None = None) -> RequestFailed:
+        return cls(
+            error.code.name,
+            error.message,
+            violations=error.violations,
+            retry_after_s=error.retry_after_s,
+            breaches=error.breaches,
+            result=result,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        told: dict[str, Any] = {
+            "code": self.code,
+            "message": self.message,
+            "violations": [dataclasses.asdict(v) for v in self.violations],
+        }
+        if self.breaches:
+            told["quotas"] = [dataclasses.asdict(b) for b in self.breaches]
+            told["retry_after_s"] = self.retry_after_s
+        return told
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. None leaves a parameter to its default (common.proto); the router checks the values."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    top_logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    def to_message(self) -> common_pb2.SamplingParams:
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return common_pb2.SamplingParams(**{k: v for k, v in values.items() if v is not None})
+
+
+@dataclass(frozen=True)
+class PositionLogprobs:
+    """At one output position: the sampled token's log-probability, and (token id, log-probability) of the likeliest."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_prompt_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Timings:
+    queue_ms: float = 0.0
+    ttft_ms: float = 0.0
+    total_ms: float = 0.0
+    adapter_wait_ms: float = 0.0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class Degraded:
+    """What overload took from a request that is served all the same."""
+
+    max_tokens: int
+    """In force, per choice."""
+    asked_max_tokens: int
+    overload_level: int
+
+
+@dataclass(frozen=True)
+class Started:
+    """The first event: a worker has begun."""
+
+    request_id: str
+    adapter_version: str
+    seed: int
+    prompt_tokens: int
+    degraded: Degraded | None = None
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New output of one choice."""
+
+    choice: int
+    first_position: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[PositionLogprobs, ...] = ()
+
+
+@dataclass(frozen=True)
+class ChoiceEnd:
+    choice: int
+    finish_reason: str
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The last event of every admitted request."""
+
+    outcome: str
+    choices: tuple[ChoiceEnd, ...]
+    usage: Usage
+    timings: Timings
+    worker_id: str
+    degraded: Degraded | None = None
+
+
+Event = Started | Delta | Finished
+
+
+@dataclass(frozen=True)
+class Choice:
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str = ""
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+    logprobs: tuple[PositionLogprobs, ...] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """A whole answer. `text`, `token_ids` and `finish_reason` are those of the first choice."""
+
+    request_id: str
+    adapter_version: str
+    seed: int
+    outcome: str
+    choices: tuple[Choice, ...]
+    usage: Usage
+    timings: Timings
+    worker_id: str
+    degraded: Degraded | None = None
+    """None: the answer is what was asked for."""
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.choices[0].finish_reason
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `manylora generate --json` ends with; `choices` only where there are several."""
+        answer: dict[str, Any] = {
+            "request_id": self.request_id,
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "finish_reason": self.finish_reason,
+            "outcome": self.outcome,
+            "usage": dataclasses.asdict(self.usage),
+            "adapter_version": self.adapter_version,
+            "seed": self.seed,
+            "worker_id": self.worker_id,
+            "timings": dataclasses.asdict(self.timings),
+        }
+        if self.degraded is not None:
+            answer["degraded"] = dataclasses.asdict(self.degraded)
+        if len(self.choices) > 1:
+            answer["choices"] = [dataclasses.asdict(c) for c in self.choices]
+        return answer
+
+
+class Collector:
+    """Events in, Result out. Complete once a Finished was added; before, `result()` is what has come so far."""
+
+    def __init__(self) -> None:
+        self._started: Started | None = None
+        self._finished: Finished | None = None
+        self._texts: dict[int, list[str]] = {0: []}
+        self._token_ids: dict[int, list[int]] = {0: []}
+        self._logprobs: dict[int, list[PositionLogprobs]] = {0: []}
+
+    @property
+    def is_empty(self) -> bool:
+        return self._started is None and self._finished is None
+
+    def add(self, event: Event) -> None:
+        if isinstance(event, Started):
+            self._started = event
+        elif isinstance(event, Finished):
+            self._finished = event
+        else:
+            self._texts.setdefault(event.choice, []).append(event.text)
+            self._token_ids.setdefault(event.choice, []).extend(event.token_ids)
+            self._logprobs.setdefault(event.choice, []).extend(event.logprobs)
+
+    def result(self) -> Result:
+        started = self._started or Started("", "", 0, 0)
+        finished = self._finished or Finished("", (), Usage(), Timings(), "")
+        ends = {end.choice: end for end in finished.choices}
+        return Result(
+            request_id=started.request_id,
+            adapter_version=started.adapter_version,
+            seed=started.seed,
+            outcome=finished.outcome,
+            choices=tuple(self._choice(i, ends.get(i)) for i in sorted(set(self._texts) | set(ends))),
+            usage=finished.usage,
+            timings=finished.timings,
+            worker_id=finished.worker_id,
+            degraded=finished.degraded or started.degraded,
+        )
+
+    def _choice(self, index: int, end: ChoiceEnd | None) -> Choice:
+        return Choice(
+            text="".join(self._texts.get(index, [])),
+            token_ids=tuple(self._token_ids.get(index, [])),
+            finish_reason=end.finish_reason if end else "",
+            stop_string=end.stop_string if end else None,
+            stop_token_id=end.stop_token_id if end else None,
+            logprobs=tuple(self._logprobs.get(index, [])),
+        )

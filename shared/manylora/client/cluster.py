@@ -1,0 +1,251 @@
+"""What a cluster tells of itself: models, tenants, keys, adapters, and the status of its parts.
+
+Pure data: no gRPC, no asyncio. Names and units are those of the protos (messages.py reads them off).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Models:
+    base_model: str
+    max_context_tokens: int
+    adapters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TenantInfo:
+    tenant_id: str
+    policy_yaml: str
+    version: int
+    adapters: int
+
+
+@dataclass(frozen=True)
+class PolicyChange:
+    """A tenant's policy as it stands and as a document would have it, both in canonical form."""
+
+    tenant_id: str
+    version: int
+    """Of what stands; 0: there is no such tenant."""
+    previous_policy_yaml: str
+    policy_yaml: str
+
+    @property
+    def is_empty(self) -> bool:
+        return self.previous_policy_yaml == self.policy_yaml
+
+
+@dataclass(frozen=True)
+class KeyInfo:
+    """What is known of an API key: all but the key."""
+
+    key_id: str
+    tenant_id: str
+    scopes: tuple[str, ...]
+    name: str
+    created_unix_s: float
+    revoked_unix_s: float
+    """0: in force."""
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    tenant_id: str
+    name: str
+    version: str
+    max_lora_rank: int
+    size_bytes: int
+    target_modules: tuple[str, ...]
+    created_unix_s: float
+
+
+@dataclass(frozen=True)
+class FlowStatus:
+    tenant_id: str
+    qos_class: str
+    queued: int
+    running: int
+    oldest_wait_s: float
+    served_cost: int
+
+
+@dataclass(frozen=True)
+class QuotaStatus:
+    """A flow's account since the scheduler's term began, in prompt and output tokens."""
+
+    tenant_id: str
+    qos_class: str
+    requests: int
+    leased_tokens: int
+    settled_tokens: int
+    level_tokens: int | None
+    """What the token bucket holds; None: there is none."""
+
+
+@dataclass(frozen=True)
+class ClassOverload:
+    """Counts are since the scheduler's term began."""
+
+    qos_class: str
+    late_part: float | None
+    """Part of requests of tenants within their share that wait longer than the target; None: there were none."""
+    target_ms: float | None
+    """None: half of each request's own deadline."""
+    refused_by_routers: int
+    refused: int
+    shed: int
+    capped: int
+
+
+@dataclass(frozen=True)
+class TenantOverload:
+    tenant_id: str
+    level: int
+    """Its own; the cluster's counts where it is higher."""
+    rung: str
+    demand_shares: float
+
+
+@dataclass(frozen=True)
+class OverloadStatus:
+    """What is given up for want of capacity (docs/POLICY.md, Overload)."""
+
+    level: int
+    """Of the cluster: 0 (nothing) to 128."""
+    rung: str
+    classes: tuple[ClassOverload, ...]
+    tenants: tuple[TenantOverload, ...]
+
+
+@dataclass(frozen=True)
+class NoisyNeighbour:
+    """A tenant that others suffer from, or may soon; reported, and nothing else follows from it."""
+
+    kind: str
+    tenant_id: str
+    worker_id: str
+    """Empty: on all."""
+    evidence: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class PinStatus:
+    """An adapter that a tenant's policy pins."""
+
+    name: str
+    adapter_version: str
+    """Empty: no adapter has this name."""
+    workers: int
+    on_device: int
+    """Of these workers."""
+    problem: str
+    """Why a worker does not keep it on its device; empty: all do, or load it now."""
+
+
+@dataclass(frozen=True)
+class TenantAdapters:
+    """A tenant's part of the workers' adapter memory. What several tenants use counts in full for each."""
+
+    tenant_id: str
+    device_bytes: int
+    host_bytes: int
+    evictions: int
+    """Of its adapters from devices, since the workers' starts."""
+    displaced: int
+    """Of these, for another tenant's adapter."""
+    pins: tuple[PinStatus, ...]
+
+
+@dataclass(frozen=True)
+class SchedulerStatus:
+    reachable: bool
+    address: str
+    epoch: int
+    flows: tuple[FlowStatus, ...]
+    quotas: tuple[QuotaStatus, ...]
+    overload: OverloadStatus
+    neighbours: tuple[NoisyNeighbour, ...]
+    adapters: tuple[TenantAdapters, ...]
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    worker_id: str
+    address: str
+    device: str
+    connected: bool
+    draining: bool
+    sequence_slots: int
+    running: int
+    kv_blocks_total: int
+    kv_blocks_free: int
+    adapters_on_device: int
+    adapters_on_host: int
+    generated_tokens: int
+
+
+@dataclass(frozen=True)
+class SloStatus:
+    """How well a flow was served, over all routers that answered: latencies of the last five minutes, availability of
+    the last hour. What was not measured, or has no target, is None."""
+
+    tenant_id: str
+    qos_class: str
+    requests: int
+    """That count for availability: not those that the caller got wrong, cancelled or had no quota for."""
+    failed: int
+    availability: float
+    availability_target: float | None
+    error_budget: float | None
+    """What is left of the failures that the target permits: 1 all, 0 none, below 0 overspent."""
+    measured: int
+    """Requests with a first token."""
+    ttft_p50_ms: float | None
+    ttft_p95_ms: float | None
+    ttft_p99_ms: float | None
+    ttft_p95_target_ms: int | None
+    ttft_met: bool | None
+    tpot_p50_ms: float | None
+    """Mean time per output token of a choice after its first."""
+    tpot_p95_ms: float | None
+
+
+@dataclass(frozen=True)
+class CircuitStatus:
+    """A router refuses requests that kept failing: an adapter's, or all of a tenant's."""
+
+    tenant_id: str
+    whole_tenant: bool
+    adapter_version: str
+    """Empty: the base model, or the whole tenant."""
+    router_id: str
+    half_open: bool
+    """A request is let through to try."""
+    retry_after_s: float
+    openings: int
+    """In a row."""
+
+
+@dataclass(frozen=True)
+class RouterStatus:
+    router_id: str
+    address: str
+    answered: bool
+    """What it counted is in the sums."""
+
+
+@dataclass(frozen=True)
+class ClusterStatus:
+    base_model: str
+    scheduler: SchedulerStatus
+    workers: tuple[WorkerStatus, ...]
+    routers: tuple[RouterStatus, ...]
+    tenants: int
+    adapters: int
+    slos: tuple[SloStatus, ...]
+    circuits: tuple[CircuitStatus, ...]
+    quarantined_prompts: int

@@ -1,0 +1,187 @@
+"""The messages of `manylora.v1` as the client's own data (answers.py, cluster.py).
+
+Names and units stay; enums become their lower-case names without the prefix (`OUTCOME_COMPLETED` -> "completed"), an
+unset one the empty string.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+from google.protobuf.descriptor import EnumDescriptor
+from google.protobuf.message import Message
+
+from manylora.client.answers import (
+    ChoiceEnd,
+    Degraded,
+    Delta,
+    Event,
+    Finished,
+    PositionLogprobs,
+    Started,
+    Timings,
+    Usage,
+)
+from manylora.client.cluster import (
+    AdapterInfo,
+    CircuitStatus,
+    ClassOverload,
+    ClusterStatus,
+    FlowStatus,
+    KeyInfo,
+    Models,
+    NoisyNeighbour,
+    OverloadStatus,
+    PinStatus,
+    PolicyChange,
+    QuotaStatus,
+    RouterStatus,
+    SchedulerStatus,
+    SloStatus,
+    TenantAdapters,
+    TenantInfo,
+    TenantOverload,
+    WorkerStatus,
+)
+from manylora.v1 import admin_pb2, common_pb2, inference_pb2
+
+
+def tenant_from(message: admin_pb2.TenantInfo) -> TenantInfo:
+    return _scalars(TenantInfo, message)
+
+
+def adapter_from(message: admin_pb2.AdapterInfo) -> AdapterInfo:
+    return _scalars(AdapterInfo, message, target_modules=tuple(message.target_modules))
+
+
+def models_from(message: inference_pb2.ListModelsResponse) -> Models:
+    return _scalars(Models, message, adapters=tuple(message.adapters))
+
+
+def status_from(message: admin_pb2.GetStatusResponse) -> ClusterStatus:
+    flows = tuple(
+        _scalars(FlowStatus, f, qos_class=_enum_name(common_pb2.QosClass.DESCRIPTOR, f.qos_class, "QOS_CLASS_"))
+        for f in message.scheduler.flows
+    )
+    quotas = tuple(
+        _scalars(
+            QuotaStatus,
+            q,
+            qos_class=_enum_name(common_pb2.QosClass.DESCRIPTOR, q.qos_class, "QOS_CLASS_"),
+            level_tokens=q.level_tokens if q.HasField("level_tokens") else None,
+        )
+        for q in message.scheduler.quotas
+    )
+    return _scalars(
+        ClusterStatus,
+        message,
+        scheduler=_scalars(
+            SchedulerStatus,
+            message.scheduler,
+            flows=flows,
+            quotas=quotas,
+            overload=_overload_from(message.scheduler.overload),
+            neighbours=tuple(
+                _scalars(NoisyNeighbour, n, evidence=dict(sorted(n.evidence.items())))
+                for n in message.scheduler.neighbours
+            ),
+            adapters=tuple(
+                _scalars(TenantAdapters, a, pins=tuple(_scalars(PinStatus, pin) for pin in a.pins))
+                for a in message.scheduler.adapters
+            ),
+        ),
+        workers=tuple(_scalars(WorkerStatus, w) for w in message.workers),
+        routers=tuple(_scalars(RouterStatus, r) for r in message.routers),
+        slos=tuple(_slo_from(s) for s in message.slos),
+        circuits=tuple(_scalars(CircuitStatus, c) for c in message.circuits),
+    )
+
+
+def _overload_from(message: admin_pb2.OverloadStatus) -> OverloadStatus:
+    classes = tuple(
+        _scalars(
+            ClassOverload,
+            c,
+            qos_class=_enum_name(common_pb2.QosClass.DESCRIPTOR, c.qos_class, "QOS_CLASS_"),
+            late_part=c.late_part if c.HasField("late_part") else None,
+            target_ms=c.target_ms if c.HasField("target_ms") else None,
+        )
+        for c in message.classes
+    )
+    tenants = tuple(_scalars(TenantOverload, tenant) for tenant in message.tenants)
+    return _scalars(OverloadStatus, message, classes=classes, tenants=tenants)
+
+
+def _degraded_from(message: inference_pb2.Started | inference_pb2.Finished) -> Degraded | None:
+    return _scalars(Degraded, message.degraded) if message.HasField("degraded") else None
+
+
+def _slo_from(message: admin_pb2.SloStatus) -> SloStatus:
+    given = {
+        field.name: getattr(message, field.name) if message.HasField(field.name) else None
+        for field in message.DESCRIPTOR.fields
+        if field.has_presence
+    }
+    qos_class = _enum_name(common_pb2.QosClass.DESCRIPTOR, message.qos_class, "QOS_CLASS_")
+    return _scalars(SloStatus, message, qos_class=qos_class, **given)
+
+
+def change_from(message: admin_pb2.ApplyTenantResponse) -> PolicyChange:
+    return _scalars(PolicyChange, message)
+
+
+def key_from(message: admin_pb2.KeyInfo) -> KeyInfo:
+    return _scalars(KeyInfo, message, scopes=tuple(message.scopes))
+
+
+def event_from(message: inference_pb2.GenerateResponse) -> Event | None:
+    """None for an event that this client does not know (a newer server's)."""
+    kind = message.WhichOneof("event")
+    if kind == "started":
+        return _scalars(Started, message.started, degraded=_degraded_from(message.started))
+    if kind == "delta":
+        delta = message.delta
+        return _scalars(
+            Delta, delta, token_ids=tuple(delta.token_ids), logprobs=tuple(_logprobs(p) for p in delta.logprobs)
+        )
+    if kind == "finished":
+        finished = message.finished
+        return Finished(
+            outcome=_enum_name(common_pb2.Outcome.DESCRIPTOR, finished.outcome, "OUTCOME_"),
+            choices=tuple(_choice_end(c) for c in finished.choices),
+            usage=_scalars(Usage, finished.usage),
+            timings=_scalars(Timings, finished.timings),
+            worker_id=finished.worker_id,
+            degraded=_degraded_from(finished),
+        )
+    return None
+
+
+def _enum_name(enum: EnumDescriptor, number: int, prefix: str) -> str:
+    """Numbers that this client does not know (a newer server's) stay readable as themselves."""
+    value = enum.values_by_number.get(number)
+    short = value.name.removeprefix(prefix).lower() if value else str(number)
+    return "" if short == "unspecified" else short
+
+
+def _choice_end(message: inference_pb2.ChoiceEnd) -> ChoiceEnd:
+    return ChoiceEnd(
+        choice=message.choice,
+        finish_reason=_enum_name(common_pb2.FinishReason.DESCRIPTOR, message.finish_reason, "FINISH_REASON_"),
+        stop_string=message.stop_string if message.HasField("stop_string") else None,
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+    )
+
+
+def _logprobs(message: common_pb2.PositionLogprobs) -> PositionLogprobs:
+    return PositionLogprobs(message.logprob, tuple((t.token_id, t.logprob) for t in message.top))
+
+
+T = TypeVar("T")
+
+
+def _scalars(kind: type[T], message: Message, **others: Any) -> T:
+    """`kind` with the message's fields of the same names, and `others`."""
+    names = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: others[name] if name in others else getattr(message, name) for name in names})
