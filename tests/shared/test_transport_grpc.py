@@ -127,7 +127,7 @@ async def test_two_servers_on_one_port_are_an_error_however_many_acceptors_they_
     for acceptors in (1, 4):
         server = await GrpcTransport(acceptors=acceptors).serve("127.0.0.1:0", [echo_service()])
         for others in (1, 4):
-            with pytest.raises(OSError, match="cannot listen on 127.0.0.1"):
+            with pytest.raises(OSError, match="cannot listen on 127"):
                 await GrpcTransport(acceptors=others).serve(server.address, [echo_service()])
         await server.stop(0)
         again = await GrpcTransport(acceptors=acceptors).serve(server.address, [echo_service()])
