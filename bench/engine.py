@@ -33,6 +33,7 @@ from typing import Any, Literal
 import torch
 import transformers
 import triton
+from manylora_shared.heap import freeze_started
 from manylora_shared.ids import AdapterUid
 from manylora_worker.adapters.host_memory import HostMemory
 from manylora_worker.adapters.source import HostAdapter, elements_of, lay_out
@@ -310,6 +311,7 @@ class Bench:
         memory = HostMemory(engine_traffic.HOST_BYTES)
         self.print(case="pin", gib=engine_traffic.HOST_BYTES / GIB, seconds=time.perf_counter() - started)
         engine = engine_traffic.Traffic(self.loaded, runner, store, memory=memory, **sizes)
+        freeze_started()  # as a worker does
         for case in cases:
             if case == "zipf-1000":
                 engine_traffic.run_zipf(engine, self.print)
