@@ -18,9 +18,10 @@ import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
 
-from manylora_worker.kernels import cuda_module, nf4, nf4_rows  # noqa: E402
+from manylora_worker.kernels import cuda_module, nf4, nf4_format, nf4_lookup, nf4_rows  # noqa: E402
 from manylora_worker.kernels.cuda_module import CudaUnavailable  # noqa: E402
-from manylora_worker.kernels.nf4 import Nf4Linear, Nf4Weight, Nf4Workspace  # noqa: E402
+from manylora_worker.kernels.nf4 import Nf4Linear, Nf4Workspace  # noqa: E402
+from manylora_worker.kernels.nf4_format import Nf4Weight  # noqa: E402
 from manylora_worker.kernels.nf4_rows import VARIANTS, Nf4Rows, plan  # noqa: E402
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -62,8 +63,8 @@ def test_quantizes_as_bitsandbytes_does(shape: tuple[int, int], double: bool, dt
     weight[0, :64] = 0  # a block without a scale
     weight[-1, -64:] *= 1e-3
     functional, packed, state = bitsandbytes_state(weight, double=double)
-    theirs = nf4.from_bitsandbytes(packed, state)
-    ours = nf4.quantize(weight, double=double)
+    theirs = nf4_format.from_bitsandbytes(packed, state)
+    ours = nf4_format.quantize(weight, double=double)
     assert torch.equal(ours.codes, theirs.codes)
     if double:
         # float64 takes its portable code, which rounds to the nearest as its CUDA code does. Its C++ for the CPU reads
@@ -73,20 +74,20 @@ def test_quantizes_as_bitsandbytes_does(shape: tuple[int, int], double: bool, dt
         code_map = functional.create_dynamic_map()
         shifted = plain_absmax - offset
         exact_codes, scales = torch.ops.bitsandbytes.quantize_blockwise.default(shifted.double(), code_map, 256)
-        exact = nf4.nested_absmax(exact_codes, scales, code_map, offset)
+        exact = nf4_format.nested_absmax(exact_codes, scales, code_map, offset)
         assert torch.equal(ours.absmax.reshape(-1), exact)
-        own_codes = nf4._quantize_scales(shifted)[0].int()
+        own_codes = nf4_format._quantize_scales(shifted)[0].int()
         off = (own_codes - state.absmax.int()).abs()
         assert off.max() <= 1
         assert off.sum() <= 2 + len(off) // 100
     else:
         assert torch.equal(ours.absmax, theirs.absmax)
-    assert torch.equal(nf4.dequantize_reference(theirs, dtype), functional.dequantize_4bit(packed, state))
+    assert torch.equal(nf4_format.dequantize_reference(theirs, dtype), functional.dequantize_4bit(packed, state))
 
 
 def test_the_dynamic_map_is_theirs() -> None:
     functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
-    assert torch.equal(nf4.dynamic_map(), functional.create_dynamic_map())
+    assert torch.equal(nf4_format.dynamic_map(), functional.create_dynamic_map())
 
 
 def test_refuses_what_it_cannot_hold() -> None:
@@ -94,21 +95,21 @@ def test_refuses_what_it_cannot_hold() -> None:
     functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
     packed, state = functional.quantize_4bit(weight, blocksize=64, quant_type="fp4")
     with pytest.raises(ValueError, match="fp4"):
-        nf4.from_bitsandbytes(packed, state)
+        nf4_format.from_bitsandbytes(packed, state)
     packed, state = functional.quantize_4bit(weight, blocksize=128, quant_type="nf4")
     with pytest.raises(ValueError, match="128"):
-        nf4.from_bitsandbytes(packed, state)
+        nf4_format.from_bitsandbytes(packed, state)
     with pytest.raises(ValueError, match="96 inputs"):
-        nf4.quantize(random_weight(2, 96, seed=0))
+        nf4_format.quantize(random_weight(2, 96, seed=0))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_dequantizes_bit_for_bit(shape: tuple[int, int], device: str) -> None:
-    weight = nf4.quantize(random_weight(*shape, seed=3))
+    weight = nf4_format.quantize(random_weight(*shape, seed=3))
     out = torch.full(shape, float("nan"), dtype=torch.bfloat16, device=device)
     result = nf4.dequantize(moved(weight, device), Nf4Workspace(torch.device(device)), out)
-    assert torch.equal(result.cpu(), nf4.dequantize_reference(weight))
+    assert torch.equal(result.cpu(), nf4_format.dequantize_reference(weight))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -116,11 +117,11 @@ def test_dequantizes_bit_for_bit(shape: tuple[int, int], device: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_products(shape: tuple[int, int], num_rows: int, device: str) -> None:
     torch.manual_seed(num_rows * 1000 + sum(shape))
-    weight = nf4.quantize(torch.randn(shape).bfloat16())
+    weight = nf4_format.quantize(torch.randn(shape).bfloat16())
     x = torch.randn(num_rows, shape[1]).bfloat16()
     bias = torch.randn(shape[0]).bfloat16() if (num_rows + shape[0]) % 2 else None
     expected = torch.nn.functional.linear(
-        x.double(), nf4.dequantize_reference(weight).double(), None if bias is None else bias.double()
+        x.double(), nf4_format.dequantize_reference(weight).double(), None if bias is None else bias.double()
     )
     workspace = Nf4Workspace(torch.device(device))
     workspace.parts.fill_(float("nan"))
@@ -149,11 +150,11 @@ def test_products_of_few_rows(shape: tuple[int, int], num_rows: int, pdl: bool) 
     torch.manual_seed(num_rows * 1000 + sum(shape))
     workspace = Nf4Workspace(torch.device("cuda"))
     assert workspace.rows is not None  # torch's CUDA wheels bring the compiler
-    weight = nf4.quantize(torch.randn(shape, device="cuda").bfloat16())
+    weight = nf4_format.quantize(torch.randn(shape, device="cuda").bfloat16())
     x = torch.randn(num_rows, shape[1], device="cuda").bfloat16()
     bias = torch.randn(shape[0], device="cuda").bfloat16() if num_rows % 2 else None
     expected = torch.nn.functional.linear(
-        x.double(), nf4.dequantize_reference(weight).double(), None if bias is None else bias.double()
+        x.double(), nf4_format.dequantize_reference(weight).double(), None if bias is None else bias.double()
     )
     layer = Nf4Linear(weight, bias, workspace)
     parts = layer.parts(x, pdl=pdl)
@@ -180,7 +181,7 @@ def test_the_cuda_kernel_on_a_cpu(variant: nf4_rows.Variant, tmp_path: Path) -> 
     """The source itself, with fibers for threads (cuda_on_cpu.h): every index, wait and barrier of it."""
     shim = Path(__file__).with_name("cuda_on_cpu.h")
     (tmp_path / "kernel.cc").write_text(
-        "\n".join([f'#include "{shim}"', nf4_rows.source(variant, nf4.PAIR_BITS), RUN_ON_CPU])
+        "\n".join([f'#include "{shim}"', nf4_rows.source(variant, nf4_lookup.PAIR_BITS), RUN_ON_CPU])
     )
     library = tmp_path / "kernel.so"
     subprocess.run(
@@ -191,7 +192,7 @@ def test_the_cuda_kernel_on_a_cpu(variant: nf4_rows.Variant, tmp_path: Path) -> 
     # One short part; several with a short one at the end, and more tiles than a round.
     for out_features, in_features, members in ((48, 256, 2), (16 * (variant.round_tiles + 2), 5376, 1)):
         for rows in {1, variant.columns // 2 + 1, variant.columns}:
-            weight = nf4.quantize(torch.randn(out_features, in_features).bfloat16())
+            weight = nf4_format.quantize(torch.randn(out_features, in_features).bfloat16())
             x = torch.randn(rows, in_features).bfloat16()
             bias = torch.randn(out_features).bfloat16()
             num_blocks = in_features // 64
@@ -199,7 +200,9 @@ def test_the_cuda_kernel_on_a_cpu(variant: nf4_rows.Variant, tmp_path: Path) -> 
             out = torch.full((parts, rows, out_features), float("nan"))
             pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, weight.codes, weight.absmax, bias, out)]
             run(*pointers, rows, out_features, num_blocks, parts, members)
-            expected = torch.nn.functional.linear(x.double(), nf4.dequantize_reference(weight).double(), bias.double())
+            expected = torch.nn.functional.linear(
+                x.double(), nf4_format.dequantize_reference(weight).double(), bias.double()
+            )
             assert relative_error(out.sum(0), expected) <= TOLERANCE
 
 
@@ -229,9 +232,9 @@ def test_without_a_compiler_triton_serves(monkeypatch: pytest.MonkeyPatch, caplo
         raise CudaUnavailable("libnvrtc.so.13 is not installed")
 
     monkeypatch.setattr(Nf4Rows, "__init__", no_rows)
-    assert Nf4Rows.where_it_runs(nf4.PAIR_BITS, torch.device("cuda")) is None
+    assert Nf4Rows.where_it_runs(nf4_lookup.PAIR_BITS, torch.device("cuda")) is None
     assert "libnvrtc.so.13 is not installed" in caplog.text
-    assert Nf4Rows.where_it_runs(nf4.PAIR_BITS, torch.device("cpu")) is None
+    assert Nf4Rows.where_it_runs(nf4_lookup.PAIR_BITS, torch.device("cpu")) is None
 
 
 def test_a_build_without_cuda_has_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +252,7 @@ def test_a_source_that_does_not_compile_says_why() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_row_does_not_depend_on_its_neighbours(device: str) -> None:
     torch.manual_seed(5)
-    weight = moved(nf4.quantize(torch.randn(96, 512).bfloat16()), device)
+    weight = moved(nf4_format.quantize(torch.randn(96, 512).bfloat16()), device)
     workspace = Nf4Workspace(torch.device(device))
     x = torch.randn(16, 512).bfloat16().to(device)
     whole = nf4.product_by_tiles(x, weight, workspace)
@@ -357,16 +360,16 @@ def test_the_lookup_in_ptx(seed: int) -> None:
     packed = bytes(high << 4 | low for high, low in zip(codes[::2], codes[1::2], strict=True))
     word = int.from_bytes(packed, "little")
     registers = [f"${9 + i}" for i in range(4)]
-    inputs = {"$8": word, **dict(zip(registers, nf4._register_words(nf4.REPEATED_BITS), strict=True))}
-    bits = run_ptx(nf4._floats_asm(), inputs)
+    inputs = {"$8": word, **dict(zip(registers, nf4_lookup.register_words(nf4_lookup.REPEATED_BITS), strict=True))}
+    bits = run_ptx(nf4_lookup._floats_asm(), inputs)
     floats = torch.tensor([bits[f"${i}"] for i in range(8)], dtype=torch.int64).to(torch.int32).view(torch.float32)
-    assert floats.tolist() == [nf4.REDUCTION_CODEBOOK[code] for code in codes]
-    inputs.update(zip(registers, nf4._register_words(nf4.PAIR_BITS), strict=True))
-    bits = run_ptx(nf4._scaled_pairs_asm(), inputs)
+    assert floats.tolist() == [nf4_lookup.REDUCTION_CODEBOOK[code] for code in codes]
+    inputs.update(zip(registers, nf4_lookup.register_words(nf4_lookup.PAIR_BITS), strict=True))
+    bits = run_ptx(nf4_lookup._scaled_pairs_asm(), inputs)
     pairs = torch.tensor([bits[f"${i}"] for i in range(8)], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    assert torch.equal(pairs, torch.tensor(nf4.CODEBOOK)[codes].bfloat16())
+    assert torch.equal(pairs, torch.tensor(nf4_format.CODEBOOK)[codes].bfloat16())
 
 
 def test_the_reductions_codebook_is_within_half_a_step_of_bf16() -> None:
-    for value, used in zip(nf4.CODEBOOK, nf4.REDUCTION_CODEBOOK, strict=True):
+    for value, used in zip(nf4_format.CODEBOOK, nf4_lookup.REDUCTION_CODEBOOK, strict=True):
         assert abs(used - value) <= abs(value) * 2**-8

@@ -465,7 +465,8 @@ def _pack_linears(model: PreTrainedModel) -> None:
 
 def _quantize_linears(model: PreTrainedModel) -> None:
     """Keeps the weight of every linear layer but the head in 4 bits, layer by layer."""
-    from manylora_worker.kernels.nf4 import BLOCK_SIZE, Nf4Linear, Nf4Workspace
+    from manylora_worker.kernels.nf4 import Nf4Linear, Nf4Workspace
+    from manylora_worker.kernels.nf4_format import BLOCK_SIZE
 
     workspace = Nf4Workspace(model.device)
     for path, module in model.named_modules():

@@ -1,9 +1,4 @@
-"""Products with a weight kept in 4 bits (NF4, as bitsandbytes stores it), and the weight's quantization.
-
-Owns the format: codes of 4 bits, two a byte with the first in the high nibble, one scale (absmax) a block of 64 inputs.
-bitsandbytes keeps the scales in 8 bits again (a dynamic map of 256 values, blocks of 256 with a float32 scale, one
-offset). We undo that once at load: 4.5 bits a weight instead of 4.13, 0.33 GB more for the 7 G weights of an 8B model,
-and no dependent load in the kernels. The float32 scale is the very number that bitsandbytes computes.
+"""Products with a weight kept in 4 bits (NF4, see nf4_format.py).
 
 The ways to a product. The first rounds the code values to bf16 and nothing else, the second to 8 bits of significand,
 the third rounds code value, scale and their product to bf16, the fourth has the weight as bitsandbytes has it:
@@ -15,23 +10,7 @@ the third rounds code value, scale and their product to bf16, the fourth has the
 | .. FUSED_ROWS | `_product_kernel`: weights rebuilt for the tensor cores, split along the inputs | x is shared |
 | more | `dequantize` to bf16, then an ordinary product | the weight is rebuilt once, not once a tile of rows |
 
-The lookup is what such a kernel spends its time on. A step at half of bf16's time reads 3 TB/s of codes, 6e12
-weights/s, or 26 a clock on each of 132 multiprocessors at 1.75 GHz, where integer units give 64 lane operations a
-clock: 2.5 an element. What the ways cost there, an element:
-
-- a tree of selects: 15, and the bits to select by;
-- tl.gather: a shuffle, or a round trip through shared memory, at 32 lanes a clock: 1 and its address (2 integer);
-- a load from a 64-byte table: 16 entries in 16 banks of one L1 line, so free of conflicts, at 32 lanes a clock: 1,
-  and 2 integer operations for the address;
-- byte permutes: a register pair holds 8 table bytes and `prmt` picks 4 of them at once. 16 entries of 2 bytes need 3
-  permutes (lower half, upper half, choice by bit 3) for each byte of 4 results, then 2 to interleave the bytes: 21
-  operations for 8 elements with all masks, 2.6 an element, and no memory pipe. With float32 results 25, or 3.1.
-
-So `prmt` it is, here. Triton's interpreter cannot run PTX and takes the loads. With all that belongs to it an element
-takes 3.3 integer operations of one row's 5.2, so a multiprocessor does about 19 a clock: 2.3 TB/s of codes, 1.5 ms for
-7 G weights, where the memory alone would take 0.9 ms.
-
-Source of the format: Dettmers et al., "QLoRA", 2023, section 3; the maps as bitsandbytes 0.50 computes them.
+How the Triton kernels turn codes into numbers is nf4_lookup.py's.
 """
 
 from __future__ import annotations
@@ -46,280 +25,26 @@ import triton.language as tl
 from torch import Tensor, nn
 from triton import knobs
 
+from manylora_worker.kernels.nf4_format import BLOCK_SIZE, CODEBOOK, Nf4Weight, from_bitsandbytes, quantize
+from manylora_worker.kernels.nf4_lookup import (
+    FLOATS_ASM,
+    FLOATS_CONSTRAINTS,
+    PAIR_BITS,
+    PAIRS_ASM,
+    PAIRS_CONSTRAINTS,
+    REDUCTION_CODEBOOK,
+    REPEATED_BITS,
+    interleave,
+    register_words,
+    table_values,
+)
 from manylora_worker.kernels.nf4_rows import Nf4Rows
-
-BLOCK_SIZE = 64
-"""Weights that share a scale."""
-NESTED_BLOCK_SIZE = 256
-"""Scales that share a scale of their own, in bitsandbytes' storage."""
 
 REDUCTION_ROWS = 4
 """A row costs the reduction one FMA a weight; the tensor cores take up to 16 for nothing. Measured on an H200: the
 reduction is ahead up to four rows."""
 FUSED_ROWS = 64
 """Above, the weight is rebuilt whole. On an H200 that alone takes longer than the fused product of 64 rows."""
-
-# fmt: off
-CODEBOOK = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
-    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
-    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)
-# fmt: on
-"""The 16 values of NF4 (exact in float32), ascending."""
-
-_WORDS = BLOCK_SIZE // 8
-"""32-bit words of codes a block."""
-
-
-def dynamic_map() -> Tensor:
-    """[256] float32, ascending: the signed dynamic map of 8-bit scales (7 exponent bits at most), as bitsandbytes
-    builds it.
-
-    Dettmers, "8-bit approximations for parallelism in deep learning", 2015, section 2.
-    """
-    values: list[float] = []
-    for i in range(7):
-        boundaries = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32)
-        means = ((boundaries[:-1] + boundaries[1:]) / 2.0) * 10 ** (i - 6)
-        values += means.tolist()
-        values += (-means).tolist()
-    return torch.tensor(sorted([*values, 0.0, 1.0]), dtype=torch.float32)
-
-
-@dataclass(frozen=True)
-class Nf4Weight:
-    """A weight [out_features, in_features]; in_features is a multiple of 64.
-
-    Attributes:
-        codes: [out_features, in_features / 2] uint8, contiguous; the element with even index in the high nibble.
-        absmax: [out_features, in_features / 64] float32, contiguous.
-    """
-
-    codes: Tensor
-    absmax: Tensor
-
-    def __post_init__(self) -> None:
-        rows, half = self.codes.shape
-        assert self.codes.dtype == torch.uint8
-        assert self.codes.is_contiguous()
-        assert half * 2 % BLOCK_SIZE == 0
-        assert self.absmax.shape == (rows, half * 2 // BLOCK_SIZE)
-        assert self.absmax.dtype == torch.float32
-        assert self.absmax.is_contiguous()
-
-    @property
-    def out_features(self) -> int:
-        return self.codes.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.codes.shape[1] * 2
-
-    @property
-    def num_bytes(self) -> int:
-        return self.codes.nbytes + self.absmax.nbytes
-
-
-def from_bitsandbytes(packed: Tensor, quant_state: Any) -> Nf4Weight:
-    """The weight of a bitsandbytes Linear4bit: `packed` is its `weight.data`, `quant_state` its `weight.quant_state`.
-
-    Raises:
-        ValueError: not NF4 in blocks of 64, or the inputs are no multiple of 64.
-    """
-    if quant_state.quant_type != "nf4" or quant_state.blocksize != BLOCK_SIZE:
-        raise ValueError(f"{quant_state.quant_type} in blocks of {quant_state.blocksize}: only nf4 in blocks of 64")
-    out_features, in_features = quant_state.shape
-    _check_in_features(in_features)
-    absmax = quant_state.absmax
-    if quant_state.state2 is not None:
-        nested = quant_state.state2
-        absmax = nested_absmax(absmax, nested.absmax, nested.code, quant_state.offset, nested.blocksize)
-    return Nf4Weight(
-        packed.detach().view(torch.uint8).reshape(out_features, in_features // 2).contiguous(),
-        absmax.float().reshape(out_features, in_features // BLOCK_SIZE).contiguous(),
-    )
-
-
-def nested_absmax(
-    codes: Tensor, scales: Tensor, code_map: Tensor, offset: Tensor, block_size: int = NESTED_BLOCK_SIZE
-) -> Tensor:
-    """[blocks] float32 scales out of their 8-bit codes: map[code] * scale + offset, two roundings as in
-    bitsandbytes."""
-    values = code_map[codes.reshape(-1).long()]
-    wide = scales.repeat_interleave(block_size)[: values.numel()]
-    return values.mul_(wide).add_(offset)
-
-
-def quantize(weight: Tensor, *, double: bool = True) -> Nf4Weight:
-    """Quantizes [out, in] of any float type; codes and scales are those of bitsandbytes' Linear4bit.
-
-    Args:
-        double: round the scales to 8 bits as Linear4bit's `compress_statistics` does; the kept ones are float32 anyway.
-            Their offset is a mean, whose last bit depends on the device's order of summation.
-
-    Raises:
-        ValueError: the inputs are no multiple of 64.
-    """
-    out_features, in_features = weight.shape
-    _check_in_features(in_features)
-    blocks = weight.detach().float().reshape(-1, BLOCK_SIZE)
-    absmax = blocks.abs().amax(dim=-1)
-    scaled = blocks.mul(1.0 / absmax.clamp(min=1e-38)[:, None]).clamp_(-1, 1)
-    codebook = torch.tensor(CODEBOOK, device=weight.device)
-    indices = torch.bucketize(scaled, (codebook[:-1] + codebook[1:]) / 2, out_int32=True).to(torch.uint8)
-    codes = (indices[:, ::2] << 4) | indices[:, 1::2]
-    if double:
-        offset = absmax.mean()
-        absmax = nested_absmax(*_quantize_scales(absmax - offset), offset)
-    return Nf4Weight(
-        codes.reshape(out_features, in_features // 2).contiguous(),
-        absmax.reshape(out_features, in_features // BLOCK_SIZE).contiguous(),
-    )
-
-
-def _quantize_scales(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(8-bit codes, float32 scale a block of 256, the map) of a vector."""
-    code_map = dynamic_map().to(values.device)
-    padding = -values.numel() % NESTED_BLOCK_SIZE
-    blocks = F.pad(values, (0, padding)).reshape(-1, NESTED_BLOCK_SIZE)
-    scales = blocks.abs().amax(dim=-1)
-    scaled = blocks.mul(1.0 / scales.clamp(min=1e-38)[:, None]).clamp_(-1, 1)
-    codes = torch.bucketize(scaled, (code_map[:-1] + code_map[1:]) / 2, out_int32=True)
-    return codes.reshape(-1)[: values.numel()].to(torch.uint8), scales, code_map
-
-
-def _check_in_features(in_features: int) -> None:
-    if in_features % BLOCK_SIZE:
-        raise ValueError(f"{in_features} inputs: a row must be whole blocks of {BLOCK_SIZE}")
-
-
-def dequantize_reference(weight: Nf4Weight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """[out, in] in plain torch: code value times scale in float32, rounded once. The oracle of the kernels."""
-    codebook = torch.tensor(CODEBOOK, device=weight.codes.device)
-    indices = torch.stack([weight.codes >> 4, weight.codes & 0xF], dim=-1)
-    values = codebook[indices.reshape(-1, BLOCK_SIZE).long()] * weight.absmax.reshape(-1, 1)
-    return values.to(dtype).reshape(weight.out_features, weight.in_features)
-
-
-# ---- the lookup
-
-
-def _bf16_bits(value: float) -> int:
-    return int(torch.tensor(value, dtype=torch.float32).bfloat16().view(torch.int16).item()) & 0xFFFF
-
-
-def _repeated_bits(value: float) -> int:
-    """The 16 bits 'hi lo' for which the float32 'hi lo lo lo' is nearest to the value: one permute then makes a
-    float32."""
-    near = _bf16_bits(value)
-    candidates = [bits for bits in (near - 1, near, near + 1) if 0 <= bits <= 0xFFFF and bits >> 15 == near >> 15]
-    return min(candidates, key=lambda bits: abs(_repeated_value(bits) - value)) if value else 0
-
-
-def _repeated_value(bits: int) -> float:
-    low = bits & 0xFF
-    word = bits << 16 | low << 8 | low
-    return float(torch.tensor(word - (1 << 32) if word >> 31 else word, dtype=torch.int32).view(torch.float32).item())
-
-
-PAIR_BITS = tuple(_bf16_bits(value) for value in CODEBOOK)
-REPEATED_BITS = tuple(_repeated_bits(value) for value in CODEBOOK)
-REDUCTION_CODEBOOK = tuple(_repeated_value(bits) for bits in REPEATED_BITS)
-"""What `_reduction_kernel` multiplies by: within half a bf16 step of the codebook."""
-
-
-def _table_words(entries: tuple[int, ...], shift: int) -> list[int]:
-    """Four 32-bit words with byte `shift / 8` of the 16 entries."""
-    chosen = [entry >> shift & 0xFF for entry in entries]
-    return [sum(chosen[4 * word + i] << 8 * i for i in range(4)) for word in range(4)]
-
-
-def _lookup_asm(entries: tuple[int, ...], word: str, registers: tuple[str, ...]) -> list[str]:
-    """PTX that looks 8 codes up: low bytes into l0, l1 and high bytes into h0, h1, in the order of the word's nibbles.
-
-    `prmt` takes a byte's number in 3 bits of a nibble; bit 3 of the nibble must be clear (else it copies signs).
-    Bit 3 of the code chooses between both halves of the table: result byte i comes from byte i or byte 4 + i. The
-    instruction takes one immediate, so every second table word comes in a register (`_register_words`); as
-    constants the assembler would load them anew for each permute.
-    """
-    lines = [
-        ".reg .b32 m0, m1, s0, s1, p, q, l0, l1, h0, h1;",
-        f"and.b32 m0, {word}, 0x77777777;",
-        f"shr.b32 s0, {word}, 1;",
-        "lop3.b32 s0, s0, 0x44444444, 0x32103210, 0xea;",  # (a & b) | c
-        "shr.b32 m1, m0, 16;",
-        "shr.b32 s1, s0, 16;",
-    ]
-    for half in (0, 1):
-        for i, (name, shift) in enumerate((("l", 0), ("h", 8))):
-            table = _table_words(entries, shift)
-            lines += [
-                f"prmt.b32 p, {registers[2 * i]}, {table[1]:#010x}, m{half};",
-                f"prmt.b32 q, {registers[2 * i + 1]}, {table[3]:#010x}, m{half};",
-                f"prmt.b32 {name}{half}, p, q, s{half};",
-            ]
-    return lines
-
-
-def _register_words(entries: tuple[int, ...]) -> list[int]:
-    low, high = _table_words(entries, 0), _table_words(entries, 8)
-    return [low[0], low[2], high[0], high[2]]
-
-
-# Little-endian words and high nibble first: element e of a word is nibble e ^ 1.
-_PAIR_SELECTORS = (0x4051, 0x6273)
-_FLOAT_SELECTORS = (0x5111, 0x4000, 0x7333, 0x6222)
-
-
-def _floats_asm() -> str:
-    """$0..$7: 8 float32 of the word $8; $9..$12 table words."""
-    lines = _lookup_asm(REPEATED_BITS, "$8", ("$9", "$10", "$11", "$12"))
-    lines += [f"prmt.b32 ${e}, l{e // 4}, h{e // 4}, {_FLOAT_SELECTORS[e % 4]:#06x};" for e in range(8)]
-    return "{ " + " ".join(lines) + " }"
-
-
-def _scaled_pairs_asm() -> str:
-    """$0..$7: 8 bf16 of the word $8, multiplied by $13 (float32, rounded to bf16 first); $9..$12 table words."""
-    lines = [".reg .b32 r, scale;", "cvt.rn.bf16x2.f32 scale, $13, $13;"]
-    lines += _lookup_asm(PAIR_BITS, "$8", ("$9", "$10", "$11", "$12"))
-    for pair in range(4):
-        half = pair // 2
-        lines.append(f"prmt.b32 r, l{half}, h{half}, {_PAIR_SELECTORS[pair % 2]:#06x};")
-        lines.append("mul.rn.bf16x2 r, r, scale;")
-        lines.append(f"mov.b32 {{${2 * pair}, ${2 * pair + 1}}}, r;")
-    return "{ " + " ".join(lines) + " }"
-
-
-FLOATS_ASM = tl.constexpr(_floats_asm())
-FLOATS_CONSTRAINTS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 5))
-PAIRS_ASM = tl.constexpr(_scaled_pairs_asm())
-PAIRS_CONSTRAINTS = tl.constexpr(",".join(["=h"] * 8 + ["r"] * 6))
-
-
-@triton.jit
-def _table_values(words, table_ptr):
-    """Eight tensors of table entries, by element, for a tensor of words."""
-    return (
-        tl.load(table_ptr + ((words >> 4) & 15)),
-        tl.load(table_ptr + (words & 15)),
-        tl.load(table_ptr + ((words >> 12) & 15)),
-        tl.load(table_ptr + ((words >> 8) & 15)),
-        tl.load(table_ptr + ((words >> 20) & 15)),
-        tl.load(table_ptr + ((words >> 16) & 15)),
-        tl.load(table_ptr + ((words >> 28) & 15)),
-        tl.load(table_ptr + ((words >> 24) & 15)),
-    )
-
-
-@triton.jit
-def _interleave(v0, v1, v2, v3, v4, v5, v6, v7):
-    """[..., 2, 2, 2] whose last three dimensions are the element's number in binary."""
-    return tl.join(
-        tl.join(tl.join(v0, v4), tl.join(v2, v6)),
-        tl.join(tl.join(v1, v5), tl.join(v3, v7)),
-    )
 
 
 @triton.jit
@@ -346,8 +71,8 @@ def _dequantize_kernel(
     word = block[:, None] * 8 + tl.arange(0, 8)[None, :]
     words = tl.load(words_ptr + word, mask=kept[:, None], other=0)
     absmax = tl.load(absmax_ptr + block, mask=kept, other=0.0)
-    v0, v1, v2, v3, v4, v5, v6, v7 = _table_values(words, table_ptr)
-    values = _interleave(v0, v1, v2, v3, v4, v5, v6, v7).reshape(BLOCKS, 64)
+    v0, v1, v2, v3, v4, v5, v6, v7 = table_values(words, table_ptr)
+    values = interleave(v0, v1, v2, v3, v4, v5, v6, v7).reshape(BLOCKS, 64)
     values = _to_bf16(values * absmax[:, None], INTERPRETED)
     element = block[:, None] * 64 + tl.arange(0, 64)[None, :]
     tl.store(out_ptr + element, values, mask=kept[:, None])
@@ -407,7 +132,7 @@ def _reduction_kernel(
         x3, x7 = tl.split(x37)
         words = words[None]
         if INTERPRETED:
-            v0, v1, v2, v3, v4, v5, v6, v7 = _table_values(words, table_ptr)
+            v0, v1, v2, v3, v4, v5, v6, v7 = table_values(words, table_ptr)
         else:
             v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
                 FLOATS_ASM, FLOATS_CONSTRAINTS, [words, lookup0, lookup1, lookup2, lookup3],
@@ -472,8 +197,8 @@ def _product_kernel(
             absmax = tl.load(absmax_ptr + at, mask=kept, other=0.0)
             x = tl.load(x_at, mask=row_kept[:, None] & (element < end * 64)[None, :], other=0.0)
         if INTERPRETED:
-            v0, v1, v2, v3, v4, v5, v6, v7 = _table_values(words, table_ptr)
-            weight = _interleave(v0, v1, v2, v3, v4, v5, v6, v7).reshape(OUTS, BLOCKS, 64) * absmax
+            v0, v1, v2, v3, v4, v5, v6, v7 = table_values(words, table_ptr)
+            weight = interleave(v0, v1, v2, v3, v4, v5, v6, v7).reshape(OUTS, BLOCKS, 64) * absmax
             weight = _to_bf16(weight, INTERPRETED).to(tl.float32)  # the interpreter cannot multiply bf16
             x = x.to(tl.float32)
         else:
@@ -485,7 +210,7 @@ def _product_kernel(
                 ),
                 is_pure=True, pack=1,
             )  # fmt: skip
-            weight = _interleave(v0, v1, v2, v3, v4, v5, v6, v7).reshape(OUTS, BLOCKS, 64)
+            weight = interleave(v0, v1, v2, v3, v4, v5, v6, v7).reshape(OUTS, BLOCKS, 64)
         sums = tl.dot(x, tl.trans(weight.reshape(OUTS, BLOCKS * 64)), sums)
     kept = row_kept[:, None] & out_kept[None, :]
     at = row[:, None] * out_features + out[None, :]
@@ -558,8 +283,8 @@ class Nf4Workspace:
         self.arrivals = torch.zeros(_PROGRAMS_WANTED, dtype=torch.int32, device=device)
         self.codebook = torch.tensor(CODEBOOK, dtype=torch.float32, device=device)
         self.reduction_codebook = torch.tensor(REDUCTION_CODEBOOK, dtype=torch.float32, device=device)
-        self.reduction_lookup = _int32_tensor(_register_words(REPEATED_BITS), device)
-        self.product_lookup = _int32_tensor(_register_words(PAIR_BITS), device)
+        self.reduction_lookup = _int32_tensor(register_words(REPEATED_BITS), device)
+        self.product_lookup = _int32_tensor(register_words(PAIR_BITS), device)
 
 
 def _int32_tensor(words: list[int], device: torch.device) -> Tensor:
