@@ -334,7 +334,7 @@ def test_a_reader_that_makes_no_sense_is_ended(
 
 
 _WORKER = """
-import pickle, socket, sys, time
+import pickle, socket, sys
 from pathlib import Path
 import manylora_worker.adapters.reader_pool as reader_pool
 from manylora_worker.adapters.host_memory import HostMemory
@@ -345,7 +345,7 @@ listening.set_inheritable(True)
 pool = reader_pool.ReaderProcesses(base, limits, HostMemory(8 << 20))
 pool.free(pool.read(folder, uid))
 print("ready", flush=True)
-time.sleep(60)
+sys.stdin.read()
 """
 
 
@@ -356,7 +356,10 @@ def test_processes_end_with_the_worker_and_have_none_of_its_sockets(
     (tmp_path / "arguments").write_bytes(pickle.dumps((base, LIMITS, folder, uid_of(folder, base))))
     environment = {"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.defpath}
     with subprocess.Popen(
-        [sys.executable, "-c", _WORKER, str(tmp_path / "arguments")], stdout=subprocess.PIPE, env=environment
+        [sys.executable, "-c", _WORKER, str(tmp_path / "arguments")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
     ) as worker:
         assert worker.stdout is not None
         assert worker.stdout.readline() == b"ready\n"

@@ -16,7 +16,6 @@ How the Triton kernels turn codes into numbers is nf4_lookup.py's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +24,7 @@ import triton.language as tl
 from torch import Tensor, nn
 from triton import knobs
 
-from manylora_worker.kernels.nf4_format import BLOCK_SIZE, CODEBOOK, Nf4Weight, from_bitsandbytes, quantize
+from manylora_worker.kernels.nf4_format import BLOCK_SIZE, CODEBOOK, Nf4Weight, quantize
 from manylora_worker.kernels.nf4_lookup import (
     FLOATS_ASM,
     FLOATS_CONSTRAINTS,
@@ -384,12 +383,6 @@ class Nf4Linear(nn.Module):
         self._weight = weight
         self._bias = None if bias is None else bias.detach()
         self._workspace = workspace
-
-    @classmethod
-    def from_linear4bit(cls, linear: Any, workspace: Nf4Workspace) -> Nf4Linear:
-        """Of a bitsandbytes Linear4bit whose weight is quantized already (it is once the layer was moved to
-        its device)."""
-        return cls(from_bitsandbytes(linear.weight.data, linear.weight.quant_state), linear.bias, workspace)
 
     @classmethod
     def from_weight(cls, weight: Tensor, bias: Tensor | None, workspace: Nf4Workspace) -> Nf4Linear:

@@ -11,7 +11,6 @@ Source of the format: Dettmers et al., "QLoRA", 2023, section 3; the maps as bit
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -80,26 +79,6 @@ class Nf4Weight:
     @property
     def num_bytes(self) -> int:
         return self.codes.nbytes + self.absmax.nbytes
-
-
-def from_bitsandbytes(packed: Tensor, quant_state: Any) -> Nf4Weight:
-    """The weight of a bitsandbytes Linear4bit: `packed` is its `weight.data`, `quant_state` its `weight.quant_state`.
-
-    Raises:
-        ValueError: not NF4 in blocks of 64, or the inputs are no multiple of 64.
-    """
-    if quant_state.quant_type != "nf4" or quant_state.blocksize != BLOCK_SIZE:
-        raise ValueError(f"{quant_state.quant_type} in blocks of {quant_state.blocksize}: only nf4 in blocks of 64")
-    out_features, in_features = quant_state.shape
-    _check_in_features(in_features)
-    absmax = quant_state.absmax
-    if quant_state.state2 is not None:
-        nested = quant_state.state2
-        absmax = nested_absmax(absmax, nested.absmax, nested.code, quant_state.offset, nested.blocksize)
-    return Nf4Weight(
-        packed.detach().view(torch.uint8).reshape(out_features, in_features // 2).contiguous(),
-        absmax.float().reshape(out_features, in_features // BLOCK_SIZE).contiguous(),
-    )
 
 
 def nested_absmax(
