@@ -67,7 +67,7 @@ from manylora_scheduler.request import (
 )
 from manylora_scheduler.succession import ClockSnapshot, Succession
 from manylora_scheduler.tickets import Tickets
-from manylora_scheduler.timers import Timers
+from manylora_scheduler.timers import Moments, Timers
 
 GRANT_TIMEOUT_S = 10.0
 """A grant that neither the worker nor the router mentions for so long is dropped."""
@@ -125,7 +125,7 @@ class Core:
         # What is adopted runs in the queue by its request's id; it is never queued, and never picked.
         self._succession = Succession(cast("FairQueue[FlowKey, Ticket | RequestId]", self._queue), predecessor)
         self._is_restoring = self._queue.is_restoring
-        self._moments: Timers[Ticket] = Timers()
+        self._moments: Moments[Ticket] = Moments()
         """One a ticket that waits for something: what is due follows from its phase (`_on_moment`)."""
         self._timers: Timers[tuple[str, *tuple[object, ...]]] = Timers()
         """All else."""
@@ -610,7 +610,7 @@ class Core:
         assert self._succession.adopted <= others
         assert all(worker.num_prefetches <= PREFETCHES_PER_WORKER for worker in self._fleet.workers)
         for ticket in queued | granted:
-            assert (ticket in self._moments) == (ticket.phase is not Phase.RUNNING)
+            assert (ticket.due_in is not None) == (ticket.phase is not Phase.RUNNING)
 
 
 def _too_large(request: QueuedRequest) -> str:

@@ -18,6 +18,8 @@ from typing import NamedTuple
 from manylora_shared.fair_queue import Rank
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
 
+from manylora_scheduler.timers import Timed
+
 PATIENCE_S = 60.0
 """A request without a deadline takes its place in its flow as if it had this one."""
 PROMPT_TOKEN_COST = 1
@@ -64,24 +66,32 @@ class Phase(enum.Enum):
     """Reported by the worker. Only the worker's own word ends it."""
 
 
-@dataclass(slots=True, eq=False)
-class Ticket:
+class Ticket(Timed):
     """One attempt at one request: what the core's books, the fair queue among them, have as their item."""
 
-    request: QueuedRequest
-    session: int
-    """The router's stream that asked for it, or that its grant was last sent on."""
-    order: int
-    """Its place inside its flow, which grows with each ticket; an attempt after an unused grant keeps the first's."""
-    attempt: int
-    enqueued_at: float
-    waits_since: float
-    """When the first of its attempts was enqueued."""
-    phase: Phase = Phase.QUEUED
-    worker_id: WorkerId | None = None
-    granted_at: float = 0.0
-    unserved_at: float = 0.0
-    """While it is queued: when it is asked next whether any worker could run it at all."""
+    __slots__ = ("attempt", "blocks", "enqueued_at", "granted_at", "order", "phase", "request", "session", "unserved_at",
+                 "waits_since", "worker_id")  # fmt: skip
+
+    def __init__(
+        self, request: QueuedRequest, session: int, order: int, attempt: int, enqueued_at: float, waits_since: float
+    ) -> None:
+        self.request = request
+        self.session = session
+        """The router's stream that asked for it, or that its grant was last sent on."""
+        self.order = order
+        """Its place inside its flow, which grows with each ticket; an attempt after an unused grant keeps the first's."""
+        self.attempt = attempt
+        self.enqueued_at = enqueued_at
+        self.waits_since = waits_since
+        """When the first of its attempts was enqueued."""
+        self.phase = Phase.QUEUED
+        self.due_in = None
+        self.worker_id: WorkerId | None = None
+        self.blocks = 0
+        """While it is granted: KV blocks that it takes on its worker to begin with."""
+        self.granted_at = 0.0
+        self.unserved_at = 0.0
+        """While it is queued: when it is asked next whether any worker could run it at all."""
 
 
 class Need(NamedTuple):
