@@ -128,27 +128,39 @@ class Contest(Generic[F, I]):
         """Takes note of a flow's tag, share and first item, any of which may have changed."""
         head = flow.head
         assert head is not None
-        flow.need = (flow.key, head.need) if flow.is_apart else head.need
-        self.plain.put(flow.plain, tag, flow.need)
+        need = flow.need = (flow.key, head.need) if flow.is_apart else head.need
+        order, place = self.plain, flow.plain
+        entry = place.entry
+        # Mostly a tag rises and the flow stands unsorted. Then that is all, here and below.
+        if entry is not None and tag >= entry[0] and place.group is order.unsorted:
+            place.key, place.need = tag, need
+        else:
+            order.put(place, tag, need)
         self._boost(flow, head)
 
     def _boost(self, flow: Contender[F, I], head: Queued[I]) -> None:
         """Puts a flow among those that rise, or among those that have their cap."""
-        full_us = head.since_us + flow.fill_us
+        since_us = head.since_us
+        full_us = since_us + flow.fill_us
         if head.urgent_us < full_us:
             full_us = head.urgent_us
-        boosted, is_full = flow.boosted, full_us <= self._now_us
+        place, is_full = flow.boosted, full_us <= self._now_us
         if is_full is not flow.is_full:
-            if boosted.group is not None:
-                (self.full if flow.is_full else self.rising).drop(boosted)
+            if place.group is not None:
+                (self.full if flow.is_full else self.rising).drop(place)
             flow.is_full = is_full
         if is_full:
-            self.full.put(boosted, flow.plain.key - flow.cap, flow.need)
-            return
-        self.rising.put(boosted, flow.plain.key - flow.base + self._aging * head.since_us, flow.need)
-        if full_us < flow.fills_at:
-            flow.fills_at = full_us
-            self._fill_later(flow)
+            order, key = self.full, flow.plain.key - flow.cap
+        else:
+            order, key = self.rising, flow.plain.key - flow.base + self._aging * since_us
+            if full_us < flow.fills_at:
+                flow.fills_at = full_us
+                self._fill_later(flow)
+        entry = place.entry
+        if entry is not None and key >= entry[0] and place.group is order.unsorted:
+            place.key, place.need = key, flow.need
+        else:
+            order.put(place, key, flow.need)
 
     def _fill_later(self, flow: Contender[F, I]) -> None:
         heapq.heappush(self._filling, (flow.fills_at, flow.order, flow))
@@ -176,13 +188,17 @@ class Contest(Generic[F, I]):
         """The first item of the flow with the least boosted tag whose first item `fits`."""
         self._fill_boosts(now_us)
         first = self._first_boosted()
-        if first is None:
+        if first is None or first.head is None:
             return None
         # Nearly always the first flow can be started, and so can the one with the least tag.
-        item = _head(first)
+        item = first.head.item
         place = fits(item)
         if place is not None:
-            return Pick(item, place, self._floor(fits, {first.need: True}), None)
+            least = self.plain.first()
+            assert least is not None
+            if least.flow is first or least.flow.need == first.need or fits(_head(least.flow)) is not None:
+                return Pick(item, place, least.key, None)
+            return Pick(item, place, self._floor(fits, {first.need: True, least.flow.need: False}), None)
         fitting = {first.need: False}
         for flow in self._in_order(self.rising.heads(), self.full.heads()):
             if flow.need not in fitting:
@@ -209,14 +225,12 @@ class Contest(Generic[F, I]):
         """Moves the flows on whose boost has reached its cap by now."""
         assert now_us >= self._now_us, "time falls"
         self._now_us = now_us
-        filling = self._filling
-        while filling and filling[0][0] <= now_us:
-            at_us, _, flow = heapq.heappop(filling)
+        while self._filling and self._filling[0][0] <= now_us:
+            at_us, _, flow = heapq.heappop(self._filling)
             if at_us == flow.fills_at:
                 flow.fills_at = NEVER_US
                 if flow.head is not None and not flow.is_full:
                     self._boost(flow, flow.head)
-                    filling = self._filling
 
     def _first_boosted(self) -> Contender[F, I] | None:
         rising = self.rising.first()
@@ -245,15 +259,7 @@ class Contest(Generic[F, I]):
         """The least tag of a flow that can be started. `fitting` has the needs that were asked for already."""
         first = self.plain.first()
         assert first is not None
-        flow = first.flow
-        if flow.need in fitting:
-            if fitting[flow.need]:
-                return first.key
-        elif fits(_head(flow)) is not None:
-            return first.key
-        else:
-            fitting[flow.need] = False
-        for place in self.plain.heads():
+        for place in itertools.chain((first,), self.plain.heads()):
             flow = place.flow
             if flow.need not in fitting:
                 fitting[flow.need] = fits(_head(flow)) is not None

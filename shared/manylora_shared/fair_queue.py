@@ -223,8 +223,10 @@ class FairQueue(Generic[F, I]):
         urgency, due_us, order = self._contest.rank(rank)
         if urgent_us is None:
             urgent_us = NEVER_US
-        queued = Queued(urgency, due_us, order, self._next_serial, item, need, since_us, urgent_us, entry)
-        self._next_serial += 1
+        serial = self._next_serial
+        # As Queued(...), which would be a call of a Python function.
+        queued = tuple.__new__(Queued, (urgency, due_us, order, serial, item, need, since_us, urgent_us, entry))
+        self._next_serial = serial + 1
         self._queued[item] = queued
         heapq.heappush(entry.queue, queued)
         entry.num_queued += 1
@@ -255,8 +257,9 @@ class FairQueue(Generic[F, I]):
         """Starts what `select` chose just before, and reserves its cost."""
         assert reserve >= 0
         assert self._returning is None, "a rebuilt clock is resumed first"
+        item, _, _, _ = pick
         self._advance_clock(pick)
-        self._start(self._take(pick.item), pick.item, reserve)
+        self._start(self._take(item), item, reserve)
         if self._resting:
             self._forget_passed()
 
@@ -277,7 +280,8 @@ class FairQueue(Generic[F, I]):
         assert item not in self._queued, f"{item} was not dispatched"
         flow = self._running.pop(item)
         self._refund(flow, item)
-        flow.settled += cost * flow.inverse
+        if cost:
+            flow.settled += cost * flow.inverse
         flow.num_running -= 1
         if flow.num_queued:
             self._move(flow)
@@ -317,7 +321,9 @@ class FairQueue(Generic[F, I]):
         Args:
             share_of: asked for each flow that grew, and in force from then on.
         """
-        counted = self._counted.setdefault(source, {})
+        counted = self._counted.get(source)
+        if counted is None:
+            counted = self._counted[source] = {}
         grown: list[tuple[F, int]] = []
         for flow, total in totals.items():
             cost = total - counted.get(flow, 0)
@@ -485,18 +491,18 @@ class FairQueue(Generic[F, I]):
 
     def _show_moved(self) -> None:
         """Brings the contest up to date."""
-        contest = self._contest
+        put = self._contest.put
         for flow in self._moved:
             if flow.num_queued:
                 queue = flow.queue
                 while len(queue) > flow.num_queued and self._queued.get(queue[0].item) is not queue[0]:
                     heapq.heappop(queue)
                 flow.head = queue[0]
-                contest.put(flow, flow.settled + flow.reserved * flow.inverse)
+                put(flow, flow.settled + flow.reserved * flow.inverse)
                 continue
             flow.queue.clear()
             if flow.head is not None:
-                contest.drop(flow)
+                self._contest.drop(flow)
         self._moved.clear()
 
     def _rest(self, flow: _Flow[F, I]) -> None:

@@ -1,14 +1,14 @@
 """Flows in the order of one key, and the first flow of each need. Pure; one writer, its owner.
 
-Two levels of heaps: each group holds its flows, and one heap holds the groups by their first flow. A heap's entry is a
-lower bound. A flow (or a group) has one valid entry, at or below its key; one whose key rises keeps its entry and is
-moved when that surfaces, so that most changes of a key touch no heap at all. Only a key that falls below its entry
+A heap's entry is a lower bound. A flow has one valid entry, at or below its key; one whose key rises keeps its entry and
+is moved when that surfaces, so that most changes of a key touch no heap at all. Only a key that falls below its entry
 gets another one, and the entry left behind is dropped when it surfaces. Putting a flow and finding the first one each
 cost O(log n), amortised; a heap is rebuilt when most of it was left behind.
 
 A flow comes into the group of the unsorted, whatever its first item needs. Only `heads`, which is asked where the
 first in order does not fit, sorts flows by their needs, as far as it is read; they stay so until they need something
 else. So while there is room for all, needs cost nothing, and where room is short, no flow is looked at again and again.
+Each group of a need has its own heap, and one more heap holds these groups by their first flow, as lower bounds too.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ from typing import Generic, TypeVar
 
 _COMPACT_SLACK = 64
 """A heap is rebuilt once it has this many entries more than twice the valid ones."""
-
-_UNSORTED = object()
-"""In place of a need."""
 
 F = TypeVar("F")
 
@@ -43,7 +40,7 @@ class Place(Generic[F]):
 
 
 class _Group(Generic[F]):
-    """The flows of one need, or the unsorted ones. It has an entry of its own while it has flows."""
+    """The flows of one need, or the unsorted ones."""
 
     __slots__ = ("entry", "heap", "index", "need", "size")
 
@@ -54,19 +51,24 @@ class _Group(Generic[F]):
         self.size = 0
         """Flows that stand here; `heap` may hold more."""
         self.entry: _GroupEntry[F] | None = None
+        """Among the groups of a need, while it has flows."""
 
 
 _Entry = tuple[int, int, Place[F]]
 """(key, order, place)."""
 _GroupEntry = tuple[int, int, int, _Group[F]]
-"""(key, order, the group's index, group), of a place at or before the group's first."""
+"""(key, order, the group's index, group), of a place at or before the group's first. The unsorted have the index 0."""
 
 
 class FlowOrder(Generic[F]):
     def __init__(self) -> None:
+        self.unsorted: _Group[F] = _Group(None, 0)
+        """For reading. A place that stands there is `put` by its key and need alone while its key does not fall below
+        its entry: a caller with many places may do that itself."""
         self._groups: dict[Hashable, _Group[F]] = {}
+        """By need."""
         self._firsts: list[_GroupEntry[F]] = []
-        self._next_index = 0
+        self._next_index = 1
         self.size = 0
         """Places that stand here. For reading."""
 
@@ -76,12 +78,14 @@ class FlowOrder(Generic[F]):
         group, entry = place.group, place.entry
         if group is None or entry is None:
             self.size += 1
-            self._join(place, _UNSORTED)
-        elif group.need is not _UNSORTED and group.need != need:
+            self._join(place, self.unsorted)
+        elif group is not self.unsorted and group.need != need:
             self._leave(group)
-            self._join(place, _UNSORTED)
+            self._join(place, self.unsorted)
         elif key < entry[0]:
             self._enter(place, group)
+            if group is not self.unsorted:
+                self._show_if_first(group, place)
 
     def drop(self, place: Place[F]) -> None:
         """Takes a place out that stands here."""
@@ -92,6 +96,18 @@ class FlowOrder(Generic[F]):
 
     def first(self) -> Place[F] | None:
         """The first place of all."""
+        sorted_first = self._first_of_sorted() if self._groups else None
+        if not self.unsorted.size:
+            return sorted_first
+        entry = self.unsorted.heap[0]
+        place = entry[2]
+        if entry is not place.entry or entry[0] != place.key:
+            place = self._head(self.unsorted)
+        if sorted_first is None or (place.key, place.order) < (sorted_first.key, sorted_first.order):
+            return place
+        return sorted_first
+
+    def _first_of_sorted(self) -> Place[F] | None:
         firsts = self._firsts
         while firsts:
             shown = firsts[0]
@@ -99,10 +115,7 @@ class FlowOrder(Generic[F]):
             if shown is not group.entry:
                 heappop(firsts)
                 continue
-            entry = group.heap[0]
-            place = entry[2]
-            if entry is not place.entry or entry[0] != place.key:  # else it is found without a call, as mostly
-                place = self._head(group)
+            place = self._head(group)
             if place.key != shown[0] or place.order != shown[1]:
                 group.entry = shown = (place.key, place.order, group.index, group)
                 heapreplace(firsts, shown)
@@ -113,30 +126,32 @@ class FlowOrder(Generic[F]):
 
     def heads(self) -> Iterator[Place[F]]:
         """The first place of every need, in order. Nothing may be changed meanwhile."""
-        firsts = self._firsts.copy()
+        unsorted, firsts = self.unsorted, self._firsts.copy()
         done: set[int] = set()
+        if unsorted.size:
+            heappush(firsts, _bound(unsorted, self._head(unsorted)))
         while firsts:
-            shown = heappop(firsts)
-            group = shown[3]
-            if shown is not group.entry or group.index in done:
-                continue
-            place = self._head(group)
-            if place.key != shown[0] or place.order != shown[1]:
-                heappush(firsts, self._show(group, place))
-            elif group.need is not _UNSORTED:
-                done.add(group.index)
-                yield place
-            else:
-                self._leave(group)
-                heappush(firsts, self._join(place, place.need))
-                if group.size:
-                    heappush(firsts, self._show(group, self._head(group)))
+            key, order, index, group = shown = heappop(firsts)
+            if group is unsorted:
+                place = self._head(unsorted)
+                self._leave(unsorted)
+                heappush(firsts, self._sort_in(place))
+                if unsorted.size:
+                    heappush(firsts, _bound(unsorted, self._head(unsorted)))
+            elif shown is group.entry and index not in done:
+                place = self._head(group)
+                if place.key != key or place.order != order:
+                    heappush(firsts, self._show(group, place))
+                else:
+                    done.add(index)
+                    yield place
 
     def first_places(self, limit: int) -> list[Place[F]]:
         """The first `limit` places, whatever they need, in order: O(needs + limit log limit), but for entries that were
         left behind or are below their keys."""
         # Each heap is walked from its root: an entry's children are no smaller than itself.
-        front = [(group.heap[0][0], group.heap[0][1], group.index, 0, group) for group in self._groups.values()]
+        groups = (self.unsorted, *self._groups.values())
+        front = [(*group.heap[0][:2], group.index, 0, group) for group in groups if group.size]
         heapify(front)
         risen: dict[tuple[int, int], Place[F]] = {}
         found: list[Place[F]] = []
@@ -158,33 +173,36 @@ class FlowOrder(Generic[F]):
                     heappush(front, (place.key, order, index, -1, group))
         return found
 
-    def _join(self, place: Place[F], need: Hashable) -> _GroupEntry[F]:
-        """Gives a place an entry in a group; returns the group's."""
-        group = self._groups.get(need)
-        if group is None:
-            group = self._groups[need] = _Group(need, self._next_index)
-            self._next_index += 1
+    def _join(self, place: Place[F], group: _Group[F]) -> None:
         group.size += 1
         place.group = group
-        return self._enter(place, group)
+        self._enter(place, group)
 
-    def _enter(self, place: Place[F], group: _Group[F]) -> _GroupEntry[F]:
-        key, order, heap, shown = place.key, place.order, group.heap, group.entry
-        place.entry = (key, order, place)
-        heappush(heap, place.entry)
+    def _sort_in(self, place: Place[F]) -> _GroupEntry[F]:
+        """Puts a place that has left the unsorted into the group of its need; returns the group's entry."""
+        group = self._groups.get(place.need)
+        if group is None:
+            group = self._groups[place.need] = _Group(place.need, self._next_index)
+            self._next_index += 1
+        self._join(place, group)
+        return self._show_if_first(group, place)
+
+    def _enter(self, place: Place[F], group: _Group[F]) -> None:
+        """Gives a place an entry at its key."""
+        heap = group.heap
+        place.entry = entry = (place.key, place.order, place)
+        heappush(heap, entry)
         if len(heap) > 2 * group.size + _COMPACT_SLACK:
             heap[:] = [entry for entry in heap if entry is entry[2].entry]
             heapify(heap)
-        if shown is None or key < shown[0] or (key == shown[0] and order < shown[1]):
-            return self._show(group, place)
-        return shown
 
     def _leave(self, group: _Group[F]) -> None:
         group.size -= 1
         if not group.size:
             group.heap.clear()
-            group.entry = None
-            del self._groups[group.need]
+            if group is not self.unsorted:
+                group.entry = None
+                del self._groups[group.need]
 
     def _head(self, group: _Group[F]) -> Place[F]:
         """The first place of a group that has some. Leaves it at the root, with an entry at its key."""
@@ -200,9 +218,16 @@ class FlowOrder(Generic[F]):
             else:
                 return place
 
+    def _show_if_first(self, group: _Group[F], place: Place[F]) -> _GroupEntry[F]:
+        """Brings the group's entry down to one of its places; returns it."""
+        shown = group.entry
+        if shown is None or (place.key, place.order) < shown[:2]:
+            return self._show(group, place)
+        return shown
+
     def _show(self, group: _Group[F], first: Place[F]) -> _GroupEntry[F]:
         """Gives a group the entry of its first place; returns it."""
-        shown = group.entry = (first.key, first.order, group.index, group)
+        shown = group.entry = _bound(group, first)
         heappush(self._firsts, shown)
         if len(self._firsts) > 2 * len(self._groups) + _COMPACT_SLACK:
             self._firsts = [g.entry for g in self._groups.values() if g.entry is not None]
@@ -210,12 +235,18 @@ class FlowOrder(Generic[F]):
         return shown
 
     def check_invariants(self) -> None:
-        assert sum(group.size for group in self._groups.values()) == self.size
-        for group in self._groups.values():
+        assert sum(group.size for group in self._groups.values()) + self.unsorted.size == self.size
+        assert all(group.size for group in self._groups.values())
+        for group in (self.unsorted, *self._groups.values()):
             valid = [entry for entry in group.heap if entry is entry[2].entry]
-            assert len(valid) == group.size > 0
+            assert len(valid) == group.size
             assert all(entry[0] <= entry[2].key and entry[2].group is group for entry in valid)
-            assert group.need is _UNSORTED or all(entry[2].need == group.need for entry in valid)
-            assert group.entry in self._firsts
-            assert group.entry is not None
-            assert group.entry[:2] <= min(entry[:2] for entry in valid), "a group without a way to its first flow"
+            if group is not self.unsorted:
+                assert all(entry[2].need == group.need for entry in valid)
+                assert group.entry in self._firsts
+                assert group.entry is not None
+                assert group.entry[:2] <= min(entry[:2] for entry in valid), "a group without a way to its first flow"
+
+
+def _bound(group: _Group[F], first: Place[F]) -> _GroupEntry[F]:
+    return first.key, first.order, group.index, group
