@@ -131,15 +131,13 @@ class Contest(Generic[F, I]):
         need = flow.need = (flow.key, head.need) if flow.is_apart else head.need
         order, place = self.plain, flow.plain
         entry = place.entry
-        # Mostly a tag rises and the flow stands unsorted. Then that is all, here and below.
+        # Mostly a tag rises and the flow stands unsorted. Then that is all, in both orders.
         if entry is not None and tag >= entry[0] and place.group is order.unsorted:
             place.key, place.need = tag, need
         else:
             order.put(place, tag, need)
-        self._boost(flow, head)
 
-    def _boost(self, flow: Contender[F, I], head: Queued[I]) -> None:
-        """Puts a flow among those that rise, or among those that have their cap."""
+        # Among those that rise, or among those that have their cap.
         since_us = head.since_us
         full_us = since_us + flow.fill_us
         if head.urgent_us < full_us:
@@ -150,17 +148,17 @@ class Contest(Generic[F, I]):
                 (self.full if flow.is_full else self.rising).drop(place)
             flow.is_full = is_full
         if is_full:
-            order, key = self.full, flow.plain.key - flow.cap
+            order, key = self.full, tag - flow.cap
         else:
-            order, key = self.rising, flow.plain.key - flow.base + self._aging * since_us
+            order, key = self.rising, tag - flow.base + self._aging * since_us
             if full_us < flow.fills_at:
                 flow.fills_at = full_us
                 self._fill_later(flow)
         entry = place.entry
         if entry is not None and key >= entry[0] and place.group is order.unsorted:
-            place.key, place.need = key, flow.need
+            place.key, place.need = key, need
         else:
-            order.put(place, key, flow.need)
+            order.put(place, key, need)
 
     def _fill_later(self, flow: Contender[F, I]) -> None:
         heapq.heappush(self._filling, (flow.fills_at, flow.order, flow))
@@ -230,7 +228,7 @@ class Contest(Generic[F, I]):
             if at_us == flow.fills_at:
                 flow.fills_at = NEVER_US
                 if flow.head is not None and not flow.is_full:
-                    self._boost(flow, flow.head)
+                    self.put(flow, flow.plain.key)
 
     def _first_boosted(self) -> Contender[F, I] | None:
         rising = self.rising.first()
@@ -280,8 +278,12 @@ class ArrivalContest(Contest[F, I]):
     def rank(self, rank: Rank) -> Rank:
         return Rank(0, 0, rank.order)
 
-    def _boost(self, flow: Contender[F, I], head: Queued[I]) -> None:
+    def put(self, flow: Contender[F, I], tag: int) -> None:
+        head = flow.head
+        assert head is not None
+        flow.need = (flow.key, head.need) if flow.is_apart else head.need
         flow.is_full = True
+        self.plain.put(flow.plain, tag, flow.need)
         self.full.put(flow.boosted, head.order, flow.need)
 
 

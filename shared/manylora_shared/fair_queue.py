@@ -231,7 +231,7 @@ class FairQueue(Generic[F, I]):
         heapq.heappush(entry.queue, queued)
         entry.num_queued += 1
         if entry.queue[0] is queued:
-            self._move(entry)
+            self._moved[entry] = None
 
     def remove(self, item: I) -> None:
         """Forgets a queued item."""
@@ -259,7 +259,11 @@ class FairQueue(Generic[F, I]):
         assert self._returning is None, "a rebuilt clock is resumed first"
         item, _, _, _ = pick
         self._advance_clock(pick)
-        self._start(self._take(item), item, reserve)
+        flow = self._take(item)
+        flow.num_running += 1
+        self._running[item] = flow
+        self._reserve(flow, item, reserve)
+        self._moved[flow] = None
         if self._resting:
             self._forget_passed()
 
@@ -267,7 +271,10 @@ class FairQueue(Generic[F, I]):
         """An item that a predecessor dispatched is running, with `reserve` left of what it had reserved."""
         assert item not in self._running, f"{item} runs"
         entry = self._remember(flow, share)
-        self._start(entry, item, reserve)
+        entry.num_running += 1
+        self._running[item] = entry
+        self._reserve(entry, item, reserve)
+        self._move(entry)
 
     def settle(self, item: I, cost: int = 0) -> None:
         """A running item has ended, however it did: what it reserved and did not use is given back.
@@ -284,7 +291,7 @@ class FairQueue(Generic[F, I]):
             flow.settled += cost * flow.inverse
         flow.num_running -= 1
         if flow.num_queued:
-            self._move(flow)
+            self._moved[flow] = None
         else:
             self._rest(flow)
 
@@ -441,7 +448,7 @@ class FairQueue(Generic[F, I]):
             flow.reserved -= left
             cost -= left
         if flow.num_queued:
-            self._move(flow)
+            self._moved[flow] = None
         else:
             self._rest(flow)
 
@@ -465,12 +472,6 @@ class FairQueue(Generic[F, I]):
         flow.inverse = TAG_SCALE // share.weight
         flow.base, flow.cap = share.base * flow.inverse, self._cap(flow)
         flow.fill_us = self._contest.fill_us(flow.base, flow.cap)
-        self._move(flow)
-
-    def _start(self, flow: _Flow[F, I], item: I, reserve: int) -> None:
-        flow.num_running += 1
-        self._running[item] = flow
-        self._reserve(flow, item, reserve)
         self._move(flow)
 
     def _take(self, item: I) -> _Flow[F, I]:

@@ -229,26 +229,27 @@ class Core:
         if refusal is not None:
             self._out.append(SendRefusal(request, event.session, *refusal))
             return
-        ticket = self._tickets.enqueue(request, event.session, self._now)
+        flow, deadline, now = request.flow, request.deadline, self._now
+        ticket = self._tickets.enqueue(request, self._flows.known(flow), event.session, now)
         self._queue.push(
             ticket,
-            request.flow,
-            share=self._flows.share(request.flow),
+            flow,
+            share=self._flows.share(flow),
             need=need_of(request),
             rank=rank_of(ticket),
-            since_us=to_us(ticket.enqueued_at),
+            since_us=to_us(now),
             urgent_us=urgent_us_of(ticket),
         )
-        if self._dispatch.is_held(request.flow):
-            self._queue.set_apart(request.flow, is_apart=True)
+        if self._dispatch.is_held(flow):
+            self._queue.set_apart(flow, is_apart=True)
         wait_s = self._limits.worker_wait_s
-        ticket.unserved_at = self._now + wait_s
-        if request.deadline is not None and request.deadline < ticket.unserved_at:
-            self._moments.set(ticket, request.deadline)
+        ticket.unserved_at = now + wait_s
+        if deadline is not None and deadline < ticket.unserved_at:
+            self._moments.set(ticket, deadline)
         else:
-            self._moments.set_after(ticket, self._now, wait_s)
+            self._moments.set_after(ticket, now, wait_s)
         if request.adapter_uid is not None and not self._fleet.num_open:
-            self._prefetch(request.adapter_uid, request.flow.tenant_id)
+            self._prefetch(request.adapter_uid, flow.tenant_id)
 
     def _refusal_of(self, request: QueuedRequest) -> tuple[Code, str, float | None] | None:
         if request.deadline is not None and request.deadline <= self._now:
@@ -328,12 +329,9 @@ class Core:
         """Forgets a queued ticket."""
         self._queue.remove(ticket)
         self._moments.cancel(ticket)
-        self._leave_queue(ticket)
-        self._tickets.forget(ticket)
-
-    def _leave_queue(self, ticket: Ticket) -> None:
         self._tickets.leave_queue(ticket)
         self._dispatch.left_queue(ticket)
+        self._tickets.forget(ticket)
 
     # ---- events of workers
 
@@ -370,7 +368,12 @@ class Core:
         if worker is None or not (worker.connected or report.snapshot):
             return
         for started in report.started:
-            self._on_started(worker, started.request_id)
+            ticket = worker.start(started.request_id)
+            if ticket is None:
+                self._succession.adopt(started.request_id, worker.worker_id, self._flows)
+            elif ticket.phase is not Phase.RUNNING:
+                ticket.phase = Phase.RUNNING
+                self._moments.cancel(ticket)
         if report.flows:
             self._settle(worker, report)
         ended: Iterable[RequestId] = report.finished
@@ -385,20 +388,12 @@ class Core:
             self._dispatch.note_held(worker.worker_id, worker.held_flows())
         self._update(worker)
 
-    def _on_started(self, worker: WorkerView, request_id: RequestId) -> None:
-        ticket = worker.start(request_id)
-        if ticket is None:
-            self._succession.adopt(request_id, worker.worker_id, self._flows)
-        elif ticket.phase is not Phase.RUNNING:
-            ticket.phase = Phase.RUNNING
-            self._moments.cancel(ticket)
-
     def _on_ended(self, worker: WorkerView, request_id: RequestId) -> None:
         ticket = worker.finish(request_id)
         if ticket is None:
             self._succession.end(request_id, worker.worker_id)
         else:
-            self._flows.known(ticket.request.flow).estimate.count_finished()
+            self._flows.known_of(ticket).estimate.count_finished()
             self._end_ticket(ticket)
 
     def _update(self, worker: WorkerView) -> None:
@@ -502,16 +497,16 @@ class Core:
     # ---- grants
 
     def _grant(self, pick: Pick[Ticket, WorkerView]) -> None:
-        ticket, worker = pick.item, pick.place
-        request = ticket.request
-        known = self._flows.known(request.flow)
-        known.last_wait_s = self._now - ticket.enqueued_at
-        self._queue.dispatch(pick, known.reservation(request))
-        self._leave_queue(ticket)
+        ticket, worker, _, _ = pick
+        now, known = self._now, self._flows.known_of(ticket)
+        known.last_wait_s = now - ticket.enqueued_at
+        self._queue.dispatch(pick, known.reservation(ticket.request))
+        self._tickets.leave_queue(ticket)
+        self._dispatch.left_queue(ticket)
         ticket.phase = Phase.GRANTED
         ticket.worker_id = worker.worker_id
-        ticket.granted_at = self._now
-        self._moments.set_after(ticket, self._now, GRANT_TIMEOUT_S)
+        ticket.granted_at = now
+        self._moments.set_after(ticket, now, GRANT_TIMEOUT_S)
         self._send_grant(ticket, worker, repeated=False)
         worker.grant(ticket)
         self._fleet.update(worker)
@@ -533,14 +528,15 @@ class Core:
 
     def _prefetch(self, uid: AdapterUid, tenant_id: TenantId) -> None:
         """Has a worker load the adapter of a request that must wait, unless one has it or is about to."""
-        if any(worker.serving for worker in self._fleet.holders.of(uid)):
-            return
+        for worker in self._fleet.holders.of(uid):  # mostly the first one is
+            if worker.serving:
+                return
         near = islice(in_order(uid, self._fleet, lambda worker: worker.serving), PREFETCH_WORKERS)
-        worker = next((w for w in near if w.num_prefetches < PREFETCHES_PER_WORKER), None)
-        if worker is not None:
-            worker.send_prefetch(uid)
-            self._timers.set_after(("prefetch", worker.worker_id, uid), self._now, PREFETCH_TIMEOUT_S)
-            self._out.append(SendPrefetch(worker.worker_id, uid, tenant_id))
+        idle = next((w for w in near if w.num_prefetches < PREFETCHES_PER_WORKER), None)
+        if idle is not None:
+            idle.send_prefetch(uid)
+            self._timers.set_after(("prefetch", idle.worker_id, uid), self._now, PREFETCH_TIMEOUT_S)
+            self._out.append(SendPrefetch(idle.worker_id, uid, tenant_id))
 
     # ---- what overload control asks for
 

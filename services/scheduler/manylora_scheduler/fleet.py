@@ -484,6 +484,8 @@ class WorkerView:
         if report.snapshot:
             self._loads.clear()
             self._held_sequences = 0
+        if not report.loads:
+            return
         for flow, load in report.loads.items():
             before = self._loads.pop(flow, NO_LOAD)
             if load != NO_LOAD:
@@ -626,20 +628,20 @@ class Fleet:
     def _stand(self, worker: WorkerView, standing: int) -> None:
         changed, worker.standing = standing ^ worker.standing, standing
         if changed & _OPEN:
-            if standing & _OPEN:
-                self._open[worker.worker_id] = worker
+            is_open, members = standing & _OPEN, self._open
+            if is_open:
+                members[worker.worker_id] = worker
             else:
-                del self._open[worker.worker_id]
-            self.num_open = len(self._open)
-            self.only_open = next(iter(self._open.values())) if self.num_open == 1 else None
+                del members[worker.worker_id]
+            self.num_open = count = len(members)
+            self.only_open = None if count != 1 else worker if is_open else next(iter(members.values()))
         if changed & _SPARE:
             self.num_spare += 1 if standing & _SPARE else -1
-        if changed & _IS_FULL:
-            if changed & _CONNECTED:
-                self._num_connected += 1 if standing & _CONNECTED else -1
-            if changed & _SERVING:
-                self._num_serving += 1 if standing & _SERVING else -1
-        self.has_room = bool(self.num_open or self.num_spare)
+        if changed & _CONNECTED:
+            self._num_connected += 1 if standing & _CONNECTED else -1
+        if changed & _SERVING:
+            self._num_serving += 1 if standing & _SERVING else -1
+        self.has_room = self.num_open > 0 or self.num_spare > 0
 
     def _sort(self) -> None:
         """Brings the orders up to date."""

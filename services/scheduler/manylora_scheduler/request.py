@@ -13,12 +13,15 @@ from __future__ import annotations
 import enum
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from manylora_shared.fair_queue import Rank
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
 
 from manylora_scheduler.timers import Timed
+
+if TYPE_CHECKING:
+    from manylora_scheduler.flows import KnownFlow
 
 PATIENCE_S = 60.0
 """A request without a deadline takes its place in its flow as if it had this one."""
@@ -69,13 +72,22 @@ class Phase(enum.Enum):
 class Ticket(Timed):
     """One attempt at one request: what the core's books, the fair queue among them, have as their item."""
 
-    __slots__ = ("attempt", "blocks", "enqueued_at", "granted_at", "order", "phase", "request", "session", "unserved_at",
-                 "waits_since", "worker_id")  # fmt: skip
+    __slots__ = ("attempt", "blocks", "enqueued_at", "granted_at", "known", "order", "phase", "request", "session",
+                 "unserved_at", "waits_since", "worker_id")  # fmt: skip
 
     def __init__(
-        self, request: QueuedRequest, session: int, order: int, attempt: int, enqueued_at: float, waits_since: float
+        self,
+        request: QueuedRequest,
+        known: KnownFlow,
+        session: int,
+        order: int,
+        attempt: int,
+        enqueued_at: float,
+        waits_since: float,
     ) -> None:
         self.request = request
+        self.known = known
+        """What is known of its flow: read by `Flows.known_of`."""
         self.session = session
         """The router's stream that asked for it, or that its grant was last sent on."""
         self.order = order
@@ -129,7 +141,7 @@ def rank_of(ticket: Ticket) -> Rank:
     due = ticket.waits_since + PATIENCE_S
     if deadline is not None and deadline < due:
         due = deadline
-    return Rank(-ticket.request.priority, to_us(due), ticket.order)
+    return tuple.__new__(Rank, (-ticket.request.priority, int(1e6 * due), ticket.order))  # one a request: no call more
 
 
 def urgent_us_of(ticket: Ticket) -> int | None:
@@ -137,7 +149,7 @@ def urgent_us_of(ticket: Ticket) -> int | None:
     deadline = ticket.request.deadline
     if deadline is None:
         return None
-    return to_us(ticket.enqueued_at + (deadline - ticket.enqueued_at) / 2)
+    return int(1e6 * (ticket.enqueued_at + (deadline - ticket.enqueued_at) / 2))
 
 
 class OutputEstimate:

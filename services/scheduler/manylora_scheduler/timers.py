@@ -204,10 +204,10 @@ class Moments(Generic[T]):
         things = lane.things
         thing.due_at = at = now + delay_s
         thing.due_in = lane
-        thing.due_slot = len(things)
+        thing.due_slot = slot = len(things)
         things.append(thing)
-        lane.num_waiting += 1
-        if len(things) > _HOLES * lane.num_waiting + _COMPACT_SLACK:
+        lane.num_waiting = waiting = lane.num_waiting + 1
+        if slot > _HOLES * waiting + _COMPACT_SLACK:
             lane.close_up()
         if at < self.not_before:
             self.not_before = at
