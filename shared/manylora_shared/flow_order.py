@@ -13,12 +13,19 @@ Each group of a need has its own heap, and one more heap holds these groups by t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+import itertools
+from collections.abc import Hashable, Iterable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
 _COMPACT_SLACK = 64
 """A heap is rebuilt once it has this many entries more than twice the valid ones."""
+_FIRST_SHIFT = 40
+_BEFORE_ALL = -(1 << 200)
+_LEAST_IN_BUCKET = 16
+_IN_BUCKET = 64
+_MOST_IN_BUCKET = 256
+"""Between these numbers of entries in the buckets of late, their width stays."""
 
 F = TypeVar("F")
 
@@ -39,8 +46,12 @@ class Place(Generic[F]):
         """The valid one in its group's heap. Entries are told apart by identity."""
 
 
+_Entry = tuple[int, int, Place[F]]
+"""(key, order, place)."""
+
+
 class _Group(Generic[F]):
-    """The flows of one need, or the unsorted ones."""
+    """The flows of one need."""
 
     __slots__ = ("entry", "heap", "index", "need", "size")
 
@@ -49,20 +60,194 @@ class _Group(Generic[F]):
         self.index = index
         self.heap: list[_Entry[F]] = []
         self.size = 0
-        """Flows that stand here; `heap` may hold more."""
+        """Flows that stand here; entries may be more."""
         self.entry: _GroupEntry[F] | None = None
-        """Among the groups of a need, while it has flows."""
+        """While it has flows."""
+
+    def enter(self, place: Place[F]) -> None:
+        """Gives a place that stands here an entry at its key."""
+        heap = self.heap
+        place.entry = entry = (place.key, place.order, place)
+        heappush(heap, entry)
+        if len(heap) > 2 * self.size + _COMPACT_SLACK:
+            heap[:] = [entry for entry in heap if entry is entry[2].entry]
+            heapify(heap)
+
+    def head(self) -> Place[F]:
+        """The first place of a group that has some. Leaves it at the root, with an entry at its key."""
+        heap = self.heap
+        while True:
+            entry = heap[0]
+            place = entry[2]
+            if entry is not place.entry:
+                heappop(heap)
+            elif entry[0] != place.key:
+                place.entry = (place.key, place.order, place)
+                heapreplace(heap, place.entry)
+            else:
+                return place
+
+    def clear(self) -> None:
+        self.heap.clear()
+
+    def entries(self) -> Iterable[_Entry[F]]:
+        """For checks."""
+        return self.heap
 
 
-_Entry = tuple[int, int, Place[F]]
-"""(key, order, place)."""
+class _Unsorted(_Group[F]):
+    """All flows but those that were sorted by their needs: tens of thousands.
+
+    A heap of so many is cold memory: an operation goes down fifteen levels of it, and was a quarter of a decision. So
+    `heap` has the entries up to a *horizon* alone, some tens, and those beyond lie in buckets, by the upper bits of
+    their keys and otherwise in no order. A bucket is looked through once, when the heap has run out: what was left
+    behind goes, what has risen goes on to its own bucket, and the rest becomes the heap (as in a calendar queue: Brown
+    1988; the buckets' width follows the number of entries that they are found to have).
+    """
+
+    __slots__ = ("_far", "_horizon", "_looked_through", "_num_entered", "_num_entries", "_num_loads", "_numbers",
+                 "_shift")  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__(None, 0)
+        self._far: dict[int, list[_Entry[F]]] = {}
+        self._numbers: list[int] = []
+        """The buckets' numbers, a heap."""
+        self._shift = _FIRST_SHIFT
+        """An entry's bucket is its key without so many of its lower bits."""
+        self._horizon = _BEFORE_ALL
+        """The last bucket of which the entries are in the heap; later ones of lower keys go there too."""
+        self._num_entries = 0
+        self._num_entered = 0
+        """Since the buckets' width was last looked at, and so are these."""
+        self._num_loads = 0
+        self._looked_through = 0
+
+    def enter(self, place: Place[F]) -> None:
+        place.entry = entry = (place.key, place.order, place)
+        self._num_entries += 1
+        self._num_entered += 1
+        self._lay(entry)
+        if self._num_entries > 2 * self.size + _COMPACT_SLACK:
+            self._lay_all_anew()
+
+    def head(self) -> Place[F]:
+        while True:
+            if not self.heap:
+                self._load()
+                continue
+            entry = self.heap[0]
+            place = entry[2]
+            if entry is not place.entry:
+                heappop(self.heap)
+                self._num_entries -= 1
+            elif entry[0] != place.key:
+                place.entry = entry = (place.key, place.order, place)
+                if place.key >> self._shift <= self._horizon:
+                    heapreplace(self.heap, entry)
+                else:
+                    heappop(self.heap)
+                    self._lay(entry)
+            else:
+                return place
+
+    def is_beyond(self, key: int) -> bool:
+        """Whether there may be flows before this key that are not in the heap."""
+        return bool(self._far) and key >> self._shift > self._horizon
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there are entries that are not in the heap."""
+        return bool(self._far)
+
+    def extend(self) -> None:
+        """Takes one more bucket, if there is one, into the heap."""
+        if not self._far:
+            return
+        before, self.heap = self.heap, []
+        self._load()
+        self.heap += before
+        heapify(self.heap)
+
+    def clear(self) -> None:
+        self.heap.clear()
+        self._far.clear()
+        self._numbers.clear()
+        self._horizon = _BEFORE_ALL
+        self._num_entries = 0
+
+    def entries(self) -> Iterable[_Entry[F]]:
+        return itertools.chain(self.heap, *self._far.values())
+
+    def _lay(self, entry: _Entry[F]) -> None:
+        number = entry[0] >> self._shift
+        if number <= self._horizon:
+            heappush(self.heap, entry)
+            return
+        bucket = self._far.get(number)
+        if bucket is None:
+            self._far[number] = [entry]
+            heappush(self._numbers, number)
+        else:
+            bucket.append(entry)
+
+    def _load(self) -> None:
+        """The first bucket becomes the heap, which is empty."""
+        if self._num_entered > self.size:
+            self._fit_width()
+        self._horizon = number = heappop(self._numbers)
+        bucket, heap, shift = self._far.pop(number), self.heap, self._shift
+        self._num_loads += 1
+        self._looked_through += len(bucket)
+        for entry in bucket:
+            place = entry[2]
+            if entry is not place.entry:
+                self._num_entries -= 1
+                continue
+            key = place.key
+            if key != entry[0]:
+                place.entry = entry = (key, place.order, place)
+                if key >> shift > number:
+                    self._lay(entry)
+                    continue
+            heap.append(entry)
+        heapify(heap)
+
+    def _fit_width(self) -> None:
+        """Makes buckets wider or narrower where those of late had too few or too many entries."""
+        mean = self._looked_through // max(1, self._num_loads)
+        if mean > _MOST_IN_BUCKET and self._shift:
+            self._shift = max(0, self._shift - (mean // _IN_BUCKET).bit_length())
+            self._lay_all_anew()
+        elif mean < _LEAST_IN_BUCKET <= self.size:
+            self._shift += 2
+            self._lay_all_anew()
+        self._num_entered = self._num_loads = self._looked_through = 0
+
+    def _lay_all_anew(self) -> None:
+        """O(entries), as often as there were so many new ones."""
+        places = [entry[2] for entry in self.entries() if entry is entry[2].entry]
+        self.clear()
+        self._num_entries = len(places)
+        for place in places:
+            place.entry = entry = (place.key, place.order, place)
+            self._lay(entry)
+
+    def check_invariants(self) -> None:
+        assert self._num_entries == sum(1 for _ in self.entries())
+        assert sorted(self._numbers) == sorted(self._far)
+        assert all(number > self._horizon for number in self._far)
+        assert all(entry[0] >> self._shift == number for number, bucket in self._far.items() for entry in bucket)
+        assert all(entry[0] >> self._shift <= self._horizon for entry in self.heap)
+
+
 _GroupEntry = tuple[int, int, int, _Group[F]]
 """(key, order, the group's index, group), of a place at or before the group's first. The unsorted have the index 0."""
 
 
 class FlowOrder(Generic[F]):
     def __init__(self) -> None:
-        self.unsorted: _Group[F] = _Group(None, 0)
+        self.unsorted: _Unsorted[F] = _Unsorted()
         """For reading. A place that stands there is `put` by its key and need alone while its key does not fall below
         its entry: a caller with many places may do that itself."""
         self._groups: dict[Hashable, _Group[F]] = {}
@@ -83,7 +268,7 @@ class FlowOrder(Generic[F]):
             self._leave(group)
             self._join(place, self.unsorted)
         elif key < entry[0]:
-            self._enter(place, group)
+            group.enter(place)
             if group is not self.unsorted:
                 self._show_if_first(group, place)
 
@@ -99,10 +284,7 @@ class FlowOrder(Generic[F]):
         sorted_first = self._first_of_sorted() if self._groups else None
         if not self.unsorted.size:
             return sorted_first
-        entry = self.unsorted.heap[0]
-        place = entry[2]
-        if entry is not place.entry or entry[0] != place.key:
-            place = self._head(self.unsorted)
+        place = self.unsorted.head()
         if sorted_first is None or (place.key, place.order) < (sorted_first.key, sorted_first.order):
             return place
         return sorted_first
@@ -115,7 +297,7 @@ class FlowOrder(Generic[F]):
             if shown is not group.entry:
                 heappop(firsts)
                 continue
-            place = self._head(group)
+            place = group.head()
             if place.key != shown[0] or place.order != shown[1]:
                 group.entry = shown = (place.key, place.order, group.index, group)
                 heapreplace(firsts, shown)
@@ -129,17 +311,17 @@ class FlowOrder(Generic[F]):
         unsorted, firsts = self.unsorted, self._firsts.copy()
         done: set[int] = set()
         if unsorted.size:
-            heappush(firsts, _bound(unsorted, self._head(unsorted)))
+            heappush(firsts, _bound(unsorted, unsorted.head()))
         while firsts:
             key, order, index, group = shown = heappop(firsts)
             if group is unsorted:
-                place = self._head(unsorted)
+                place = unsorted.head()
                 self._leave(unsorted)
                 heappush(firsts, self._sort_in(place))
                 if unsorted.size:
-                    heappush(firsts, _bound(unsorted, self._head(unsorted)))
+                    heappush(firsts, _bound(unsorted, unsorted.head()))
             elif shown is group.entry and index not in done:
-                place = self._head(group)
+                place = group.head()
                 if place.key != key or place.order != order:
                     heappush(firsts, self._show(group, place))
                 else:
@@ -149,14 +331,23 @@ class FlowOrder(Generic[F]):
     def first_places(self, limit: int) -> list[Place[F]]:
         """The first `limit` places, whatever they need, in order: O(needs + limit log limit), but for entries that were
         left behind or are below their keys."""
+        while (found := self._walk(limit)) is None:
+            self.unsorted.extend()
+        return found
+
+    def _walk(self, limit: int) -> list[Place[F]] | None:
+        """The first places; None: there may be others before them that are not in the heap of the unsorted."""
         # Each heap is walked from its root: an entry's children are no smaller than itself.
-        groups = (self.unsorted, *self._groups.values())
-        front = [(*group.heap[0][:2], group.index, 0, group) for group in groups if group.size]
+        unsorted = self.unsorted
+        groups = (unsorted, *self._groups.values())
+        front = [(*group.heap[0][:2], group.index, 0, group) for group in groups if group.heap]
         heapify(front)
         risen: dict[tuple[int, int], Place[F]] = {}
         found: list[Place[F]] = []
         while front and len(found) < limit:
             key, order, index, at, group = heappop(front)
+            if unsorted.is_beyond(key):
+                return None
             if at < 0:
                 found.append(risen[key, order])
                 continue
@@ -171,12 +362,12 @@ class FlowOrder(Generic[F]):
                 else:
                     risen[place.key, order] = place
                     heappush(front, (place.key, order, index, -1, group))
-        return found
+        return found if len(found) == limit or not unsorted.has_more else None
 
     def _join(self, place: Place[F], group: _Group[F]) -> None:
         group.size += 1
         place.group = group
-        self._enter(place, group)
+        group.enter(place)
 
     def _sort_in(self, place: Place[F]) -> _GroupEntry[F]:
         """Puts a place that has left the unsorted into the group of its need; returns the group's entry."""
@@ -187,36 +378,13 @@ class FlowOrder(Generic[F]):
         self._join(place, group)
         return self._show_if_first(group, place)
 
-    def _enter(self, place: Place[F], group: _Group[F]) -> None:
-        """Gives a place an entry at its key."""
-        heap = group.heap
-        place.entry = entry = (place.key, place.order, place)
-        heappush(heap, entry)
-        if len(heap) > 2 * group.size + _COMPACT_SLACK:
-            heap[:] = [entry for entry in heap if entry is entry[2].entry]
-            heapify(heap)
-
     def _leave(self, group: _Group[F]) -> None:
         group.size -= 1
         if not group.size:
-            group.heap.clear()
+            group.clear()
             if group is not self.unsorted:
                 group.entry = None
                 del self._groups[group.need]
-
-    def _head(self, group: _Group[F]) -> Place[F]:
-        """The first place of a group that has some. Leaves it at the root, with an entry at its key."""
-        heap = group.heap
-        while True:
-            entry = heap[0]
-            place = entry[2]
-            if entry is not place.entry:
-                heappop(heap)
-            elif entry[0] != place.key:
-                place.entry = (place.key, place.order, place)
-                heapreplace(heap, place.entry)
-            else:
-                return place
 
     def _show_if_first(self, group: _Group[F], place: Place[F]) -> _GroupEntry[F]:
         """Brings the group's entry down to one of its places; returns it."""
@@ -238,10 +406,12 @@ class FlowOrder(Generic[F]):
         assert sum(group.size for group in self._groups.values()) + self.unsorted.size == self.size
         assert all(group.size for group in self._groups.values())
         for group in (self.unsorted, *self._groups.values()):
-            valid = [entry for entry in group.heap if entry is entry[2].entry]
+            valid = [entry for entry in group.entries() if entry is entry[2].entry]
             assert len(valid) == group.size
             assert all(entry[0] <= entry[2].key and entry[2].group is group for entry in valid)
-            if group is not self.unsorted:
+            if isinstance(group, _Unsorted):
+                group.check_invariants()
+            else:
                 assert all(entry[2].need == group.need for entry in valid)
                 assert group.entry in self._firsts
                 assert group.entry is not None
