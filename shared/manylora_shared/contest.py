@@ -184,7 +184,10 @@ class Contest(Generic[F, I]):
 
     def select(self, fits: Callable[[I], P | None], now_us: int) -> Pick[I, P] | None:
         """The first item of the flow with the least boosted tag whose first item `fits`."""
-        self._fill_boosts(now_us)
+        assert now_us >= self._now_us, "time falls"
+        self._now_us = now_us
+        if self._filling and self._filling[0][0] <= now_us:
+            self._fill_boosts()
         first = self._first_boosted()
         if first is None or first.head is None:
             return None
@@ -195,7 +198,7 @@ class Contest(Generic[F, I]):
             least = self.plain.first()
             assert least is not None
             if least.flow is first or least.flow.need == first.need or fits(_head(least.flow)) is not None:
-                return Pick(item, place, least.key, None)
+                return tuple.__new__(Pick, (item, place, least.key, None))  # as Pick(...), without a Python call
             return Pick(item, place, self._floor(fits, {first.need: True, least.flow.need: False}), None)
         fitting = {first.need: False}
         for flow in self._in_order(self.rising.heads(), self.full.heads()):
@@ -208,7 +211,9 @@ class Contest(Generic[F, I]):
 
     def select_one_by_one(self, fits: Callable[[F, I], P | None], now_us: int, *, limit: int) -> Pick[I, P] | None:
         """As `select`, for a test that depends on the flow: asks for the first `limit` flows, one after the other."""
-        self._fill_boosts(now_us)
+        assert now_us >= self._now_us, "time falls"
+        self._now_us = now_us
+        self._fill_boosts()
         in_order = self._in_order(self.rising.first_places(limit), self.full.first_places(limit))
         for flow in itertools.islice(in_order, limit):
             item = _head(flow)
@@ -219,11 +224,9 @@ class Contest(Generic[F, I]):
                 return Pick(item, place, least.key, None)
         return None
 
-    def _fill_boosts(self, now_us: int) -> None:
+    def _fill_boosts(self) -> None:
         """Moves the flows on whose boost has reached its cap by now."""
-        assert now_us >= self._now_us, "time falls"
-        self._now_us = now_us
-        while self._filling and self._filling[0][0] <= now_us:
+        while self._filling and self._filling[0][0] <= self._now_us:
             at_us, _, flow = heapq.heappop(self._filling)
             if at_us == flow.fills_at:
                 flow.fills_at = NEVER_US

@@ -404,8 +404,8 @@ class Core:
     def _settle(self, worker: WorkerView, report: WorkerReport) -> None:
         """Charges what a worker's counters grew by."""
         flows = self._flows
-        for flow, tokens in worker.fold_outputs(report):
-            flows.known(flow).estimate.count_tokens(tokens)
+        for flow, output_tokens in worker.fold_outputs(report):
+            flows.known(flow).estimate.count_tokens(output_tokens)
         totals = {
             flow: PROMPT_TOKEN_COST * tokens.prompt_tokens + OUTPUT_TOKEN_COST * tokens.output_tokens
             for flow, tokens in report.flows.items()
@@ -417,7 +417,7 @@ class Core:
     def _end_ticket(self, ticket: Ticket) -> None:
         """A granted ticket whose grant is no longer with its worker."""
         self._queue.settle(ticket)
-        if ticket.phase is not Phase.RUNNING:
+        if ticket.due_in is not None:
             self._moments.cancel(ticket)
         self._tickets.forget(ticket)
 

@@ -179,4 +179,6 @@ class OutputEstimate:
         if not self._finished:
             return max_new_tokens
         expected = -(-self._tokens // self._finished)
-        return min(max_new_tokens, max(1, expected))
+        if expected < 1:
+            return min(1, max_new_tokens)
+        return expected if expected < max_new_tokens else max_new_tokens
