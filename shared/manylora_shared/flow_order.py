@@ -1,9 +1,9 @@
 """Flows in the order of one key, and the first flow of each need. Pure; one writer, its owner.
 
-A heap's entry is a lower bound. A flow has one valid entry, at or below its key; one whose key rises keeps its entry and
-is moved when that surfaces, so that most changes of a key touch no heap at all. Only a key that falls below its entry
-gets another one, and the entry left behind is dropped when it surfaces. Putting a flow and finding the first one each
-cost O(log n), amortised; a heap is rebuilt when most of it was left behind.
+A heap's entry is a lower bound. A flow has one valid entry, at or below its key; one whose key rises keeps its entry
+and is moved when that surfaces, so that most changes of a key touch no heap at all. Only a key that falls below its
+entry gets another one, and the entry left behind is dropped when it surfaces. Putting a flow and finding the first one
+each cost O(log n), amortised; a heap is rebuilt when most of it was left behind.
 
 A flow comes into the group of the unsorted, whatever its first item needs. Only `heads`, which is asked where the
 first in order does not fit, sorts flows by their needs, as far as it is read; they stay so until they need something
@@ -105,7 +105,7 @@ class _Unsorted(_Group[F]):
     1988; the buckets' width follows the number of entries that they are found to have).
     """
 
-    __slots__ = ("_far", "_horizon", "_looked_through", "_num_entered", "_num_entries", "_num_loads", "_numbers",
+    __slots__ = ("_far", "_horizon", "_looked_through", "_num_entries", "_num_laid", "_num_loads", "_numbers",
                  "_shift")  # fmt: skip
 
     def __init__(self) -> None:
@@ -118,15 +118,15 @@ class _Unsorted(_Group[F]):
         self._horizon = _BEFORE_ALL
         """The last bucket of which the entries are in the heap; later ones of lower keys go there too."""
         self._num_entries = 0
-        self._num_entered = 0
-        """Since the buckets' width was last looked at, and so are these."""
+        self._num_laid = 0
+        """Entries that were made since the buckets' width was last looked at. So are these counted:"""
         self._num_loads = 0
         self._looked_through = 0
 
     def enter(self, place: Place[F]) -> None:
         place.entry = entry = (place.key, place.order, place)
         self._num_entries += 1
-        self._num_entered += 1
+        self._num_laid += 1
         self._lay(entry)
         if self._num_entries > 2 * self.size + _COMPACT_SLACK:
             self._lay_all_anew()
@@ -142,6 +142,10 @@ class _Unsorted(_Group[F]):
                 heappop(self.heap)
                 self._num_entries -= 1
             elif entry[0] != place.key:
+                self._num_laid += 1
+                if self._num_laid > 2 * self.size + _COMPACT_SLACK:
+                    self._fit_width()  # so much happens in a bucket that is never through
+                    continue
                 place.entry = entry = (place.key, place.order, place)
                 if place.key >> self._shift <= self._horizon:
                     heapreplace(self.heap, entry)
@@ -193,7 +197,7 @@ class _Unsorted(_Group[F]):
 
     def _load(self) -> None:
         """The first bucket becomes the heap, which is empty."""
-        if self._num_entered > self.size:
+        if self._num_laid > self.size:
             self._fit_width()
         self._horizon = number = heappop(self._numbers)
         bucket, heap, shift = self._far.pop(number), self.heap, self._shift
@@ -208,6 +212,7 @@ class _Unsorted(_Group[F]):
             if key != entry[0]:
                 place.entry = entry = (key, place.order, place)
                 if key >> shift > number:
+                    self._num_laid += 1
                     self._lay(entry)
                     continue
             heap.append(entry)
@@ -215,14 +220,14 @@ class _Unsorted(_Group[F]):
 
     def _fit_width(self) -> None:
         """Makes buckets wider or narrower where those of late had too few or too many entries."""
-        mean = self._looked_through // max(1, self._num_loads)
+        mean = max(self._looked_through // max(1, self._num_loads), len(self.heap))
         if mean > _MOST_IN_BUCKET and self._shift:
             self._shift = max(0, self._shift - (mean // _IN_BUCKET).bit_length())
             self._lay_all_anew()
         elif mean < _LEAST_IN_BUCKET <= self.size:
-            self._shift += 2
+            self._shift += (_IN_BUCKET // max(1, mean)).bit_length()
             self._lay_all_anew()
-        self._num_entered = self._num_loads = self._looked_through = 0
+        self._num_laid = self._num_loads = self._looked_through = 0
 
     def _lay_all_anew(self) -> None:
         """O(entries), as often as there were so many new ones."""

@@ -148,12 +148,11 @@ class Core:
                 self._timers.set(("resume", at), at)
         if now >= self._moments.not_before or now >= self._timers.not_before:
             self._run_timers()
-        kind = type(event)
-        if kind is Enqueued:  # three kinds make up a request's life; asking by name costs less than matching
+        if isinstance(event, Enqueued):  # these three make up a request's life, and asking costs less than matching
             self._on_enqueued(event)
-        elif kind is GrantClosed:
+        elif isinstance(event, GrantClosed):
             self._on_grant_closed(event)
-        elif kind is WorkerReported:
+        elif isinstance(event, WorkerReported):
             self._on_report(event)
         else:
             self._on_other(event)

@@ -700,7 +700,7 @@ class Fleet:
         return self._num_connected == len(self._workers)
 
     def could_ever_run(self, request: QueuedRequest) -> bool:
-        for worker in self._workers.values():  # the first one can, mostly: not worth a generator
+        for worker in self._workers.values():  # noqa: SIM110 - the first one can, mostly: not worth a generator
             if worker.standing & _SERVING and worker.could_ever_run(request):
                 return True
         return False

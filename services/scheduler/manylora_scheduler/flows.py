@@ -13,7 +13,14 @@ from manylora_shared.fair_queue import Share
 from manylora_shared.ids import QosClass, TenantId
 from manylora_shared.policy import DEFAULT_WEIGHTS, TenantPolicy
 
-from manylora_scheduler.request import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, FlowKey, OutputEstimate, QueuedRequest, Ticket
+from manylora_scheduler.request import (
+    OUTPUT_TOKEN_COST,
+    PROMPT_TOKEN_COST,
+    FlowKey,
+    OutputEstimate,
+    QueuedRequest,
+    Ticket,
+)
 
 CHUNK_COST = 512
 """Cost of one full prefill chunk: the measure in which boosts are given."""

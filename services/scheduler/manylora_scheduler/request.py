@@ -91,7 +91,8 @@ class Ticket(Timed):
         self.session = session
         """The router's stream that asked for it, or that its grant was last sent on."""
         self.order = order
-        """Its place inside its flow, which grows with each ticket; an attempt after an unused grant keeps the first's."""
+        """Its place inside its flow, which grows with each ticket; an attempt after an unused grant keeps the first's
+        place."""
         self.attempt = attempt
         self.enqueued_at = enqueued_at
         self.waits_since = waits_since

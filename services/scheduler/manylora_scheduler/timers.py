@@ -218,7 +218,7 @@ class Moments(Generic[T]):
         if place is None:
             return
         thing.due_in = None
-        if type(place) is list:
+        if isinstance(place, list):
             place[2] = None
             self._num_in_heap -= 1
         else:
