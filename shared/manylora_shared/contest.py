@@ -128,27 +128,37 @@ class Contest(Generic[F, I]):
         """Takes note of a flow's tag, share and first item, any of which may have changed."""
         head = flow.head
         assert head is not None
-        flow.need = (flow.key, head.need) if flow.is_apart else head.need
-        self.plain.put(flow.plain, tag, flow.need)
-        self._boost(flow, head)
+        need = flow.need = (flow.key, head.need) if flow.is_apart else head.need
+        order, place = self.plain, flow.plain
+        entry = place.entry
+        # Mostly a tag rises and the flow stands unsorted. Then that is all, in both orders.
+        if entry is not None and tag >= entry[0] and place.group is order.unsorted:
+            place.key, place.need = tag, need
+        else:
+            order.put(place, tag, need)
 
-    def _boost(self, flow: Contender[F, I], head: Queued[I]) -> None:
-        """Puts a flow among those that rise, or among those that have their cap."""
-        full_us = head.since_us + flow.fill_us
+        # Among those that rise, or among those that have their cap.
+        since_us = head.since_us
+        full_us = since_us + flow.fill_us
         if head.urgent_us < full_us:
             full_us = head.urgent_us
-        boosted, is_full = flow.boosted, full_us <= self._now_us
+        place, is_full = flow.boosted, full_us <= self._now_us
         if is_full is not flow.is_full:
-            if boosted.group is not None:
-                (self.full if flow.is_full else self.rising).drop(boosted)
+            if place.group is not None:
+                (self.full if flow.is_full else self.rising).drop(place)
             flow.is_full = is_full
         if is_full:
-            self.full.put(boosted, flow.plain.key - flow.cap, flow.need)
-            return
-        self.rising.put(boosted, flow.plain.key - flow.base + self._aging * head.since_us, flow.need)
-        if full_us < flow.fills_at:
-            flow.fills_at = full_us
-            self._fill_later(flow)
+            order, key = self.full, tag - flow.cap
+        else:
+            order, key = self.rising, tag - flow.base + self._aging * since_us
+            if full_us < flow.fills_at:
+                flow.fills_at = full_us
+                self._fill_later(flow)
+        entry = place.entry
+        if entry is not None and key >= entry[0] and place.group is order.unsorted:
+            place.key, place.need = key, need
+        else:
+            order.put(place, key, need)
 
     def _fill_later(self, flow: Contender[F, I]) -> None:
         heapq.heappush(self._filling, (flow.fills_at, flow.order, flow))
@@ -174,15 +184,22 @@ class Contest(Generic[F, I]):
 
     def select(self, fits: Callable[[I], P | None], now_us: int) -> Pick[I, P] | None:
         """The first item of the flow with the least boosted tag whose first item `fits`."""
-        self._fill_boosts(now_us)
+        assert now_us >= self._now_us, "time falls"
+        self._now_us = now_us
+        if self._filling and self._filling[0][0] <= now_us:
+            self._fill_boosts()
         first = self._first_boosted()
-        if first is None:
+        if first is None or first.head is None:
             return None
         # Nearly always the first flow can be started, and so can the one with the least tag.
-        item = _head(first)
+        item = first.head.item
         place = fits(item)
         if place is not None:
-            return Pick(item, place, self._floor(fits, {first.need: True}), None)
+            least = self.plain.first()
+            assert least is not None
+            if least.flow is first or least.flow.need == first.need or fits(_head(least.flow)) is not None:
+                return tuple.__new__(Pick, (item, place, least.key, None))  # as Pick(...), without a Python call
+            return Pick(item, place, self._floor(fits, {first.need: True, least.flow.need: False}), None)
         fitting = {first.need: False}
         for flow in self._in_order(self.rising.heads(), self.full.heads()):
             if flow.need not in fitting:
@@ -194,7 +211,9 @@ class Contest(Generic[F, I]):
 
     def select_one_by_one(self, fits: Callable[[F, I], P | None], now_us: int, *, limit: int) -> Pick[I, P] | None:
         """As `select`, for a test that depends on the flow: asks for the first `limit` flows, one after the other."""
-        self._fill_boosts(now_us)
+        assert now_us >= self._now_us, "time falls"
+        self._now_us = now_us
+        self._fill_boosts()
         in_order = self._in_order(self.rising.first_places(limit), self.full.first_places(limit))
         for flow in itertools.islice(in_order, limit):
             item = _head(flow)
@@ -205,18 +224,14 @@ class Contest(Generic[F, I]):
                 return Pick(item, place, least.key, None)
         return None
 
-    def _fill_boosts(self, now_us: int) -> None:
+    def _fill_boosts(self) -> None:
         """Moves the flows on whose boost has reached its cap by now."""
-        assert now_us >= self._now_us, "time falls"
-        self._now_us = now_us
-        filling = self._filling
-        while filling and filling[0][0] <= now_us:
-            at_us, _, flow = heapq.heappop(filling)
+        while self._filling and self._filling[0][0] <= self._now_us:
+            at_us, _, flow = heapq.heappop(self._filling)
             if at_us == flow.fills_at:
                 flow.fills_at = NEVER_US
                 if flow.head is not None and not flow.is_full:
-                    self._boost(flow, flow.head)
-                    filling = self._filling
+                    self.put(flow, flow.plain.key)
 
     def _first_boosted(self) -> Contender[F, I] | None:
         rising = self.rising.first()
@@ -245,15 +260,7 @@ class Contest(Generic[F, I]):
         """The least tag of a flow that can be started. `fitting` has the needs that were asked for already."""
         first = self.plain.first()
         assert first is not None
-        flow = first.flow
-        if flow.need in fitting:
-            if fitting[flow.need]:
-                return first.key
-        elif fits(_head(flow)) is not None:
-            return first.key
-        else:
-            fitting[flow.need] = False
-        for place in self.plain.heads():
+        for place in itertools.chain((first,), self.plain.heads()):
             flow = place.flow
             if flow.need not in fitting:
                 fitting[flow.need] = fits(_head(flow)) is not None
@@ -274,8 +281,12 @@ class ArrivalContest(Contest[F, I]):
     def rank(self, rank: Rank) -> Rank:
         return Rank(0, 0, rank.order)
 
-    def _boost(self, flow: Contender[F, I], head: Queued[I]) -> None:
+    def put(self, flow: Contender[F, I], tag: int) -> None:
+        head = flow.head
+        assert head is not None
+        flow.need = (flow.key, head.need) if flow.is_apart else head.need
         flow.is_full = True
+        self.plain.put(flow.plain, tag, flow.need)
         self.full.put(flow.boosted, head.order, flow.need)
 
 

@@ -223,13 +223,15 @@ class FairQueue(Generic[F, I]):
         urgency, due_us, order = self._contest.rank(rank)
         if urgent_us is None:
             urgent_us = NEVER_US
-        queued = Queued(urgency, due_us, order, self._next_serial, item, need, since_us, urgent_us, entry)
-        self._next_serial += 1
+        serial = self._next_serial
+        # As Queued(...), which would be a call of a Python function.
+        queued = tuple.__new__(Queued, (urgency, due_us, order, serial, item, need, since_us, urgent_us, entry))
+        self._next_serial = serial + 1
         self._queued[item] = queued
         heapq.heappush(entry.queue, queued)
         entry.num_queued += 1
         if entry.queue[0] is queued:
-            self._move(entry)
+            self._moved[entry] = None
 
     def remove(self, item: I) -> None:
         """Forgets a queued item."""
@@ -255,8 +257,13 @@ class FairQueue(Generic[F, I]):
         """Starts what `select` chose just before, and reserves its cost."""
         assert reserve >= 0
         assert self._returning is None, "a rebuilt clock is resumed first"
+        item, _, _, _ = pick
         self._advance_clock(pick)
-        self._start(self._take(pick.item), pick.item, reserve)
+        flow = self._take(item)
+        flow.num_running += 1
+        self._running[item] = flow
+        self._reserve(flow, item, reserve)
+        self._moved[flow] = None
         if self._resting:
             self._forget_passed()
 
@@ -264,7 +271,10 @@ class FairQueue(Generic[F, I]):
         """An item that a predecessor dispatched is running, with `reserve` left of what it had reserved."""
         assert item not in self._running, f"{item} runs"
         entry = self._remember(flow, share)
-        self._start(entry, item, reserve)
+        entry.num_running += 1
+        self._running[item] = entry
+        self._reserve(entry, item, reserve)
+        self._move(entry)
 
     def settle(self, item: I, cost: int = 0) -> None:
         """A running item has ended, however it did: what it reserved and did not use is given back.
@@ -277,10 +287,11 @@ class FairQueue(Generic[F, I]):
         assert item not in self._queued, f"{item} was not dispatched"
         flow = self._running.pop(item)
         self._refund(flow, item)
-        flow.settled += cost * flow.inverse
+        if cost:
+            flow.settled += cost * flow.inverse
         flow.num_running -= 1
         if flow.num_queued:
-            self._move(flow)
+            self._moved[flow] = None
         else:
             self._rest(flow)
 
@@ -317,7 +328,9 @@ class FairQueue(Generic[F, I]):
         Args:
             share_of: asked for each flow that grew, and in force from then on.
         """
-        counted = self._counted.setdefault(source, {})
+        counted = self._counted.get(source)
+        if counted is None:
+            counted = self._counted[source] = {}
         grown: list[tuple[F, int]] = []
         for flow, total in totals.items():
             cost = total - counted.get(flow, 0)
@@ -435,7 +448,7 @@ class FairQueue(Generic[F, I]):
             flow.reserved -= left
             cost -= left
         if flow.num_queued:
-            self._move(flow)
+            self._moved[flow] = None
         else:
             self._rest(flow)
 
@@ -461,12 +474,6 @@ class FairQueue(Generic[F, I]):
         flow.fill_us = self._contest.fill_us(flow.base, flow.cap)
         self._move(flow)
 
-    def _start(self, flow: _Flow[F, I], item: I, reserve: int) -> None:
-        flow.num_running += 1
-        self._running[item] = flow
-        self._reserve(flow, item, reserve)
-        self._move(flow)
-
     def _take(self, item: I) -> _Flow[F, I]:
         """Takes a queued item out of its flow's queue."""
         queued = self._queued.pop(item)
@@ -485,18 +492,18 @@ class FairQueue(Generic[F, I]):
 
     def _show_moved(self) -> None:
         """Brings the contest up to date."""
-        contest = self._contest
+        put = self._contest.put
         for flow in self._moved:
             if flow.num_queued:
                 queue = flow.queue
                 while len(queue) > flow.num_queued and self._queued.get(queue[0].item) is not queue[0]:
                     heapq.heappop(queue)
                 flow.head = queue[0]
-                contest.put(flow, flow.settled + flow.reserved * flow.inverse)
+                put(flow, flow.settled + flow.reserved * flow.inverse)
                 continue
             flow.queue.clear()
             if flow.head is not None:
-                contest.drop(flow)
+                self._contest.drop(flow)
         self._moved.clear()
 
     def _rest(self, flow: _Flow[F, I]) -> None:

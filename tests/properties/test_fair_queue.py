@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Hashable
 from typing import Any
 
@@ -491,6 +492,7 @@ def _queue_of(tags: dict[str, int], needs: dict[str, str] | None = None) -> Fair
 @given(data=st.data())
 def test_the_first_flows_are_the_least_whatever_they_need(data: st.DataObject) -> None:
     order: FlowOrder[int] = FlowOrder()
+    order.unsorted._shift = data.draw(st.sampled_from((0, 2, 40)))  # buckets of one key, of four, and one for all
     places = {flow: Place(flow, flow) for flow in range(16)}
     keys: dict[int, int] = {}
     needs: dict[int, str] = {}
@@ -514,6 +516,44 @@ def test_the_first_flows_are_the_least_whatever_they_need(data: st.DataObject) -
         assert order.size == len(keys)
     limit = data.draw(st.integers(1, 8))
     assert [place.flow for place in order.first_places(limit)] == sorted(keys, key=lambda f: (keys[f], f))[:limit]
+
+
+@pytest.mark.parametrize("shift", [0, 30, 60])
+def test_thousands_of_flows_stay_in_order_whatever_the_width_of_the_buckets_was(shift: int) -> None:
+    """As tags move: the first rises, others rise or fall, some go and come. Only a few stand in the heap in the end."""
+    rng = random.Random(shift)
+    order: FlowOrder[int] = FlowOrder()
+    order.unsorted._shift = shift
+    places = {flow: Place(flow, flow) for flow in range(2_000)}
+    keys = {flow: rng.randrange(1 << 45) for flow in places}
+    for flow, key in keys.items():
+        order.put(places[flow], key, "")
+    for turn in range(12_000):
+        first = order.first()
+        assert first is not None
+        if turn % 50 == 0:
+            assert (first.key, first.flow) == min((key, flow) for flow, key in keys.items())
+            assert first.key == keys[first.flow]
+            if turn % 1_000 == 0:
+                order.check_invariants()
+                limit = rng.choice((1, 8, 40))
+                found = [place.flow for place in order.first_places(limit)]
+                assert found == sorted(keys, key=lambda flow: (keys[flow], flow))[:limit]
+        keys[first.flow] += rng.randrange(1 << 45)
+        order.put(first, keys[first.flow], "")
+        other = rng.choice(list(keys)) if turn % 10 == 0 else rng.randrange(2_000)
+        if other not in keys:
+            keys[other] = first.key
+            order.put(places[other], keys[other], "")
+        elif turn % 10 == 0:
+            order.drop(places[other])
+            del keys[other]
+        else:
+            keys[other] += rng.randrange(-(1 << 40), 1 << 40)
+            order.put(places[other], keys[other], "")
+    assert len(order.unsorted.heap) < 500
+    assert len(order.unsorted._far) < 500
+    assert order.unsorted._num_entries <= 2 * order.size + 65
 
 
 def test_flows_are_asked_one_by_one_in_order_though_they_need_the_same() -> None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import gc
+import weakref
+
 from hypothesis import given
 from hypothesis import strategies as st
-from manylora_scheduler.timers import Timers
+from manylora_scheduler.timers import Moments, Timed, Timers
 
 
 def drain(timers: Timers[str], now: float) -> list[str]:
@@ -80,3 +83,85 @@ def test_stale_entries_are_bounded() -> None:
         timers.cancel(i - 10)
         timers.cancel(-(i - 10))
         assert timers._num_entries <= 2 * len(timers) + 66
+
+
+# ---- one moment for each thing
+
+
+class Thing(Timed):
+    __slots__ = ("__weakref__", "name")
+
+    def __init__(self, name: int) -> None:
+        self.name = name
+        self.due_in = None
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 5),
+            st.integers(0, 9),
+            st.sampled_from(["set", "after", "after", "cancel", "cancel", "time", "pop"]),
+        ),
+        max_size=400,
+    )
+)
+def test_moments_as_a_dict_would(actions: list[tuple[int, int, str]]) -> None:
+    moments: Moments[Thing] = Moments()
+    things = [Thing(i) for i in range(6)]
+    model: dict[int, float] = {}
+    now = 0.0
+
+    def pop_due() -> None:
+        due = []
+        while (thing := moments.pop_due(now)) is not None:
+            assert thing.due_in is None
+            due.append(thing.name)
+        assert sorted(due) == sorted(name for name, at in model.items() if at <= now)
+        assert [model[name] for name in due] == sorted(model[name] for name in due)
+        for name in due:
+            del model[name]
+
+    for name, number, action in actions:
+        if action == "cancel":
+            moments.cancel(things[name])
+            model.pop(name, None)
+        elif action == "set":
+            moments.set(things[name], now + number)
+            model[name] = now + number
+        elif action == "after":
+            moments.set_after(things[name], now, float(number % 3))
+            model[name] = now + number % 3
+        elif action == "time":
+            now += number / 4
+        else:
+            pop_due()
+        assert len(moments) == len(model)
+        assert {thing.name for thing in moments} == model.keys()
+        assert moments.next_at() == min(model.values(), default=None)
+    now += 10.0
+    pop_due()
+    assert not model
+
+
+def test_cancelled_things_leave_nothing_and_are_not_kept_alive() -> None:
+    """One waits for long, before tens of thousands that are cancelled one after the other."""
+    moments: Moments[Thing] = Moments()
+    first = Thing(0)
+    moments.set_after(first, 0.0, 1e9)
+    gc.disable()
+    try:
+        for i in range(10_000):
+            in_lane, in_heap = Thing(i), Thing(-i)
+            moments.set_after(in_lane, float(i), 1e9)
+            moments.set(in_heap, 1e9 - i)
+            gone = weakref.ref(in_lane)
+            moments.cancel(in_lane)
+            moments.cancel(in_heap)
+            del in_lane
+            assert gone() is None
+            assert sum(len(lane.things) for lane in moments._lanes.values()) <= 73
+            assert len(moments._heap) <= 66
+    finally:
+        gc.enable()
+    assert [moments.pop_due(1e9), moments.pop_due(2e9)] == [first, None]

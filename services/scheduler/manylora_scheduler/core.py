@@ -67,7 +67,7 @@ from manylora_scheduler.request import (
 )
 from manylora_scheduler.succession import ClockSnapshot, Succession
 from manylora_scheduler.tickets import Tickets
-from manylora_scheduler.timers import Timers
+from manylora_scheduler.timers import Moments, Timers
 
 GRANT_TIMEOUT_S = 10.0
 """A grant that neither the worker nor the router mentions for so long is dropped."""
@@ -125,7 +125,7 @@ class Core:
         # What is adopted runs in the queue by its request's id; it is never queued, and never picked.
         self._succession = Succession(cast("FairQueue[FlowKey, Ticket | RequestId]", self._queue), predecessor)
         self._is_restoring = self._queue.is_restoring
-        self._moments: Timers[Ticket] = Timers()
+        self._moments: Moments[Ticket] = Moments()
         """One a ticket that waits for something: what is due follows from its phase (`_on_moment`)."""
         self._timers: Timers[tuple[str, *tuple[object, ...]]] = Timers()
         """All else."""
@@ -148,13 +148,26 @@ class Core:
                 self._timers.set(("resume", at), at)
         if now >= self._moments.not_before or now >= self._timers.not_before:
             self._run_timers()
-        match event:  # the most frequent first
-            case Enqueued():
-                self._on_enqueued(event)
-            case WorkerReported():
-                self._on_report(event)
-            case GrantClosed():
-                self._on_grant_closed(event)
+        if isinstance(event, Enqueued):  # these three make up a request's life, and asking costs less than matching
+            self._on_enqueued(event)
+        elif isinstance(event, GrantClosed):
+            self._on_grant_closed(event)
+        elif isinstance(event, WorkerReported):
+            self._on_report(event)
+        else:
+            self._on_other(event)
+        if self._is_restoring:
+            self._is_restoring = self._succession.try_resume(now, all_reported=self._fleet.all_connected)
+        while self._fleet.has_room and not self._is_restoring and (pick := self._dispatch.next_pick(now)) is not None:
+            self._grant(pick)
+        commands = self._out
+        if commands:
+            self._out = []
+            return commands
+        return []
+
+    def _on_other(self, event: Event) -> None:
+        match event:
             case Withdrawn():
                 self._on_withdrawn(event)
             case RouterConnected():
@@ -177,12 +190,6 @@ class Core:
                 self._on_shed(event)
             case Tick():
                 pass
-        if self._is_restoring:
-            self._is_restoring = self._succession.try_resume(now, all_reported=self._fleet.all_connected)
-        while self._fleet.has_room and (pick := self._dispatch.next_pick(now)) is not None:
-            self._grant(pick)
-        commands, self._out = self._out, []
-        return commands
 
     def next_wakeup(self) -> float | None:
         """When Tick is to be applied at the latest, if no other event comes before."""
@@ -221,26 +228,27 @@ class Core:
         if refusal is not None:
             self._out.append(SendRefusal(request, event.session, *refusal))
             return
-        ticket = self._tickets.enqueue(request, event.session, self._now)
+        flow, deadline, now = request.flow, request.deadline, self._now
+        ticket = self._tickets.enqueue(request, self._flows.known(flow), event.session, now)
         self._queue.push(
             ticket,
-            request.flow,
-            share=self._flows.share(request.flow),
+            flow,
+            share=self._flows.share(flow),
             need=need_of(request),
             rank=rank_of(ticket),
-            since_us=to_us(ticket.enqueued_at),
+            since_us=to_us(now),
             urgent_us=urgent_us_of(ticket),
         )
-        if self._dispatch.is_held(request.flow):
-            self._queue.set_apart(request.flow, is_apart=True)
+        if self._dispatch.is_held(flow):
+            self._queue.set_apart(flow, is_apart=True)
         wait_s = self._limits.worker_wait_s
-        ticket.unserved_at = self._now + wait_s
-        if request.deadline is not None and request.deadline < ticket.unserved_at:
-            self._moments.set(ticket, request.deadline)
+        ticket.unserved_at = now + wait_s
+        if deadline is not None and deadline < ticket.unserved_at:
+            self._moments.set(ticket, deadline)
         else:
-            self._moments.set_after(ticket, self._now, wait_s)
+            self._moments.set_after(ticket, now, wait_s)
         if request.adapter_uid is not None and not self._fleet.num_open:
-            self._prefetch(request.adapter_uid, request.flow.tenant_id)
+            self._prefetch(request.adapter_uid, flow.tenant_id)
 
     def _refusal_of(self, request: QueuedRequest) -> tuple[Code, str, float | None] | None:
         if request.deadline is not None and request.deadline <= self._now:
@@ -320,12 +328,9 @@ class Core:
         """Forgets a queued ticket."""
         self._queue.remove(ticket)
         self._moments.cancel(ticket)
-        self._leave_queue(ticket)
-        self._tickets.forget(ticket)
-
-    def _leave_queue(self, ticket: Ticket) -> None:
         self._tickets.leave_queue(ticket)
         self._dispatch.left_queue(ticket)
+        self._tickets.forget(ticket)
 
     # ---- events of workers
 
@@ -362,7 +367,12 @@ class Core:
         if worker is None or not (worker.connected or report.snapshot):
             return
         for started in report.started:
-            self._on_started(worker, started.request_id)
+            ticket = worker.start(started.request_id)
+            if ticket is None:
+                self._succession.adopt(started.request_id, worker.worker_id, self._flows)
+            elif ticket.phase is not Phase.RUNNING:
+                ticket.phase = Phase.RUNNING
+                self._moments.cancel(ticket)
         if report.flows:
             self._settle(worker, report)
         ended: Iterable[RequestId] = report.finished
@@ -377,20 +387,12 @@ class Core:
             self._dispatch.note_held(worker.worker_id, worker.held_flows())
         self._update(worker)
 
-    def _on_started(self, worker: WorkerView, request_id: RequestId) -> None:
-        ticket = worker.start(request_id)
-        if ticket is None:
-            self._succession.adopt(request_id, worker.worker_id, self._flows)
-        elif ticket.phase is not Phase.RUNNING:
-            ticket.phase = Phase.RUNNING
-            self._moments.cancel(ticket)
-
     def _on_ended(self, worker: WorkerView, request_id: RequestId) -> None:
         ticket = worker.finish(request_id)
         if ticket is None:
             self._succession.end(request_id, worker.worker_id)
         else:
-            self._flows.known(ticket.request.flow).estimate.count_finished()
+            self._flows.known_of(ticket).estimate.count_finished()
             self._end_ticket(ticket)
 
     def _update(self, worker: WorkerView) -> None:
@@ -401,8 +403,8 @@ class Core:
     def _settle(self, worker: WorkerView, report: WorkerReport) -> None:
         """Charges what a worker's counters grew by."""
         flows = self._flows
-        for flow, tokens in worker.fold_outputs(report):
-            flows.known(flow).estimate.count_tokens(tokens)
+        for flow, output_tokens in worker.fold_outputs(report):
+            flows.known(flow).estimate.count_tokens(output_tokens)
         totals = {
             flow: PROMPT_TOKEN_COST * tokens.prompt_tokens + OUTPUT_TOKEN_COST * tokens.output_tokens
             for flow, tokens in report.flows.items()
@@ -414,7 +416,7 @@ class Core:
     def _end_ticket(self, ticket: Ticket) -> None:
         """A granted ticket whose grant is no longer with its worker."""
         self._queue.settle(ticket)
-        if ticket.phase is not Phase.RUNNING:
+        if ticket.due_in is not None:
             self._moments.cancel(ticket)
         self._tickets.forget(ticket)
 
@@ -494,16 +496,16 @@ class Core:
     # ---- grants
 
     def _grant(self, pick: Pick[Ticket, WorkerView]) -> None:
-        ticket, worker = pick.item, pick.place
-        request = ticket.request
-        known = self._flows.known(request.flow)
-        known.last_wait_s = self._now - ticket.enqueued_at
-        self._queue.dispatch(pick, known.reservation(request))
-        self._leave_queue(ticket)
+        ticket, worker, _, _ = pick
+        now, known = self._now, self._flows.known_of(ticket)
+        known.last_wait_s = now - ticket.enqueued_at
+        self._queue.dispatch(pick, known.reservation(ticket.request))
+        self._tickets.leave_queue(ticket)
+        self._dispatch.left_queue(ticket)
         ticket.phase = Phase.GRANTED
         ticket.worker_id = worker.worker_id
-        ticket.granted_at = self._now
-        self._moments.set_after(ticket, self._now, GRANT_TIMEOUT_S)
+        ticket.granted_at = now
+        self._moments.set_after(ticket, now, GRANT_TIMEOUT_S)
         self._send_grant(ticket, worker, repeated=False)
         worker.grant(ticket)
         self._fleet.update(worker)
@@ -525,14 +527,15 @@ class Core:
 
     def _prefetch(self, uid: AdapterUid, tenant_id: TenantId) -> None:
         """Has a worker load the adapter of a request that must wait, unless one has it or is about to."""
-        if any(worker.serving for worker in self._fleet.holders.of(uid)):
-            return
+        for worker in self._fleet.holders.of(uid):  # mostly the first one is
+            if worker.serving:
+                return
         near = islice(in_order(uid, self._fleet, lambda worker: worker.serving), PREFETCH_WORKERS)
-        worker = next((w for w in near if w.num_prefetches < PREFETCHES_PER_WORKER), None)
-        if worker is not None:
-            worker.send_prefetch(uid)
-            self._timers.set_after(("prefetch", worker.worker_id, uid), self._now, PREFETCH_TIMEOUT_S)
-            self._out.append(SendPrefetch(worker.worker_id, uid, tenant_id))
+        idle = next((w for w in near if w.num_prefetches < PREFETCHES_PER_WORKER), None)
+        if idle is not None:
+            idle.send_prefetch(uid)
+            self._timers.set_after(("prefetch", idle.worker_id, uid), self._now, PREFETCH_TIMEOUT_S)
+            self._out.append(SendPrefetch(idle.worker_id, uid, tenant_id))
 
     # ---- what overload control asks for
 
@@ -610,7 +613,7 @@ class Core:
         assert self._succession.adopted <= others
         assert all(worker.num_prefetches <= PREFETCHES_PER_WORKER for worker in self._fleet.workers)
         for ticket in queued | granted:
-            assert (ticket in self._moments) == (ticket.phase is not Phase.RUNNING)
+            assert (ticket.due_in is not None) == (ticket.phase is not Phase.RUNNING)
 
 
 def _too_large(request: QueuedRequest) -> str:

@@ -81,13 +81,12 @@ class Dispatch:
     def next_pick(self, now: float) -> Pick[Ticket, WorkerView] | None:
         """The ticket that is to be granted next and its worker; None where nothing more can be granted now."""
         fleet = self._fleet
-        if not self._queue.num_queued or self._queue.is_restoring:
-            return None
         self._now = now
         if fleet.num_open:
             pick = self._queue.select(self._place, to_us(now))
             if pick is not None:
-                self._count_pass(pick)
+                if pick.passed_over is not None:
+                    self._count_pass(pick.passed_over)
                 return pick
         if self._goes_beyond and fleet.num_spare:
             self._is_behind_hold = False
@@ -96,7 +95,9 @@ class Dispatch:
 
     def _place(self, ticket: Ticket) -> WorkerView | None:
         """The worker on which a ticket could start now."""
-        request = ticket.request
+        request, only = ticket.request, self._fleet.only_open
+        if only is not None and self._hold is None and not self._unreached:
+            return only if only.can_take(request) else None  # as `choose` would say; a busy cluster's usual case
         return choose(request, self._fleet, self._allows(request))
 
     def _beyond(self, flow: FlowKey, ticket: Ticket) -> WorkerView | None:
@@ -130,10 +131,9 @@ class Dispatch:
 
         return allowed
 
-    def _count_pass(self, pick: Pick[Ticket, WorkerView]) -> None:
+    def _count_pass(self, first: Ticket) -> None:
         """Another ticket than the first in order is granted. Holds a worker for that once it was too often."""
-        first = pick.passed_over
-        if self._hold is not None or first is None:
+        if self._hold is not None:
             return
         ticket, passes = self._passed_over
         self._passed_over = (first, passes + 1 if ticket is first else 1)

@@ -120,9 +120,13 @@ class Holders:
 
     def note(self, uid: AdapterUid, worker: WorkerView) -> None:
         """The worker's residency for this adapter may have changed."""
-        if not worker.has_or_awaits(uid):
+        if worker.has_or_awaits(uid):
+            self.add(uid, worker)
+        else:
             self.forget(uid, worker)
-            return
+
+    def add(self, uid: AdapterUid, worker: WorkerView) -> None:
+        """The worker has the adapter, or awaits it."""
         found = self._workers.get(uid)
         if found is None:
             self._workers[uid] = {worker.worker_id: worker}
@@ -180,8 +184,12 @@ class WorkerView:
         self._front: FlowKey | None = None
         self._assigned: dict[AdapterUid, int] = {}
         """Live tickets by adapter."""
+        self._holds_longest = False
+        """Whether its KV holds a sequence that is as long as its context can be."""
+        self.standing = _AWAY
+        """As of its last `Fleet.update`. Written by `Fleet` alone, and so is its place."""
         self.place = NOWHERE
-        """Where the fleet's orders have it. Written by `Fleet` alone."""
+        """Where the fleet's orders have it; they may be behind."""
 
     # ---- room
 
@@ -249,18 +257,21 @@ class WorkerView:
 
     def can_take(self, request: QueuedRequest) -> bool:
         """Whether there is room for it now. An earlier attempt that is still here has to end first."""
+        sequences, request_id = request.sequences, request.request_id
         free = self.sequence_slots - self.running_sequences - self._granted_sequences
         if self._held_sequences:
             # Others may use the slots of held sequences; to their own flow they count as used.
             held = self._held_sequences - self.load_of(request.flow).held
             free = min(free + held, self.spare_sequences)
-        # With room for its beginning it has slots and blocks enough to be able to run at all, but for its end.
+        # With room for its beginning it has slots and blocks enough to be able to run at all, but for its end. The
+        # blocks are `blocks_for`'s: this is asked twice a decision.
         return (
-            free >= request.sequences
-            and self.kv_blocks_free - self._granted_blocks >= self.blocks_for(request)
-            and request.request_id not in self.granted
-            and request.request_id not in self.running
-            and self._could_end(request)
+            free >= sequences
+            and self.kv_blocks_free - self._granted_blocks
+            >= -(-(request.prompt_tokens + 1) // self.block_size) + sequences - 1
+            and request_id not in self.granted
+            and request_id not in self.running
+            and (self._holds_longest or self._could_end(request))
         )
 
     def can_hold(self, request: QueuedRequest) -> bool:
@@ -283,7 +294,7 @@ class WorkerView:
         return (
             self.sequence_slots >= request.sequences
             and self.kv_blocks_total >= self.blocks_for(request)
-            and self._could_end(request)
+            and (self._holds_longest or self._could_end(request))
         )
 
     def _could_end(self, request: QueuedRequest) -> bool:
@@ -302,20 +313,33 @@ class WorkerView:
         """Whether an adapter's residency is any but ABSENT."""
         return bool(self.adapters.get(uid)) or uid in self._assigned or uid in self._prefetches
 
+    def standing_now(self) -> int:
+        """What of `_CONNECTED`, `_SERVING`, `_OPEN` and `_SPARE` it is."""
+        if not self.connected:
+            return _AWAY
+        if self.draining:
+            return _CONNECTED
+        slots, most = self.sequence_slots, self._max_sequences
+        used = self.running_sequences + self._granted_sequences
+        if most <= slots:
+            return _IS_OPEN if used < slots else _IS_FULL
+        if used >= most:
+            return _IS_FULL
+        return _IS_OPEN | _SPARE if used - self._held_sequences < slots else _IS_FULL | _SPARE
+
     def place_now(self) -> _Place:
-        """Where the fleet's orders are to have it."""
-        if not self.connected or self.draining:
-            return _Place(self.connected)
-        used, slots = self.running_sequences + self._granted_sequences, self.sequence_slots
-        spare, slotted = max(self._max_sequences, slots) - used, used - self._held_sequences
-        parked = spare if spare > 0 and self._max_sequences > slots else 0
-        if slotted >= slots or spare <= 0:
-            return _Place(True, True, 0, None, 0, parked) if parked else _FULL
-        free_blocks = self.free_blocks
+        """Where the fleet's orders are to have it, by its standing."""
+        standing = self.standing
+        if not standing & (_OPEN | _SPARE):
+            return NOWHERE
+        spare = self.spare_sequences if standing & _SPARE else 0
+        if not standing & _OPEN:
+            return _Place(spare=spare)
+        free_blocks, slotted = self.free_blocks, self.slotted_sequences
         # Free blocks change with every report: eighths are fine enough to tell two workers of equal load apart.
         eighths = 8 * free_blocks // max(1, self.kv_blocks_total)
-        load = (slotted / slots, -eighths, self.worker_id, self)
-        return _Place(True, True, slotted, load, free_blocks * self.block_size, parked)
+        load = (slotted / self.sequence_slots, -eighths, self.worker_id, self)
+        return _Place(slotted, load, free_blocks * self.block_size, spare)
 
     # ---- grants
 
@@ -323,10 +347,17 @@ class WorkerView:
         request = ticket.request
         assert request.request_id not in self.granted
         self.granted[request.request_id] = ticket
+        ticket.blocks = blocks = self.blocks_for(request)
+        self._granted_blocks += blocks
         self._granted_sequences += request.sequences
-        self._granted_blocks += self.blocks_for(request)
-        if request.adapter_uid is not None:
-            self._assign(request.adapter_uid, +1)
+        uid = request.adapter_uid
+        if uid is not None:
+            count = self._assigned.get(uid)
+            if count is None:
+                self._assigned[uid] = 1
+                self._holders.add(uid, self)
+            else:
+                self._assigned[uid] = count + 1
 
     def drop_grant(self, ticket: Ticket) -> None:
         """A grant that came to nothing, or whose end was reported together with its start."""
@@ -363,19 +394,17 @@ class WorkerView:
         request = ticket.request
         del self.granted[request.request_id]
         self._granted_sequences -= request.sequences
-        self._granted_blocks -= self.blocks_for(request)
+        self._granted_blocks -= ticket.blocks
 
     def _unassign(self, ticket: Ticket) -> None:
-        if ticket.request.adapter_uid is not None:
-            self._assign(ticket.request.adapter_uid, -1)
-
-    def _assign(self, uid: AdapterUid, change: int) -> None:
-        count = self._assigned.get(uid, 0) + change
-        if count:
-            self._assigned[uid] = count
+        uid = ticket.request.adapter_uid
+        if uid is None:
+            return
+        count = self._assigned[uid]
+        if count > 1:
+            self._assigned[uid] = count - 1
         else:
             del self._assigned[uid]
-        if count == max(0, change):  # the first has come, or the last has gone
             self._holders.note(uid, self)
 
     # ---- prefetches
@@ -418,7 +447,9 @@ class WorkerView:
         """
         if report.block_size != self.block_size:
             self.block_size = max(1, report.block_size)
-            self._granted_blocks = sum(self.blocks_for(t.request) for t in self.granted.values())
+            for ticket in self.granted.values():
+                ticket.blocks = self.blocks_for(ticket.request)
+            self._granted_blocks = sum(ticket.blocks for ticket in self.granted.values())
         self.sequence_slots = report.sequence_slots
         self._max_sequences = report.max_sequences
         self.running_sequences = report.running_sequences
@@ -426,15 +457,17 @@ class WorkerView:
             self._fold_loads(report)
         self.kv_blocks_total = report.kv_blocks_total
         self.kv_blocks_free = report.kv_blocks_free
+        self._holds_longest = report.kv_blocks_total * self.block_size >= self.max_context_tokens - 1
         self.draining = report.draining
         self.generated_tokens = report.generated_tokens
         if report.snapshot:
             self.tenant_adapters.clear()
-        for tenant_id, adapters in report.tenant_adapters.items():
-            if adapters == NO_ADAPTERS:
-                self.tenant_adapters.pop(tenant_id, None)
-            else:
-                self.tenant_adapters[tenant_id] = adapters
+        if report.tenant_adapters:
+            for tenant_id, adapters in report.tenant_adapters.items():
+                if adapters == NO_ADAPTERS:
+                    self.tenant_adapters.pop(tenant_id, None)
+                else:
+                    self.tenant_adapters[tenant_id] = adapters
         if report.adapters is not None:
             before, self.adapters = self.adapters, report.adapters
             for uid in before.keys() ^ report.adapters.keys():  # each has its own holders: any order will do
@@ -451,6 +484,8 @@ class WorkerView:
         if report.snapshot:
             self._loads.clear()
             self._held_sequences = 0
+        if not report.loads:
+            return
         for flow, load in report.loads.items():
             before = self._loads.pop(flow, NO_LOAD)
             if load != NO_LOAD:
@@ -462,19 +497,21 @@ class WorkerView:
         to a new process and count from zero."""
         before, grown = self._output_tokens, []
         for flow, tokens in report.flows.items():
-            more = tokens.output_tokens - before.get(flow, 0)
+            output_tokens = tokens.output_tokens
+            more = output_tokens - before.get(flow, 0)
             if more < 0:
                 before.clear()
                 grown = [(flow, tokens.output_tokens) for flow, tokens in report.flows.items()]
+                before.update(grown)
                 break
             grown.append((flow, more))
-        for flow, tokens in report.flows.items():
-            before[flow] = tokens.output_tokens
+            before[flow] = output_tokens
         return grown if self.has_reported else []
 
     def check_invariants(self) -> None:
         assert self._granted_sequences == sum(t.request.sequences for t in self.granted.values())
-        assert self._granted_blocks == sum(self.blocks_for(t.request) for t in self.granted.values())
+        assert all(t.blocks == self.blocks_for(t.request) for t in self.granted.values())
+        assert self._granted_blocks == sum(t.blocks for t in self.granted.values())
         assert self._held_sequences == sum(load.held for load in self._loads.values())
         counts: dict[AdapterUid, int] = {}
         for ticket in self.tickets():
@@ -486,11 +523,19 @@ class WorkerView:
         assert self._holders.uids_of(self) == held
 
 
-class _Place(NamedTuple):
-    """What of a worker the fleet's orders and counts are made of."""
+# A worker's standing: bits, because an enum's are combined by calls, and this is asked twice a decision.
+_AWAY = 0
+_CONNECTED = 1
+_SERVING = 2
+_OPEN = 4
+_SPARE = 8
+_IS_FULL = _CONNECTED | _SERVING
+_IS_OPEN = _IS_FULL | _OPEN
 
-    is_connected: bool = False
-    is_serving: bool = False
+
+class _Place(NamedTuple):
+    """Where the fleet's orders have a worker."""
+
     slotted_sequences: int = 0
     """While it is open."""
     load: _Load | None = None
@@ -505,33 +550,42 @@ by the worker's id at the latest, so views are never compared."""
 
 
 NOWHERE = _Place()
-_FULL = _Place(True, True)
 
 
 class Fleet:
     """All workers that stand in the coordination store, and the orders in which placement looks for one.
 
     A worker is *open* while it takes requests and has a free sequence slot, and *spare* while it takes requests and
-    could hold one more sequence beyond its slots. The orders are sorted lists: moving a
-    worker costs two binary searches and a memmove of a few kilobytes, which thousands of workers do not feel.
+    could hold one more sequence beyond its slots. How many are is known at once. The orders are sorted lists, brought
+    up to date when they are read: in a busy cluster one worker opens at a time and is filled before anything is
+    compared. Moving a worker costs two binary searches and a memmove of a few kilobytes, which thousands of workers do
+    not feel.
     """
 
     def __init__(self) -> None:
         self.ring = Ring()
         self.holders = Holders()
         self._workers: dict[WorkerId, WorkerView] = {}
+        self._open: dict[WorkerId, WorkerView] = {}
+        self._unsorted: dict[WorkerId, WorkerView] = {}
+        """Workers whose place in the orders may be another by now."""
         self._by_load: list[_Load] = []
         """Open workers."""
         self._by_free_kv: list[tuple[int, WorkerId]] = []
         """Open workers by the KV tokens that are free on them."""
         self._by_spare: list[tuple[int, WorkerId]] = []
         """Spare workers, most spare places first (negated)."""
-        self.has_room = False
-        """Whether any worker is open or spare. For reading."""
         self._slotted_sequences = 0
-        """On open workers."""
+        """On open workers, as the orders have them."""
         self._num_connected = 0
         self._num_serving = 0
+        # For reading:
+        self.num_open = 0
+        self.num_spare = 0
+        self.has_room = False
+        """Whether any worker is open or spare."""
+        self.only_open: WorkerView | None = None
+        """The open worker, where there is one alone."""
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -553,6 +607,8 @@ class Fleet:
     def leave(self, worker_id: WorkerId) -> WorkerView | None:
         worker = self._workers.pop(worker_id, None)
         if worker is not None:
+            self._stand(worker, _AWAY)
+            self._unsorted.pop(worker_id, None)
             self._move(worker, NOWHERE)
             worker.leave()
             self.ring.remove(worker_id)
@@ -560,17 +616,43 @@ class Fleet:
 
     def update(self, worker: WorkerView) -> bool:
         """Takes note of all that may have changed in a member. Returns whether it began or ceased to take requests."""
-        before, place = worker.place, worker.place_now()
-        if place != before:
-            self._move(worker, place)
-        return place.is_serving is not before.is_serving
+        before, standing = worker.standing, worker.standing_now()
+        if standing != before:
+            self._stand(worker, standing)
+        if standing > _IS_FULL or worker.place is not NOWHERE:
+            self._unsorted[worker.worker_id] = worker
+        elif self._unsorted:
+            self._unsorted.pop(worker.worker_id, None)
+        return (standing ^ before) & _SERVING != 0
+
+    def _stand(self, worker: WorkerView, standing: int) -> None:
+        changed, worker.standing = standing ^ worker.standing, standing
+        if changed & _OPEN:
+            is_open, members = standing & _OPEN, self._open
+            if is_open:
+                members[worker.worker_id] = worker
+            else:
+                del members[worker.worker_id]
+            self.num_open = count = len(members)
+            self.only_open = None if count != 1 else worker if is_open else next(iter(members.values()))
+        if changed & _SPARE:
+            self.num_spare += 1 if standing & _SPARE else -1
+        if changed & _CONNECTED:
+            self._num_connected += 1 if standing & _CONNECTED else -1
+        if changed & _SERVING:
+            self._num_serving += 1 if standing & _SERVING else -1
+        self.has_room = self.num_open > 0 or self.num_spare > 0
+
+    def _sort(self) -> None:
+        """Brings the orders up to date."""
+        for worker in self._unsorted.values():
+            place = worker.place_now()
+            if place != worker.place:
+                self._move(worker, place)
+        self._unsorted.clear()
 
     def _move(self, worker: WorkerView, place: _Place) -> None:
         before, worker.place, worker_id = worker.place, place, worker.worker_id
-        if before.is_connected is not place.is_connected:
-            self._num_connected += 1 if place.is_connected else -1
-        if before.is_serving is not place.is_serving:
-            self._num_serving += 1 if place.is_serving else -1
         if before.load is not None:
             self._slotted_sequences -= before.slotted_sequences
             del self._by_load[bisect_left(self._by_load, before.load)]
@@ -584,40 +666,30 @@ class Fleet:
                 del self._by_spare[bisect_left(self._by_spare, (-before.spare, worker_id))]
             if place.spare:
                 insort(self._by_spare, (-place.spare, worker_id))
-        self.has_room = bool(self._by_load or self._by_spare)
 
     # ---- reading
 
-    @property
-    def num_open(self) -> int:
-        return len(self._by_load)
-
-    @property
-    def num_spare(self) -> int:
-        return len(self._by_spare)
-
     def spare_workers(self) -> Iterator[WorkerView]:
         """Most spare places first; nothing may be changed meanwhile."""
+        self._sort()
         return (self._workers[worker_id] for _, worker_id in self._by_spare)
 
     @property
     def slotted_sequences(self) -> int:
         """On open workers, all together."""
+        self._sort()
         return self._slotted_sequences
 
     @property
     def most_free_kv(self) -> int:
         """KV tokens that are free on the open worker that has most of them."""
+        self._sort()
         return self._by_free_kv[-1][0] if self._by_free_kv else 0
 
     def open_workers(self) -> Iterator[WorkerView]:
         """Least loaded first; nothing may be changed meanwhile."""
+        self._sort()
         return (load[3] for load in self._by_load)
-
-    @property
-    def only_open(self) -> WorkerView | None:
-        """The open worker, where there is one alone."""
-        return self._by_load[0][3] if len(self._by_load) == 1 else None
 
     @property
     def any_serving(self) -> bool:
@@ -628,18 +700,26 @@ class Fleet:
         return self._num_connected == len(self._workers)
 
     def could_ever_run(self, request: QueuedRequest) -> bool:
-        return any(worker.serving and worker.could_ever_run(request) for worker in self._workers.values())
+        for worker in self._workers.values():  # noqa: SIM110 - the first one can, mostly: not worth a generator
+            if worker.standing & _SERVING and worker.could_ever_run(request):
+                return True
+        return False
 
     def check_invariants(self) -> None:
         workers = self._workers.values()
-        assert all(worker.place == worker.place_now() for worker in workers), "update was forgotten"
-        open_workers = [worker for worker in workers if worker.place.load is not None]
-        assert self.has_room == any(worker.place.load is not None or worker.place.spare for worker in workers)
-        assert self._num_connected == sum(worker.place.is_connected for worker in workers)
-        assert self._num_serving == sum(worker.place.is_serving for worker in workers)
-        assert self._slotted_sequences == sum(worker.place.slotted_sequences for worker in open_workers)
+        assert all(worker.standing == worker.standing_now() for worker in workers), "update was forgotten"
+        assert self._open == {worker.worker_id: worker for worker in workers if worker.standing & _OPEN}
+        assert (self.num_open, self.num_spare) == (len(self._open), sum(w.standing & _SPARE > 0 for w in workers))
+        assert self.has_room == bool(self.num_open or self.num_spare)
+        assert self.only_open is (next(iter(self._open.values())) if self.num_open == 1 else None)
+        assert self._num_connected == sum(worker.connected for worker in workers)
+        assert self._num_serving == sum(worker.serving for worker in workers)
+        behind = {w.worker_id for w in workers if w.place != w.place_now()}
+        assert behind <= self._unsorted.keys(), "update was forgotten"
+        placed = [worker for worker in workers if worker.place.load is not None]
+        assert self._slotted_sequences == sum(worker.place.slotted_sequences for worker in placed)
         assert sorted((-w.place.spare, w.worker_id) for w in workers if w.place.spare) == self._by_spare
-        assert self._by_load == sorted(w.place.load for w in open_workers if w.place.load is not None)
-        assert sorted((worker.place.free_kv, worker.worker_id) for worker in open_workers) == self._by_free_kv
+        assert self._by_load == sorted(w.place.load for w in placed if w.place.load is not None)
+        assert sorted((worker.place.free_kv, worker.worker_id) for worker in placed) == self._by_free_kv
         for worker in self._workers.values():
             worker.check_invariants()

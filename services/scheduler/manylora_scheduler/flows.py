@@ -7,14 +7,20 @@ long their requests' outputs were and how long their last one waited. From these
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 from manylora_shared.fair_queue import Share
 from manylora_shared.ids import QosClass, TenantId
 from manylora_shared.policy import DEFAULT_WEIGHTS, TenantPolicy
 
-from manylora_scheduler.request import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, FlowKey, OutputEstimate, QueuedRequest
+from manylora_scheduler.request import (
+    OUTPUT_TOKEN_COST,
+    PROMPT_TOKEN_COST,
+    FlowKey,
+    OutputEstimate,
+    QueuedRequest,
+    Ticket,
+)
 
 CHUNK_COST = 512
 """Cost of one full prefill chunk: the measure in which boosts are given."""
@@ -30,12 +36,20 @@ MAX_KNOWN_FLOWS = 262_144
 """Flows of which the served cost and the output estimate are remembered; beyond, the oldest are forgotten."""
 
 
-@dataclass(slots=True)
 class KnownFlow:
-    estimate: OutputEstimate
-    served_cost: int = 0
-    last_wait_s: float = 0.0
-    """Time in the queue of the request that was granted last."""
+    """One flow's record: what a request of it needs to have looked up once. Its tickets have it at hand."""
+
+    __slots__ = ("estimate", "is_forgotten", "last_wait_s", "policy_share", "served_cost")
+
+    def __init__(self, policy_share: Share) -> None:
+        self.policy_share = policy_share
+        """By its tenant's policy."""
+        self.estimate = OutputEstimate()
+        self.served_cost = 0
+        self.last_wait_s = 0.0
+        """Time in the queue of the request that was granted last."""
+        self.is_forgotten = False
+        """Whether the flow has another record by now, or none."""
 
     def reservation(self, request: QueuedRequest) -> int:
         """What a request is expected to cost in all. Workers do not give a slot back before a request's end, so that is
@@ -75,16 +89,27 @@ class Flows:
             self._shares[tenant_id] = {
                 qos_class: self._make(policy.weight(qos_class), qos_class) for qos_class in QosClass
             }
+        for qos_class in QosClass:
+            flow = FlowKey(tenant_id, qos_class)
+            known = self._known.get(flow)
+            if known is not None:
+                known.policy_share = self._policy_share(flow)
 
     def weight(self, flow: FlowKey) -> int:
         """By its tenant's policy."""
-        return self._shares.get(flow.tenant_id, self._default)[flow.qos_class].weight
+        return self._policy_share(flow).weight
 
     def share(self, flow: FlowKey) -> Share:
         """Its weight, with its precedence. Boosts are the same in virtual time."""
-        share = self._shares.get(flow.tenant_id, self._default)[flow.qos_class]
-        factor = 1 if self.precedence is None else self.precedence.factor(flow)
+        known = self._known.get(flow)
+        share = known.policy_share if known is not None else self._policy_share(flow)
+        if self.precedence is None:
+            return share
+        factor = self.precedence.factor(flow)
         return share if factor == 1 else Share(share.weight * factor, share.base * factor, share.cap * factor)
+
+    def _policy_share(self, flow: FlowKey) -> Share:
+        return self._shares.get(flow.tenant_id, self._default)[flow.qos_class]
 
     def _make(self, weight: int, qos_class: QosClass) -> Share:
         found = self._made.get((weight, qos_class))
@@ -94,10 +119,19 @@ class Flows:
 
     def known(self, flow: FlowKey) -> KnownFlow:
         known = self._known.get(flow)
-        if known is None:
-            if len(self._known) >= MAX_KNOWN_FLOWS:
-                del self._known[next(iter(self._known))]
-            known = self._known[flow] = KnownFlow(OutputEstimate())
+        return known if known is not None else self._remember(flow)
+
+    def _remember(self, flow: FlowKey) -> KnownFlow:
+        if len(self._known) >= MAX_KNOWN_FLOWS:
+            self._known.pop(next(iter(self._known))).is_forgotten = True
+        known = self._known[flow] = KnownFlow(self._policy_share(flow))
+        return known
+
+    def known_of(self, ticket: Ticket) -> KnownFlow:
+        """The record of the ticket's flow."""
+        known = ticket.known
+        if known.is_forgotten:
+            known = ticket.known = self.known(ticket.request.flow)
         return known
 
     def served_cost(self, flow: FlowKey) -> int:

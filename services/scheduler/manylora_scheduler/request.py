@@ -13,10 +13,15 @@ from __future__ import annotations
 import enum
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from manylora_shared.fair_queue import Rank
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
+
+from manylora_scheduler.timers import Timed
+
+if TYPE_CHECKING:
+    from manylora_scheduler.flows import KnownFlow
 
 PATIENCE_S = 60.0
 """A request without a deadline takes its place in its flow as if it had this one."""
@@ -64,24 +69,42 @@ class Phase(enum.Enum):
     """Reported by the worker. Only the worker's own word ends it."""
 
 
-@dataclass(slots=True, eq=False)
-class Ticket:
+class Ticket(Timed):
     """One attempt at one request: what the core's books, the fair queue among them, have as their item."""
 
-    request: QueuedRequest
-    session: int
-    """The router's stream that asked for it, or that its grant was last sent on."""
-    order: int
-    """Its place inside its flow, which grows with each ticket; an attempt after an unused grant keeps the first's."""
-    attempt: int
-    enqueued_at: float
-    waits_since: float
-    """When the first of its attempts was enqueued."""
-    phase: Phase = Phase.QUEUED
-    worker_id: WorkerId | None = None
-    granted_at: float = 0.0
-    unserved_at: float = 0.0
-    """While it is queued: when it is asked next whether any worker could run it at all."""
+    __slots__ = ("attempt", "blocks", "enqueued_at", "granted_at", "known", "order", "phase", "request", "session",
+                 "unserved_at", "waits_since", "worker_id")  # fmt: skip
+
+    def __init__(
+        self,
+        request: QueuedRequest,
+        known: KnownFlow,
+        session: int,
+        order: int,
+        attempt: int,
+        enqueued_at: float,
+        waits_since: float,
+    ) -> None:
+        self.request = request
+        self.known = known
+        """What is known of its flow: read by `Flows.known_of`."""
+        self.session = session
+        """The router's stream that asked for it, or that its grant was last sent on."""
+        self.order = order
+        """Its place inside its flow, which grows with each ticket; an attempt after an unused grant keeps the first's
+        place."""
+        self.attempt = attempt
+        self.enqueued_at = enqueued_at
+        self.waits_since = waits_since
+        """When the first of its attempts was enqueued."""
+        self.phase = Phase.QUEUED
+        self.due_in = None
+        self.worker_id: WorkerId | None = None
+        self.blocks = 0
+        """While it is granted: KV blocks that it takes on its worker to begin with."""
+        self.granted_at = 0.0
+        self.unserved_at = 0.0
+        """While it is queued: when it is asked next whether any worker could run it at all."""
 
 
 class Need(NamedTuple):
@@ -119,7 +142,7 @@ def rank_of(ticket: Ticket) -> Rank:
     due = ticket.waits_since + PATIENCE_S
     if deadline is not None and deadline < due:
         due = deadline
-    return Rank(-ticket.request.priority, to_us(due), ticket.order)
+    return tuple.__new__(Rank, (-ticket.request.priority, int(1e6 * due), ticket.order))  # one a request: no call more
 
 
 def urgent_us_of(ticket: Ticket) -> int | None:
@@ -127,7 +150,7 @@ def urgent_us_of(ticket: Ticket) -> int | None:
     deadline = ticket.request.deadline
     if deadline is None:
         return None
-    return to_us(ticket.enqueued_at + (deadline - ticket.enqueued_at) / 2)
+    return int(1e6 * (ticket.enqueued_at + (deadline - ticket.enqueued_at) / 2))
 
 
 class OutputEstimate:
@@ -157,4 +180,6 @@ class OutputEstimate:
         if not self._finished:
             return max_new_tokens
         expected = -(-self._tokens // self._finished)
-        return min(max_new_tokens, max(1, expected))
+        if expected < 1:
+            return min(1, max_new_tokens)
+        return expected if expected < max_new_tokens else max_new_tokens

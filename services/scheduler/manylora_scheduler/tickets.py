@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Set
 
 from manylora_shared.ids import RequestId, RouterId, TenantId
 
+from manylora_scheduler.flows import KnownFlow
 from manylora_scheduler.request import FlowKey, Phase, QueuedRequest, Ticket
 
 
@@ -50,13 +51,13 @@ class Tickets:
                 oldest[flow] = min(oldest.get(flow, ticket.enqueued_at), ticket.enqueued_at)
         return oldest
 
-    def enqueue(self, request: QueuedRequest, session: int, now: float) -> Ticket:
+    def enqueue(self, request: QueuedRequest, known: KnownFlow, session: int, now: float) -> Ticket:
         """A new queued ticket; it has the place of the request's attempt that came back, if there is one."""
         before = self._returned.pop(request.request_id, None) if self._returned else None
         if before is None:
-            ticket = Ticket(request, session, self._next_order, 1, now, now)
+            ticket = Ticket(request, known, session, self._next_order, 1, now, now)
         else:
-            ticket = Ticket(request, session, before.order, before.attempt + 1, now, before.waits_since)
+            ticket = Ticket(request, known, session, before.order, before.attempt + 1, now, before.waits_since)
         self._next_order += 1
         self._num_live += 1
         self._wanted[request.request_id] = ticket
@@ -74,8 +75,9 @@ class Tickets:
 
     def release(self, ticket: Ticket) -> None:
         """The router is done with it; the worker may not be."""
-        if self._wanted.get(ticket.request.request_id) is ticket:
-            del self._wanted[ticket.request.request_id]
+        request_id = ticket.request.request_id
+        if self._wanted.get(request_id) is ticket:
+            del self._wanted[request_id]
 
     def forget(self, ticket: Ticket) -> None:
         self._num_live -= 1

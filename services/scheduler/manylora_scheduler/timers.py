@@ -1,12 +1,15 @@
-"""Named moments in the future. Owns which are set; knows no clock: the owner asks for what is due."""
+"""Moments in the future: by name (`Timers`), and one for each of very many things (`Moments`). Pure.
+
+Both own which are set, and know no clock: the owner asks for what is due.
+"""
 
 from __future__ import annotations
 
 import heapq
 import math
 from collections import deque
-from collections.abc import Hashable
-from typing import Generic, TypeVar
+from collections.abc import Hashable, Iterator
+from typing import Any, Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
@@ -103,3 +106,150 @@ class Timers(Generic[K]):
         self._heap = [entry for entry in self._heap if self._set.get(entry[2]) is entry]
         heapq.heapify(self._heap)
         self._num_entries = len(self._heap) + sum(map(len, self._lanes.values()))
+
+
+class Timed:
+    """What can wait for one moment. Its `Moments` writes what is here."""
+
+    __slots__ = ("due_at", "due_in", "due_slot")
+
+    due_at: float
+    """While it waits: until when."""
+    due_in: _Lane[Any] | list[Any] | None
+    """Where it stands: a lane, or its entry in the heap. None: it waits for nothing."""
+    due_slot: int
+    """Its place in the lane."""
+
+
+T = TypeVar("T", bound=Timed)
+
+_HOLES = 4
+"""A lane is closed up once it has this many places, and `_COMPACT_SLACK`, for each thing that waits in it."""
+
+
+class _Lane(Generic[T]):
+    """Things in the order of their moments, and holes where one was cancelled."""
+
+    __slots__ = ("front", "num_waiting", "things")
+
+    def __init__(self) -> None:
+        self.things: list[T | None] = []
+        self.front = 0
+        """In `things`: before it are only holes."""
+        self.num_waiting = 0
+
+    def first(self) -> T | None:
+        if not self.num_waiting:
+            return None
+        while (thing := self.things[self.front]) is None:
+            self.front += 1
+        return thing
+
+    def close_up(self) -> None:
+        self.things = [thing for thing in self.things if thing is not None]
+        self.front = 0
+        for slot, thing in enumerate(self.things):
+            assert thing is not None
+            thing.due_slot = slot
+
+
+class Moments(Generic[T]):
+    """One moment for each thing, which is kept in the thing itself. Setting it again moves it.
+
+    As `Timers`, with lanes for fixed delays and a heap for the others, but made for moments by the ten thousand that
+    are nearly all cancelled: setting one in a lane makes no object and looks nothing up, and what is cancelled is not
+    kept alive by it, so that its memory is used again at once. Of equal moments the lanes' are due first.
+    """
+
+    def __init__(self) -> None:
+        self._lanes: dict[float, _Lane[T]] = {}
+        self._heap: list[list[Any]] = []
+        """[at, order, thing]; None in place of a thing that waits no more."""
+        self._num_in_heap = 0
+        """Things that wait there."""
+        self._next_order = 0
+        self.not_before = math.inf
+        """For reading: nothing is due before, so nothing needs to be looked at until then."""
+
+    def __len__(self) -> int:
+        return self._num_in_heap + sum(lane.num_waiting for lane in self._lanes.values())
+
+    def __iter__(self) -> Iterator[T]:
+        """For checks."""
+        for lane in self._lanes.values():
+            yield from (thing for thing in lane.things if thing is not None)
+        yield from (thing for _, _, thing in self._heap if thing is not None)
+
+    def set(self, thing: T, at: float) -> None:
+        if thing.due_in is not None:
+            self.cancel(thing)
+        thing.due_at = at
+        thing.due_in = entry = [at, self._next_order, thing]
+        self._next_order += 1
+        self._num_in_heap += 1
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) > 2 * self._num_in_heap + _COMPACT_SLACK:
+            self._heap = [entry for entry in self._heap if entry[2] is not None]
+            heapq.heapify(self._heap)
+        if at < self.not_before:
+            self.not_before = at
+
+    def set_after(self, thing: T, now: float, delay_s: float) -> None:
+        """As `set` at now + delay_s. `now` never falls; there are few different delays."""
+        if thing.due_in is not None:
+            self.cancel(thing)
+        lane = self._lanes.get(delay_s)
+        if lane is None:
+            lane = self._lanes[delay_s] = _Lane()
+        things = lane.things
+        thing.due_at = at = now + delay_s
+        thing.due_in = lane
+        thing.due_slot = slot = len(things)
+        things.append(thing)
+        lane.num_waiting = waiting = lane.num_waiting + 1
+        if slot > _HOLES * waiting + _COMPACT_SLACK:
+            lane.close_up()
+        if at < self.not_before:
+            self.not_before = at
+
+    def cancel(self, thing: T) -> None:
+        """A thing that waits for nothing is ignored."""
+        place = thing.due_in
+        if place is None:
+            return
+        thing.due_in = None
+        if isinstance(place, list):
+            place[2] = None
+            self._num_in_heap -= 1
+        else:
+            place.things[thing.due_slot] = None
+            place.num_waiting -= 1
+
+    def next_at(self) -> float | None:
+        """When the next thing is due."""
+        first = self._first()
+        return first.due_at if first is not None else None
+
+    def pop_due(self, now: float) -> T | None:
+        """Cancels and returns what is due first, if it is at `now`."""
+        if now < self.not_before:
+            return None
+        first = self._first()
+        if first is None or first.due_at > now:
+            return None
+        self.cancel(first)
+        return first
+
+    def _first(self) -> T | None:
+        first: T | None = None
+        for lane in self._lanes.values():
+            thing = lane.first()
+            if thing is not None and (first is None or thing.due_at < first.due_at):
+                first = thing
+        heap = self._heap
+        while heap and heap[0][2] is None:
+            heapq.heappop(heap)
+        if heap and (first is None or heap[0][0] < first.due_at):
+            first = heap[0][2]
+        self.not_before = first.due_at if first is not None else math.inf
+        return first
