@@ -375,6 +375,7 @@ class Cluster:
         runtime = LoopRuntime(
             core, backend, MODEL, max_requests=limits.max_requests, step_s=lambda batch: STEP_S * rng.uniform(0.5, 2.0)
         )
+        backend.when_due = lambda due: self.loop.call_at(due, runtime.wake)
         return Engine(core, runner, runtime, backend)
 
     def _draw(self) -> random.Random:

@@ -17,7 +17,6 @@ bug, or step after step), every stream ends, and the runtime takes nothing more.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import logging
 import math
@@ -53,8 +52,6 @@ MAX_PAUSE_S = 15.0
 """Longer than a router waits for a stream's token lease (10 s), during which it does not read either."""
 MAX_FAILED_STEPS = 3
 """Steps that may fail one after the other before the engine counts as broken."""
-_POLL_S = 0.002
-"""How often the backend is asked while adapters are loaded and nothing else is to do."""
 
 
 @dataclass(frozen=True)
@@ -624,7 +621,7 @@ class ThreadRuntime:
             return True
         self._post()
         if batch is None:
-            self._sleep(_POLL_S if core.has_work() else None)
+            self._sleep(core.rest_s())
         return True
 
     def _sleep(self, timeout_s: float | None) -> None:
@@ -715,6 +712,10 @@ class LoopRuntime:
         self._commands.append(command)
         self._news.set()
 
+    def wake(self) -> None:
+        """The backend has news."""
+        self._news.set()
+
     async def _run(self) -> None:
         try:
             while True:
@@ -739,11 +740,19 @@ class LoopRuntime:
             self._turner.after_step()
         self._post()
         if batch is None:
-            if not core.has_work():
+            rest_s = core.rest_s()
+            if rest_s is None:
                 core.check_invariants()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_POLL_S if core.has_work() else None):
-                    await self._news.wait()
+            await self._rest(rest_s)
+
+    async def _rest(self, longest_s: float | None) -> None:
+        """Until there is news."""
+        timer = None if longest_s is None else asyncio.get_running_loop().call_later(longest_s, self.wake)
+        try:
+            await self._news.wait()
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     def _post(self) -> None:
         post = self._turner.take_post()

@@ -39,7 +39,7 @@ from manylora_worker.engine.api import AdapterBackend, AdapterEvent, AdapterTier
 
 _KNOWN_SIZES = 4096
 """Sizes remembered of adapters that are on disk only."""
-_LOOK_AGAIN_S = 0.1
+LOOK_AGAIN_S = 0.1
 """How soon room that only time has made is found, where nothing else has changed."""
 _State = tuple[int, int, int, int]
 _PREFETCH_QUEUE = 64
@@ -144,6 +144,8 @@ class AdapterCache:
         self._tick = 0
         self._version = 0
         self._tenants_version = 0
+        self._settled: _State | None = None
+        """The versions before and after the last pump, where these were the same."""
 
     @property
     def version(self) -> int:
@@ -167,6 +169,11 @@ class AdapterCache:
     def has_work(self) -> bool:
         """Whether `pump` may have something to do: loads to hear of, requests, pins or prefetches that wait."""
         return bool(self._turns or self._prefetches or self.num_loading or self._pins.is_due)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether another `pump` finds nothing new, unless a load ends, or LOOK_AGAIN_S have passed."""
+        return self._settled == self._state() and not self._pins.is_due
 
     @property
     def host_bytes(self) -> int:
@@ -264,6 +271,7 @@ class AdapterCache:
 
     def pump(self, now: float) -> CacheUpdate:
         """Hears of loads that ended, hands out adapters, and starts what there is room for."""
+        before = self._state()
         failed: list[AdapterFailure] = []
         for event in self._backend.poll():
             self._take_event(event, failed, now)
@@ -277,7 +285,13 @@ class AdapterCache:
                 self._prefetches.pop(uid, None)
                 self._forget_if_unused(self._entries[uid])
         evictions, self._evictions = self._evictions, []
+        after = self._state()
+        self._settled = after if before == after else None
         return CacheUpdate(ready, failed, evictions)
+
+    def _state(self) -> _State:
+        """Changes with all that decides on what there is to do, but time."""
+        return self._tenants_version, self._turns.version, self._idle_version, len(self._prefetches)
 
     def check_invariants(self) -> None:
         assert self.host_bytes <= self._limits.host_bytes, "over the host budget"
@@ -477,7 +491,7 @@ class AdapterCache:
     def _start_device_load(self, tenant_id: TenantId, entry: Entry, now: float) -> None:
         if self._loads[AdapterTier.DEVICE] >= self._limits.device_loads:
             return
-        state = self._tenants_version, self._turns.version, self._idle_version, int(now / _LOOK_AGAIN_S)
+        state = self._tenants_version, self._turns.version, self._idle_version, int(now / LOOK_AGAIN_S)
         refused = self._refused.get(tenant_id)
         if refused is not None and refused[0] == state and entry.size_bytes >= refused[1]:
             return

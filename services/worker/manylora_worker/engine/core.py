@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from manylora_shared.errors import AlreadyExists, InvalidRequest, Overloaded
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
-from manylora_worker.adapters.cache import AdapterCache, AdapterCacheLimits, TenantAdapters
+from manylora_worker.adapters.cache import LOOK_AGAIN_S, AdapterCache, AdapterCacheLimits, TenantAdapters
 from manylora_worker.adapters.pins import Pin
 from manylora_worker.engine.api import (
     AdapterBackend,
@@ -447,6 +447,15 @@ class EngineCore:
         copied."""
         return len(self._groups) > self._num_paused or self._adapters.has_work or self._swapper.num_copying > 0
 
+    def rest_s(self) -> float | None:
+        """Where no step could begin: when to try again, in seconds, unless there is news (a command, or a load that
+        ended); None: then only."""
+        if not self.has_work():
+            return None
+        num_loading = sum(not group.is_paused for group in self._loading.values())
+        is_polled = len(self._groups) - self._num_paused > num_loading or self._swapper.num_copying > 0
+        return LOOK_AGAIN_S if self._adapters.is_settled and not is_polled else _POLL_S
+
     def request_ids(self) -> list[RequestId]:
         """Of the requests in the engine, oldest first."""
         return list(self._groups)
@@ -807,6 +816,8 @@ class EngineCore:
         self._generated_tokens += output_tokens
 
 
+_POLL_S = 0.002
+"""How often it is asked whether copies of KV are over, where nothing else is to do."""
 _CHOICES_BOUND = 64
 """Sequence ids: arrival x this + choice."""
 

@@ -422,7 +422,8 @@ def reference_tokens(
 
 
 class FakeAdapterBackend:
-    """An AdapterBackend without weights. A load ends at the first `poll` at or after its time.
+    """An AdapterBackend without weights. A load ends at the first `poll` at or after its time, which `when_due` is told as
+    the load begins.
 
     Args:
         clock: seconds; the loop's time in the simulation.
@@ -444,6 +445,8 @@ class FakeAdapterBackend:
         self._load_s = load_s
         self._error_of = error_of
         self._loads: dict[AdapterUid, tuple[float, AdapterTier]] = {}
+        self.when_due: Callable[[float], object] = lambda due: None
+        """For who does not poll."""
         self.on_host: dict[AdapterUid, None] = {}
         self.on_device: dict[AdapterUid, None] = {}
         self.is_closed = False
@@ -451,13 +454,18 @@ class FakeAdapterBackend:
     def start_host_load(self, uid: AdapterUid) -> None:
         assert uid not in self._loads, "one load an adapter at a time"
         assert uid not in self.on_host
-        self._loads[uid] = (self._clock() + self._load_s(uid, AdapterTier.HOST), AdapterTier.HOST)
+        self._start(uid, AdapterTier.HOST)
 
     def start_device_load(self, uid: AdapterUid) -> None:
         assert uid not in self._loads, "one load an adapter at a time"
         assert uid in self.on_host
         assert uid not in self.on_device
-        self._loads[uid] = (self._clock() + self._load_s(uid, AdapterTier.DEVICE), AdapterTier.DEVICE)
+        self._start(uid, AdapterTier.DEVICE)
+
+    def _start(self, uid: AdapterUid, tier: AdapterTier) -> None:
+        due = self._clock() + self._load_s(uid, tier)
+        self._loads[uid] = (due, tier)
+        self.when_due(due)
 
     def poll(self) -> Sequence[AdapterEvent]:
         if not self._loads:
