@@ -666,6 +666,8 @@ class LoopRuntime:
         self._commands: list[Command] = []
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self.num_changes = 0
+        """How often something was done to the engine: while it stands, nothing changes there."""
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -680,6 +682,7 @@ class LoopRuntime:
             await asyncio.wait([self._task])
         if self.view.failure is None:
             commands, self._commands = self._commands, []
+            self.num_changes += 1
             self._turner.do(commands, self.now())
             for request_id in self._core.request_ids():
                 self._core.abort(request_id, self.now())
@@ -728,6 +731,7 @@ class LoopRuntime:
         core = self._core
         self._news.clear()
         commands, self._commands = self._commands, []
+        self.num_changes += 1
         self._turner.do(commands, self.now())
         batch = core.begin_step(self.now())
         if batch is not None:
@@ -735,6 +739,7 @@ class LoopRuntime:
             try:
                 await asyncio.sleep(self._step_s(batch))
             finally:
+                self.num_changes += 1
                 while core.num_in_flight:
                     core.end_step(core.wait(), self.now())
             self._turner.after_step()
