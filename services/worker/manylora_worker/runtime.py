@@ -94,8 +94,7 @@ class StreamEnd:
     """None where the engine failed and could not tell."""
 
 
-@dataclass(frozen=True)
-class OutputBatch:
+class OutputBatch(NamedTuple):
     outputs: Sequence[TokenOutput]
     """In order; several of one choice may follow one another."""
     end: StreamEnd | None = None
@@ -205,8 +204,7 @@ class EngineListener(Protocol):
         """Counters, blocks or adapters."""
 
 
-@dataclass(frozen=True)
-class _Post:
+class _Post(NamedTuple):
     """What one turn of the engine has to tell."""
 
     outputs: Sequence[TokenOutput]
@@ -666,13 +664,16 @@ class LoopRuntime:
         self._commands: list[Command] = []
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.num_changes = 0
         """How often something was done to the engine: while it stands, nothing changes there."""
 
     def now(self) -> float:
-        return asyncio.get_running_loop().time()
+        loop = self._loop or asyncio.get_running_loop()
+        return loop.time()
 
     def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(self._run(), name="engine")
 
     async def stop(self) -> None:

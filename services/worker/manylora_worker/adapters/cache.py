@@ -29,6 +29,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
@@ -73,16 +74,14 @@ class AdapterFailure:
     holders: Sequence[RequestId]
 
 
-@dataclass(frozen=True)
-class CacheUpdate:
+class CacheUpdate(NamedTuple):
     ready: Sequence[RequestId]
     """Waiting before, using it now."""
     failed: Sequence[AdapterFailure]
     evictions: Sequence[Eviction]
 
 
-@dataclass(frozen=True)
-class TenantAdapters:
+class TenantAdapters(NamedTuple):
     """What a tenant has of the cache. An adapter that several tenants use counts in full for each."""
 
     device_bytes: int = 0

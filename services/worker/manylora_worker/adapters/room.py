@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from manylora_shared.adapter_shares import max_min
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
@@ -80,8 +81,7 @@ class Eviction:
     """For how long the winner has found no room, where it has nothing else; else 0."""
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What goes, so that something fits."""
 
     evictions: Sequence[Eviction] = ()

@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from manylora_shared.errors import AlreadyExists, InvalidRequest, Overloaded
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
@@ -101,16 +102,14 @@ class RequestEnd:
         return 0.0 if self.times.first_token_s is None else self.ended_s - self.times.first_token_s
 
 
-@dataclass(frozen=True)
-class FlowTokens:
+class FlowTokens(NamedTuple):
     """Cumulative since the engine's start."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
 
 
-@dataclass(frozen=True)
-class EngineStats:
+class EngineStats(NamedTuple):
     requests: int
     sequences: int
     """Unfinished, waiting ones included."""

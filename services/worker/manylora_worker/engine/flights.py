@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from manylora_worker.engine.api import PendingStep, Sampled, SequenceChunk
 from manylora_worker.engine.block_pool import BlockWork
@@ -28,8 +29,7 @@ class Part:
     """The position up to which the step computes."""
 
 
-@dataclass(frozen=True)
-class Flight:
+class Flight(NamedTuple):
     """A step that is begun and not ended."""
 
     parts: SequenceOf[Part]

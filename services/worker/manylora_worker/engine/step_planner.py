@@ -90,8 +90,7 @@ class Scheduled:
     """It computes the sequence's last token, so that the next one is drawn."""
 
 
-@dataclass(frozen=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     scheduled: SequenceOf[Scheduled]
     num_evicted: int
     """Sequences that lost their blocks."""
