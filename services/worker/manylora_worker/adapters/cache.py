@@ -93,6 +93,9 @@ class TenantAdapters(NamedTuple):
     pins: tuple[PinState, ...] = ()
 
 
+_NOTHING = CacheUpdate((), (), ())
+
+
 @dataclass
 class _Blocked:
     """The first in a tenant's queue that finds no room."""
@@ -143,8 +146,8 @@ class AdapterCache:
         self._tick = 0
         self._version = 0
         self._tenants_version = 0
-        self._settled: _State | None = None
-        """The versions before and after the last pump, where these were the same."""
+        self._settled: tuple[_State, int] | None = None
+        """The versions before and after the last pump, where these were the same, and its time in LOOK_AGAIN_S."""
 
     @property
     def version(self) -> int:
@@ -172,7 +175,7 @@ class AdapterCache:
     @property
     def is_settled(self) -> bool:
         """Whether another `pump` finds nothing new, unless a load ends, or LOOK_AGAIN_S have passed."""
-        return self._settled == self._state() and not self._pins.is_due
+        return self._settled is not None and self._settled[0] == self._state() and not self._pins.is_due
 
     @property
     def host_bytes(self) -> int:
@@ -246,6 +249,7 @@ class AdapterCache:
         if entry is not None and (entry.on_device or entry.queued):
             return
         self._prefetches.setdefault(uid, tenant_id)
+        self._settled = None
         if len(self._prefetches) > _PREFETCH_QUEUE:
             counts: dict[TenantId | None, int] = {}
             for tenant in self._prefetches.values():
@@ -267,12 +271,17 @@ class AdapterCache:
     def weights_changed(self) -> None:
         self._standings.clear()
         self._pins.changed()
+        self._settled = None
 
     def pump(self, now: float) -> CacheUpdate:
         """Hears of loads that ended, hands out adapters, and starts what there is room for."""
+        events = self._backend.poll()
+        interval = int(now / LOOK_AGAIN_S)
+        if not events and self.is_settled and self._settled is not None and self._settled[1] == interval:
+            return _NOTHING
         before = self._state()
         failed: list[AdapterFailure] = []
-        for event in self._backend.poll():
+        for event in events:
             self._take_event(event, failed, now)
         if self._pins.is_due:
             self._apply_pins(now)
@@ -284,8 +293,7 @@ class AdapterCache:
                 self._prefetches.pop(uid, None)
                 self._forget_if_unused(self._entries[uid])
         evictions, self._evictions = self._evictions, []
-        after = self._state()
-        self._settled = after if before == after else None
+        self._settled = (before, interval) if before == self._state() else None
         return CacheUpdate(ready, failed, evictions)
 
     def _state(self) -> _State:
