@@ -100,6 +100,19 @@ class AdapterCacheMachine(RuleBasedStateMachine):
         pinned = {pin.uid for _, pin in self._ready_pins()}
         self._take(self.cache.pump(self.now), pinned)
 
+    @rule()
+    @precondition(lambda self: self.cache.is_settled)
+    def pump_what_is_settled(self) -> None:
+        """The engine need not look again: it would find nothing."""
+        if any(due <= self.now for due, _ in self.backend._loads.values()):
+            return
+        versions = self.cache._state()
+        self.cache._settled = None  # so that all of it is looked at
+        update = self.cache.pump(self.now)
+        assert (list(update.ready), list(update.failed), list(update.evictions)) == ([], [], [])
+        assert self.cache._state() == versions
+        assert self.cache.is_settled
+
     def _ready_pins(self) -> list[tuple[TenantId, Pin]]:
         return [
             (tenant, state.pin)

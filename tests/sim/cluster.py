@@ -7,6 +7,7 @@ it off from network and store first, so that what its `finally` blocks still do 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import random
 from collections.abc import Callable, Coroutine, Mapping
@@ -18,6 +19,7 @@ from manylora_router.config import RouterConfig
 from manylora_router.text_service import FakeText
 from manylora_scheduler.app import SchedulerApp
 from manylora_scheduler.config import SchedulerConfig
+from manylora_scheduler.term import Term
 from manylora_shared.adapter_files import MemoryAdapterFiles
 from manylora_shared.clock import WallClock
 from manylora_shared.coordination import keys
@@ -66,6 +68,7 @@ _START_TIMEOUT_S = 30.0
 _WATCH_S = 0.1
 
 
+@functools.cache
 def uid_of(tenant: str, adapter: str) -> AdapterUid:
     return AdapterUid(hashlib.sha256(f"{tenant}/{adapter}".encode()).hexdigest())
 
@@ -86,6 +89,14 @@ class Engine:
     backend: FakeAdapterBackend
     kept: dict[AdapterUid, None] = field(default_factory=dict)
     """Pinned adapters that were on the device."""
+    checked: tuple[int, int] = (-1, -1)
+    """Up to which of its changes, and of the policies'."""
+
+    def check(self, policies: Mapping[str, TenantPolicy]) -> None:
+        for tenant_id, policy in policies.items():
+            held, hard = self.core.blocks_held_by(TenantId(tenant_id)), policy.quotas.kv_hbm_mb_hard
+            assert hard is None or held <= hard, f"{tenant_id} holds {held} blocks, past its hard cap"
+        self.check_pins(policies)
 
     def check_pins(self, policies: Mapping[str, TenantPolicy]) -> None:
         """What is pinned and was brought to the device never leaves it. LEAVING_ADAPTER may be unregistered."""
@@ -140,6 +151,7 @@ class Cluster:
         self.processes: dict[str, Process] = {}
         self.policies: dict[str, TenantPolicy] = {}
         """As they were put last."""
+        self._policies_put = 0
         self.bounded_tenants: dict[str, None] = {}
         """Those with quotas."""
         self.key = ""
@@ -148,6 +160,8 @@ class Cluster:
         self.leases_taken = 0
         self._moments_of_two = 0
         """At which two schedulers led, of those that `watch` saw."""
+        self._checked_terms: dict[Term, int] = {}
+        """Up to which of its events."""
         self.removed_adapters: dict[str, None] = {}
         """Tenants whose LEAVING_ADAPTER was removed."""
         self._rng = random.Random(f"{seed}/processes")
@@ -189,6 +203,7 @@ class Cluster:
 
     async def put_policy(self, store: MemoryStore, policy: TenantPolicy) -> None:
         self.policies[policy.tenant_id] = policy
+        self._policies_put += 1
         await store.put(keys.tenant(policy.tenant_id), policy.to_yaml().encode())
 
     def launch(self, process: Process) -> None:
@@ -245,7 +260,8 @@ class Cluster:
             process.is_paused = True
 
     async def watch(self) -> None:
-        """Checks what must hold at every moment, now and then, until it is cancelled."""
+        """Checks what must hold at every moment, now and then, until it is cancelled. What has not changed since it was
+        checked is not checked again."""
         while True:
             leaders = self.leaders()
             # A lease that the store takes away before its time is its holder's until it hears of it, or that time.
@@ -253,15 +269,18 @@ class Cluster:
                 assert len(leaders) <= 1, "two schedulers lead"
             self._moments_of_two += len(leaders) > 1
             for app in leaders:
-                assert app.term is not None
-                app.term.core.check_invariants()
-                app.term.overload.check_invariants()
-                app.term.quotas.authority.check_invariants()
+                term = app.term
+                assert term is not None
+                if self._checked_terms.get(term) != term.num_events:
+                    self._checked_terms[term] = term.num_events
+                    term.core.check_invariants()
+                    term.overload.check_invariants()
+                    term.quotas.authority.check_invariants()
             for engine in self.engines:
-                for tenant_id, policy in self.policies.items():
-                    held, hard = engine.core.blocks_held_by(TenantId(tenant_id)), policy.quotas.kv_hbm_mb_hard
-                    assert hard is None or held <= hard, f"{tenant_id} holds {held} blocks, past its hard cap"
-                engine.check_pins(self.policies)
+                changes = (engine.runtime.num_changes, self._policies_put)
+                if engine.checked != changes:
+                    engine.checked = changes
+                    engine.check(self.policies)
             await asyncio.sleep(_WATCH_S)
 
     @property
@@ -375,6 +394,7 @@ class Cluster:
         runtime = LoopRuntime(
             core, backend, MODEL, max_requests=limits.max_requests, step_s=lambda batch: STEP_S * rng.uniform(0.5, 2.0)
         )
+        backend.when_due = lambda due: self.loop.call_at(due, runtime.wake)
         return Engine(core, runner, runtime, backend)
 
     def _draw(self) -> random.Random:

@@ -60,6 +60,11 @@ class Call:
     is_cancelled: bool = False
     is_after_heal: bool = False
     overload_retries: int = 0
+    _tokens: dict[int, list[int]] = field(init=False, default_factory=dict)
+    """By choice, of the first `_num_read` frames."""
+    _num_read: int = field(init=False, default=0)
+    _references: dict[tuple[int, int], list[int]] = field(init=False, default_factory=dict)
+    """By choice and tokens in force."""
 
     @property
     def is_overloaded(self) -> bool:
@@ -68,8 +73,7 @@ class Call:
 
     @property
     def finished(self) -> inference_pb2.Finished | None:
-        found = [f.finished for f in self.frames if f.HasField("finished")]
-        return found[-1] if found else None
+        return next((f.finished for f in reversed(self.frames) if f.HasField("finished")), None)
 
     @property
     def max_tokens_in_force(self) -> int:
@@ -78,22 +82,29 @@ class Call:
         return started.degraded.max_tokens if started.HasField("degraded") else self.max_tokens
 
     def tokens_of(self, choice: int) -> list[int]:
-        return [t for f in self.frames if f.HasField("delta") and f.delta.choice == choice for t in f.delta.token_ids]
+        for frame in self.frames[self._num_read :]:
+            if frame.HasField("delta"):
+                self._tokens.setdefault(frame.delta.choice, []).extend(frame.delta.token_ids)
+        self._num_read = len(self.frames)
+        return self._tokens.get(choice, [])
 
     def reference(self, choice: int) -> list[int]:
         """What a right cluster answers, were there no stop string."""
-        return reference_tokens(
-            self.prompt,
-            uid_of(self.tenant, self.adapter) if self.adapter else None,
-            self.seed,
-            choice,
-            self.max_tokens_in_force,
-            greedy=self.is_greedy,
-            vocab_size=VOCAB_SIZE,
-            eos_token_id=EOS,
-            eos_one_in=EOS_ONE_IN,
-            stop_token_ids=[EOS],
-        )
+        asked = (choice, self.max_tokens_in_force)
+        if asked not in self._references:
+            self._references[asked] = reference_tokens(
+                self.prompt,
+                uid_of(self.tenant, self.adapter) if self.adapter else None,
+                self.seed,
+                choice,
+                self.max_tokens_in_force,
+                greedy=self.is_greedy,
+                vocab_size=VOCAB_SIZE,
+                eos_token_id=EOS,
+                eos_one_in=EOS_ONE_IN,
+                stop_token_ids=[EOS],
+            )
+        return self._references[asked]
 
     def describe(self) -> str:
         outcome = common_pb2.Outcome.Name(self.finished.outcome) if self.finished is not None else "no terminal frame"

@@ -13,6 +13,7 @@ from manylora_worker import engine_view
 from manylora_worker.engine.api import AdapterTier, Sampled, StepBatch
 from manylora_worker.engine.fake_runner import AheadFakeRunner, FakeRunner, reference_tokens
 from manylora_worker.output_stream import PAUSE_UNREAD_TOKENS, EndKind, OutputStream, StreamEnd
+from manylora_worker.runtime import LoopRuntime, ThreadRuntime
 
 from tests.worker import worker_fakes
 from tests.worker.worker_fakes import UID, Engine, config, eventually, make_engine, request
@@ -255,6 +256,44 @@ async def test_the_thread_sleeps_while_there_is_nothing_to_do() -> None:
     await asyncio.sleep(0.05)
     assert turns == 0
     await engine.runtime.stop()
+
+
+async def test_the_thread_sleeps_while_an_adapter_is_loaded_and_wakes_when_it_has_come() -> None:
+    engine = make_engine(config(), threaded=True, load_s=0.3)
+    thread = engine.runtime
+    assert isinstance(thread, ThreadRuntime)
+    loop = asyncio.get_running_loop()
+    engine.backend.when_due = lambda due: loop.call_soon_threadsafe(loop.call_at, due + 0.001, thread.wake)
+    turns = 0
+    original = engine.core.begin_step
+
+    def begin_step(now: float) -> StepBatch | None:
+        nonlocal turns
+        turns += 1
+        return original(now)
+
+    engine.core.begin_step = begin_step  # type: ignore[method-assign]
+    thread.start()
+    _, end = await drain(thread.submit(request(adapter_uid=UID, max_tokens=2)))
+    assert end.kind is EndKind.COMPLETED
+    assert turns < 40, "a look every 2 ms is 300"
+    await thread.stop()
+
+
+def test_an_engine_hears_of_an_adapter_at_once_and_does_not_look_for_it_meanwhile() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        engine = make_engine(config(), load_s=0.37, step_s=0.01)
+        loop_runtime = engine.runtime
+        assert isinstance(loop_runtime, LoopRuntime)
+        loop_runtime.start()
+        stream = loop_runtime.submit(request(adapter_uid=UID))
+        await stream.read()
+        assert loop.time() == pytest.approx(2 * 0.37 + 0.01), "to the host, to the device, and one step"
+        assert loop_runtime.num_changes < 20, "a look every 2 ms is 370"
+        await loop_runtime.stop()
+
+    simulation.run(main(), seed=1)
 
 
 def test_the_loop_runtime_is_the_same_in_every_run_of_the_simulation() -> None:

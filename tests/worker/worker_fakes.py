@@ -109,7 +109,9 @@ def make_engine(
     if threaded:
         runtime = ThreadRuntime(core, backend, model, max_requests=limits.max_requests)
     else:
-        runtime = LoopRuntime(core, backend, model, max_requests=limits.max_requests, step_s=lambda batch: step_s)
+        loop_runtime = LoopRuntime(core, backend, model, max_requests=limits.max_requests, step_s=lambda batch: step_s)
+        backend.when_due = lambda due: asyncio.get_running_loop().call_at(due, loop_runtime.wake)
+        runtime = loop_runtime
     return Engine(runtime, core, runner, backend)
 
 

@@ -36,8 +36,7 @@ class StartedRequest:
     sequences: int
 
 
-@dataclass(frozen=True, slots=True)
-class FlowTokens:
+class FlowTokens(NamedTuple):
     """Cumulative since the worker's start."""
 
     prompt_tokens: int

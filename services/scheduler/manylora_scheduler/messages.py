@@ -89,6 +89,12 @@ def worker_report(message: worker_pb2.ControlReport) -> WorkerReport:
     adapters = None
     if message.snapshot or message.adapters_changed:
         adapters = {AdapterUid(a.adapter_uid): _RESIDENCIES[a.tier] for a in message.adapters if a.tier in _RESIDENCIES}
+    flows: dict[FlowKey, FlowTokens] = {}
+    loads: dict[FlowKey, FlowLoad] = {}
+    for each in message.flows:
+        flow = flow_key(each.tenant_id, each.qos_class)
+        flows[flow] = FlowTokens(each.prompt_tokens, each.output_tokens)
+        loads[flow] = FlowLoad(each.slotted_sequences, each.ready_sequences, each.held_sequences)
     return WorkerReport(
         snapshot=message.snapshot,
         sequence_slots=message.sequence_slots,
@@ -104,12 +110,9 @@ def worker_report(message: worker_pb2.ControlReport) -> WorkerReport:
             for r in message.started
         ),
         finished=tuple(RequestId(request_id) for request_id in message.finished_request_ids),
-        flows={flow_key(f.tenant_id, f.qos_class): FlowTokens(f.prompt_tokens, f.output_tokens) for f in message.flows},
+        flows=flows,
         max_sequences=message.max_sequences,
-        loads={
-            flow_key(f.tenant_id, f.qos_class): FlowLoad(f.slotted_sequences, f.ready_sequences, f.held_sequences)
-            for f in message.flows
-        },
+        loads=loads,
         tenants={TenantId(t.tenant_id): t.kv_blocks for t in message.tenants},
         tenant_adapters={TenantId(t.tenant_id): _tenant_adapters(t) for t in message.tenants},
     )

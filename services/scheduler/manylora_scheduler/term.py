@@ -160,6 +160,8 @@ class Term:
         self._timer: asyncio.TimerHandle | None = None
         self._clock_pause_s = MIN_CLOCK_PAUSE_S
         self._next_session = 1
+        self.num_events = 0
+        """Applied so far; nothing else changes the core, the overload gate and the quotas."""
         self._closed = False
         self._failure: asyncio.Future[None] = self._loop.create_future()
         self._keeping = asyncio.create_task(self._keep_clock(), name="clock")
@@ -184,6 +186,7 @@ class Term:
         if self._closed or not self._is_leading(now):
             return
         began_ns = self._telemetry.now_ns()
+        self.num_events += 1
         for command in self.quotas.apply(event, now):
             self._send(command, began_ns)
         self._set_timer()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from manylora_shared.errors import AlreadyExists, Overloaded, ServiceUnavailable
@@ -50,8 +49,7 @@ class EngineListener(Protocol):
         """Counters, blocks or adapters."""
 
 
-@dataclass(frozen=True)
-class EnginePost:
+class EnginePost(NamedTuple):
     """What one turn of the engine has to tell."""
 
     outputs: Sequence[TokenOutput]

@@ -11,6 +11,7 @@ import enum
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from manylora_worker.engine.api import EngineRequest, TokenOutput
 from manylora_worker.engine.outbox import RequestEnd
@@ -35,8 +36,7 @@ class StreamEnd:
     """None where the engine failed and could not tell."""
 
 
-@dataclass(frozen=True)
-class OutputBatch:
+class OutputBatch(NamedTuple):
     outputs: Sequence[TokenOutput]
     """In order; several of one choice may follow one another."""
     end: StreamEnd | None = None

@@ -13,7 +13,6 @@ When the engine itself fails (a bug, or step after step), every stream ends, and
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 import time
@@ -38,8 +37,6 @@ _LOG = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3
 """Steps that may fail one after the other before the engine counts as broken."""
-_POLL_S = 0.002
-"""How often the backend is asked while adapters are loaded and nothing else is to do."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +258,7 @@ class ThreadRuntime:
             return True
         self._post()
         if batch is None:
-            self._sleep(_POLL_S if core.has_work() else None)
+            self._sleep(core.rest_s())
         return True
 
     def _sleep(self, timeout_s: float | None) -> None:
@@ -306,11 +303,16 @@ class LoopRuntime:
         self._commands: list[Command] = []
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.num_changes = 0
+        """How often something was done to the engine: while it stands, nothing changes there."""
 
     def now(self) -> float:
-        return asyncio.get_running_loop().time()
+        loop = self._loop or asyncio.get_running_loop()
+        return loop.time()
 
     def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(self._run(), name="engine")
 
     async def stop(self) -> None:
@@ -320,6 +322,7 @@ class LoopRuntime:
             await asyncio.wait([self._task])
         if self.view.failure is None:
             commands, self._commands = self._commands, []
+            self.num_changes += 1
             self._turner.do(commands, self.now())
             for request_id in self._core.request_ids():
                 self._core.abort(request_id, self.now())
@@ -352,6 +355,10 @@ class LoopRuntime:
         self._commands.append(command)
         self._news.set()
 
+    def wake(self) -> None:
+        """The backend has news."""
+        self._news.set()
+
     async def _run(self) -> None:
         try:
             while True:
@@ -364,6 +371,7 @@ class LoopRuntime:
         core = self._core
         self._news.clear()
         commands, self._commands = self._commands, []
+        self.num_changes += 1
         self._turner.do(commands, self.now())
         batch = core.begin_step(self.now())
         if batch is not None:
@@ -371,16 +379,25 @@ class LoopRuntime:
             try:
                 await asyncio.sleep(self._step_s(batch))
             finally:
+                self.num_changes += 1
                 while core.num_in_flight:
                     core.end_step(core.wait(), self.now())
             self._turner.after_step()
         self._post()
         if batch is None:
-            if not core.has_work():
+            rest_s = core.rest_s()
+            if rest_s is None:
                 core.check_invariants()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_POLL_S if core.has_work() else None):
-                    await self._news.wait()
+            await self._rest(rest_s)
+
+    async def _rest(self, longest_s: float | None) -> None:
+        """Until there is news."""
+        timer = None if longest_s is None else asyncio.get_running_loop().call_later(longest_s, self.wake)
+        try:
+            await self._news.wait()
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     def _post(self) -> None:
         post = self._turner.take_post()

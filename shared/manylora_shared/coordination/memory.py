@@ -76,7 +76,8 @@ class MemoryStoreServer:
         self._history: list[WatchEvent] = []
         self._leases: dict[int, _Lease] = {}
         self._next_lease_id = _FIRST_LEASE_ID
-        self._changed = asyncio.Event()
+        self._waiting: list[tuple[str, asyncio.Future[None]]] = []
+        """Watches that wait for a change, each with its prefix."""
         self._context = contextvars.copy_context()  # the server's timers belong to no client
 
     def client(self) -> MemoryStore:
@@ -126,13 +127,13 @@ class MemoryStoreServer:
 
     def wake(self) -> None:
         """Lets everybody who waits for a change look again."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._wake([""])
 
-    @property
-    def change(self) -> asyncio.Event:
-        """Set at the next change after this was read, and by `wake`."""
-        return self._changed
+    async def change(self, prefix: str) -> None:
+        """Waits for the next change of a key under a prefix, or for `wake`."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting.append((prefix, waiter))
+        await waiter
 
     def draw_half_delay_s(self) -> float:
         return self._rng.uniform(self._min_delay_s, self._max_delay_s) / 2
@@ -228,7 +229,18 @@ class MemoryStoreServer:
         if events:
             self._revision = revision
             self._history += events
-            self.wake()
+            self._wake([event.kv.key for event in events])
+
+    def _wake(self, keys: Sequence[str]) -> None:
+        """Lets those look again who wait for one of the keys; a key that is empty is anybody's."""
+        waiting, self._waiting = self._waiting, []
+        for prefix, waiter in waiting:
+            if waiter.done():
+                continue
+            if any(not key or key.startswith(prefix) for key in keys):
+                waiter.set_result(None)
+            else:
+                self._waiting.append((prefix, waiter))
 
 
 class MemoryStore:
@@ -298,10 +310,9 @@ class MemoryStore:
         assert prefix, "a prefix is not empty"
         next_revision = start_revision
         while not self._closed:
-            change = self._server.change
             batch = self._server.changes(prefix, next_revision) if self._is_connected() else None
             if batch is None:
-                await change.wait()
+                await self._server.change(prefix)
                 continue
             delay_s = self._server.draw_watch_delay_s()
             if delay_s > 0:

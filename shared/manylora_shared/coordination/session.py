@@ -209,7 +209,8 @@ class LeaseSession:
         self._work.clear()
         await self._reconcile()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._work.wait(), pause_s)
+            async with asyncio.timeout(pause_s):
+                await self._work.wait()
         return True
 
     async def _reconcile(self) -> None:

@@ -15,6 +15,7 @@ A `SimNode` stands for one process: every task that is created by one of its tas
 
 from __future__ import annotations
 
+import array
 import asyncio
 import contextvars
 import gc
@@ -24,7 +25,7 @@ import math
 import random
 import threading
 from asyncio import base_events
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -35,6 +36,8 @@ _KILL_ROUNDS = 100
 _LISTED_TASKS = 20
 _EVENTS_TO_END = 1_000_000
 _CANCELLED_TIMERS_KEPT = 100
+_NOTED_AT_ONCE = 8192
+"""Events between two times that they go into the digest."""
 
 _NODE: contextvars.ContextVar[SimNode | None] = contextvars.ContextVar("sim_node", default=None)
 
@@ -57,10 +60,50 @@ class _SimTask(asyncio.Task[T]):
 
 
 class _SimFuture(asyncio.Future[T]):
-    number: int
+    """Numbered when it is hashed first: hardly any ever is."""
+
+    __slots__ = ("number",)
 
     def __hash__(self) -> int:
-        return self.number
+        try:
+            return self.number
+        except AttributeError:
+            loop = self.get_loop()
+            assert isinstance(loop, SimLoop)
+            self.number: int = loop.next_number()
+            return self.number
+
+
+class _SimTimer(asyncio.TimerHandle):
+    """A timer, without what asyncio's own keep for the debug mode."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, when: float, callback: Any, args: Any, loop: SimLoop, context: contextvars.Context | None
+    ) -> None:
+        self._when = when
+        self._scheduled = True
+        self._context = contextvars.copy_context() if context is None else context
+        self._loop = loop
+        self._callback = callback
+        self._args = args
+        self._cancelled = False
+        self._repr = self._source_traceback = None
+
+
+class _SimHandle(asyncio.Handle):
+    """The same for what is ready."""
+
+    __slots__ = ()
+
+    def __init__(self, callback: Any, args: Any, loop: SimLoop, context: contextvars.Context | None) -> None:
+        self._context = contextvars.copy_context() if context is None else context
+        self._loop = loop
+        self._callback = callback
+        self._args = args
+        self._cancelled = False
+        self._repr = self._source_traceback = None
 
 
 class SimNode:
@@ -70,8 +113,10 @@ class SimNode:
     not reach anybody.
     """
 
-    def __init__(self, loop: SimLoop, name: str) -> None:
+    def __init__(self, loop: SimLoop, name: str, number: int) -> None:
         self.name = name
+        self.number = number
+        """Of the name, in the loop's digest."""
         self._loop = loop
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._held: list[asyncio.Handle] = []
@@ -158,7 +203,11 @@ class SimLoop(base_events.BaseEventLoop):
         self._max_events = max_events
         self._events = 0
         self._digest = hashlib.blake2b(digest_size=16)
+        self._noted = array.array("d")
+        """Of each event: its time, and the numbers of its node and of who it was. Not in the digest yet."""
+        self._name_numbers: dict[str, int] = {}
         self._numbers = 0
+        self._timers = 0
         self._thread = threading.get_ident()
         self.errors: list[dict[str, Any]] = []
         self.set_task_factory(self._make_task)
@@ -174,15 +223,17 @@ class SimLoop(base_events.BaseEventLoop):
     @property
     def digest(self) -> str:
         """Of every callback so far: its virtual time and who it was."""
+        self._digest_noted()
         return self._digest.hexdigest()
 
     def trace(self, event: str) -> None:
         """Adds an event of the simulation's own to the digest."""
+        self._digest_noted()
         self._digest.update(event.encode())
 
     def node(self, name: str) -> SimNode:
         """A new process (or a new incarnation of one)."""
-        return SimNode(self, name)
+        return SimNode(self, name, self._number_of(name))
 
     def requeue(self, handles: Sequence[asyncio.Handle]) -> None:
         """Makes callbacks that were taken out of the loop ready again."""
@@ -199,9 +250,31 @@ class SimLoop(base_events.BaseEventLoop):
         return self._virtual_now
 
     def create_future(self) -> asyncio.Future[Any]:
-        future: _SimFuture[Any] = _SimFuture(loop=self)
-        future.number = self._next_number()
-        return future
+        return _SimFuture(loop=self)
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        if self._base._closed:
+            self._base._check_closed()
+        handle = _SimHandle(callback, args, self, context)
+        self._base._ready.append(handle)
+        return handle
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        if self._base._closed:
+            self._base._check_closed()
+        timer = _SimTimer(when, callback, args, self, context)
+        self._timers += 1
+        heapq.heappush(self._base._scheduled, (when, self._timers, timer))
+        return timer
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._virtual_now + delay, callback, *args, context=context)
 
     def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
@@ -222,67 +295,102 @@ class SimLoop(base_events.BaseEventLoop):
         """There are no file descriptors."""
 
     def _run_once(self) -> None:
-        """One iteration: move the clock if nothing is ready, collect the timers that are due, run the batch."""
+        """Iterations until the loop is to stop. One: the clock moves if nothing is ready, the timers that are due are
+        collected, and the batch runs."""
         base = self._base
         ready, scheduled = base._ready, base._scheduled
-        if base._timer_cancelled_count > max(_CANCELLED_TIMERS_KEPT, len(scheduled) // 2):
-            scheduled[:] = [handle for handle in scheduled if not handle._cancelled]
-            heapq.heapify(scheduled)
-            base._timer_cancelled_count = 0
-        while scheduled and scheduled[0]._cancelled:
-            self._pop_timer()
-        if not ready and not base._stopping:
-            if not scheduled:
-                raise SimDeadlock(f"at {self._virtual_now:.6f} s nothing can happen any more; {self._describe_tasks()}")
-            self._virtual_now = max(self._virtual_now, scheduled[0]._when)
-            if self._virtual_now > self._limit_s:
-                raise SimLimit(f"{self._limit_s:g} virtual seconds have passed; {self._describe_tasks()}")
-        # Never early: whoever is woken a hair before its time would wait for the rest, in which no time passes.
-        while scheduled and scheduled[0]._when <= self._virtual_now:
-            ready.append(self._pop_timer())
-        batch: list[Any] = list(ready)
+        while True:
+            if base._timer_cancelled_count > max(_CANCELLED_TIMERS_KEPT, len(scheduled) // 2):
+                scheduled[:] = [timed for timed in scheduled if not timed[2]._cancelled]
+                heapq.heapify(scheduled)
+                base._timer_cancelled_count = 0
+            if not ready and not base._stopping:
+                self._move_clock()
+            # Never early: whoever is woken a hair before its time would wait for the rest, in which no time passes.
+            now = self._virtual_now
+            while scheduled and scheduled[0][0] <= now:
+                self._pop_timer(ready)
+            if len(ready) == 1:
+                self._run_handle(ready[0])
+                ready.popleft()
+            elif ready:
+                self._run_batch(ready)
+            if base._stopping:
+                return
+
+    def _move_clock(self) -> None:
+        """To the next timer that was not cancelled."""
+        scheduled = self._base._scheduled
+        while scheduled and scheduled[0][2]._cancelled:
+            self._pop_timer([])
+        if not scheduled:
+            raise SimDeadlock(f"at {self._virtual_now:.6f} s nothing can happen any more; {self._describe_tasks()}")
+        self._virtual_now = max(self._virtual_now, scheduled[0][0])
+        if self._virtual_now > self._limit_s:
+            raise SimLimit(f"{self._limit_s:g} virtual seconds have passed; {self._describe_tasks()}")
+
+    def _pop_timer(self, ready: MutableSequence[Any]) -> None:
+        timer = heapq.heappop(self._base._scheduled)[2]
+        timer._scheduled = False
+        if timer._cancelled:
+            self._base._timer_cancelled_count -= 1
+        else:
+            ready.append(timer)
+
+    def _run_batch(self, ready: MutableSequence[Any]) -> None:
+        batch = list(ready)
         ready.clear()
-        if len(batch) > 1:
-            self._order.shuffle(batch)
+        self._order.shuffle(batch)
         batch.reverse()
         try:
             while batch:
-                handle = batch[-1]
-                if not handle._cancelled:
-                    node = handle._context.get(_NODE)
-                    if node is None or not node.holds(handle):
-                        self._note(handle, node)
-                        handle._run()
+                self._run_handle(batch[-1])
                 batch.pop()
         finally:
             ready.extend(batch)  # empty unless something was raised
 
-    def _pop_timer(self) -> Any:
-        handle = heapq.heappop(self._base._scheduled)
-        handle._scheduled = False
-        if handle._cancelled:
-            self._base._timer_cancelled_count -= 1
-        return handle
-
     # ---- the inside
 
-    def _note(self, handle: Any, node: SimNode | None) -> None:
+    def _run_handle(self, handle: Any) -> None:
+        if handle._cancelled:
+            return
+        node: SimNode | None = handle._context.get(_NODE)
+        if node is not None and node.holds(handle):
+            return
         self._events += 1
         if self._events > self._max_events:
             raise SimLimit(f"{self._max_events} events at {self._virtual_now:.6f} s; {self._describe_tasks()}")
         callback = handle._callback
         owner = getattr(callback, "__self__", None)
-        if isinstance(owner, _SimTask):
-            who = f"{owner.number}"
+        if type(owner) is _SimTask:
+            who = owner.number
         else:
-            who = getattr(callback, "__qualname__", type(callback).__name__)
-        self._digest.update(f"{self._virtual_now!r}|{node.name if node is not None else ''}|{who};".encode())
+            who = -self._number_of(getattr(callback, "__qualname__", type(callback).__name__))
+        noted = self._noted
+        noted.append(self._virtual_now)
+        noted.append(-1 if node is None else node.number)
+        noted.append(who)
+        if len(noted) > 3 * _NOTED_AT_ONCE:
+            self._digest_noted()
+        handle._run()
+
+    def _digest_noted(self) -> None:
+        self._digest.update(self._noted)
+        del self._noted[:]
+
+    def _number_of(self, name: str) -> int:
+        """A name's number in the digest, where the name itself stands once."""
+        number = self._name_numbers.get(name)
+        if number is None:
+            number = self._name_numbers[name] = len(self._name_numbers) + 1
+            self._digest.update(name.encode())
+        return number
 
     def _make_task(
         self, loop: asyncio.AbstractEventLoop, main: Generator[Any, None, T] | Coroutine[Any, Any, T], **options: Any
     ) -> asyncio.Task[T]:
         task: _SimTask[T] = _SimTask.__new__(_SimTask)
-        task.number = self._next_number()
+        task.number = self.next_number()
         options.setdefault("name", f"sim-{task.number}")
         context = options.get("context")
         node = _NODE.get() if context is None else context.get(_NODE)
@@ -291,7 +399,8 @@ class SimLoop(base_events.BaseEventLoop):
             node.add(task)
         return task
 
-    def _next_number(self) -> int:
+    def next_number(self) -> int:
+        """Of a task or future, in order of creation (futures: of first use in a set)."""
         self._numbers += 1
         return self._numbers
 

@@ -264,7 +264,8 @@ class MemoryServer:
         if len(data) > MAX_MESSAGE_BYTES:
             raise RpcError(Code.RESOURCE_EXHAUSTED, f"a response of {len(data)} bytes is over the limit")
         call.responses.send(data)
-        await call.responses.room()
+        if call.responses.is_full:
+            await call.responses.room()
         if call.client_end is not None:
             await self._wire.future()  # nobody reads any more: the cancellation is on its way
 
@@ -299,6 +300,8 @@ class MemoryStream:
             self._give_up(failed(error))
             raise error
         self._call.requests.send(data)
+        if not self._call.requests.is_full:
+            return
         try:
             await self._call.requests.room()
         except asyncio.CancelledError:

@@ -81,12 +81,16 @@ class Pipe:
         if isinstance(item, bytes):
             self._unread_bytes += len(item)
         self._in_transit.append(item)
-        self._last_arrival = max(self._last_arrival, self._wire.now() + self._wire.draw_delay_s())
-        self._wire.at(self._last_arrival, self._arrive)
+        self._last_arrival = self._wire.depart(self._last_arrival, self._arrive)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a writer has to wait for `room`."""
+        return self._unread_bytes >= WINDOW_BYTES and self._broken is None
 
     async def room(self) -> None:
         """Waits until a writer may send. Returns at once where the pipe is broken."""
-        while self._unread_bytes >= WINDOW_BYTES and self._broken is None:
+        while self.is_full:
             self._writer = self._wire.future()
             await self._writer
 
@@ -121,7 +125,10 @@ class Pipe:
 
     def flush(self) -> None:
         """After a stall: what is due arrives."""
-        while self._due and self._in_transit and not self._wire.is_blocked(self._source, self._target):
+        wire = self._wire
+        while (
+            self._due and self._in_transit and not (wire.has_partitions and wire.is_blocked(self._source, self._target))
+        ):
             self._due -= 1
             item = self._in_transit.popleft()
             self._arrived.append(item)
@@ -222,6 +229,8 @@ class Wire:
         self._blocked: dict[tuple[str, str], int] = {}
         self._partitions = 0
         self._context = contextvars.copy_context()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Asked for once: this is done for each message."""
 
     @property
     def open_calls(self) -> int:
@@ -265,20 +274,33 @@ class Wire:
 
     # ---- for the calls and their ends
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        return self._loop
+
     def now(self) -> float:
-        return asyncio.get_running_loop().time()
+        return self.loop.time()
 
     def future(self) -> asyncio.Future[None]:
-        return asyncio.get_running_loop().create_future()
+        return self.loop.create_future()
 
     def at(self, when: float, callback: Callable[..., None], *args: Any) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_at(when, callback, *args, context=self._context)
+        return self.loop.call_at(when, callback, *args, context=self._context)
+
+    def depart(self, not_before: float, callback: Callable[[], None]) -> float:
+        """Runs `callback` after a message's delay, and not before that time. Returns when."""
+        loop = self.loop
+        when = max(not_before, loop.time() + self.draw_delay_s())
+        loop.call_at(when, callback, context=self._context)
+        return when
 
     def after(self, delay_s: float, callback: Callable[..., None], *args: Any) -> asyncio.TimerHandle:
         return self.at(self.now() + delay_s, callback, *args)
 
     def draw_delay_s(self) -> float:
-        return self._rng.uniform(self._min_delay_s, self._max_delay_s)
+        return self._min_delay_s + (self._max_delay_s - self._min_delay_s) * self._rng.random()
 
     def draw_detection_s(self) -> float:
         return self._rng.uniform(DETECT_MIN_S, DETECT_MAX_S)
@@ -292,6 +314,10 @@ class Wire:
             self.after(RETRANSMIT_S, self._deliver, source, target, action)
         else:
             action()
+
+    @property
+    def has_partitions(self) -> bool:
+        return bool(self._blocked)
 
     def is_blocked(self, source: Node, target: Node) -> bool:
         return (source.name, target.name) in self._blocked

@@ -29,6 +29,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
@@ -39,7 +40,7 @@ from manylora_worker.engine.api import AdapterBackend, AdapterEvent, AdapterTier
 
 _KNOWN_SIZES = 4096
 """Sizes remembered of adapters that are on disk only."""
-_LOOK_AGAIN_S = 0.1
+LOOK_AGAIN_S = 0.1
 """How soon room that only time has made is found, where nothing else has changed."""
 _State = tuple[int, int, int, int]
 _PREFETCH_QUEUE = 64
@@ -75,16 +76,14 @@ class AdapterFailure:
     holders: Sequence[RequestId]
 
 
-@dataclass(frozen=True)
-class CacheUpdate:
+class CacheUpdate(NamedTuple):
     ready: Sequence[RequestId]
     """Waiting before, using it now."""
     failed: Sequence[AdapterFailure]
     evictions: Sequence[Eviction]
 
 
-@dataclass(frozen=True)
-class TenantAdapters:
+class TenantAdapters(NamedTuple):
     """What a tenant has of the cache. An adapter that several tenants use counts in full for each."""
 
     device_bytes: int = 0
@@ -94,6 +93,9 @@ class TenantAdapters:
     displaced: int = 0
     """Of these, for another tenant's adapter."""
     pins: tuple[PinState, ...] = ()
+
+
+_NOTHING = CacheUpdate((), (), ())
 
 
 @dataclass
@@ -153,6 +155,8 @@ class AdapterCache:
         self._tick = 0
         self._version = 0
         self._tenants_version = 0
+        self._settled: tuple[_State, int] | None = None
+        """The versions before and after the last pump, where these were the same, and its time in LOOK_AGAIN_S."""
 
     @property
     def version(self) -> int:
@@ -176,6 +180,11 @@ class AdapterCache:
     def has_work(self) -> bool:
         """Whether `pump` may have something to do: loads to hear of, requests, pins or prefetches that wait."""
         return bool(self._turns or self._prefetches or self.num_loading or self._pins.is_due)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether another `pump` finds nothing new, unless a load ends, or LOOK_AGAIN_S have passed."""
+        return self._settled is not None and self._settled[0] == self._state() and not self._pins.is_due
 
     @property
     def host_bytes(self) -> int:
@@ -249,6 +258,7 @@ class AdapterCache:
         if entry is not None and (entry.on_device or entry.queued):
             return
         self._prefetches.setdefault(uid, tenant_id)
+        self._settled = None
         if len(self._prefetches) > _PREFETCH_QUEUE:
             counts: dict[TenantId | None, int] = {}
             for tenant in self._prefetches.values():
@@ -270,11 +280,17 @@ class AdapterCache:
     def weights_changed(self) -> None:
         self._standings.clear()
         self._pins.changed()
+        self._settled = None
 
     def pump(self, now: float) -> CacheUpdate:
         """Hears of loads that ended, hands out adapters, and starts what there is room for."""
+        events = self._backend.poll()
+        interval = int(now / LOOK_AGAIN_S)
+        if not events and self.is_settled and self._settled is not None and self._settled[1] == interval:
+            return _NOTHING
+        before = self._state()
         failed: list[AdapterFailure] = []
-        for event in self._backend.poll():
+        for event in events:
             self._take_event(event, failed, now)
         if self._pins.is_due:
             self._apply_pins(now)
@@ -286,7 +302,12 @@ class AdapterCache:
                 self._prefetches.pop(uid, None)
                 self._forget_if_unused(self._entries[uid])
         evictions, self._evictions = self._evictions, []
+        self._settled = (before, interval) if before == self._state() else None
         return CacheUpdate(ready, failed, evictions)
+
+    def _state(self) -> _State:
+        """Changes with all that decides on what there is to do, but time."""
+        return self._tenants_version, self._turns.version, self._idle_version, len(self._prefetches)
 
     def check_invariants(self) -> None:
         assert self.host_bytes <= self._limits.host_bytes, "over the host budget"
@@ -486,7 +507,7 @@ class AdapterCache:
     def _start_device_load(self, tenant_id: TenantId, entry: Entry, now: float) -> None:
         if self._loads[AdapterTier.DEVICE] >= self._limits.device_loads:
             return
-        state = self._tenants_version, self._turns.version, self._idle_version, int(now / _LOOK_AGAIN_S)
+        state = self._tenants_version, self._turns.version, self._idle_version, int(now / LOOK_AGAIN_S)
         refused = self._refused.get(tenant_id)
         if refused is not None and refused[0] == state and entry.size_bytes >= refused[1]:
             return

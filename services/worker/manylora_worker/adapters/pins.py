@@ -7,7 +7,7 @@ what `resolve` gives. Knows names, uids and sizes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from manylora_shared.adapter_shares import honoured_pins
 from manylora_shared.ids import AdapterName, AdapterUid, TenantId
@@ -15,8 +15,7 @@ from manylora_shared.ids import AdapterName, AdapterUid, TenantId
 NO_ROOM_TO_PIN = "what is pinned exceeds what the worker can keep beside its largest adapter"
 
 
-@dataclass(frozen=True)
-class Pin:
+class Pin(NamedTuple):
     """One name of a policy's `adapters.pin`."""
 
     name: AdapterName
@@ -26,8 +25,7 @@ class Pin:
     """As registered."""
 
 
-@dataclass(frozen=True)
-class PinState:
+class PinState(NamedTuple):
     pin: Pin
     is_ready: bool
     """It is on the device."""

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from manylora_shared.adapter_shares import max_min
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
@@ -83,8 +84,7 @@ class Eviction:
     """It left the device, and is on the host still."""
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What goes, so that something fits."""
 
     evictions: Sequence[Eviction] = ()

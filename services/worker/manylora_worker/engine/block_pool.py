@@ -20,15 +20,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from manylora_shared.ids import TenantId
 
 from manylora_worker.engine.prefix_cache import PrefixCache
 
 
-@dataclass(frozen=True)
-class BlockWork:
+class BlockWork(NamedTuple):
     """What a step does to blocks before its pass."""
 
     clears: SequenceOf[int] = ()

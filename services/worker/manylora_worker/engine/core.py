@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from manylora_shared.errors import AlreadyExists, Overloaded
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
-from manylora_worker.adapters.cache import AdapterCache, AdapterCacheLimits, TenantAdapters
+from manylora_worker.adapters.cache import LOOK_AGAIN_S, AdapterCache, AdapterCacheLimits, TenantAdapters
 from manylora_worker.adapters.pins import Pin
 from manylora_worker.engine.agreement import check_adapters, check_blocks, check_queues, check_under_way
 from manylora_worker.engine.api import (
@@ -65,6 +65,10 @@ class EngineLimits:
     adapters: AdapterCacheLimits
     max_requests: int
     """Requests in the engine, waiting ones included."""
+
+
+_POLL_S = 0.002
+"""How often it is asked whether copies of KV are over, where nothing else is to do."""
 
 
 class EngineCore:
@@ -294,6 +298,15 @@ class EngineCore:
         """Whether further steps may do something: some request is not paused, adapters are being loaded, or KV is being
         copied."""
         return self._requests.num_active > 0 or self._adapters.has_work or self._swapper.num_copying > 0
+
+    def rest_s(self) -> float | None:
+        """Where no step could begin: when to try again, in seconds, unless there is news (a command, or a load that
+        ended); None: then only."""
+        if not self.has_work():
+            return None
+        num_loading = sum(not group.is_paused for group in self._requests.loading)
+        is_polled = self._requests.num_active > num_loading or self._swapper.num_copying > 0
+        return LOOK_AGAIN_S if self._adapters.is_settled and not is_polled else _POLL_S
 
     def request_ids(self) -> list[RequestId]:
         """Of the requests in the engine, oldest first."""

@@ -11,21 +11,19 @@ tokens included.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from manylora_worker.engine.tenant_shares import FlowKey
 
 
-@dataclass(frozen=True)
-class FlowTokens:
+class FlowTokens(NamedTuple):
     """Cumulative since the engine's start."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
 
 
-@dataclass(frozen=True)
-class EngineStats:
+class EngineStats(NamedTuple):
     requests: int
     sequences: int
     """Unfinished, waiting ones included."""

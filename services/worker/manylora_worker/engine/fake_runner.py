@@ -153,7 +153,7 @@ class FakeRunner:
                 self._fail(f"block {target} is copied into uncleared")
             self._blocks[target][:] = self._blocks[source]
             self._tenants[target] = self._tenants[source]
-        written: set[tuple[int, int]] = set()
+        written: dict[int, int] = {}
         for chunk in batch.chunks:
             self._write(chunk, written)
         sampled = [self._sample(chunk) for chunk in batch.chunks if chunk.samples]
@@ -165,7 +165,11 @@ class FakeRunner:
         self.faults.append(fault)
         raise EngineFault(fault)
 
-    def _write(self, chunk: SequenceChunk, written: set[tuple[int, int]]) -> None:
+    def _write(self, chunk: SequenceChunk, written: dict[int, int]) -> None:
+        """
+        Args:
+            written: by block, which of its cells the step has written, as bits.
+        """
         end = chunk.start_position + len(chunk.token_ids)
         if end == chunk.start_position:
             self._fail("a chunk without tokens")
@@ -183,21 +187,32 @@ class FakeRunner:
             for block_id in chunk.block_table[: chunk.start_position // self.block_size]:
                 if self._tenants[block_id] != tenant:
                     self._fail(f"block {block_id} of {self._tenants[block_id]} is read by {tenant}")
-        for position, token_id in enumerate(chunk.token_ids, chunk.start_position):
-            block_index, offset = divmod(position, self.block_size)
+        position, size = chunk.start_position, self.block_size
+        while position < end:
+            block_index, offset = divmod(position, size)
+            behind = min(end, (block_index + 1) * size)
             block_id = chunk.block_table[block_index]
-            if (block_id, offset) in written:
-                self._fail(f"block {block_id} is written twice at {offset}")
-            written.add((block_id, offset))
+            cells = ((1 << (behind - position)) - 1) << offset
+            before = written.get(block_id, 0)
+            if before & cells:
+                self._fail(f"block {block_id} is written twice")
+            written[block_id] = before | cells
             if tenant is not None:
                 if self._tenants[block_id] not in (None, tenant):
                     self._fail(f"block {block_id} crosses tenants uncleared")
                 self._tenants[block_id] = tenant
-            _CELL.pack_into(self._blocks[block_id], offset * _CELL.size, token_id, position, tag)
+            block = self._blocks[block_id]
+            for at in range(position, behind):
+                token_id = chunk.token_ids[at - chunk.start_position]
+                _CELL.pack_into(block, at % size * _CELL.size, token_id, at, tag)
+            position = behind
 
     def _check_table(self, chunk: SequenceChunk) -> None:
         """A sequence's blocks before the chunk's first one are those that its last chunk had."""
         known = self._tables.pop(chunk.sequence_id, [])
+        if known == chunk.block_table:
+            self._tables[chunk.sequence_id] = known
+            return
         first = min(len(known), chunk.start_position // self.block_size)
         if known[:first] != chunk.block_table[:first]:
             self._fail("the block table changed before the chunk")
@@ -367,8 +382,11 @@ class TokenDraw:
         seed, choice = (0, 0) if sampling.is_greedy else (sampling.seed, choice)
         head = _HEAD.pack(seed % 2**64, choice, output_index, _adapter_tag(adapter_uid))
         digest = hashlib.blake2b(head, digest_size=16)
-        for at in range(0, len(context), _HASHED_AT_ONCE):
-            digest.update(context[at : at + _HASHED_AT_ONCE])
+        if len(context) <= _HASHED_AT_ONCE:
+            digest.update(context)
+        else:
+            for at in range(0, len(context), _HASHED_AT_ONCE):
+                digest.update(context[at : at + _HASHED_AT_ONCE])
         value = int.from_bytes(digest.digest(), "little")
         token_id = self._token(value)
         if sampling.top_logprobs is None:
@@ -422,7 +440,8 @@ def reference_tokens(
 
 
 class FakeAdapterBackend:
-    """An AdapterBackend without weights. A load ends at the first `poll` at or after its time.
+    """An AdapterBackend without weights. A load ends at the first `poll` at or after its time; `when_due` is told that
+    time as the load begins.
 
     Args:
         clock: seconds; the loop's time in the simulation.
@@ -444,6 +463,8 @@ class FakeAdapterBackend:
         self._load_s = load_s
         self._error_of = error_of
         self._loads: dict[AdapterUid, tuple[float, AdapterTier]] = {}
+        self.when_due: Callable[[float], object] = lambda due: None
+        """For who does not poll."""
         self.on_host: dict[AdapterUid, None] = {}
         self.on_device: dict[AdapterUid, None] = {}
         self.is_closed = False
@@ -451,13 +472,18 @@ class FakeAdapterBackend:
     def start_host_load(self, uid: AdapterUid) -> None:
         assert uid not in self._loads, "one load an adapter at a time"
         assert uid not in self.on_host
-        self._loads[uid] = (self._clock() + self._load_s(uid, AdapterTier.HOST), AdapterTier.HOST)
+        self._start(uid, AdapterTier.HOST)
 
     def start_device_load(self, uid: AdapterUid) -> None:
         assert uid not in self._loads, "one load an adapter at a time"
         assert uid in self.on_host
         assert uid not in self.on_device
-        self._loads[uid] = (self._clock() + self._load_s(uid, AdapterTier.DEVICE), AdapterTier.DEVICE)
+        self._start(uid, AdapterTier.DEVICE)
+
+    def _start(self, uid: AdapterUid, tier: AdapterTier) -> None:
+        due = self._clock() + self._load_s(uid, tier)
+        self._loads[uid] = (due, tier)
+        self.when_due(due)
 
     def poll(self) -> Sequence[AdapterEvent]:
         if not self._loads:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from manylora_worker.engine.api import AheadRunner, ModelRunner, PendingStep, Sampled, SequenceChunk, StepBatch
 from manylora_worker.engine.block_pool import BlockWork
@@ -31,8 +32,7 @@ class Part:
     """The position up to which the step computes."""
 
 
-@dataclass(frozen=True)
-class Flight:
+class Flight(NamedTuple):
     """A step that is begun and not ended."""
 
     parts: SequenceOf[Part]

@@ -21,6 +21,7 @@ up or when: see `evict`. Neither class knows references, tensors or time.
 
 from __future__ import annotations
 
+import functools
 import hmac
 import struct
 from collections import OrderedDict
@@ -32,6 +33,7 @@ from manylora_worker.engine.sequence import Sequence
 
 SECRET_BYTES = 32
 _NO_PARENT = bytes(32)
+_KEPT_NAMESPACES = 1024
 
 
 class PrefixKeys:
@@ -45,6 +47,7 @@ class PrefixKeys:
         assert len(secret) == SECRET_BYTES
         self._secret = secret
         self._model_digest = model_digest
+        self._kept_namespace = functools.lru_cache(maxsize=_KEPT_NAMESPACES)(self._make_namespace)
 
     def key_at(self, sequence: Sequence, index: int, block_size: int) -> bytes:
         """The key of the sequence's block `index`, all of whose tokens are known."""
@@ -58,6 +61,9 @@ class PrefixKeys:
         return keys[index]
 
     def namespace(self, tenant_id: TenantId, adapter_uid: AdapterUid | None) -> bytes:
+        return self._kept_namespace(tenant_id, adapter_uid)
+
+    def _make_namespace(self, tenant_id: TenantId, adapter_uid: AdapterUid | None) -> bytes:
         fields = [tenant_id.encode(), self._model_digest.encode()]
         if adapter_uid is not None:
             fields.append(adapter_uid.encode())

@@ -81,8 +81,7 @@ class PlannerLimits:
             )
 
 
-@dataclass(frozen=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     scheduled: SequenceOf[Scheduled]
     num_evicted: int
     """Sequences that lost their blocks."""
