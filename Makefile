@@ -50,7 +50,7 @@ sim: $(STAMP) ## the whole cluster simulated under faults, on all cores: make si
 
 kernels: $(STAMP) ## the GPU's kernels in Triton's interpreter, on the CPU (installs Triton)
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt triton
-	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/numerics/test_device_runner.py tests/numerics/test_device_sampler.py tests/numerics/test_nf4_kernel.py
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(addprefix tests/numerics/test_,device_runner.py device_sampler.py gate_kernel.py lora_outputs.py nf4_kernel.py)
 
 fairness: $(STAMP) ## random schedules against the fairness bound: make fairness SCHEDULES=10000
 	@$(BIN)/python -m pytest -q -s tests/properties/test_fair_queue.py --fair-schedules $(SCHEDULES)

@@ -38,6 +38,9 @@ class Family:
         return uids
 
 
+FamilyOf = Callable[[str], Family]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _quiet_and_single_threaded() -> None:
     torch.set_num_threads(1)
@@ -45,7 +48,7 @@ def _quiet_and_single_threaded() -> None:
 
 
 @pytest.fixture(scope="session")
-def family_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+def family_of(tmp_path_factory: pytest.TempPathFactory) -> FamilyOf:
     """Builds each family once a session."""
     built: dict[str, Family] = {}
 

@@ -21,10 +21,9 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 
-from tests.numerics.conftest import Family
+from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.driver import LIMITS
 
-FamilyOf = Callable[[str], Family]
 FIRST_KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 

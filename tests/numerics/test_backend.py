@@ -20,10 +20,8 @@ from manylora_worker.engine.model_runner import TorchModelRunner
 from manylora_worker.engine_factory import EngineOptions, build_engine_parts
 from manylora_worker.loader import ModelRefused
 
-from tests.numerics.conftest import Family
+from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.driver import LIMITS, Driver, Stream, make_runner, put_adapter
-
-FamilyOf = Callable[[str], Family]
 
 
 class Setup:

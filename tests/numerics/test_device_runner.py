@@ -7,7 +7,6 @@ the same kernels, slowly, for a few cases.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,23 +25,23 @@ from manylora_worker.engine.kv_cache import KvCache
 from manylora_worker.engine.step_planner import PlannerLimits
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Config
 
-from tests.numerics.conftest import Family
+from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.driver import LIMITS, Driver, Stream, make_runner
-from tests.numerics.test_engine_against_peft import FamilyOf, mixed_streams
+from tests.numerics.test_engine_against_peft import mixed_streams
 
-triton = pytest.importorskip("triton", reason="the kernels need Triton")
+pytest.importorskip("triton", reason="the kernels need Triton")
 
-from manylora_worker.device import decoder  # noqa: E402
-from manylora_worker.device.decoder import buffer_bytes  # noqa: E402
-from manylora_worker.device.decoder_weights import read_decoder  # noqa: E402
-from manylora_worker.device.runner import DeviceLimits, DeviceModelRunner  # noqa: E402
-from manylora_worker.device.step_tables import StepTables  # noqa: E402
+from manylora_worker.device import decoder
+from manylora_worker.device.decoder import buffer_bytes
+from manylora_worker.device.decoder_weights import read_decoder
+from manylora_worker.device.runner import DeviceLimits, DeviceModelRunner
+from manylora_worker.device.step_tables import StepTables
 
-from tests.numerics.test_lora_tiles import Reference  # noqa: E402
+from tests.numerics.interpreter import needs_interpreter
+from tests.numerics.test_lora_tiles import Reference
 
 ON_DEVICE = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"]
 TOLERANCE = 1e-3
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def make_device_runner(
@@ -109,7 +108,7 @@ def test_on_the_device(family_of: FamilyOf, name: str, monkeypatch: pytest.Monke
     check_family(family_of, name, "cuda", monkeypatch)
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+@needs_interpreter
 @pytest.mark.parametrize(("name", "marks_free"), [("llama", False), ("gemma3_text", True), ("phi3", True)])
 def test_in_the_interpreter(family_of: FamilyOf, name: str, monkeypatch: pytest.MonkeyPatch, marks_free: bool) -> None:
     """marks_free: no kernel leans on zeroes in what it does not own: the unwritten end of a block, or an adapter's."""
@@ -127,7 +126,7 @@ def test_what_is_read_when_free_is_seen_on_the_device(family_of: FamilyOf, monke
     check_freed_are_seen(family_of, "cuda", monkeypatch)
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+@needs_interpreter
 def test_what_is_read_when_free_is_seen_in_the_interpreter(
     family_of: FamilyOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +155,7 @@ def check_freed_are_seen(family_of: FamilyOf, device: str, monkeypatch: pytest.M
     assert "not finite" in (found[id(dropped)] or "")
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+@needs_interpreter
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_the_core_runs_ahead_in_the_interpreter(
     family_of: FamilyOf, monkeypatch: pytest.MonkeyPatch, has_graphs: bool
@@ -264,7 +263,7 @@ def test_real_shapes_in_bfloat16() -> None:
 @pytest.mark.parametrize(
     "device",
     [
-        pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")),
+        pytest.param("cpu", marks=needs_interpreter),
         pytest.param("cuda", marks=pytest.mark.gpu),
     ],
 )

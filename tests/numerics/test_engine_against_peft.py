@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.numerics.conftest import Family
+from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.driver import ALWAYS_STACK, NEVER_STACK, Driver, Stream, make_runner, put_adapter
 from tests.numerics.families import FAMILIES, VOCAB_SIZE, WINDOW
 
 TOLERANCE = 1e-4
-FamilyOf = Callable[[str], Family]
 
 
 def prompts(count: int, seed: int = 0, shortest: int = 2, longest: int = 40) -> list[list[int]]:

@@ -14,8 +14,8 @@ from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.engine.step_planner import PlannerLimits
 from manylora_worker.engine_factory import EngineOptions, build_engine_parts
 
+from tests.numerics.conftest import FamilyOf
 from tests.numerics.families import VOCAB_SIZE
-from tests.numerics.test_engine_against_peft import FamilyOf
 
 pytestmark = pytest.mark.gpu
 MAX_TOKENS = 20

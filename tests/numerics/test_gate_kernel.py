@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
+pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
 
-from manylora_worker.kernels.gate import gate  # noqa: E402
-from manylora_worker.kernels.lora import (  # noqa: E402
+from manylora_worker.kernels.gate import gate
+from manylora_worker.kernels.lora import (
     LoraRows,
     b_field,
     low_rank_columns,
@@ -16,11 +16,8 @@ from manylora_worker.kernels.lora import (  # noqa: E402
     site_fields,
 )
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="runs where TRITON_INTERPRET=1")),
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET is set")]),
-]
+from tests.numerics.interpreter import DEVICES
+
 WIDTH, CHUNKS = 64, 4
 RANKS = (0, 8, 16, 40)
 RUNS = ((0, 3, 0), (3, 4, 1), (7, 5, 2), (12, 11, 3))

@@ -6,10 +6,10 @@ import pytest
 import torch
 from manylora_worker.loader import load_model
 
-from tests.numerics.conftest import Family
+from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.driver import Driver, make_runner
 from tests.numerics.families import FAMILIES
-from tests.numerics.test_engine_against_peft import FamilyOf, mixed_streams
+from tests.numerics.test_engine_against_peft import mixed_streams
 
 pytestmark = pytest.mark.gpu
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from tests.numerics.conftest import Family
+from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.driver import Driver, Stream, make_runner, put_adapter
 from tests.numerics.families import FAMILIES
 
-FamilyOf = Callable[[str], Family]
 TINY = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 

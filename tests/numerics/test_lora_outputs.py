@@ -6,18 +6,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
+pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
 
-from manylora_worker.kernels.add_norm import add_norm  # noqa: E402
-from manylora_worker.kernels.attention import PagedLayout  # noqa: E402
-from manylora_worker.kernels.lora import LoraRows  # noqa: E402
-from manylora_worker.kernels.rotate import rotate_store  # noqa: E402
+from manylora_worker.kernels.add_norm import add_norm
+from manylora_worker.kernels.attention import PagedLayout
+from manylora_worker.kernels.lora import LoraRows
+from manylora_worker.kernels.rotate import rotate_store
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="runs where TRITON_INTERPRET=1")),
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET is set")]),
-]
+from tests.numerics.interpreter import DEVICES
+
 ROWS, ROWS_THERE = 6, 5
 
 

@@ -5,8 +5,6 @@ That answers are else what they are without: test_worker_against_peft.py, and of
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from manylora_shared.ids import QosClass, RequestId, TenantId
@@ -21,10 +19,8 @@ from manylora_worker.engine.model_runner import TorchModelRunner
 from manylora_worker.engine.outbox import RequestEnd
 from manylora_worker.engine.step_planner import PlannerLimits
 
-from tests.numerics.conftest import Family
+from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.driver import LIMITS, Driver, Stream, make_runner
-
-FamilyOf = Callable[[str], Family]
 
 
 def make_marking_runner(family: Family, *, num_blocks: int = 96) -> TorchModelRunner:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
@@ -15,12 +14,11 @@ from manylora_worker.engine.fake_runner import FakeAdapterBackend
 from manylora_worker.engine.prefix_cache import PrefixKeys, PrefixOptions
 from manylora_worker.engine.step_planner import PlannerLimits
 
-from tests.numerics.conftest import Family
+from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.driver import GREEDY, make_runner, put_adapter
 from tests.numerics.families import VOCAB_SIZE
 
 MAX_TOKENS = 6
-FamilyOf = Callable[[str], Family]
 
 
 class WithoutAdapter(PrefixKeys):

@@ -27,10 +27,9 @@ from manylora_worker.adapters.reader_pool import ReaderFailed, ReaderProcesses, 
 from manylora_worker.adapters.source import AdapterBase, AdapterInvalid, read_adapter
 from safetensors.torch import load_file, save_file
 
-from tests.numerics.conftest import Family
+from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.driver import LIMITS
 
-FamilyOf = Callable[[str], Family]
 _HOST_BYTES = 8 << 20
 
 

@@ -21,10 +21,9 @@ from manylora_worker.engine.step_planner import PlannerLimits
 from manylora_worker.engine.tenant_shares import TenantShare
 from manylora_worker.engine_factory import EngineOptions, build_engine_parts
 
-from tests.numerics.conftest import Family
+from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.driver import GREEDY, make_runner, put_adapter
 from tests.numerics.families import VOCAB_SIZE
-from tests.numerics.test_engine_against_peft import FamilyOf
 
 A, B, C = TENANTS = TenantId("a"), TenantId("b"), TenantId("c")
 MAX_TOKENS = 40

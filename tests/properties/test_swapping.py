@@ -301,9 +301,7 @@ def _clears_what_came_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _comes_back_before_the_copy_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = FakeRunner.copy_in
     monkeypatch.setattr(Swapper, "poll", lambda self: list(self._copies))
-    monkeypatch.setattr(FakeRunner, "copy_in", start)
     ended = Swapper.ended
 
     def broken(self: Swapper, sequence: Sequence) -> SwapStage:
