@@ -284,7 +284,8 @@ class Wire:
         return self.loop.time()
 
     def future(self) -> asyncio.Future[None]:
-        return self.loop.create_future()
+        """For one end of a call alone: it is in no set, and need not hash alike in every run as the loop's own do."""
+        return asyncio.Future(loop=self.loop)
 
     def at(self, when: float, callback: Callable[..., None], *args: Any) -> asyncio.TimerHandle:
         return self.loop.call_at(when, callback, *args, context=self._context)
