@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manylora_shared import fair_queue
 from manylora_shared.fair_queue import TAG_SCALE, ArrivalQueue, FairQueue, Pick, Rank, Share
-from manylora_shared.flow_order import FlowOrder, Place
+from manylora_shared.flow_group import Place
+from manylora_shared.flow_order import FlowOrder
 
 from tests.properties import fair_queue_suite as suite
 
