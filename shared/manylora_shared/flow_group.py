@@ -13,11 +13,14 @@ from typing import Generic, TypeVar
 COMPACT_SLACK = 64
 """A heap is rebuilt once it has this many entries more than twice the valid ones."""
 _FIRST_SHIFT = 40
+"""Keys are virtual times: buckets of one unit of cost at weight 1, until it is seen how close they are."""
 _BEFORE_ALL = -(1 << 200)
 _LEAST_IN_BUCKET = 16
 _IN_BUCKET = 64
 _MOST_IN_BUCKET = 256
 """Between these numbers of entries in the buckets of late, their width stays."""
+_MOST_NARROWED = 3
+"""Bits at a time."""
 
 F = TypeVar("F")
 
@@ -214,7 +217,8 @@ class Unsorted(Group[F]):
         """Makes buckets wider or narrower where those of late had too few or too many entries."""
         mean = max(self._looked_through // max(1, self._num_loads), len(self.heap))
         if mean > _MOST_IN_BUCKET and self._shift:
-            self._shift = max(0, self._shift - (mean // _IN_BUCKET).bit_length())
+            # In small steps: many equal keys, as at a start, fill one bucket of any width, and soon spread.
+            self._shift = max(0, self._shift - min(_MOST_NARROWED, (mean // _IN_BUCKET).bit_length()))
             self._lay_all_anew()
         elif mean < _LEAST_IN_BUCKET <= self.size:
             self._shift += (_IN_BUCKET // max(1, mean)).bit_length()
