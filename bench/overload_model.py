@@ -44,9 +44,9 @@ from manylora_scheduler.events import (
     WorkerJoined,
     WorkerReported,
 )
-from manylora_scheduler.fleet import NO_LOAD, FlowLoad, FlowTokens, StartedRequest, WorkerReport
 from manylora_scheduler.overload import OverloadGate
 from manylora_scheduler.quota import QuotaGate
+from manylora_scheduler.reports import NO_LOAD, FlowLoad, FlowTokens, StartedRequest, WorkerReport
 from manylora_scheduler.request import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, FlowKey, QueuedRequest
 from manylora_shared.ids import QosClass, RequestId, RouterId, TenantId, WorkerId
 from manylora_shared.overload import OverloadView, retry_after_s

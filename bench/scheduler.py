@@ -55,8 +55,8 @@ from manylora_scheduler.events import (
     WorkerJoined,
     WorkerReported,
 )
-from manylora_scheduler.fleet import FlowTokens, Residency, StartedRequest, WorkerReport
 from manylora_scheduler.flows import AGING_PER_S, Flows
+from manylora_scheduler.reports import FlowTokens, Residency, StartedRequest, WorkerReport
 from manylora_scheduler.request import FlowKey, QueuedRequest
 from manylora_shared.fair_queue import FairQueue, Rank
 from manylora_shared.heap import collect_seldom, collector_paused, freeze_started

@@ -14,7 +14,8 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from manylora_shared.flow_order import FlowOrder, Place
+from manylora_shared.flow_group import Place
+from manylora_shared.flow_order import FlowOrder
 
 _US_PER_S = 1_000_000
 NEVER_US = 1 << 62

@@ -13,251 +13,23 @@ Each group of a need has its own heap, and one more heap holds these groups by t
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
-_COMPACT_SLACK = 64
-"""A heap is rebuilt once it has this many entries more than twice the valid ones."""
-_FIRST_SHIFT = 40
-_BEFORE_ALL = -(1 << 200)
-_LEAST_IN_BUCKET = 16
-_IN_BUCKET = 64
-_MOST_IN_BUCKET = 256
-"""Between these numbers of entries in the buckets of late, their width stays."""
+from manylora_shared.flow_group import COMPACT_SLACK, Group, GroupEntry, Place, Unsorted
 
 F = TypeVar("F")
 
 
-class Place(Generic[F]):
-    """A flow's place in one order: places compare by `key`, then by `order`, which is unique. Written by the order."""
-
-    __slots__ = ("entry", "flow", "group", "key", "need", "order")
-
-    def __init__(self, flow: F, order: int) -> None:
-        self.flow = flow
-        self.order = order
-        self.key = 0
-        self.need: Hashable = None
-        self.group: _Group[F] | None = None
-        """None: it stands nowhere."""
-        self.entry: _Entry[F] | None = None
-        """The valid one in its group's heap. Entries are told apart by identity."""
-
-
-_Entry = tuple[int, int, Place[F]]
-"""(key, order, place)."""
-
-
-class _Group(Generic[F]):
-    """The flows of one need."""
-
-    __slots__ = ("entry", "heap", "index", "need", "size")
-
-    def __init__(self, need: Hashable, index: int) -> None:
-        self.need = need
-        self.index = index
-        self.heap: list[_Entry[F]] = []
-        self.size = 0
-        """Flows that stand here; entries may be more."""
-        self.entry: _GroupEntry[F] | None = None
-        """While it has flows."""
-
-    def enter(self, place: Place[F]) -> None:
-        """Gives a place that stands here an entry at its key."""
-        heap = self.heap
-        place.entry = entry = (place.key, place.order, place)
-        heappush(heap, entry)
-        if len(heap) > 2 * self.size + _COMPACT_SLACK:
-            heap[:] = [entry for entry in heap if entry is entry[2].entry]
-            heapify(heap)
-
-    def head(self) -> Place[F]:
-        """The first place of a group that has some. Leaves it at the root, with an entry at its key."""
-        heap = self.heap
-        while True:
-            entry = heap[0]
-            place = entry[2]
-            if entry is not place.entry:
-                heappop(heap)
-            elif entry[0] != place.key:
-                place.entry = (place.key, place.order, place)
-                heapreplace(heap, place.entry)
-            else:
-                return place
-
-    def clear(self) -> None:
-        self.heap.clear()
-
-    def entries(self) -> Iterable[_Entry[F]]:
-        """For checks."""
-        return self.heap
-
-
-class _Unsorted(_Group[F]):
-    """All flows but those that were sorted by their needs: tens of thousands.
-
-    A heap of so many is cold memory: an operation goes down fifteen levels of it, and was a quarter of a decision. So
-    `heap` has the entries up to a *horizon* alone, some tens, and those beyond lie in buckets, by the upper bits of
-    their keys and otherwise in no order. A bucket is looked through once, when the heap has run out: what was left
-    behind goes, what has risen goes on to its own bucket, and the rest becomes the heap (as in a calendar queue: Brown
-    1988; the buckets' width follows the number of entries that they are found to have).
-    """
-
-    __slots__ = ("_far", "_horizon", "_looked_through", "_num_entries", "_num_laid", "_num_loads", "_numbers",
-                 "_shift")  # fmt: skip
-
-    def __init__(self) -> None:
-        super().__init__(None, 0)
-        self._far: dict[int, list[_Entry[F]]] = {}
-        self._numbers: list[int] = []
-        """The buckets' numbers, a heap."""
-        self._shift = _FIRST_SHIFT
-        """An entry's bucket is its key without so many of its lower bits."""
-        self._horizon = _BEFORE_ALL
-        """The last bucket of which the entries are in the heap; later ones of lower keys go there too."""
-        self._num_entries = 0
-        self._num_laid = 0
-        """Entries that were made since the buckets' width was last looked at. So are these counted:"""
-        self._num_loads = 0
-        self._looked_through = 0
-
-    def enter(self, place: Place[F]) -> None:
-        place.entry = entry = (place.key, place.order, place)
-        self._num_entries += 1
-        self._num_laid += 1
-        self._lay(entry)
-        if self._num_entries > 2 * self.size + _COMPACT_SLACK:
-            self._lay_all_anew()
-
-    def head(self) -> Place[F]:
-        while True:
-            if not self.heap:
-                self._load()
-                continue
-            entry = self.heap[0]
-            place = entry[2]
-            if entry is not place.entry:
-                heappop(self.heap)
-                self._num_entries -= 1
-            elif entry[0] != place.key:
-                self._num_laid += 1
-                if self._num_laid > 2 * self.size + _COMPACT_SLACK:
-                    self._fit_width()  # so much happens in a bucket that is never through
-                    continue
-                place.entry = entry = (place.key, place.order, place)
-                if place.key >> self._shift <= self._horizon:
-                    heapreplace(self.heap, entry)
-                else:
-                    heappop(self.heap)
-                    self._lay(entry)
-            else:
-                return place
-
-    def is_beyond(self, key: int) -> bool:
-        """Whether there may be flows before this key that are not in the heap."""
-        return bool(self._far) and key >> self._shift > self._horizon
-
-    @property
-    def has_more(self) -> bool:
-        """Whether there are entries that are not in the heap."""
-        return bool(self._far)
-
-    def extend(self) -> None:
-        """Takes one more bucket, if there is one, into the heap."""
-        if not self._far:
-            return
-        before, self.heap = self.heap, []
-        self._load()
-        self.heap += before
-        heapify(self.heap)
-
-    def clear(self) -> None:
-        self.heap.clear()
-        self._far.clear()
-        self._numbers.clear()
-        self._horizon = _BEFORE_ALL
-        self._num_entries = 0
-
-    def entries(self) -> Iterable[_Entry[F]]:
-        return itertools.chain(self.heap, *self._far.values())
-
-    def _lay(self, entry: _Entry[F]) -> None:
-        number = entry[0] >> self._shift
-        if number <= self._horizon:
-            heappush(self.heap, entry)
-            return
-        bucket = self._far.get(number)
-        if bucket is None:
-            self._far[number] = [entry]
-            heappush(self._numbers, number)
-        else:
-            bucket.append(entry)
-
-    def _load(self) -> None:
-        """The first bucket becomes the heap, which is empty."""
-        if self._num_laid > self.size:
-            self._fit_width()
-        self._horizon = number = heappop(self._numbers)
-        bucket, heap, shift = self._far.pop(number), self.heap, self._shift
-        self._num_loads += 1
-        self._looked_through += len(bucket)
-        for entry in bucket:
-            place = entry[2]
-            if entry is not place.entry:
-                self._num_entries -= 1
-                continue
-            key = place.key
-            if key != entry[0]:
-                place.entry = entry = (key, place.order, place)
-                if key >> shift > number:
-                    self._num_laid += 1
-                    self._lay(entry)
-                    continue
-            heap.append(entry)
-        heapify(heap)
-
-    def _fit_width(self) -> None:
-        """Makes buckets wider or narrower where those of late had too few or too many entries."""
-        mean = max(self._looked_through // max(1, self._num_loads), len(self.heap))
-        if mean > _MOST_IN_BUCKET and self._shift:
-            self._shift = max(0, self._shift - (mean // _IN_BUCKET).bit_length())
-            self._lay_all_anew()
-        elif mean < _LEAST_IN_BUCKET <= self.size:
-            self._shift += (_IN_BUCKET // max(1, mean)).bit_length()
-            self._lay_all_anew()
-        self._num_laid = self._num_loads = self._looked_through = 0
-
-    def _lay_all_anew(self) -> None:
-        """O(entries), as often as there were so many new ones."""
-        places = [entry[2] for entry in self.entries() if entry is entry[2].entry]
-        self.clear()
-        self._num_entries = len(places)
-        for place in places:
-            place.entry = entry = (place.key, place.order, place)
-            self._lay(entry)
-
-    def check_invariants(self) -> None:
-        assert self._num_entries == sum(1 for _ in self.entries())
-        assert sorted(self._numbers) == sorted(self._far)
-        assert all(number > self._horizon for number in self._far)
-        assert all(entry[0] >> self._shift == number for number, bucket in self._far.items() for entry in bucket)
-        assert all(entry[0] >> self._shift <= self._horizon for entry in self.heap)
-
-
-_GroupEntry = tuple[int, int, int, _Group[F]]
-"""(key, order, the group's index, group), of a place at or before the group's first. The unsorted have the index 0."""
-
-
 class FlowOrder(Generic[F]):
     def __init__(self) -> None:
-        self.unsorted: _Unsorted[F] = _Unsorted()
+        self.unsorted: Unsorted[F] = Unsorted()
         """For reading. A place that stands there is `put` by its key and need alone while its key does not fall below
         its entry: a caller with many places may do that itself."""
-        self._groups: dict[Hashable, _Group[F]] = {}
+        self._groups: dict[Hashable, Group[F]] = {}
         """By need."""
-        self._firsts: list[_GroupEntry[F]] = []
+        self._firsts: list[GroupEntry[F]] = []
         self._next_index = 1
         self.size = 0
         """Places that stand here. For reading."""
@@ -369,21 +141,21 @@ class FlowOrder(Generic[F]):
                     heappush(front, (place.key, order, index, -1, group))
         return found if len(found) == limit or not unsorted.has_more else None
 
-    def _join(self, place: Place[F], group: _Group[F]) -> None:
+    def _join(self, place: Place[F], group: Group[F]) -> None:
         group.size += 1
         place.group = group
         group.enter(place)
 
-    def _sort_in(self, place: Place[F]) -> _GroupEntry[F]:
+    def _sort_in(self, place: Place[F]) -> GroupEntry[F]:
         """Puts a place that has left the unsorted into the group of its need; returns the group's entry."""
         group = self._groups.get(place.need)
         if group is None:
-            group = self._groups[place.need] = _Group(place.need, self._next_index)
+            group = self._groups[place.need] = Group(place.need, self._next_index)
             self._next_index += 1
         self._join(place, group)
         return self._show_if_first(group, place)
 
-    def _leave(self, group: _Group[F]) -> None:
+    def _leave(self, group: Group[F]) -> None:
         group.size -= 1
         if not group.size:
             group.clear()
@@ -391,18 +163,18 @@ class FlowOrder(Generic[F]):
                 group.entry = None
                 del self._groups[group.need]
 
-    def _show_if_first(self, group: _Group[F], place: Place[F]) -> _GroupEntry[F]:
+    def _show_if_first(self, group: Group[F], place: Place[F]) -> GroupEntry[F]:
         """Brings the group's entry down to one of its places; returns it."""
         shown = group.entry
         if shown is None or (place.key, place.order) < shown[:2]:
             return self._show(group, place)
         return shown
 
-    def _show(self, group: _Group[F], first: Place[F]) -> _GroupEntry[F]:
+    def _show(self, group: Group[F], first: Place[F]) -> GroupEntry[F]:
         """Gives a group the entry of its first place; returns it."""
         shown = group.entry = _bound(group, first)
         heappush(self._firsts, shown)
-        if len(self._firsts) > 2 * len(self._groups) + _COMPACT_SLACK:
+        if len(self._firsts) > 2 * len(self._groups) + COMPACT_SLACK:
             self._firsts = [g.entry for g in self._groups.values() if g.entry is not None]
             heapify(self._firsts)
         return shown
@@ -414,7 +186,7 @@ class FlowOrder(Generic[F]):
             valid = [entry for entry in group.entries() if entry is entry[2].entry]
             assert len(valid) == group.size
             assert all(entry[0] <= entry[2].key and entry[2].group is group for entry in valid)
-            if isinstance(group, _Unsorted):
+            if isinstance(group, Unsorted):
                 group.check_invariants()
             else:
                 assert all(entry[2].need == group.need for entry in valid)
@@ -423,5 +195,5 @@ class FlowOrder(Generic[F]):
                 assert group.entry[:2] <= min(entry[:2] for entry in valid), "a group without a way to its first flow"
 
 
-def _bound(group: _Group[F], first: Place[F]) -> _GroupEntry[F]:
+def _bound(group: Group[F], first: Place[F]) -> GroupEntry[F]:
     return first.key, first.order, group.index, group

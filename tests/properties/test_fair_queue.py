@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manylora_shared import fair_queue
 from manylora_shared.fair_queue import TAG_SCALE, ArrivalQueue, FairQueue, Pick, Rank, Share
-from manylora_shared.flow_order import FlowOrder, Place
+from manylora_shared.flow_group import Place
+from manylora_shared.flow_order import FlowOrder
 
 from tests.properties import fair_queue_suite as suite
 
@@ -518,7 +519,7 @@ def test_the_first_flows_are_the_least_whatever_they_need(data: st.DataObject) -
     assert [place.flow for place in order.first_places(limit)] == sorted(keys, key=lambda f: (keys[f], f))[:limit]
 
 
-@pytest.mark.parametrize("shift", [0, 30, 60])
+@pytest.mark.parametrize("shift", [0, 30, 48])
 def test_thousands_of_flows_stay_in_order_whatever_the_width_of_the_buckets_was(shift: int) -> None:
     """As tags move: the first rises, others rise or fall, some go and come. Only a few stand in the heap in the end."""
     rng = random.Random(shift)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from manylora_scheduler.core import Core, CoreLimits, Order
 from manylora_scheduler.events import Command, Enqueued, Event, RouterConnected, SendGrant, WorkerJoined, WorkerReported
-from manylora_scheduler.fleet import FlowLoad, FlowTokens, Residency, StartedRequest, WorkerReport
+from manylora_scheduler.reports import FlowLoad, FlowTokens, Residency, StartedRequest, WorkerReport
 from manylora_scheduler.request import FlowKey, QueuedRequest
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
 

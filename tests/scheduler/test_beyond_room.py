@@ -8,7 +8,7 @@ import pytest
 from manylora_scheduler.core import Order
 from manylora_scheduler.dispatch import LEAD_COST, _Hold
 from manylora_scheduler.events import PolicyChanged, SendGrant, WorkerLeft
-from manylora_scheduler.fleet import FlowTokens, Residency
+from manylora_scheduler.reports import FlowTokens, Residency
 from manylora_scheduler.request import FlowKey, Phase, need_of
 from manylora_shared.ids import QosClass, RequestId, TenantId, WorkerId
 from manylora_shared.policy import ClassPolicy, TenantPolicy

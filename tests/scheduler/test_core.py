@@ -27,7 +27,7 @@ from manylora_scheduler.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from manylora_scheduler.fleet import FlowTokens, Residency
+from manylora_scheduler.reports import FlowTokens, Residency
 from manylora_shared.errors import Code
 from manylora_shared.ids import QosClass, RequestId, TenantId, WorkerId
 from manylora_shared.policy import ClassPolicy, TenantPolicy

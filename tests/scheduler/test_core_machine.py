@@ -34,7 +34,7 @@ from manylora_scheduler.events import (
     WorkerLeft,
     WorkerReported,
 )
-from manylora_scheduler.fleet import FlowLoad, FlowTokens, Residency, StartedRequest
+from manylora_scheduler.reports import FlowLoad, FlowTokens, Residency, StartedRequest
 from manylora_scheduler.request import FlowKey, QueuedRequest
 from manylora_shared.errors import Code
 from manylora_shared.ids import QosClass, RequestId, RouterId, TenantId, WorkerId

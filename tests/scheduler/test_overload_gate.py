@@ -25,9 +25,9 @@ from manylora_scheduler.events import (
     WorkerLeft,
     WorkerReported,
 )
-from manylora_scheduler.fleet import FlowLoad, StartedRequest
 from manylora_scheduler.neighbours import FlowWait, Neighbours
 from manylora_scheduler.overload import TICK_S, OverloadGate, OverloadTargets
+from manylora_scheduler.reports import FlowLoad, StartedRequest
 from manylora_shared.errors import Code
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
 from manylora_shared.overload import LEVELS, OverloadView, TenantView, output_cap

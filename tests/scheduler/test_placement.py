@@ -8,9 +8,11 @@ from collections.abc import Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manylora_scheduler import placement
-from manylora_scheduler.fleet import Fleet, Residency, WorkerView
+from manylora_scheduler.fleet import Fleet
 from manylora_scheduler.placement import choose, home, in_order, load_cap
+from manylora_scheduler.reports import Residency
 from manylora_scheduler.ring import Ring
+from manylora_scheduler.worker_view import WorkerView
 from manylora_shared.ids import AdapterUid, WorkerId
 
 from tests.scheduler.helpers import report, request

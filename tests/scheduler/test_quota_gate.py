@@ -28,8 +28,8 @@ from manylora_scheduler.events import (
     WorkerJoined,
     WorkerReported,
 )
-from manylora_scheduler.fleet import WorkerReport
 from manylora_scheduler.quota import ABSENCE_S, EXTENSION_WAIT_S, QuotaGate, QuotaView
+from manylora_scheduler.reports import WorkerReport
 from manylora_shared.errors import Code
 from manylora_shared.ids import QosClass, RequestId, RouterId, TenantId, WorkerId
 from manylora_shared.policy import ClassPolicy, TenantPolicy, TenantQuotas, TokenRate

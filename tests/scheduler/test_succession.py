@@ -22,7 +22,7 @@ from manylora_scheduler.events import (
     WorkerLeft,
     WorkerReported,
 )
-from manylora_scheduler.fleet import FlowTokens, StartedRequest
+from manylora_scheduler.reports import FlowTokens, StartedRequest
 from manylora_scheduler.request import FlowKey, QueuedRequest
 from manylora_scheduler.succession import MAX_WAIT_S, MIN_WAIT_S, ClockSnapshot
 from manylora_shared.coordination import keys

@@ -50,9 +50,10 @@ from manylora_scheduler.events import (
     WorkerLeft,
     WorkerReported,
 )
-from manylora_scheduler.fleet import Fleet, WorkerReport, WorkerView
+from manylora_scheduler.fleet import Fleet
 from manylora_scheduler.flows import AGING_PER_S, Flows, Precedence
 from manylora_scheduler.placement import in_order
+from manylora_scheduler.reports import WorkerReport
 from manylora_scheduler.request import (
     OUTPUT_TOKEN_COST,
     PROMPT_TOKEN_COST,
@@ -68,6 +69,7 @@ from manylora_scheduler.request import (
 from manylora_scheduler.succession import ClockSnapshot, Succession
 from manylora_scheduler.tickets import Tickets
 from manylora_scheduler.timers import Moments, Timers
+from manylora_scheduler.worker_view import WorkerView
 
 GRANT_TIMEOUT_S = 10.0
 """A grant that neither the worker nor the router mentions for so long is dropped."""

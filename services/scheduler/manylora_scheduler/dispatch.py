@@ -27,10 +27,11 @@ from dataclasses import dataclass
 from manylora_shared.fair_queue import FairQueue, Pick
 from manylora_shared.ids import RouterId, WorkerId
 
-from manylora_scheduler.fleet import Fleet, WorkerView
+from manylora_scheduler.fleet import Fleet
 from manylora_scheduler.flows import Precedence
 from manylora_scheduler.placement import choose, choose_spare
 from manylora_scheduler.request import FlowKey, Need, QueuedRequest, Ticket, need_of, to_us
+from manylora_scheduler.worker_view import WorkerView
 
 UNREACHED_PAUSE_S = (0.25, 0.5, 1.0, 2.0)
 """How long a worker gets nothing from a router that could not reach it, by failures in a row."""

@@ -9,7 +9,7 @@ from manylora_shared.ids import AdapterUid, RequestId, RouterId, TenantId, Worke
 from manylora_shared.overload import OverloadView
 from manylora_shared.policy import TenantPolicy
 
-from manylora_scheduler.fleet import WorkerReport
+from manylora_scheduler.reports import WorkerReport
 from manylora_scheduler.request import FlowKey, QueuedRequest
 
 

@@ -13,7 +13,10 @@ from manylora_shared.overload import OverloadView, rung_of
 
 from manylora_scheduler.core import FlowView
 from manylora_scheduler.events import HeldLease, RoutersRefused, SendGrant, SendLease, SendLeaseRefusal, SendRefusal
-from manylora_scheduler.fleet import (
+from manylora_scheduler.neighbours import Noisy
+from manylora_scheduler.overload import OverloadState
+from manylora_scheduler.quota import QuotaView
+from manylora_scheduler.reports import (
     FlowLoad,
     FlowTokens,
     PinView,
@@ -21,12 +24,9 @@ from manylora_scheduler.fleet import (
     StartedRequest,
     TenantAdapters,
     WorkerReport,
-    WorkerView,
 )
-from manylora_scheduler.neighbours import Noisy
-from manylora_scheduler.overload import OverloadState
-from manylora_scheduler.quota import QuotaView
 from manylora_scheduler.request import FlowKey, QueuedRequest
+from manylora_scheduler.worker_view import WorkerView
 
 MAX_ID_LENGTH = 256
 MAX_SEQUENCES = 1024

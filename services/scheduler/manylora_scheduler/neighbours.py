@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from manylora_shared.ids import AdapterUid, QosClass, TenantId, WorkerId
 
-from manylora_scheduler.fleet import WorkerReport
+from manylora_scheduler.reports import WorkerReport
 from manylora_scheduler.request import FlowKey
 
 MEMORY_WINDOW_S = 10.0

@@ -24,8 +24,10 @@ from itertools import islice
 
 from manylora_shared.ids import AdapterUid, WorkerId
 
-from manylora_scheduler.fleet import Fleet, Residency, WorkerView
+from manylora_scheduler.fleet import Fleet
+from manylora_scheduler.reports import Residency
 from manylora_scheduler.request import QueuedRequest
+from manylora_scheduler.worker_view import WorkerView
 
 _MAX_NEAR = 32
 """Of an adapter that more workers have, so many are looked at: the least loaded open workers first."""
