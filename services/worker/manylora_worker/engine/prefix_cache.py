@@ -47,7 +47,7 @@ class PrefixKeys:
         assert len(secret) == SECRET_BYTES
         self._secret = secret
         self._model_digest = model_digest
-        self.namespace = functools.lru_cache(maxsize=_KEPT_NAMESPACES)(self._namespace)
+        self._kept = functools.lru_cache(maxsize=_KEPT_NAMESPACES)(self._make_namespace)
 
     def key_at(self, sequence: Sequence, index: int, block_size: int) -> bytes:
         """The key of the sequence's block `index`, all of whose tokens are known."""
@@ -60,7 +60,10 @@ class PrefixKeys:
                 keys.append(self.key(namespace, keys[-1] if keys else _NO_PARENT, tokens))
         return keys[index]
 
-    def _namespace(self, tenant_id: TenantId, adapter_uid: AdapterUid | None) -> bytes:
+    def namespace(self, tenant_id: TenantId, adapter_uid: AdapterUid | None) -> bytes:
+        return self._kept(tenant_id, adapter_uid)
+
+    def _make_namespace(self, tenant_id: TenantId, adapter_uid: AdapterUid | None) -> bytes:
         fields = [tenant_id.encode(), self._model_digest.encode()]
         if adapter_uid is not None:
             fields.append(adapter_uid.encode())
