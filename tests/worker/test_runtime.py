@@ -18,6 +18,9 @@ from manylora_worker.runtime import LoopRuntime, ThreadRuntime
 from tests.worker import worker_fakes
 from tests.worker.worker_fakes import UID, Engine, config, eventually, make_engine, request
 
+_SHORT_S = 1e-4
+"""Of a thread's step: one without any wait would keep the interpreter from the event loop, as no model does."""
+
 
 async def drain(stream: OutputStream) -> tuple[dict[int, list[int]], StreamEnd]:
     tokens: dict[int, list[int]] = {}
@@ -88,7 +91,7 @@ async def test_abort_and_stop_choice_take_effect(is_threaded: bool) -> None:
 
 
 async def test_a_slow_reader_is_paused_and_goes_on_where_it_stood(is_threaded: bool) -> None:
-    engine = make_engine(config(sequence_slots=2), threaded=is_threaded, step_s=0.0)
+    engine = make_engine(config(sequence_slots=2), threaded=is_threaded, step_s=_SHORT_S * is_threaded)
     engine.runtime.start()
     wanted = PAUSE_UNREAD_TOKENS + 500
     streams = [engine.runtime.submit(request(f"r{i}", max_tokens=wanted, n=2)) for i in range(2)]
@@ -113,7 +116,7 @@ async def test_who_does_not_read_for_too_long_is_cut_off_and_what_is_unread_is_b
     is_threaded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_view, "MAX_PAUSE_S", 0.2)
-    engine = make_engine(config(), threaded=is_threaded, step_s=0.0)
+    engine = make_engine(config(), threaded=is_threaded, step_s=_SHORT_S * is_threaded)
     engine.runtime.start()
     stream = engine.runtime.submit(request(max_tokens=PAUSE_UNREAD_TOKENS + 4000))
     await eventually(lambda: stream.is_ended)
