@@ -1,7 +1,7 @@
 """Draws what the benchmarks measured, for the documents.
 
-    python bench/plot.py decode-step [bench/results/h200/engine-llama-3.1-8b.jsonl] [docs/decode-step.svg]
-    python bench/plot.py isolation [bench/results/cpu/isolation.jsonl] [docs/isolation.svg]
+    python bench/plot.py decode-step [RESULTS...] [--path docs/decode-step.svg]
+    python bench/plot.py isolation [RESULTS...] [--path docs/isolation.svg]
 
 `decode-step`: bench/engine.py's steps by rows and adapters, beside the time that their bytes take. `isolation`:
 bench/isolation.py's victim beside each attack, fair and in order of arrival, and alone. Of several lines of one case
@@ -38,7 +38,8 @@ Line = dict[str, Any]
 
 
 def draw_decode_step(axes: Any, lines: list[Line]) -> None:
-    by_case = {case: sorted((x for x in lines if x["case"] == case), key=lambda x: int(x["batch"])) for case in STEPS}
+    found = {(line["case"], line["batch"]): line for line in lines if line["case"] in STEPS}
+    by_case = {case: [found[key] for key in sorted(found) if key[0] == case] for case in STEPS}
     for case, (label, color) in STEPS.items():
         rows = [line["batch"] for line in by_case[case]]
         axes.plot(rows, [line["ms_per_step"] for line in by_case[case]], "o-", color=color, label=label)
@@ -70,16 +71,20 @@ def draw_isolation(axes: Any, lines: list[Line]) -> None:
 
 
 PICTURES = {
-    "decode-step": (draw_decode_step, "bench/results/h200/engine-llama-3.1-8b.jsonl", "docs/decode-step.svg"),
-    "isolation": (draw_isolation, "bench/results/cpu/isolation.jsonl", "docs/isolation.svg"),
+    "decode-step": (
+        draw_decode_step,
+        ["bench/results/h200/engine-llama-3.1-8b.jsonl", "bench/results/h200/engine-tiles.jsonl"],
+        "docs/decode-step.svg",
+    ),
+    "isolation": (draw_isolation, ["bench/results/cpu/isolation.jsonl"], "docs/isolation.svg"),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("picture", choices=PICTURES)
-    parser.add_argument("results", type=Path, nargs="?")
-    parser.add_argument("path", type=Path, nargs="?", help="of the picture")
+    parser.add_argument("results", type=Path, nargs="*")
+    parser.add_argument("--path", type=Path, help="of the picture")
     arguments = parser.parse_args()
     draw, results, path = PICTURES[arguments.picture]
 
@@ -90,8 +95,8 @@ def main() -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7.2, 3.8), layout="constrained")
-    lines = (arguments.results or ROOT / results).read_text().splitlines()
-    draw(axes, [json.loads(line) for line in lines])
+    files = arguments.results or [ROOT / file for file in results]
+    draw(axes, [json.loads(line) for file in files for line in file.read_text().splitlines()])
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
