@@ -129,6 +129,8 @@ class Unsorted(Group[F]):
     def head(self) -> Place[F]:
         while True:
             if not self.heap:
+                if self._num_laid > self.size:
+                    self._fit_width()
                 self._load()
                 continue
             entry = self.heap[0]
@@ -192,8 +194,6 @@ class Unsorted(Group[F]):
 
     def _load(self) -> None:
         """The first bucket becomes the heap, which is empty."""
-        if self._num_laid > self.size:
-            self._fit_width()
         self._horizon = number = heappop(self._numbers)
         bucket, heap, shift = self._far.pop(number), self.heap, self._shift
         self._num_loads += 1

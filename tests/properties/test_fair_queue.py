@@ -557,6 +557,22 @@ def test_thousands_of_flows_stay_in_order_whatever_the_width_of_the_buckets_was(
     assert order.unsorted._num_entries <= 2 * order.size + 65
 
 
+@pytest.mark.parametrize("seed", [2, 19, 31])
+def test_looking_far_ahead_counts_every_entry(seed: int) -> None:
+    """Where the buckets' width is due just then: what stood in the heap was not counted any more."""
+    rng = random.Random(seed)
+    order: FlowOrder[int] = FlowOrder()
+    places = [Place(flow, flow) for flow in range(300)]
+    for _ in range(4):
+        for _ in range(rng.randrange(600)):
+            place = rng.choice(places)
+            order.put(place, rng.randrange(1 << rng.randrange(36, 60)), "")
+        there = sorted((place.key, place.flow) for place in places if place.group is not None)
+        limit = rng.choice((5, 50, 150))
+        assert [(place.key, place.flow) for place in order.first_places(limit)] == there[:limit]
+        order.check_invariants()
+
+
 def test_flows_are_asked_one_by_one_in_order_though_they_need_the_same() -> None:
     queue = _queue_of({"a": 30, "b": 10, "c": 20, "d": 40})
     asked: list[str] = []
