@@ -21,11 +21,8 @@ import triton.language as tl  # noqa: E402
 from manylora_worker.kernels import sampling_maths  # noqa: E402
 from manylora_worker.kernels.sampling import DeviceSampler, RowState, SamplingPlan, needs_penalty_slot  # noqa: E402
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="runs where TRITON_INTERPRET=1")),
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET is set")]),
-]
+from tests.numerics.interpreter import DEVICES, INTERPRETED  # noqa: E402
+
 VOCAB = 700
 
 

@@ -16,20 +16,16 @@ from typing import Any
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
+pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
 
-from manylora_worker.kernels import cuda_module, nf4, nf4_format, nf4_lookup, nf4_rows  # noqa: E402
-from manylora_worker.kernels.cuda_module import CudaUnavailable  # noqa: E402
-from manylora_worker.kernels.nf4 import Nf4Linear, Nf4Workspace  # noqa: E402
-from manylora_worker.kernels.nf4_format import Nf4Weight  # noqa: E402
-from manylora_worker.kernels.nf4_rows import VARIANTS, Nf4Rows, plan  # noqa: E402
+from manylora_worker.kernels import cuda_module, nf4, nf4_format, nf4_lookup, nf4_rows
+from manylora_worker.kernels.cuda_module import CudaUnavailable
+from manylora_worker.kernels.nf4 import Nf4Linear, Nf4Workspace
+from manylora_worker.kernels.nf4_format import Nf4Weight
+from manylora_worker.kernels.nf4_rows import VARIANTS, Nf4Rows, plan
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs where TRITON_INTERPRET=1")
-DEVICES = [
-    pytest.param("cpu", marks=needs_interpreter),
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET is set")]),
-]
+from tests.numerics.interpreter import DEVICES, INTERPRETED
+
 SHAPES = [(64, 64), (7, 192), (130, 448), (66, 1024)]
 """(out, in): one block, less than a tile of outputs, no multiple of one; inputs of 64 but of no tile; whole tiles."""
 TOLERANCE = 1e-2
