@@ -48,9 +48,9 @@ soak: $(STAMP) ## 64 streams, cancels, disconnects and adapter churn for ten min
 sim: $(STAMP) ## the whole cluster simulated under faults, on all cores: make sim SEEDS=1000
 	@$(BIN)/python -m pytest -q -n logical --dist worksteal tests/sim --sim-seeds $(SEEDS)
 
-kernels: $(STAMP) ## the GPU's kernels in Triton's interpreter, on the CPU (installs Triton)
+kernels: $(STAMP) ## the GPU's kernels on the CPU: Triton's in its interpreter, CUDA's as C++ (installs Triton)
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt triton
-	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(addprefix tests/numerics/test_,device_runner.py device_sampler.py gate_kernel.py lora_outputs.py nf4_kernel.py)
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(addprefix tests/numerics/test_,attention_decode.py device_runner.py device_sampler.py gate_kernel.py lora_outputs.py lora_tiles.py nf4_kernel.py)
 
 fairness: $(STAMP) ## random schedules against the fairness bound: make fairness SCHEDULES=10000
 	@$(BIN)/python -m pytest -q -s tests/properties/test_fair_queue.py --fair-schedules $(SCHEDULES)

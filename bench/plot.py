@@ -73,7 +73,7 @@ def draw_isolation(axes: Any, lines: list[Line]) -> None:
 PICTURES = {
     "decode-step": (
         draw_decode_step,
-        ["bench/results/h200/engine-llama-3.1-8b.jsonl", "bench/results/h200/engine-tiles.jsonl"],
+        ["bench/results/h200/engine-late.jsonl"],
         "docs/decode-step.svg",
     ),
     "isolation": (draw_isolation, ["bench/results/cpu/isolation.jsonl"], "docs/isolation.svg"),

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <utility>
 #include <vector>
 
 #define ON_CPU
@@ -66,6 +67,9 @@ static void wait_at(Barrier& barrier) {
 
 static void __syncthreads() { wait_at(block_barrier); }
 static void __syncwarp() { wait_at(warp_barriers[threadIdx.x / 32]); }
+static void __threadfence() {}
+static int atomicAdd(int* at, int more) { return std::exchange(*at, *at + more); }
+static float __ldcg(const float* at) { return *at; }
 static void __trap() { abort(); }
 static void wait_for_kernel_before() {}
 static void let_next_kernel_start() {}
@@ -132,6 +136,7 @@ static uint32_t to_bf16(float value) {
 
 static uint32_t pack(float low, float high) { return to_bf16(high) << 16 | to_bf16(low); }
 static float exponential(float value) { return std::exp(value); }
+static float exponential_2(float value) { return std::exp2(value); }
 static float __fdividef(float a, float b) { return a / b; }
 
 static float bf16(uint32_t word, int half) { return __uint_as_float(half ? word & 0xffff0000 : word << 16); }
@@ -150,6 +155,43 @@ static void multiply(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint
         }
     }
     __syncwarp();
+}
+
+// What each lane of the warp gives, for every lane to read until the next call.
+static const std::vector<uint32_t>& exchange(uint32_t word) {
+    static std::vector<uint32_t> words(1024);
+    __syncwarp();
+    words[threadIdx.x] = word;
+    __syncwarp();
+    return words;
+}
+
+template <bool TRANSPOSED>
+static void load_matrices(uint32_t (&a)[4], uint32_t row) {
+    const int first = threadIdx.x / 32 * 32, group = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
+    const std::vector<uint32_t>& rows = exchange(row);
+    for (int i = 0; i < 4; i++) {
+        uint16_t pair[2];
+        for (int j = 0; j < 2; j++) {
+            const int at = TRANSPOSED ? 2 * quad + j : group, column = TRANSPOSED ? group : 2 * quad + j;
+            memcpy(&pair[j], at_address(rows[first + 8 * i + at]) + 2 * column, 2);
+        }
+        a[i] = (uint32_t)pair[1] << 16 | pair[0];
+    }
+    __syncwarp();
+}
+
+static uint32_t transpose(uint32_t pair) {
+    const int first = threadIdx.x / 32 * 32, group = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
+    const std::vector<uint32_t>& pairs = exchange(pair);
+    uint32_t result = 0;
+    for (int j = 0; j < 2; j++)
+        result |= (pairs[first + (2 * quad + j) * 4 + group / 2] >> 16 * (group % 2) & 0xffff) << 16 * j;
+    return result;
+}
+
+static float of_lane_across(float value, int bits) {
+    return __uint_as_float(exchange(__float_as_uint(value))[threadIdx.x ^ bits]);
 }
 
 static std::function<void()> kernel;

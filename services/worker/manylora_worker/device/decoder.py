@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch import Tensor
 from manylora_worker.device.decoder_weights import DecoderWeights, Projection
 from manylora_worker.kernels.add_norm import add_norm
 from manylora_worker.kernels.attention import DecodeScratch, PagedLayout, attend_decode, attend_prefill
+from manylora_worker.kernels.attention_decode import DecodeAttention
 from manylora_worker.kernels.gate import gate
 from manylora_worker.kernels.gemm import MOST_SPLIT_ROWS, MOST_SPLITS, linear
 from manylora_worker.kernels.lora import LoraRows, low_rank_columns, num_chunks, shrink, shrink_splits
@@ -165,6 +167,10 @@ class Decoder:
         self._counters = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._pdl = pdl
         self._scratch = DecodeScratch(max_decode_rows, weights.layers[0].attention, MAX_SPLITS, device)
+        self._decode_attention = {
+            shape: DecodeAttention.where_it_runs(shape, layout.block_size, dtype, device)
+            for shape in {layer.attention for layer in weights.layers}
+        }
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
@@ -342,7 +348,9 @@ class Decoder:
         shape = self.weights.layers[index].attention
         cache = self._layer_caches[index]
         if step.decode_rows:
-            attend_decode(
+            compiled = self._decode_attention[shape]
+            attend = compiled.attend if compiled is not None else partial(attend_decode, shape=shape)
+            attend(
                 q,
                 cache,
                 attended,
@@ -350,7 +358,6 @@ class Decoder:
                 table_rows=step.table_rows[: step.decode_rows],
                 positions=step.positions,
                 num_rows=step.num_rows,
-                shape=shape,
                 layout=self._layout,
                 scratch=self._scratch,
                 splits=step.splits,

@@ -1,8 +1,8 @@
 """Kernels of the device path. Each module holds its kernels and the plain functions that launch them.
 
-Triton's run on CUDA devices, and under its interpreter on the CPU (TRITON_INTERPRET=1) in the tests; nf4_product.cu and
-lora_tiles.cu are CUDA C++ (cuda_module.py), which the tests run on the CPU too. Nothing outside
-`manylora_worker.device` imports them: a worker on the CPU needs no Triton.
+Triton's run on CUDA devices, and under its interpreter on the CPU (TRITON_INTERPRET=1) in the tests; the .cu files are
+CUDA C++ (cuda_module.py), which the tests run on the CPU too. Nothing outside `manylora_worker.device` imports them: a
+worker on the CPU needs no Triton.
 
 `pdl` (programmatic dependent launch, Hopper): a kernel may start while the one before it ends. What it reads of weights
 and tables comes before its gdc_wait, what that kernel made after it. Every program waits, those without work too: a

@@ -76,19 +76,16 @@ class CudaKernel:
         grid: tuple[int, int, int],
         num_threads: int,
         shared_bytes: int,
-        arguments: Sequence[torch.Tensor | int | None],
+        arguments: Sequence[torch.Tensor | int | float | None],
         *,
         pdl: bool,
     ) -> None:
-        """Arguments: tensors (None: a null pointer) for pointers, ints for `int`.
+        """Arguments: tensors (None: a null pointer) for pointers, ints for `int`, floats for `float`.
 
         Raises:
             CudaFailed: the driver refuses the launch.
         """
-        values: list[ctypes.c_void_p | ctypes.c_int] = [
-            ctypes.c_int(a) if isinstance(a, int) else ctypes.c_void_p(None if a is None else a.data_ptr())
-            for a in arguments
-        ]
+        values = [_value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION)
         attribute.value[0] = int(pdl)
@@ -103,6 +100,14 @@ class CudaKernel:
             text = ctypes.c_char_p()
             self._driver.cuGetErrorString(status, ctypes.byref(text))
             raise CudaFailed(f"{(text.value or b'unknown error').decode()} ({status})")
+
+
+def _value(argument: torch.Tensor | int | float | None) -> ctypes.c_void_p | ctypes.c_int | ctypes.c_float:
+    if isinstance(argument, int):
+        return ctypes.c_int(argument)
+    if isinstance(argument, float):
+        return ctypes.c_float(argument)
+    return ctypes.c_void_p(None if argument is None else argument.data_ptr())
 
 
 def with_instructions(path: Path, defined: Mapping[str, int | str]) -> str:

@@ -44,6 +44,27 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const u32 (&a)[4], u3
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Four 8 x 8 matrices of 16 bits as multiply's `a`: lane 8 i + j names the address of row j of matrix i, 16 bytes.
+template <bool TRANSPOSED>
+__device__ __forceinline__ void load_matrices(u32 (&a)[4], u32 row) {
+    if constexpr (TRANSPOSED)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(row) : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(row) : "memory");
+}
+
+// An 8 x 8 matrix of 16 bits that the warp holds as multiply's sums lie, as its `b` lies.
+__device__ __forceinline__ u32 transpose(u32 pair) {
+    u32 result;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+    return result;
+}
+
+// The value of the lane whose number differs in these bits.
+__device__ __forceinline__ float of_lane_across(float value, int bits) { return __shfl_xor_sync(~0u, value, bits); }
+
 // Two floats as bf16, `low` in the lower half.
 __device__ __forceinline__ u32 pack(float low, float high) {
     u32 both;
@@ -52,5 +73,10 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 }
 
 __device__ __forceinline__ float exponential(float value) { return __expf(value); }
+__device__ __forceinline__ float exponential_2(float value) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+    return result;
+}
 
 #endif

@@ -1,0 +1,243 @@
+// Attention of rows that decode over the paged cache (attention.py: formats, words). sm_90; compiled at run time
+// (cuda_module.py).
+//
+// An item is one row, the heads that share one head of keys and values, and a share of the context. A program takes one
+// item, then the next of its own: a grid has as many programs as the processors hold. Each of its warps copies tiles of
+// TILE positions to shared memory, STAGES - 1 ahead, on into the next item, so the memory is asked for more while an
+// item's last tiles are multiplied. Positions stand on the matrix unit's side of 16 and heads on that of 8: scores =
+// K Q^T, then out^T = V^T P^T.
+//
+// Online softmax as in FlashAttention (Dao et al., 2022), in base 2. Each warp has its own over its tiles; they are
+// merged by log-sum-exp at the item's end. A long context is split over up to `splits` items, and the last of them to
+// end merges these (Flash-Decoding, Dao et al., 2023).
+//
+// Defined by the compilation: HEAD_DIM (a multiple of 16), GROUP (heads that share keys and values, at most 8),
+// BLOCK_SIZE (a multiple of TILE), WINDOW (0: none), SOFTCAP (0: none), WARPS, STAGES, TILES_OF_SPLIT.
+
+constexpr int TILE = 16, PIECES = HEAD_DIM / 8;  // a piece: 16 bytes
+constexpr int ROW_BYTES = HEAD_DIM * 2, STAGE = 2 * TILE * ROW_BYTES;
+constexpr int EXCHANGED = (PIECES & -PIECES) < 8 ? PIECES & -PIECES : 8;  // pieces that change places with each other
+constexpr int MERGE_STRIDE = HEAD_DIM + 4;  // floats; lanes that write at once write other banks
+constexpr int MERGE = GROUP * MERGE_STRIDE;
+constexpr float NOTHING = -1e30f;  // less than any score; less another it is no infinity
+
+struct Cache {
+    const u8* at;
+    const int *tables, *table_rows, *positions;
+    long stride_table, stride_block, stride_token, stride_values, stride_head;  // the last four in bytes
+    int num_kv_heads, splits;
+};
+
+// One warp's share of an item: every `step`-th tile from `tile` to before `end`.
+struct Share {
+    const u8* head;  // the arena, at the item's head
+    const int* table;
+    int first, length;  // positions that the row sees: from `first` to before `length`
+    int tile, step, end;
+};
+
+__device__ __forceinline__ Share share_of(const Cache& cache, int item) {
+    const int row = item / cache.num_kv_heads / cache.splits, split = item / cache.num_kv_heads % cache.splits;
+    Share share;
+    share.head = cache.at + item % cache.num_kv_heads * cache.stride_head;
+    share.table = cache.tables + cache.table_rows[row] * cache.stride_table;
+    share.length = cache.positions[row] + 1;
+    share.first = WINDOW > 0 ? max(share.length - WINDOW, 0) : 0;
+    share.end = (share.length + TILE - 1) / TILE;
+    const int first_tile = share.first / TILE;
+    const int needed = (share.end - first_tile + TILES_OF_SPLIT - 1) / TILES_OF_SPLIT;
+    const int used = min(needed, cache.splits);
+    share.step = used * WARPS;
+    share.tile = split < used ? first_tile + split * WARPS + threadIdx.x / 32 : share.end;
+    return share;
+}
+
+// Where a piece of a position stands in a tile: exchanged, so that lanes which read at once read other banks.
+__device__ __forceinline__ int place_of(int position, int piece) {
+    return position * ROW_BYTES + (piece ^ position % EXCHANGED) * 16;
+}
+
+// Begins to copy one tile's keys and values; zeros for positions that the row does not see.
+__device__ __forceinline__ void copy_tile(u32 to, const Cache& cache, const Share& share) {
+    const int start = share.tile * TILE;
+    const u8* block = share.head + share.table[start / BLOCK_SIZE] * cache.stride_block;
+#pragma unroll
+    for (int i = 0; i < TILE * PIECES; i += 32) {
+        const int position = (i + threadIdx.x % 32) / PIECES, piece = (i + threadIdx.x % 32) % PIECES;
+        const u8* from = block + (start % BLOCK_SIZE + position) * cache.stride_token + piece * 16;
+        const bool is_seen = start + position >= share.first && start + position < share.length;
+        copy_or_clear(to + place_of(position, piece), from, is_seen);
+        copy_or_clear(to + TILE * ROW_BYTES + place_of(position, piece), from + cache.stride_values, is_seen);
+    }
+}
+
+__device__ __forceinline__ void store_piece(u8* to, const float (&sums)[8], float mass) {
+    for (int i = 0; i < 4; i++) ((u32*)to)[i] = pack(sums[2 * i] / mass, sums[2 * i + 1] / mass);
+}
+
+// Grid: programs that take every so many-th of min(num_rows, max_rows) * splits * num_kv_heads items.
+//
+// partial, stats, counters: attention.py's DecodeScratch.
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    attend_decode(const u8* q, const u8* cache_at, u8* out, const int* tables, const int* table_rows,
+                  const int* positions, const int* num_rows, float* partial, float* stats, int* counters, float scale,
+                  int max_rows, int splits, int num_kv_heads, int stride_table, int stride_block, int stride_token,
+                  int stride_values, int stride_head) {
+    const Cache cache = {cache_at,          tables,            table_rows,         positions,        stride_table,
+                         stride_block * 2L, stride_token * 2L, stride_values * 2L, stride_head * 2L, num_kv_heads,
+                         splits};
+    extern __shared__ __align__(128) u8 shared[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
+    const u32 ring = shared_address(shared) + warp * (STAGES * STAGE);
+    float* merge = (float*)(shared + WARPS * STAGES * STAGE);
+    float* merge_stats = merge + WARPS * MERGE;  // [warp][head]: largest score, sum of weights
+    int* is_last = (int*)(merge_stats + WARPS * GROUP * 2);
+    const int num_items = min(*num_rows, max_rows) * splits * num_kv_heads;
+    int item = blockIdx.x;
+    let_next_kernel_start();
+    if (item >= num_items) {
+        wait_for_kernel_before();  // what this kernel's end says to others is true of all its programs
+        return;
+    }
+
+    // What is copied runs ahead of what is multiplied: its own item, and the one after it.
+    Share ahead = share_of(cache, item);
+    int item_ahead = item, stage_ahead = 0;
+    bool has_waited = false;
+    const auto copy_next = [&] {
+        while (item_ahead < num_items && ahead.tile >= ahead.end) {
+            item_ahead += gridDim.x;
+            if (item_ahead < num_items) ahead = share_of(cache, item_ahead);
+        }
+        if (item_ahead < num_items) {
+            // Only the row's own position is written by the kernel before.
+            if (!has_waited && ahead.tile + 1 == ahead.end) wait_for_kernel_before(), has_waited = true;
+            copy_tile(ring + stage_ahead * STAGE, cache, ahead);
+            ahead.tile += ahead.step;
+        }
+        end_group_of_copies();
+        stage_ahead = stage_ahead + 1 == STAGES ? 0 : stage_ahead + 1;
+    };
+    for (int i = 0; i < STAGES - 1; i++) copy_next();
+    if (!has_waited) wait_for_kernel_before(), has_waited = true;
+
+    const float log2e = 1.4426950408889634f;
+    int stage = 0;
+    for (; item < num_items; item += gridDim.x) {
+        const Share share = share_of(cache, item);
+        const int used = share.step / WARPS, split = item / num_kv_heads % splits;
+        if (split >= used) continue;
+        const long of_row = item / num_kv_heads / splits * num_kv_heads + item % num_kv_heads;  // and its head
+        const u8* of_q = q + of_row * (GROUP * ROW_BYTES);
+        u32 queries[HEAD_DIM / 16][2];
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 16; i++)
+            for (int half = 0; half < 2; half++) {
+                const u8* from = of_q + group * ROW_BYTES + (16 * i + 8 * half + 2 * quad) * 2;
+                queries[i][half] = group < GROUP ? *(const u32*)from : 0;
+            }
+        float largest[2] = {NOTHING, NOTHING}, total[2] = {0, 0};
+        float sums[HEAD_DIM / 16][4] = {};
+        for (int tile = share.tile; tile < share.end; tile += share.step) {
+            wait_for_copies<STAGES - 2>();
+            __syncwarp();
+            copy_next();
+            const u32 keys = ring + stage * STAGE, values = keys + TILE * ROW_BYTES;
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+            float scores[4] = {};
+            u32 a[4];
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM / 16; i++) {
+                load_matrices<false>(a, keys + place_of(lane % 16, 2 * i + lane / 16));
+                multiply(scores, a, queries[i][0], queries[i][1]);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float score = scores[i] * scale;
+                if (SOFTCAP > 0) score = SOFTCAP * (1.0f - 2.0f / (exponential(2.0f * (score / SOFTCAP)) + 1.0f));
+                const int position = tile * TILE + group + i / 2 * 8;
+                scores[i] = position >= share.first && position < share.length ? score * log2e : NOTHING;
+            }
+            float rescale[2];
+#pragma unroll
+            for (int head = 0; head < 2; head++) {
+                float best = fmaxf(largest[head], fmaxf(scores[head], scores[head + 2]));
+                for (int other = 4; other < 32; other *= 2) best = fmaxf(best, of_lane_across(best, other));
+                rescale[head] = exponential_2(largest[head] - best);
+                largest[head] = best;
+                scores[head] = exponential_2(scores[head] - best);
+                scores[head + 2] = exponential_2(scores[head + 2] - best);
+                total[head] = total[head] * rescale[head] + scores[head] + scores[head + 2];
+            }
+            const u32 first_half = transpose(pack(scores[0], scores[1]));
+            const u32 second_half = transpose(pack(scores[2], scores[3]));
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM / 16; i++) {
+                for (int j = 0; j < 4; j++) sums[i][j] *= rescale[j % 2];
+                load_matrices<true>(a, values + place_of(lane % 8 + lane / 16 * 8, 2 * i + lane / 8 % 2));
+                multiply(sums[i], a, first_half, second_half);
+            }
+        }
+
+        // [warp][head][dim], then each thread merges 8 dims of a head.
+#pragma unroll
+        for (int head = 0; head < 2; head++)
+            for (int other = 4; other < 32; other *= 2) total[head] += of_lane_across(total[head], other);
+        for (int j = 0; j < 4; j++) {
+            const int head = 2 * quad + j % 2;
+            if (head >= GROUP) continue;
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM / 16; i++)
+                merge[warp * MERGE + head * MERGE_STRIDE + 16 * i + j / 2 * 8 + group] = sums[i][j];
+            if (group == 0) {
+                merge_stats[(warp * GROUP + head) * 2] = largest[j % 2];
+                merge_stats[(warp * GROUP + head) * 2 + 1] = total[j % 2];
+            }
+        }
+        __syncthreads();
+        for (int at = threadIdx.x; at < GROUP * PIECES; at += 32 * WARPS) {
+            const int head = at / PIECES, piece = at % PIECES;
+            float best = NOTHING, mass = 0, merged[8] = {};
+            for (int each = 0; each < WARPS; each++) best = fmaxf(best, merge_stats[(each * GROUP + head) * 2]);
+#pragma unroll
+            for (int each = 0; each < WARPS; each++) {
+                const float* stats = merge_stats + (each * GROUP + head) * 2;
+                const float weight = exponential_2(stats[0] - best);
+                const float* from = merge + each * MERGE + head * MERGE_STRIDE + piece * 8;
+                mass += weight * stats[1];
+                for (int i = 0; i < 8; i++) merged[i] += weight * from[i];
+            }
+            if (used == 1) {
+                store_piece(out + (of_row * GROUP + head) * ROW_BYTES + piece * 16, merged, mass);
+                continue;
+            }
+            const long slot = (of_row * GROUP + head) * splits + split;
+            for (int i = 0; i < 8; i++) partial[slot * HEAD_DIM + piece * 8 + i] = merged[i];
+            if (piece == 0) stats[slot * 2] = best, stats[slot * 2 + 1] = mass;
+        }
+        if (used > 1) {
+            __threadfence();
+            __syncthreads();
+            if (threadIdx.x == 0) *is_last = atomicAdd(counters + of_row, 1) == used - 1;
+            __syncthreads();
+            if (*is_last) {
+                __threadfence();
+                for (int at = threadIdx.x; at < GROUP * PIECES; at += 32 * WARPS) {
+                    const int head = at / PIECES, piece = at % PIECES;
+                    const long slot = (of_row * GROUP + head) * splits;
+                    float best = NOTHING, mass = 0, merged[8] = {};
+                    for (int each = 0; each < used; each++) best = fmaxf(best, __ldcg(stats + (slot + each) * 2));
+                    for (int each = 0; each < used; each++) {
+                        const float weight = exponential_2(__ldcg(stats + (slot + each) * 2) - best);
+                        const float* from = partial + (slot + each) * HEAD_DIM + piece * 8;
+                        mass += weight * __ldcg(stats + (slot + each) * 2 + 1);
+                        for (int i = 0; i < 8; i++) merged[i] += weight * __ldcg(from + i);
+                    }
+                    store_piece(out + (of_row * GROUP + head) * ROW_BYTES + piece * 16, merged, mass);
+                }
+                if (threadIdx.x == 0) counters[of_row] = 0;
+            }
+        }
+        __syncthreads();
+    }
+}

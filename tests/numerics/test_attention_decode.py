@@ -1,0 +1,212 @@
+"""attention_decode.cu against plain torch: on a CPU through cuda_on_cpu.h and, marked gpu, compiled."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
+
+from manylora_worker.kernels import attention_decode  # noqa: E402
+from manylora_worker.kernels.attention import AttentionShape, DecodeScratch, PagedLayout  # noqa: E402
+from manylora_worker.kernels.attention_decode import DecodeAttention, Variant  # noqa: E402
+from manylora_worker.kernels.cuda_module import CudaUnavailable  # noqa: E402
+
+POSITIONS = (0, 1, 14, 15, 16, 17, 47, 63, 100, 130, 5, 31)
+PADDING = 2
+"""Rows behind those that are there."""
+TOLERANCE = 1e-2
+
+PLAIN = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=64, scale=0.125)
+SHAPES = {
+    "plain": PLAIN,
+    "16 wide": replace(PLAIN, head_dim=16),
+    "96 wide": replace(PLAIN, head_dim=96, num_heads=4),
+    "128 wide": replace(PLAIN, head_dim=128, num_heads=2),
+    "eight to a head": replace(PLAIN, num_heads=16, head_dim=256),
+    "three to a head": replace(PLAIN, num_heads=6),
+    "window": replace(PLAIN, window=20),
+    "narrow window": replace(PLAIN, window=1),
+    "softcap": replace(PLAIN, softcap=2.5),
+}
+VARIANTS = (Variant(0, 1, 3, 3), Variant(0, 2, 2, 1), Variant(0, 4, 3, 2))
+SPLITS = (1, 4)
+
+
+@dataclass
+class Case:
+    shape: AttentionShape
+    block_size: int
+    q: torch.Tensor
+    cache: torch.Tensor
+    """Of two layers, the second of which is asked for; NaN wherever no row may look."""
+    tables: torch.Tensor
+    table_rows: torch.Tensor
+    positions: torch.Tensor
+    layout: PagedLayout
+    expected: torch.Tensor
+    """[rows, out], NaN where nothing is to be written."""
+
+    def run(
+        self, attention: DecodeAttention, device: str, splits: int = 1, max_rows: int | None = None
+    ) -> torch.Tensor:
+        rows = len(self.table_rows)
+        q, cache, tables, table_rows, positions = (
+            tensor.to(device) for tensor in (self.q, self.cache, self.tables, self.table_rows, self.positions)
+        )
+        out = torch.full_like(q, float("nan"))
+        scratch = DecodeScratch(rows, self.shape, splits, torch.device(device))
+        attention.attend(
+            q, cache[self.layout.stride_block // 2 :], out, tables=tables, table_rows=table_rows[:max_rows],
+            positions=positions, num_rows=torch.tensor(rows - PADDING, dtype=torch.int32, device=device),
+            layout=self.layout, scratch=scratch, splits=splits, pdl=False,
+        )  # fmt: skip
+        assert not scratch.counters.any(), "the next launch counts from zero"
+        return out.cpu().float()
+
+
+def make_case(shape: AttentionShape, block_size: int) -> Case:
+    generator = torch.Generator().manual_seed(shape.num_heads + shape.head_dim)
+    heads, dim = shape.num_kv_heads, shape.head_dim
+    most = -(-(max(POSITIONS) + 1) // block_size)
+    rows = len(POSITIONS) + PADDING
+    num_blocks = rows * most
+    order = torch.randperm(num_blocks, generator=generator).to(torch.int32).view(rows, most)
+    table_rows = torch.randperm(rows, generator=generator).to(torch.int32)
+    positions = torch.tensor([*POSITIONS, *[0] * PADDING], dtype=torch.int32)
+    cache = torch.full((num_blocks, 2, block_size, 2, heads, dim), float("nan"), dtype=torch.bfloat16)
+    q = torch.randn(rows, shape.num_heads * dim, generator=generator).bfloat16()
+    expected = torch.full(q.shape, float("nan"))
+    for row, position in enumerate(POSITIONS):
+        first = max(0, position + 1 - shape.window) if shape.window else 0
+        seen = torch.randn(2, position + 1 - first, heads, dim, generator=generator).bfloat16()
+        for index, token in enumerate(range(first, position + 1)):
+            block = order[table_rows[row], token // block_size]
+            cache[block, 1, token % block_size] = seen[:, index]
+        keys, values = seen.float().repeat_interleave(shape.num_heads // heads, 2)
+        scores = torch.einsum("hd,thd->ht", q[row].float().view(-1, dim), keys) * shape.scale
+        if shape.softcap:
+            scores = shape.softcap * torch.tanh(scores / shape.softcap)
+        expected[row] = torch.einsum("ht,thd->hd", scores.softmax(1), values).flatten()
+    token = 2 * heads * dim
+    layout = PagedLayout(block_size, 2 * block_size * token, token, heads * dim, dim)
+    return Case(shape, block_size, q, cache.flatten(), order, table_rows, positions, layout, expected)
+
+
+def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
+    assert torch.equal(result.isnan(), expected.isnan())
+    assert (result - expected).nan_to_num().abs().max() <= TOLERANCE * expected.nan_to_num().abs().max()
+
+
+RUN_ON_CPU = """
+extern "C" void run(unsigned programs, const u8* q, const u8* cache, u8* out, const int* tables, const int* table_rows,
+                    const int* positions, const int* num_rows, float* partial, float* stats, int* counters,
+                    float scale, int a, int b, int c, int d, int e, int f, int g, int h) {
+    kernel = [=] {
+        attend_decode(q, cache, out, tables, table_rows, positions, num_rows, partial, stats, counters, scale, a, b, c,
+                      d, e, f, g, h);
+    };
+    run_blocks({programs, 1, 1}, 32 * WARPS);
+}
+"""
+
+
+class OnCpu(DecodeAttention):
+    """The source itself, with fibers for threads (cuda_on_cpu.h): every index, wait and barrier of it."""
+
+    def __init__(self, shape: AttentionShape, block_size: int, variant: Variant, programs: int, folder: Path) -> None:
+        self._shape, self._processors = shape, 1
+        shim = Path(__file__).with_name("cuda_on_cpu.h")
+        text = attention_decode.source(shape, block_size, variant)
+        (folder / "kernel.cc").write_text("\n".join([f'#include "{shim}"', text, RUN_ON_CPU]))
+        library = folder / "kernel.so"
+        subprocess.run(
+            ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", folder / "kernel.cc", "-o", library], check=True
+        )
+        run, scale = ctypes.CDLL(str(library)).run, shape.scale
+
+        class Kernel:
+            def launch(self, grid: tuple[int, int, int], *sizes: Any, pdl: bool) -> None:
+                values = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in sizes[-1]]
+                values[values.index(scale)] = ctypes.c_float(scale)
+                run(min(programs, grid[0]), *values)
+
+        self._kernels: Any = [(variant, Kernel())]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def build(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[AttentionShape, int, Variant], tuple[Any, str]]:
+    def on_cpu(shape: AttentionShape, block_size: int, variant: Variant) -> tuple[Any, str]:
+        if shutil.which("g++") is None:
+            pytest.skip("needs a C++ compiler")
+        # Fewer programs than items: one takes several.
+        return OnCpu(shape, block_size, variant, 5, tmp_path), "cpu"
+
+    def on_gpu(shape: AttentionShape, block_size: int, variant: Variant) -> tuple[Any, str]:
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU")
+        return DecodeAttention(shape, block_size, torch.device("cuda"), [variant]), "cuda"
+
+    return on_cpu if request.param == "cpu" else on_gpu
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        *[("plain", variant) for variant in VARIANTS],
+        *[(name, VARIANTS[i % len(VARIANTS)]) for i, name in enumerate(SHAPES) if name != "plain"],
+        ("window", VARIANTS[1]),
+    ],
+    ids=str,
+)
+def test_attends_to_what_rows_may_see(build: Any, name: str, variant: Variant) -> None:
+    shape = SHAPES[name]
+    attention, device = build(shape, 16, variant)
+    case = make_case(shape, 16)
+    for splits in SPLITS:
+        assert_close(case.run(attention, device, splits), case.expected)
+
+
+def test_blocks_of_several_tiles(build: Any) -> None:
+    attention, device = build(PLAIN, 64, VARIANTS[1])
+    case = make_case(PLAIN, 64)
+    assert_close(case.run(attention, device), case.expected)
+
+
+def test_leaves_rows_that_do_not_decode(build: Any) -> None:
+    """A step with prompts has rows behind those that decode."""
+    attention, device = build(PLAIN, 16, VARIANTS[0])
+    case = make_case(PLAIN, 16)
+    case.expected[7:] = float("nan")
+    assert_close(case.run(attention, device, max_rows=7), case.expected)
+
+
+def test_a_row_is_what_it_is_wherever_it_stands(build: Any) -> None:
+    attention, device = build(PLAIN, 16, VARIANTS[2])
+    case = make_case(PLAIN, 16)
+    order = torch.tensor([*reversed(range(len(POSITIONS))), *range(len(POSITIONS), len(POSITIONS) + PADDING)])
+    turned = replace(case, q=case.q[order], table_rows=case.table_rows[order], positions=case.positions[order])
+    assert torch.equal(turned.run(attention, device).nan_to_num(), case.run(attention, device)[order].nan_to_num())
+
+
+@pytest.mark.parametrize(
+    ("shape", "block_size"),
+    [
+        (replace(PLAIN, head_dim=24), 16),
+        (replace(PLAIN, head_dim=512), 16),
+        (replace(PLAIN, num_heads=32), 16),
+        (PLAIN, 8),
+    ],
+    ids=["heads of 24", "heads of 512", "16 to a head", "blocks of 8"],
+)
+def test_refuses_what_it_does_not_serve(shape: AttentionShape, block_size: int) -> None:
+    with pytest.raises(CudaUnavailable, match="blocks of"):
+        attention_decode.source(shape, block_size, attention_decode.VARIANTS[-1])
