@@ -1,5 +1,7 @@
 """Attention over the paged cache: one kernel for rows that decode, one for chunks of prompts.
 
+The first serves where attention_decode.py's, which is faster, does not run.
+
 Both read keys and values where `rotate_store` put them, through each sequence's block table, so a chunk's own tokens
 and its earlier context are one thing. A program loads only blocks of its own sequence's table, positions up to the
 row's own: what stands in a block behind them, or in anybody else's, takes no part.
