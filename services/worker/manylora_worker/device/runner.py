@@ -42,8 +42,8 @@ from manylora_worker.device.graph_shapes import (
 from manylora_worker.device.pending_step import PendingStep
 from manylora_worker.device.sequence_slots import SequenceSlots, TableUpdates
 from manylora_worker.device.step_tables import StepTables, to_device
-from manylora_worker.engine.api import PendingCopy, Sampled, SequenceChunk, StepBatch
-from manylora_worker.engine.host_kv import HostKv
+from manylora_worker.engine.api import Sampled, SequenceChunk, StepBatch
+from manylora_worker.engine.host_kv import TensorHostKv
 from manylora_worker.engine.kv_cache import KvCache
 from manylora_worker.kernels.attention import PREFILL_TILE_FIELDS, PagedLayout, prefill_block_m
 from manylora_worker.kernels.lora import TILE_FIELDS, TILE_ROWS
@@ -141,7 +141,7 @@ class DeviceModelRunner:
         self._cache = cache
         self._limits = limits
         self._num_kv_blocks = num_kv_blocks
-        self._host_kv = HostKv(cache.by_block, num_host_blocks)
+        self.host_kv = TensorHostKv(cache.by_block, num_host_blocks)
         self._capture = loaded.device.type == "cuda"  # the interpreter of the tests has no graphs
         geometry = cache.geometry
         bs, row = cache.block_size, geometry.row_elements
@@ -207,24 +207,6 @@ class DeviceModelRunner:
     @property
     def max_context_tokens(self) -> int:
         return self._loaded.spec.max_context_tokens
-
-    @property
-    def num_host_blocks(self) -> int:
-        return self._host_kv.num_blocks
-
-    @property
-    def block_copy_s(self) -> float:
-        return self._host_kv.block_copy_s
-
-    def copy_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> PendingCopy:
-        """See api.SwapRunner."""
-        self._use_device()
-        return self._host_kv.copy_out(blocks, host_blocks)
-
-    def copy_in(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> PendingCopy:
-        """See api.SwapRunner."""
-        self._use_device()
-        return self._host_kv.copy_in(host_blocks, blocks)
 
     def execute(self, batch: StepBatch) -> Sequence[Sampled]:
         """See api.ModelRunner.execute."""

@@ -89,7 +89,7 @@ class EngineCore:
         self._prefixes = Prefixes(self._pool, None if prefix is None else prefix.keys)
         self._shares = TenantShares(runner.num_blocks)
         self._bounds = RequestBounds(runner.max_context_tokens, limits.planner.sequence_slots, self._pool, self._shares)
-        self._swapper = Swapper(runner if isinstance(runner, SwapRunner) else None, self._pool, self._shares)
+        self._swapper = Swapper(runner.host_kv if isinstance(runner, SwapRunner) else None, self._pool, self._shares)
         self._planner = StepPlanner(self._pool, limits.planner, self._shares, self._swapper, self._prefixes)
         self._adapters = AdapterCache(backend, limits.adapters, self._shares.tenant_weight)
         self._requests = RequestTable()
