@@ -30,7 +30,8 @@ from dataclasses import dataclass
 from manylora_shared.errors import AlreadyExists, Overloaded
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
-from manylora_worker.adapters.cache import LOOK_AGAIN_S, AdapterCache, AdapterCacheLimits, TenantAdapters
+from manylora_worker.adapters.cache import AdapterCache, AdapterCacheLimits, TenantAdapters
+from manylora_worker.adapters.loading import LOOK_AGAIN_S
 from manylora_worker.adapters.pins import Pin
 from manylora_worker.engine.agreement import check_adapters, check_blocks, check_queues, check_under_way
 from manylora_worker.engine.api import (
