@@ -26,8 +26,7 @@ from manylora_worker.engine.step_planner import PlannerLimits
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Config
 
 from tests.numerics.conftest import Family, FamilyOf
-from tests.numerics.driver import LIMITS, Driver, Stream, make_runner
-from tests.numerics.test_engine_against_peft import mixed_streams
+from tests.numerics.driver import LIMITS, Driver, Stream, make_runner, mixed_streams
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 

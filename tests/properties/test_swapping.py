@@ -18,7 +18,7 @@ from manylora_worker.engine.step_planner import StepPlanner
 from manylora_worker.engine.swapping import HostBlocks, SwapCosts, Swapper
 from manylora_worker.engine.tenant_shares import TenantShare, TenantShares
 
-from tests.properties.test_engine_shares import Rig, assert_all_is_counted_once, fight
+from tests.properties.engine_rig import Rig, assert_all_is_counted_once, fight
 
 _A, _B, _C = TenantId("a"), TenantId("b"), TenantId("c")
 _RUNNERS = [FakeRunner, AheadFakeRunner]
