@@ -14,6 +14,7 @@ from manylora_shared.fair_queue import FairQueue
 from manylora_shared.ids import QosClass, TenantId
 from manylora_worker.engine import step_planner
 from manylora_worker.engine.core import EngineCore
+from manylora_worker.engine.parking import Parking
 from manylora_worker.engine.sequence import Sequence
 from manylora_worker.engine.slots import Slots
 from manylora_worker.engine.step_planner import (
@@ -342,13 +343,13 @@ def test_a_cap_below_a_running_request_lets_that_request_end() -> None:
 def test_memory_above_a_soft_share_goes_first_and_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
     """b, within its share, asks. a holds three times as much above its share as c: so it gives three times as much."""
     evicted: list[TenantId] = []
-    evict = StepPlanner._evict
+    evict = Parking.evict
 
-    def noted(self: StepPlanner, sequence: Sequence) -> None:
+    def noted(self: Parking, sequence: Sequence) -> None:
         evicted.append(sequence.tenant_id)
         evict(self, sequence)
 
-    monkeypatch.setattr(StepPlanner, "_evict", noted)
+    monkeypatch.setattr(Parking, "evict", noted)
     rig = Rig.make(42, 20, batch_tokens=256)
     rig.core.set_share(A, TenantShare(soft_blocks=4))
     rig.core.set_share(C, TenantShare(soft_blocks=4))
@@ -387,14 +388,14 @@ def _no_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _drops_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    evict = StepPlanner._evict
+    evict = Parking.evict
 
-    def broken(self: StepPlanner, sequence: Sequence) -> None:
+    def broken(self: Parking, sequence: Sequence) -> None:
         if sequence.output_token_ids:
             sequence.output_token_ids.pop()
         evict(self, sequence)
 
-    monkeypatch.setattr(StepPlanner, "_evict", broken)
+    monkeypatch.setattr(Parking, "evict", broken)
 
 
 def _cap_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
