@@ -57,10 +57,11 @@ from manylora_scheduler.messages import (
     worker_status,
 )
 from manylora_scheduler.neighbours import NOISY_KINDS
-from manylora_scheduler.overload import OverloadGate, OverloadTargets
+from manylora_scheduler.overload import OverloadGate
 from manylora_scheduler.quota import QuotaGate
 from manylora_scheduler.request import QueuedRequest
 from manylora_scheduler.succession import ClockSnapshot
+from manylora_scheduler.waiting import OverloadTargets
 
 _LOG = logging.getLogger(__name__)
 
