@@ -16,8 +16,8 @@ A disabled telemetry costs next to nothing, reads no clock and draws no randomne
 traceparent. Spans never carry text of prompts or answers, nor token ids.
 """
 
-from manylora_shared.telemetry.names import Attribute, MetricName, SpanName, request_attributes
+from manylora_shared.telemetry.names import Attribute, Attributes, MetricName, SpanName, request_attributes
 from manylora_shared.telemetry.source import Telemetry
 from manylora_shared.telemetry.spans import Span
 
-__all__ = ["Attribute", "MetricName", "Span", "SpanName", "Telemetry", "request_attributes"]
+__all__ = ["Attribute", "Attributes", "MetricName", "Span", "SpanName", "Telemetry", "request_attributes"]
