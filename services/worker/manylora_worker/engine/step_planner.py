@@ -46,6 +46,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from manylora_shared.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 from manylora_shared.fair_queue import FairQueue, Pick
 from manylora_shared.ids import TenantId
 
@@ -53,7 +54,7 @@ from manylora_worker.engine.block_pool import BlockPool
 from manylora_worker.engine.block_tables import BlockTables
 from manylora_worker.engine.parking import Parking
 from manylora_worker.engine.prefixes import Prefixes
-from manylora_worker.engine.reclaim import PROMPT_TOKEN_COST, Reclaim, Room, least_recent
+from manylora_worker.engine.reclaim import Reclaim, Room, least_recent
 from manylora_worker.engine.sequence import Sequence, SequenceStatus
 from manylora_worker.engine.slots import Scheduled, Slots, Unit
 from manylora_worker.engine.swapping import Swapper
@@ -61,7 +62,6 @@ from manylora_worker.engine.tenant_shares import FlowKey, TenantShares
 from manylora_worker.engine.unit_queue import UnitQueue
 
 QUANTUM_TOKENS = 16
-OUTPUT_TOKEN_COST = 2
 
 
 @dataclass(frozen=True)
