@@ -30,7 +30,7 @@ from manylora_shared.ids import QosClass, RequestId, TenantId
 from manylora_shared.overload import (
     ADMISSION,
     NO_SAMPLE,
-    STACK,
+    STACK_INDEX,
     LevelController,
     OverloadView,
     Sample,
@@ -84,7 +84,6 @@ _STEPS_PER_SHARE = 64
 """Demand is told in such parts of a share, so that it does not change with every request."""
 _NOBODY = TenantId("")
 """Is in no view: stands for all that are not."""
-_INDEX = {qos_class: index for index, qos_class in enumerate(STACK)}
 _Samples = dict[QosClass, Sample]
 _SHED_ORDER = (QosClass.BATCH, QosClass.STANDARD, QosClass.INTERACTIVE)
 
@@ -289,7 +288,7 @@ class OverloadGate:
         tenant_id, qos_class = flow
         return (
             kept_part(self._view.level_of(tenant_id), ADMISSION[qos_class]) == 1.0
-            and self._demand.tops(tenant_id)[_INDEX[qos_class]] <= WITHIN_SHARE
+            and self._demand.tops(tenant_id)[STACK_INDEX[qos_class]] <= WITHIN_SHARE
         )
 
     def _attribute(self, samples: list[tuple[FlowKey, Sample]]) -> tuple[_Samples, dict[TenantId, _Samples]]:
@@ -298,7 +297,7 @@ class OverloadGate:
         own: dict[TenantId, _Samples] = {}
         for (tenant_id, qos_class), sample in samples:
             those: _Samples | None = cluster
-            if self._demand.tops(tenant_id)[_INDEX[qos_class]] > WITHIN_SHARE:
+            if self._demand.tops(tenant_id)[STACK_INDEX[qos_class]] > WITHIN_SHARE:
                 if tenant_id not in self._own and sample.warned and len(self._own) < MAX_LISTED:
                     self._own[tenant_id] = LevelController()
                 if tenant_id in self._own:
@@ -343,7 +342,7 @@ class OverloadGate:
         limit = math.inf
         qos_class = class_of(level)
         if qos_class is not None:
-            index = STACK.index(qos_class)
+            index = STACK_INDEX[qos_class]
             below = tops[index - 1] if index else 0.0
             limit = below + kept_part(level, rung_of(level)) * (tops[index] - below)
         return TenantView(tops, level, limit)
