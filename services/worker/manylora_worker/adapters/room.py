@@ -111,7 +111,7 @@ class Standing:
 
 
 class TierRoom:
-    """One tier. `entries` are those that are on it or being loaded to it; AdapterCache keeps them so.
+    """One tier. `entries` are those that are on it or being loaded to it; Residency keeps them so.
 
     Args:
         weight_of: a tenant's weight, at least 1.

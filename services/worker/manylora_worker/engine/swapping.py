@@ -1,7 +1,7 @@
 """KV of sequences in host memory: who has it there, whether that pays, and the copies that are under way.
 
 Owns the host blocks (a number each, as HostKv copies to and from them), every Swap of a sequence, and the rates
-that the choice is made by. Written by EngineCore and StepPlanner alone, on the engine's thread. Decides whether a
+that the choice is made by. Written by EngineCore and Parking alone, on the engine's thread. Decides whether a
 sequence that has to give up its blocks goes to the host; who has to, and who comes back when, is StepPlanner's.
 
     parked --leave--> LEAVING --copy over--> ON_HOST --bring_back--> ARRIVING --copy over--> parked
