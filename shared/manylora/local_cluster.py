@@ -243,18 +243,7 @@ class LocalCluster:
     async def _start_etcd(self) -> None:
         port = binary.free_port()
         self._etcd = f"127.0.0.1:{port}"
-        client, peer = f"http://{self._etcd}", "http://127.0.0.1:2380"
-        command = [
-            str(binary.find_etcd()),
-            f"--data-dir={self._data / ETCD}",
-            f"--listen-client-urls={client}",
-            f"--advertise-client-urls={client}",
-            "--listen-peer-urls=http://127.0.0.1:0",  # a lone member: nobody dials the address that it advertises
-            f"--initial-advertise-peer-urls={peer}",
-            f"--initial-cluster=default={peer}",
-            "--logger=zap",
-            "--log-level=warn",
-        ]
+        command = [str(binary.find_etcd()), *binary.member_flags(self._data / ETCD, self._etcd)]
         child = Child(
             ETCD,
             lambda ready: command,

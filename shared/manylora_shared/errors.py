@@ -55,6 +55,15 @@ class Code(enum.IntEnum):
     UNAUTHENTICATED = 16
 
 
+MAX_SHOWN = 80
+"""Characters of a caller's text that a message repeats."""
+
+
+def shown(text: str) -> str:
+    """A caller's text for a message: quoted, and cut."""
+    return repr(text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "...")
+
+
 @dataclass(frozen=True)
 class FieldViolation:
     """One reason why a request is wrong: the field's path (`sampling.top_p`) and what is wrong with it."""

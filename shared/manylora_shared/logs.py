@@ -18,7 +18,7 @@ import logging
 import sys
 from typing import Any, TextIO
 
-from manylora_shared.telemetry import trace_id_of
+from manylora_shared.traceparent import trace_id_of
 
 _KEY = "manylora_fields"
 _FORBIDDEN = frozenset({"prompt", "text", "completion", "messages", "token_ids", "prompt_token_ids", "authorization"})

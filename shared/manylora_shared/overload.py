@@ -105,7 +105,7 @@ _OWN = {qos_class: (_BEGINS[ADMISSION[qos_class]], _ENDS[_QUEUE[qos_class]]) for
 not given up for it."""
 STACK = (QosClass.INTERACTIVE, QosClass.STANDARD, QosClass.BATCH)
 """From the bottom of a tenant's demand to its top."""
-_INDEX = {qos_class: index for index, qos_class in enumerate(STACK)}
+STACK_INDEX = {qos_class: index for index, qos_class in enumerate(STACK)}
 
 
 def rung_of(level: int) -> Rung:
@@ -217,7 +217,7 @@ class OverloadView:
         tenant = self.tenants.get(tenant_id)
         if tenant is None:
             return 0.0, 1.0
-        index = _INDEX[qos_class]
+        index = STACK_INDEX[qos_class]
         return tenant.tops[index - 1] if index else 0.0, tenant.tops[index]
 
     def _limit(self, tenant_id: TenantId, rung: Rung) -> float:

@@ -36,7 +36,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from manylora_shared.errors import FieldViolation, InvalidRequest
+from manylora_shared.errors import MAX_SHOWN, FieldViolation, InvalidRequest, shown
 from manylora_shared.ids import AdapterName, QosClass, TenantId, is_valid_name
 
 DEFAULT_WEIGHTS: Mapping[QosClass, int] = {QosClass.INTERACTIVE: 4, QosClass.STANDARD: 2, QosClass.BATCH: 1}
@@ -52,7 +52,6 @@ MAX_DOCUMENT_BYTES = 16 * 1024
 _MAX_DEPTH = 8
 """Deeper nesting than the grammar has, and far less than would exhaust the stack."""
 _MAX_VIOLATIONS = 24
-_MAX_SHOWN = 80
 """Characters of a wrong value that an error repeats."""
 
 _Read = Callable[[str, yaml.Node], object]
@@ -267,10 +266,6 @@ def _line(marked: Any) -> int:
     return int(marked.start_mark.line) + 1
 
 
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "...")
-
-
 class _Reader:
     """Walks the nodes of one document and collects its violations. A value that is None had one."""
 
@@ -326,12 +321,12 @@ class _Reader:
         if not isinstance(node, yaml.ScalarNode):
             self._add(path, node, "must be a string")
         elif node.tag != _STR_TAG:
-            self._add(path, node, f"must be a string; write {_shown(node.value)} in quotes")
+            self._add(path, node, f"must be a string; write {shown(node.value)} in quotes")
         elif not is_valid_name(node.value):
             self._add(
                 path,
                 node,
-                f"{_shown(node.value)} is not a name: 1 to 64 of a-z 0-9 . _ -, "
+                f"{shown(node.value)} is not a name: 1 to 64 of a-z 0-9 . _ -, "
                 "beginning with a letter or digit, without '..'",
             )
         else:
@@ -437,7 +432,7 @@ class _Reader:
         found: list[str] = []
         for key_node, value_node in node.value:
             key = key_node.value if isinstance(key_node, yaml.ScalarNode) else ""
-            key_path = f"{path}.{key[:_MAX_SHOWN]}" if path else key[:_MAX_SHOWN]
+            key_path = f"{path}.{key[:MAX_SHOWN]}" if path else key[:MAX_SHOWN]
             if not isinstance(key_node, yaml.ScalarNode):
                 self._add(path or "policy_yaml", key_node, "has a key that is not a word")
             elif key not in readers:
@@ -465,7 +460,7 @@ class _Reader:
                 value = int(text)
                 if low <= value <= high:
                     return value
-            self._add(path, node, f"must be a whole number from {low} to {high}, not {_shown(text)}")
+            self._add(path, node, f"must be a whole number from {low} to {high}, not {shown(text)}")
         else:
             self._add(path, node, f"must be a whole number from {low} to {high}")
         return None

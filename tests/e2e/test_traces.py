@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from manylora.client import Client, Delta, RequestFailed, Sampling
 from manylora.demo import skills
-from manylora_shared.telemetry import Attribute, SpanName, trace_id_of
+from manylora_shared.telemetry import Attribute, SpanName
+from manylora_shared.traceparent import trace_id_of
 
 from tests.e2e.conftest import UpCluster
 

@@ -16,6 +16,9 @@ from manylora_worker.engine.kv_cache import KvCache
 from manylora_worker.engine.model_runner import TorchModelRunner
 from manylora_worker.loader import LoadedModel
 
+from tests.numerics.conftest import Family
+from tests.numerics.families import VOCAB_SIZE
+
 GREEDY = Sampling(seed=0, temperature=0.0)
 LIMITS = AdapterLimits(max_rank=64)
 ALWAYS_STACK = 1e15
@@ -106,3 +109,19 @@ class Driver:
         """Until every stream has `max_tokens` of output."""
         while live := [s for s in streams if len(s.output) < max_tokens]:
             self.step(live, prefill_tokens)
+
+
+def prompts(count: int, seed: int = 0, shortest: int = 2, longest: int = 40) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(shortest, longest))] for _ in range(count)]
+
+
+def mixed_streams(family: Family, driver: Driver, seed: int = 0) -> list[tuple[Stream, str | None]]:
+    """A stream for every adapter, some twice, and two without."""
+    names: list[str | None] = [*family.adapters, None, *list(family.adapters)[:2], None]
+    random.Random(seed).shuffle(names)
+    uids = {name: put_adapter(driver.runner, family.loaded, folder) for name, folder in family.adapters.items()}
+    drawn = prompts(len(names), seed)
+    return [
+        (Stream(prompt, None if name is None else uids[name]), name) for prompt, name in zip(drawn, names, strict=True)
+    ]

@@ -26,8 +26,7 @@ from manylora_worker.engine.step_planner import PlannerLimits
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Config
 
 from tests.numerics.conftest import Family, FamilyOf
-from tests.numerics.driver import LIMITS, Driver, Stream, make_runner
-from tests.numerics.test_engine_against_peft import mixed_streams
+from tests.numerics.driver import LIMITS, Driver, Stream, make_runner, mixed_streams
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
@@ -69,7 +68,7 @@ def check_family(
     family_of: FamilyOf, name: str, device: str, monkeypatch: pytest.MonkeyPatch, *, marks_free: bool = False
 ) -> None:
     monkeypatch.setattr(loader, "can_pack", lambda *_: False)
-    monkeypatch.setattr("tests.numerics.test_engine_against_peft.put_adapter", put_device_adapter)
+    monkeypatch.setattr("tests.numerics.driver.put_adapter", put_device_adapter)
     on_cpu = family_of(name)
     loaded, runner = make_device_runner(on_cpu, on_cpu.folder, device, marks_free=marks_free)
     family = Family(name, on_cpu.folder, on_cpu.adapters, loaded, on_cpu.reference)

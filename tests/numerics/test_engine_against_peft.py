@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tests.numerics.conftest import Family, FamilyOf
-from tests.numerics.driver import ALWAYS_STACK, NEVER_STACK, Driver, Stream, make_runner, put_adapter
-from tests.numerics.families import FAMILIES, VOCAB_SIZE, WINDOW
+from tests.numerics.driver import ALWAYS_STACK, NEVER_STACK, Driver, Stream, make_runner, mixed_streams, prompts
+from tests.numerics.families import FAMILIES, WINDOW
 
 TOLERANCE = 1e-4
-
-
-def prompts(count: int, seed: int = 0, shortest: int = 2, longest: int = 40) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(shortest, longest))] for _ in range(count)]
-
-
-def mixed_streams(family: Family, driver: Driver, seed: int = 0) -> list[tuple[Stream, str | None]]:
-    """A stream for every adapter, some twice, and two without."""
-    names: list[str | None] = [*family.adapters, None, *list(family.adapters)[:2], None]
-    random.Random(seed).shuffle(names)
-    uids = {name: put_adapter(driver.runner, family.loaded, folder) for name, folder in family.adapters.items()}
-    drawn = prompts(len(names), seed)
-    return [
-        (Stream(prompt, None if name is None else uids[name]), name) for prompt, name in zip(drawn, names, strict=True)
-    ]
 
 
 def assert_next_logits(family: Family, streams: list[tuple[Stream, str | None]], logits: torch.Tensor) -> None:

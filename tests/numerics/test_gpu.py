@@ -7,9 +7,8 @@ import torch
 from manylora_worker.loader import load_model
 
 from tests.numerics.conftest import Family, FamilyOf
-from tests.numerics.driver import Driver, make_runner
+from tests.numerics.driver import Driver, make_runner, mixed_streams
 from tests.numerics.families import FAMILIES
-from tests.numerics.test_engine_against_peft import mixed_streams
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.engine.api import EngineRequest, FinishReason, SwapRunner
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.engine.fake_runner import FakeAdapterBackend
-from manylora_worker.engine.host_kv import HostKv, runs
+from manylora_worker.engine.host_kv import TensorHostKv, runs
 from manylora_worker.engine.prefix_cache import PrefixKeys, PrefixOptions
 from manylora_worker.engine.step_planner import PlannerLimits
 from manylora_worker.engine.tenant_shares import TenantShare
@@ -116,8 +116,8 @@ def test_outputs_are_the_references_on_the_device(family_of: FamilyOf, name: str
     )  # fmt: skip
     parts = build_engine_parts(options)
     assert isinstance(parts.runner, SwapRunner)
-    assert parts.runner.num_host_blocks == 10
-    assert 0 < parts.runner.block_copy_s < 1e-2
+    assert parts.runner.host_kv.num_blocks == 10
+    assert 0 < parts.runner.host_kv.block_copy_s < 1e-2
     limits = EngineLimits(
         PlannerLimits(48, 17, 10), AdapterCacheLimits(host_bytes=1 << 30, device_bytes=adapter_bytes), max_requests=64
     )
@@ -139,7 +139,7 @@ def test_stretches_of_blocks_are_copied_at_once() -> None:
 def check_copies(device: str) -> None:
     """Blocks go out, are overwritten, and come back elsewhere, whoever had the host blocks before."""
     arena = torch.arange(12 * 40, dtype=torch.float32, device=device).view(12, 40).clone()
-    host = HostKv(arena, 8)
+    host = TensorHostKv(arena, 8)
     before = arena.clone()
     rng = random.Random(1)
     for _ in range(20):
@@ -171,7 +171,7 @@ def test_copies_on_the_device() -> None:
 def test_a_copy_comes_behind_the_steps_before_it_and_those_after_it_go_on() -> None:
     """The arena is written by work that is still to be done when the copy is started, and read by more behind it."""
     arena = torch.zeros(64, 1 << 19, device="cuda")
-    host = HostKv(arena, 64)
+    host = TensorHostKv(arena, 64)
     blocks = list(range(0, 64, 2))
     slow = torch.randn(4096, 4096, device="cuda")
     torch.cuda.synchronize()

@@ -13,12 +13,12 @@ from manylora_shared.ids import RequestId, TenantId
 from manylora_worker.engine.block_pool import BlockPool
 from manylora_worker.engine.core import EngineCore
 from manylora_worker.engine.fake_runner import AheadFakeRunner, EngineFault, FakeRunner
+from manylora_worker.engine.parking import Parking
 from manylora_worker.engine.sequence import Sequence, SequenceStatus, SwapStage
-from manylora_worker.engine.step_planner import StepPlanner
 from manylora_worker.engine.swapping import HostBlocks, SwapCosts, Swapper
 from manylora_worker.engine.tenant_shares import TenantShare, TenantShares
 
-from tests.properties.test_engine_shares import Rig, assert_all_is_counted_once, fight
+from tests.properties.engine_rig import Rig, assert_all_is_counted_once, fight
 
 _A, _B, _C = TenantId("a"), TenantId("b"), TenantId("c")
 _RUNNERS = [FakeRunner, AheadFakeRunner]
@@ -281,14 +281,14 @@ def test_a_failed_step_does_not_have_what_came_back_cleared() -> None:
 
 
 def _frees_before_the_copy_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    leave = StepPlanner._swap_or_evict
+    leave = Parking.swap_or_evict
 
-    def broken(self: StepPlanner, sequence: Sequence) -> None:
+    def broken(self: Parking, sequence: Sequence) -> None:
         leave(self, sequence)
         if sequence.is_copying:
             self._tables.lose(sequence)
 
-    monkeypatch.setattr(StepPlanner, "_swap_or_evict", broken)
+    monkeypatch.setattr(Parking, "swap_or_evict", broken)
 
 
 def _leaves_a_block_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,9 @@ from manylora_scheduler.events import (
     WorkerReported,
 )
 from manylora_scheduler.neighbours import FlowWait, Neighbours
-from manylora_scheduler.overload import TICK_S, OverloadGate, OverloadTargets
+from manylora_scheduler.overload import TICK_S, OverloadGate
 from manylora_scheduler.reports import FlowLoad, StartedRequest
+from manylora_scheduler.waiting import OverloadTargets
 from manylora_shared.errors import Code
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
 from manylora_shared.overload import LEVELS, OverloadView, TenantView, output_cap
@@ -169,7 +170,7 @@ def test_what_one_tick_sheds_is_in_order_too() -> None:
     tops = {"far": (2.0, 4.0, 6.0), "near": (0.3, 0.6, 0.9)}
     everything = OverloadView(LEVELS, math.inf, {TenantId(t): TenantView(tops[t]) for t in tops})
     desk.gate._view = everything
-    desk.told = list(desk.gate._shed(list(desk.gate._flows), desk.now))
+    desk.told = list(desk.gate._shed(list(desk.gate._book.flows), desk.now))
     desk.gate.check_invariants()
     order = [r.request.flow for r in desk.refusals()]
     assert [f.qos_class for f in order] == [BATCH] * 8 + [STANDARD] * 8 + [INTERACTIVE] * 8
@@ -254,7 +255,7 @@ def test_waiting_for_a_slot_on_a_worker_is_waiting() -> None:
 
 
 def test_a_tick_looks_through_some_flows_and_all_get_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manylora_scheduler.overload.MAX_LOOKED_AT", 4)
+    monkeypatch.setattr("manylora_scheduler.waiting.MAX_LOOKED_AT", 4)
     desk = Desk()
     desk.fill([])
     for i in range(40):
@@ -264,7 +265,7 @@ def test_a_tick_looks_through_some_flows_and_all_get_their_turn(monkeypatch: pyt
     assert desk.core.num_queued == 0, "whatever is given up is found"
     assert len(desk.refusals()) >= 36, "but for those that were granted when others ended"
     desk.wait(3.0)
-    assert not desk.gate._flows
+    assert not desk.gate._book.flows
 
 
 def test_an_admitted_request_that_comes_again_is_not_refused() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import grpc
 import pytest
-from manylora_shared import telemetry as module
 from manylora_shared.errors import Code, NotFound
-from manylora_shared.telemetry import Attribute, MetricName, SpanName, Telemetry, request_attributes, trace_id_of
+from manylora_shared.telemetry import Attribute, MetricName, SpanName, Telemetry, exporters, request_attributes, source
+from manylora_shared.traceparent import trace_id_of
 from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
@@ -193,8 +193,8 @@ def test_an_otlp_receiver_gets_the_spans_by_shutdown() -> None:
 
 
 def test_a_dead_receiver_delays_the_shutdown_by_seconds_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_EXPORT_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(module, "_FLUSH_TIMEOUT_MS", 300)
+    monkeypatch.setattr(exporters, "_EXPORT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(source, "_FLUSH_TIMEOUT_MS", 300)
     telemetry = Telemetry("scheduler", otlp_endpoint="127.0.0.1:1")
     telemetry.span(SpanName.QUEUE).end()
     started = time.monotonic()

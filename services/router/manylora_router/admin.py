@@ -1,9 +1,8 @@
 """AdminService: tenants, keys, adapters, status.
 
-Owns the uploads that run now. Every change of the store is one transaction guarded by what was read before it, so that
-routers do not overwrite one another. An adapter becomes known only when its files stand in the adapter store and are
-validated; whatever fails before that leaves nothing behind. Each handler first asks whether the caller's key permits
-the call, before it looks anything up.
+Every change of the store is one transaction guarded by what was read before it, so that routers do not overwrite one
+another. An adapter becomes known only when its files stand in the adapter store and are validated (adapter_intake.py).
+Each handler first asks whether the caller's key permits the call, before it looks anything up.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Sequence
 
-from manylora.v1 import admin_pb2, scheduler_pb2, worker_pb2
-from manylora_shared.adapter_files import AdapterFiles
+from manylora.v1 import admin_pb2
 from manylora_shared.adapter_shares import pins_problem
 from manylora_shared.clock import WallClock
 from manylora_shared.coordination import keys
@@ -23,37 +21,23 @@ from manylora_shared.coordination.base import Compare, Delete, KeyValue, Put, St
 from manylora_shared.coordination.records import AdapterRecord, KeyRecord
 from manylora_shared.errors import (
     AlreadyExists,
-    Code,
-    DeadlineExceeded,
-    FieldViolation,
     InternalError,
     InvalidRequest,
     NotFound,
-    Overloaded,
-    RpcError,
     ServiceUnavailable,
     VersionConflict,
 )
-from manylora_shared.identity import TENANT_SCOPES, Principal, Scope, authenticate, new_key, permission_denied
-from manylora_shared.ids import NAME_PATTERN, AdapterUid, TenantId, is_valid_name
+from manylora_shared.identity import TENANT_SCOPES, Principal, Scope, authenticate, new_key
+from manylora_shared.ids import TenantId, is_valid_name
 from manylora_shared.logs import fields
 from manylora_shared.policy import TenantPolicy, line_of, parse_policy
-from manylora_shared.transport.base import ServerCall, Service, Transport, methods_of
+from manylora_shared.transport.base import ServerCall, Service
 
-from manylora_router.channels import WorkerChannels
+from manylora_router.adapter_intake import AdapterIntake
+from manylora_router.cluster_status import ClusterStatus
 from manylora_router.directory import Directory
-from manylora_router.levels import ServiceLevels
-from manylora_router.scheduler_client import GET_STATUS
 
 _LOG = logging.getLogger(__name__)
-_VALIDATE_ADAPTER = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])["ValidateAdapter"]
-
-MAX_UPLOADS = 8
-"""Adapters that one router takes in at a time."""
-UPLOAD_IDLE_S = 60.0
-"""An upload that sends nothing for so long is given up."""
-_VALIDATE_TIMEOUT_S = 300.0
-_STATUS_TIMEOUT_S = 2.0
 _MAX_CONFLICTS = 8
 """Times that a change is tried again because somebody else changed the same key."""
 _POLICIES_AT_ONCE = 32
@@ -68,22 +52,17 @@ class AdminServicer:
         *,
         directory: Directory,
         store: Store,
-        files: AdapterFiles,
-        channels: WorkerChannels,
-        transport: Transport,
-        levels: ServiceLevels,
+        intake: AdapterIntake,
+        status: ClusterStatus,
         clock: WallClock,
         rng: random.Random,
     ) -> None:
         self._directory = directory
         self._store = store
-        self._files = files
-        self._channels = channels
-        self._transport = transport
-        self._levels = levels
+        self._intake = intake
+        self._status = status
         self._clock = clock
         self._rng = rng
-        self._num_uploads = 0
 
     def service(self) -> Service:
         return Service(
@@ -102,10 +81,6 @@ class AdminServicer:
                 "GetStatus": self.get_status,
             },
         )
-
-    @property
-    def num_uploads(self) -> int:
-        return self._num_uploads
 
     def _caller(self, call: ServerCall) -> Principal:
         """Raises Unauthenticated."""
@@ -294,40 +269,15 @@ class AdminServicer:
     async def add_adapter(
         self, requests: AsyncIterator[admin_pb2.AddAdapterRequest], call: ServerCall
     ) -> admin_pb2.AddAdapterResponse:
-        header = await self._read_header(requests, self._caller(call))
+        header = await self._intake.read_header(requests, self._caller(call))
         await self._stored_tenant(header.tenant_id)
         key = keys.adapter(header.tenant_id, header.name)
         if await self._store.get(key) is not None:
             raise _exists(header.name)
-        if self._num_uploads >= MAX_UPLOADS:
-            raise Overloaded(f"{MAX_UPLOADS} adapters are being added at this router already", retry_after_s=1.0)
-        self._num_uploads += 1
-        try:
-            record = await self._take_in(header, requests)
-        finally:
-            self._num_uploads -= 1
+        record = await self._intake.take_in(header, requests)
         revision = await self._register(record)
         await self._directory.adapter_seen(record.tenant_id, record.name, revision)
         return admin_pb2.AddAdapterResponse(adapter=_adapter_info(record))
-
-    async def _take_in(
-        self, header: admin_pb2.AddAdapterHeader, requests: AsyncIterator[admin_pb2.AddAdapterRequest]
-    ) -> AdapterRecord:
-        """Brings the files into the adapter store, if a worker finds them good."""
-        incoming = await self._files.begin()
-        try:
-            if header.store_path:
-                await self._no_chunks(requests)
-                await self._files.import_from(incoming, header.store_path)
-            else:
-                await self._receive(requests, incoming)
-            uid = await self._files.finish(incoming)
-            record = await self._validate(header, incoming, uid)
-            await self._files.commit(incoming, uid)
-            return record
-        finally:
-            # Shielded: a caller that goes away must not leave its files behind.
-            await asyncio.shield(self._files.discard(incoming))
 
     async def _register(self, record: AdapterRecord) -> int:
         """Returns the store's revision. Raises AlreadyExists, or NotFound where the tenant is gone."""
@@ -367,175 +317,16 @@ class AdminServicer:
         await self._directory.adapter_seen(tenant_id, request.name, 0, deleted=True)
         return admin_pb2.RemoveAdapterResponse()
 
-    async def _read_header(
-        self, requests: AsyncIterator[admin_pb2.AddAdapterRequest], caller: Principal
-    ) -> admin_pb2.AddAdapterHeader:
-        """The header, its tenant filled in. Raises PermissionDenied and InvalidRequest."""
-        if not (caller.may(Scope.OPERATOR) or caller.may(Scope.ADMIN)):
-            raise permission_denied()
-        first = await self._next(requests)
-        if first is None or first.WhichOneof("part") != "header":
-            raise InvalidRequest.of("header", "must be the first message")
-        header = first.header
-        header.tenant_id = caller.require_tenant(header.tenant_id, [Scope.ADMIN])
-        wrong = [
-            FieldViolation(f"header.{name}", f"must match {NAME_PATTERN}" if value else "is missing")
-            for name, value in (("tenant_id", header.tenant_id), ("name", header.name))
-            if not is_valid_name(value)
-        ]
-        if wrong:
-            raise InvalidRequest.of_all(wrong)
-        return header
-
-    async def _receive(self, requests: AsyncIterator[admin_pb2.AddAdapterRequest], incoming: str) -> None:
-        while (message := await self._next(requests)) is not None:
-            if message.WhichOneof("part") != "chunk":
-                raise InvalidRequest.of("chunk", "must be every message after the first")
-            await self._files.append(incoming, message.chunk.file_name, message.chunk.data)
-
-    async def _no_chunks(self, requests: AsyncIterator[admin_pb2.AddAdapterRequest]) -> None:
-        if await self._next(requests) is not None:
-            raise InvalidRequest.of("chunk", "must not be sent with header.store_path")
-
-    async def _next(self, requests: AsyncIterator[admin_pb2.AddAdapterRequest]) -> admin_pb2.AddAdapterRequest | None:
-        try:
-            async with asyncio.timeout(UPLOAD_IDLE_S):
-                return await anext(requests, None)
-        except TimeoutError:
-            raise DeadlineExceeded(f"the upload sent nothing for {UPLOAD_IDLE_S:g} seconds") from None
-
-    async def _validate(self, header: admin_pb2.AddAdapterHeader, incoming: str, uid: AdapterUid) -> AdapterRecord:
-        """Asks a worker. Raises InvalidRequest with all that is wrong, ServiceUnavailable where no worker answers."""
-        answer = await self._ask_worker(worker_pb2.ValidateAdapterRequest(path=incoming))
-        if answer.problems:
-            raise InvalidRequest.of_all([FieldViolation(p.field, p.description) for p in answer.problems])
-        return AdapterRecord(
-            tenant_id=header.tenant_id,
-            name=header.name,
-            uid=uid,
-            max_lora_rank=answer.max_lora_rank,
-            size_bytes=answer.size_bytes,
-            target_modules=tuple(answer.target_modules),
-            created_unix_s=self._clock.now_unix_s(),
-        )
-
-    async def _ask_worker(self, request: worker_pb2.ValidateAdapterRequest) -> worker_pb2.ValidateAdapterResponse:
-        workers = [record for _, record in sorted(self._directory.workers.items())]
-        self._rng.shuffle(workers)
-        for worker in workers:
-            channel = self._channels.acquire(worker.address)
-            try:
-                answer: worker_pb2.ValidateAdapterResponse = await channel.call(
-                    _VALIDATE_ADAPTER, request, timeout=_VALIDATE_TIMEOUT_S
-                )
-                return answer
-            except RpcError as e:
-                if e.code is Code.INVALID_ARGUMENT:
-                    raise InvalidRequest(e.message, violations=e.violations) from e
-                _LOG.warning("a worker could not validate", extra=fields(worker=worker.worker_id, error=str(e)))
-            finally:
-                self._channels.release(worker.address)
-        raise ServiceUnavailable("no worker could validate the adapter", retry_after_s=1.0)
-
     # Status
 
     async def get_status(self, request: admin_pb2.GetStatusRequest, call: ServerCall) -> admin_pb2.GetStatusResponse:
         caller = self._caller(call)
-        directory = self._directory
         tenant_id = "" if caller.may(Scope.OPERATOR) else caller.require_tenant("", TENANT_SCOPES)
-        if request.local_only:
-            return self._levels.local(tenant_id)
-        answer, (levels, routers) = await asyncio.gather(
-            self._scheduler_status(), self._levels.of_cluster(tenant_id, call.metadata)
-        )
-        if tenant_id:
-            return self._status_of_tenant(tenant_id, answer, levels)
-        reported = {status.worker_id: status for status in answer.workers}
-        workers: list[admin_pb2.WorkerStatus] = []
-        for worker_id, record in sorted(directory.workers.items()):
-            status = admin_pb2.WorkerStatus(sequence_slots=record.sequence_slots)
-            if worker_id in reported:
-                status = reported[worker_id]
-            status.worker_id, status.address, status.device = worker_id, record.address, record.device
-            workers.append(status)
-        model = directory.model
-        return admin_pb2.GetStatusResponse(
-            base_model=model.name if model is not None else "",
-            scheduler=answer.scheduler,
-            workers=workers,
-            routers=[
-                admin_pb2.RouterStatus(router_id=router_id, address=record.address, answered=router_id in routers)
-                for router_id, record in sorted(directory.routers.items())
-            ],
-            tenants=len(directory.tenants),
-            adapters=len(directory.adapters),
-            slos=levels.slos,
-            circuits=levels.circuits,
-            quarantined_prompts=levels.quarantined_prompts,
-        )
-
-    def _status_of_tenant(
-        self,
-        tenant_id: str,
-        answer: scheduler_pb2.GetSchedulerStatusResponse,
-        levels: admin_pb2.GetStatusResponse,
-    ) -> admin_pb2.GetStatusResponse:
-        """What a tenant may know: the model, its own flows and counts. Nothing of other tenants or of the machines."""
-        for circuit in levels.circuits:
-            circuit.router_id = ""
-        model = self._directory.model
-        return admin_pb2.GetStatusResponse(
-            base_model=model.name if model is not None else "",
-            scheduler=admin_pb2.SchedulerStatus(
-                reachable=answer.scheduler.reachable,
-                flows=[flow for flow in answer.scheduler.flows if flow.tenant_id == tenant_id],
-                quotas=[quota for quota in answer.scheduler.quotas if quota.tenant_id == tenant_id],
-                overload=admin_pb2.OverloadStatus(
-                    level=answer.scheduler.overload.level,
-                    rung=answer.scheduler.overload.rung,
-                    tenants=[each for each in answer.scheduler.overload.tenants if each.tenant_id == tenant_id],
-                ),
-                adapters=[_without_machines(a) for a in answer.scheduler.adapters if a.tenant_id == tenant_id],
-            ),
-            tenants=1 if tenant_id in self._directory.tenants else 0,
-            adapters=len(self._directory.adapters_of(tenant_id)),
-            slos=[slo for slo in levels.slos if slo.tenant_id == tenant_id],
-            circuits=[circuit for circuit in levels.circuits if circuit.tenant_id == tenant_id],
-            quarantined_prompts=levels.quarantined_prompts,
-        )
-
-    async def _scheduler_status(self) -> scheduler_pb2.GetSchedulerStatusResponse:
-        """The leader's answer; `reachable` is false where there is none."""
-        address = self._directory.leader_address()
-        if address is None:
-            return scheduler_pb2.GetSchedulerStatusResponse()
-        channel = self._transport.connect(address)
-        try:
-            answer: scheduler_pb2.GetSchedulerStatusResponse = await channel.call(
-                GET_STATUS, scheduler_pb2.GetSchedulerStatusRequest(), timeout=_STATUS_TIMEOUT_S
-            )
-        except RpcError as e:
-            _LOG.warning("the scheduler gave no status", extra=fields(address=address, error=str(e)))
-            answer = scheduler_pb2.GetSchedulerStatusResponse()
-            answer.scheduler.address = address
-            return answer
-        finally:
-            await channel.close()
-        answer.scheduler.reachable = True
-        answer.scheduler.address = address
-        return answer
+        return await self._status.told(tenant_id, call.metadata, local_only=request.local_only)
 
 
 def _tenant_info(tenant_id: str, policy_yaml: str, version: int, adapters: int) -> admin_pb2.TenantInfo:
     return admin_pb2.TenantInfo(tenant_id=tenant_id, policy_yaml=policy_yaml, version=version, adapters=adapters)
-
-
-def _without_machines(adapters: admin_pb2.TenantAdapters) -> admin_pb2.TenantAdapters:
-    """As a tenant may see it: neither how many workers there are, nor that others were in its adapters' way."""
-    adapters.displaced = 0
-    for pin in adapters.pins:
-        pin.on_device, pin.workers = int(pin.on_device == pin.workers), 1
-    return adapters
 
 
 def _adapter_info(record: AdapterRecord) -> admin_pb2.AdapterInfo:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from manylora_shared.errors import FieldViolation, InvalidRequest, NotFound
+from manylora_shared.errors import FieldViolation, InvalidRequest, NotFound, shown
 from manylora_shared.identity import Principal, Scope, permission_denied
 from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId, is_valid_name
 from manylora_shared.policy import TenantPolicy
@@ -42,7 +42,6 @@ BYTES_PER_CONTEXT_TOKEN = 16
 MAX_TEXT_BYTES = 1 << 20
 _MAX_LISTED = 8
 """Violations listed of one list; what follows is counted."""
-_MAX_SHOWN = 80
 
 
 @dataclass(frozen=True)
@@ -124,11 +123,11 @@ class Admitted:
 
 
 def not_found_tenant(tenant: str) -> NotFound:
-    return NotFound(f"{TENANT_KEY}: tenant {_shown(tenant)} is not known")
+    return NotFound(f"{TENANT_KEY}: tenant {shown(tenant)} is not known")
 
 
 def not_found_adapter(adapter: str) -> NotFound:
-    return NotFound(f"{ADAPTER_KEY}: adapter {_shown(adapter)} is not known to this tenant")
+    return NotFound(f"{ADAPTER_KEY}: adapter {shown(adapter)} is not known to this tenant")
 
 
 def tenant_of(principal: Principal, named: str) -> str:
@@ -297,13 +296,13 @@ def _check_length(
 def _check_metadata(request: RequestInput, found: list[FieldViolation]) -> None:
     classes = [c.value for c in QosClass]
     if request.request_class and request.request_class not in classes:
-        message = f"{_shown(request.request_class)} is not one of {', '.join(classes)}"
+        message = f"{shown(request.request_class)} is not one of {', '.join(classes)}"
         found.append(FieldViolation(CLASS_KEY, message))
     digits = request.priority.removeprefix("-")
     if request.priority and not (
         digits.isascii() and digits.isdigit() and len(digits) <= 3 and abs(int(digits)) <= MAX_PRIORITY
     ):
-        message = f"{_shown(request.priority)} is not a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+        message = f"{shown(request.priority)} is not a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}"
         found.append(FieldViolation(PRIORITY_KEY, message))
     key = request.idempotency_key
     if key and not (len(key) <= MAX_IDEMPOTENCY_KEY_CHARS and key.isascii() and key.isprintable()):
@@ -414,7 +413,3 @@ def _check_stops(request: RequestInput, model: ModelLimits, found: list[FieldVio
         found.append(FieldViolation("stop_token_ids", message))
     elif request.stop_token_ids:
         _check_token_ids("stop_token_ids", request.stop_token_ids, model, found)
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "...")

@@ -23,8 +23,10 @@ from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import Server, Transport
 
 from manylora_router import operator_key
+from manylora_router.adapter_intake import AdapterIntake
 from manylora_router.admin import AdminServicer
 from manylora_router.channels import WorkerChannels
+from manylora_router.cluster_status import ClusterStatus
 from manylora_router.config import RouterConfig
 from manylora_router.directory import Directory
 from manylora_router.levels import ServiceLevels
@@ -83,19 +85,21 @@ class RouterApp:
             rng=rng,
             default_max_tokens=config.default_max_tokens,
         )
+        self._intake = AdapterIntake(
+            directory=self.directory, files=adapter_store, channels=self.channels, clock=self._clock, rng=rng
+        )
+        levels = ServiceLevels(
+            router_id=self.router_id,
+            directory=self.directory,
+            transport=transport,
+            slo=self.inference.slo,
+            guard=self.inference.guard,
+        )
         self.admin = AdminServicer(
             directory=self.directory,
             store=store,
-            files=adapter_store,
-            channels=self.channels,
-            transport=peers,
-            levels=ServiceLevels(
-                router_id=self.router_id,
-                directory=self.directory,
-                transport=transport,
-                slo=self.inference.slo,
-                guard=self.inference.guard,
-            ),
+            intake=self._intake,
+            status=ClusterStatus(directory=self.directory, transport=peers, levels=levels),
             clock=self._clock,
             rng=rng,
         )
@@ -122,7 +126,7 @@ class RouterApp:
             "granted": self.scheduler.num_granted,
             "leases": self.scheduler.num_leases,
             "unsent": self.scheduler.num_unsent,
-            "uploads": self.admin.num_uploads,
+            "uploads": self._intake.num_uploads,
             "streams": self.channels.num_users,
             "guarded": self.inference.guard.num_running,
             "channels": len(self.channels),

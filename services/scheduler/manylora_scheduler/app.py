@@ -25,10 +25,10 @@ from manylora_shared.transport.base import Server, Transport
 from manylora_scheduler.clock_keeper import ClockKeeper
 from manylora_scheduler.config import SchedulerConfig
 from manylora_scheduler.core import CoreLimits
-from manylora_scheduler.overload import OverloadTargets
 from manylora_scheduler.servicer import SchedulerServicer
 from manylora_scheduler.succession import ClockSnapshot
 from manylora_scheduler.term import Term
+from manylora_scheduler.waiting import OverloadTargets
 
 _LOG = logging.getLogger(__name__)
 _STOP_GRACE_S = 1.0

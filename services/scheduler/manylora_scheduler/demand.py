@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 from manylora_shared.ids import QosClass, TenantId
-from manylora_shared.overload import STACK
+from manylora_shared.overload import STACK, STACK_INDEX
 
 from manylora_scheduler.request import FlowKey
 
@@ -38,7 +38,7 @@ _MEMORY = 0.1
 """The weight of the last request in a flow's mean cost."""
 _NEGLIGIBLE = 1.0
 _NO_DEMAND = (0.0, 0.0, 0.0)
-_STANDARD = STACK.index(QosClass.STANDARD)
+_STANDARD = STACK_INDEX[QosClass.STANDARD]
 _BUCKETS_PER_OCTAVE = 8
 _MAX_EXPONENT = 512.0
 """Sums are projected to a new moment before they are 2 to this times what they count."""
@@ -128,14 +128,14 @@ class Demand:
 
     def came(self, flow: FlowKey, cost: float, now: float) -> None:
         """A request asks to be queued."""
-        tenant, index = self._tenant(flow.tenant_id), STACK.index(flow.qos_class)
+        tenant, index = self._tenant(flow.tenant_id), STACK_INDEX[flow.qos_class]
         self._add(flow.tenant_id, tenant, index, cost, now)
         mean = tenant.means[index]
         tenant.means[index] = mean + _MEMORY * (cost - mean) if mean else cost
 
     def was_refused(self, flow: FlowKey, requests: int, now: float) -> None:
         """Routers refused so many requests, whose sizes they do not know."""
-        tenant, index = self._tenant(flow.tenant_id), STACK.index(flow.qos_class)
+        tenant, index = self._tenant(flow.tenant_id), STACK_INDEX[flow.qos_class]
         self._add(flow.tenant_id, tenant, index, requests * (tenant.means[index] or DEFAULT_COST), now)
 
     def was_granted(self, cost: float, now: float) -> None:
@@ -194,7 +194,7 @@ class Demand:
 
     def limit(self, qos_class: QosClass, part: float) -> float:
         """The height below which `part` of the class's demand is, over all tenants."""
-        index = STACK.index(qos_class)
+        index = STACK_INDEX[qos_class]
         bends: list[tuple[float, float]] = []  # at each height, by how much more cost there is in a share
         total = 0.0
         for tenant, stands_for in self._sample():

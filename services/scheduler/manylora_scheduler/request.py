@@ -15,6 +15,8 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from manylora_shared.costs import OUTPUT_TOKEN_COST as OUTPUT_TOKEN_COST
+from manylora_shared.costs import PROMPT_TOKEN_COST as PROMPT_TOKEN_COST
 from manylora_shared.fair_queue import Rank
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
 
@@ -25,9 +27,6 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 60.0
 """A request without a deadline takes its place in its flow as if it had this one."""
-PROMPT_TOKEN_COST = 1
-OUTPUT_TOKEN_COST = 2
-"""Cost counts tokens that are really computed; an output token costs a whole pass over the weights."""
 
 
 class FlowKey(NamedTuple):

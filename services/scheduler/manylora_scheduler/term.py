@@ -17,10 +17,10 @@ from manylora_shared.coordination.base import StoreUnavailable
 from manylora_shared.coordination.records import WorkerRecord
 from manylora_shared.errors import Code, InvalidRequest, ManyloraError, Overloaded, ServiceUnavailable
 from manylora_shared.heap import collector_paused
-from manylora_shared.ids import QosClass, RouterId, TenantId, WorkerId
+from manylora_shared.ids import RouterId, TenantId, WorkerId
 from manylora_shared.logs import fields
 from manylora_shared.policy import TenantPolicy, parse_policy
-from manylora_shared.telemetry import Attribute, MetricName, SpanName, Telemetry, request_attributes
+from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import Transport
 
 from manylora_scheduler.clock_keeper import ClockKeeper
@@ -56,11 +56,12 @@ from manylora_scheduler.messages import (
     tenant_adapter_statuses,
     worker_status,
 )
-from manylora_scheduler.neighbours import NOISY_KINDS
-from manylora_scheduler.overload import OverloadGate, OverloadTargets
+from manylora_scheduler.metrics import TermMetrics
+from manylora_scheduler.overload import OverloadGate
 from manylora_scheduler.quota import QuotaGate
-from manylora_scheduler.request import QueuedRequest
+from manylora_scheduler.spans import QueueSpans
 from manylora_scheduler.succession import ClockSnapshot
+from manylora_scheduler.waiting import OverloadTargets
 
 _LOG = logging.getLogger(__name__)
 
@@ -143,6 +144,8 @@ class Term:
         self._policies = policies
         self._transport = transport
         self._telemetry = telemetry
+        self._metrics = TermMetrics(telemetry)
+        self._spans = QueueSpans(telemetry, scheduler_id, epoch)
         self._rng = rng
         self._loop = asyncio.get_running_loop()
         self.core = Core(limits, predecessor, order)
@@ -154,9 +157,6 @@ class Term:
         self._ending: dict[asyncio.Task[None], None] = {}
         """Workers' lines that are being closed."""
         self._known_tenants: dict[TenantId, None] = {}
-        self._given_up: dict[tuple[QosClass, str], int] = {}
-        self._evicted: dict[tuple[WorkerId, str], int] = {}
-        """As the metrics have it, by class and stage."""
         self._timer: asyncio.TimerHandle | None = None
         self._clock_pause_s = MIN_CLOCK_PAUSE_S
         self._next_session = 1
@@ -295,7 +295,7 @@ class Term:
         """Saves the clock again and again; how often depends on how large it is."""
         while True:
             await asyncio.sleep(self._clock_pause_s)
-            self._record_overload()
+            self._metrics.record(self.overload.state(), self.core.workers)
             if self.core.is_restoring:
                 continue
             try:
@@ -303,44 +303,6 @@ class Term:
                     return  # another leads; the election says so soon
             except StoreUnavailable as e:
                 _LOG.warning("the clock was not saved", extra=fields(error=str(e)))
-
-    def _record_overload(self) -> None:
-        """Metrics of what is given up, a second old at most while the clock is small."""
-        telemetry, state = self._telemetry, self.overload.state()
-        if not telemetry.has_metrics:
-            return
-        telemetry.gauge(MetricName.OVERLOAD_LEVEL, state.view.level)
-        telemetry.gauge(MetricName.OVERLOAD_TENANTS, sum(tenant.level > 0 for tenant in state.view.tenants.values()))
-        for qos_class, counts in state.counts.items():
-            for stage, total in counts.by_stage().items():
-                grown = total - self._given_up.get((qos_class, stage), 0)
-                if grown:
-                    self._given_up[qos_class, stage] = total
-                    labels = {Attribute.QOS_CLASS: qos_class.value, Attribute.STAGE: stage}
-                    telemetry.count(MetricName.OVERLOAD_GIVEN_UP, grown, labels)
-        for kind in NOISY_KINDS:
-            noisy = {noisy.tenant_id for noisy in state.noisy if noisy.kind == kind}
-            telemetry.gauge(MetricName.NOISY_NEIGHBOURS, len(noisy), {Attribute.KIND: kind})
-        self._record_adapters()
-
-    def _record_adapters(self) -> None:
-        """A worker's counts fall when it is another process: that is a new beginning, not a loss."""
-        unmet = 0
-        counted: dict[tuple[WorkerId, str], int] = {}
-        for worker in self.core.workers:
-            displaced = sum(adapters.displaced for adapters in worker.tenant_adapters.values())
-            evictions = sum(adapters.evictions for adapters in worker.tenant_adapters.values())
-            unmet += worker.connected and sum(
-                not pin.on_device for adapters in worker.tenant_adapters.values() for pin in adapters.pins
-            )
-            for kind, total in (("own", evictions - displaced), ("displaced", displaced)):
-                before = self._evicted.get((worker.worker_id, kind), 0)
-                counted[worker.worker_id, kind] = total
-                grown = total - before if total >= before else total
-                if grown:
-                    self._telemetry.count(MetricName.ADAPTER_EVICTIONS, grown, {Attribute.KIND: kind})
-        self._evicted = counted
-        self._telemetry.gauge(MetricName.UNMET_PINS, unmet)
 
     async def _save_last(self) -> None:
         """The planned end of a term: the next leader begins exactly where this one ended."""
@@ -401,10 +363,10 @@ class Term:
     def _send(self, command: Command, began_ns: int) -> None:
         match command:
             case SendGrant():
-                self._trace_grant(command, began_ns)
+                self._spans.granted(command, began_ns, self.core.num_queued)
                 self._send_to_router(command, grant_message(command, self.epoch))
             case SendRefusal():
-                self._trace_end(command.request, command.code, command.message)
+                self._spans.ended(command.request, command.code, command.message)
                 self._send_to_router(command, refusal_message(command))
             case SendLease() | SendLeaseRefusal():
                 line = self._routers.get(command.router_id)
@@ -417,7 +379,7 @@ class Term:
                 if worker is not None:
                     worker.prefetch(command.adapter_uid, command.tenant_id)
             case Dropped():
-                self._trace_end(command.request, Code.CANCELLED, "withdrawn")
+                self._spans.ended(command.request, Code.CANCELLED, "withdrawn")
 
     def _send_overload(self, command: SendOverload) -> None:
         message = overload_message(command.view)
@@ -429,59 +391,3 @@ class Term:
         line = self._routers.get(command.request.router_id)
         if line is not None and line.session == command.session:
             line.send(message)
-
-    def _trace_grant(self, grant: SendGrant, began_ns: int) -> None:
-        if not self._telemetry.enabled or grant.repeated:
-            return
-        request = grant.request
-        attributes = request_attributes(
-            tenant=request.flow.tenant_id,
-            qos_class=request.flow.qos_class,
-            adapter=request.adapter_id,
-            adapter_version=request.adapter_uid or "",
-            request_id=request.request_id,
-        )
-        waiting = self._telemetry.span(
-            SpanName.QUEUE,
-            parent=request.traceparent,
-            attributes=attributes | {Attribute.ATTEMPT: grant.attempt, Attribute.QUEUE_DEPTH: self.core.num_queued},
-            start_ns=request.enqueued_ns,
-            server=True,
-        )
-        placing = self._telemetry.span(
-            SpanName.PLACEMENT,
-            parent=waiting.traceparent,
-            attributes=attributes
-            | {
-                Attribute.WORKER_ID: grant.worker_id,
-                Attribute.ADAPTER_RESIDENT: grant.adapter_resident,
-                Attribute.SCHEDULER_ID: self._scheduler_id,
-                Attribute.SCHEDULER_EPOCH: self.epoch,
-            },
-            start_ns=began_ns,
-        )
-        placing.ok()
-        placing.end()
-        waiting.ok()
-        waiting.end()
-
-    def _trace_end(self, request: QueuedRequest, code: Code, message: str) -> None:
-        """The queue span of a request that was not granted."""
-        if not self._telemetry.enabled:
-            return
-        attributes = request_attributes(
-            tenant=request.flow.tenant_id,
-            qos_class=request.flow.qos_class,
-            adapter=request.adapter_id,
-            adapter_version=request.adapter_uid or "",
-            request_id=request.request_id,
-        )
-        span = self._telemetry.span(
-            SpanName.QUEUE,
-            parent=request.traceparent,
-            attributes=attributes,
-            start_ns=request.enqueued_ns,
-            server=True,
-        )
-        span.fail(code, message)
-        span.end()

@@ -23,6 +23,7 @@ from manylora_worker.engine.counters import FlowTokens
 from manylora_worker.engine.tenant_shares import FlowKey
 from manylora_worker.engine_view import EngineView, FlowLoad
 from manylora_worker.requests import QOS_NUMBERS, TIERS
+from manylora_worker.waiter import Waiter
 
 _GATHER_S = 0.002
 _COUNTERS_S = 0.05
@@ -62,7 +63,7 @@ class ControlSession:
         self._reported_at = float("-inf")
         self._is_closed = False
         self._error: ManyloraError | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter = Waiter()
 
     def started(self, request: EngineRequest) -> None:
         if request.request_id in self._changes[-1].ended:
@@ -92,19 +93,19 @@ class ControlSession:
         if not self._is_closed:
             self._is_closed = True
             self._error = error
-            self._wake()
+            self._waiter.wake()
 
     async def next_report(self) -> worker_pb2.ControlReport | None:
         """The next one, when it is due; None at the end. Raises what the session was closed with."""
         loop = asyncio.get_running_loop()
         while not self._is_closed and self._adapters is not None and len(self._changes) == 1:
             if not self._has_changed:
-                await self._wait(None)
+                await self._waiter.wait()
                 continue
             due = self._reported_at + (_GATHER_S if self._is_urgent else _COUNTERS_S)
             if loop.time() >= due:
                 break
-            await self._wait(due)
+            await self._waiter.wait(due)
         if self._error is not None:
             raise self._error
         if self._is_closed:
@@ -194,22 +195,7 @@ class ControlSession:
         was_changed, self._has_changed = self._has_changed, True
         self._is_urgent = was_urgent or urgent
         if not was_changed or (urgent and not was_urgent):
-            self._wake()
-
-    async def _wait(self, until: float | None) -> None:
-        loop = asyncio.get_running_loop()
-        self._waiter = loop.create_future()
-        timer = None if until is None else loop.call_at(until, self._wake)
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-            if timer is not None:
-                timer.cancel()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            self._waiter.wake()
 
 
 def _pinned(state: PinState) -> worker_pb2.PinnedAdapter:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from manylora_worker.engine.api import EngineRequest, TokenOutput
 from manylora_worker.engine.outbox import RequestEnd
+from manylora_worker.waiter import Waiter
 
 PAUSE_UNREAD_TOKENS = 1024
 """Of one request, over its choices. A unit of each choice and what is on its way from the engine come on top."""
@@ -60,7 +61,7 @@ class OutputStream:
         self._pending_tokens = 0
         self._end: StreamEnd | None = None
         self._flush_at = float("-inf")
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter = Waiter()
 
     @property
     def is_ended(self) -> bool:
@@ -76,9 +77,9 @@ class OutputStream:
         """
         loop = asyncio.get_running_loop()
         while not self._pending and self._end is None:
-            await self._wait(loop, None)
+            await self._waiter.wait()
         while self._end is None and loop.time() < self._flush_at:
-            await self._wait(loop, self._flush_at)
+            await self._waiter.wait(self._flush_at)
         self._flush_at = _flush_time(loop.time(), interval_s)
         batch = OutputBatch(self._pending, self._end)
         self._pending = []
@@ -97,7 +98,7 @@ class OutputStream:
         if output.finish_reason is not None:
             self.unfinished_choices -= 1
         if not self._pending:
-            self._wake()
+            self._waiter.wake()
         self._pending.append(output)
         self._pending_tokens += len(output.token_ids)
 
@@ -105,22 +106,7 @@ class OutputStream:
         """From EngineView."""
         assert self._end is None
         self._end = end
-        self._wake()
-
-    async def _wait(self, loop: asyncio.AbstractEventLoop, until: float | None) -> None:
-        assert self._waiter is None, "one reader at most"
-        self._waiter = loop.create_future()
-        timer = None if until is None else loop.call_at(until, self._wake)
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-            if timer is not None:
-                timer.cancel()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._waiter.wake()
 
 
 def _flush_time(now: float, interval_s: float) -> float:

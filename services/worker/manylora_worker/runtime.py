@@ -16,10 +16,10 @@ import asyncio
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
@@ -52,41 +52,6 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     kv_block_bytes: int
     """KV of one block, in all layers."""
-
-
-class Runtime(Protocol):
-    """All of it is called on the event loop."""
-
-    model: ModelInfo
-    view: EngineView
-
-    def now(self) -> float:
-        """Seconds, on the clock of RequestEnd's times."""
-
-    def start(self) -> None: ...
-
-    async def stop(self) -> None:
-        """Aborts what is left and ends the engine."""
-
-    def submit(self, request: EngineRequest) -> OutputStream:
-        """Gives a request to the engine, from the next token boundary on.
-
-        Raises:
-            InvalidRequest, QuotaExceeded: it could never run.
-            AlreadyExists, Overloaded, ServiceUnavailable: as things are now.
-        """
-
-    def abort(self, request_id: RequestId) -> None: ...
-
-    def stop_choice(self, request_id: RequestId, choice: int) -> None: ...
-
-    def prefetch(self, adapter_uid: AdapterUid, tenant_id: TenantId | None = None) -> None: ...
-
-    def set_pins(self, pins: Mapping[TenantId, Sequence[Pin]], largest_bytes: int) -> None:
-        """Which adapters stay on the device, from the next token boundary on; as AdapterCache.set_pins."""
-
-    def set_share(self, tenant_id: TenantId, share: TenantShare | None) -> None:
-        """What a tenant may have, from the next token boundary on; None: the default."""
 
 
 class _Turner:
@@ -134,6 +99,62 @@ class _Turner:
         )
 
 
+class Runtime(ABC):
+    """The engine for those on the event loop, who call all of this there. How it is turned is the subclass's matter."""
+
+    def __init__(self, core: EngineCore, backend: AdapterBackend, model: ModelInfo, max_requests: int) -> None:
+        self.model = model
+        self.view = EngineView(core.stats(), max_requests, self._send)
+        self._core = core
+        self._turner = _Turner(core)
+        self._backend = backend
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @abstractmethod
+    def now(self) -> float:
+        """Seconds, on the clock of RequestEnd's times."""
+
+    @abstractmethod
+    def start(self) -> None: ...
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Aborts what is left and ends the engine."""
+
+    @abstractmethod
+    def _send(self, command: Command) -> None:
+        """Has it done between two steps."""
+
+    def submit(self, request: EngineRequest) -> OutputStream:
+        """Gives a request to the engine, from the next token boundary on.
+
+        Raises:
+            InvalidRequest, QuotaExceeded: it could never run.
+            AlreadyExists, Overloaded, ServiceUnavailable: as things are now.
+        """
+        self._core.check(request)
+        stream = self.view.open(request)
+        self._send(engine_commands.add(request))
+        return stream
+
+    def abort(self, request_id: RequestId) -> None:
+        self._send(engine_commands.abort(request_id))
+
+    def stop_choice(self, request_id: RequestId, choice: int) -> None:
+        self._send(engine_commands.stop_choice(request_id, choice))
+
+    def prefetch(self, adapter_uid: AdapterUid, tenant_id: TenantId | None = None) -> None:
+        self._send(engine_commands.prefetch(adapter_uid, tenant_id))
+
+    def set_pins(self, pins: Mapping[TenantId, Sequence[Pin]], largest_bytes: int) -> None:
+        """Which adapters stay on the device, from the next token boundary on; as AdapterCache.set_pins."""
+        self._send(engine_commands.set_pins(pins, largest_bytes))
+
+    def set_share(self, tenant_id: TenantId, share: TenantShare | None) -> None:
+        """What a tenant may have, from the next token boundary on; None: the default."""
+        self._send(engine_commands.set_share(tenant_id, share))
+
+
 @dataclass
 class _Mailbox:
     """What the two threads share; every access under `condition`."""
@@ -146,17 +167,12 @@ class _Mailbox:
     is_stopping: bool = False
 
 
-class ThreadRuntime:
+class ThreadRuntime(Runtime):
     """The engine on a thread of its own, which sleeps while there is nothing to do."""
 
     def __init__(self, core: EngineCore, backend: AdapterBackend, model: ModelInfo, *, max_requests: int) -> None:
-        self.model = model
-        self.view = EngineView(core.stats(), max_requests, self._send)
-        self._core = core
-        self._turner = _Turner(core)
-        self._backend = backend
+        super().__init__(core, backend, model, max_requests)
         self._mailbox = _Mailbox()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def now(self) -> float:
@@ -181,27 +197,6 @@ class ThreadRuntime:
         with self._mailbox.condition:
             self._mailbox.wakes = True
             self._mailbox.condition.notify()
-
-    def submit(self, request: EngineRequest) -> OutputStream:
-        self._core.check(request)
-        stream = self.view.open(request)
-        self._send(engine_commands.add(request))
-        return stream
-
-    def abort(self, request_id: RequestId) -> None:
-        self._send(engine_commands.abort(request_id))
-
-    def stop_choice(self, request_id: RequestId, choice: int) -> None:
-        self._send(engine_commands.stop_choice(request_id, choice))
-
-    def prefetch(self, adapter_uid: AdapterUid, tenant_id: TenantId | None = None) -> None:
-        self._send(engine_commands.prefetch(adapter_uid, tenant_id))
-
-    def set_pins(self, pins: Mapping[TenantId, Sequence[Pin]], largest_bytes: int) -> None:
-        self._send(engine_commands.set_pins(pins, largest_bytes))
-
-    def set_share(self, tenant_id: TenantId, share: TenantShare | None) -> None:
-        self._send(engine_commands.set_share(tenant_id, share))
 
     def _send(self, command: Command) -> None:
         with self._mailbox.condition:
@@ -278,7 +273,7 @@ class ThreadRuntime:
             self._loop.call_soon_threadsafe(self._deliver)
 
 
-class LoopRuntime:
+class LoopRuntime(Runtime):
     """The engine on the event loop, for the simulation: no thread, and a step takes the time that it is told to.
 
     Args:
@@ -294,16 +289,11 @@ class LoopRuntime:
         max_requests: int,
         step_s: Callable[[StepBatch], float],
     ) -> None:
-        self.model = model
-        self.view = EngineView(core.stats(), max_requests, self._send)
-        self._core = core
-        self._turner = _Turner(core)
-        self._backend = backend
+        super().__init__(core, backend, model, max_requests)
         self._step_s = step_s
         self._commands: list[Command] = []
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
         self.num_changes = 0
         """How often something was done to the engine: while it stands, nothing changes there."""
 
@@ -329,27 +319,6 @@ class LoopRuntime:
             self._core.drain(self.now())
             self._post()
         self._backend.close()
-
-    def submit(self, request: EngineRequest) -> OutputStream:
-        self._core.check(request)
-        stream = self.view.open(request)
-        self._send(engine_commands.add(request))
-        return stream
-
-    def abort(self, request_id: RequestId) -> None:
-        self._send(engine_commands.abort(request_id))
-
-    def stop_choice(self, request_id: RequestId, choice: int) -> None:
-        self._send(engine_commands.stop_choice(request_id, choice))
-
-    def prefetch(self, adapter_uid: AdapterUid, tenant_id: TenantId | None = None) -> None:
-        self._send(engine_commands.prefetch(adapter_uid, tenant_id))
-
-    def set_pins(self, pins: Mapping[TenantId, Sequence[Pin]], largest_bytes: int) -> None:
-        self._send(engine_commands.set_pins(pins, largest_bytes))
-
-    def set_share(self, tenant_id: TenantId, share: TenantShare | None) -> None:
-        self._send(engine_commands.set_share(tenant_id, share))
 
     def _send(self, command: Command) -> None:
         self._commands.append(command)

@@ -77,10 +77,6 @@ class WorkerServicer:
             },
         )
 
-    @property
-    def is_draining(self) -> bool:
-        return self._is_draining
-
     def drain(self) -> None:
         """Takes no further request; the running ones go on."""
         self._is_draining = True

@@ -55,6 +55,25 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def member_flags(data: Path, endpoint: str) -> list[str]:
+    """Flags of an etcd that is its cluster's only member.
+
+    Args:
+        endpoint: host:port for clients.
+    """
+    client, peer = f"http://{endpoint}", "http://127.0.0.1:2380"
+    return [
+        f"--data-dir={data}",
+        f"--listen-client-urls={client}",
+        f"--advertise-client-urls={client}",
+        "--listen-peer-urls=http://127.0.0.1:0",  # a lone member: nobody dials the address that it advertises
+        f"--initial-advertise-peer-urls={peer}",
+        f"--initial-cluster=default={peer}",
+        "--logger=zap",
+        "--log-level=warn",
+    ]
+
+
 class EtcdProcess:
     """One etcd. States: down and up; `start` and `stop` or `kill` alternate."""
 
@@ -81,7 +100,8 @@ class EtcdProcess:
         with self._log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 find_etcd(),
-                *self._flags(),
+                *member_flags(self._data_dir / "data", self.endpoint),
+                *self._arguments,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -114,20 +134,6 @@ class EtcdProcess:
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
-
-    def _flags(self) -> list[str]:
-        client, peer = f"http://{self.endpoint}", "http://127.0.0.1:2380"
-        return [
-            f"--data-dir={self._data_dir / 'data'}",
-            f"--listen-client-urls={client}",
-            f"--advertise-client-urls={client}",
-            "--listen-peer-urls=http://127.0.0.1:0",  # a lone member: nobody dials the address that it advertises
-            f"--initial-advertise-peer-urls={peer}",
-            f"--initial-cluster=default={peer}",
-            "--logger=zap",
-            "--log-level=warn",
-            *self._arguments,
-        ]
 
     async def _wait_answers(self) -> None:
         assert self._process is not None

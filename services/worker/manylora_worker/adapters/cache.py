@@ -1,12 +1,9 @@
-"""Which adapter is where, who uses it, and what is loaded or evicted next.
+"""Which adapter a request waits for or uses, and what is loaded next for whom.
 
-Owns the residency of every adapter (disk, host, device), the byte budgets of host and device, the references that
-requests hold, the tenants' pins, and the queue of what waits for an adapter. Written by EngineCore alone, on the
-engine's thread; an AdapterBackend does the loads beside it. Knows uids, tenants and sizes, never tensors. `now` is the
-caller's, in seconds.
-
-    DISK --start_host_load--> HOST --start_device_load--> DEVICE
-         <----drop_host-----       <-----drop_device----        (a DEVICE adapter may have lost its host copy)
+Owns the references that requests hold, the tenants' pins, and the queues of what waits for an adapter. Its parts know
+where adapters are (Residency), what makes room for what (TierRoom), whose load begins next (Turns) and who may use the
+device past whom (Overtaking). Written by EngineCore alone, on the engine's thread. Knows uids, tenants and sizes, never
+tensors. `now` is the caller's, in seconds.
 
 A request *holds* an adapter from `acquire` to `release`. It either uses it (the adapter is on the device and stays
 there) or waits. A tenant *pins* an adapter by its policy: it is brought to the device without a request and stays.
@@ -15,11 +12,8 @@ there) or waits. A tenant *pins* an adapter by its policy: it is brought to the 
 - Loads begin in turns (turns.py): next is the tenant that has had the fewest bytes loaded by weight since it began to
   wait; a tenant's own in the order of coming. So whoever asks for a thousand cold adapters waits for them, not its
   neighbours.
-- Room is made by evicting what nobody uses, by the tenants' shares (room.py).
-- Where no room can be made, a tenant's first in the queue is *blocked*. Its own tenant's other requests may overtake
-  it, by using a resident adapter or one that fits into what is free, `max_overtakes` times in all; from then on they
-  queue behind it. Where it is its tenant's due and others hold too much, that holds for tenants above their shares
-  too; for one that is within its share it never does. So the uses that stand in its way run out.
+- Room is made by evicting what nobody uses, by the tenants' shares (room.py). Where none can be made, others may pass a
+  bounded number of times (overtaking.py).
 - A failed load fails exactly the requests that wait for it; the next acquire tries again. A pin's is tried again by
   `set_pins`.
 """
@@ -33,16 +27,16 @@ from typing import NamedTuple
 
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
+from manylora_worker.adapters.loading import LOOK_AGAIN_S, Loading, Versions
+from manylora_worker.adapters.overtaking import Overtaking
 from manylora_worker.adapters.pins import Pin, PinBook, PinState
-from manylora_worker.adapters.room import Entry, Eviction, Plan, Standing, TierRoom
+from manylora_worker.adapters.residency import Residency
+from manylora_worker.adapters.room import Entry, Eviction, TierRoom
+from manylora_worker.adapters.standings import Standings
 from manylora_worker.adapters.turns import Turns
 from manylora_worker.engine.api import AdapterBackend, AdapterEvent, AdapterTier
 
-_KNOWN_SIZES = 4096
-"""Sizes remembered of adapters that are on disk only."""
-LOOK_AGAIN_S = 0.1
-"""How soon room that only time has made is found, where nothing else has changed."""
-_State = tuple[int, int, int, int]
+_State = tuple[Versions, int]
 _PREFETCH_QUEUE = 64
 """Prefetches not yet begun; when another comes, one of the tenant with most of them is forgotten."""
 
@@ -98,16 +92,6 @@ class TenantAdapters(NamedTuple):
 _NOTHING = CacheUpdate((), (), ())
 
 
-@dataclass
-class _Blocked:
-    """The first in a tenant's queue that finds no room."""
-
-    entry: Entry
-    overtakes: int
-    is_due: bool
-    """It is within the tenant's share: others have to make way."""
-
-
 class AdapterCache:
     """
     Args:
@@ -122,8 +106,6 @@ class AdapterCache:
     ) -> None:
         self._backend = backend
         self._limits = limits
-        self._weight_of = weight_of
-        self._entries: dict[AdapterUid, Entry] = {}
         self._holds: dict[RequestId, tuple[TenantId, AdapterUid]] = {}
         self._host, self._device = (
             TierRoom(
@@ -136,41 +118,35 @@ class AdapterCache:
             )
             for tier, budget in ((AdapterTier.HOST, limits.host_bytes), (AdapterTier.DEVICE, limits.device_bytes))
         )
+        self._residency = Residency(
+            backend,
+            {AdapterTier.HOST: self._host, AdapterTier.DEVICE: self._device},
+            {AdapterTier.HOST: limits.host_loads, AdapterTier.DEVICE: limits.device_loads},
+        )
         self._turns = Turns(weight_of)
-        self._loads = {AdapterTier.HOST: 0, AdapterTier.DEVICE: 0}
-        self._prefetches: dict[AdapterUid, TenantId | None] = {}
-        self._known_bytes: dict[AdapterUid, int] = {}
-        self._blocked: dict[TenantId, _Blocked] = {}
-        self._refused: dict[TenantId, tuple[_State, int]] = {}
-        """Where there was no room on the device for a tenant's turn, and for which size."""
-        self._idle_version = 0
-        """Grows whenever an adapter is no longer in use."""
         self._pins = PinBook(limits.device_bytes, weight_of)
-        self._evictions: list[Eviction] = []
-        """Since the last pump."""
-        self._counts: dict[TenantId, list[int]] = {}
-        """[evictions, displaced], both cumulative."""
-        self._standings: dict[AdapterTier, tuple[tuple[int, int], Standing]] = {}
-        """As found last, with the versions of what went into it."""
-        self._tick = 0
-        self._version = 0
-        self._tenants_version = 0
+        self._standings = Standings(self._residency, self._turns, self._pins)
+        self._overtaking = Overtaking(
+            self._device, lambda: self._standings.of(AdapterTier.DEVICE), limits.max_overtakes
+        )
+        self._loading = Loading(self._residency, self._standings, self._turns, self._overtaking)
+        self._prefetches: dict[AdapterUid, TenantId | None] = {}
         self._settled: tuple[_State, int] | None = None
         """The versions before and after the last pump, where these were the same, and its time in LOOK_AGAIN_S."""
 
     @property
     def version(self) -> int:
         """Grows with each change of residency."""
-        return self._version
+        return self._residency.version
 
     @property
     def tenants_version(self) -> int:
         """Grows with each change of `tenants`."""
-        return self._tenants_version
+        return self._standings.claims_version
 
     @property
     def num_loading(self) -> int:
-        return sum(self._loads.values())
+        return self._residency.num_loading
 
     @property
     def num_holders(self) -> int:
@@ -196,19 +172,15 @@ class AdapterCache:
 
     def tiers(self) -> Mapping[AdapterUid, AdapterTier]:
         """The best tier of every adapter that is off the disk."""
-        return {
-            uid: AdapterTier.DEVICE if e.on_device else AdapterTier.HOST
-            for uid, e in self._entries.items()
-            if e.on_device or e.on_host
-        }
+        return self._residency.tiers()
 
     def tenants(self) -> dict[TenantId, TenantAdapters]:
         """Of all tenants that have, had or pin adapters."""
-        device, host = self._device.held(), self._host.held()
-        everybody = dict.fromkeys((*device, *host, *self._counts, *self._pins.tenants))
+        device, host, evicted = self._device.held(), self._host.held(), self._residency.evicted()
+        everybody = dict.fromkeys((*device, *host, *evicted, *self._pins.tenants))
         found: dict[TenantId, TenantAdapters] = {}
         for tenant in everybody:
-            evictions, displaced = self._counts.get(tenant, (0, 0))
+            evictions, displaced = evicted.get(tenant, (0, 0))
             pins = self._pins.states(tenant, functools.partial(self._is_pinned, tenant))
             found[tenant] = TenantAdapters(device.get(tenant, 0), host.get(tenant, 0), evictions, displaced, pins)
         return found
@@ -216,16 +188,16 @@ class AdapterCache:
     def uses(self, holder: RequestId) -> bool:
         """Whether the holder has its adapter on the device."""
         hold = self._holds.get(holder)
-        return hold is not None and holder in self._entries[hold[1]].users
+        return hold is not None and holder in self._residency.entries[hold[1]].users
 
     def acquire(self, holder: RequestId, tenant_id: TenantId, uid: AdapterUid, now: float) -> bool:
         """Begins a holding. Returns whether it uses the adapter already; else a later `pump` names it as ready or
         failed."""
         assert holder not in self._holds, f"{holder} holds an adapter already"
-        entry = self._entry(uid)
+        entry = self._residency.entry(uid)
         self._holds[holder] = (tenant_id, uid)
-        self._touch(entry, tenant_id, now)
-        if entry.on_device and tenant_id not in entry.queued and self._may_use(tenant_id, entry):
+        self._residency.touch(entry, tenant_id, now)
+        if entry.on_device and tenant_id not in entry.queued and self._overtaking.is_allowed(tenant_id, entry):
             entry.users[holder] = None
             return True
         entry.waiters[holder] = tenant_id
@@ -238,15 +210,14 @@ class AdapterCache:
         if hold is None:
             return
         tenant_id, uid = hold
-        entry = self._entries[uid]
-        if entry.users.pop(holder, self) is not self:
-            self._touch(entry, tenant_id, now)
-            self._idle_version += not entry.users
+        entry = self._residency.entries[uid]
+        if holder in entry.users:
+            self._residency.end_use(entry, holder, tenant_id, now)
         else:
             del entry.waiters[holder]
             if not self._waits(entry, tenant_id):
                 self._leave_queue(entry, tenant_id)
-        self._forget_if_unused(entry)
+        self._residency.forget_if_unused(entry)
 
     def prefetch(self, uid: AdapterUid, tenant_id: TenantId | None) -> None:
         """Loads it as far up as there is room without waiting. Best effort: a failure is forgotten.
@@ -254,10 +225,11 @@ class AdapterCache:
         Args:
             tenant_id: for whom; None: not known.
         """
-        entry = self._entries.get(uid)
+        entry = self._residency.entries.get(uid)
         if entry is not None and (entry.on_device or entry.queued):
             return
         self._prefetches.setdefault(uid, tenant_id)
+        self._residency.entry(uid).is_prefetched = True
         self._settled = None
         if len(self._prefetches) > _PREFETCH_QUEUE:
             counts: dict[TenantId | None, int] = {}
@@ -265,9 +237,7 @@ class AdapterCache:
                 counts[tenant] = counts.get(tenant, 0) + 1
             most = max(counts.values())
             forgotten = next(uid for uid, tenant in self._prefetches.items() if counts[tenant] == most)
-            del self._prefetches[forgotten]
-            if forgotten in self._entries:
-                self._forget_if_unused(self._entries[forgotten])
+            self._end_prefetch(self._residency.entries[forgotten])
 
     def set_pins(self, pins: Mapping[TenantId, Sequence[Pin]], largest_bytes: int) -> None:
         """What is pinned from the next pump on, by all tenants; loads of pins that failed are tried again.
@@ -298,39 +268,28 @@ class AdapterCache:
         for tenant_id, entry in self._turns.take():
             self._advance(tenant_id, entry, ready, failed, now)
         for uid, prefetching in list(self._prefetches.items()):
-            if uid in self._prefetches and self._advance_prefetch(self._entry(uid), prefetching, now):
-                self._prefetches.pop(uid, None)
-                self._forget_if_unused(self._entries[uid])
-        evictions, self._evictions = self._evictions, []
+            if uid in self._prefetches and self._advance_prefetch(self._residency.entries[uid], prefetching, now):
+                self._end_prefetch(self._residency.entries[uid])
         self._settled = (before, interval) if before == self._state() else None
-        return CacheUpdate(ready, failed, evictions)
+        return CacheUpdate(ready, failed, self._residency.take_evictions())
 
     def _state(self) -> _State:
         """Changes with all that decides on what there is to do, but time."""
-        return self._tenants_version, self._turns.version, self._idle_version, len(self._prefetches)
+        return self._loading.versions, len(self._prefetches)
 
     def check_invariants(self) -> None:
-        assert self.host_bytes <= self._limits.host_bytes, "over the host budget"
-        assert self.device_bytes <= self._limits.device_bytes, "over the device budget"
-        for uid, entry in self._entries.items():
+        for part in (self._residency, self._turns, self._overtaking):
+            part.check_invariants()
+        entries = self._residency.entries
+        for uid, entry in entries.items():
             self._check_entry(uid, entry)
-        assert len(self._holds) == sum(len(e.users) + len(e.waiters) for e in self._entries.values())
-        self._turns.check_invariants()
+        assert len(self._holds) == sum(len(e.users) + len(e.waiters) for e in entries.values())
         waiting = [(tenant, uid) for tenant, queue in self._turns.queues.items() for uid in queue]
-        assert sorted(waiting) == sorted((tenant, uid) for uid, e in self._entries.items() for tenant in e.queued)
-        assert all(tenant in blocked.entry.queued for tenant, blocked in self._blocked.items())
-        for room in (self._host, self._device):
-            assert room.entries == {uid: e for uid, e in self._entries.items() if e.uses(room.tier)}
-        assert all(n == sum(e.loading is tier for e in self._entries.values()) for tier, n in self._loads.items())
-        assert self._loads[AdapterTier.HOST] <= self._limits.host_loads
-        assert self._loads[AdapterTier.DEVICE] <= self._limits.device_loads
+        assert sorted(waiting) == sorted((tenant, uid) for uid, e in entries.items() for tenant in e.queued)
 
     def _check_entry(self, uid: AdapterUid, entry: Entry) -> None:
         assert not entry.users.keys() & entry.waiters.keys()
-        assert not entry.users or entry.on_device, "in use, but not on the device"
-        assert entry.loading is not AdapterTier.DEVICE or (entry.on_host and not entry.on_device)
-        assert entry.loading is not AdapterTier.HOST or not entry.on_host
-        assert entry.on_device or entry.on_host or entry.loading or entry.queued or uid in self._prefetches
+        assert entry.is_prefetched == (uid in self._prefetches)
         assert entry.queued.keys() == {t for t in (*entry.waiters.values(), *entry.pinned_by) if self._waits(entry, t)}
         for holder in (*entry.users, *entry.waiters):
             tenant, held = self._holds[holder]
@@ -339,25 +298,8 @@ class AdapterCache:
         for tenant in entry.pinned_by:
             assert tenant in entry.claims[AdapterTier.DEVICE]
             assert self._pins.is_due or uid in self._pins.uids_of(tenant)
-        if not entry.waiters and not entry.pinned_by:
-            assert entry.uses(AdapterTier.DEVICE) or not entry.claims[AdapterTier.DEVICE], "a claim on nothing"
 
-    # -- entries and queues
-
-    def _entry(self, uid: AdapterUid) -> Entry:
-        entry = self._entries.get(uid)
-        if entry is None:
-            entry = self._entries[uid] = Entry(uid, size_bytes=self._known_bytes.get(uid, 0))
-        return entry
-
-    def _touch(self, entry: Entry, tenant_id: TenantId, now: float) -> None:
-        """The tenant uses it, or wants to."""
-        self._tick += 1
-        entry.last_tick = self._tick
-        for claims in entry.claims.values():
-            if tenant_id not in claims:
-                self._tenants_version += 1
-            claims[tenant_id] = now
+    # -- queues
 
     def _waits(self, entry: Entry, tenant_id: TenantId) -> bool:
         """Whether a request or a pin of the tenant waits for it."""
@@ -366,115 +308,33 @@ class AdapterCache:
     def _leave_queue(self, entry: Entry, tenant_id: TenantId) -> None:
         if not self._turns.remove(tenant_id, entry):
             return
-        entry.no_room_since.pop(tenant_id, None)
-        blocked = self._blocked.get(tenant_id)
-        if blocked is not None and blocked.entry is entry:
-            del self._blocked[tenant_id]
-        self._refused.pop(tenant_id, None)
-        self._drop_vain_claims(entry)
-
-    def _drop_vain_claims(self, entry: Entry) -> None:
-        """On a tier where it is not, those alone claim it who wait for it."""
-        for tier, claims in entry.claims.items():
-            if not entry.uses(tier) and not entry.on_device:
-                for tenant in [t for t in claims if t not in entry.queued and t not in entry.pinned_by]:
-                    del claims[tenant]
-
-    def _forget_if_unused(self, entry: Entry) -> None:
-        if not (entry.on_device or entry.on_host or entry.loading or entry.queued or entry.uid in self._prefetches):
-            del self._entries[entry.uid]
-
-    def _standing(self, tier: AdapterTier, more: tuple[TenantId, int] | None = None) -> Standing:
-        """
-        Args:
-            more: what a tenant wants besides what it waits for.
-        """
-        versions = self._tenants_version, self._turns.version
-        known = self._standings.get(tier)
-        if more is None and known is not None and known[0] == versions:
-            return known[1]
-        waiting: dict[TenantId, int] = {} if more is None else dict([more])
-        for tenant, queue in self._turns.queues.items():
-            wanted = sum(e.size_bytes for e in queue.values() if not e.uses(tier) and not e.on_device)
-            waiting[tenant] = waiting.get(tenant, 0) + wanted
-        floors = self._pinned_bytes() if tier is AdapterTier.DEVICE else {}
-        standing = self._room(tier).standing(waiting, floors)
-        if more is None:
-            self._standings[tier] = versions, standing
-        return standing
+        self._loading.left_queue(entry, tenant_id)
+        self._residency.drop_vain_claims(entry)
 
     # -- pins
 
-    def _pinned_bytes(self) -> dict[TenantId, int]:
-        pinned: dict[TenantId, int] = {}
-        for tenant in self._pins.tenants:
-            mine = [self._entries[uid] for uid in self._pins.uids_of(tenant) if self._is_pinned(tenant, uid, False)]
-            if mine:
-                pinned[tenant] = sum(entry.size_bytes for entry in mine)
-        return pinned
-
-    def _is_pinned(self, tenant_id: TenantId, uid: AdapterUid, on_device: bool = True) -> bool:
-        """Whether the tenant pins it, and (`on_device`) it is there."""
-        entry = self._entries.get(uid)
-        return entry is not None and tenant_id in entry.pinned_by and (entry.on_device or not on_device)
-
-    def _size_of(self, uid: AdapterUid) -> int:
-        entry = self._entries.get(uid)
-        return max(self._known_bytes.get(uid, 0), entry.size_bytes if entry is not None else 0)
+    def _is_pinned(self, tenant_id: TenantId, uid: AdapterUid) -> bool:
+        """Whether the tenant pins it, and it is on the device."""
+        entry = self._residency.entries.get(uid)
+        return entry is not None and tenant_id in entry.pinned_by and entry.on_device
 
     def _apply_pins(self, now: float) -> None:
         """Pins and unpins, so that what is pinned is what can be kept."""
-        wanted = self._pins.resolve(self._size_of)
-        for uid, entry in list(self._entries.items()):
+        wanted = self._pins.resolve(self._residency.size_of)
+        for uid, entry in list(self._residency.entries.items()):
             for tenant in [tenant for tenant in entry.pinned_by if (tenant, uid) not in wanted]:
                 del entry.pinned_by[tenant]
                 if not self._waits(entry, tenant):
                     self._leave_queue(entry, tenant)
-                self._drop_vain_claims(entry)
-            self._forget_if_unused(entry)
+                self._residency.drop_vain_claims(entry)
+            self._residency.forget_if_unused(entry)
         for tenant, uid in wanted:
-            entry = self._entry(uid)
+            entry = self._residency.entry(uid)
             if tenant not in entry.pinned_by:
                 entry.pinned_by[tenant] = None
-                self._touch(entry, tenant, now)
+                self._residency.touch(entry, tenant, now)
                 if not entry.on_device:
                     self._turns.add(tenant, entry)
-        self._tenants_version += 1
-
-    # -- who may overtake
-
-    def _may_use(self, tenant_id: TenantId, entry: Entry, *, counts: bool = True) -> bool:
-        """Whether the tenant may use an adapter past those that are blocked. Counts it as overtaking where it is."""
-        if not self._blocked:
-            return True
-        number = entry.queued.get(tenant_id)
-        standing: Standing | None = None
-        passed: list[_Blocked] = []
-        for tenant, blocked in self._blocked.items():
-            if blocked.entry is entry or (number is not None and number < blocked.entry.queued[tenant]):
-                continue
-            if tenant != tenant_id:
-                if not blocked.is_due:
-                    continue
-                if standing is None:
-                    standing = self._standing(AdapterTier.DEVICE)
-                more_bytes = 0 if entry.uses(AdapterTier.DEVICE) else entry.size_bytes
-                if standing.is_within(tenant_id, more_bytes):
-                    continue
-            if blocked.overtakes >= self._limits.max_overtakes:
-                return False
-            passed.append(blocked)
-        if counts:
-            for blocked in passed:
-                blocked.overtakes += 1
-        return True
-
-    def _block(self, tenant_id: TenantId, entry: Entry, standing: Standing) -> None:
-        before = self._blocked.get(tenant_id)
-        if before is not None and before.entry.queued[tenant_id] < entry.queued[tenant_id]:
-            return
-        is_due = standing.is_within(tenant_id, entry.size_bytes) or self._device.is_alone(tenant_id, entry)
-        self._blocked[tenant_id] = _Blocked(entry, before.overtakes if before is not None else 0, is_due)
 
     # -- turns
 
@@ -489,151 +349,55 @@ class AdapterCache:
         elif (problem := self._too_large(entry)) is not None:
             self._fail(entry, problem, failed)
         elif entry.on_host:
-            self._start_device_load(tenant_id, entry, now)
+            self._loading.to_device(entry, tenant_id, now)
         else:
-            self._start_host_load(tenant_id, entry, now)
+            self._loading.to_host(entry, tenant_id, now)
 
     def _hand_out(self, tenant_id: TenantId, entry: Entry, ready: list[RequestId], now: float) -> None:
         holders = [holder for holder, tenant in entry.waiters.items() if tenant == tenant_id]
-        if holders and not self._may_use(tenant_id, entry):
+        if holders and not self._overtaking.is_allowed(tenant_id, entry):
             return
         for holder in holders:
             del entry.waiters[holder]
             entry.users[holder] = None
         ready += holders
         self._leave_queue(entry, tenant_id)
-        self._touch(entry, tenant_id, now)
-
-    def _start_device_load(self, tenant_id: TenantId, entry: Entry, now: float) -> None:
-        if self._loads[AdapterTier.DEVICE] >= self._limits.device_loads:
-            return
-        state = self._tenants_version, self._turns.version, self._idle_version, int(now / LOOK_AGAIN_S)
-        refused = self._refused.get(tenant_id)
-        if refused is not None and refused[0] == state and entry.size_bytes >= refused[1]:
-            return
-        if not self._may_use(tenant_id, entry, counts=False):
-            return
-        standing = self._standing(AdapterTier.DEVICE)
-        plan = self._device.plan(entry, tenant_id, entry.size_bytes, standing, now)
-        if plan is None:
-            entry.no_room_since.setdefault(tenant_id, now)
-            self._block(tenant_id, entry, standing)
-            self._refused[tenant_id] = state, entry.size_bytes
-            return
-        self._make_way(plan, self._device, tenant_id)
-        blocked = self._blocked.get(tenant_id)
-        if blocked is not None and blocked.entry is entry:
-            del self._blocked[tenant_id]
-        self._begin_load(entry, AdapterTier.DEVICE, tenant_id)
-
-    def _start_host_load(self, tenant_id: TenantId, entry: Entry, now: float) -> None:
-        if self._loads[AdapterTier.HOST] >= self._limits.host_loads:
-            return
-        plan = self._host.plan(entry, tenant_id, entry.size_bytes, self._standing(AdapterTier.HOST), now)
-        if plan is None:
-            entry.no_room_since.setdefault(tenant_id, now)
-            return
-        self._make_way(plan, self._host, tenant_id)
-        self._begin_load(entry, AdapterTier.HOST, tenant_id)
-
-    def _begin_load(self, entry: Entry, tier: AdapterTier, tenant_id: TenantId | None) -> None:
-        entry.loading = tier
-        entry.no_room_since.clear()
-        self._loads[tier] += 1
-        self._room(tier).entries[entry.uid] = entry
-        self._tenants_version += 1
-        if tenant_id is not None:
-            self._turns.charge(tenant_id, self._cost(entry))
-        if tier is AdapterTier.HOST:
-            self._backend.start_host_load(entry.uid)
-        else:
-            self._backend.start_device_load(entry.uid)
-
-    def _cost(self, entry: Entry) -> int:
-        """Of a load, in bytes. What was never loaded counts as what was learned last."""
-        if entry.size_bytes:
-            return entry.size_bytes
-        return next(reversed(self._known_bytes.values()), 1)
+        self._residency.touch(entry, tenant_id, now)
 
     def _advance_prefetch(self, entry: Entry, tenant_id: TenantId | None, now: float) -> bool:
         """Whether nothing is left to do for a prefetch."""
         if entry.on_device or entry.queued or self._too_large(entry) is not None:
             return True
-        if entry.loading is not None:
-            return False
-        tier = AdapterTier.DEVICE if entry.on_host else AdapterTier.HOST
-        if tier is AdapterTier.DEVICE and self._blocked:
-            return True
-        limit = self._limits.device_loads if tier is AdapterTier.DEVICE else self._limits.host_loads
-        if self._loads[tier] >= limit:
-            return tier is AdapterTier.DEVICE
-        room = self._room(tier)
-        standing = self._standing(tier, None if tenant_id is None else (tenant_id, entry.size_bytes))
-        plan = room.plan(entry, tenant_id, entry.size_bytes, standing, now, is_prefetch=True)
-        if plan is None:
-            return True
-        self._make_way(plan, room, tenant_id)
-        if tenant_id is not None:
-            entry.claims[tier][tenant_id] = now
-        self._begin_load(entry, tier, None)
-        return tier is AdapterTier.DEVICE
+        return entry.loading is None and self._loading.prefetch(entry, tenant_id, now)
+
+    def _end_prefetch(self, entry: Entry) -> None:
+        self._prefetches.pop(entry.uid, None)
+        entry.is_prefetched = False
+        self._residency.forget_if_unused(entry)
 
     # -- loads that end
 
     def _take_event(self, event: AdapterEvent, failed: list[AdapterFailure], now: float) -> None:
-        entry = self._entries[event.uid]
-        assert entry.loading is event.tier, f"{event.uid}: a load ended that was not asked for"
-        entry.loading = None
-        self._loads[event.tier] -= 1
-        self._tenants_version += 1
+        entry = self._residency.end_load(event)
         if event.error is not None:
-            del self._room(event.tier).entries[entry.uid]
             self._fail(entry, event.error, failed)
-            return
-        self._version += 1
-        if event.tier is AdapterTier.DEVICE:
-            entry.on_device = True
+        elif event.tier is AdapterTier.DEVICE:
             self._pins.arrived(entry.uid)
-            return
-        entry.on_host = True
-        self._learn_size(entry, event.size_bytes)
-        self._settle_host(entry, failed, now)
-
-    def _learn_size(self, entry: Entry, size_bytes: int) -> None:
-        has_changed = entry.size_bytes != size_bytes
-        entry.size_bytes = size_bytes
-        self._known_bytes.pop(entry.uid, None)
-        self._known_bytes[entry.uid] = size_bytes
-        if len(self._known_bytes) > _KNOWN_SIZES:
-            del self._known_bytes[next(iter(self._known_bytes))]
-        if has_changed and entry.pinned_by:
-            self._pins.changed()
-
-    def _settle_host(self, entry: Entry, failed: list[AdapterFailure], now: float) -> None:
-        """A host load ended, and only now its size may be known: it stays if it fits, else it comes again later."""
-        problem = self._too_large(entry)
-        if problem is not None:
-            self._drop(entry, self._host)
-            self._fail(entry, problem, failed)
-            return
-        tenant_id = min(entry.queued, key=lambda tenant: entry.queued[tenant], default=None)
-        if tenant_id is None:
-            tenant_id = next(iter(entry.claims[AdapterTier.HOST]), None)
-        is_prefetch = not entry.queued
-        standing = self._standing(AdapterTier.HOST)
-        plan = self._host.plan(entry, tenant_id, 0, standing, now, is_prefetch=is_prefetch)
-        if plan is not None:
-            self._make_way(plan, self._host, tenant_id)
         else:
-            self._drop(entry, self._host)
-            self._forget_if_unused(entry)
+            if self._residency.learn_size(entry, event.size_bytes) and entry.pinned_by:
+                self._pins.changed()
+            if (problem := self._too_large(entry)) is not None:
+                self._residency.drop(entry, AdapterTier.HOST)
+                self._fail(entry, problem, failed)
+            else:
+                self._loading.settle_on_host(entry, now)
 
     def _too_large(self, entry: Entry) -> str | None:
         for name, budget in (("host", self._limits.host_bytes), ("device", self._limits.device_bytes)):
             if entry.size_bytes > budget:
                 return f"the adapter takes {entry.size_bytes} bytes, more than the whole {name} budget of {budget}"
         if self._pins.tenants and not entry.pinned_by:
-            pinned = sum(e.size_bytes for e in self._entries.values() if e.pinned_by)
+            pinned = sum(e.size_bytes for e in self._residency.entries.values() if e.pinned_by)
             left = self._limits.device_bytes - pinned
             if entry.size_bytes > left:
                 return f"the adapter takes {entry.size_bytes} bytes, and what is pinned leaves {left} on the device"
@@ -649,47 +413,7 @@ class AdapterCache:
         entry.pinned_by.clear()
         for tenant in list(entry.queued):
             self._leave_queue(entry, tenant)
-        self._drop_vain_claims(entry)
+        self._residency.drop_vain_claims(entry)
         if holders:
             failed.append(AdapterFailure(entry.uid, message, holders))
-        self._prefetches.pop(entry.uid, None)
-        self._forget_if_unused(entry)
-
-    # -- what goes
-
-    def _room(self, tier: AdapterTier) -> TierRoom:
-        return self._device if tier is AdapterTier.DEVICE else self._host
-
-    def _make_way(self, plan: Plan, room: TierRoom, tenant_id: TenantId | None) -> None:
-        for uid in plan.releases:
-            assert tenant_id is not None
-            room.entries[uid].claims[room.tier].pop(tenant_id)
-            self._tenants_version += 1
-        for eviction in plan.evictions:
-            entry = self._entries[eviction.uid]
-            assert all(
-                loser == tenant_id or held > share or idle_s >= room.borrow_after_s(entry)
-                for loser, (held, share, idle_s) in eviction.losers.items()
-                if eviction.waited_s < self._limits.patience_s
-            ), "a tenant within its share would lose what it uses"
-            if room is self._device:
-                for loser in eviction.losers:
-                    counts = self._counts.setdefault(loser, [0, 0])
-                    counts[0] += 1
-                    counts[1] += loser != tenant_id
-            self._evictions.append(eviction)
-            self._drop(entry, room)
-            self._forget_if_unused(entry)
-
-    def _drop(self, entry: Entry, room: TierRoom) -> None:
-        if room is self._device:
-            assert not entry.in_use
-            self._backend.drop_device(entry.uid)
-            entry.on_device = False
-        else:
-            self._backend.drop_host(entry.uid)
-            entry.on_host = False
-        del room.entries[entry.uid]
-        self._drop_vain_claims(entry)
-        self._version += 1
-        self._tenants_version += 1
+        self._end_prefetch(entry)

@@ -62,9 +62,6 @@ class LoraSettings:
     layers_to_transform: tuple[int, ...] | None
     layers_pattern: tuple[str, ...]
 
-    def largest_rank(self) -> int:
-        return max([self.rank, *self.rank_pattern.values()])
-
 
 @dataclass
 class Problems:

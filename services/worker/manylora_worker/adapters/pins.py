@@ -43,6 +43,8 @@ class PinBook:
     def __init__(self, capacity_bytes: int, weight_of: Callable[[TenantId], int]) -> None:
         self.is_due = False
         """Something has changed since `resolve`."""
+        self.version = 0
+        """Grows with each `resolve`."""
         self._capacity_bytes = capacity_bytes
         self._weight_of = weight_of
         self._pins: Mapping[TenantId, Sequence[Pin]] = {}
@@ -82,6 +84,7 @@ class PinBook:
             size_of: what is known of an adapter's size, in bytes; counts where it is more than was registered.
         """
         self.is_due = False
+        self.version += 1
         sizes: dict[AdapterUid, int] = {}
         for pin in (pin for pins in self._pins.values() for pin in pins):
             if pin.uid is not None:

@@ -55,7 +55,14 @@ class Entry:
     """By tier: who used it, and when last."""
     no_room_since: dict[TenantId, float] = field(default_factory=dict)
     """For tenants that wait for it: since when there has been no room."""
+    is_prefetched: bool = False
+    """It is to be loaded without anybody who waits for it."""
     last_tick: int = 0
+
+    @property
+    def is_unused(self) -> bool:
+        """It is on disk alone, and nobody wants it elsewhere."""
+        return not (self.on_device or self.on_host or self.loading or self.queued or self.is_prefetched)
 
     @property
     def in_use(self) -> bool:
@@ -104,7 +111,7 @@ class Standing:
 
 
 class TierRoom:
-    """One tier. `entries` are those that are on it or being loaded to it; AdapterCache keeps them so.
+    """One tier. `entries` are those that are on it or being loaded to it; Residency keeps them so.
 
     Args:
         weight_of: a tenant's weight, at least 1.
@@ -126,7 +133,7 @@ class TierRoom:
         self._weight_of = weight_of
         self._borrow_after_s = borrow_after_s
         self._borrow_copy_after_s = borrow_copy_after_s
-        self._patience_s = patience_s
+        self.patience_s = patience_s
 
     @property
     def used_bytes(self) -> int:
@@ -189,7 +196,7 @@ class TierRoom:
                 search.own()
         if not is_prefetch:
             search.long_idle(self.borrow_after_s)
-            if search.waited_s >= self._patience_s:
+            if search.waited_s >= self.patience_s:
                 search.long_idle(lambda entry: 0.0)
         if search.missing > 0:
             return None

@@ -2,7 +2,7 @@
 
 Owns the tenants' queues of adapters, and their tags: how many bytes were loaded for each by weight since it began to
 wait. Start-time fair queuing (Goyal et al. 1996): the least tag is next, and who comes begins at the tag of the load
-that began last. Written by AdapterCache.
+that began last. Written by AdapterCache; Loading charges.
 """
 
 from __future__ import annotations

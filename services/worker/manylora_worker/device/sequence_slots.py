@@ -41,9 +41,6 @@ class SequenceSlots:
         self.padding_row = num_slots
         """A row of the tables that no sequence has."""
 
-    def of(self, sequence_id: int) -> int:
-        return self._rows[sequence_id]
-
     def take(self, chunk: SequenceChunk, block_size: int, updates: TableUpdates) -> int:
         row = self._rows.pop(chunk.sequence_id, None)
         if row is None:

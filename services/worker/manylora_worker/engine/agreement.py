@@ -19,7 +19,7 @@ def check_queues(requests: RequestTable, planner: StepPlanner) -> None:
     """Every sequence is where its status says, and nobody else is queued."""
     requests.check_invariants()
     planner.check_invariants()
-    everywhere = [*planner.running, *planner.parked, *planner.waiting]
+    everywhere = [*planner.running, *planner.parking.parked, *planner.parking.waiting]
     queued = {id(s) for s in everywhere}
     assert len(queued) == len(everywhere), "a sequence is queued twice"
     for sequence in requests.sequences:

@@ -199,9 +199,8 @@ class PendingCopy(Protocol):
         """How long it took, once it is over."""
 
 
-@runtime_checkable
-class SwapRunner(ModelRunner, Protocol):
-    """A ModelRunner that copies whole blocks to host memory of its own and back, beside its steps.
+class HostKv(Protocol):
+    """Host memory of a runner's own, to which it copies whole blocks and back, beside its steps.
 
     A copy happens behind all steps that were submitted before it: one in flight may still write what is copied out (for
     another sequence, with which it is shared), or clear what is copied into (for one that was aborted). Steps that
@@ -210,8 +209,8 @@ class SwapRunner(ModelRunner, Protocol):
     """
 
     @property
-    def num_host_blocks(self) -> int:
-        """0: nothing can be copied."""
+    def num_blocks(self) -> int:
+        """In host memory. 0: nothing can be copied."""
 
     @property
     def block_copy_s(self) -> float:
@@ -222,6 +221,14 @@ class SwapRunner(ModelRunner, Protocol):
 
     def copy_in(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> PendingCopy:
         """Starts copying."""
+
+
+@runtime_checkable
+class SwapRunner(ModelRunner, Protocol):
+    """A ModelRunner whose blocks can be copied to host memory and back."""
+
+    @property
+    def host_kv(self) -> HostKv: ...
 
 
 class AdapterTier(enum.IntEnum):

@@ -1,7 +1,7 @@
 """What stands in a sequence's block table: every block that a sequence is given, shares, or loses.
 
-Written through StepPlanner alone, which has made the room. Knows tokens and blocks; neither the queue, slots nor shares
-of tenants.
+Written through Parking alone, for whom StepPlanner has made the room. Knows tokens and blocks; neither the queue, slots
+nor shares of tenants.
 """
 
 from __future__ import annotations

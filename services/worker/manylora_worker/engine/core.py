@@ -30,7 +30,8 @@ from dataclasses import dataclass
 from manylora_shared.errors import AlreadyExists, Overloaded
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
-from manylora_worker.adapters.cache import LOOK_AGAIN_S, AdapterCache, AdapterCacheLimits, TenantAdapters
+from manylora_worker.adapters.cache import AdapterCache, AdapterCacheLimits, TenantAdapters
+from manylora_worker.adapters.loading import LOOK_AGAIN_S
 from manylora_worker.adapters.pins import Pin
 from manylora_worker.engine.agreement import check_adapters, check_blocks, check_queues, check_under_way
 from manylora_worker.engine.api import (
@@ -89,7 +90,7 @@ class EngineCore:
         self._prefixes = Prefixes(self._pool, None if prefix is None else prefix.keys)
         self._shares = TenantShares(runner.num_blocks)
         self._bounds = RequestBounds(runner.max_context_tokens, limits.planner.sequence_slots, self._pool, self._shares)
-        self._swapper = Swapper(runner if isinstance(runner, SwapRunner) else None, self._pool, self._shares)
+        self._swapper = Swapper(runner.host_kv if isinstance(runner, SwapRunner) else None, self._pool, self._shares)
         self._planner = StepPlanner(self._pool, limits.planner, self._shares, self._swapper, self._prefixes)
         self._adapters = AdapterCache(backend, limits.adapters, self._shares.tenant_weight)
         self._requests = RequestTable()
@@ -407,7 +408,7 @@ class EngineCore:
             if sequence.is_finished:
                 self._swapper.ended(sequence)
             else:
-                self._planner.copy_ended(sequence)
+                self._planner.parking.copy_ended(sequence)
         self._let_go()
 
     def _measure(self, flight: Flight, now: float) -> None:
@@ -425,7 +426,7 @@ class EngineCore:
                 sequence.move_to(SequenceStatus.WAITING)
         leader = group.leader
         assert leader is not None
-        self._planner.enqueue(leader)
+        self._planner.parking.enqueue(leader)
 
     def _advance(self, item: Scheduled) -> None:
         """One sequence, when a step with it is started."""
@@ -444,7 +445,7 @@ class EngineCore:
         if not group.is_forked:
             group.is_forked = True
             others = [s for s in group.sequences if s is not sequence and not s.is_finished]
-            self._planner.fork(sequence, others)
+            self._planner.parking.fork(sequence, others)
 
     def _settle(self, part: Part, sampled: Sampled | None, now: float) -> None:
         """One sequence, when a step that computed its tokens is over."""
@@ -470,7 +471,7 @@ class EngineCore:
     def _let_go(self) -> None:
         """Frees what lingers no more."""
         for sequence in self._requests.linger_no_more():
-            self._planner.release_blocks(sequence)
+            self._planner.parking.release_blocks(sequence)
             end = self._requests.let_go(sequence)
             if end is not None:
                 self._close(sequence.group, end)
@@ -533,11 +534,11 @@ class EngineCore:
         sequence.finish_reason = reason
         was_queued = self._planner.remove(sequence, refund=refund)
         if not self._requests.finished(sequence):
-            self._planner.release_blocks(sequence)
+            self._planner.parking.release_blocks(sequence)
         leader = group.leader
         if leader is not None:
             if was_queued and not group.is_forked:
-                self._planner.enqueue(leader)  # the prompt is computed anew for the next choice
+                self._planner.parking.enqueue(leader)  # the prompt is computed anew for the next choice
             return
         end = RequestEnd.of(group, reason, message, now)
         if self._requests.all_finished(group, end):

@@ -32,6 +32,7 @@ from manylora_worker.engine.api import (
     SequenceChunk,
     StepBatch,
 )
+from manylora_worker.engine.fake_host_kv import FakeHostKv
 
 _CELL = struct.Struct("<II8s")
 _HEAD = struct.Struct("<QII8s")
@@ -59,6 +60,8 @@ class FakeRunner:
     """
 
     _checks_copies_at_submit = False
+    _steps: tuple[FakeStep, ...] = ()
+    """That were submitted last; a copy comes behind them."""
 
     def __init__(
         self,
@@ -77,13 +80,6 @@ class FakeRunner:
         copy_polls: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
-        self.num_host_blocks = num_host_blocks
-        self.block_copy_s = block_copy_s
-        self._copy_polls = copy_polls
-        self._copies: list[FakeCopy] = []
-        """Not over."""
-        self._host: list[tuple[bytes, TenantId | None] | None] = [None] * num_host_blocks
-        """What was copied out, and whose it was."""
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.max_context_tokens = max_context_tokens
@@ -95,56 +91,22 @@ class FakeRunner:
         self._block_bytes = block_size * _CELL.size
         self._blocks = [bytearray(self._block_bytes) for _ in range(num_blocks)]
         self._tenants: list[TenantId | None] = [None] * num_blocks
+        self.host_kv = FakeHostKv(
+            self._blocks,
+            self._tenants,
+            block_size=block_size,
+            num_blocks=num_host_blocks,
+            block_copy_s=block_copy_s,
+            copy_polls=copy_polls,
+            steps=lambda: self._steps,
+            fail=self._fail,
+        )
         self._tables: OrderedDict[int, list[int]] = OrderedDict()
         """Block tables of the sequences seen last, as a runner may keep them on its device."""
 
-    def copy_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> FakeCopy:
-        return self._start_copy(FakeCopy(self, list(blocks), list(host_blocks), is_out=True))
-
-    def copy_in(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> FakeCopy:
-        return self._start_copy(FakeCopy(self, list(blocks), list(host_blocks), is_out=False))
-
-    def _start_copy(self, copy: FakeCopy) -> FakeCopy:
-        for other in self._copies:
-            if not set(copy.host_blocks).isdisjoint(other.host_blocks):
-                self._fail("a host block is in two copies")
-            if not (copy.is_out and other.is_out) and not set(copy.blocks).isdisjoint(other.blocks):
-                self._fail("a block that is being copied is copied again")
-        self._copies.append(copy)
-        copy.polls_left = self._copy_polls
-        return copy
-
-    def finish_copy(self, copy: FakeCopy) -> None:
-        """From the copy, when it is over."""
-        self._copies.remove(copy)
-        for block_id, host_block in zip(copy.blocks, copy.host_blocks, strict=True):
-            if copy.is_out:
-                self._host[host_block] = (bytes(self._blocks[block_id]), self._tenants[block_id])
-                continue
-            found = self._host[host_block]
-            if found is None:
-                self._fail(f"host block {host_block} is read before it was written")
-            self._blocks[block_id][:], self._tenants[block_id] = found
-
-    def _check_copies(self, batch: StepBatch) -> None:
-        """A step writes nothing that is being copied, and reads nothing that is being copied into."""
-        if not self._copies:
-            return
-        size = self.block_size
-        read, written = {source for source, _ in batch.copy_blocks}, {target for _, target in batch.copy_blocks}
-        written.update(batch.clear_blocks)
-        for chunk in batch.chunks:
-            first, behind = chunk.start_position // size, -(-(chunk.start_position + len(chunk.token_ids)) // size)
-            read.update(chunk.block_table[:behind])
-            written.update(chunk.block_table[first:behind])
-        for copy in self._copies:
-            touched = written if copy.is_out else read | written
-            if not touched.isdisjoint(copy.blocks):
-                self._fail("a step touches blocks that are being copied")
-
     def execute(self, batch: StepBatch) -> Sequence[Sampled]:
         if not self._checks_copies_at_submit:
-            self._check_copies(batch)
+            self.host_kv.check_step(batch)
         for block_id in batch.clear_blocks:
             self._blocks[block_id][:] = bytes(self._block_bytes)
             self._tenants[block_id] = None
@@ -246,19 +208,14 @@ class AheadFakeRunner(FakeRunner):
     while an unread step uses it.
     """
 
-    _steps: tuple[FakeStep, ...] = ()
     _checks_copies_at_submit = True
-
-    def _start_copy(self, copy: FakeCopy) -> FakeCopy:
-        copy.behind = self._steps
-        return super()._start_copy(copy)
 
     def submit(self, batch: StepBatch) -> FakeStep:
         unread = [step for step in self._steps if not step.is_over]
         if len(unread) > 1:
             self._fail("two steps are in flight already")
         self._check_adapters(batch)
-        self._check_copies(batch)
+        self.host_kv.check_step(batch)
         step = FakeStep(self, batch, unread[0] if unread else None)
         if unread:
             for block_id, prompt in step.writes.items():
@@ -290,36 +247,6 @@ class AheadFakeRunner(FakeRunner):
             token_ids=[token_id if each == PENDING_TOKEN else each for each in chunk.token_ids],
             output_token_ids=[*chunk.output_token_ids, token_id],
         )
-
-
-class FakeCopy:
-    """A copy of blocks between a FakeRunner's device and its host."""
-
-    seconds = 0.0
-
-    def __init__(self, runner: FakeRunner, blocks: list[int], host_blocks: list[int], *, is_out: bool) -> None:
-        self._runner = runner
-        self.blocks = blocks
-        self.host_blocks = host_blocks
-        self.is_out = is_out
-        self.polls_left = 0
-        self.behind: Sequence[FakeStep] = ()
-        """Steps that come before it."""
-        self._is_over = False
-
-    def is_over(self) -> bool:
-        if not self._is_over and all(step.is_over for step in self.behind):
-            self.polls_left -= 1
-            if self.polls_left < 0:
-                self.wait()
-        return self._is_over
-
-    def wait(self) -> None:
-        assert all(step.is_over for step in self.behind), "a step in front of it was not ended"
-        if not self._is_over:
-            self._is_over = True
-            self.seconds = self._runner.block_copy_s / 2 * len(self.blocks)
-            self._runner.finish_copy(self)
 
 
 class FakeStep:

@@ -31,8 +31,9 @@ def runs(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int, 
             first = at
 
 
-class HostKv:
-    """
+class TensorHostKv:
+    """See api.HostKv.
+
     Args:
         arena: [blocks, elements of a block], as the device has them.
         num_blocks: in host memory; 0: none, and nothing is copied.
@@ -54,11 +55,11 @@ class HostKv:
         """Of one block, out and in again."""
 
     def copy_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> PendingCopy:
-        """See api.SwapRunner."""
+        """See api.HostKv."""
         return self._copy(self._arena, blocks, self._blocks, host_blocks)
 
     def copy_in(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> PendingCopy:
-        """See api.SwapRunner."""
+        """See api.HostKv."""
         return self._copy(self._blocks, host_blocks, self._arena, blocks)
 
     def _copy(

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from manylora_worker.adapters.lora_linear import DeviceAdapter, LoraPlanner
 from manylora_worker.adapters.source import HostAdapter
-from manylora_worker.engine.api import PendingCopy, Sampled, StepBatch
+from manylora_worker.engine.api import Sampled, StepBatch
 from manylora_worker.engine.attention import STEP_KEYWORD
-from manylora_worker.engine.host_kv import HostKv
+from manylora_worker.engine.host_kv import TensorHostKv
 from manylora_worker.engine.inputs import StepInputs, build_inputs, entered_blocks
 from manylora_worker.engine.kv_cache import KvCache
 from manylora_worker.engine.sampler import sample
@@ -36,7 +36,7 @@ class TorchModelRunner:
     def __init__(self, loaded: LoadedModel, cache: KvCache, planner: LoraPlanner, *, num_host_blocks: int = 0) -> None:
         self._loaded = loaded
         self._cache = cache
-        self._host_kv = HostKv(cache.by_block, num_host_blocks)
+        self.host_kv = TensorHostKv(cache.by_block, num_host_blocks)
         self._planner = planner
         self._thread_id: int | None = None
         self.adapters: dict[AdapterUid, DeviceAdapter] = {}
@@ -56,22 +56,6 @@ class TorchModelRunner:
     @property
     def max_context_tokens(self) -> int:
         return self._loaded.spec.max_context_tokens
-
-    @property
-    def num_host_blocks(self) -> int:
-        return self._host_kv.num_blocks
-
-    @property
-    def block_copy_s(self) -> float:
-        return self._host_kv.block_copy_s
-
-    def copy_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> PendingCopy:
-        """See api.SwapRunner."""
-        return self._host_kv.copy_out(blocks, host_blocks)
-
-    def copy_in(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> PendingCopy:
-        """See api.SwapRunner."""
-        return self._host_kv.copy_in(host_blocks, blocks)
 
     def execute(self, batch: StepBatch) -> Sequence[Sampled]:
         """See api.ModelRunner.execute. Order inside a step: clear, copy, write and attend, sample."""

@@ -26,6 +26,7 @@ from collections.abc import Iterable, Set
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
+from manylora_shared.costs import PROMPT_TOKEN_COST
 from manylora_shared.fair_queue import TAG_SCALE, FairQueue
 from manylora_shared.ids import TenantId
 
@@ -34,8 +35,6 @@ from manylora_worker.engine.sequence import Sequence
 from manylora_worker.engine.swapping import Swapper
 from manylora_worker.engine.tenant_shares import FlowKey, TenantShares
 
-PROMPT_TOKEN_COST = 1
-"""In the fair queue's unit of cost."""
 THETA = 3
 """Lower follows the shares faster, higher computes less again."""
 _WATERMARK_DIVISOR = 25

@@ -1,7 +1,7 @@
 """One request in the engine, and its choices.
 
-A SequenceGroup is a request; it owns one Sequence a choice. EngineCore creates both and StepPlanner moves sequences
-between its queues; only these two write them, on the engine's thread. Nothing here decides anything.
+A SequenceGroup is a request; it owns one Sequence a choice. EngineCore creates both, and StepPlanner and its Parking
+move sequences between their queues; only these write them, on the engine's thread. Nothing here decides anything.
 
     WAITING_ADAPTER --> WAITING <--> PREFILL --> DECODE --> ENDING --> FINISHED
                            ^----------(evicted)----'                   (from any state)

@@ -117,10 +117,13 @@ class Slots:
         """
         slots, quantum = self.num_slots, self._quantum_tokens
         even, gap = -(-slots // quantum), max(1, quantum // slots)
+        ends, end = self._ends, step + most
+        near = sum(ends.get(other, 0) for other in range(end - gap + 1, end + gap))
         for num_tokens in range(most, 0, -1):
-            end = step + num_tokens
-            if sum(self._ends.get(other, 0) for other in range(end - gap + 1, end + gap)) < even:
+            if near < even:
                 return num_tokens
+            end = step + num_tokens
+            near += ends.get(end - gap, 0) - ends.get(end + gap - 1, 0)
         return most
 
     def _count_out(self, unit: Unit) -> None:

@@ -1,8 +1,9 @@
 """Which sequences the next step computes, and with which blocks.
 
-Owns which of the sequences whose adapter is on the device are parked and which wait for blocks. It alone writes its
-parts: those in the slots (Slots), the queue of their units (UnitQueue) and what blocks they have (BlockTables). Called
-by EngineCore alone. Knows flows, tokens and blocks; neither adapters nor models.
+Of the sequences whose adapter is on the device it decides who takes a slot, with which blocks, and who gives up blocks
+for that. It alone writes its parts: those in the slots (Slots), those without one (Parking), the queue of their units
+(UnitQueue) and what blocks they have (BlockTables); EngineCore tells Parking who comes, and what is let go. Called by
+EngineCore alone. Knows flows, tokens and blocks; neither adapters nor models.
 
 A *unit* is one prefill chunk, or one decode quantum: up to QUANTUM_TOKENS tokens of one sequence. A sequence in a slot
 runs one unit; at the unit's end it is *parked*, with its blocks, and its next unit is queued. A free slot goes to the
@@ -40,27 +41,27 @@ those without one end with a copy.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from manylora_shared.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 from manylora_shared.fair_queue import FairQueue, Pick
 from manylora_shared.ids import TenantId
 
 from manylora_worker.engine.block_pool import BlockPool
 from manylora_worker.engine.block_tables import BlockTables
+from manylora_worker.engine.parking import Parking
 from manylora_worker.engine.prefixes import Prefixes
-from manylora_worker.engine.reclaim import PROMPT_TOKEN_COST, Reclaim, Room, least_recent
-from manylora_worker.engine.sequence import Sequence, SequenceStatus, SwapStage
+from manylora_worker.engine.reclaim import Reclaim, Room, least_recent
+from manylora_worker.engine.sequence import Sequence, SequenceStatus
 from manylora_worker.engine.slots import Scheduled, Slots, Unit
 from manylora_worker.engine.swapping import Swapper
 from manylora_worker.engine.tenant_shares import FlowKey, TenantShares
 from manylora_worker.engine.unit_queue import UnitQueue
 
 QUANTUM_TOKENS = 16
-OUTPUT_TOKEN_COST = 2
 
 
 @dataclass(frozen=True)
@@ -125,14 +126,12 @@ class StepPlanner:
         self._tables = BlockTables(pool, prefixes)
         self._queue = UnitQueue(shares)
         self._slots = Slots(limits.sequence_slots, QUANTUM_TOKENS)
-        self._parked: dict[Sequence, None] = {}
-        self._waiting: list[Sequence] = []
-        """Oldest first."""
+        self.parking = Parking(pool, self._tables, swapper, prefixes, self._queue)
+        """Of it EngineCore calls `enqueue`, `fork`, `copy_ended` and `release_blocks`."""
         self._late_claims: dict[Sequence, None] = {}
         """Sequences whose claim on their tenant's reserve has waited for a unit's end."""
-        self._step = 0
-        self._reclaim = Reclaim(pool, shares, swapper, self._queue.fair, self._parked.keys(), self._queue.paused)
-        self._round = _Round(0, 0)
+        self._reclaim = Reclaim(pool, shares, swapper, self._queue.fair, self.parking.parked, self._queue.paused)
+        self._round = _Round(0)
 
     @property
     def running(self) -> SequenceOf[Sequence]:
@@ -142,16 +141,6 @@ class StepPlanner:
     @property
     def num_running(self) -> int:
         return len(self._slots)
-
-    @property
-    def parked(self) -> Iterable[Sequence]:
-        """With blocks and without a slot."""
-        return self._parked.keys()
-
-    @property
-    def waiting(self) -> SequenceOf[Sequence]:
-        """Without blocks that could be computed in: swapped ones too; oldest first."""
-        return self._waiting
 
     @property
     def queue(self) -> FairQueue[FlowKey, int]:
@@ -172,67 +161,24 @@ class StepPlanner:
         """The tenant's weights or bounds have another value from now on."""
         self._queue.shares_changed(tenant_id)
 
-    def enqueue(self, sequence: Sequence) -> None:
-        """A sequence in WAITING, for admission."""
-        assert sequence.status is SequenceStatus.WAITING
-        bisect.insort(self._waiting, sequence, key=_order)
-        self._queue.push(sequence)
-
-    def fork(self, leader: Sequence, others: SequenceOf[Sequence]) -> None:
-        """Parks `others` behind the leader, sharing its blocks of the prompt but the last prompt token's place.
-
-        Each computes that token itself and draws its own first token from it; the block where it stands is copied
-        before it is written (only where another holder is left by then).
-        """
-        num_shared_tokens = len(leader.group.request.prompt_token_ids) - 1
-        for sequence in others:
-            self._tables.share(leader, sequence, num_shared_tokens)
-            sequence.move_to(SequenceStatus.PREFILL)
-            self._park(sequence)
-            self._queue.push(sequence)
-
     def remove(self, sequence: Sequence, *, refund: bool = False) -> bool:
         """Takes a finished sequence out and settles its unit; its blocks it keeps. Returns whether it was here.
 
         Args:
             refund: its part of the last plan is not charged: it is computed for nothing, or was not computed.
         """
-        if self._queue.remove(sequence, is_parked=sequence in self._parked):
-            if sequence in self._parked:
-                del self._parked[sequence]
-            else:
-                self._leave_waiting(sequence)
+        if self.parking.leave(sequence):
             return True
         unit = self._slots.leave(sequence)
         if unit is not None:
             self._queue.settle(unit.item, unit.cost - unit.step_cost * refund)
         return unit is not None
 
-    def release_blocks(self, sequence: Sequence) -> None:
-        """Frees what a sequence holds that was removed."""
-        self._tables.lose(sequence)
-        self._swapper.forget(sequence)
-
-    def copy_ended(self, sequence: Sequence) -> None:
-        """Its KV is on the host now, or back on the device. It is not finished."""
-        assert sequence.swap is not None
-        resumes_as, num_blocks = sequence.swap.resumes_as, len(sequence.swap.host_blocks)
-        if self._swapper.ended(sequence) is SwapStage.LEAVING:
-            self._tables.lose(sequence)
-        else:
-            self._leave_waiting(sequence)
-            sequence.move_to(resumes_as)
-            # Its first blocks are as they were before it left: what follows them is found behind them again.
-            end = min(num_blocks * self._pool.block_size, sequence.num_computed_tokens)
-            self._prefixes.publish(sequence, 0, end)
-            self._park(sequence)
-        self._queue.requeue(sequence)
-
     def pause(self, sequences: Iterable[Sequence]) -> None:
         """Their group is paused: they take no slot until `resume`. One that has a slot keeps it to its unit's end."""
         for sequence in sequences:
             assert sequence.group.is_paused
-            self._queue.pause(sequence, is_parked=sequence in self._parked)
+            self._queue.pause(sequence, is_parked=sequence in self.parking.parked)
 
     def resume(self, sequences: Iterable[Sequence]) -> None:
         """Their group is paused no longer."""
@@ -249,16 +195,16 @@ class StepPlanner:
             is_ahead: a step is in flight, and what becomes of its sequences is not known yet. There may be nothing to
                 schedule then, though there would be without it.
         """
-        self._step += 1
+        parking = self.parking
+        parking.step += 1
+        num_evicted = parking.num_evicted
         ended = self._end_units()
-        self._round = _Round(
-            budget=self._limits.max_batch_tokens - len(self._slots),
-            ready_decodes=sum(s.status is SequenceStatus.DECODE and s.item is not None for s in self._parked),
-        )
+        parking.count_ready_decodes()
+        self._round = _Round(budget=self._limits.max_batch_tokens - len(self._slots))
         self._reclaim.begin_plan()
         self._late_claims = {s: None for s in self._late_claims if s.is_out and not s.is_finished}
         self._trim_to_caps()
-        if self._waiting and self._shares.reserves:
+        if parking.waiting and self._shares.reserves:
             self._claim_reserves()
         self._fill_slots()
         if not self._slots and self._queue and not is_ahead and not self._swapper.num_copying:
@@ -274,8 +220,8 @@ class StepPlanner:
             else:
                 unit.tokens_left = 0
                 chunks.append(unit.chunk)
-        num_yielded = sum(s in self._parked and s.item is not None for s in ended) if self._parked else 0
-        return StepPlan(scheduled + chunks, self._round.num_evicted, num_yielded)
+        num_yielded = sum(s in parking.parked and s.item is not None for s in ended) if parking.parked else 0
+        return StepPlan(scheduled + chunks, parking.num_evicted - num_evicted, num_yielded)
 
     def _end_units(self) -> list[Sequence]:
         """Parks the sequences whose units are through, and queues their next ones; what is ENDING has none.
@@ -286,7 +232,7 @@ class StepPlanner:
         for unit in over:
             unit.sequence.has_worked |= unit.cost > 0
             if unit.sequence.status is not SequenceStatus.ENDING:
-                self._park(unit.sequence)
+                self.parking.park(unit.sequence)
                 self._queue.push(unit.sequence)
             self._queue.settle(unit.item, unit.cost)
         return [unit.sequence for unit in over]
@@ -322,26 +268,24 @@ class StepPlanner:
         (sequence, room), self._round.deferred = self._round.deferred, None
         for victim in room.victims:
             if room.is_now:
-                self._evict(victim)
+                self.parking.evict(victim)
             else:
-                self._swap_or_evict(victim)
+                self.parking.swap_or_evict(victim)
         if room.is_now:
             del self._reclaim.awaited[sequence]
-            self._bring_back(sequence)
+            self.parking.bring_back(sequence)
 
     def _start(self, pick: Pick[int, _Place]) -> None:
         """Gives the unit its slot and its blocks."""
         sequence, place = self._queue.sequence(pick.item), pick.place
         for victim in place.room.victims:
-            self._evict(victim)
-        self._take_blocks(sequence, place.end)
-        del self._parked[sequence]
+            self.parking.evict(victim)
+        self.parking.leave_for_slot(sequence, place.end)
         num_tokens, ends_at = place.num_tokens, 0
         if sequence.status is SequenceStatus.DECODE:
-            ends_at = self._step + num_tokens
+            ends_at = self.parking.step + num_tokens
             chunk = Scheduled(sequence, 1, samples=True)
             cost = num_tokens * OUTPUT_TOKEN_COST
-            self._round.ready_decodes -= 1
             self._round.budget -= 1
         else:
             num_tokens = min(num_tokens, sequence.num_uncomputed_tokens)  # fewer, where some were cached
@@ -397,7 +341,7 @@ class StepPlanner:
             return self._place(sequence, num_tokens, sequence.num_tokens, may_evict=True)
         computed = sequence.num_computed_tokens
         most = self._slots.spread(
-            self._step, min(QUANTUM_TOKENS, sequence.max_output_tokens - sequence.num_output_tokens)
+            self.parking.step, min(QUANTUM_TOKENS, sequence.max_output_tokens - sequence.num_output_tokens)
         )
         place = self._place(sequence, most, computed + most, may_evict=False)
         if place is not None and place.room.is_now:
@@ -418,43 +362,16 @@ class StepPlanner:
             num_blocks,
             may_evict=may_evict,
             may_swap=sequence not in self._late_claims,
-            is_beside_others=bool(self._slots or self._parked),
+            is_beside_others=bool(self._slots or self.parking.parked),
         )
 
     def _chunk_tokens(self, sequence: Sequence) -> int:
         """Tokens of the next part of a prefill; 0 where the step has none left for it."""
         other_slots = self._slots.num_free - 1
-        budget = self._round.budget - min(self._round.ready_decodes, other_slots)
+        budget = self._round.budget - min(self.parking.ready_decodes, other_slots)
         return max(0, min(sequence.num_uncomputed_tokens, self._limits.prefill_chunk_tokens, budget))
 
     # ---- blocks
-
-    def _take_blocks(self, sequence: Sequence, end: int) -> None:
-        """Takes the blocks up to position `end`; of a sequence without blocks, those of all its tokens."""
-        if sequence.status is SequenceStatus.WAITING:
-            self._admit(sequence)
-        else:
-            self._tables.extend(sequence, end)
-
-    def _admit(self, sequence: Sequence) -> None:
-        """Gives a sequence without blocks those of all its tokens, and parks it.
-
-        What is cached of its tokens it takes, but the last token is always computed. The order does not depend on what
-        is cached.
-        """
-        self._leave_waiting(sequence)
-        self._queue.end_capped(sequence.flow)
-        num_cached = self._tables.fill(sequence)
-        sequence.start_behind(num_cached * self._pool.block_size)
-        sequence.move_to(SequenceStatus.PREFILL)
-        self._park(sequence)
-
-    def _bring_back(self, sequence: Sequence) -> None:
-        """Gives a swapped sequence the blocks of all its tokens, and starts the copy into those that are not cached."""
-        self._queue.end_capped(sequence.flow)
-        num_cached = self._tables.fill(sequence)
-        self._swapper.bring_back(sequence, num_cached)
-        self._queue.requeue(sequence)
 
     def _claim_reserves(self) -> None:
         """Gives waiting sequences their blocks, slot or none, as far as their tenant's reserve goes.
@@ -463,7 +380,7 @@ class StepPlanner:
         free: at the latest when every quantum that runs now is over.
         """
         blocked: dict[TenantId, None] = {}
-        for sequence in list(self._waiting):
+        for sequence in list(self.parking.waiting):
             if sequence in self._queue.paused or sequence.is_copying:
                 continue
             tenant_id = sequence.tenant_id
@@ -474,12 +391,12 @@ class StepPlanner:
             room = self._room(sequence, num_blocks, may_evict=True)
             if room is not None and room.is_now:
                 for victim in room.victims:
-                    self._evict(victim)
+                    self.parking.evict(victim)
                 if sequence.swap is None:
-                    self._admit(sequence)
+                    self.parking.admit(sequence)
                     self._queue.requeue(sequence)
                 else:
-                    self._bring_back(sequence)
+                    self.parking.bring_back(sequence)
                 continue
             self._reclaim.claims[tenant_id] = num_blocks
             blocked[tenant_id] = None
@@ -487,57 +404,20 @@ class StepPlanner:
                 self._late_claims[sequence] = None
                 continue
             for victim in room.victims:
-                self._swap_or_evict(victim)
+                self.parking.swap_or_evict(victim)
 
     def _trim_to_caps(self) -> None:
         """Evicts what stands above a hard cap that has been lowered."""
-        for tenant_id in {s.tenant_id: None for s in self._parked} if self._shares.has_caps else ():
+        for tenant_id in {s.tenant_id: None for s in self.parking.parked} if self._shares.has_caps else ():
             while self._reclaim.will_hold(tenant_id) > self._shares.hard(tenant_id):
-                own = [s for s in self._parked if s.tenant_id == tenant_id]
+                own = [s for s in self.parking.parked if s.tenant_id == tenant_id]
                 if not own:
                     break
                 victim = min(own, key=least_recent)
                 if victim.num_steps_in_flight:
                     self._reclaim.waits = True
                     break
-                self._evict(victim)
-
-    def _swap_or_evict(self, sequence: Sequence) -> None:
-        """Has a parked sequence give up its blocks: at once, or when they are copied."""
-        if not self._swapper.pays(sequence):
-            self._evict(sequence)
-            return
-        self._swapper.leave(sequence)
-        self._leave_parked(sequence)
-        sequence.move_to(SequenceStatus.SWAPPED)
-        self._queue.requeue(sequence)
-
-    def _evict(self, sequence: Sequence) -> None:
-        """Frees a parked sequence's blocks; it is computed again, and not charged for that."""
-        self._leave_parked(sequence)
-        self._tables.lose(sequence)
-        sequence.num_computed_tokens = 0
-        sequence.move_to(SequenceStatus.WAITING)
-        self._queue.requeue(sequence)
-        sequence.group.num_evictions += 1
-        self._round.num_evicted += 1
-
-    def _leave_parked(self, sequence: Sequence) -> None:
-        """What was done for it stays charged, and is not charged again."""
-        assert not sequence.num_steps_in_flight
-        del self._parked[sequence]
-        is_decoding = sequence.status is SequenceStatus.DECODE
-        self._round.ready_decodes -= is_decoding and sequence.item is not None
-        done = sequence.num_tokens if is_decoding else sequence.num_computed_tokens
-        sequence.num_charged_tokens = max(sequence.num_charged_tokens, done)
-        bisect.insort(self._waiting, sequence, key=_order)
-
-    def _park(self, sequence: Sequence) -> None:
-        sequence.parked_at = self._step
-        self._parked[sequence] = None
-
-    def _leave_waiting(self, sequence: Sequence) -> None:
-        del self._waiting[bisect.bisect_left(self._waiting, sequence.order, key=_order)]
+                self.parking.evict(victim)
 
     def check_invariants(self) -> None:
         """For tests and idle moments."""
@@ -545,9 +425,9 @@ class StepPlanner:
         self._slots.check_invariants()
         paused, fair = self._queue.paused, self._queue.fair
         assert fair.num_running == len(self._slots)
-        assert len(self._queue) == len(self._parked) + len(self._waiting) - len(paused)
-        assert all(s in self._parked or s in self._waiting for s in paused)
-        with_unit = [s for s in (*self._parked, *self._waiting) if s.item is not None]
+        assert len(self._queue) == len(self.parking.parked) + len(self.parking.waiting) - len(paused)
+        assert all(s in self.parking.parked or s in self.parking.waiting for s in paused)
+        with_unit = [s for s in (*self.parking.parked, *self.parking.waiting) if s.item is not None]
         assert all(self._queue.sequence(s.item) is s for s in with_unit if s.item is not None)
         assert all(unit.cost <= fair.reserved_by(unit.sequence.flow) for unit in self._slots.units)
 
@@ -555,22 +435,15 @@ class StepPlanner:
 class _Round:
     """What one plan has left, and what it has found out."""
 
-    __slots__ = ("budget", "deferred", "num_evicted", "ready_decodes", "refused")
+    __slots__ = ("budget", "deferred", "refused")
 
-    def __init__(self, budget: int, ready_decodes: int) -> None:
+    def __init__(self, budget: int) -> None:
         self.budget = budget
         """Tokens of the step."""
-        self.ready_decodes = ready_decodes
-        """Decodes without a slot."""
         self.deferred: tuple[Sequence, Room] | None = None
         """Who gets room when the choice that is being made is over; until then nothing else is chosen."""
         self.refused: dict[int, None] = {}
         """Items that cannot be started in this plan."""
-        self.num_evicted = 0
-
-
-def _order(sequence: Sequence) -> tuple[int, int]:
-    return sequence.order
 
 
 def _cost(item: Scheduled) -> int:

@@ -1,7 +1,7 @@
 """KV of sequences in host memory: who has it there, whether that pays, and the copies that are under way.
 
-Owns the host blocks (a number each, as the runner copies to and from them), every Swap of a sequence, and the rates
-that the choice is made by. Written by EngineCore and StepPlanner alone, on the engine's thread. Decides whether a
+Owns the host blocks (a number each, as HostKv copies to and from them), every Swap of a sequence, and the rates
+that the choice is made by. Written by EngineCore and Parking alone, on the engine's thread. Decides whether a
 sequence that has to give up its blocks goes to the host; who has to, and who comes back when, is StepPlanner's.
 
     parked --leave--> LEAVING --copy over--> ON_HOST --bring_back--> ARRIVING --copy over--> parked
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from manylora_shared.ids import TenantId
 
-from manylora_worker.engine.api import PendingCopy, SwapRunner
+from manylora_worker.engine.api import HostKv, PendingCopy
 from manylora_worker.engine.block_pool import BlockPool
 from manylora_worker.engine.sequence import Sequence, Swap, SwapStage
 from manylora_worker.engine.tenant_shares import TenantShares
@@ -160,11 +160,11 @@ class HostBlocks:
 class Swapper:
     """See the module. Where there are no host blocks nothing ever leaves (`pays` is False)."""
 
-    def __init__(self, runner: SwapRunner | None, pool: BlockPool, shares: TenantShares) -> None:
-        self._runner = runner
+    def __init__(self, host_kv: HostKv | None, pool: BlockPool, shares: TenantShares) -> None:
+        self._host_kv = host_kv
         self._pool = pool
-        self.host = HostBlocks(0 if runner is None else runner.num_host_blocks, shares, pool.num_blocks)
-        self.costs = SwapCosts(0.0 if runner is None else runner.block_copy_s)
+        self.host = HostBlocks(0 if host_kv is None else host_kv.num_blocks, shares, pool.num_blocks)
+        self.costs = SwapCosts(0.0 if host_kv is None else host_kv.block_copy_s)
         self._copies: dict[Sequence, tuple[PendingCopy, int]] = {}
         """Under way, oldest first, and how many blocks each copies."""
         self._leaving: frozenset[int] | None = None
@@ -228,20 +228,20 @@ class Swapper:
 
     def leave(self, sequence: Sequence) -> None:
         """Starts the copy of what stands in its blocks; it holds them until that is over. Ask `pays` first."""
-        assert self._runner is not None
+        assert self._host_kv is not None
         assert not sequence.num_steps_in_flight
         assert sequence.swap is None
         blocks = sequence.block_table[: self._num_computed_blocks(sequence)]
         host_blocks = self.host.allocate(sequence.tenant_id, len(blocks))
         sequence.swap = Swap(host_blocks, sequence.status)
         sequence.group.num_swaps += 1
-        self._copies[sequence] = (self._runner.copy_out(blocks, host_blocks), len(blocks))
+        self._copies[sequence] = (self._host_kv.copy_out(blocks, host_blocks), len(blocks))
         self._leaving = None
         self._count(sequence.tenant_id, SwapCounts(swaps_out=1, blocks_out=len(blocks)))
 
     def bring_back(self, sequence: Sequence, num_cached_blocks: int) -> None:
         """Starts the copy into the blocks that it was given, but the first ones, which were found in the cache."""
-        assert self._runner is not None
+        assert self._host_kv is not None
         assert sequence.swap is not None
         assert sequence.swap.stage is SwapStage.ON_HOST
         host_blocks = sequence.swap.host_blocks[num_cached_blocks:]
@@ -250,7 +250,7 @@ class Swapper:
         self._pool.overwrite(blocks)
         sequence.swap.stage = SwapStage.ARRIVING
         self._leaving = None
-        self._copies[sequence] = (self._runner.copy_in(host_blocks, blocks), len(blocks))
+        self._copies[sequence] = (self._host_kv.copy_in(host_blocks, blocks), len(blocks))
         self._count(sequence.tenant_id, SwapCounts(swaps_in=1, blocks_in=len(blocks)))
 
     def poll(self) -> list[Sequence]:

@@ -1,8 +1,8 @@
 """Whose turn it is: the sequences that could begin their next unit, in the order of their flows' tags.
 
 Owns the fair queue of a worker, which unit of it is whose, and who is kept out of it by its own tenant's doing: a
-*paused* sequence stands in no queue, and a *capped* flow begins at the clock when it may go on. Written by StepPlanner
-alone, which says who can be started. Knows neither slots nor blocks.
+*paused* sequence stands in no queue, and a *capped* flow begins at the clock when it may go on. Written by StepPlanner,
+which says who can be started, and its Parking alone. Knows neither slots nor blocks.
 
 Inside a flow a sequence that has blocks goes before one that has none, and then the older before the younger.
 """

@@ -1,0 +1,84 @@
+"""Who may use the device past a tenant's first in the queue that finds no room there.
+
+Owns what is *blocked*, and how often each was overtaken. Its own tenant's other requests may overtake it, by using a
+resident adapter or one that fits into what is free, `max_overtakes` times in all; from then on they queue behind it.
+Where it is its tenant's due and others hold too much, that holds for tenants above their shares too; for one that is
+within its share it never does. So the uses that stand in its way run out. Written by AdapterCache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from manylora_shared.ids import TenantId
+
+from manylora_worker.adapters.room import Entry, Standing, TierRoom
+
+
+@dataclass
+class _Blocked:
+    """The first in a tenant's queue that finds no room."""
+
+    entry: Entry
+    overtakes: int
+    is_due: bool
+    """It is within the tenant's share: others have to make way."""
+
+
+class Overtaking:
+    """
+    Args:
+        device: the tier that there is no room on.
+        standing: of all tenants there, as it is now.
+    """
+
+    def __init__(self, device: TierRoom, standing: Callable[[], Standing], max_overtakes: int) -> None:
+        self._device = device
+        self._standing = standing
+        self._max_overtakes = max_overtakes
+        self._blocked: dict[TenantId, _Blocked] = {}
+
+    def __bool__(self) -> bool:
+        """Whether anything is blocked."""
+        return bool(self._blocked)
+
+    def is_allowed(self, tenant_id: TenantId, entry: Entry, *, counts: bool = True) -> bool:
+        """Whether the tenant may use an adapter past those that are blocked. Counts it as overtaking where it is."""
+        if not self._blocked:
+            return True
+        number = entry.queued.get(tenant_id)
+        passed: list[_Blocked] = []
+        for tenant, blocked in self._blocked.items():
+            if blocked.entry is entry or (number is not None and number < blocked.entry.queued[tenant]):
+                continue
+            if tenant != tenant_id:
+                if not blocked.is_due:
+                    continue
+                more_bytes = 0 if entry.uses(self._device.tier) else entry.size_bytes
+                if self._standing().is_within(tenant_id, more_bytes):
+                    continue
+            if blocked.overtakes >= self._max_overtakes:
+                return False
+            passed.append(blocked)
+        if counts:
+            for blocked in passed:
+                blocked.overtakes += 1
+        return True
+
+    def block(self, tenant_id: TenantId, entry: Entry) -> None:
+        """It is the tenant's turn for it, and there is no room. The first in a tenant's queue counts."""
+        before = self._blocked.get(tenant_id)
+        if before is not None and before.entry.queued[tenant_id] < entry.queued[tenant_id]:
+            return
+        is_due = self._standing().is_within(tenant_id, entry.size_bytes) or self._device.is_alone(tenant_id, entry)
+        self._blocked[tenant_id] = _Blocked(entry, before.overtakes if before is not None else 0, is_due)
+
+    def unblock(self, tenant_id: TenantId, entry: Entry) -> None:
+        """The tenant waits for it no more, or there is room."""
+        blocked = self._blocked.get(tenant_id)
+        if blocked is not None and blocked.entry is entry:
+            del self._blocked[tenant_id]
+
+    def check_invariants(self) -> None:
+        assert all(tenant in blocked.entry.queued for tenant, blocked in self._blocked.items())

@@ -1,0 +1,210 @@
+"""Which adapter is on which tier, and the loads between them.
+
+Owns the entry of every adapter that is off the disk or wanted there, the tenants' claims on it, the two tiers' rooms,
+the loads under way and the counts of what was evicted. Written by AdapterCache alone, which decides what is loaded and
+what makes way for it; an AdapterBackend does the loads beside it.
+
+    DISK --load to the host--> HOST --load to the device--> DEVICE
+         <-----drop-----------      <--------drop----------        (a DEVICE adapter may have lost its host copy)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from manylora_shared.ids import AdapterUid, RequestId, TenantId
+
+from manylora_worker.adapters.room import Entry, Eviction, Plan, TierRoom
+from manylora_worker.engine.api import AdapterBackend, AdapterEvent, AdapterTier
+
+_KNOWN_SIZES = 4096
+"""Sizes remembered of adapters that are on disk only."""
+
+
+class Residency:
+    """
+    Args:
+        rooms: of the host and the device.
+        max_loads: to each of them at the same time.
+    """
+
+    def __init__(
+        self, backend: AdapterBackend, rooms: Mapping[AdapterTier, TierRoom], max_loads: Mapping[AdapterTier, int]
+    ) -> None:
+        self._backend = backend
+        self.rooms = rooms
+        self.entries: dict[AdapterUid, Entry] = {}
+        self.version = 0
+        """Grows with each change of where an adapter is."""
+        self.claims_version = 0
+        """Grows with each change of what counts against whom, too, and with each load that begins."""
+        self.idle_version = 0
+        """Grows whenever an adapter is no longer in use."""
+        self._max_loads = max_loads
+        self._loads = dict.fromkeys(rooms, 0)
+        self._known_bytes: dict[AdapterUid, int] = {}
+        self._counts: dict[TenantId, list[int]] = {}
+        """[evictions, displaced], both cumulative."""
+        self._evictions: list[Eviction] = []
+        """Since they were taken."""
+        self._tick = 0
+
+    @property
+    def num_loading(self) -> int:
+        return sum(self._loads.values())
+
+    def tiers(self) -> Mapping[AdapterUid, AdapterTier]:
+        """The best tier of every adapter that is off the disk."""
+        return {
+            uid: AdapterTier.DEVICE if e.on_device else AdapterTier.HOST
+            for uid, e in self.entries.items()
+            if e.on_device or e.on_host
+        }
+
+    def evicted(self) -> Mapping[TenantId, tuple[int, int]]:
+        """Of every tenant that lost adapters from the device: how often, and how often to another tenant's."""
+        return {tenant: (evictions, displaced) for tenant, (evictions, displaced) in self._counts.items()}
+
+    def take_evictions(self) -> list[Eviction]:
+        """Those since the last call."""
+        evictions, self._evictions = self._evictions, []
+        return evictions
+
+    # -- entries and claims
+
+    def entry(self, uid: AdapterUid) -> Entry:
+        """Made where there is none."""
+        entry = self.entries.get(uid)
+        if entry is None:
+            entry = self.entries[uid] = Entry(uid, size_bytes=self._known_bytes.get(uid, 0))
+        return entry
+
+    def size_of(self, uid: AdapterUid) -> int:
+        """In bytes, as far as it was learned; else 0."""
+        entry = self.entries.get(uid)
+        return max(self._known_bytes.get(uid, 0), entry.size_bytes if entry is not None else 0)
+
+    def learn_size(self, entry: Entry, size_bytes: int) -> bool:
+        """A load told its size. Returns whether another was known."""
+        has_changed = entry.size_bytes != size_bytes
+        entry.size_bytes = size_bytes
+        self._known_bytes.pop(entry.uid, None)
+        self._known_bytes[entry.uid] = size_bytes
+        if len(self._known_bytes) > _KNOWN_SIZES:
+            del self._known_bytes[next(iter(self._known_bytes))]
+        return has_changed
+
+    def load_cost(self, entry: Entry) -> int:
+        """Of a load, in bytes. What was never loaded counts as what was learned last."""
+        return entry.size_bytes or next(reversed(self._known_bytes.values()), 1)
+
+    def touch(self, entry: Entry, tenant_id: TenantId, now: float) -> None:
+        """The tenant uses it, or wants to."""
+        self._tick += 1
+        entry.last_tick = self._tick
+        for claims in entry.claims.values():
+            if tenant_id not in claims:
+                self.claims_version += 1
+            claims[tenant_id] = now
+
+    def end_use(self, entry: Entry, holder: RequestId, tenant_id: TenantId, now: float) -> None:
+        """The holder, of that tenant, uses it no more."""
+        del entry.users[holder]
+        self.touch(entry, tenant_id, now)
+        self.idle_version += not entry.users
+
+    def forget_if_unused(self, entry: Entry) -> None:
+        if entry.is_unused:
+            del self.entries[entry.uid]
+
+    def drop_vain_claims(self, entry: Entry) -> None:
+        """On a tier where it is not, those alone claim it who wait for it."""
+        for tier, claims in entry.claims.items():
+            if not entry.uses(tier) and not entry.on_device:
+                for tenant in [t for t in claims if t not in entry.queued and t not in entry.pinned_by]:
+                    del claims[tenant]
+
+    # -- loads
+
+    def may_load(self, tier: AdapterTier) -> bool:
+        """Whether another load to it may begin."""
+        return self._loads[tier] < self._max_loads[tier]
+
+    def begin_load(self, entry: Entry, tier: AdapterTier) -> None:
+        entry.loading = tier
+        entry.no_room_since.clear()
+        self._loads[tier] += 1
+        self.rooms[tier].entries[entry.uid] = entry
+        self.claims_version += 1
+        if tier is AdapterTier.HOST:
+            self._backend.start_host_load(entry.uid)
+        else:
+            self._backend.start_device_load(entry.uid)
+
+    def end_load(self, event: AdapterEvent) -> Entry:
+        """The adapter is on the tier now, unless the load failed."""
+        entry = self.entries[event.uid]
+        assert entry.loading is event.tier, f"{event.uid}: a load ended that was not asked for"
+        entry.loading = None
+        self._loads[event.tier] -= 1
+        self.claims_version += 1
+        if event.error is not None:
+            del self.rooms[event.tier].entries[entry.uid]
+            return entry
+        self.version += 1
+        if event.tier is AdapterTier.DEVICE:
+            entry.on_device = True
+        else:
+            entry.on_host = True
+        return entry
+
+    # -- what goes
+
+    def make_way(self, plan: Plan, room: TierRoom, tenant_id: TenantId | None) -> None:
+        """Does what was planned for the tenant."""
+        for uid in plan.releases:
+            assert tenant_id is not None
+            room.entries[uid].claims[room.tier].pop(tenant_id)
+            self.claims_version += 1
+        for eviction in plan.evictions:
+            entry = self.entries[eviction.uid]
+            assert all(
+                loser == tenant_id or held > share or idle_s >= room.borrow_after_s(entry)
+                for loser, (held, share, idle_s) in eviction.losers.items()
+                if eviction.waited_s < room.patience_s
+            ), "a tenant within its share would lose what it uses"
+            if room.tier is AdapterTier.DEVICE:
+                for loser in eviction.losers:
+                    counts = self._counts.setdefault(loser, [0, 0])
+                    counts[0] += 1
+                    counts[1] += loser != tenant_id
+            self._evictions.append(eviction)
+            self.drop(entry, room.tier)
+            self.forget_if_unused(entry)
+
+    def drop(self, entry: Entry, tier: AdapterTier) -> None:
+        if tier is AdapterTier.DEVICE:
+            assert not entry.in_use
+            self._backend.drop_device(entry.uid)
+            entry.on_device = False
+        else:
+            self._backend.drop_host(entry.uid)
+            entry.on_host = False
+        del self.rooms[tier].entries[entry.uid]
+        self.drop_vain_claims(entry)
+        self.version += 1
+        self.claims_version += 1
+
+    def check_invariants(self) -> None:
+        for tier, room in self.rooms.items():
+            assert room.used_bytes <= room.budget_bytes, f"over the {tier.name} tier's budget"
+            assert room.entries == {uid: e for uid, e in self.entries.items() if e.uses(tier)}
+            assert self._loads[tier] == sum(e.loading is tier for e in self.entries.values())
+            assert self._loads[tier] <= self._max_loads[tier]
+        for entry in self.entries.values():
+            assert not entry.is_unused
+            assert not entry.users or entry.on_device, "in use, but not on the device"
+            assert entry.loading is not AdapterTier.DEVICE or (entry.on_host and not entry.on_device)
+            assert entry.loading is not AdapterTier.HOST or not entry.on_host
+            if not entry.waiters and not entry.pinned_by:
+                assert entry.uses(AdapterTier.DEVICE) or not entry.claims[AdapterTier.DEVICE], "a claim on nothing"

@@ -1,0 +1,60 @@
+"""What counts against each tenant on a tier of the adapter cache, and what its share is now.
+
+Owns nothing but what it has found: that is kept until claims, queues or pins change.
+"""
+
+from __future__ import annotations
+
+from manylora_shared.ids import TenantId
+
+from manylora_worker.adapters.pins import PinBook
+from manylora_worker.adapters.residency import Residency
+from manylora_worker.adapters.room import Standing
+from manylora_worker.adapters.turns import Turns
+from manylora_worker.engine.api import AdapterTier
+
+
+class Standings:
+    def __init__(self, residency: Residency, turns: Turns, pins: PinBook) -> None:
+        self._residency = residency
+        self._turns = turns
+        self._pins = pins
+        self._known: dict[AdapterTier, tuple[tuple[int, int], Standing]] = {}
+        """With the versions of what went into it."""
+
+    @property
+    def claims_version(self) -> int:
+        """Grows with each change of what tenants have or pin."""
+        return self._residency.claims_version + self._pins.version
+
+    def clear(self) -> None:
+        """The tenants' weights have changed."""
+        self._known.clear()
+
+    def of(self, tier: AdapterTier, more: tuple[TenantId, int] | None = None) -> Standing:
+        """
+        Args:
+            more: what a tenant wants besides what it waits for.
+        """
+        versions = self.claims_version, self._turns.version
+        known = self._known.get(tier)
+        if more is None and known is not None and known[0] == versions:
+            return known[1]
+        waiting: dict[TenantId, int] = {} if more is None else dict([more])
+        for tenant, queue in self._turns.queues.items():
+            wanted = sum(e.size_bytes for e in queue.values() if not e.uses(tier) and not e.on_device)
+            waiting[tenant] = waiting.get(tenant, 0) + wanted
+        floors = self._pinned_bytes() if tier is AdapterTier.DEVICE else {}
+        standing = self._residency.rooms[tier].standing(waiting, floors)
+        if more is None:
+            self._known[tier] = versions, standing
+        return standing
+
+    def _pinned_bytes(self) -> dict[TenantId, int]:
+        entries = self._residency.entries
+        pinned: dict[TenantId, int] = {}
+        for tenant in self._pins.tenants:
+            mine = [e for uid in self._pins.uids_of(tenant) if (e := entries.get(uid)) and tenant in e.pinned_by]
+            if mine:
+                pinned[tenant] = sum(entry.size_bytes for entry in mine)
+        return pinned

@@ -1,0 +1,180 @@
+"""Telemetry: the process's exporters, and what spans and metrics are made with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from opentelemetry.metrics import Counter
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricReader, NumberDataPoint
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
+from opentelemetry.trace import SpanKind
+
+from manylora_shared.telemetry.exporters import Recorder, metrics_to_receiver, spans_to_file, spans_to_receiver
+from manylora_shared.telemetry.names import Attributes, AttributeValue
+from manylora_shared.telemetry.spans import LiveSpan, NullSpan, Span, context_of
+
+_FLUSH_TIMEOUT_MS = 3000
+
+
+class Telemetry:
+    """A process's source of spans. Thread-safe."""
+
+    def __init__(
+        self, service: str, *, instance_id: str = "", otlp_endpoint: str = "", trace_file: Path | str = ""
+    ) -> None:
+        """
+        Args:
+            service: `router`, `scheduler` or `worker`; the resource's service.name is `manylora-<service>`.
+            instance_id: the resource's service.instance.id.
+            otlp_endpoint: an OTLP gRPC receiver: `host:port` or `http://host:port` (plain), `https://host:port` (TLS).
+            trace_file: a file to append spans to, one JSON object a line; several processes may share it.
+
+        With neither endpoint nor file, telemetry is disabled.
+        """
+        processors: list[BatchSpanProcessor | SimpleSpanProcessor] = []
+        reader: MetricReader | None = None
+        if otlp_endpoint:
+            processors.append(spans_to_receiver(otlp_endpoint))
+            reader = metrics_to_receiver(otlp_endpoint)
+        if trace_file:
+            processors.append(spans_to_file(Path(trace_file)))
+        self._start(service, instance_id, processors, reader)
+        self._recorder: Recorder | None = None
+
+    @classmethod
+    def disabled(cls) -> Telemetry:
+        return cls("disabled")
+
+    @classmethod
+    def recording(cls, service: str, *, instance_id: str = "") -> Telemetry:
+        """Keeps ended spans and metrics in memory, for tests: `recorded()`, `recorded_metrics()`."""
+        telemetry = cls.__new__(cls)
+        telemetry._recorder = Recorder()
+        telemetry._start(service, instance_id, [SimpleSpanProcessor(telemetry._recorder)], InMemoryMetricReader())
+        return telemetry
+
+    def _start(
+        self,
+        service: str,
+        instance_id: str,
+        processors: Sequence[BatchSpanProcessor | SimpleSpanProcessor],
+        reader: MetricReader | None,
+    ) -> None:
+        self._provider: TracerProvider | None = None
+        self._meters: MeterProvider | None = None
+        self._reader = reader
+        self._gauges: dict[str, Any] = {}  # the API's type of synchronous gauges has no public name
+        self._counters: dict[str, Counter] = {}
+        if not processors:
+            return
+        resource = {"service.name": f"manylora-{service}", "service.namespace": "manylora"}
+        if instance_id:
+            resource["service.instance.id"] = instance_id
+        self._provider = TracerProvider(
+            sampler=ParentBased(ALWAYS_ON), resource=Resource(resource), shutdown_on_exit=False
+        )
+        for processor in processors:
+            self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("manylora")
+        if reader is not None:
+            self._meters = MeterProvider([reader], resource=Resource(resource), shutdown_on_exit=False)
+            self._meter = self._meters.get_meter("manylora")
+
+    @property
+    def enabled(self) -> bool:
+        return self._provider is not None
+
+    def now_ns(self) -> int:
+        """Unix time for a later `start_ns` or `end_ns`; 0 while disabled, which `span` and `end` do not read then."""
+        return time.time_ns() if self._provider is not None else 0
+
+    def span(
+        self,
+        name: str,
+        *,
+        parent: str | None = None,
+        attributes: Attributes | None = None,
+        start_ns: int | None = None,
+        server: bool = False,
+    ) -> Span:
+        """Starts a span.
+
+        Args:
+            name: a SpanName.
+            parent: a traceparent; None, empty or malformed starts a new trace.
+            attributes: as `request_attributes` gives them, and more.
+            start_ns: when it really began; default: now.
+            server: whether it answers a call from another process (the span kind SERVER).
+        """
+        if self._provider is None:
+            return NullSpan(parent or "")
+        started = self._tracer.start_span(
+            name,
+            context=context_of(parent),
+            kind=SpanKind.SERVER if server else SpanKind.INTERNAL,
+            attributes=attributes,
+            start_time=start_ns,
+            record_exception=False,
+            set_status_on_exception=False,
+        )
+        return LiveSpan(started)
+
+    @property
+    def has_metrics(self) -> bool:
+        """Whether anybody reads them."""
+        return self._meters is not None
+
+    def gauge(self, name: str, value: float, attributes: Attributes | None = None) -> None:
+        """What a metric is now.
+
+        Args:
+            name: a MetricName.
+            attributes: few distinct ones: each combination is kept as long as the process lives.
+        """
+        if self._meters is not None:
+            if name not in self._gauges:
+                self._gauges[name] = self._meter.create_gauge(name)
+            self._gauges[name].set(value, attributes)
+
+    def count(self, name: str, amount: int, attributes: Attributes | None = None) -> None:
+        """Adds to a counter; arguments as for `gauge`."""
+        if self._meters is not None:
+            if name not in self._counters:
+                self._counters[name] = self._meter.create_counter(name)
+            self._counters[name].add(amount, attributes)
+
+    def recorded_metrics(self) -> dict[tuple[str, frozenset[tuple[str, AttributeValue]]], float]:
+        """The metrics of a `recording` telemetry as they stand, by name and attributes."""
+        assert isinstance(self._reader, InMemoryMetricReader), "this telemetry does not record"
+        data = self._reader.get_metrics_data()
+        found: dict[tuple[str, frozenset[tuple[str, AttributeValue]]], float] = {}
+        for resource in data.resource_metrics if data is not None else ():
+            for scope in resource.scope_metrics:
+                for metric in scope.metrics:
+                    for point in metric.data.data_points:
+                        attributes: Any = dict(point.attributes or {})
+                        assert isinstance(point, NumberDataPoint)
+                        found[metric.name, frozenset(attributes.items())] = point.value
+        return found
+
+    def recorded(self) -> list[dict[str, Any]]:
+        """The ended spans of a `recording` telemetry, as the objects that a trace file holds."""
+        assert self._recorder is not None, "this telemetry does not record"
+        return self._recorder.taken()
+
+    def shutdown(self) -> None:
+        """Exports what is queued and stops; blocks for some seconds at most. Safe to call again."""
+        provider, self._provider = self._provider, None
+        meters, self._meters = self._meters, None
+        if meters is not None:
+            meters.shutdown(timeout_millis=_FLUSH_TIMEOUT_MS)
+        if provider is not None:
+            provider.force_flush(_FLUSH_TIMEOUT_MS)
+            provider.shutdown()
