@@ -25,7 +25,7 @@ so long a request may keep its slot. `victim_ttft_p95_less_quantum_ratio` is the
 `total_cost_per_s` is prompt + 2 * output tokens a second of both, of the attacker as the scheduler counted it,
 and `total_ratio_to_fcfs` compares that.
 
-    python -m bench.isolation [--engine torch|fake] [--attacks short,adapters] [--seconds 12] [--json]
+    python bench/isolation.py [--engine torch|fake] [--attacks short,adapters] [--seconds 12] [--json]
 """
 
 from __future__ import annotations
@@ -52,7 +52,17 @@ from manylora.demo import BASE_FOLDER, BASE_NAME, adapter_folder
 from manylora.local_cluster import ClusterOptions, LocalCluster
 from manylora_worker.engine.step_planner import QUANTUM_TOKENS
 
-from bench.isolation_traffic import ATTACKS, BUCKET_S, LONGEST_TOKENS, Attack, Target, Victim, attack_process, victim
+sys.path.insert(0, str(Path(__file__).parents[1]))  # started as a file, it finds what stands beside it as well
+from bench.isolation_traffic import (
+    ATTACKS,
+    BUCKET_S,
+    LONGEST_TOKENS,
+    Attack,
+    Target,
+    Victim,
+    attack_process,
+    victim,
+)
 
 POLICIES = {"fair": "fair", "fcfs": "arrival"}
 """By the name in the results: the scheduler's --order."""
