@@ -25,7 +25,6 @@ import triton.language as tl
 from torch import Tensor
 
 PREFILL_TILE_FIELDS = 4
-LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)

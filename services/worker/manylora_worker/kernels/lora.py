@@ -127,18 +127,6 @@ def load_program(
 
 
 @triton.jit
-def low_rank_of_row(s_row, within, rank_mask, stride_split, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr, dtype):
-    """[16]: one row's low-rank values, its splits added up, rounded as the weights are."""
-    splits = tl.arange(0, BLOCK_S)
-    parts = tl.load(
-        s_row + splits[:, None] * stride_split + within[None, :],
-        mask=(splits < SPLIT_K)[:, None] & rank_mask[None, :],
-        other=0.0,
-    )
-    return tl.sum(parts, 0).to(dtype).to(tl.float32)
-
-
-@triton.jit
 def _load_b(weights_ptr, site, slot, chunk, columns, column_mask, slot_columns, CHUNKS: tl.constexpr):
     """[16, BLOCK_N]: one chunk of B; zero where the slot has no such ranks."""
     within = tl.arange(0, 16)
