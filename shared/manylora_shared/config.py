@@ -109,21 +109,6 @@ def parse(config: type[C], argv: Sequence[str], env: Mapping[str, str]) -> C:
         raise ConfigError(str(error)) from error
 
 
-def to_argv(config: _Dataclass) -> list[str]:
-    """The flags that make `load` return an equal object, for a child process; defaults are left out."""
-    argv: list[str] = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.default is not dataclasses.MISSING and value == field.default:
-            continue
-        flag = _flag(field.name)
-        if isinstance(value, bool):
-            argv.append(flag if value else f"--no-{flag[2:]}")
-        else:
-            argv.append(f"{flag}={_render(value)}")
-    return argv
-
-
 def help_text(config: type[_Dataclass]) -> str:
     """One line a setting: flag, type, default, meaning."""
     kinds = get_type_hints(config)
