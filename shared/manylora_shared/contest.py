@@ -131,9 +131,8 @@ class Contest(Generic[F, I]):
         assert head is not None
         need = flow.need = (flow.key, head.need) if flow.is_apart else head.need
         order, place = self.plain, flow.plain
-        entry = place.entry
         # Mostly a tag rises and the flow stands unsorted. Then that is all, in both orders.
-        if entry is not None and tag >= entry[0] and place.group is order.unsorted:
+        if place.group is order.unsorted and tag >= place.floor:
             place.key, place.need = tag, need
         else:
             order.put(place, tag, need)
@@ -155,8 +154,7 @@ class Contest(Generic[F, I]):
             if full_us < flow.fills_at:
                 flow.fills_at = full_us
                 self._fill_later(flow)
-        entry = place.entry
-        if entry is not None and key >= entry[0] and place.group is order.unsorted:
+        if place.group is order.unsorted and key >= place.floor:
             place.key, place.need = key, need
         else:
             order.put(place, key, need)
