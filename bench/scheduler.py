@@ -156,12 +156,13 @@ class Cluster:
         """What the worker says when `end` of its requests have ended and what it was granted has started."""
         started = tuple(StartedRequest(r.request_id, r.flow, r.sequences) for r in worker.granted)
         granted = [r.adapter_uid for r in worker.granted if r.adapter_uid is not None]
-        new_adapters = [uid for uid in granted + worker.prefetched if uid not in worker.adapters]
+        adapters = {uid: Residency.DEVICE for uid in granted + worker.prefetched if uid not in worker.adapters}
         worker.prefetched = []
-        for uid in new_adapters:
-            worker.adapters[uid] = Residency.DEVICE
+        worker.adapters |= adapters
         while len(worker.adapters) > 4 * SLOTS:
-            del worker.adapters[next(iter(worker.adapters))]
+            evicted = next(iter(worker.adapters))
+            del worker.adapters[evicted]
+            adapters[evicted] = Residency.ABSENT
         worker.running.extend(worker.granted)
         worker.granted = []
         ended = [worker.running.popleft() for _ in range(min(end, len(worker.running)))]
@@ -179,7 +180,7 @@ class Cluster:
             kv_blocks_total=KV_BLOCKS,
             kv_blocks_free=KV_BLOCKS - used,
             block_size=BLOCK_SIZE,
-            adapters=dict(worker.adapters) if snapshot or new_adapters else None,
+            adapters=worker.adapters.copy() if snapshot else adapters,
             started=started,
             finished=tuple(r.request_id for r in ended),
             flows=flows,

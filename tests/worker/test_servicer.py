@@ -295,12 +295,16 @@ class Scheduler:
         self.reports.append(report)
         if report.snapshot:
             self.running.clear()
+            self.adapters.clear()
         for started in report.started:
             self.running[started.request_id] = started.sequences
         for request_id in report.finished_request_ids:
             del self.running[request_id]
-        if report.adapters_changed:
-            self.adapters = {a.adapter_uid: a.tier for a in report.adapters}
+        for adapter in report.adapters:
+            if adapter.tier:
+                self.adapters[adapter.adapter_uid] = adapter.tier
+            else:
+                del self.adapters[adapter.adapter_uid]
         for tenant in report.tenants:
             self.kv_blocks[tenant.tenant_id] = tenant.kv_blocks
         for flow in report.flows:

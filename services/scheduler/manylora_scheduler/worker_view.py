@@ -80,7 +80,8 @@ class WorkerView:
         self.kv_blocks_free = 0
         self.block_size = 1
         self.generated_tokens = 0
-        self.adapters: Mapping[AdapterUid, Residency] = {}
+        self.adapters: dict[AdapterUid, Residency] = {}
+        """Those that are resident."""
         self.tenant_adapters: dict[TenantId, TenantAdapters] = {}
         """Of tenants that have any, had, or pin some."""
         self._prefetches: dict[AdapterUid, None] = {}
@@ -385,16 +386,24 @@ class WorkerView:
                     self.tenant_adapters.pop(tenant_id, None)
                 else:
                     self.tenant_adapters[tenant_id] = adapters
-        if report.adapters is not None:
-            before, self.adapters = self.adapters, report.adapters
-            for uid in before.keys() ^ report.adapters.keys():  # each has its own holders: any order will do
-                self._holders.note(uid, self)
-            if self._prefetches:
-                for uid in [uid for uid in self._prefetches if report.adapters.get(uid, 0) >= Residency.HOST]:
-                    self.forget_prefetch(uid)
+        if report.snapshot:
+            self._fold_adapters({**dict.fromkeys(self.adapters, Residency.ABSENT), **report.adapters})
+        elif report.adapters:
+            self._fold_adapters(report.adapters)
         self.has_reported = True
         if report.snapshot:
             self.connected = True
+
+    def _fold_adapters(self, changed: Mapping[AdapterUid, Residency]) -> None:
+        adapters, holders, prefetches = self.adapters, self._holders, self._prefetches
+        for uid, residency in changed.items():
+            if residency is Residency.ABSENT:
+                if adapters.pop(uid, None) is not None:
+                    holders.note(uid, self)
+                continue
+            adapters[uid] = residency
+            prefetches.pop(uid, None)
+            holders.add(uid, self)
 
     def _fold_loads(self, report: WorkerReport) -> None:
         self._front = None
@@ -436,6 +445,7 @@ class WorkerView:
             if ticket.request.adapter_uid is not None:
                 counts[ticket.request.adapter_uid] = counts.get(ticket.request.adapter_uid, 0) + 1
         assert counts == self._assigned
+        assert Residency.ABSENT not in self.adapters.values()
         held = {uid for uid in self._residents() if self.residency(uid) is not Residency.ABSENT}
         assert self._holders.uids_of(self) == held
 
