@@ -98,8 +98,8 @@ class Unsorted(Group[F]):
     """All flows but those that were sorted by their needs: tens of thousands.
 
     A heap of so many is cold memory: an operation goes down fifteen levels of it, and was a quarter of a decision. So
-    `heap` has the entries up to a *horizon* alone, some tens, and the places beyond lie in buckets, by the upper bits of
-    their keys and otherwise in no order. A bucket is looked through once, when the heap has run out: what was left
+    `heap` has the entries up to a *horizon* alone, some tens, and the places beyond lie in buckets, by the upper bits
+    of their keys and otherwise in no order. A bucket is looked through once, when the heap has run out: what was left
     behind goes, what has risen goes on to its own bucket, and the rest becomes the heap (as in a calendar queue: Brown
     1988; the buckets' width follows the number of entries that they are found to have). A bucket has no objects but its
     places: one that was left behind and comes back lies there twice, and the second is dropped.

@@ -231,11 +231,12 @@ class Core:
             self._out.append(SendRefusal(request, event.session, *refusal))
             return
         flow, deadline, now = request.flow, request.deadline, self._now
-        ticket = self._tickets.enqueue(request, self._flows.known(flow), event.session, now)
+        known_flow = self._flows.known(flow)
+        ticket = self._tickets.enqueue(request, known_flow, event.session, now)
         self._queue.push(
             ticket,
             flow,
-            share=self._flows.share(flow),
+            share=self._flows.share(flow, known_flow),
             need=need_of(request),
             rank=rank_of(ticket),
             since_us=to_us(now),
@@ -394,7 +395,7 @@ class Core:
         if ticket is None:
             self._succession.end(request_id, worker.worker_id)
         else:
-            self._flows.known_of(ticket).estimate.count_finished()
+            self._flows.known_of(ticket).count_finished()
             self._end_ticket(ticket)
 
     def _update(self, worker: WorkerView) -> None:
@@ -406,7 +407,7 @@ class Core:
         """Charges what a worker's counters grew by."""
         flows = self._flows
         for flow, output_tokens in worker.fold_outputs(report):
-            flows.known(flow).estimate.count_tokens(output_tokens)
+            flows.known(flow).count_tokens(output_tokens)
         totals = {
             flow: PROMPT_TOKEN_COST * tokens.prompt_tokens + OUTPUT_TOKEN_COST * tokens.output_tokens
             for flow, tokens in report.flows.items()

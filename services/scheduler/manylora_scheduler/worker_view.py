@@ -63,6 +63,12 @@ class Holders:
 class WorkerView:
     """One worker. It takes requests while it is connected (the present stream brought a snapshot) and not draining."""
 
+    __slots__ = ("_assigned", "_front", "_granted_blocks", "_granted_sequences", "_held_sequences", "_holders",
+                 "_holds_longest", "_loads", "_max_sequences", "_output_tokens", "_prefetches", "adapters",
+                 "address", "block_size", "connected", "device", "draining", "generated_tokens", "granted",
+                 "has_reported", "kv_blocks_free", "kv_blocks_total", "max_context_tokens", "place", "running",
+                 "running_sequences", "sequence_slots", "standing", "tenant_adapters", "worker_id")  # fmt: skip
+
     def __init__(
         self, worker_id: WorkerId, address: str, device: str, max_context_tokens: int, holders: Holders
     ) -> None:
@@ -279,16 +285,19 @@ class WorkerView:
 
     def drop_grant(self, ticket: Ticket) -> None:
         """A grant that came to nothing, or whose end was reported together with its start."""
-        self._take_grant(ticket)
+        request = ticket.request
+        del self.granted[request.request_id]
+        self._granted_sequences -= request.sequences
+        self._granted_blocks -= ticket.blocks
         self._unassign(ticket)
 
     def start(self, request_id: RequestId) -> Ticket | None:
         """The worker reported a request as running. Returns its ticket where it was granted from here."""
-        if request_id in self.running:
-            return self.running[request_id]
-        ticket = self.granted.get(request_id)
-        if ticket is not None:
-            self._take_grant(ticket)
+        ticket = self.granted.pop(request_id, None)
+        if ticket is None:
+            return self.running.setdefault(request_id, None)
+        self._granted_sequences -= ticket.request.sequences
+        self._granted_blocks -= ticket.blocks
         self.running[request_id] = ticket
         return ticket
 
@@ -307,12 +316,6 @@ class WorkerView:
     def tickets(self) -> list[Ticket]:
         """Of all live grants."""
         return [ticket for ticket in self.running.values() if ticket is not None] + list(self.granted.values())
-
-    def _take_grant(self, ticket: Ticket) -> None:
-        request = ticket.request
-        del self.granted[request.request_id]
-        self._granted_sequences -= request.sequences
-        self._granted_blocks -= ticket.blocks
 
     def _unassign(self, ticket: Ticket) -> None:
         uid = ticket.request.adapter_uid
@@ -371,8 +374,12 @@ class WorkerView:
         self.sequence_slots = report.sequence_slots
         self._max_sequences = report.max_sequences
         self.running_sequences = report.running_sequences
-        if with_loads:
+        if not with_loads:
+            pass
+        elif report.loads or report.snapshot:
             self._fold_loads(report)
+        else:
+            self._front = None
         self.kv_blocks_total = report.kv_blocks_total
         self.kv_blocks_free = report.kv_blocks_free
         self._holds_longest = report.kv_blocks_total * self.block_size >= self.max_context_tokens - 1
@@ -410,8 +417,6 @@ class WorkerView:
         if report.snapshot:
             self._loads.clear()
             self._held_sequences = 0
-        if not report.loads:
-            return
         for flow, load in report.loads.items():
             before = self._loads.pop(flow, NO_LOAD)
             if load != NO_LOAD:
