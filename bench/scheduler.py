@@ -103,7 +103,9 @@ class Spent:
 @dataclass
 class TrueWorker:
     worker_id: WorkerId
-    flows: dict[FlowKey, FlowTokens] = field(default_factory=dict)
+    prompt_tokens: dict[FlowKey, int] = field(default_factory=dict)
+    """Cumulative, and so is the output. Numbers alone: the world's books are not for the collector to look at."""
+    output_tokens: dict[FlowKey, int] = field(default_factory=dict)
     running: deque[QueuedRequest] = field(default_factory=deque)
     granted: list[QueuedRequest] = field(default_factory=list)
     prefetched: list[AdapterUid] = field(default_factory=list)
@@ -168,10 +170,11 @@ class Cluster:
         ended = [worker.running.popleft() for _ in range(min(end, len(worker.running)))]
         flows = {}
         for request in ended:
-            before = worker.flows.get(request.flow, FlowTokens(0, 0))
-            output = before.output_tokens + self.rng.randint(1, request.max_new_tokens)
-            flows[request.flow] = FlowTokens(before.prompt_tokens + request.prompt_tokens, output)
-            worker.flows[request.flow] = flows[request.flow]
+            flow = request.flow
+            prompt = worker.prompt_tokens[flow] = worker.prompt_tokens.get(flow, 0) + request.prompt_tokens
+            more = self.rng.randint(1, request.max_new_tokens)
+            output = worker.output_tokens[flow] = worker.output_tokens.get(flow, 0) + more
+            flows[flow] = FlowTokens(prompt, output)
         used = sum(-(-(r.prompt_tokens + r.max_new_tokens) // BLOCK_SIZE) for r in worker.running)
         return WorkerReport(
             snapshot=snapshot,

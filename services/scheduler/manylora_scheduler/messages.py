@@ -101,9 +101,7 @@ def worker_report(message: worker_pb2.ControlReport) -> WorkerReport:
         block_size=message.block_size,
         draining=message.draining,
         generated_tokens=message.generated_tokens,
-        adapters={
-            AdapterUid(a.adapter_uid): _RESIDENCIES.get(a.tier, Residency.ABSENT) for a in message.adapters
-        },
+        adapters={AdapterUid(a.adapter_uid): _RESIDENCIES.get(a.tier, Residency.ABSENT) for a in message.adapters},
         started=tuple(
             StartedRequest(RequestId(r.request_id), flow_key(r.tenant_id, r.qos_class), r.sequences)
             for r in message.started
