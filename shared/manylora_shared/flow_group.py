@@ -15,9 +15,9 @@ COMPACT_SLACK = 64
 _FIRST_SHIFT = 40
 """Keys are virtual times: buckets of one unit of cost at weight 1, until it is seen how close they are."""
 _BEFORE_ALL = -(1 << 200)
-_LEAST_IN_BUCKET = 16
-_IN_BUCKET = 64
-_MOST_IN_BUCKET = 256
+_LEAST_IN_BUCKET = 64
+_IN_BUCKET = 256
+_MOST_IN_BUCKET = 1024
 """Between these numbers of entries in the buckets of late, their width stays."""
 _MOST_NARROWED = 3
 """Bits at a time."""
