@@ -289,8 +289,8 @@ class FairQueue(Generic[F, I]):
                 scheduler hears it from the counters and leaves it out.
         """
         assert cost >= 0
-        assert item not in self._queued, f"{item} was not dispatched"
-        flow = self._running.pop(item)
+        flow = self._running.pop(item, None)
+        assert flow is not None, f"{item} was not dispatched"
         self._refund(flow, item)
         if cost:
             flow.settled += cost * flow.inverse

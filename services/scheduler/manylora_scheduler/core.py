@@ -409,8 +409,8 @@ class Core:
         for flow, output_tokens in worker.fold_outputs(report):
             flows.known(flow).count_tokens(output_tokens)
         totals = {
-            flow: PROMPT_TOKEN_COST * tokens.prompt_tokens + OUTPUT_TOKEN_COST * tokens.output_tokens
-            for flow, tokens in report.flows.items()
+            flow: PROMPT_TOKEN_COST * prompt_tokens + OUTPUT_TOKEN_COST * output_tokens
+            for flow, (prompt_tokens, output_tokens) in report.flows.items()
         }
         if worker.has_reported or self._succession.first_report(worker.worker_id, totals):
             for flow, cost in self._queue.count(worker.worker_id, totals, flows.share):

@@ -427,8 +427,7 @@ class WorkerView:
         """Output tokens by flow since the last report; nothing for the worker's first. Counters that fell back belong
         to a new process and count from zero."""
         before, grown = self._output_tokens, []
-        for flow, tokens in report.flows.items():
-            output_tokens = tokens.output_tokens
+        for flow, (_, output_tokens) in report.flows.items():
             more = output_tokens - before.get(flow, 0)
             if more < 0:
                 before.clear()
