@@ -290,7 +290,9 @@ class FairQueue(Generic[F, I]):
         """
         assert cost >= 0
         flow = self._running.pop(item, None)
-        assert flow is not None, f"{item} was not dispatched"
+        if flow is None:
+            assert item not in self._queued, f"{item} was not dispatched"
+            raise KeyError(item)
         self._refund(flow, item)
         if cost:
             flow.settled += cost * flow.inverse
