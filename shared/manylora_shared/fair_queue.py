@@ -56,8 +56,6 @@ __all__ = ["TAG_SCALE", "ArrivalQueue", "FairQueue", "FlowSnapshot", "Pick", "Ra
 _COMPACT_SLACK = 64
 """A heap is rebuilt once it has this many entries more than twice the live ones."""
 
-_MAX_TERMS = 1024
-
 F = TypeVar("F", bound=Hashable)
 I = TypeVar("I", bound=Hashable)  # noqa: E741
 P = TypeVar("P")
@@ -154,9 +152,6 @@ class FairQueue(Generic[F, I]):
         self._counted: dict[str, dict[F, int]] = {}
         self._returning: dict[F, None] | None = None
         """While a rebuilt clock waits for `resume`: the flows that were backlogged when the snapshot was taken."""
-        self._terms: dict[Share, tuple[int, int, int, int]] = {}
-        """Of each share `inverse`, `base`, `cap` and `fill_us`: numbers that flows by the thousand have in common stay
-        in the processor's cache."""
         self._next_order = 0
         self._next_serial = 0
 
@@ -477,14 +472,9 @@ class FairQueue(Generic[F, I]):
         assert share.weight >= 1
         assert 0 <= share.base <= share.cap
         flow.share = share
-        terms = self._terms.get(share)
-        if terms is None:
-            flow.inverse = TAG_SCALE // share.weight
-            base, cap = share.base * flow.inverse, self._cap(flow)
-            if len(self._terms) >= _MAX_TERMS:
-                self._terms.clear()
-            terms = self._terms[share] = flow.inverse, base, cap, self._contest.fill_us(base, cap)
-        flow.inverse, flow.base, flow.cap, flow.fill_us = terms
+        flow.inverse = TAG_SCALE // share.weight
+        flow.base, flow.cap = share.base * flow.inverse, self._cap(flow)
+        flow.fill_us = self._contest.fill_us(flow.base, flow.cap)
         self._move(flow)
 
     def _take(self, item: I) -> _Flow[F, I]:

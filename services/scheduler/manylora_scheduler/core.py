@@ -231,12 +231,11 @@ class Core:
             self._out.append(SendRefusal(request, event.session, *refusal))
             return
         flow, deadline, now = request.flow, request.deadline, self._now
-        known_flow = self._flows.known(flow)
-        ticket = self._tickets.enqueue(request, known_flow, event.session, now)
+        ticket = self._tickets.enqueue(request, self._flows.known(flow), event.session, now)
         self._queue.push(
             ticket,
             flow,
-            share=self._flows.share(flow, known_flow),
+            share=self._flows.share(flow),
             need=need_of(request),
             rank=rank_of(ticket),
             since_us=to_us(now),

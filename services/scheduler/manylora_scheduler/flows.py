@@ -99,14 +99,9 @@ class Flows:
         """By its tenant's policy."""
         return self._policy_share(flow).weight
 
-    def share(self, flow: FlowKey, known: KnownFlow | None = None) -> Share:
-        """Its weight, with its precedence. Boosts are the same in virtual time.
-
-        Args:
-            known: the flow's record, where it is at hand.
-        """
-        if known is None:
-            known = self._known.get(flow)
+    def share(self, flow: FlowKey) -> Share:
+        """Its weight, with its precedence. Boosts are the same in virtual time."""
+        known = self._known.get(flow)
         share = known.policy_share if known is not None else self._policy_share(flow)
         if self.precedence is None:
             return share

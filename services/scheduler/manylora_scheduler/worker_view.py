@@ -374,12 +374,8 @@ class WorkerView:
         self.sequence_slots = report.sequence_slots
         self._max_sequences = report.max_sequences
         self.running_sequences = report.running_sequences
-        if not with_loads:
-            pass
-        elif report.loads or report.snapshot:
+        if with_loads:
             self._fold_loads(report)
-        else:
-            self._front = None
         self.kv_blocks_total = report.kv_blocks_total
         self.kv_blocks_free = report.kv_blocks_free
         self._holds_longest = report.kv_blocks_total * self.block_size >= self.max_context_tokens - 1
@@ -417,6 +413,8 @@ class WorkerView:
         if report.snapshot:
             self._loads.clear()
             self._held_sequences = 0
+        if not report.loads:
+            return
         for flow, load in report.loads.items():
             before = self._loads.pop(flow, NO_LOAD)
             if load != NO_LOAD:
