@@ -332,7 +332,6 @@ class _Worker:
             kv_blocks_total=100_000,
             kv_blocks_free=100_000,
             block_size=BLOCK_SIZE,
-            adapters={} if snapshot else None,
             started=tuple(self._new),
             finished=tuple(self._gone),
             flows=self._changed,

@@ -103,7 +103,9 @@ class Spent:
 @dataclass
 class TrueWorker:
     worker_id: WorkerId
-    flows: dict[FlowKey, FlowTokens] = field(default_factory=dict)
+    prompt_tokens: dict[FlowKey, int] = field(default_factory=dict)
+    """Cumulative, and so is the output. Numbers alone: the world's books are not for the collector to look at."""
+    output_tokens: dict[FlowKey, int] = field(default_factory=dict)
     running: deque[QueuedRequest] = field(default_factory=deque)
     granted: list[QueuedRequest] = field(default_factory=list)
     prefetched: list[AdapterUid] = field(default_factory=list)
@@ -156,21 +158,23 @@ class Cluster:
         """What the worker says when `end` of its requests have ended and what it was granted has started."""
         started = tuple(StartedRequest(r.request_id, r.flow, r.sequences) for r in worker.granted)
         granted = [r.adapter_uid for r in worker.granted if r.adapter_uid is not None]
-        new_adapters = [uid for uid in granted + worker.prefetched if uid not in worker.adapters]
+        adapters = {uid: Residency.DEVICE for uid in granted + worker.prefetched if uid not in worker.adapters}
         worker.prefetched = []
-        for uid in new_adapters:
-            worker.adapters[uid] = Residency.DEVICE
+        worker.adapters |= adapters
         while len(worker.adapters) > 4 * SLOTS:
-            del worker.adapters[next(iter(worker.adapters))]
+            evicted = next(iter(worker.adapters))
+            del worker.adapters[evicted]
+            adapters[evicted] = Residency.ABSENT
         worker.running.extend(worker.granted)
         worker.granted = []
         ended = [worker.running.popleft() for _ in range(min(end, len(worker.running)))]
         flows = {}
         for request in ended:
-            before = worker.flows.get(request.flow, FlowTokens(0, 0))
-            output = before.output_tokens + self.rng.randint(1, request.max_new_tokens)
-            flows[request.flow] = FlowTokens(before.prompt_tokens + request.prompt_tokens, output)
-            worker.flows[request.flow] = flows[request.flow]
+            flow = request.flow
+            prompt = worker.prompt_tokens[flow] = worker.prompt_tokens.get(flow, 0) + request.prompt_tokens
+            more = self.rng.randint(1, request.max_new_tokens)
+            output = worker.output_tokens[flow] = worker.output_tokens.get(flow, 0) + more
+            flows[flow] = FlowTokens(prompt, output)
         used = sum(-(-(r.prompt_tokens + r.max_new_tokens) // BLOCK_SIZE) for r in worker.running)
         return WorkerReport(
             snapshot=snapshot,
@@ -179,7 +183,7 @@ class Cluster:
             kv_blocks_total=KV_BLOCKS,
             kv_blocks_free=KV_BLOCKS - used,
             block_size=BLOCK_SIZE,
-            adapters=dict(worker.adapters) if snapshot or new_adapters else None,
+            adapters=worker.adapters.copy() if snapshot else adapters,
             started=started,
             finished=tuple(r.request_id for r in ended),
             flows=flows,

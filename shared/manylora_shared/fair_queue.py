@@ -264,7 +264,7 @@ class FairQueue(Generic[F, I]):
         self._running[item] = flow
         self._reserve(flow, item, reserve)
         self._moved[flow] = None
-        if self._resting:
+        if self._resting and self._resting[0][0] <= self._clock:
             self._forget_passed()
 
     def adopt(self, item: I, flow: F, *, share: Share, reserve: int) -> None:
@@ -284,8 +284,10 @@ class FairQueue(Generic[F, I]):
                 scheduler hears it from the counters and leaves it out.
         """
         assert cost >= 0
-        assert item not in self._queued, f"{item} was not dispatched"
-        flow = self._running.pop(item)
+        flow = self._running.pop(item, None)
+        if flow is None:
+            assert item not in self._queued, f"{item} was not dispatched"
+            raise KeyError(item)
         self._refund(flow, item)
         if cost:
             flow.settled += cost * flow.inverse
@@ -335,13 +337,14 @@ class FairQueue(Generic[F, I]):
         for flow, total in totals.items():
             cost = total - counted.get(flow, 0)
             if cost > 0:
+                counted[flow] = total
                 grown.append((flow, cost))
             elif cost:
                 counted.clear()
                 grown = [(flow, total) for flow, total in totals.items() if total]
+                counted.update(grown)
                 break
         for flow, cost in grown:
-            counted[flow] = totals[flow]
             self._charge(self._remember(flow, share_of(flow)), cost)
         return grown
 

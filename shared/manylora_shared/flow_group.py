@@ -6,7 +6,7 @@ Written by the `FlowOrder` alone, whose docstring says what entries are. A place
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
@@ -15,9 +15,9 @@ COMPACT_SLACK = 64
 _FIRST_SHIFT = 40
 """Keys are virtual times: buckets of one unit of cost at weight 1, until it is seen how close they are."""
 _BEFORE_ALL = -(1 << 200)
-_LEAST_IN_BUCKET = 16
-_IN_BUCKET = 64
-_MOST_IN_BUCKET = 256
+_LEAST_IN_BUCKET = 64
+_IN_BUCKET = 256
+_MOST_IN_BUCKET = 1024
 """Between these numbers of entries in the buckets of late, their width stays."""
 _MOST_NARROWED = 3
 """Bits at a time."""
@@ -28,7 +28,7 @@ F = TypeVar("F")
 class Place(Generic[F]):
     """A flow's place in one order: places compare by `key`, then by `order`, which is unique. Written by the order."""
 
-    __slots__ = ("entry", "flow", "group", "key", "need", "order")
+    __slots__ = ("entry", "floor", "flow", "group", "key", "need", "order")
 
     def __init__(self, flow: F, order: int) -> None:
         self.flow = flow
@@ -37,8 +37,10 @@ class Place(Generic[F]):
         self.need: Hashable = None
         self.group: Group[F] | None = None
         """None: it stands nowhere."""
-        self.entry: Entry[F] | None = None
-        """The valid one in its group's heap. Entries are told apart by identity."""
+        self.entry: Entry[F] | list[Place[F]] | None = None
+        """The valid one in its group's heap, or the bucket that it lies in: told apart by identity."""
+        self.floor = 0
+        """The least key for which that will do: one that falls below needs another entry."""
 
 
 Entry = tuple[int, int, Place[F]]
@@ -62,6 +64,7 @@ class Group(Generic[F]):
     def enter(self, place: Place[F]) -> None:
         """Gives a place that stands here an entry at its key."""
         heap = self.heap
+        place.floor = place.key
         place.entry = entry = (place.key, place.order, place)
         heappush(heap, entry)
         if len(heap) > 2 * self.size + COMPACT_SLACK:
@@ -77,27 +80,29 @@ class Group(Generic[F]):
             if entry is not place.entry:
                 heappop(heap)
             elif entry[0] != place.key:
-                place.entry = (place.key, place.order, place)
-                heapreplace(heap, place.entry)
+                place.floor = place.key
+                place.entry = entry = (place.key, place.order, place)
+                heapreplace(heap, entry)
             else:
                 return place
 
     def clear(self) -> None:
         self.heap.clear()
 
-    def entries(self) -> Iterable[Entry[F]]:
-        """For checks."""
-        return self.heap
+    def valid(self) -> list[Place[F]]:
+        """The places of all valid entries, in no order."""
+        return [entry[2] for entry in self.heap if entry is entry[2].entry]
 
 
 class Unsorted(Group[F]):
     """All flows but those that were sorted by their needs: tens of thousands.
 
     A heap of so many is cold memory: an operation goes down fifteen levels of it, and was a quarter of a decision. So
-    `heap` has the entries up to a *horizon* alone, some tens, and those beyond lie in buckets, by the upper bits of
-    their keys and otherwise in no order. A bucket is looked through once, when the heap has run out: what was left
+    `heap` has the entries up to a *horizon* alone, some tens, and the places beyond lie in buckets, by the upper bits
+    of their keys and otherwise in no order. A bucket is looked through once, when the heap has run out: what was left
     behind goes, what has risen goes on to its own bucket, and the rest becomes the heap (as in a calendar queue: Brown
-    1988; the buckets' width follows the number of entries that they are found to have).
+    1988; the buckets' width follows the number of entries that they are found to have). A bucket has no objects but its
+    places: one that was left behind and comes back lies there twice, and the second is dropped.
     """
 
     __slots__ = ("_far", "_horizon", "_looked_through", "_num_entries", "_num_laid", "_num_loads", "_numbers",
@@ -105,7 +110,7 @@ class Unsorted(Group[F]):
 
     def __init__(self) -> None:
         super().__init__(None, 0)
-        self._far: dict[int, list[Entry[F]]] = {}
+        self._far: dict[int, list[Place[F]]] = {}
         self._numbers: list[int] = []
         """The buckets' numbers, a heap."""
         self._shift = _FIRST_SHIFT
@@ -119,10 +124,9 @@ class Unsorted(Group[F]):
         self._looked_through = 0
 
     def enter(self, place: Place[F]) -> None:
-        place.entry = entry = (place.key, place.order, place)
         self._num_entries += 1
         self._num_laid += 1
-        self._lay(entry)
+        self._lay(place)
         if self._num_entries > 2 * self.size + COMPACT_SLACK:
             self._lay_all_anew()
 
@@ -143,12 +147,14 @@ class Unsorted(Group[F]):
                 if self._num_laid > 2 * self.size + COMPACT_SLACK:
                     self._fit_width()  # so much happens in a bucket that is never through
                     continue
-                place.entry = entry = (place.key, place.order, place)
-                if place.key >> self._shift <= self._horizon:
+                key = place.key
+                if key >> self._shift <= self._horizon:
+                    place.floor = key
+                    place.entry = entry = (key, place.order, place)
                     heapreplace(self.heap, entry)
                 else:
                     heappop(self.heap)
-                    self._lay(entry)
+                    self._lay(place)
             else:
                 return place
 
@@ -177,20 +183,25 @@ class Unsorted(Group[F]):
         self._horizon = _BEFORE_ALL
         self._num_entries = 0
 
-    def entries(self) -> Iterable[Entry[F]]:
-        return itertools.chain(self.heap, *self._far.values())
+    def valid(self) -> list[Place[F]]:
+        laid = (place for bucket in self._far.values() for place in bucket if place.entry is bucket)
+        return list(dict.fromkeys(itertools.chain(super().valid(), laid)))
 
-    def _lay(self, entry: Entry[F]) -> None:
-        number = entry[0] >> self._shift
+    def _lay(self, place: Place[F]) -> None:
+        key = place.key
+        number = key >> self._shift
         if number <= self._horizon:
+            place.floor = key
+            place.entry = entry = (key, place.order, place)
             heappush(self.heap, entry)
             return
         bucket = self._far.get(number)
         if bucket is None:
-            self._far[number] = [entry]
+            bucket = self._far[number] = []
             heappush(self._numbers, number)
-        else:
-            bucket.append(entry)
+        bucket.append(place)
+        place.entry = bucket
+        place.floor = number << self._shift
 
     def _load(self) -> None:
         """The first bucket becomes the heap, which is empty."""
@@ -198,18 +209,17 @@ class Unsorted(Group[F]):
         bucket, heap, shift = self._far.pop(number), self.heap, self._shift
         self._num_loads += 1
         self._looked_through += len(bucket)
-        for entry in bucket:
-            place = entry[2]
-            if entry is not place.entry:
+        for place in bucket:
+            if place.entry is not bucket:
                 self._num_entries -= 1
                 continue
             key = place.key
-            if key != entry[0]:
-                place.entry = entry = (key, place.order, place)
-                if key >> shift > number:
-                    self._num_laid += 1
-                    self._lay(entry)
-                    continue
+            if key >> shift > number:
+                self._num_laid += 1
+                self._lay(place)
+                continue
+            place.floor = key
+            place.entry = entry = (key, place.order, place)
             heap.append(entry)
         heapify(heap)
 
@@ -227,18 +237,18 @@ class Unsorted(Group[F]):
 
     def _lay_all_anew(self) -> None:
         """O(entries), as often as there were so many new ones."""
-        places = [entry[2] for entry in self.entries() if entry is entry[2].entry]
+        places = self.valid()
         self.clear()
         self._num_entries = len(places)
         for place in places:
-            place.entry = entry = (place.key, place.order, place)
-            self._lay(entry)
+            self._lay(place)
 
     def check_invariants(self) -> None:
-        assert self._num_entries == sum(1 for _ in self.entries())
+        assert self._num_entries == len(self.heap) + sum(map(len, self._far.values()))
         assert sorted(self._numbers) == sorted(self._far)
         assert all(number > self._horizon for number in self._far)
-        assert all(entry[0] >> self._shift == number for number, bucket in self._far.items() for entry in bucket)
+        for number, bucket in self._far.items():
+            assert all(place.key >> self._shift >= number for place in bucket if place.entry is bucket)
         assert all(entry[0] >> self._shift <= self._horizon for entry in self.heap)
 
 

@@ -26,7 +26,7 @@ class FlowOrder(Generic[F]):
     def __init__(self) -> None:
         self.unsorted: Unsorted[F] = Unsorted()
         """For reading. A place that stands there is `put` by its key and need alone while its key does not fall below
-        its entry: a caller with many places may do that itself."""
+        its floor: a caller with many places may do that itself."""
         self._groups: dict[Hashable, Group[F]] = {}
         """By need."""
         self._firsts: list[GroupEntry[F]] = []
@@ -37,14 +37,14 @@ class FlowOrder(Generic[F]):
     def put(self, place: Place[F], key: int, need: Hashable) -> None:
         """Gives a place its key and its need, or others. A place stands in one order at a time."""
         place.key, place.need = key, need
-        group, entry = place.group, place.entry
-        if group is None or entry is None:
+        group = place.group
+        if group is None:
             self.size += 1
             self._join(place, self.unsorted)
         elif group is not self.unsorted and group.need != need:
             self._leave(group)
             self._join(place, self.unsorted)
-        elif key < entry[0]:
+        elif key < place.floor:
             group.enter(place)
             if group is not self.unsorted:
                 self._show_if_first(group, place)
@@ -58,7 +58,9 @@ class FlowOrder(Generic[F]):
 
     def first(self) -> Place[F] | None:
         """The first place of all."""
-        sorted_first = self._first_of_sorted() if self._groups else None
+        if not self._groups:
+            return self.unsorted.head() if self.unsorted.size else None
+        sorted_first = self._first_of_sorted()
         if not self.unsorted.size:
             return sorted_first
         place = self.unsorted.head()
@@ -183,16 +185,17 @@ class FlowOrder(Generic[F]):
         assert sum(group.size for group in self._groups.values()) + self.unsorted.size == self.size
         assert all(group.size for group in self._groups.values())
         for group in (self.unsorted, *self._groups.values()):
-            valid = [entry for entry in group.entries() if entry is entry[2].entry]
+            valid = group.valid()
             assert len(valid) == group.size
-            assert all(entry[0] <= entry[2].key and entry[2].group is group for entry in valid)
+            assert all(place.floor <= place.key and place.group is group for place in valid)
             if isinstance(group, Unsorted):
                 group.check_invariants()
             else:
-                assert all(entry[2].need == group.need for entry in valid)
+                assert all(place.need == group.need for place in valid)
                 assert group.entry in self._firsts
                 assert group.entry is not None
-                assert group.entry[:2] <= min(entry[:2] for entry in valid), "a group without a way to its first flow"
+                first = min((place.floor, place.order) for place in valid)
+                assert group.entry[:2] <= first, "a group without a way to its first flow"
 
 
 def _bound(group: Group[F], first: Place[F]) -> GroupEntry[F]:

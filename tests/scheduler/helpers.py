@@ -69,7 +69,7 @@ def report(
         kv_blocks_free=blocks if free is None else free,
         block_size=block_size,
         draining=draining,
-        adapters=None if adapters is None else {AdapterUid(uid): tier for uid, tier in adapters.items()},
+        adapters={AdapterUid(uid): tier for uid, tier in (adapters or {}).items()},
         started=tuple(started),
         finished=tuple(RequestId(r) for r in finished),
         flows=flows or {},

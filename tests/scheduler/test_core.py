@@ -543,6 +543,9 @@ def test_adapters_of_waiting_requests_are_prefetched_within_bounds() -> None:
     desk.now += 10.0
     sent = desk.enqueue("e", adapter="uid-8")
     assert sent == [SendPrefetch(W0, "uid-8", ACME)], "unanswered prefetches are forgotten"
+    assert desk.enqueue("f", adapter="uid-0") == [], "reports name what changed, and uid-0 did not"
+    desk.report("w0", slots=1, running=1, adapters={"uid-0": Residency.ABSENT})
+    assert desk.enqueue("g", adapter="uid-0") == [SendPrefetch(W0, "uid-0", ACME)]
 
 
 def test_status_shows_flows_and_workers() -> None:

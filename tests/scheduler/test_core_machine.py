@@ -188,7 +188,7 @@ class World(RuleBasedStateMachine):
             running=worker.used,
             blocks=worker.blocks,
             free=max(0, worker.blocks - worker.used),
-            adapters={"u0": Residency.DEVICE} if snapshot else None,
+            adapters={"u0": Residency.DEVICE} if snapshot else {},
             started=started,
             finished=[] if snapshot else worker.gone,
             flows=worker.flows,

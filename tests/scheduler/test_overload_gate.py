@@ -76,7 +76,6 @@ class Desk:
                     running=len(self.running),
                     started=started,
                     finished=finished,
-                    adapters={} if snapshot else None,
                 ),
             )
         )

@@ -295,12 +295,16 @@ class Scheduler:
         self.reports.append(report)
         if report.snapshot:
             self.running.clear()
+            self.adapters.clear()
         for started in report.started:
             self.running[started.request_id] = started.sequences
         for request_id in report.finished_request_ids:
             del self.running[request_id]
-        if report.adapters_changed:
-            self.adapters = {a.adapter_uid: a.tier for a in report.adapters}
+        for adapter in report.adapters:
+            if adapter.tier:
+                self.adapters[adapter.adapter_uid] = adapter.tier
+            else:
+                del self.adapters[adapter.adapter_uid]
         for tenant in report.tenants:
             self.kv_blocks[tenant.tenant_id] = tenant.kv_blocks
         for flow in report.flows:
@@ -354,6 +358,24 @@ async def test_reports_tell_what_tenants_hold_where_it_changed() -> None:
         assert report is not None
         told.append({tenant.tenant_id: tenant.kv_blocks for tenant in report.tenants})
     assert told == [{"a": 3}, {"a": 4, "b": 1}, {"b": 0}, {"a": 0}]
+
+
+async def test_reports_tell_where_adapters_are_where_that_changed() -> None:
+    limits = engine_limits(config())
+    core = EngineCore(FakeRunner(num_blocks=8, block_size=4), FakeAdapterBackend(lambda: 0.0), limits)
+    view = EngineView(core.stats(), 8, lambda command: None)
+    session = ControlSession(view, sequence_slots=8, parked_sequences=0)
+    host, device = AdapterTier.HOST, AdapterTier.DEVICE
+    told = []
+    for there in ({"a": host}, {"a": device, "b": host}, {"a": device}, {"a": device, "c": host}):
+        view.adapters = {AdapterUid(uid): tier for uid, tier in there.items()}
+        session.engine_changed()
+        report = await session.next_report()
+        assert report is not None
+        told.append({adapter.adapter_uid: adapter.tier for adapter in report.adapters})
+    host_tier, device_tier = worker_pb2.ADAPTER_TIER_HOST, worker_pb2.ADAPTER_TIER_DEVICE
+    gone = worker_pb2.ADAPTER_TIER_UNSPECIFIED
+    assert told == [{"a": host_tier}, {"a": device_tier, "b": host_tier}, {"b": gone}, {"c": host_tier}]
 
 
 async def test_the_answer_and_the_counters_tell_cached_tokens() -> None:

@@ -394,7 +394,7 @@ class Core:
         if ticket is None:
             self._succession.end(request_id, worker.worker_id)
         else:
-            self._flows.known_of(ticket).estimate.count_finished()
+            self._flows.known_of(ticket).count_finished()
             self._end_ticket(ticket)
 
     def _update(self, worker: WorkerView) -> None:
@@ -406,10 +406,10 @@ class Core:
         """Charges what a worker's counters grew by."""
         flows = self._flows
         for flow, output_tokens in worker.fold_outputs(report):
-            flows.known(flow).estimate.count_tokens(output_tokens)
+            flows.known(flow).count_tokens(output_tokens)
         totals = {
-            flow: PROMPT_TOKEN_COST * tokens.prompt_tokens + OUTPUT_TOKEN_COST * tokens.output_tokens
-            for flow, tokens in report.flows.items()
+            flow: PROMPT_TOKEN_COST * prompt_tokens + OUTPUT_TOKEN_COST * output_tokens
+            for flow, (prompt_tokens, output_tokens) in report.flows.items()
         }
         if worker.has_reported or self._succession.first_report(worker.worker_id, totals):
             for flow, cost in self._queue.count(worker.worker_id, totals, flows.share):

@@ -104,19 +104,20 @@ class Fleet:
     def _stand(self, worker: WorkerView, standing: int) -> None:
         changed, worker.standing = standing ^ worker.standing, standing
         if changed & OPEN:
-            is_open, members = standing & OPEN, self._open
-            if is_open:
+            members = self._open
+            if standing & OPEN:
                 members[worker.worker_id] = worker
             else:
                 del members[worker.worker_id]
             self.num_open = count = len(members)
-            self.only_open = None if count != 1 else worker if is_open else next(iter(members.values()))
-        if changed & SPARE:
-            self.num_spare += 1 if standing & SPARE else -1
-        if changed & CONNECTED:
-            self._num_connected += 1 if standing & CONNECTED else -1
-        if changed & SERVING:
-            self._num_serving += 1 if standing & SERVING else -1
+            self.only_open = next(iter(members.values())) if count == 1 else None
+        if changed != OPEN:
+            if changed & SPARE:
+                self.num_spare += 1 if standing & SPARE else -1
+            if changed & CONNECTED:
+                self._num_connected += 1 if standing & CONNECTED else -1
+            if changed & SERVING:
+                self._num_serving += 1 if standing & SERVING else -1
         self.has_room = self.num_open > 0 or self.num_spare > 0
 
     def _sort(self) -> None:

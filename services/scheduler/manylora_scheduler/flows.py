@@ -36,15 +36,15 @@ MAX_KNOWN_FLOWS = 262_144
 """Flows of which the served cost and the output estimate are remembered; beyond, the oldest are forgotten."""
 
 
-class KnownFlow:
+class KnownFlow(OutputEstimate):
     """One flow's record: what a request of it needs to have looked up once. Its tickets have it at hand."""
 
-    __slots__ = ("estimate", "is_forgotten", "last_wait_s", "policy_share", "served_cost")
+    __slots__ = ("is_forgotten", "last_wait_s", "policy_share", "served_cost")
 
     def __init__(self, policy_share: Share) -> None:
+        super().__init__()
         self.policy_share = policy_share
         """By its tenant's policy."""
-        self.estimate = OutputEstimate()
         self.served_cost = 0
         self.last_wait_s = 0.0
         """Time in the queue of the request that was granted last."""
@@ -54,7 +54,7 @@ class KnownFlow:
     def reservation(self, request: QueuedRequest) -> int:
         """What a request is expected to cost in all. Workers do not give a slot back before a request's end, so that is
         what its flow takes with the grant."""
-        expected = self.estimate.expect(request.max_new_tokens)
+        expected = self.expect(request.max_new_tokens)
         return PROMPT_TOKEN_COST * request.prompt_tokens + OUTPUT_TOKEN_COST * expected
 
 

@@ -86,9 +86,6 @@ def queued_request(
 
 
 def worker_report(message: worker_pb2.ControlReport) -> WorkerReport:
-    adapters = None
-    if message.snapshot or message.adapters_changed:
-        adapters = {AdapterUid(a.adapter_uid): _RESIDENCIES[a.tier] for a in message.adapters if a.tier in _RESIDENCIES}
     flows: dict[FlowKey, FlowTokens] = {}
     loads: dict[FlowKey, FlowLoad] = {}
     for each in message.flows:
@@ -104,7 +101,7 @@ def worker_report(message: worker_pb2.ControlReport) -> WorkerReport:
         block_size=message.block_size,
         draining=message.draining,
         generated_tokens=message.generated_tokens,
-        adapters=adapters,
+        adapters={AdapterUid(a.adapter_uid): _RESIDENCIES.get(a.tier, Residency.ABSENT) for a in message.adapters},
         started=tuple(
             StartedRequest(RequestId(r.request_id), flow_key(r.tenant_id, r.qos_class), r.sequences)
             for r in message.started

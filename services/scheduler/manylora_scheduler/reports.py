@@ -86,8 +86,8 @@ class WorkerReport:
     block_size: int
     draining: bool = False
     generated_tokens: int = 0
-    adapters: Mapping[AdapterUid, Residency] | None = None
-    """All that are resident, or None where nothing changed."""
+    adapters: Mapping[AdapterUid, Residency] = field(default_factory=dict)
+    """HOST, DEVICE or ABSENT, of the adapters that changed; in a snapshot of all that are resident."""
     started: tuple[StartedRequest, ...] = ()
     finished: tuple[RequestId, ...] = ()
     flows: Mapping[FlowKey, FlowTokens] = field(default_factory=dict)

@@ -61,12 +61,12 @@ class Tickets:
         self._next_order += 1
         self._num_live += 1
         self._wanted[request.request_id] = ticket
-        tenant_id = request.flow.tenant_id
+        tenant_id, _ = request.flow
         self._queued_by_tenant[tenant_id] = self._queued_by_tenant.get(tenant_id, 0) + 1
         return ticket
 
     def leave_queue(self, ticket: Ticket) -> None:
-        tenant_id = ticket.request.flow.tenant_id
+        tenant_id, _ = ticket.request.flow
         left = self._queued_by_tenant[tenant_id] - 1
         if left:
             self._queued_by_tenant[tenant_id] = left

@@ -63,6 +63,12 @@ class Holders:
 class WorkerView:
     """One worker. It takes requests while it is connected (the present stream brought a snapshot) and not draining."""
 
+    __slots__ = ("_assigned", "_front", "_granted_blocks", "_granted_sequences", "_held_sequences", "_holders",
+                 "_holds_longest", "_loads", "_max_sequences", "_output_tokens", "_prefetches", "adapters",
+                 "address", "block_size", "connected", "device", "draining", "generated_tokens", "granted",
+                 "has_reported", "kv_blocks_free", "kv_blocks_total", "max_context_tokens", "place", "running",
+                 "running_sequences", "sequence_slots", "standing", "tenant_adapters", "worker_id")  # fmt: skip
+
     def __init__(
         self, worker_id: WorkerId, address: str, device: str, max_context_tokens: int, holders: Holders
     ) -> None:
@@ -80,7 +86,8 @@ class WorkerView:
         self.kv_blocks_free = 0
         self.block_size = 1
         self.generated_tokens = 0
-        self.adapters: Mapping[AdapterUid, Residency] = {}
+        self.adapters: dict[AdapterUid, Residency] = {}
+        """Those that are resident."""
         self.tenant_adapters: dict[TenantId, TenantAdapters] = {}
         """Of tenants that have any, had, or pin some."""
         self._prefetches: dict[AdapterUid, None] = {}
@@ -278,16 +285,19 @@ class WorkerView:
 
     def drop_grant(self, ticket: Ticket) -> None:
         """A grant that came to nothing, or whose end was reported together with its start."""
-        self._take_grant(ticket)
+        request = ticket.request
+        del self.granted[request.request_id]
+        self._granted_sequences -= request.sequences
+        self._granted_blocks -= ticket.blocks
         self._unassign(ticket)
 
     def start(self, request_id: RequestId) -> Ticket | None:
         """The worker reported a request as running. Returns its ticket where it was granted from here."""
-        if request_id in self.running:
-            return self.running[request_id]
-        ticket = self.granted.get(request_id)
-        if ticket is not None:
-            self._take_grant(ticket)
+        ticket = self.granted.pop(request_id, None)
+        if ticket is None:
+            return self.running.setdefault(request_id, None)
+        self._granted_sequences -= ticket.request.sequences
+        self._granted_blocks -= ticket.blocks
         self.running[request_id] = ticket
         return ticket
 
@@ -306,12 +316,6 @@ class WorkerView:
     def tickets(self) -> list[Ticket]:
         """Of all live grants."""
         return [ticket for ticket in self.running.values() if ticket is not None] + list(self.granted.values())
-
-    def _take_grant(self, ticket: Ticket) -> None:
-        request = ticket.request
-        del self.granted[request.request_id]
-        self._granted_sequences -= request.sequences
-        self._granted_blocks -= ticket.blocks
 
     def _unassign(self, ticket: Ticket) -> None:
         uid = ticket.request.adapter_uid
@@ -385,16 +389,24 @@ class WorkerView:
                     self.tenant_adapters.pop(tenant_id, None)
                 else:
                     self.tenant_adapters[tenant_id] = adapters
-        if report.adapters is not None:
-            before, self.adapters = self.adapters, report.adapters
-            for uid in before.keys() ^ report.adapters.keys():  # each has its own holders: any order will do
-                self._holders.note(uid, self)
-            if self._prefetches:
-                for uid in [uid for uid in self._prefetches if report.adapters.get(uid, 0) >= Residency.HOST]:
-                    self.forget_prefetch(uid)
+        if report.snapshot:
+            self._fold_adapters({**dict.fromkeys(self.adapters, Residency.ABSENT), **report.adapters})
+        elif report.adapters:
+            self._fold_adapters(report.adapters)
         self.has_reported = True
         if report.snapshot:
             self.connected = True
+
+    def _fold_adapters(self, changed: Mapping[AdapterUid, Residency]) -> None:
+        adapters, holders, prefetches = self.adapters, self._holders, self._prefetches
+        for uid, residency in changed.items():
+            if residency is Residency.ABSENT:
+                if adapters.pop(uid, None) is not None:
+                    holders.note(uid, self)
+                continue
+            adapters[uid] = residency
+            prefetches.pop(uid, None)
+            holders.add(uid, self)
 
     def _fold_loads(self, report: WorkerReport) -> None:
         self._front = None
@@ -413,8 +425,7 @@ class WorkerView:
         """Output tokens by flow since the last report; nothing for the worker's first. Counters that fell back belong
         to a new process and count from zero."""
         before, grown = self._output_tokens, []
-        for flow, tokens in report.flows.items():
-            output_tokens = tokens.output_tokens
+        for flow, (_, output_tokens) in report.flows.items():
             more = output_tokens - before.get(flow, 0)
             if more < 0:
                 before.clear()
@@ -436,6 +447,7 @@ class WorkerView:
             if ticket.request.adapter_uid is not None:
                 counts[ticket.request.adapter_uid] = counts.get(ticket.request.adapter_uid, 0) + 1
         assert counts == self._assigned
+        assert Residency.ABSENT not in self.adapters.values()
         held = {uid for uid in self._residents() if self.residency(uid) is not Residency.ABSENT}
         assert self._holders.uids_of(self) == held
 

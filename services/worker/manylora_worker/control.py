@@ -124,7 +124,6 @@ class ControlSession:
         if not self._changes:
             self._changes.append(_Changes())
             self._has_changed = self._is_urgent = False
-        adapters_changed = self._adapters is not view.adapters
         report = worker_pb2.ControlReport(
             snapshot=is_snapshot,
             sequence_slots=self._sequence_slots,
@@ -134,14 +133,17 @@ class ControlSession:
             block_size=stats.block_size,
             draining=self._is_draining,
             generated_tokens=stats.generated_tokens,
-            adapters_changed=adapters_changed,
             max_sequences=self._max_sequences,
             finished_request_ids=list(changes.ended),
         )
-        if adapters_changed:
-            self._adapters = view.adapters
+        before, self._adapters = self._adapters or {}, view.adapters
+        if before is not view.adapters:
             for uid, tier in view.adapters.items():
-                report.adapters.add(adapter_uid=uid, tier=TIERS[tier])
+                if before.get(uid) is not tier:
+                    report.adapters.add(adapter_uid=uid, tier=TIERS[tier])
+            for uid in before:
+                if uid not in view.adapters:
+                    report.adapters.add(adapter_uid=uid)
         for request in changes.started.values():
             report.started.add(
                 request_id=request.request_id,
