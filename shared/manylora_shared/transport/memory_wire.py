@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from manylora_shared.errors import Code, ManyloraError, RpcError
+from manylora_shared.simulation.loop import SimLoop
 from manylora_shared.transport.status import encode_details, message_of
 
 WINDOW_BYTES = 64 * 1024
@@ -223,8 +224,9 @@ class Wire:
 
     def __init__(self, rng: random.Random, *, min_delay_s: float, max_delay_s: float) -> None:
         self._rng = rng
+        self._random = rng.random
         self._min_delay_s = min_delay_s
-        self._max_delay_s = max_delay_s
+        self._delay_range_s = max_delay_s - min_delay_s
         self._calls: dict[Call, None] = {}
         self._blocked: dict[tuple[str, str], int] = {}
         self._partitions = 0
@@ -293,15 +295,20 @@ class Wire:
     def depart(self, not_before: float, callback: Callable[[], None]) -> float:
         """Runs `callback` after a message's delay, and not before that time. Returns when."""
         loop = self.loop
-        when = max(not_before, loop.time() + self.draw_delay_s())
-        loop.call_at(when, callback, context=self._context)
+        when = loop.time() + self._min_delay_s + self._delay_range_s * self._random()
+        if when < not_before:
+            when = not_before
+        if isinstance(loop, SimLoop):
+            loop.arrive_at(when, callback)
+        else:
+            loop.call_at(when, callback, context=self._context)
         return when
 
     def after(self, delay_s: float, callback: Callable[..., None], *args: Any) -> asyncio.TimerHandle:
         return self.at(self.now() + delay_s, callback, *args)
 
     def draw_delay_s(self) -> float:
-        return self._min_delay_s + (self._max_delay_s - self._min_delay_s) * self._rng.random()
+        return self._min_delay_s + self._delay_range_s * self._random()
 
     def draw_detection_s(self) -> float:
         return self._rng.uniform(DETECT_MIN_S, DETECT_MAX_S)
