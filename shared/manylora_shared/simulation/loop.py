@@ -98,9 +98,9 @@ class _SimTimer(asyncio.TimerHandle):
     def cancel(self) -> None:
         if not self._cancelled:
             self._cancelled = True
-            self._callback = self._args = None
+            self._callback = self._args = None  # type: ignore[assignment]
             if self._scheduled:
-                self._loop._timer_cancelled_count += 1
+                self._loop._timer_cancelled_count += 1  # type: ignore[attr-defined]
 
 
 class _SimHandle(asyncio.Handle):
@@ -118,7 +118,7 @@ class _SimHandle(asyncio.Handle):
 
     def cancel(self) -> None:
         self._cancelled = True
-        self._callback = self._args = None
+        self._callback = self._args = None  # type: ignore[assignment]
 
 
 _Timed = tuple[float, int, _SimTimer | None, Callable[[], None] | None]

@@ -97,18 +97,27 @@ class Pipe:
 
     async def receive(self) -> bytes | End:
         """The next item; the last one again and again."""
-        while not self._arrived:
-            if self._broken is not None:
-                return self._broken
-            assert self._reader is None or self._reader.done(), "one reader at most"
-            self._reader = self._wire.future()
-            await self._reader
+        while (item := self.take()) is None:
+            await self.arrival()
+        return item
+
+    def take(self) -> bytes | End | None:
+        """The next item, as `receive`; None where it has to be waited for."""
+        if not self._arrived:
+            return self._broken
         item = self._arrived[0]
         if isinstance(item, bytes):
             self._arrived.popleft()
             self._unread_bytes -= len(item)
-            _wake(self._writer)
+            if self._writer is not None:
+                _wake(self._writer)
         return item
+
+    def arrival(self) -> asyncio.Future[None]:
+        """Is done when `take` may have something."""
+        assert self._reader is None or self._reader.done(), "one reader at most"
+        reader = self._reader = self._wire.future()
+        return reader
 
     def break_off(self, end: End) -> None:
         """Nothing more arrives: the reader gets `end` next, the writer goes on into the void."""
@@ -138,8 +147,17 @@ class Pipe:
                 self.on_end(item)
 
     def _arrive(self) -> None:
-        self._due += 1
-        self.flush()
+        if self._due or self._wire.has_partitions or not self._in_transit:
+            self._due += 1
+            self.flush()
+            return
+        item = self._in_transit.popleft()
+        self._arrived.append(item)
+        reader = self._reader
+        if reader is not None and not reader.done():
+            reader.set_result(None)
+        if self.on_end is not None and isinstance(item, End):
+            self.on_end(item)
 
 
 def _wake(waiter: asyncio.Future[None] | None) -> None:
@@ -287,7 +305,7 @@ class Wire:
 
     def future(self) -> asyncio.Future[None]:
         """For one end of a call alone: it is in no set, and need not hash alike in every run as the loop's own do."""
-        return asyncio.Future(loop=self.loop)
+        return asyncio.Future(loop=self._loop or self.loop)
 
     def at(self, when: float, callback: Callable[..., None], *args: Any) -> asyncio.TimerHandle:
         return self.loop.call_at(when, callback, *args, context=self._context)

@@ -98,6 +98,8 @@ class EngineCore:
         """Between `begin_step` and `submit`."""
         self._outbox = Outbox()
         self._counters = WorkCounters()
+        self._tenant_adapters: tuple[int, Mapping[TenantId, TenantAdapters]] | None = None
+        """With the version that they are of."""
         self._step_ended_s = float("-inf")
         self.step_error: Exception | None = None
         """Why the last step failed; None after one that did not."""
@@ -342,8 +344,11 @@ class EngineCore:
         return self._adapters.tiers()
 
     def tenant_adapters(self) -> Mapping[TenantId, TenantAdapters]:
-        """Of all tenants that have, had or pin adapters here."""
-        return self._adapters.tenants()
+        """Of all tenants that have, had or pin adapters here. Never changed in place."""
+        version = self._adapters.tenants_version
+        if self._tenant_adapters is None or self._tenant_adapters[0] != version:
+            self._tenant_adapters = version, self._adapters.tenants()
+        return self._tenant_adapters[1]
 
     def flow_slots(self) -> Mapping[FlowKey, FlowSlots]:
         """Of the flows with a slot, and of those with sequences that cannot use one: their own hard cap keeps them, or
