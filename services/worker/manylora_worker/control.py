@@ -155,21 +155,22 @@ class ControlSession:
         return report
 
     def _add_flows(self, report: worker_pb2.ControlReport) -> None:
-        loads = self._view.loads()
-        for flow in dict.fromkeys((*self._view.flows, *loads)):
-            tokens, load = self._view.flows.get(flow, _NO_TOKENS), loads.get(flow, _NO_LOAD)
-            if self._flows.get(flow) != (tokens, load):
-                self._flows[flow] = (tokens, load)
-                tenant_id, qos_class = flow
-                report.flows.add(
-                    tenant_id=tenant_id,
-                    qos_class=QOS_NUMBERS[qos_class],
-                    prompt_tokens=tokens.prompt_tokens,
-                    output_tokens=tokens.output_tokens,
-                    slotted_sequences=load.slotted,
-                    ready_sequences=load.ready,
-                    held_sequences=load.held,
-                )
+        loads, flows, known = self._view.loads(), self._view.flows, self._flows
+        for flow in flows | loads:
+            tokens, load = flows.get(flow, _NO_TOKENS), loads.get(flow, _NO_LOAD)
+            if known.get(flow) == (tokens, load):
+                continue
+            known[flow] = (tokens, load)
+            tenant_id, qos_class = flow
+            report.flows.add(
+                tenant_id=tenant_id,
+                qos_class=QOS_NUMBERS[qos_class],
+                prompt_tokens=tokens.prompt_tokens,
+                output_tokens=tokens.output_tokens,
+                slotted_sequences=load.slotted,
+                ready_sequences=load.ready,
+                held_sequences=load.held,
+            )
 
     def _add_tenants(self, report: worker_pb2.ControlReport) -> None:
         kv_blocks, adapters = self._view.kv_blocks, self._view.tenant_adapters

@@ -152,8 +152,9 @@ def tokens_frame(number: int, outputs: Iterable[TokenOutput]) -> worker_pb2.Exec
                 continue
             if frame is None:
                 frame = worker_pb2.ExecuteResponse(frame=number)
-            entry = frame.tokens.choices.add(choice=output.choice, first_position=output.first_position)
-            entries[output.choice] = entry
+            entry = entries[output.choice] = frame.tokens.choices.add()
+            entry.choice = output.choice
+            entry.first_position = output.first_position
         entry.token_ids.extend(output.token_ids)
         for logprobs in output.logprobs:
             position = entry.logprobs.add(logprob=logprobs.logprob)

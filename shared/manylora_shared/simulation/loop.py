@@ -296,8 +296,8 @@ class SimLoop(base_events.BaseEventLoop):
         return timer
 
     def arrive_at(self, when: float, arrive: Callable[[], None]) -> None:
-        """Has something arrive in the simulated world, of which nobody's code runs but what it wakes: `arrive` is called
-        as the clock gets there, before what is ready then, in no node's context. It is no event."""
+        """Has something arrive in the simulated world, of which nobody's code runs but what it wakes: `arrive` is
+        called as the clock gets there, before what is ready then, in no node's context. It is no event."""
         self._timers = number = self._timers + 1
         heapq.heappush(self._scheduled, (when, number, None, arrive))
 
