@@ -66,6 +66,7 @@ from manylora_scheduler.events import (
 )
 from manylora_scheduler.neighbours import FlowWait, Neighbours, Noisy
 from manylora_scheduler.request import FlowKey, QueuedRequest
+from manylora_scheduler.timers import earlier
 
 TICK_S = 0.1
 MAX_LOOKED_AT = 512
@@ -261,8 +262,7 @@ class OverloadGate:
         return commands
 
     def next_wakeup(self) -> float | None:
-        moments = [at for at in (self._core.next_wakeup(), self._tick_at) if at is not None]
-        return min(moments, default=None)
+        return earlier(self._core.next_wakeup(), self._tick_at)
 
     def state(self) -> OverloadState:
         demand = {tenant_id: self._demand.tops(tenant_id)[-1] for tenant_id in self._view.tenants}

@@ -222,7 +222,8 @@ class SimLoop(base_events.BaseEventLoop):
         self._ready: collections.deque[asyncio.Handle] = base._ready
         self._scheduled: list[_Timed] = base._scheduled
         self._virtual_now = 0.0
-        self._order = random.Random(seed)
+        self._draw = random.Random(seed).random
+        """Of the order of what is ready."""
         self._limit_s = limit_s
         self._max_events = max_events
         self._events = 0
@@ -385,8 +386,11 @@ class SimLoop(base_events.BaseEventLoop):
     def _run_batch(self, ready: MutableSequence[Any]) -> None:
         batch = list(ready)
         ready.clear()
-        self._order.shuffle(batch)
-        batch.reverse()
+        # Fisher and Yates, as Random.shuffle, which takes longer: it makes up for what a float has too few bits for.
+        draw = self._draw
+        for last in range(len(batch) - 1, 0, -1):
+            other = int(draw() * (last + 1))
+            batch[last], batch[other] = batch[other], batch[last]
         try:
             while batch:
                 self._run_handle(batch[-1])

@@ -46,6 +46,8 @@ from manylora_shared.transport.memory_wire import (
 from manylora_shared.transport.status import decode_error
 
 _FIRST_PORT = 40_000
+_CANCELLED = failed(RpcError(Code.CANCELLED, "the call was cancelled"))
+_CHANNEL_CLOSED = failed(RpcError(Code.CANCELLED, "the channel was closed"))
 
 
 class MemoryNetwork:
@@ -323,7 +325,7 @@ class MemoryStream:
             self._call.requests.send(OK)
 
     def cancel(self) -> None:
-        self._give_up(failed(RpcError(Code.CANCELLED, "the call was cancelled")))
+        self._give_up(_CANCELLED)
 
     def send_single(self, request: Message) -> None:
         """The one request of a call that takes one."""
@@ -395,7 +397,7 @@ class MemoryChannel:
     async def close(self) -> None:
         self._closed = True
         for stream in list(self._streams):
-            stream.close(failed(RpcError(Code.CANCELLED, "the channel was closed")))
+            stream.close(_CHANNEL_CLOSED)
         self._streams.clear()
         await asyncio.sleep(0)
 
