@@ -6,6 +6,9 @@ became ready in the same iteration run in an order drawn from the seed: asyncio 
 iterations as far as cause and effect go, and code that needs more is what the simulation is to find. There are no
 sockets, threads or signals.
 
+What only wakes somebody (the end of an asyncio.sleep, what arrives by `arrive_at`) happens as the clock gets there, in
+order of time, and is no event: it shows in whom it wakes.
+
 Two runs of one seed are equal, in the same process or another, as long as the code under test takes time and
 randomness from here. Tasks and futures hash by a number in order of creation, so that sets of them iterate alike in
 every run. Garbage collection of cycles is off during a run, because finalizers would run at times of their own.
@@ -247,7 +250,7 @@ class SimLoop(base_events.BaseEventLoop):
 
     @property
     def digest(self) -> str:
-        """Of every callback so far: its virtual time and who it was."""
+        """Of every event so far: its virtual time and who it was."""
         self._digest_noted()
         return self._digest.hexdigest()
 

@@ -417,9 +417,11 @@ class EngineCore:
 
     def _measure(self, flight: Flight, now: float) -> None:
         """How long a step took: the device begins it when the one before it is through."""
-        counts = [part.scheduled.num_tokens for part in flight.parts]
-        num_prefill = sum(part.num_new_tokens + part.num_recomputed_tokens for part in flight.parts)
-        self._swapper.costs.computed(num_prefill, sum(counts), now - max(flight.begun_s, self._step_ended_s))
+        num_tokens = num_prefill = 0
+        for part in flight.parts:
+            num_tokens += part.scheduled.num_tokens
+            num_prefill += part.num_new_tokens + part.num_recomputed_tokens
+        self._swapper.costs.computed(num_prefill, num_tokens, now - max(flight.begun_s, self._step_ended_s))
         self._step_ended_s = now
 
     def _adapter_ready(self, group: SequenceGroup, now: float) -> None:
