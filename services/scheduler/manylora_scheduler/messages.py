@@ -97,8 +97,10 @@ def worker_report(message: worker_pb2.ControlReport) -> WorkerReport:
     loads: dict[FlowKey, FlowLoad] = {}
     for each in message.flows:
         flow = flow_key(each.tenant_id, each.qos_class)
-        flows[flow] = FlowTokens(each.prompt_tokens, each.output_tokens)
-        loads[flow] = FlowLoad(each.slotted_sequences, each.ready_sequences, each.held_sequences)
+        # As FlowTokens(...) and FlowLoad(...), without a Python call: these are made for each flow of each report.
+        flows[flow] = tuple.__new__(FlowTokens, (each.prompt_tokens, each.output_tokens))
+        load = each.slotted_sequences, each.ready_sequences, each.held_sequences
+        loads[flow] = tuple.__new__(FlowLoad, load)
     tenants: dict[TenantId, int] = {}
     tenant_adapters: dict[TenantId, TenantAdapters] = {}
     for memory in message.tenants:

@@ -123,7 +123,7 @@ class EngineView:
             held = without = unfinished - slotted
             if without and not is_capped:
                 held = min(without, paused.get(flow, 0) + num_loading)
-            loads[flow] = FlowLoad(slotted, without - held, held)
+            loads[flow] = tuple.__new__(FlowLoad, (slotted, without - held, held))  # without a Python call
         return loads
 
     def subscribe(self, listener: EngineListener) -> None:
