@@ -19,6 +19,7 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -42,6 +43,7 @@ MAX_CONFIG_BYTES = 1 << 20
 DEFAULT_MAX_WEIGHTS_BYTES = 4 << 30
 _COPY_BYTES = 4 << 20
 _UID_DOMAIN = b"manylora-adapter-v1\0"
+_UID = re.compile("[0-9a-f]{64}")
 
 
 def canonical_config(config: dict[str, Any]) -> bytes:
@@ -73,7 +75,7 @@ def _uid_digest(config: dict[str, Any]) -> hashlib._Hash:
 
 
 def is_uid(text: str) -> bool:
-    return len(text) == 64 and all(c in "0123456789abcdef" for c in text)
+    return _UID.fullmatch(text) is not None
 
 
 def object_path(uid: AdapterUid) -> str:

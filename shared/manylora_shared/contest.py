@@ -213,9 +213,9 @@ class Contest(Generic[F, I]):
         """As `select`, for a test that depends on the flow: asks for the first `limit` flows, one after the other."""
         assert now_us >= self._now_us, "time falls"
         self._now_us = now_us
-        self._fill_boosts()
-        in_order = self._in_order(self.rising.first_places(limit), self.full.first_places(limit))
-        for flow in itertools.islice(in_order, limit):
+        if self._filling and self._filling[0][0] <= now_us:
+            self._fill_boosts()
+        for flow in self._first_in_order(limit):
             item = _head(flow)
             place = fits(flow.key, item)
             if place is not None:
@@ -245,10 +245,23 @@ class Contest(Generic[F, I]):
         is_full_first = full.key < key or (full.key == key and full.order < rising.order)
         return full.flow if is_full_first else rising.flow
 
+    def _first_in_order(self, limit: int) -> list[Contender[F, I]]:
+        """As `_in_order`, the first `limit`."""
+        if not self.full.size:
+            return [place.flow for place in self.rising.first_places(limit)]
+        if not self.rising.size:
+            return [place.flow for place in self.full.first_places(limit)]
+        in_order = self._in_order(self.rising.first_places(limit), self.full.first_places(limit))
+        return list(itertools.islice(in_order, limit))
+
     def _in_order(
         self, rising: Iterable[Place[Contender[F, I]]], full: Iterable[Place[Contender[F, I]]]
     ) -> Iterator[Contender[F, I]]:
         """Two orders' flows by their boosted tags of now."""
+        if not self.full.size:
+            return (place.flow for place in rising)
+        if not self.rising.size:
+            return (place.flow for place in full)
         aged = self._aging * self._now_us
         merged = heapq.merge(
             ((place.key - aged, place.order, place.flow) for place in rising),

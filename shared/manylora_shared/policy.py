@@ -29,6 +29,7 @@ All of the grammar is enforced: an operator who reads a policy back can rely on 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ MAX_RETENTION_DAYS = 36_500
 MAX_DOCUMENT_BYTES = 16 * 1024
 _MAX_DEPTH = 8
 """Deeper nesting than the grammar has, and far less than would exhaust the stack."""
+_KEPT_POLICIES = 256
 _MAX_VIOLATIONS = 24
 """Characters of a wrong value that an error repeats."""
 
@@ -194,8 +196,9 @@ def _scalar(value: bool | int | float) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+@functools.lru_cache(maxsize=_KEPT_POLICIES)
 def parse_policy(yaml_text: str) -> TenantPolicy:
-    """Reads one policy document.
+    """Reads one policy document. The last ones are kept: a service lists them all again whenever its watch is reset.
 
     Raises:
         InvalidRequest: with one violation for each error; its description begins with `line N`.

@@ -11,7 +11,7 @@ from manylora_worker.engine.api import EngineRequest, FinishReason
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.engine.counters import EngineStats
 from manylora_worker.engine.fake_runner import FakeAdapterBackend
-from manylora_worker.engine.prefix_cache import PrefixKeys, PrefixOptions
+from manylora_worker.engine.prefix_cache import Namespace, PrefixKeys, PrefixOptions
 from manylora_worker.engine.step_planner import PlannerLimits
 
 from tests.numerics.conftest import Family, FamilyOf
@@ -22,7 +22,7 @@ MAX_TOKENS = 6
 
 
 class WithoutAdapter(PrefixKeys):
-    def namespace(self, tenant_id: TenantId, adapter_uid: AdapterUid | None) -> bytes:
+    def namespace(self, tenant_id: TenantId, adapter_uid: AdapterUid | None) -> Namespace:
         return super().namespace(tenant_id, None)
 
 

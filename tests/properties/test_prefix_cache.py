@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hmac
 import random
 
 import pytest
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 from manylora_worker.engine.api import FinishReason
 from manylora_worker.engine.block_pool import BlockPool
-from manylora_worker.engine.prefix_cache import PrefixCache, PrefixKeys, PrefixOptions
+from manylora_worker.engine.prefix_cache import Namespace, PrefixCache, PrefixKeys, PrefixOptions
 from manylora_worker.engine.sequence import Sequence
 
 from tests.properties import prefix_suite as suite
@@ -20,12 +21,12 @@ NUM_PROBES = 10_000
 
 
 class WithoutTenant(PrefixKeys):
-    def namespace(self, tenant_id: TenantId, adapter_uid: AdapterUid | None) -> bytes:
+    def namespace(self, tenant_id: TenantId, adapter_uid: AdapterUid | None) -> Namespace:
         return super().namespace(A, adapter_uid)
 
 
 class WithoutAdapter(PrefixKeys):
-    def namespace(self, tenant_id: TenantId, adapter_uid: AdapterUid | None) -> bytes:
+    def namespace(self, tenant_id: TenantId, adapter_uid: AdapterUid | None) -> Namespace:
         return super().namespace(tenant_id, None)
 
 
@@ -40,23 +41,31 @@ class WithoutSecret(PrefixKeys):
 
 
 class WithoutParent(PrefixKeys):
-    def key(self, namespace: bytes, parent: bytes, token_ids: tuple[int, ...]) -> bytes:
+    def key(self, namespace: Namespace, parent: bytes, token_ids: tuple[int, ...]) -> bytes:
         return super().key(namespace, bytes(32), token_ids)
 
 
 class WithoutTokens(PrefixKeys):
-    def key(self, namespace: bytes, parent: bytes, token_ids: tuple[int, ...]) -> bytes:
+    def key(self, namespace: Namespace, parent: bytes, token_ids: tuple[int, ...]) -> bytes:
         return super().key(namespace, parent, ())
 
 
 class WithoutLengths(PrefixKeys):
     """Tenant "a" with adapter "b" and tenant "ab" with none run together."""
 
-    def namespace(self, tenant_id: TenantId, adapter_uid: AdapterUid | None) -> bytes:
+    def namespace(self, tenant_id: TenantId, adapter_uid: AdapterUid | None) -> Namespace:
         return super().namespace(TenantId(f"{tenant_id}{adapter_uid or ''}"), None)
 
 
 MUTANTS = [WithoutTenant, WithoutAdapter, WithoutModel, WithoutSecret, WithoutParent, WithoutTokens, WithoutLengths]
+
+
+def test_a_namespace_is_hmac_sha256() -> None:
+    rng = random.Random(3)
+    for length in (0, 1, 47, 48, 63, 64, 65, 300):
+        key, message = rng.randbytes(rng.randint(0, 64)), rng.randbytes(length)
+        namespace = Namespace(key)
+        assert [namespace.mac(message) for _ in range(2)] == [hmac.digest(key, message, "sha256")] * 2
 
 
 def one_index(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import weakref
 
 from hypothesis import given
 from hypothesis import strategies as st
-from manylora_scheduler.timers import Moments, Timed, Timers
+from manylora_scheduler.timers import Moments, Timed, Timers, earlier
 
 
 def drain(timers: Timers[str], now: float) -> list[str]:
@@ -165,3 +165,8 @@ def test_cancelled_things_leave_nothing_and_are_not_kept_alive() -> None:
     finally:
         gc.enable()
     assert [moments.pop_due(1e9), moments.pop_due(2e9)] == [first, None]
+
+
+def test_the_earlier_of_two_moments_that_may_never_come() -> None:
+    assert (earlier(None, None), earlier(1.0, None), earlier(None, 2.0)) == (None, 1.0, 2.0)
+    assert (earlier(1.0, 2.0), earlier(2.0, 1.0), earlier(0.0, 0.0)) == (1.0, 1.0, 0.0)

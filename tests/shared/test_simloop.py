@@ -112,6 +112,47 @@ def test_effects_never_run_before_their_causes() -> None:
         assert all(log.index(name) < log.index(name + "'") for name in "abcdef")
 
 
+def test_what_arrives_happens_in_order_of_time_and_is_no_event() -> None:
+    async def main(arrivals: list[float]) -> list[tuple[float, str]]:
+        loop = sim()
+        seen: list[tuple[float, str]] = []
+        for at in arrivals:
+            loop.arrive_at(at, lambda: seen.append((loop.time(), "arrival")))
+        loop.call_at(2.0, lambda: seen.append((loop.time(), "timer")))
+        loop.arrive_at(2.0, lambda: seen.append((loop.time(), "arrival")))
+        woken = loop.create_future()
+        loop.arrive_at(4.0, lambda: woken.set_result(None))
+        await woken
+        seen.append((loop.time(), "woken"))
+        return seen
+
+    few, many = run(main([]), seed=1), run(main([3.0, 1.0, 1.0]), seed=1)
+    assert few.result == [(2.0, "arrival"), (2.0, "timer"), (4.0, "woken")]
+    assert many.result == [(1.0, "arrival")] * 2 + few.result[:2] + [(3.0, "arrival"), (4.0, "woken")]
+    assert (few.events, few.digest) == (many.events, many.digest)
+
+
+def test_the_end_of_a_sleep_wakes_a_paused_node_when_it_goes_on() -> None:
+    async def main() -> list[float]:
+        times: list[float] = []
+
+        async def process() -> None:
+            async with asyncio.timeout(5.0):
+                await asyncio.sleep(1.0)
+            times.append(asyncio.get_running_loop().time())
+
+        node = sim().node("a")
+        node.start(process())
+        await asyncio.sleep(0.5)
+        node.pause()
+        await asyncio.sleep(2.0)
+        node.resume()
+        await asyncio.sleep(1.0)
+        return times
+
+    assert run(main(), seed=2).result == [2.5]
+
+
 def test_a_deadlock_is_told() -> None:
     async def main() -> None:
         await asyncio.Event().wait()

@@ -27,11 +27,11 @@ class Taken:
     """What a worker's tokens amount to.
 
     Attributes:
-        deltas: for the caller, in the worker's order.
+        deltas: for the caller, in the worker's order, each in a frame that has no number yet.
         stopped: choices that met a stop string just now, and that the worker would go on with.
     """
 
-    deltas: list[inference_pb2.Delta]
+    deltas: list[inference_pb2.GenerateResponse]
     stopped: list[int]
 
 
@@ -62,61 +62,75 @@ class Choices:
     def take(self, chunk: worker_pb2.TokenChunk) -> Taken:
         """Raises InternalError where tokens are missing, or are of no choice."""
         taken = Taken([], [])
+        choices = self._choices
         for tokens in chunk.choices:
-            if tokens.choice >= len(self._choices):
-                raise InternalError(f"the worker sent tokens of choice {tokens.choice} of {len(self._choices)}")
-            choice = self._choices[tokens.choice]
+            index, first_position = tokens.choice, tokens.first_position
+            if index >= len(choices):
+                raise InternalError(f"the worker sent tokens of choice {index} of {len(choices)}")
+            choice = choices[index]
             if choice.end is not None:
                 continue  # its stop string was found; the worker has not heard yet
-            if tokens.first_position != choice.num_tokens:
+            if first_position != choice.num_tokens:
                 raise InternalError(
-                    f"the worker sent position {tokens.first_position} of choice {tokens.choice}, "
+                    f"the worker sent position {first_position} of choice {index}, "
                     f"not {choice.num_tokens}: output was lost"
                 )
-            self._take(choice, tokens, taken)
+            self._take(choice, index, tokens, taken)
         return taken
 
-    def rest(self) -> list[inference_pb2.Delta]:
-        """For a request that ends early: the text that choices without an end still held back. Called once."""
-        deltas: list[inference_pb2.Delta] = []
+    def rest(self) -> list[inference_pb2.GenerateResponse]:
+        """For a request that ends early: the text that choices without an end still held back, as `Taken.deltas`.
+        Called once."""
+        deltas: list[inference_pb2.GenerateResponse] = []
         for index, choice in enumerate(self._choices):
             text = choice.text.finish().text if choice.end is None else ""
             if text:
-                deltas.append(inference_pb2.Delta(choice=index, first_position=choice.num_tokens, text=text))
+                deltas.append(_delta(index, choice.num_tokens, (), text))
         return deltas
 
     def ends(self) -> list[inference_pb2.ChoiceEnd]:
         """Of every choice; without a reason where it has not ended by itself."""
         return [choice.end or inference_pb2.ChoiceEnd(choice=i) for i, choice in enumerate(self._choices)]
 
-    def _take(self, choice: _Choice, tokens: worker_pb2.ChoiceTokens, taken: Taken) -> None:
+    def _take(self, choice: _Choice, index: int, tokens: worker_pb2.ChoiceTokens, taken: Taken) -> None:
         token_ids: Sequence[int] = tokens.token_ids
-        is_last = tokens.finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED
+        finish_reason = tokens.finish_reason
+        is_last = finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED
         pushed = choice.text.push(token_ids)
+        num_tokens = pushed.num_tokens
         text, stop_string = pushed.text, pushed.stop_string
         if stop_string is None and is_last:
             rest = choice.text.finish()
             text, stop_string = text + rest.text, rest.stop_string
         if stop_string is not None:
             choice.end = inference_pb2.ChoiceEnd(
-                choice=tokens.choice, finish_reason=common_pb2.FINISH_REASON_STOP, stop_string=stop_string
+                choice=index, finish_reason=common_pb2.FINISH_REASON_STOP, stop_string=stop_string
             )
             if not is_last:
                 self._is_cut_short = True
-                taken.stopped.append(tokens.choice)
+                taken.stopped.append(index)
         elif is_last:
-            choice.end = inference_pb2.ChoiceEnd(choice=tokens.choice, finish_reason=tokens.finish_reason)
+            choice.end = inference_pb2.ChoiceEnd(choice=index, finish_reason=finish_reason)
             if tokens.HasField("stop_token_id"):
                 choice.end.stop_token_id = tokens.stop_token_id
-        if pushed.num_tokens < len(token_ids):
-            token_ids = token_ids[: pushed.num_tokens]
-        if not token_ids and not text:
+        if num_tokens < len(token_ids):
+            token_ids = token_ids[:num_tokens]
+        if not num_tokens and not text:
             return
-        delta = inference_pb2.Delta(
-            choice=tokens.choice, first_position=choice.num_tokens, token_ids=token_ids, text=text
-        )
+        frame = _delta(index, choice.num_tokens, token_ids, text)
         if tokens.logprobs:
-            delta.logprobs.extend(tokens.logprobs[: pushed.num_tokens])
-        choice.num_tokens += pushed.num_tokens
-        self.num_tokens += pushed.num_tokens
-        taken.deltas.append(delta)
+            frame.delta.logprobs.extend(tokens.logprobs[:num_tokens])
+        choice.num_tokens += num_tokens
+        self.num_tokens += num_tokens
+        taken.deltas.append(frame)
+
+
+def _delta(choice: int, first_position: int, token_ids: Sequence[int], text: str) -> inference_pb2.GenerateResponse:
+    """Made in its frame: a message that is given to another is copied."""
+    frame = inference_pb2.GenerateResponse()
+    delta = frame.delta
+    delta.choice = choice
+    delta.first_position = first_position
+    delta.token_ids.extend(token_ids)
+    delta.text = text
+    return frame

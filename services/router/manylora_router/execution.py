@@ -294,7 +294,7 @@ class Execution:
         for index in taken.stopped:
             assert self._stream is not None
             self._stream.stop_choice(index)
-        frames = [self._frame(delta=delta) for delta in taken.deltas]
+        frames = self._numbered(taken.deltas)
         if frames and self._measured.ttft_ms == 0.0:
             self._measured.ttft_ms = self._elapsed_ms()
         return frames
@@ -328,7 +328,7 @@ class Execution:
 
     def _finish(self, outcome: common_pb2.Outcome) -> list[inference_pb2.GenerateResponse]:
         """The last frames: text that was held back, and the terminal one."""
-        frames = [self._frame(delta=delta) for delta in self._choices.rest()]
+        frames = self._numbered(self._choices.rest())
         measured = self._measured
         finished = inference_pb2.Finished(
             outcome=outcome,
@@ -366,12 +366,17 @@ class Execution:
         self,
         *,
         started: inference_pb2.Started | None = None,
-        delta: inference_pb2.Delta | None = None,
         finished: inference_pb2.Finished | None = None,
     ) -> inference_pb2.GenerateResponse:
         number = self._next_frame
         self._next_frame = number + 1
-        return inference_pb2.GenerateResponse(frame=number, started=started, delta=delta, finished=finished)
+        return inference_pb2.GenerateResponse(frame=number, started=started, finished=finished)
+
+    def _numbered(self, frames: list[inference_pb2.GenerateResponse]) -> list[inference_pb2.GenerateResponse]:
+        for number, frame in enumerate(frames, self._next_frame):
+            frame.frame = number
+        self._next_frame += len(frames)
+        return frames
 
 
 def _outcome_of(error: ManyloraError) -> common_pb2.Outcome:

@@ -40,12 +40,12 @@ class TokenBytes:
 class BytesDetokenizer:
     """A Detokenizer over TokenBytes; holds at most three bytes back. Bytes that are not UTF-8 become U+FFFD."""
 
-    __slots__ = ("_at_start", "_decode", "_decoder", "_pieces")
+    __slots__ = ("_at_start", "_held", "_pieces")
 
     def __init__(self, tokens: TokenBytes) -> None:
         self._pieces = tokens.pieces
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._decode = self._decoder.decode
+        self._held = b""
+        """The beginning of a character."""
         self._at_start = tokens.strips_first_space
 
     def push(self, token_id: int) -> str:
@@ -58,10 +58,15 @@ class BytesDetokenizer:
         if self._at_start:
             self._at_start = False
             piece = piece.removeprefix(b" ")
-        return self._decode(piece)
+        if self._held:
+            piece = self._held + piece
+        text, num_bytes = codecs.utf_8_decode(piece, "replace", False)
+        self._held = piece[num_bytes:]
+        return text
 
     def finish(self) -> str:
-        return self._decode(b"", True)
+        held, self._held = self._held, b""
+        return codecs.utf_8_decode(held, "replace", True)[0]
 
 
 _REPLACEMENT = "\ufffd"
@@ -201,7 +206,7 @@ class StopStringMatcher:
         return held
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would double the time that making one takes
 class TextDelta:
     """What new tokens of a choice amount to."""
 
@@ -224,7 +229,10 @@ class ChoiceText:
         push = self._detokenizer.push
         matcher = self._matcher
         if matcher is None:
-            return TextDelta("".join([push(token_id) for token_id in token_ids]), len(token_ids))
+            count = len(token_ids)
+            # A list is not worth its making for one token, which is what comes while a worker is not busy.
+            text = push(token_ids[0]) if count == 1 else "".join([push(token_id) for token_id in token_ids])
+            return TextDelta(text, count)
         pieces: list[str] = []
         for index, token_id in enumerate(token_ids):
             text = push(token_id)

@@ -68,7 +68,7 @@ from manylora_scheduler.request import (
 )
 from manylora_scheduler.succession import ClockSnapshot, Succession
 from manylora_scheduler.tickets import Tickets
-from manylora_scheduler.timers import Moments, Timers
+from manylora_scheduler.timers import Moments, Timers, earlier
 from manylora_scheduler.worker_view import WorkerView
 
 GRANT_TIMEOUT_S = 10.0
@@ -195,8 +195,7 @@ class Core:
 
     def next_wakeup(self) -> float | None:
         """When Tick is to be applied at the latest, if no other event comes before."""
-        moments = [at for at in (self._moments.next_at(), self._timers.next_at()) if at is not None]
-        return min(moments, default=None)
+        return earlier(self._moments.next_at(), self._timers.next_at())
 
     @property
     def is_restoring(self) -> bool:

@@ -83,6 +83,8 @@ class Dispatch:
         """The ticket that is to be granted next and its worker; None where nothing more can be granted now."""
         fleet = self._fleet
         self._now = now
+        if not self._queue.num_queued:
+            return None
         if fleet.num_open:
             pick = self._queue.select(self._place, to_us(now))
             if pick is not None:

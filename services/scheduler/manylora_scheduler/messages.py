@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 
@@ -30,6 +31,8 @@ from manylora_scheduler.worker_view import WorkerView
 
 MAX_ID_LENGTH = 256
 MAX_SEQUENCES = 1024
+_KEPT_FLOWS = 16_384
+"""Each report names the same ones again."""
 
 _QOS_CLASSES: dict[int, QosClass] = {
     common_pb2.QOS_CLASS_UNSPECIFIED: QosClass.STANDARD,
@@ -48,6 +51,7 @@ _RESIDENCIES = {
 }
 
 
+@functools.lru_cache(maxsize=_KEPT_FLOWS)
 def flow_key(tenant_id: str, qos_class: int) -> FlowKey:
     """A class of a later version counts as STANDARD."""
     return FlowKey(TenantId(tenant_id), _QOS_CLASSES.get(qos_class, QosClass.STANDARD))
@@ -90,8 +94,16 @@ def worker_report(message: worker_pb2.ControlReport) -> WorkerReport:
     loads: dict[FlowKey, FlowLoad] = {}
     for each in message.flows:
         flow = flow_key(each.tenant_id, each.qos_class)
-        flows[flow] = FlowTokens(each.prompt_tokens, each.output_tokens)
-        loads[flow] = FlowLoad(each.slotted_sequences, each.ready_sequences, each.held_sequences)
+        # As FlowTokens(...) and FlowLoad(...), without a Python call: these are made for each flow of each report.
+        flows[flow] = tuple.__new__(FlowTokens, (each.prompt_tokens, each.output_tokens))
+        load = each.slotted_sequences, each.ready_sequences, each.held_sequences
+        loads[flow] = tuple.__new__(FlowLoad, load)
+    tenants: dict[TenantId, int] = {}
+    tenant_adapters: dict[TenantId, TenantAdapters] = {}
+    for memory in message.tenants:
+        tenant_id = TenantId(memory.tenant_id)
+        tenants[tenant_id] = memory.kv_blocks
+        tenant_adapters[tenant_id] = _tenant_adapters(memory)
     return WorkerReport(
         snapshot=message.snapshot,
         sequence_slots=message.sequence_slots,
@@ -110,8 +122,8 @@ def worker_report(message: worker_pb2.ControlReport) -> WorkerReport:
         flows=flows,
         max_sequences=message.max_sequences,
         loads=loads,
-        tenants={TenantId(t.tenant_id): t.kv_blocks for t in message.tenants},
-        tenant_adapters={TenantId(t.tenant_id): _tenant_adapters(t) for t in message.tenants},
+        tenants=tenants,
+        tenant_adapters=tenant_adapters,
     )
 
 

@@ -63,6 +63,7 @@ from manylora_scheduler.events import (
 )
 from manylora_scheduler.neighbours import Neighbours, Noisy
 from manylora_scheduler.request import FlowKey
+from manylora_scheduler.timers import earlier
 from manylora_scheduler.waiting import OverloadTargets, WaitingBook
 
 TICK_S = 0.1
@@ -188,8 +189,7 @@ class OverloadGate:
         return commands
 
     def next_wakeup(self) -> float | None:
-        moments = [at for at in (self._core.next_wakeup(), self._tick_at) if at is not None]
-        return min(moments, default=None)
+        return earlier(self._core.next_wakeup(), self._tick_at)
 
     def state(self) -> OverloadState:
         demand = {tenant_id: self._demand.tops(tenant_id)[-1] for tenant_id in self._view.tenants}

@@ -40,7 +40,7 @@ from manylora_scheduler.events import (
     Tick,
 )
 from manylora_scheduler.request import FlowKey, QueuedRequest
-from manylora_scheduler.timers import Timers
+from manylora_scheduler.timers import Timers, earlier
 
 EXTENSION_WAIT_S = 2.0
 """An extension that could not be granted for so long is refused, and its stream ends."""
@@ -463,8 +463,7 @@ class QuotaGate:
         return commands
 
     def next_wakeup(self) -> float | None:
-        moments = [at for at in (self._core.next_wakeup(), self.authority.next_wakeup()) if at is not None]
-        return min(moments, default=None)
+        return earlier(self._core.next_wakeup(), self.authority.next_wakeup())
 
 
 def _rate_of(policy: TenantPolicy | None, qos_class: QosClass) -> TokenRate | None:

@@ -253,3 +253,10 @@ class Moments(Generic[T]):
             first = heap[0][2]
         self.not_before = first.due_at if first is not None else math.inf
         return first
+
+
+def earlier(one: float | None, other: float | None) -> float | None:
+    """Of two moments, either of which may never come."""
+    if one is None or (other is not None and other < one):
+        return other
+    return one

@@ -58,6 +58,8 @@ class ControlSession:
         """Flows without a ready sequence, as of `_slots`."""
         self._tenants: dict[TenantId, tuple[int, TenantAdapters]] = {}
         """KV blocks and adapters as last reported."""
+        self._memories: dict[TenantId, tuple[TenantAdapters, worker_pb2.TenantMemory]] = {}
+        """The messages that were made last, and of what: blocks change with each report, adapters seldom."""
         self._is_urgent = True
         self._has_changed = True
         self._reported_at = float("-inf")
@@ -156,21 +158,22 @@ class ControlSession:
         return report
 
     def _add_flows(self, report: worker_pb2.ControlReport) -> None:
-        loads = self._view.loads()
-        for flow in dict.fromkeys((*self._view.flows, *loads)):
-            tokens, load = self._view.flows.get(flow, _NO_TOKENS), loads.get(flow, _NO_LOAD)
-            if self._flows.get(flow) != (tokens, load):
-                self._flows[flow] = (tokens, load)
-                tenant_id, qos_class = flow
-                report.flows.add(
-                    tenant_id=tenant_id,
-                    qos_class=QOS_NUMBERS[qos_class],
-                    prompt_tokens=tokens.prompt_tokens,
-                    output_tokens=tokens.output_tokens,
-                    slotted_sequences=load.slotted,
-                    ready_sequences=load.ready,
-                    held_sequences=load.held,
-                )
+        loads, flows, known = self._view.loads(), self._view.flows, self._flows
+        for flow in flows | loads:
+            tokens, load = flows.get(flow, _NO_TOKENS), loads.get(flow, _NO_LOAD)
+            if known.get(flow) == (tokens, load):
+                continue
+            known[flow] = (tokens, load)
+            tenant_id, qos_class = flow
+            report.flows.add(
+                tenant_id=tenant_id,
+                qos_class=QOS_NUMBERS[qos_class],
+                prompt_tokens=tokens.prompt_tokens,
+                output_tokens=tokens.output_tokens,
+                slotted_sequences=load.slotted,
+                ready_sequences=load.ready,
+                held_sequences=load.held,
+            )
 
     def _add_tenants(self, report: worker_pb2.ControlReport) -> None:
         kv_blocks, adapters = self._view.kv_blocks, self._view.tenant_adapters
@@ -178,19 +181,18 @@ class ControlSession:
             memory = kv_blocks.get(tenant_id, 0), adapters.get(tenant_id, _NO_ADAPTERS)
             if memory == self._tenants.get(tenant_id, _NO_MEMORY):
                 continue
-            self._tenants[tenant_id] = memory
             blocks, mine = memory
-            report.tenants.add(
-                tenant_id=tenant_id,
-                kv_blocks=blocks,
-                adapter_device_bytes=mine.device_bytes,
-                adapter_host_bytes=mine.host_bytes,
-                adapter_evictions=mine.evictions,
-                adapter_displaced=mine.displaced,
-                pins=[_pinned(state) for state in mine.pins],
-            )
+            made_of, message = self._memories.get(tenant_id, _NOTHING_MADE)
+            if made_of is not mine:
+                message = _tenant_memory(tenant_id, mine)
+                self._memories[tenant_id] = mine, message
+            message.kv_blocks = blocks
+            report.tenants.append(message)
             if memory == _NO_MEMORY:
-                del self._tenants[tenant_id]
+                self._tenants.pop(tenant_id, None)
+                del self._memories[tenant_id]
+            else:
+                self._tenants[tenant_id] = memory
 
     def _changed(self, *, urgent: bool) -> None:
         was_urgent = self._is_urgent
@@ -198,6 +200,18 @@ class ControlSession:
         self._is_urgent = was_urgent or urgent
         if not was_changed or (urgent and not was_urgent):
             self._waiter.wake()
+
+
+def _tenant_memory(tenant_id: TenantId, mine: TenantAdapters) -> worker_pb2.TenantMemory:
+    """Without its KV blocks."""
+    return worker_pb2.TenantMemory(
+        tenant_id=tenant_id,
+        adapter_device_bytes=mine.device_bytes,
+        adapter_host_bytes=mine.host_bytes,
+        adapter_evictions=mine.evictions,
+        adapter_displaced=mine.displaced,
+        pins=[_pinned(state) for state in mine.pins],
+    )
 
 
 def _pinned(state: PinState) -> worker_pb2.PinnedAdapter:
@@ -210,3 +224,4 @@ def _pinned(state: PinState) -> worker_pb2.PinnedAdapter:
 _NO_TOKENS, _NO_LOAD = FlowTokens(), FlowLoad()
 _NO_ADAPTERS = TenantAdapters()
 _NO_MEMORY = (0, _NO_ADAPTERS)
+_NOTHING_MADE: tuple[TenantAdapters | None, worker_pb2.TenantMemory] = (None, worker_pb2.TenantMemory())

@@ -117,12 +117,13 @@ class EngineView:
             paused[flow] = paused.get(flow, 0) + stream.unfinished_choices
         loads: dict[FlowKey, FlowLoad] = {}
         for flow, unfinished in self._unfinished.items():
-            slots = self.slots.get(flow, _NO_SLOTS)
+            num_slots, is_capped, num_loading = self.slots.get(flow, _NO_SLOTS)
             # A paused sequence may have its slot for some steps yet.
-            slotted = min(unfinished, slots.num_slots)
-            without = unfinished - slotted
-            held = without if slots.is_capped else min(without, paused.get(flow, 0) + slots.num_loading)
-            loads[flow] = FlowLoad(slotted, without - held, held)
+            slotted = num_slots if num_slots < unfinished else unfinished
+            held = without = unfinished - slotted
+            if without and not is_capped:
+                held = min(without, paused.get(flow, 0) + num_loading)
+            loads[flow] = tuple.__new__(FlowLoad, (slotted, without - held, held))  # without a Python call
         return loads
 
     def subscribe(self, listener: EngineListener) -> None:

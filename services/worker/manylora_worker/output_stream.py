@@ -117,5 +117,6 @@ def _flush_time(now: float, interval_s: float) -> float:
     """
     if interval_s <= 0.0:
         return now
-    grid_s = 2.0 ** math.floor(math.log2(interval_s / 3))
+    # interval_s / 3 is m * 2**e with m from 0.5 to 1: the power of two below it is 2**(e - 1).
+    grid_s = math.ldexp(0.5, math.frexp(interval_s / 3)[1])
     return math.ceil((now + interval_s) / grid_s) * grid_s

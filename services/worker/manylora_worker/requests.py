@@ -138,28 +138,33 @@ def _sampling(
     )
 
 
-def token_chunk(outputs: Iterable[TokenOutput]) -> worker_pb2.TokenChunk:
-    """One entry a choice, in the order in which the choices first appear. Choices that were cut short have no finish
-    reason: the request's outcome says why."""
-    chunk = worker_pb2.TokenChunk()
+def tokens_frame(number: int, outputs: Iterable[TokenOutput]) -> worker_pb2.ExecuteResponse | None:
+    """One entry a choice, in the order in which the choices first appear; None where there would be none. Choices that
+    were cut short have no finish reason: the request's outcome says why."""
+    frame: worker_pb2.ExecuteResponse | None = None
     entries: dict[int, worker_pb2.ChoiceTokens] = {}
     for output in outputs:
+        # None stands for what ends with the request and is told there.
+        finish_reason = None if output.finish_reason is None else _FINISH_REASONS.get(output.finish_reason)
         entry = entries.get(output.choice)
         if entry is None:
-            if not output.token_ids and output.finish_reason not in _FINISH_REASONS:
+            if not output.token_ids and finish_reason is None:
                 continue
-            entry = chunk.choices.add(choice=output.choice, first_position=output.first_position)
-            entries[output.choice] = entry
+            if frame is None:
+                frame = worker_pb2.ExecuteResponse(frame=number)
+            entry = entries[output.choice] = frame.tokens.choices.add()
+            entry.choice = output.choice
+            entry.first_position = output.first_position
         entry.token_ids.extend(output.token_ids)
         for logprobs in output.logprobs:
             position = entry.logprobs.add(logprob=logprobs.logprob)
             for token_id, logprob in logprobs.top:
                 position.top.add(token_id=token_id, logprob=logprob)
-        if output.finish_reason in _FINISH_REASONS:
-            entry.finish_reason = _FINISH_REASONS[output.finish_reason]
+        if finish_reason is not None:
+            entry.finish_reason = finish_reason
         if output.stop_token_id is not None:
             entry.stop_token_id = output.stop_token_id
-    return chunk
+    return frame
 
 
 def execute_finished(end: StreamEnd) -> worker_pb2.ExecuteFinished:

@@ -27,7 +27,7 @@ from manylora_shared.transport.base import ServerCall, Service
 from manylora_worker.control import ControlSession
 from manylora_worker.engine.api import EngineRequest
 from manylora_worker.output_stream import OutputStream, StreamEnd
-from manylora_worker.requests import engine_request, execute_finished, token_chunk
+from manylora_worker.requests import engine_request, execute_finished, tokens_frame
 from manylora_worker.runtime import Runtime
 from manylora_worker.spans import ExecuteSpans
 from manylora_worker.validation import AdapterValidator
@@ -132,10 +132,10 @@ class WorkerServicer:
                     end = batch.end
                     if end is not None:
                         spans.end(end)
-                    chunk = token_chunk(batch.outputs)
-                    if chunk.choices:
+                    tokens = tokens_frame(frame, batch.outputs)
+                    if tokens is not None:
                         spans.count(batch.outputs)
-                        yield worker_pb2.ExecuteResponse(frame=frame, tokens=chunk)
+                        yield tokens
                         frame += 1
                 yield worker_pb2.ExecuteResponse(frame=frame, finished=execute_finished(end))
             finally:

@@ -6,6 +6,9 @@ became ready in the same iteration run in an order drawn from the seed: asyncio 
 iterations as far as cause and effect go, and code that needs more is what the simulation is to find. There are no
 sockets, threads or signals.
 
+What only wakes somebody (the end of an asyncio.sleep, what arrives by `arrive_at`) happens as the clock gets there, in
+order of time, and is no event: it shows in whom it wakes.
+
 Two runs of one seed are equal, in the same process or another, as long as the code under test takes time and
 randomness from here. Tasks and futures hash by a number in order of creation, so that sets of them iterate alike in
 every run. Garbage collection of cycles is off during a run, because finalizers would run at times of their own.
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import collections
 import contextvars
 import gc
 import hashlib
@@ -24,7 +28,7 @@ import heapq
 import math
 import random
 import threading
-from asyncio import base_events
+from asyncio import base_events, futures
 from collections.abc import Callable, Coroutine, Generator, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
@@ -38,6 +42,9 @@ _EVENTS_TO_END = 1_000_000
 _CANCELLED_TIMERS_KEPT = 100
 _NOTED_AT_ONCE = 8192
 """Events between two times that they go into the digest."""
+
+_END_SLEEP: Any = futures._set_result_unless_cancelled  # type: ignore[attr-defined]
+"""What the timer of an asyncio.sleep calls: it only wakes the sleeper."""
 
 _NODE: contextvars.ContextVar[SimNode | None] = contextvars.ContextVar("sim_node", default=None)
 
@@ -78,6 +85,7 @@ class _SimTimer(asyncio.TimerHandle):
     """A timer, without what asyncio's own keep for the debug mode."""
 
     __slots__ = ()
+    _repr = _source_traceback = None
 
     def __init__(
         self, when: float, callback: Any, args: Any, loop: SimLoop, context: contextvars.Context | None
@@ -89,13 +97,20 @@ class _SimTimer(asyncio.TimerHandle):
         self._callback = callback
         self._args = args
         self._cancelled = False
-        self._repr = self._source_traceback = None
+
+    def cancel(self) -> None:
+        if not self._cancelled:
+            self._cancelled = True
+            self._callback = self._args = None  # type: ignore[assignment]
+            if self._scheduled:
+                self._loop._timer_cancelled_count += 1  # type: ignore[attr-defined]
 
 
 class _SimHandle(asyncio.Handle):
     """The same for what is ready."""
 
     __slots__ = ()
+    _repr = _source_traceback = None
 
     def __init__(self, callback: Any, args: Any, loop: SimLoop, context: contextvars.Context | None) -> None:
         self._context = contextvars.copy_context() if context is None else context
@@ -103,7 +118,14 @@ class _SimHandle(asyncio.Handle):
         self._callback = callback
         self._args = args
         self._cancelled = False
-        self._repr = self._source_traceback = None
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._callback = self._args = None  # type: ignore[assignment]
+
+
+_Timed = tuple[float, int, _SimTimer | None, Callable[[], None] | None]
+"""When, its number, and either a timer or what arrives."""
 
 
 class SimNode:
@@ -122,6 +144,8 @@ class SimNode:
         self._held: list[asyncio.Handle] = []
         self._paused = False
         self._dead = False
+        self.is_still = False
+        """Paused or dead: the loop asks `holds` before it runs a callback of the node."""
 
     @property
     def tasks(self) -> tuple[asyncio.Task[Any], ...]:
@@ -141,10 +165,10 @@ class SimNode:
 
     def pause(self) -> None:
         """Nothing of this node runs until `resume`, as in a long stall; time goes on."""
-        self._paused = True
+        self._paused = self.is_still = True
 
     def resume(self) -> None:
-        self._paused = False
+        self._paused, self.is_still = False, self._dead
         held, self._held = self._held, []
         self._loop.requeue(held)
 
@@ -162,7 +186,7 @@ class SimNode:
             await asyncio.wait(left)
         else:
             raise RuntimeError(f"{self.name} goes on starting tasks: {[t.get_coro() for t in self.tasks]}")
-        self._dead = True
+        self._dead = self.is_still = True
 
     def holds(self, handle: asyncio.Handle) -> bool:
         """Whether the loop must not run this callback of the node now (any more)."""
@@ -197,13 +221,17 @@ class SimLoop(base_events.BaseEventLoop):
         base._selector = _VirtualSelector()
         base._clock_resolution = _RESOLUTION_S
         self._base = base
+        self._closed: bool
+        self._ready: collections.deque[asyncio.Handle] = base._ready
+        self._scheduled: list[_Timed] = base._scheduled
         self._virtual_now = 0.0
-        self._order = random.Random(seed)
+        self._draw = random.Random(seed).random
+        """Of the order of what is ready."""
         self._limit_s = limit_s
         self._max_events = max_events
         self._events = 0
         self._digest = hashlib.blake2b(digest_size=16)
-        self._noted = array.array("d")
+        self._noted: list[float] = []
         """Of each event: its time, and the numbers of its node and of who it was. Not in the digest yet."""
         self._name_numbers: dict[str, int] = {}
         self._numbers = 0
@@ -222,7 +250,7 @@ class SimLoop(base_events.BaseEventLoop):
 
     @property
     def digest(self) -> str:
-        """Of every callback so far: its virtual time and who it was."""
+        """Of every event so far: its virtual time and who it was."""
         self._digest_noted()
         return self._digest.hexdigest()
 
@@ -237,7 +265,7 @@ class SimLoop(base_events.BaseEventLoop):
 
     def requeue(self, handles: Sequence[asyncio.Handle]) -> None:
         """Makes callbacks that were taken out of the loop ready again."""
-        self._base._ready.extend(handles)
+        self._ready.extend(handles)
 
     def lift_limits(self) -> None:
         """For the end of a run, when its tasks are cancelled."""
@@ -255,21 +283,27 @@ class SimLoop(base_events.BaseEventLoop):
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
-        if self._base._closed:
+        if self._closed:
             self._base._check_closed()
         handle = _SimHandle(callback, args, self, context)
-        self._base._ready.append(handle)
+        self._ready.append(handle)
         return handle
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
-        if self._base._closed:
+        if self._closed:
             self._base._check_closed()
         timer = _SimTimer(when, callback, args, self, context)
-        self._timers += 1
-        heapq.heappush(self._base._scheduled, (when, self._timers, timer))
+        self._timers = number = self._timers + 1
+        heapq.heappush(self._scheduled, (when, number, timer, None))
         return timer
+
+    def arrive_at(self, when: float, arrive: Callable[[], None]) -> None:
+        """Has something arrive in the simulated world, of which nobody's code runs but what it wakes: `arrive` is
+        called as the clock gets there, before what is ready then, in no node's context. It is no event."""
+        self._timers = number = self._timers + 1
+        heapq.heappush(self._scheduled, (when, number, None, arrive))
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
@@ -295,21 +329,19 @@ class SimLoop(base_events.BaseEventLoop):
         """There are no file descriptors."""
 
     def _run_once(self) -> None:
-        """Iterations until the loop is to stop. One: the clock moves if nothing is ready, the timers that are due are
-        collected, and the batch runs."""
+        """Iterations until the loop is to stop. One: the clock moves if nothing is ready, what is due is collected, and
+        the batch runs."""
         base = self._base
-        ready, scheduled = base._ready, base._scheduled
+        ready, scheduled = self._ready, self._scheduled
         while True:
-            if base._timer_cancelled_count > max(_CANCELLED_TIMERS_KEPT, len(scheduled) // 2):
-                scheduled[:] = [timed for timed in scheduled if not timed[2]._cancelled]
-                heapq.heapify(scheduled)
-                base._timer_cancelled_count = 0
+            if base._timer_cancelled_count > _CANCELLED_TIMERS_KEPT:
+                self._drop_cancelled()
             if not ready and not base._stopping:
                 self._move_clock()
             # Never early: whoever is woken a hair before its time would wait for the rest, in which no time passes.
             now = self._virtual_now
             while scheduled and scheduled[0][0] <= now:
-                self._pop_timer(ready)
+                self._pop_due()
             if len(ready) == 1:
                 self._run_handle(ready[0])
                 ready.popleft()
@@ -318,30 +350,50 @@ class SimLoop(base_events.BaseEventLoop):
             if base._stopping:
                 return
 
+    def _drop_cancelled(self) -> None:
+        """Once they are most of the timers."""
+        scheduled = self._scheduled
+        if self._base._timer_cancelled_count > len(scheduled) // 2:
+            scheduled[:] = [timed for timed in scheduled if timed[2] is None or not timed[2]._cancelled]
+            heapq.heapify(scheduled)
+            self._base._timer_cancelled_count = 0
+
     def _move_clock(self) -> None:
         """To the next timer that was not cancelled."""
-        scheduled = self._base._scheduled
-        while scheduled and scheduled[0][2]._cancelled:
-            self._pop_timer([])
+        scheduled = self._scheduled
+        while scheduled and (timer := scheduled[0][2]) is not None and timer._cancelled:
+            self._pop_due()
         if not scheduled:
             raise SimDeadlock(f"at {self._virtual_now:.6f} s nothing can happen any more; {self._describe_tasks()}")
-        self._virtual_now = max(self._virtual_now, scheduled[0][0])
+        when = scheduled[0][0]
+        if when > self._virtual_now:
+            self._virtual_now = when
         if self._virtual_now > self._limit_s:
             raise SimLimit(f"{self._limit_s:g} virtual seconds have passed; {self._describe_tasks()}")
 
-    def _pop_timer(self, ready: MutableSequence[Any]) -> None:
-        timer = heapq.heappop(self._base._scheduled)[2]
+    def _pop_due(self) -> None:
+        """Takes out the first timer or arrival: a timer becomes ready, what only wakes somebody does so."""
+        _, _, timer, arrive = heapq.heappop(self._scheduled)
+        if timer is None:
+            assert arrive is not None
+            arrive()
+            return
         timer._scheduled = False
         if timer._cancelled:
             self._base._timer_cancelled_count -= 1
+        elif timer._callback is _END_SLEEP:
+            timer._callback(*timer._args)
         else:
-            ready.append(timer)
+            self._ready.append(timer)
 
     def _run_batch(self, ready: MutableSequence[Any]) -> None:
         batch = list(ready)
         ready.clear()
-        self._order.shuffle(batch)
-        batch.reverse()
+        # Fisher and Yates, as Random.shuffle, which takes longer: it makes up for what a float has too few bits for.
+        draw = self._draw
+        for last in range(len(batch) - 1, 0, -1):
+            other = int(draw() * (last + 1))
+            batch[last], batch[other] = batch[other], batch[last]
         try:
             while batch:
                 self._run_handle(batch[-1])
@@ -354,29 +406,33 @@ class SimLoop(base_events.BaseEventLoop):
     def _run_handle(self, handle: Any) -> None:
         if handle._cancelled:
             return
-        node: SimNode | None = handle._context.get(_NODE)
-        if node is not None and node.holds(handle):
+        context, callback = handle._context, handle._callback
+        node: SimNode | None = context.get(_NODE)
+        if node is not None and node.is_still and node.holds(handle):
             return
         self._events += 1
         if self._events > self._max_events:
             raise SimLimit(f"{self._max_events} events at {self._virtual_now:.6f} s; {self._describe_tasks()}")
-        callback = handle._callback
         owner = getattr(callback, "__self__", None)
         if type(owner) is _SimTask:
             who = owner.number
         else:
             who = -self._number_of(getattr(callback, "__qualname__", type(callback).__name__))
         noted = self._noted
-        noted.append(self._virtual_now)
-        noted.append(-1 if node is None else node.number)
-        noted.append(who)
+        noted += (self._virtual_now, -1 if node is None else node.number, who)
         if len(noted) > 3 * _NOTED_AT_ONCE:
             self._digest_noted()
-        handle._run()
+        try:
+            context.run(callback, *handle._args)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # as asyncio's own handles do
+            message = f"Exception in callback {getattr(callback, '__qualname__', callback)}"
+            self.call_exception_handler({"message": message, "exception": error, "handle": handle})
 
     def _digest_noted(self) -> None:
-        self._digest.update(self._noted)
-        del self._noted[:]
+        self._digest.update(array.array("d", self._noted))
+        self._noted.clear()
 
     def _number_of(self, name: str) -> int:
         """A name's number in the digest, where the name itself stands once."""

@@ -46,6 +46,8 @@ from manylora_shared.transport.memory_wire import (
 from manylora_shared.transport.status import decode_error
 
 _FIRST_PORT = 40_000
+_CANCELLED = failed(RpcError(Code.CANCELLED, "the call was cancelled"))
+_CHANNEL_CLOSED = failed(RpcError(Code.CANCELLED, "the channel was closed"))
 
 
 class MemoryNetwork:
@@ -250,20 +252,26 @@ class MemoryServer:
         if not method.client_streaming:
             request = await anext(request)
         if not method.server_streaming:
-            await self._send(call, await handler(request, server_call))
+            if self._send(call, await handler(request, server_call)):
+                await self._may_go_on(call)
             return
         responses = handler(request, server_call)
         try:
             async for response in responses:
-                await self._send(call, response)
+                if self._send(call, response):
+                    await self._may_go_on(call)
         finally:
             await close_iterator(responses)
 
-    async def _send(self, call: Call, response: Message) -> None:
+    def _send(self, call: Call, response: Message) -> bool:
+        """Returns whether the handler has to wait then."""
         data = response.SerializeToString()
         if len(data) > MAX_MESSAGE_BYTES:
             raise RpcError(Code.RESOURCE_EXHAUSTED, f"a response of {len(data)} bytes is over the limit")
         call.responses.send(data)
+        return call.responses.is_full or call.client_end is not None
+
+    async def _may_go_on(self, call: Call) -> None:
         if call.responses.is_full:
             await call.responses.room()
         if call.client_end is not None:
@@ -280,11 +288,13 @@ class MemoryStream:
         self._read_one = False
 
     async def read(self) -> Any:
-        try:
-            item = await self._call.responses.receive()
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
+        responses = self._call.responses
+        while (item := responses.take()) is None:
+            try:
+                await responses.arrival()
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
         if isinstance(item, bytes):
             return parse_response(self._method.response_type, item)
         self._call.end_client(item)
@@ -315,7 +325,7 @@ class MemoryStream:
             self._call.requests.send(OK)
 
     def cancel(self) -> None:
-        self._give_up(failed(RpcError(Code.CANCELLED, "the call was cancelled")))
+        self._give_up(_CANCELLED)
 
     def send_single(self, request: Message) -> None:
         """The one request of a call that takes one."""
@@ -387,7 +397,7 @@ class MemoryChannel:
     async def close(self) -> None:
         self._closed = True
         for stream in list(self._streams):
-            stream.close(failed(RpcError(Code.CANCELLED, "the channel was closed")))
+            stream.close(_CHANNEL_CLOSED)
         self._streams.clear()
         await asyncio.sleep(0)
 

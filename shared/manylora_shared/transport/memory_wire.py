@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from manylora_shared.errors import Code, ManyloraError, RpcError
+from manylora_shared.simulation.loop import SimLoop
 from manylora_shared.transport.status import encode_details, message_of
 
 WINDOW_BYTES = 64 * 1024
@@ -96,18 +97,27 @@ class Pipe:
 
     async def receive(self) -> bytes | End:
         """The next item; the last one again and again."""
-        while not self._arrived:
-            if self._broken is not None:
-                return self._broken
-            assert self._reader is None or self._reader.done(), "one reader at most"
-            self._reader = self._wire.future()
-            await self._reader
+        while (item := self.take()) is None:
+            await self.arrival()
+        return item
+
+    def take(self) -> bytes | End | None:
+        """The next item, as `receive`; None where it has to be waited for."""
+        if not self._arrived:
+            return self._broken
         item = self._arrived[0]
         if isinstance(item, bytes):
             self._arrived.popleft()
             self._unread_bytes -= len(item)
-            _wake(self._writer)
+            if self._writer is not None:
+                _wake(self._writer)
         return item
+
+    def arrival(self) -> asyncio.Future[None]:
+        """Is done when `take` may have something."""
+        assert self._reader is None or self._reader.done(), "one reader at most"
+        reader = self._reader = self._wire.future()
+        return reader
 
     def break_off(self, end: End) -> None:
         """Nothing more arrives: the reader gets `end` next, the writer goes on into the void."""
@@ -137,8 +147,17 @@ class Pipe:
                 self.on_end(item)
 
     def _arrive(self) -> None:
-        self._due += 1
-        self.flush()
+        if self._due or self._wire.has_partitions or not self._in_transit:
+            self._due += 1
+            self.flush()
+            return
+        item = self._in_transit.popleft()
+        self._arrived.append(item)
+        reader = self._reader
+        if reader is not None and not reader.done():
+            reader.set_result(None)
+        if self.on_end is not None and isinstance(item, End):
+            self.on_end(item)
 
 
 def _wake(waiter: asyncio.Future[None] | None) -> None:
@@ -223,8 +242,9 @@ class Wire:
 
     def __init__(self, rng: random.Random, *, min_delay_s: float, max_delay_s: float) -> None:
         self._rng = rng
+        self._random = rng.random
         self._min_delay_s = min_delay_s
-        self._max_delay_s = max_delay_s
+        self._delay_range_s = max_delay_s - min_delay_s
         self._calls: dict[Call, None] = {}
         self._blocked: dict[tuple[str, str], int] = {}
         self._partitions = 0
@@ -285,7 +305,7 @@ class Wire:
 
     def future(self) -> asyncio.Future[None]:
         """For one end of a call alone: it is in no set, and need not hash alike in every run as the loop's own do."""
-        return asyncio.Future(loop=self.loop)
+        return asyncio.Future(loop=self._loop or self.loop)
 
     def at(self, when: float, callback: Callable[..., None], *args: Any) -> asyncio.TimerHandle:
         return self.loop.call_at(when, callback, *args, context=self._context)
@@ -293,15 +313,20 @@ class Wire:
     def depart(self, not_before: float, callback: Callable[[], None]) -> float:
         """Runs `callback` after a message's delay, and not before that time. Returns when."""
         loop = self.loop
-        when = max(not_before, loop.time() + self.draw_delay_s())
-        loop.call_at(when, callback, context=self._context)
+        when = loop.time() + self._min_delay_s + self._delay_range_s * self._random()
+        if when < not_before:
+            when = not_before
+        if isinstance(loop, SimLoop):
+            loop.arrive_at(when, callback)
+        else:
+            loop.call_at(when, callback, context=self._context)
         return when
 
     def after(self, delay_s: float, callback: Callable[..., None], *args: Any) -> asyncio.TimerHandle:
         return self.at(self.now() + delay_s, callback, *args)
 
     def draw_delay_s(self) -> float:
-        return self._min_delay_s + (self._max_delay_s - self._min_delay_s) * self._rng.random()
+        return self._min_delay_s + self._delay_range_s * self._random()
 
     def draw_detection_s(self) -> float:
         return self._rng.uniform(DETECT_MIN_S, DETECT_MAX_S)

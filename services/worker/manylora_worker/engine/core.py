@@ -99,6 +99,8 @@ class EngineCore:
         """Between `begin_step` and `submit`."""
         self._outbox = Outbox()
         self._counters = WorkCounters()
+        self._tenant_adapters: tuple[int, Mapping[TenantId, TenantAdapters]] | None = None
+        """With the version that they are of."""
         self._step_ended_s = float("-inf")
         self.step_error: Exception | None = None
         """Why the last step failed; None after one that did not."""
@@ -343,8 +345,11 @@ class EngineCore:
         return self._adapters.tiers()
 
     def tenant_adapters(self) -> Mapping[TenantId, TenantAdapters]:
-        """Of all tenants that have, had or pin adapters here."""
-        return self._adapters.tenants()
+        """Of all tenants that have, had or pin adapters here. Never changed in place."""
+        version = self._adapters.tenants_version
+        if self._tenant_adapters is None or self._tenant_adapters[0] != version:
+            self._tenant_adapters = version, self._adapters.tenants()
+        return self._tenant_adapters[1]
 
     def flow_slots(self) -> Mapping[FlowKey, FlowSlots]:
         """Of the flows with a slot, and of those with sequences that cannot use one: their own hard cap keeps them, or
@@ -413,9 +418,11 @@ class EngineCore:
 
     def _measure(self, flight: Flight, now: float) -> None:
         """How long a step took: the device begins it when the one before it is through."""
-        counts = [part.scheduled.num_tokens for part in flight.parts]
-        num_prefill = sum(part.num_new_tokens + part.num_recomputed_tokens for part in flight.parts)
-        self._swapper.costs.computed(num_prefill, sum(counts), now - max(flight.begun_s, self._step_ended_s))
+        num_tokens = num_prefill = 0
+        for part in flight.parts:
+            num_tokens += part.scheduled.num_tokens
+            num_prefill += part.num_new_tokens + part.num_recomputed_tokens
+        self._swapper.costs.computed(num_prefill, num_tokens, now - max(flight.begun_s, self._step_ended_s))
         self._step_ended_s = now
 
     def _adapter_ready(self, group: SequenceGroup, now: float) -> None:

@@ -35,8 +35,10 @@ from manylora_worker.engine.api import (
 from manylora_worker.engine.fake_host_kv import FakeHostKv
 
 _CELL = struct.Struct("<II8s")
+_CELL_BYTES = _CELL.size
 _HEAD = struct.Struct("<QII8s")
 _TABLES_BOUND = 1024
+_NOTHING_HASHED = hashlib.blake2b(digest_size=16)
 _HASHED_AT_ONCE = 1024
 """hashlib lets go of the interpreter lock over 2,047 bytes: with an event loop beside it, each row of a step could then
 wait milliseconds to get it back, which no real model does."""
@@ -132,41 +134,44 @@ class FakeRunner:
         Args:
             written: by block, which of its cells the step has written, as bits.
         """
-        end = chunk.start_position + len(chunk.token_ids)
-        if end == chunk.start_position:
+        start, token_ids, block_table = chunk.start_position, chunk.token_ids, chunk.block_table
+        size, tenants = self.block_size, self._tenants
+        end = start + len(token_ids)
+        if end == start:
             self._fail("a chunk without tokens")
         if end > self.max_context_tokens:
             self._fail("past the model's context")
-        if end > len(chunk.block_table) * self.block_size:
+        if end > len(block_table) * size:
             self._fail("the block table ends before the chunk")
-        on_device = None if self.adapters_on_device is None else self.adapters_on_device()
-        if chunk.adapter_uid is not None and on_device is not None and chunk.adapter_uid not in on_device:
-            self._fail(f"{chunk.adapter_uid} is not on the device")
+        uid = chunk.adapter_uid
+        if uid is not None and self.adapters_on_device is not None and uid not in self.adapters_on_device():
+            self._fail(f"{uid} is not on the device")
         self._check_table(chunk)
-        tag = _adapter_tag(chunk.adapter_uid)
+        tag = _adapter_tag(uid)
         tenant = None if self.tenant_of is None else self.tenant_of(chunk.sequence_id)
         if tenant is not None:
-            for block_id in chunk.block_table[: chunk.start_position // self.block_size]:
-                if self._tenants[block_id] != tenant:
-                    self._fail(f"block {block_id} of {self._tenants[block_id]} is read by {tenant}")
-        position, size = chunk.start_position, self.block_size
+            for block_id in block_table[: start // size]:
+                if tenants[block_id] != tenant:
+                    self._fail(f"block {block_id} of {tenants[block_id]} is read by {tenant}")
+        position = start
         while position < end:
             block_index, offset = divmod(position, size)
-            behind = min(end, (block_index + 1) * size)
-            block_id = chunk.block_table[block_index]
+            behind = (block_index + 1) * size
+            if behind > end:
+                behind = end
+            block_id = block_table[block_index]
             cells = ((1 << (behind - position)) - 1) << offset
             before = written.get(block_id, 0)
             if before & cells:
                 self._fail(f"block {block_id} is written twice")
             written[block_id] = before | cells
             if tenant is not None:
-                if self._tenants[block_id] not in (None, tenant):
+                if tenants[block_id] not in (None, tenant):
                     self._fail(f"block {block_id} crosses tenants uncleared")
-                self._tenants[block_id] = tenant
+                tenants[block_id] = tenant
             block = self._blocks[block_id]
             for at in range(position, behind):
-                token_id = chunk.token_ids[at - chunk.start_position]
-                _CELL.pack_into(block, at % size * _CELL.size, token_id, at, tag)
+                _CELL.pack_into(block, at % size * _CELL_BYTES, token_ids[at - start], at, tag)
             position = behind
 
     def _check_table(self, chunk: SequenceChunk) -> None:
@@ -307,8 +312,8 @@ class TokenDraw:
         context: bytes | bytearray | memoryview,
     ) -> tuple[int, Logprobs | None]:
         seed, choice = (0, 0) if sampling.is_greedy else (sampling.seed, choice)
-        head = _HEAD.pack(seed % 2**64, choice, output_index, _adapter_tag(adapter_uid))
-        digest = hashlib.blake2b(head, digest_size=16)
+        digest = _NOTHING_HASHED.copy()
+        digest.update(_HEAD.pack(seed % 2**64, choice, output_index, _adapter_tag(adapter_uid)))
         if len(context) <= _HASHED_AT_ONCE:
             digest.update(context)
         else:

@@ -101,6 +101,7 @@ class Sequence:
         "block_table",
         "choice",
         "finish_reason",
+        "flow",
         "group",
         "has_worked",
         "item",
@@ -116,11 +117,14 @@ class Sequence:
         "sequence_id",
         "status",
         "swap",
+        "tenant_id",
     )
 
     def __init__(self, sequence_id: int, group: SequenceGroup, choice: int, max_output_tokens: int) -> None:
         self.sequence_id = sequence_id
         self.group = group
+        self.tenant_id: TenantId = group.request.tenant_id
+        self.flow: FlowKey = (group.request.tenant_id, group.request.qos_class)
         self.choice = choice
         self.max_output_tokens = max_output_tokens
         """Its output ends there, whatever its tokens are: as the request or the model's context bounds it."""
@@ -149,14 +153,6 @@ class Sequence:
         self.swap: Swap | None = None
         """While it is SWAPPED, and of a finished one until the copy that was under way is over."""
         self.finish_reason: FinishReason | None = None
-
-    @property
-    def tenant_id(self) -> TenantId:
-        return self.group.request.tenant_id
-
-    @property
-    def flow(self) -> FlowKey:
-        return (self.group.request.tenant_id, self.group.request.qos_class)
 
     @property
     def holding_id(self) -> int:
