@@ -47,7 +47,8 @@ from manylora_scheduler.events import (
 from manylora_scheduler.overload import OverloadGate
 from manylora_scheduler.quota import QuotaGate
 from manylora_scheduler.reports import NO_LOAD, FlowLoad, FlowTokens, StartedRequest, WorkerReport
-from manylora_scheduler.request import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, FlowKey, QueuedRequest
+from manylora_scheduler.request import FlowKey, QueuedRequest
+from manylora_shared.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 from manylora_shared.ids import QosClass, RequestId, RouterId, TenantId, WorkerId
 from manylora_shared.overload import OverloadView, retry_after_s
 from manylora_shared.policy import DEFAULT_WEIGHTS, TenantPolicy

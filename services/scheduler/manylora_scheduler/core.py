@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, cast
 
+from manylora_shared.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 from manylora_shared.errors import Code
 from manylora_shared.fair_queue import ArrivalQueue, FairQueue, Pick
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
@@ -55,8 +56,6 @@ from manylora_scheduler.flows import AGING_PER_S, Flows, Precedence
 from manylora_scheduler.placement import in_order
 from manylora_scheduler.reports import WorkerReport
 from manylora_scheduler.request import (
-    OUTPUT_TOKEN_COST,
-    PROMPT_TOKEN_COST,
     FlowKey,
     Phase,
     QueuedRequest,

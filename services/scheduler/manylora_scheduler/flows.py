@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from manylora_shared.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 from manylora_shared.fair_queue import Share
 from manylora_shared.ids import QosClass, TenantId
 from manylora_shared.policy import DEFAULT_WEIGHTS, TenantPolicy
 
 from manylora_scheduler.request import (
-    OUTPUT_TOKEN_COST,
-    PROMPT_TOKEN_COST,
     FlowKey,
     OutputEstimate,
     QueuedRequest,

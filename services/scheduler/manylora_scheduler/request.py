@@ -15,8 +15,6 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from manylora_shared.costs import OUTPUT_TOKEN_COST as OUTPUT_TOKEN_COST
-from manylora_shared.costs import PROMPT_TOKEN_COST as PROMPT_TOKEN_COST
 from manylora_shared.fair_queue import Rank
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
 
