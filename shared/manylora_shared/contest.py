@@ -74,7 +74,7 @@ class Contender(Generic[F, I]):
     """What the contest has of a flow. Its owner sets share, head and the rest; places are the contest's."""
 
     __slots__ = ("base", "boosted", "cap", "fill_us", "fills_at", "head", "is_apart", "is_full", "key", "need",
-                 "order", "plain")  # fmt: skip
+                 "order", "plain", "served_us")  # fmt: skip
 
     def __init__(self, key: F, order: int) -> None:
         self.key = key
@@ -84,7 +84,9 @@ class Contender(Generic[F, I]):
         self.cap = 0
         """The boost that it has from the beginning, and the largest, in tag units."""
         self.fill_us = NEVER_US
-        """How long an item waits until its age alone has brought the boost to the cap."""
+        """How long it waits until its age alone has brought the boost to the cap."""
+        self.served_us = -NEVER_US
+        """When an item of it was dispatched last: what it waited before that is no part of its age."""
         self.is_apart = False
         self.head: Queued[I] | None = None
         """The first queued item, as it stands in the contest; None: the flow does not."""
@@ -105,7 +107,8 @@ class Contest(Generic[F, I]):
     def __init__(self, aging_per_s: int) -> None:
         self._aging = aging_per_s * TAG_SCALE // _US_PER_S
         """In tag units per microsecond."""
-        self._now_us = 0
+        self.now_us = 0
+        """As of the last choice."""
         self.plain: FlowOrder[Contender[F, I]] = FlowOrder()
         """By tag."""
         self.rising: FlowOrder[Contender[F, I]] = FlowOrder()
@@ -129,6 +132,8 @@ class Contest(Generic[F, I]):
         """Takes note of a flow's tag, share and first item, any of which may have changed."""
         assert flow.head is not None
         _, _, _, _, _, need, since_us, full_us, _ = flow.head  # asking for them by name costs four times as much
+        if since_us < flow.served_us:
+            since_us = flow.served_us
         if flow.is_apart:
             need = (flow.key, need)
         flow.need = need
@@ -143,7 +148,7 @@ class Contest(Generic[F, I]):
         aged_us = since_us + flow.fill_us
         if aged_us < full_us:
             full_us = aged_us
-        place, is_full = flow.boosted, full_us <= self._now_us
+        place, is_full = flow.boosted, full_us <= self.now_us
         if is_full is not flow.is_full:
             if place.group is not None:
                 (self.full if flow.is_full else self.rising).drop(place)
@@ -184,8 +189,8 @@ class Contest(Generic[F, I]):
 
     def select(self, fits: Callable[[I], P | None], now_us: int) -> Pick[I, P] | None:
         """The first item of the flow with the least boosted tag whose first item `fits`."""
-        assert now_us >= self._now_us, "time falls"
-        self._now_us = now_us
+        assert now_us >= self.now_us, "time falls"
+        self.now_us = now_us
         if self._filling and self._filling[0][0] <= now_us:
             self._fill_boosts()
         first = self._first_boosted()
@@ -211,8 +216,8 @@ class Contest(Generic[F, I]):
 
     def select_one_by_one(self, fits: Callable[[F, I], P | None], now_us: int, *, limit: int) -> Pick[I, P] | None:
         """As `select`, for a test that depends on the flow: asks for the first `limit` flows, one after the other."""
-        assert now_us >= self._now_us, "time falls"
-        self._now_us = now_us
+        assert now_us >= self.now_us, "time falls"
+        self.now_us = now_us
         if self._filling and self._filling[0][0] <= now_us:
             self._fill_boosts()
         for flow in self._first_in_order(limit):
@@ -226,7 +231,7 @@ class Contest(Generic[F, I]):
 
     def _fill_boosts(self) -> None:
         """Moves the flows on whose boost has reached its cap by now."""
-        while self._filling and self._filling[0][0] <= self._now_us:
+        while self._filling and self._filling[0][0] <= self.now_us:
             at_us, _, flow = heapq.heappop(self._filling)
             if at_us == flow.fills_at:
                 flow.fills_at = NEVER_US
@@ -241,7 +246,7 @@ class Contest(Generic[F, I]):
         assert full is not None
         if rising is None:
             return full.flow
-        key = rising.key - self._aging * self._now_us
+        key = rising.key - self._aging * self.now_us
         is_full_first = full.key < key or (full.key == key and full.order < rising.order)
         return full.flow if is_full_first else rising.flow
 
@@ -262,7 +267,7 @@ class Contest(Generic[F, I]):
             return (place.flow for place in rising)
         if not self.rising.size:
             return (place.flow for place in full)
-        aged = self._aging * self._now_us
+        aged = self._aging * self.now_us
         merged = heapq.merge(
             ((place.key - aged, place.order, place.flow) for place in rising),
             ((place.key, place.order, place.flow) for place in full),

@@ -20,7 +20,9 @@ The tag by which flows are compared is
 
     boost_f = min(cap_f, base_f + aging * phi_f * wait)      and cap_f from the moment the first item is urgent
 
-Aging is in proportion to the weight, so all tags that still rise do so at one pace, and their order stands still.
+Aging is in proportion to the weight, so all tags that still rise do so at one pace, and their order stands still. A
+flow waits from when its first item came or, where that is later, from its last dispatch: the items of a flood are old
+by its own doing, and would bring it before those that come anew though it is served all the time.
 
 The bound. Call f *startable* while its first item is accepted by `select`'s test. Let c_f be f's largest reservation,
 R_f its largest reserved sum, beta_f its cap, and U_f the most that its running items could come to cost beyond R_f
@@ -180,10 +182,10 @@ class FairQueue(Generic[F, I]):
         found = self._flows.get(flow)
         return found.tag if found is not None else self._clock
 
-    def is_ahead(self, flow: F, of: F, cost: int) -> bool:
-        """Whether a flow's tag is past another's by more than so much of its own cost."""
+    def is_ahead(self, flow: F, of: F) -> bool:
+        """Whether a flow's tag is past another's."""
         found = self._flows.get(flow)
-        return found is not None and found.tag - self.tag_of(of) > cost * found.inverse
+        return found is not None and found.tag > self.tag_of(of)
 
     def reserved_by(self, flow: F) -> int:
         """Cost that the flow's running items reserved and have not used."""
@@ -263,6 +265,7 @@ class FairQueue(Generic[F, I]):
         flow.num_running += 1
         self._running[item] = flow
         self._reserve(flow, item, reserve)
+        flow.served_us = self._contest.now_us
         self._moved[flow] = None
         if self._resting and self._resting[0][0] <= self._clock:
             self._forget_passed()

@@ -53,6 +53,8 @@ class Books:
     denied: bool = False
     backlogged_at: int = 0
     drift: int | None = None
+    served_us: int = 0
+    """When something of it was dispatched last."""
     error: int = 0
     """By how much leader changes have moved its tag, in tag units."""
     inverse: int = field(init=False)
@@ -176,6 +178,7 @@ class Harness:
                 assert self.queue.virtual_time == max(before, floor), "the clock is not the un-boosted minimum"
                 passed = expected[0][3].item if expected[0][3].need > self.free else None
                 assert pick.passed_over == passed
+            self.books[job.flow].served_us = self.now_us
             self._dequeue(job)
             self.free -= job.need
             self.running.append(job)
@@ -255,6 +258,7 @@ class Harness:
             new.count(source, totals, self.share_of)
         for book in self.books.values():
             book.queued.clear()
+            book.served_us = 0
         for job in self.jobs.values():
             if job not in self.running:
                 self._push(job)
@@ -283,7 +287,7 @@ class Harness:
         found = []
         for flow, job in heads.items():
             book = self.books[flow]
-            boost = book.share.base * book.inverse + rate * (self.now_us - job.since_us)
+            boost = book.share.base * book.inverse + rate * (self.now_us - max(job.since_us, book.served_us))
             cap = book.share.cap * book.inverse
             if job.urgent_us is not None and self.now_us >= job.urgent_us:
                 boost = cap
@@ -504,10 +508,33 @@ def boosts_end_at_their_cap(make: QueueClass) -> None:
         assert pick.floor == 100 * TAG_SCALE
 
 
+def age_is_of_who_gets_nothing(make: QueueClass) -> None:
+    """A flood that is served all the time is not before one of its kind that comes anew and got less, however long its
+    items have waited. One that got nothing is."""
+    share = Share(4, 0, 500)
+    for is_served in (True, False):
+        queue = make(aging_per_s=100)
+        for item in range(100):
+            queue.push(item, "flood", share=share, need=1, rank=Rank(0, 0, item))
+        now_us = 0
+        for _ in range(50):
+            now_us += US_PER_S // 10
+            if is_served:
+                pick = queue.select(lambda _: True, now_us)
+                assert pick is not None
+                queue.dispatch(pick, 10)
+        queue.push(100, "new", share=share, need=1, rank=Rank(0, 0, 100), since_us=now_us)
+        queue.count("source", {"flood": 50}, lambda _: share)  # ahead of the other, by less than its age would make up
+        pick = queue.select(lambda _: True, now_us)
+        assert pick is not None
+        assert (pick.item == 100) is is_served
+
+
 def run_suite(make: QueueClass, seeds: range) -> None:
     """Everything; raises AssertionError where the class fails."""
     flood_delays_nobody(make)
     boosts_end_at_their_cap(make)
+    age_is_of_who_gets_nothing(make)
     idling_banks_nothing(make, running_meanwhile=False)
     idling_banks_nothing(make, running_meanwhile=True)
     weights_are_honoured(make)

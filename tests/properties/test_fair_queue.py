@@ -60,6 +60,10 @@ def test_boosts_end_at_their_cap() -> None:
     suite.boosts_end_at_their_cap(FairQueue)
 
 
+def test_age_is_of_who_gets_nothing() -> None:
+    suite.age_is_of_who_gets_nothing(FairQueue)
+
+
 def test_equal_histories_give_equal_choices() -> None:
     for seed in range(20):
         first = suite.random_schedule(FairQueue, seed)
@@ -120,6 +124,14 @@ class CapForgotten(Queue):
         return super()._cap(flow) * 1000
 
 
+class AgeOfTheItem(Queue):
+    def dispatch(self, pick: Pick[int, Any], reserve: int) -> None:
+        flow = self._queued[pick.item].flow
+        before = flow.served_us
+        super().dispatch(pick, reserve)
+        flow.served_us = before
+
+
 class StoppedClock(Queue):
     def _advance_clock(self, pick: Pick[int, Any]) -> None:
         pass
@@ -175,6 +187,7 @@ MUTANTS = [
     CapOffByOne,
     CapOneUnitShort,
     CapForgotten,
+    AgeOfTheItem,
     StoppedClock,
     FallingClock,
     WeightsIgnored,
@@ -616,14 +629,3 @@ def test_who_forgoes_begins_at_the_clock_and_never_falls() -> None:
     assert queue.tag_of("a") == 100 * TAG_SCALE
     assert queue.tag_of("c") == 500 * TAG_SCALE
     queue.check_invariants()
-
-
-def test_a_lead_is_counted_in_the_leaders_cost() -> None:
-    queue: FairQueue[str, int] = FairQueue()
-    for number, (flow, weight) in enumerate((("heavy", 10), ("light", 1))):
-        queue.push(number, flow, share=Share(weight), need="", rank=Rank(0, 0, number))
-    queue.count("worker", {"heavy": 100}, lambda flow: Share(10))
-    assert queue.is_ahead("heavy", "light", 99)
-    assert not queue.is_ahead("heavy", "light", 100)
-    assert not queue.is_ahead("light", "heavy", 0)
-    assert not queue.is_ahead("unknown", "light", 0)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import pytest
 from manylora_scheduler.core import Order
-from manylora_scheduler.dispatch import LEAD_COST, _Hold
-from manylora_scheduler.events import PolicyChanged, SendGrant, WorkerLeft
+from manylora_scheduler.dispatch import _Hold
+from manylora_scheduler.events import SendGrant, WorkerLeft
 from manylora_scheduler.reports import FlowTokens, Residency
 from manylora_scheduler.request import FlowKey, Phase, need_of
 from manylora_shared.ids import QosClass, RequestId, TenantId, WorkerId
-from manylora_shared.policy import ClassPolicy, TenantPolicy
 
 from tests.scheduler.helpers import Desk, flow, grants, started
 
@@ -114,18 +112,35 @@ def test_in_order_of_arrival_nobody_gets_in() -> None:
     assert desk.enqueue("v0", tenant="victim") == []
 
 
-def test_who_is_not_behind_by_a_quantum_waits_for_a_slot() -> None:
-    """Two short answers reserve less than a quantum: taking their slot would gain nobody anything."""
+def test_who_is_behind_by_anything_at_all_waits_on_the_worker_and_not_in_the_queue() -> None:
+    """Of two equal flows the one whose answer has the slot is ahead by what that reserved: at the end of its quantum
+    the other is there, and not still on its way."""
     desk = Desk()
     desk.worker(slots=1, most=4)
     desk.enqueue("a", tenant="a", prompt_tokens=4, max_new_tokens=2)
     tell(desk, ["a"], {"a": (1, 0, 0)}, tenant="a", most=4, slots=1)
     assert desk.core._queue.tag_of(flow("a")) > 0
-    assert desk.enqueue("b", tenant="b", prompt_tokens=4, max_new_tokens=2) == []
-    # The answer runs on, and its flow gets ahead.
-    counted = {flow("a"): FlowTokens(4, LEAD_COST)}
-    got = tell(desk, [], {"a": (1, 0, 0)}, most=4, slots=1, flows=counted)
-    assert got == ["b"]
+    assert grants(desk.enqueue("b", tenant="b", prompt_tokens=4, max_new_tokens=2)) == [("b", "w0")]
+
+
+def test_a_flood_whose_requests_are_old_gets_no_free_slot_before_who_is_behind() -> None:
+    """Its age would make up for all that it was served, were it counted from when its first request came."""
+    desk = Desk()
+    desk.worker(slots=1)
+    for i in range(100):
+        desk.enqueue(f"h{i}", tenant="hog", prompt_tokens=8, max_new_tokens=16, qos_class=QosClass.INTERACTIVE)
+    desk.now += 30.0
+    interactive = FlowKey(TenantId("hog"), QosClass.INTERACTIVE)
+
+    def ends(i: int) -> list[tuple[str, str]]:
+        counted = {interactive: FlowTokens(8 * (i + 1), 16 * (i + 1))}
+        begun = [started(f"h{i}", "hog")]
+        return grants(desk.report(slots=1, running=0, started=begun, finished=[f"h{i}"], flows=counted))
+
+    for i in range(20):
+        assert ends(i) == [(f"h{i + 1}", "w0")]
+    assert desk.enqueue("v", tenant="victim", qos_class=QosClass.INTERACTIVE) == []
+    assert ends(20) == [("v", "w0")]
 
 
 def test_equal_flows_take_turns_as_far_as_there_are_places() -> None:
@@ -238,15 +253,3 @@ def test_a_worker_that_goes_takes_its_held_sequences_along() -> None:
     tell(desk, [], {"hog": (0, 0, 2)})
     desk.apply(WorkerLeft(WorkerId("w0")))
     assert not desk.core._dispatch.is_held(flow("hog"))
-
-
-@pytest.mark.parametrize("weight", [1, 50])
-def test_a_lead_is_measured_in_the_leaders_own_weight(weight: int) -> None:
-    """A quantum of a heavy flow moves its tag by little, and is a quantum all the same."""
-    desk = Desk()
-    classes = {qos_class: ClassPolicy(weight) for qos_class in QosClass}
-    desk.apply(PolicyChanged(TenantId("a"), TenantPolicy(TenantId("a"), classes)))
-    desk.worker(slots=1, most=4)
-    desk.enqueue("a", tenant="a", prompt_tokens=LEAD_COST + 2, max_new_tokens=1)
-    tell(desk, ["a"], {"a": (1, 0, 0)}, tenant="a", most=4, slots=1)
-    assert grants(desk.enqueue("b", tenant="b")) == [("b", "w0")]

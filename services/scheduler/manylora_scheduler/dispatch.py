@@ -10,7 +10,7 @@ that on some worker with spare places
 
 * has nothing that waits there for a slot, nothing granted that was not reported yet (more would only be parked), and
   held sequences for a quarter of the slots at most;
-* is behind: a flow with a slot there is ahead of it by more than a quantum, as the scheduler's clock has it;
+* is behind: a flow with a slot there is ahead of it, as the scheduler's clock has it;
 * is before the request, if any, for which that worker is held;
 * may, where overload control has some flows go before others (`Precedence`).
 
@@ -36,8 +36,6 @@ from manylora_scheduler.worker_view import WorkerView
 UNREACHED_PAUSE_S = (0.25, 0.5, 1.0, 2.0)
 """How long a worker gets nothing from a router that could not reach it, by failures in a row."""
 HOLD_AFTER_PASSES = 16
-LEAD_COST = 32
-"""Cost of a decode quantum of 16 tokens: who is ahead by less loses its slot to nobody for it."""
 _MAX_BEHIND = 8
 """So many flows are asked whether one of them is to be granted beyond the free room."""
 
@@ -116,7 +114,7 @@ class Dispatch:
             if load.ready or worker.has_granted(flow) or load.held > worker.sequence_slots // 4:
                 return False
             front = worker.front(queue.tag_of)
-            return front is not None and queue.is_ahead(front, flow, LEAD_COST) and allows(worker)
+            return front is not None and queue.is_ahead(front, flow) and allows(worker)
 
         return choose_spare(request, self._fleet, allowed)
 
