@@ -183,6 +183,7 @@ async def bench_cluster(order: str, arguments: argparse.Namespace) -> AsyncItera
         f"--sequence-slots={slots}",
         f"--max-batch-tokens={arguments.max_batch_tokens}",
         f"--prefill-chunk-tokens={arguments.max_batch_tokens // 2}",
+        f"--target-step-ms={arguments.target_step_ms}",
         f"--num-blocks={arguments.num_blocks}",
         f"--device-adapter-mb={ADAPTERS_ON_DEVICE * arguments.adapter_bytes / (1 << 20)}",
         f"--host-adapter-mb={ADAPTERS_ON_HOST * arguments.adapter_bytes / (1 << 20)}",
@@ -245,6 +246,7 @@ def report(name: str, cases: dict[str, Case], arguments: argparse.Namespace) -> 
         "attacker_class": arguments.attacker_class,
         "slots": arguments.slots,
         "max_batch_tokens": arguments.max_batch_tokens,
+        "target_step_ms": arguments.target_step_ms,
         "num_blocks": arguments.num_blocks,
         "victim_reserve_mb": arguments.victim_reserve_mb,
     }
@@ -335,6 +337,9 @@ def parse() -> argparse.Namespace:
         type=int,
         default=512,
         help="tokens of a step of the worker, of one prompt half as many: what a prompt adds to others' time per token",
+    )
+    parser.add_argument(
+        "--target-step-ms", type=float, default=25.0, help="what a step of the worker should take; 0: any time"
     )
     parser.add_argument(
         "--num-blocks", type=int, default=0, help="KV blocks of 16 tokens; 0: the longest request fits in every slot"

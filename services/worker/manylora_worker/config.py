@@ -58,6 +58,10 @@ class WorkerConfig:
     )
     max_batch_tokens: int = field(default=512, metadata={"help": "tokens a step; at least sequence_slots"})
     prefill_chunk_tokens: int = field(default=256, metadata={"help": "prompt tokens of one sequence in a step"})
+    target_step_ms: float = field(
+        default=50.0,
+        metadata={"help": "how long a step should take: no more prompt tokens in it than that allows; 0: any time"},
+    )
 
     adapter_store: Path = field(default=Path("adapters"), metadata={"help": "the cluster's adapter store"})
     host_adapter_mb: float = field(default=1024.0, metadata={"help": "MiB of adapters in host memory"})
@@ -122,4 +126,12 @@ _AT_LEAST_ONE = (
     "max_lora_rank",
 )
 _POSITIVE = ("host_adapter_mb", "device_adapter_mb")
-_NOT_NEGATIVE = ("kv_cache_mb", "num_blocks", "parked_sequences", "threads", "fake_step_ms", "drain_s")
+_NOT_NEGATIVE = (
+    "kv_cache_mb",
+    "num_blocks",
+    "parked_sequences",
+    "threads",
+    "fake_step_ms",
+    "target_step_ms",
+    "drain_s",
+)

@@ -47,6 +47,7 @@ def engine_limits(config: WorkerConfig) -> EngineLimits:
             max_batch_tokens=config.max_batch_tokens,
             prefill_chunk_tokens=config.prefill_chunk_tokens,
             sequence_slots=config.sequence_slots,
+            target_step_s=config.target_step_ms / 1e3 or None,
         ),
         adapters=AdapterCacheLimits(
             host_bytes=round(config.host_adapter_mb * _MIB),

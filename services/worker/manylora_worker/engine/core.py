@@ -56,6 +56,7 @@ from manylora_worker.engine.request_table import RequestTable
 from manylora_worker.engine.sequence import Sequence, SequenceGroup, SequenceStatus, sequence_id_of
 from manylora_worker.engine.slots import Scheduled
 from manylora_worker.engine.step_planner import FlowSlots, PlannerLimits, StepPlanner
+from manylora_worker.engine.step_time import StepTime
 from manylora_worker.engine.swapping import SwapCounts, Swapper
 from manylora_worker.engine.tenant_shares import FlowKey, TenantShare, TenantShares
 
@@ -91,7 +92,10 @@ class EngineCore:
         self._shares = TenantShares(runner.num_blocks)
         self._bounds = RequestBounds(runner.max_context_tokens, limits.planner.sequence_slots, self._pool, self._shares)
         self._swapper = Swapper(runner.host_kv if isinstance(runner, SwapRunner) else None, self._pool, self._shares)
-        self._planner = StepPlanner(self._pool, limits.planner, self._shares, self._swapper, self._prefixes)
+        self._step_time = StepTime(limits.planner.target_step_s)
+        self._planner = StepPlanner(
+            self._pool, limits.planner, self._shares, self._swapper, self._prefixes, self._step_time
+        )
         self._adapters = AdapterCache(backend, limits.adapters, self._shares.tenant_weight)
         self._requests = RequestTable()
         self._flights = Flights(runner)
@@ -422,7 +426,9 @@ class EngineCore:
         for part in flight.parts:
             num_tokens += part.scheduled.num_tokens
             num_prefill += part.num_new_tokens + part.num_recomputed_tokens
-        self._swapper.costs.computed(num_prefill, num_tokens, now - max(flight.begun_s, self._step_ended_s))
+        seconds = now - max(flight.begun_s, self._step_ended_s)
+        self._swapper.costs.computed(num_prefill, num_tokens, seconds)
+        self._step_time.measured(num_prefill, seconds)
         self._step_ended_s = now
 
     def _adapter_ready(self, group: SequenceGroup, now: float) -> None:

@@ -14,7 +14,8 @@ Quanta are cut so that they end in different steps (`Slots.spread`): who comes a
 that of a whole batch of quanta that began together.
 
 A step is filled under `max_batch_tokens`: one token of each quantum, then prefills in the order of the queue, up to
-`prefill_chunk_tokens` each. A token is kept for each decode that could still take a slot, so no prefill holds one up.
+`prefill_chunk_tokens` each, and in all as many as fit into the time that a step should take (StepTime). A token is kept
+for each decode that could still take a slot, so no prefill holds one up.
 
 Blocks are taken when a unit is started: all that it may write; of a sequence without blocks those of all its tokens.
 So what is in a slot never waits for memory, and all that is not can be *evicted*: it frees its blocks and is computed
@@ -57,6 +58,7 @@ from manylora_worker.engine.prefixes import Prefixes
 from manylora_worker.engine.reclaim import Reclaim, Room, least_recent
 from manylora_worker.engine.sequence import Sequence, SequenceStatus
 from manylora_worker.engine.slots import Scheduled, Slots, Unit
+from manylora_worker.engine.step_time import StepTime
 from manylora_worker.engine.swapping import Swapper
 from manylora_worker.engine.tenant_shares import FlowKey, TenantShares
 from manylora_worker.engine.unit_queue import UnitQueue
@@ -72,10 +74,14 @@ class PlannerLimits:
     """Prompt tokens of one sequence in one step."""
     sequence_slots: int
     """Sequences that run at the same time."""
+    target_step_s: float | None = None
+    """How long a step with prompts should take at most; None: any time."""
 
     def __post_init__(self) -> None:
         if self.sequence_slots < 1 or self.prefill_chunk_tokens < 1:
             raise ValueError("sequence_slots and prefill_chunk_tokens must be at least 1")
+        if self.target_step_s is not None and self.target_step_s <= 0:
+            raise ValueError(f"target_step_s ({self.target_step_s}) must be greater than 0")
         if self.max_batch_tokens < self.sequence_slots:
             raise ValueError(
                 f"max_batch_tokens ({self.max_batch_tokens}) must be at least sequence_slots ({self.sequence_slots})"
@@ -117,9 +123,11 @@ class StepPlanner:
         shares: TenantShares,
         swapper: Swapper,
         prefixes: Prefixes,
+        step_time: StepTime,
     ) -> None:
         self._pool = pool
         self._limits = limits
+        self._step_time = step_time
         self._shares = shares
         self._swapper = swapper
         self._prefixes = prefixes
@@ -131,7 +139,7 @@ class StepPlanner:
         self._late_claims: dict[Sequence, None] = {}
         """Sequences whose claim on their tenant's reserve has waited for a unit's end."""
         self._reclaim = Reclaim(pool, shares, swapper, self._queue.fair, self.parking.parked, self._queue.paused)
-        self._round = _Round(0)
+        self._round = _Round(0, None)
 
     @property
     def running(self) -> SequenceOf[Sequence]:
@@ -200,7 +208,8 @@ class StepPlanner:
         num_evicted = parking.num_evicted
         ended = self._end_units()
         parking.count_ready_decodes()
-        self._round = _Round(budget=self._limits.max_batch_tokens - len(self._slots))
+        budget = self._limits.max_batch_tokens - len(self._slots)
+        self._round = _Round(budget, self._step_time.max_prompt_tokens())
         self._reclaim.begin_plan()
         self._late_claims = {s: None for s in self._late_claims if s.is_out and not s.is_finished}
         self._trim_to_caps()
@@ -292,6 +301,7 @@ class StepPlanner:
             chunk = Scheduled(sequence, num_tokens, samples=num_tokens == sequence.num_uncomputed_tokens)
             cost = _cost(chunk)
             self._round.budget -= num_tokens
+            self._round.prompt_budget -= num_tokens
         self._queue.start(pick, cost)
         self._slots.take(Unit(sequence, pick.item, chunk, num_tokens, ends_at))
 
@@ -368,7 +378,7 @@ class StepPlanner:
     def _chunk_tokens(self, sequence: Sequence) -> int:
         """Tokens of the next part of a prefill; 0 where the step has none left for it."""
         other_slots = self._slots.num_free - 1
-        budget = self._round.budget - min(self.parking.ready_decodes, other_slots)
+        budget = min(self._round.prompt_budget, self._round.budget - min(self.parking.ready_decodes, other_slots))
         return max(0, min(sequence.num_uncomputed_tokens, self._limits.prefill_chunk_tokens, budget))
 
     # ---- blocks
@@ -435,11 +445,13 @@ class StepPlanner:
 class _Round:
     """What one plan has left, and what it has found out."""
 
-    __slots__ = ("budget", "deferred", "refused")
+    __slots__ = ("budget", "deferred", "prompt_budget", "refused")
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, max_prompt_tokens: int | None) -> None:
         self.budget = budget
         """Tokens of the step."""
+        self.prompt_budget = budget if max_prompt_tokens is None else min(budget, max_prompt_tokens)
+        """Of these what prompts may have."""
         self.deferred: tuple[Sequence, Room] | None = None
         """Who gets room when the choice that is being made is over; until then nothing else is chosen."""
         self.refused: dict[int, None] = {}
