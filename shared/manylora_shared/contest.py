@@ -70,6 +70,9 @@ class Queued(NamedTuple, Generic[I]):
     """Its `Contender`."""
 
 
+_NEED, _SINCE_US, _URGENT_US = map(Queued._fields.index, ("need", "since_us", "urgent_us"))
+
+
 class Contender(Generic[F, I]):
     """What the contest has of a flow. Its owner sets share, head and the rest; places are the contest's."""
 
@@ -127,8 +130,10 @@ class Contest(Generic[F, I]):
 
     def put(self, flow: Contender[F, I], tag: int) -> None:
         """Takes note of a flow's tag, share and first item, any of which may have changed."""
-        assert flow.head is not None
-        _, _, _, _, _, need, since_us, full_us, _ = flow.head  # asking for them by name costs four times as much
+        head = flow.head
+        assert head is not None
+        # By their names they cost four times as much, and all at once are touched in memory, the others too.
+        need, since_us, full_us = head[_NEED], head[_SINCE_US], head[_URGENT_US]
         if flow.is_apart:
             need = (flow.key, need)
         flow.need = need
@@ -159,6 +164,22 @@ class Contest(Generic[F, I]):
             place.key, place.need = key, need
         else:
             order.put(place, key, need)
+
+    def retag(self, flow: Contender[F, I], tag: int) -> None:
+        """As `put`, for a flow that stands in the contest and of which nothing but its tag has changed: its first item,
+        which may lie cold in memory, is not looked at. (When its boost comes to its cap is up to the time alone.)"""
+        order, place = self.plain, flow.plain
+        grown = tag - place.key
+        if place.group is order.unsorted and tag >= place.floor:
+            place.key = tag
+        else:
+            order.put(place, tag, place.need)
+        order, place = self.full if flow.is_full else self.rising, flow.boosted
+        key = place.key + grown
+        if place.group is order.unsorted and key >= place.floor:
+            place.key = key
+        else:
+            order.put(place, key, place.need)
 
     def _fill_later(self, flow: Contender[F, I]) -> None:
         heapq.heappush(self._filling, (flow.fills_at, flow.order, flow))
@@ -301,6 +322,9 @@ class ArrivalContest(Contest[F, I]):
         flow.is_full = True
         self.plain.put(flow.plain, tag, flow.need)
         self.full.put(flow.boosted, head.order, flow.need)
+
+    def retag(self, flow: Contender[F, I], tag: int) -> None:
+        self.plain.put(flow.plain, tag, flow.need)
 
 
 def _head(flow: Contender[F, I]) -> I:

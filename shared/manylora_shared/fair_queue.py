@@ -145,8 +145,8 @@ class FairQueue(Generic[F, I]):
         self._flows: dict[F, _Flow[F, I]] = {}
         self._queued: dict[I, Queued[I]] = {}
         self._running: dict[I, _Flow[F, I]] = {}
-        self._moved: dict[_Flow[F, I], None] = {}
-        """Flows whose place in the contest is to be brought up to date."""
+        self._moved: dict[_Flow[F, I], bool] = {}
+        """Flows whose place in the contest is to be brought up to date, and whether more than their tag has changed."""
         self._resting: list[tuple[int, int, F]] = []
         """Idle flows ahead of the clock, by tag; stale entries linger."""
         self._counted: dict[str, dict[F, int]] = {}
@@ -231,7 +231,7 @@ class FairQueue(Generic[F, I]):
         heapq.heappush(entry.queue, queued)
         entry.num_queued += 1
         if entry.queue[0] is queued:
-            self._moved[entry] = None
+            self._moved[entry] = True
 
     def remove(self, item: I) -> None:
         """Forgets a queued item."""
@@ -263,7 +263,7 @@ class FairQueue(Generic[F, I]):
         flow.num_running += 1
         self._running[item] = flow
         self._reserve(flow, item, reserve)
-        self._moved[flow] = None
+        self._moved[flow] = True
         if self._resting and self._resting[0][0] <= self._clock:
             self._forget_passed()
 
@@ -293,7 +293,7 @@ class FairQueue(Generic[F, I]):
             flow.settled += cost * flow.inverse
         flow.num_running -= 1
         if flow.num_queued:
-            self._moved[flow] = None
+            self._moved.setdefault(flow, False)
         else:
             self._rest(flow)
 
@@ -451,7 +451,7 @@ class FairQueue(Generic[F, I]):
             flow.reserved -= left
             cost -= left
         if flow.num_queued:
-            self._moved[flow] = None
+            self._moved.setdefault(flow, False)
         else:
             self._rest(flow)
 
@@ -491,22 +491,24 @@ class FairQueue(Generic[F, I]):
 
     def _move(self, flow: _Flow[F, I]) -> None:
         """The flow's queue, tag or share has changed."""
-        self._moved[flow] = None
+        self._moved[flow] = True
 
     def _show_moved(self) -> None:
         """Brings the contest up to date."""
-        put = self._contest.put
-        for flow in self._moved:
-            if flow.num_queued:
+        contest = self._contest
+        for flow, is_more in self._moved.items():
+            if not is_more:
+                contest.retag(flow, flow.settled + flow.reserved * flow.inverse)
+            elif flow.num_queued:
                 queue = flow.queue
                 while len(queue) > flow.num_queued and self._queued.get(queue[0].item) is not queue[0]:
                     heapq.heappop(queue)
                 flow.head = queue[0]
-                put(flow, flow.settled + flow.reserved * flow.inverse)
-                continue
-            flow.queue.clear()
-            if flow.head is not None:
-                self._contest.drop(flow)
+                contest.put(flow, flow.settled + flow.reserved * flow.inverse)
+            else:
+                flow.queue.clear()
+                if flow.head is not None:
+                    contest.drop(flow)
         self._moved.clear()
 
     def _rest(self, flow: _Flow[F, I]) -> None:

@@ -242,8 +242,7 @@ class Core:
         if self._dispatch.is_held(flow):
             self._queue.set_apart(flow, is_apart=True)
         wait_s = self._limits.worker_wait_s
-        ticket.unserved_at = now + wait_s
-        if deadline is not None and deadline < ticket.unserved_at:
+        if deadline is not None and deadline < now + wait_s:
             self._moments.set(ticket, deadline)
         else:
             self._moments.set_after(ticket, now, wait_s)
@@ -470,17 +469,17 @@ class Core:
     def _on_unserved(self, ticket: Ticket) -> None:
         """A request has waited for long: is it for want of a worker that could run it at all?"""
         wait_s = self._limits.worker_wait_s
-        ticket.unserved_at = self._now + wait_s
+        ask_at = self._now + wait_s
         if not self._fleet.could_ever_run(ticket.request):
             if self._fleet.any_serving:
                 self._refuse(ticket, Code.FAILED_PRECONDITION, _too_large(ticket.request))
                 return
-            ticket.unserved_at = max(ticket.enqueued_at, self._unserved_since or 0.0) + wait_s
-            if ticket.unserved_at <= self._now:
+            ask_at = max(ticket.enqueued_at, self._unserved_since or 0.0) + wait_s
+            if ask_at <= self._now:
                 self._refuse(ticket, Code.UNAVAILABLE, "no worker is serving", retry_after_s=1.0)
                 return
         deadline = ticket.request.deadline
-        self._moments.set(ticket, min(ticket.unserved_at, math.inf if deadline is None else deadline))
+        self._moments.set(ticket, min(ask_at, math.inf if deadline is None else deadline))
 
     def _refuse(self, ticket: Ticket, code: Code, message: str, retry_after_s: float | None = None) -> None:
         self._unqueue(ticket)

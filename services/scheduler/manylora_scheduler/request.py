@@ -70,7 +70,7 @@ class Ticket(Timed):
     """One attempt at one request: what the core's books, the fair queue among them, have as their item."""
 
     __slots__ = ("attempt", "blocks", "enqueued_at", "granted_at", "known", "order", "phase", "request", "session",
-                 "unserved_at", "waits_since", "worker_id")  # fmt: skip
+                 "waits_since", "worker_id")  # fmt: skip
 
     def __init__(
         self,
@@ -100,8 +100,6 @@ class Ticket(Timed):
         self.blocks = 0
         """While it is granted: KV blocks that it takes on its worker to begin with."""
         self.granted_at = 0.0
-        self.unserved_at = 0.0
-        """While it is queued: when it is asked next whether any worker could run it at all."""
 
 
 class Need(NamedTuple):

@@ -326,7 +326,8 @@ class WorkerView:
             self._assigned[uid] = count - 1
         else:
             del self._assigned[uid]
-            self._holders.note(uid, self)
+            if uid not in self.adapters:
+                self._holders.note(uid, self)
 
     # ---- prefetches
 
@@ -404,9 +405,11 @@ class WorkerView:
                 if adapters.pop(uid, None) is not None:
                     holders.note(uid, self)
                 continue
+            if uid not in adapters and uid not in self._assigned:
+                holders.add(uid, self)
             adapters[uid] = residency
-            prefetches.pop(uid, None)
-            holders.add(uid, self)
+            if prefetches:
+                prefetches.pop(uid, None)
 
     def _fold_loads(self, report: WorkerReport) -> None:
         self._front = None
