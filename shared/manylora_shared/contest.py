@@ -138,9 +138,11 @@ class Contest(Generic[F, I]):
             need = (flow.key, need)
         flow.need = need
         order, place = self.plain, flow.plain
-        # Mostly a tag rises and the flow stands unsorted. Then that is all, in both orders.
-        if place.group is order.unsorted and tag >= place.floor:
+        # Mostly the flow stands unsorted and its tag rises. Then that is all, in both orders.
+        if place.group is order.unsorted:
             place.key, place.need = tag, need
+            if tag < place.floor:
+                order.unsorted.enter(place)
         else:
             order.put(place, tag, need)
 
@@ -160,8 +162,10 @@ class Contest(Generic[F, I]):
             if full_us < flow.fills_at:
                 flow.fills_at = full_us
                 self._fill_later(flow)
-        if place.group is order.unsorted and key >= place.floor:
+        if place.group is order.unsorted:
             place.key, place.need = key, need
+            if key < place.floor:
+                order.unsorted.enter(place)
         else:
             order.put(place, key, need)
 
@@ -170,14 +174,18 @@ class Contest(Generic[F, I]):
         which may lie cold in memory, is not looked at. (When its boost comes to its cap is up to the time alone.)"""
         order, place = self.plain, flow.plain
         grown = tag - place.key
-        if place.group is order.unsorted and tag >= place.floor:
+        if place.group is order.unsorted:
             place.key = tag
+            if tag < place.floor:
+                order.unsorted.enter(place)
         else:
             order.put(place, tag, place.need)
         order, place = self.full if flow.is_full else self.rising, flow.boosted
         key = place.key + grown
-        if place.group is order.unsorted and key >= place.floor:
+        if place.group is order.unsorted:
             place.key = key
+            if key < place.floor:
+                order.unsorted.enter(place)
         else:
             order.put(place, key, place.need)
 

@@ -131,32 +131,32 @@ class Unsorted(Group[F]):
             self._lay_all_anew()
 
     def head(self) -> Place[F]:
+        heap = self.heap
         while True:
-            if not self.heap:
+            if not heap:
                 if self._num_laid > self.size:
                     self._fit_width()
                 self._load()
                 continue
-            entry = self.heap[0]
-            place = entry[2]
+            entry = heap[0]
+            shown, order, place = entry
+            key = place.key
             if entry is not place.entry:
-                heappop(self.heap)
+                heappop(heap)
                 self._num_entries -= 1
-            elif entry[0] != place.key:
-                self._num_laid += 1
-                if self._num_laid > 2 * self.size + COMPACT_SLACK:
-                    self._fit_width()  # so much happens in a bucket that is never through
-                    continue
-                key = place.key
-                if key >> self._shift <= self._horizon:
-                    place.floor = key
-                    place.entry = entry = (key, place.order, place)
-                    heapreplace(self.heap, entry)
-                else:
-                    heappop(self.heap)
-                    self._lay(place)
-            else:
+            elif key == shown:
                 return place
+            else:
+                self._num_laid = laid = self._num_laid + 1
+                if laid > 2 * self.size + COMPACT_SLACK:
+                    self._fit_width()  # so much happens in a bucket that is never through
+                elif key >> self._shift <= self._horizon:
+                    place.floor = key
+                    place.entry = entry = (key, order, place)
+                    heapreplace(heap, entry)
+                else:
+                    heappop(heap)
+                    self._lay(place)
 
     def is_beyond(self, key: int) -> bool:
         """Whether there may be flows before this key that are not in the heap."""

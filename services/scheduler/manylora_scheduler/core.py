@@ -401,13 +401,11 @@ class Core:
 
     def _settle(self, worker: WorkerView, report: WorkerReport) -> None:
         """Charges what a worker's counters grew by."""
-        flows = self._flows
+        flows, totals = self._flows, {}
         for flow, output_tokens in worker.fold_outputs(report):
             flows.known(flow).count_tokens(output_tokens)
-        totals = {
-            flow: PROMPT_TOKEN_COST * prompt_tokens + OUTPUT_TOKEN_COST * output_tokens
-            for flow, (prompt_tokens, output_tokens) in report.flows.items()
-        }
+        for flow, (prompt_tokens, output_tokens) in report.flows.items():  # mostly one: not worth a comprehension
+            totals[flow] = PROMPT_TOKEN_COST * prompt_tokens + OUTPUT_TOKEN_COST * output_tokens
         if worker.has_reported or self._succession.first_report(worker.worker_id, totals):
             for flow, cost in self._queue.count(worker.worker_id, totals, flows.share):
                 flows.known(flow).served_cost += cost
