@@ -72,7 +72,7 @@ Flow = fair_queue._Flow[str, int]
 
 class ClockFromBoostedPicks(Queue):
     def _advance_clock(self, pick: Pick[int, Any]) -> None:
-        self._clock = max(self._clock, self._queued[pick.item].flow.tag)
+        self._clock = max(self._clock, self._items[pick.item].flow.tag)
 
 
 class NoLift(Queue):

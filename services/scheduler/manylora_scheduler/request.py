@@ -66,6 +66,10 @@ class Phase(enum.Enum):
     """Reported by the worker. Only the worker's own word ends it."""
 
 
+QUEUED, GRANTED, CLOSING, RUNNING = Phase
+"""At hand: asking an enum for a member takes longer than a call."""
+
+
 class Ticket(Timed):
     """One attempt at one request: what the core's books, the fair queue among them, have as their item."""
 
@@ -94,7 +98,7 @@ class Ticket(Timed):
         self.enqueued_at = enqueued_at
         self.waits_since = waits_since
         """When the first of its attempts was enqueued."""
-        self.phase = Phase.QUEUED
+        self.phase = QUEUED
         self.due_in = None
         self.worker_id: WorkerId | None = None
         self.blocks = 0
