@@ -143,7 +143,7 @@ class FairQueue(Generic[F, I]):
         self._contest: Contest[F, I] = self._contest_type(aging_per_s)
         self._clock = 0
         self._flows: dict[F, _Flow[F, I]] = {}
-        self._items: dict[I, Queued[I] | _Flow[F, I]] = {}
+        self._items: dict[I, Any] = {}
         """A queued item's entry in its flow's queue, a running one's flow: one book, so that a dispatch changes one."""
         self.num_queued = 0
         """For reading; items in all, and so are those that run."""
@@ -279,7 +279,7 @@ class FairQueue(Generic[F, I]):
                 scheduler hears it from the counters and leaves it out.
         """
         assert cost >= 0
-        flow = self._items.pop(item)
+        flow: _Flow[F, I] = self._items.pop(item)
         assert isinstance(flow, _Flow), f"{item} was not dispatched"
         self.num_running -= 1
         self._refund(flow, item)
@@ -472,8 +472,7 @@ class FairQueue(Generic[F, I]):
 
     def _take(self, item: I) -> _Flow[F, I]:
         """Takes a queued item out of its flow's queue."""
-        queued = self._items[item]
-        assert isinstance(queued, Queued), f"{item} is not queued"
+        queued: Queued[I] = self._items[item]
         flow: _Flow[F, I] = queued.flow
         self.num_queued -= 1
         flow.num_queued -= 1
