@@ -56,6 +56,9 @@ __all__ = ["TAG_SCALE", "ArrivalQueue", "FairQueue", "FlowSnapshot", "Pick", "Ra
 _COMPACT_SLACK = 64
 """A heap is rebuilt once it has this many entries more than twice the live ones."""
 
+_MAX_SHARES = 4096
+"""So many different shares are known at a time."""
+
 F = TypeVar("F", bound=Hashable)
 I = TypeVar("I", bound=Hashable)  # noqa: E741
 P = TypeVar("P")
@@ -153,6 +156,9 @@ class FairQueue(Generic[F, I]):
         self._resting: list[tuple[int, int, F]] = []
         """Idle flows ahead of the clock, by tag; stale entries linger."""
         self._counted: dict[str, dict[F, int]] = {}
+        self._follows: dict[Share, tuple[int, int, int, int]] = {}
+        """What follows from a share (inverse, base, cap, fill_us), once for all flows that have it: numbers of each
+        flow's own would be cold whenever its turn comes."""
         self._returning: dict[F, None] | None = None
         """While a rebuilt clock waits for `resume`: the flows that were backlogged when the snapshot was taken."""
         self._next_order = 0
@@ -462,12 +468,17 @@ class FairQueue(Generic[F, I]):
         return entry
 
     def _share(self, flow: _Flow[F, I], share: Share) -> None:
-        assert share.weight >= 1
-        assert 0 <= share.base <= share.cap
         flow.share = share
-        flow.inverse = TAG_SCALE // share.weight
-        flow.base, flow.cap = share.base * flow.inverse, self._cap(flow)
-        flow.fill_us = self._contest.fill_us(flow.base, flow.cap)
+        follows = self._follows.get(share)
+        if follows is None:
+            assert share.weight >= 1
+            assert 0 <= share.base <= share.cap
+            flow.inverse = TAG_SCALE // share.weight
+            base, cap = share.base * flow.inverse, self._cap(flow)
+            if len(self._follows) >= _MAX_SHARES:
+                self._follows.clear()
+            follows = self._follows[share] = flow.inverse, base, cap, self._contest.fill_us(base, cap)
+        flow.inverse, flow.base, flow.cap, flow.fill_us = follows
         self._move(flow)
 
     def _take(self, item: I) -> _Flow[F, I]:
