@@ -266,9 +266,9 @@ class Contest:
         pick = self.queue.select(lambda item: item, self.now_us)
         if pick is None:
             return None
-        flow: FlowKey = self.queue._queued[pick.item].flow.key
         reserve = self.rng.randint(1, 2000)
         self.queue.dispatch(pick, reserve)
+        flow: FlowKey = self.queue._items[pick.item].key
         self.running.append((pick.item, flow, reserve))
         return flow
 

@@ -70,6 +70,9 @@ class Queued(NamedTuple, Generic[I]):
     """Its `Contender`."""
 
 
+_NEED, _SINCE_US, _URGENT_US = map(Queued._fields.index, ("need", "since_us", "urgent_us"))
+
+
 class Contender(Generic[F, I]):
     """What the contest has of a flow. Its owner sets share, head and the rest; places are the contest's."""
 
@@ -130,17 +133,22 @@ class Contest(Generic[F, I]):
 
     def put(self, flow: Contender[F, I], tag: int) -> None:
         """Takes note of a flow's tag, share and first item, any of which may have changed."""
-        assert flow.head is not None
-        _, _, _, _, _, need, since_us, full_us, _ = flow.head  # asking for them by name costs four times as much
+        head = flow.head
+        assert head is not None
+        # By their names they cost four times as much, and all at once are touched in memory, the others too.
+        fields: tuple[Any, ...] = head
+        need, since_us, full_us = fields[_NEED], fields[_SINCE_US], fields[_URGENT_US]
         if since_us < flow.served_us:
             since_us = flow.served_us
         if flow.is_apart:
             need = (flow.key, need)
         flow.need = need
         order, place = self.plain, flow.plain
-        # Mostly a tag rises and the flow stands unsorted. Then that is all, in both orders.
-        if place.group is order.unsorted and tag >= place.floor:
+        # Mostly the flow stands unsorted and its tag rises. Then that is all, in both orders.
+        if place.group is order.unsorted:
             place.key, place.need = tag, need
+            if tag < place.floor:
+                order.unsorted.enter(place)
         else:
             order.put(place, tag, need)
 
@@ -160,10 +168,32 @@ class Contest(Generic[F, I]):
             if full_us < flow.fills_at:
                 flow.fills_at = full_us
                 self._fill_later(flow)
-        if place.group is order.unsorted and key >= place.floor:
+        if place.group is order.unsorted:
             place.key, place.need = key, need
+            if key < place.floor:
+                order.unsorted.enter(place)
         else:
             order.put(place, key, need)
+
+    def retag(self, flow: Contender[F, I], tag: int) -> None:
+        """As `put`, for a flow that stands in the contest and of which nothing but its tag has changed: its first item,
+        which may lie cold in memory, is not looked at. (When its boost comes to its cap is up to the time alone.)"""
+        order, place = self.plain, flow.plain
+        grown = tag - place.key
+        if place.group is order.unsorted:
+            place.key = tag
+            if tag < place.floor:
+                order.unsorted.enter(place)
+        else:
+            order.put(place, tag, place.need)
+        order, place = self.full if flow.is_full else self.rising, flow.boosted
+        key = place.key + grown
+        if place.group is order.unsorted:
+            place.key = key
+            if key < place.floor:
+                order.unsorted.enter(place)
+        else:
+            order.put(place, key, place.need)
 
     def _fill_later(self, flow: Contender[F, I]) -> None:
         heapq.heappush(self._filling, (flow.fills_at, flow.order, flow))
@@ -306,6 +336,9 @@ class ArrivalContest(Contest[F, I]):
         flow.is_full = True
         self.plain.put(flow.plain, tag, flow.need)
         self.full.put(flow.boosted, head.order, flow.need)
+
+    def retag(self, flow: Contender[F, I], tag: int) -> None:
+        self.plain.put(flow.plain, tag, flow.need)
 
 
 def _head(flow: Contender[F, I]) -> I:

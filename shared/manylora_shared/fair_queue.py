@@ -58,6 +58,9 @@ __all__ = ["TAG_SCALE", "ArrivalQueue", "FairQueue", "FlowSnapshot", "Pick", "Ra
 _COMPACT_SLACK = 64
 """A heap is rebuilt once it has this many entries more than twice the live ones."""
 
+_MAX_SHARES = 4096
+"""So many different shares are known at a time."""
+
 F = TypeVar("F", bound=Hashable)
 I = TypeVar("I", bound=Hashable)  # noqa: E741
 P = TypeVar("P")
@@ -145,13 +148,19 @@ class FairQueue(Generic[F, I]):
         self._contest: Contest[F, I] = self._contest_type(aging_per_s)
         self._clock = 0
         self._flows: dict[F, _Flow[F, I]] = {}
-        self._queued: dict[I, Queued[I]] = {}
-        self._running: dict[I, _Flow[F, I]] = {}
-        self._moved: dict[_Flow[F, I], None] = {}
-        """Flows whose place in the contest is to be brought up to date."""
+        self._items: dict[I, Any] = {}
+        """A queued item's entry in its flow's queue, a running one's flow: one book, so that a dispatch changes one."""
+        self.num_queued = 0
+        """For reading; items in all, and so are those that run."""
+        self.num_running = 0
+        self._moved: dict[_Flow[F, I], bool] = {}
+        """Flows whose place in the contest is to be brought up to date, and whether more than their tag has changed."""
         self._resting: list[tuple[int, int, F]] = []
         """Idle flows ahead of the clock, by tag; stale entries linger."""
         self._counted: dict[str, dict[F, int]] = {}
+        self._follows: dict[Share, tuple[int, int, int, int]] = {}
+        """What follows from a share (inverse, base, cap, fill_us), once for all flows that have it: numbers of each
+        flow's own would be cold whenever its turn comes."""
         self._returning: dict[F, None] | None = None
         """While a rebuilt clock waits for `resume`: the flows that were backlogged when the snapshot was taken."""
         self._next_order = 0
@@ -163,14 +172,6 @@ class FairQueue(Generic[F, I]):
     def virtual_time(self) -> int:
         """The clock V. Never falls."""
         return self._clock
-
-    @property
-    def num_queued(self) -> int:
-        return len(self._queued)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
 
     @property
     def num_flows(self) -> int:
@@ -218,7 +219,7 @@ class FairQueue(Generic[F, I]):
         urgent_us: int | None = None,
     ) -> None:
         """Queues an item that waits since `since_us` and has its flow's full boost from `urgent_us` on."""
-        assert item not in self._queued, f"{item} is queued"
+        assert item not in self._items, f"{item} is queued or runs"
         entry = self._remember(flow, share)
         if not entry.num_queued and (self._returning is None or flow not in self._returning):
             self._lift(entry)
@@ -229,15 +230,17 @@ class FairQueue(Generic[F, I]):
         # As Queued(...), which would be a call of a Python function.
         queued = tuple.__new__(Queued, (urgency, due_us, order, serial, item, need, since_us, urgent_us, entry))
         self._next_serial = serial + 1
-        self._queued[item] = queued
+        self._items[item] = queued
+        self.num_queued += 1
         heapq.heappush(entry.queue, queued)
         entry.num_queued += 1
         if entry.queue[0] is queued:
-            self._moved[entry] = None
+            self._moved[entry] = True
 
     def remove(self, item: I) -> None:
         """Forgets a queued item."""
         flow = self._take(item)
+        del self._items[item]
         self._move(flow)
         self._rest(flow)
 
@@ -262,20 +265,18 @@ class FairQueue(Generic[F, I]):
         item, _, _, _ = pick
         self._advance_clock(pick)
         flow = self._take(item)
-        flow.num_running += 1
-        self._running[item] = flow
+        self._run(item, flow)
         self._reserve(flow, item, reserve)
         flow.served_us = self._contest.now_us
-        self._moved[flow] = None
+        self._moved[flow] = True
         if self._resting and self._resting[0][0] <= self._clock:
             self._forget_passed()
 
     def adopt(self, item: I, flow: F, *, share: Share, reserve: int) -> None:
         """An item that a predecessor dispatched is running, with `reserve` left of what it had reserved."""
-        assert item not in self._running, f"{item} runs"
+        assert item not in self._items, f"{item} is queued or runs"
         entry = self._remember(flow, share)
-        entry.num_running += 1
-        self._running[item] = entry
+        self._run(item, entry)
         self._reserve(entry, item, reserve)
         self._move(entry)
 
@@ -287,16 +288,15 @@ class FairQueue(Generic[F, I]):
                 scheduler hears it from the counters and leaves it out.
         """
         assert cost >= 0
-        flow = self._running.pop(item, None)
-        if flow is None:
-            assert item not in self._queued, f"{item} was not dispatched"
-            raise KeyError(item)
+        flow: _Flow[F, I] = self._items.pop(item)
+        assert isinstance(flow, _Flow), f"{item} was not dispatched"
+        self.num_running -= 1
         self._refund(flow, item)
         if cost:
             flow.settled += cost * flow.inverse
         flow.num_running -= 1
         if flow.num_queued:
-            self._moved[flow] = None
+            self._moved.setdefault(flow, False)
         else:
             self._rest(flow)
 
@@ -444,8 +444,7 @@ class FairQueue(Generic[F, I]):
         flow.settled += cost * flow.inverse
         unspent = flow.unspent
         while cost and unspent:
-            item = next(iter(unspent))
-            left = unspent[item]
+            item, left = next(iter(unspent.items()))
             if cost < left:
                 unspent[item] = left - cost
                 flow.reserved -= cost
@@ -454,7 +453,7 @@ class FairQueue(Generic[F, I]):
             flow.reserved -= left
             cost -= left
         if flow.num_queued:
-            self._moved[flow] = None
+            self._moved.setdefault(flow, False)
         else:
             self._rest(flow)
 
@@ -472,51 +471,64 @@ class FairQueue(Generic[F, I]):
         return entry
 
     def _share(self, flow: _Flow[F, I], share: Share) -> None:
-        assert share.weight >= 1
-        assert 0 <= share.base <= share.cap
         flow.share = share
-        flow.inverse = TAG_SCALE // share.weight
-        flow.base, flow.cap = share.base * flow.inverse, self._cap(flow)
-        flow.fill_us = self._contest.fill_us(flow.base, flow.cap)
+        follows = self._follows.get(share)
+        if follows is None:
+            assert share.weight >= 1
+            assert 0 <= share.base <= share.cap
+            flow.inverse = TAG_SCALE // share.weight
+            base, cap = share.base * flow.inverse, self._cap(flow)
+            if len(self._follows) >= _MAX_SHARES:
+                self._follows.clear()
+            follows = self._follows[share] = flow.inverse, base, cap, self._contest.fill_us(base, cap)
+        flow.inverse, flow.base, flow.cap, flow.fill_us = follows
         self._move(flow)
 
     def _take(self, item: I) -> _Flow[F, I]:
         """Takes a queued item out of its flow's queue."""
-        queued = self._queued.pop(item)
+        queued: Queued[I] = self._items[item]
         flow: _Flow[F, I] = queued.flow
+        self.num_queued -= 1
         flow.num_queued -= 1
         if flow.queue[0] is queued:
             heapq.heappop(flow.queue)
         elif len(flow.queue) > 2 * flow.num_queued + _COMPACT_SLACK:
-            flow.queue = [entry for entry in flow.queue if self._queued.get(entry.item) is entry]
+            flow.queue = [entry for entry in flow.queue if self._items.get(entry.item) is entry]
             heapq.heapify(flow.queue)
         return flow
 
+    def _run(self, item: I, flow: _Flow[F, I]) -> None:
+        self._items[item] = flow
+        flow.num_running += 1
+        self.num_running += 1
+
     def _move(self, flow: _Flow[F, I]) -> None:
         """The flow's queue, tag or share has changed."""
-        self._moved[flow] = None
+        self._moved[flow] = True
 
     def _show_moved(self) -> None:
         """Brings the contest up to date."""
-        put = self._contest.put
-        for flow in self._moved:
-            if flow.num_queued:
+        contest = self._contest
+        for flow, is_more in self._moved.items():
+            if not is_more:
+                contest.retag(flow, flow.settled + flow.reserved * flow.inverse)
+            elif flow.num_queued:
                 queue = flow.queue
-                while len(queue) > flow.num_queued and self._queued.get(queue[0].item) is not queue[0]:
+                while len(queue) > flow.num_queued and self._items.get(queue[0].item) is not queue[0]:
                     heapq.heappop(queue)
                 flow.head = queue[0]
-                put(flow, flow.settled + flow.reserved * flow.inverse)
-                continue
-            flow.queue.clear()
-            if flow.head is not None:
-                self._contest.drop(flow)
+                contest.put(flow, flow.settled + flow.reserved * flow.inverse)
+            else:
+                flow.queue.clear()
+                if flow.head is not None:
+                    contest.drop(flow)
         self._moved.clear()
 
     def _rest(self, flow: _Flow[F, I]) -> None:
         """Forgets a flow that has become idle, or remembers to once the clock has passed it."""
         if flow.num_running or flow.num_queued or self._returning is not None:
             return
-        if not self._queued and not self._running:
+        if not self._items:
             self._clock = max(self._clock, max(f.tag for f in self._flows.values()))
             for known in list(self._flows.values()):
                 self._forget(known)
@@ -549,20 +561,22 @@ class FairQueue(Generic[F, I]):
         self._contest.check_invariants()
         queued: dict[F, int] = {}
         running: dict[F, int] = {}
-        for entry in self._queued.values():
-            queued[entry.flow.key] = queued.get(entry.flow.key, 0) + 1
-        for flow in self._running.values():
-            running[flow.key] = running.get(flow.key, 0) + 1
+        for found in self._items.values():
+            if isinstance(found, Queued):
+                queued[found.flow.key] = queued.get(found.flow.key, 0) + 1
+            else:
+                running[found.key] = running.get(found.key, 0) + 1
+        assert (self.num_queued, self.num_running) == (sum(queued.values()), sum(running.values()))
         assert self._contest.plain.size == sum(flow.num_queued > 0 for flow in self._flows.values())
         for flow in self._flows.values():
             assert flow.num_queued == queued.get(flow.key, 0)
             assert flow.num_running == running.get(flow.key, 0)
             assert flow.reserved == sum(flow.unspent.values())
-            assert all(left > 0 and self._running[item] is flow for item, left in flow.unspent.items())
+            assert all(left > 0 and self._items[item] is flow for item, left in flow.unspent.items())
             assert flow.num_running or not flow.reserved
             assert not flow.idle or flow.tag > self._clock or self._returning is not None
             if flow.num_queued:
-                first = min(entry for entry in flow.queue if self._queued.get(entry.item) is entry)
+                first = min(entry for entry in flow.queue if self._items.get(entry.item) is entry)
                 assert flow.head is first
                 assert flow.plain.key == flow.tag
             else:

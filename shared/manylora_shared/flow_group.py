@@ -37,7 +37,7 @@ class Place(Generic[F]):
         self.need: Hashable = None
         self.group: Group[F] | None = None
         """None: it stands nowhere."""
-        self.entry: Entry[F] | list[Place[F]] | None = None
+        self.entry: Entry[F] | _Bucket[F] | None = None
         """The valid one in its group's heap, or the bucket that it lies in: told apart by identity."""
         self.floor = 0
         """The least key for which that will do: one that falls below needs another entry."""
@@ -45,6 +45,16 @@ class Place(Generic[F]):
 
 Entry = tuple[int, int, Place[F]]
 """(key, order, place)."""
+
+
+class _Bucket(list[Place[F]]):
+    """Places whose keys are not below `floor`, in no order."""
+
+    __slots__ = ("floor",)
+
+    def __init__(self, floor: int) -> None:
+        self.floor = floor
+        """One number for all of them: each place would have its own, and it would be cold when the place moves on."""
 
 
 class Group(Generic[F]):
@@ -110,7 +120,7 @@ class Unsorted(Group[F]):
 
     def __init__(self) -> None:
         super().__init__(None, 0)
-        self._far: dict[int, list[Place[F]]] = {}
+        self._far: dict[int, _Bucket[F]] = {}
         self._numbers: list[int] = []
         """The buckets' numbers, a heap."""
         self._shift = _FIRST_SHIFT
@@ -131,32 +141,32 @@ class Unsorted(Group[F]):
             self._lay_all_anew()
 
     def head(self) -> Place[F]:
+        heap = self.heap
         while True:
-            if not self.heap:
+            if not heap:
                 if self._num_laid > self.size:
                     self._fit_width()
                 self._load()
                 continue
-            entry = self.heap[0]
-            place = entry[2]
+            entry = heap[0]
+            shown, order, place = entry
+            key = place.key
             if entry is not place.entry:
-                heappop(self.heap)
+                heappop(heap)
                 self._num_entries -= 1
-            elif entry[0] != place.key:
-                self._num_laid += 1
-                if self._num_laid > 2 * self.size + COMPACT_SLACK:
-                    self._fit_width()  # so much happens in a bucket that is never through
-                    continue
-                key = place.key
-                if key >> self._shift <= self._horizon:
-                    place.floor = key
-                    place.entry = entry = (key, place.order, place)
-                    heapreplace(self.heap, entry)
-                else:
-                    heappop(self.heap)
-                    self._lay(place)
-            else:
+            elif key == shown:
                 return place
+            else:
+                self._num_laid = laid = self._num_laid + 1
+                if laid > 2 * self.size + COMPACT_SLACK:
+                    self._fit_width()  # so much happens in a bucket that is never through
+                elif key >> self._shift <= self._horizon:
+                    place.floor = key
+                    place.entry = entry = (key, order, place)
+                    heapreplace(heap, entry)
+                else:
+                    heappop(heap)
+                    self._lay(place)
 
     def is_beyond(self, key: int) -> bool:
         """Whether there may be flows before this key that are not in the heap."""
@@ -197,11 +207,11 @@ class Unsorted(Group[F]):
             return
         bucket = self._far.get(number)
         if bucket is None:
-            bucket = self._far[number] = []
+            bucket = self._far[number] = _Bucket(number << self._shift)
             heappush(self._numbers, number)
         bucket.append(place)
         place.entry = bucket
-        place.floor = number << self._shift
+        place.floor = bucket.floor
 
     def _load(self) -> None:
         """The first bucket becomes the heap, which is empty."""

@@ -25,8 +25,8 @@ F = TypeVar("F")
 class FlowOrder(Generic[F]):
     def __init__(self) -> None:
         self.unsorted: Unsorted[F] = Unsorted()
-        """For reading. A place that stands there is `put` by its key and need alone while its key does not fall below
-        its floor: a caller with many places may do that itself."""
+        """For reading. A place that stands there is `put` by its key and need alone, and entered there if its key fell
+        below its floor: a caller with many places may do that itself."""
         self._groups: dict[Hashable, Group[F]] = {}
         """By need."""
         self._firsts: list[GroupEntry[F]] = []

@@ -76,7 +76,7 @@ Flow = fair_queue._Flow[str, int]
 
 class ClockFromBoostedPicks(Queue):
     def _advance_clock(self, pick: Pick[int, Any]) -> None:
-        self._clock = max(self._clock, self._queued[pick.item].flow.tag)
+        self._clock = max(self._clock, self._items[pick.item].flow.tag)
 
 
 class NoLift(Queue):
@@ -126,7 +126,7 @@ class CapForgotten(Queue):
 
 class AgeOfTheItem(Queue):
     def dispatch(self, pick: Pick[int, Any], reserve: int) -> None:
-        flow = self._queued[pick.item].flow
+        flow = self._items[pick.item].flow
         before = flow.served_us
         super().dispatch(pick, reserve)
         flow.served_us = before

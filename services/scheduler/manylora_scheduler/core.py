@@ -56,8 +56,11 @@ from manylora_scheduler.flows import AGING_PER_S, Flows, Precedence
 from manylora_scheduler.placement import in_order
 from manylora_scheduler.reports import WorkerReport
 from manylora_scheduler.request import (
+    CLOSING,
+    GRANTED,
+    QUEUED,
+    RUNNING,
     FlowKey,
-    Phase,
     QueuedRequest,
     Ticket,
     need_of,
@@ -212,17 +215,7 @@ class Core:
         if self._routers.get(request.router_id) != event.session:
             return
         known = self._tickets.wanted(request.request_id)
-        if known is not None and known.request.router_id != request.router_id:
-            message = f"request id {request.request_id} is in use by another router"
-            self._out.append(SendRefusal(request, event.session, Code.ALREADY_EXISTS, message))
-            return
-        if known is not None and known.phase is not Phase.QUEUED:
-            if known.session != event.session:
-                self._repeat_grant(known, event.session)
-                return
-            # It was granted on this very stream, so its router has let go of that grant.
-            self._return_grant(known)
-        elif known is not None:
+        if known is not None and not self._comes_anew(known, event):
             return
         refusal = self._refusal_of(request)
         if refusal is not None:
@@ -242,13 +235,28 @@ class Core:
         if self._dispatch.is_held(flow):
             self._queue.set_apart(flow, is_apart=True)
         wait_s = self._limits.worker_wait_s
-        ticket.unserved_at = now + wait_s
-        if deadline is not None and deadline < ticket.unserved_at:
+        if deadline is not None and deadline < now + wait_s:
             self._moments.set(ticket, deadline)
         else:
             self._moments.set_after(ticket, now, wait_s)
         if request.adapter_uid is not None and not self._fleet.num_open:
             self._prefetch(request.adapter_uid, flow.tenant_id)
+
+    def _comes_anew(self, known: Ticket, event: Enqueued) -> bool:
+        """Whether a request that is queued or granted is to be queued; if not, its router is answered here."""
+        request = event.request
+        if known.request.router_id != request.router_id:
+            message = f"request id {request.request_id} is in use by another router"
+            self._out.append(SendRefusal(request, event.session, Code.ALREADY_EXISTS, message))
+        elif known.phase is QUEUED:
+            pass  # its answer is to come
+        elif known.session != event.session:
+            self._repeat_grant(known, event.session)
+        else:
+            # It was granted on this very stream, so its router has let go of that grant.
+            self._return_grant(known)
+            return True
+        return False
 
     def _refusal_of(self, request: QueuedRequest) -> tuple[Code, str, float | None] | None:
         if request.deadline is not None and request.deadline <= self._now:
@@ -275,14 +283,14 @@ class Core:
 
     def _on_withdrawn(self, event: Withdrawn) -> None:
         ticket = self._tickets.wanted(event.request_id)
-        if ticket is not None and ticket.phase is Phase.QUEUED and ticket.session == event.session:
+        if ticket is not None and ticket.phase is QUEUED and ticket.session == event.session:
             self._unqueue(ticket)
             self._out.append(Dropped(ticket.request))
 
     def _on_shed(self, event: Shed) -> None:
         for request_id, message, retry_after_s in event.requests:
             ticket = self._tickets.wanted(request_id)
-            if ticket is not None and ticket.phase is Phase.QUEUED:
+            if ticket is not None and ticket.phase is QUEUED:
                 self._refuse(ticket, Code.RESOURCE_EXHAUSTED, message, retry_after_s)
 
     def _on_grant_closed(self, event: GrantClosed) -> None:
@@ -295,14 +303,14 @@ class Core:
             if until is not None:
                 self._timers.set(("paused", event.router_id, event.worker_id), until)
         ticket = self._tickets.wanted(event.request_id)
-        if ticket is None or ticket.phase is Phase.QUEUED or ticket.worker_id != event.worker_id:
+        if ticket is None or ticket.phase is QUEUED or ticket.worker_id != event.worker_id:
             return
         if not event.reached_worker:
             self._return_grant(ticket)
             return
         self._tickets.release(ticket)
-        if ticket.phase is Phase.GRANTED:
-            ticket.phase = Phase.CLOSING
+        if ticket.phase is GRANTED:
+            ticket.phase = CLOSING
             self._moments.set_after(ticket, self._now, CLOSING_GRACE_S)
 
     def _return_grant(self, ticket: Ticket) -> None:
@@ -310,7 +318,7 @@ class Core:
         self._tickets.release(ticket)
         self._tickets.keep_place(ticket)
         self._timers.set_after(("returned", ticket.request.request_id), self._now, GRANT_TIMEOUT_S)
-        if ticket.phase is Phase.GRANTED:
+        if ticket.phase is GRANTED:
             self._drop_grant(ticket)
 
     def _on_router_gone(self, router_id: RouterId) -> None:
@@ -366,12 +374,12 @@ class Core:
         worker, report = self._fleet.get(event.worker_id), event.report
         if worker is None or not (worker.connected or report.snapshot):
             return
-        for started in report.started:
-            ticket = worker.start(started.request_id)
+        for request_id, _, _ in report.started:
+            ticket = worker.start(request_id)
             if ticket is None:
-                self._succession.adopt(started.request_id, worker.worker_id, self._flows)
-            elif ticket.phase is not Phase.RUNNING:
-                ticket.phase = Phase.RUNNING
+                self._succession.adopt(request_id, worker.worker_id, self._flows)
+            elif ticket.phase is not RUNNING:
+                ticket.phase = RUNNING
                 self._moments.cancel(ticket)
         if report.flows:
             self._settle(worker, report)
@@ -381,9 +389,9 @@ class Core:
             ended = [request_id for request_id in worker.running if request_id not in alive]
         for request_id in ended:
             self._on_ended(worker, request_id)
-        had_held = worker.has_held
+        had_held = worker.held_sequences
         worker.fold_capacity(report, with_loads=self._order == "fair")
-        if had_held or worker.has_held:
+        if had_held or worker.held_sequences:
             self._dispatch.note_held(worker.worker_id, worker.held_flows())
         self._update(worker)
 
@@ -402,13 +410,11 @@ class Core:
 
     def _settle(self, worker: WorkerView, report: WorkerReport) -> None:
         """Charges what a worker's counters grew by."""
-        flows = self._flows
+        flows, totals = self._flows, {}
         for flow, output_tokens in worker.fold_outputs(report):
             flows.known(flow).count_tokens(output_tokens)
-        totals = {
-            flow: PROMPT_TOKEN_COST * prompt_tokens + OUTPUT_TOKEN_COST * output_tokens
-            for flow, (prompt_tokens, output_tokens) in report.flows.items()
-        }
+        for flow, (prompt_tokens, output_tokens) in report.flows.items():  # mostly one: not worth a comprehension
+            totals[flow] = PROMPT_TOKEN_COST * prompt_tokens + OUTPUT_TOKEN_COST * output_tokens
         if worker.has_reported or self._succession.first_report(worker.worker_id, totals):
             for flow, cost in self._queue.count(worker.worker_id, totals, flows.share):
                 flows.known(flow).served_cost += cost
@@ -459,7 +465,7 @@ class Core:
     def _on_moment(self, ticket: Ticket) -> None:
         """What a ticket waited for has not happened."""
         deadline = ticket.request.deadline
-        if ticket.phase is not Phase.QUEUED:
+        if ticket.phase is not QUEUED:
             self._drop_grant(ticket)
         elif deadline is not None and deadline <= self._now:
             message = "the deadline passed while the request was queued"
@@ -470,17 +476,17 @@ class Core:
     def _on_unserved(self, ticket: Ticket) -> None:
         """A request has waited for long: is it for want of a worker that could run it at all?"""
         wait_s = self._limits.worker_wait_s
-        ticket.unserved_at = self._now + wait_s
+        ask_at = self._now + wait_s
         if not self._fleet.could_ever_run(ticket.request):
             if self._fleet.any_serving:
                 self._refuse(ticket, Code.FAILED_PRECONDITION, _too_large(ticket.request))
                 return
-            ticket.unserved_at = max(ticket.enqueued_at, self._unserved_since or 0.0) + wait_s
-            if ticket.unserved_at <= self._now:
+            ask_at = max(ticket.enqueued_at, self._unserved_since or 0.0) + wait_s
+            if ask_at <= self._now:
                 self._refuse(ticket, Code.UNAVAILABLE, "no worker is serving", retry_after_s=1.0)
                 return
         deadline = ticket.request.deadline
-        self._moments.set(ticket, min(ticket.unserved_at, math.inf if deadline is None else deadline))
+        self._moments.set(ticket, min(ask_at, math.inf if deadline is None else deadline))
 
     def _refuse(self, ticket: Ticket, code: Code, message: str, retry_after_s: float | None = None) -> None:
         self._unqueue(ticket)
@@ -502,7 +508,7 @@ class Core:
         self._queue.dispatch(pick, known.reservation(ticket.request))
         self._tickets.leave_queue(ticket)
         self._dispatch.left_queue(ticket)
-        ticket.phase = Phase.GRANTED
+        ticket.phase = GRANTED
         ticket.worker_id = worker.worker_id
         ticket.granted_at = now
         self._moments.set_after(ticket, now, GRANT_TIMEOUT_S)
@@ -553,7 +559,7 @@ class Core:
 
     def is_queued(self, request_id: RequestId) -> bool:
         ticket = self._tickets.wanted(request_id)
-        return ticket is not None and ticket.phase is Phase.QUEUED
+        return ticket is not None and ticket.phase is QUEUED
 
     def is_known(self, request_id: RequestId) -> bool:
         """Whether an attempt at the request is queued, has a live grant, or came back unused lately."""
@@ -613,7 +619,7 @@ class Core:
         assert self._succession.adopted <= others
         assert all(worker.num_prefetches <= PREFETCHES_PER_WORKER for worker in self._fleet.workers)
         for ticket in queued | granted:
-            assert (ticket.due_in is not None) == (ticket.phase is not Phase.RUNNING)
+            assert (ticket.due_in is not None) == (ticket.phase is not RUNNING)
 
 
 def _too_large(request: QueuedRequest) -> str:

@@ -84,7 +84,12 @@ class Dispatch:
         if not self._queue.num_queued:
             return None
         if fleet.num_open:
-            pick = self._queue.select(self._place, to_us(now))
+            only = fleet.only_open
+            if only is not None and self._hold is None and not self._unreached:
+                place = only.place_ticket  # as `choose` would say; a busy cluster's usual case
+            else:
+                place = self._place
+            pick = self._queue.select(place, to_us(now))
             if pick is not None:
                 if pick.passed_over is not None:
                     self._count_pass(pick.passed_over)
@@ -96,9 +101,7 @@ class Dispatch:
 
     def _place(self, ticket: Ticket) -> WorkerView | None:
         """The worker on which a ticket could start now."""
-        request, only = ticket.request, self._fleet.only_open
-        if only is not None and self._hold is None and not self._unreached:
-            return only if only.can_take(request) else None  # as `choose` would say; a busy cluster's usual case
+        request = ticket.request
         return choose(request, self._fleet, self._allows(request))
 
     def _beyond(self, flow: FlowKey, ticket: Ticket) -> WorkerView | None:

@@ -97,8 +97,6 @@ class Fleet:
             self._stand(worker, standing)
         if standing > IS_FULL or worker.place is not NOWHERE:
             self._unsorted[worker.worker_id] = worker
-        elif self._unsorted:
-            self._unsorted.pop(worker.worker_id, None)
         return (standing ^ before) & SERVING != 0
 
     def _stand(self, worker: WorkerView, standing: int) -> None:
@@ -111,6 +109,7 @@ class Fleet:
                 del members[worker.worker_id]
             self.num_open = count = len(members)
             self.only_open = next(iter(members.values())) if count == 1 else None
+            self.has_room = count > 0 or self.num_spare > 0
         if changed != OPEN:
             if changed & SPARE:
                 self.num_spare += 1 if standing & SPARE else -1
@@ -118,7 +117,7 @@ class Fleet:
                 self._num_connected += 1 if standing & CONNECTED else -1
             if changed & SERVING:
                 self._num_serving += 1 if standing & SERVING else -1
-        self.has_room = self.num_open > 0 or self.num_spare > 0
+            self.has_room = self.num_open > 0 or self.num_spare > 0
 
     def _sort(self) -> None:
         """Brings the orders up to date."""

@@ -66,11 +66,15 @@ class Phase(enum.Enum):
     """Reported by the worker. Only the worker's own word ends it."""
 
 
+QUEUED, GRANTED, CLOSING, RUNNING = Phase
+"""At hand: asking an enum for a member takes longer than a call."""
+
+
 class Ticket(Timed):
     """One attempt at one request: what the core's books, the fair queue among them, have as their item."""
 
     __slots__ = ("attempt", "blocks", "enqueued_at", "granted_at", "known", "order", "phase", "request", "session",
-                 "unserved_at", "waits_since", "worker_id")  # fmt: skip
+                 "waits_since", "worker_id")  # fmt: skip
 
     def __init__(
         self,
@@ -94,14 +98,12 @@ class Ticket(Timed):
         self.enqueued_at = enqueued_at
         self.waits_since = waits_since
         """When the first of its attempts was enqueued."""
-        self.phase = Phase.QUEUED
+        self.phase = QUEUED
         self.due_in = None
         self.worker_id: WorkerId | None = None
         self.blocks = 0
         """While it is granted: KV blocks that it takes on its worker to begin with."""
         self.granted_at = 0.0
-        self.unserved_at = 0.0
-        """While it is queued: when it is asked next whether any worker could run it at all."""
 
 
 class Need(NamedTuple):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Set
 from manylora_shared.ids import RequestId, RouterId, TenantId
 
 from manylora_scheduler.flows import KnownFlow
-from manylora_scheduler.request import FlowKey, Phase, QueuedRequest, Ticket
+from manylora_scheduler.request import CLOSING, QUEUED, RUNNING, FlowKey, QueuedRequest, Ticket
 
 
 class Tickets:
@@ -37,7 +37,7 @@ class Tickets:
 
     def queued_of(self, router_id: RouterId) -> list[Ticket]:
         """O(tickets): a router's stream seldom ends."""
-        return [t for t in self._wanted.values() if t.phase is Phase.QUEUED and t.request.router_id == router_id]
+        return [t for t in self._wanted.values() if t.phase is QUEUED and t.request.router_id == router_id]
 
     def num_queued_of(self, tenant_id: TenantId) -> int:
         return self._queued_by_tenant.get(tenant_id, 0)
@@ -46,7 +46,7 @@ class Tickets:
         """When the oldest queued request of each flow was enqueued."""
         oldest: dict[FlowKey, float] = {}
         for ticket in self._wanted.values():
-            if ticket.phase is Phase.QUEUED:
+            if ticket.phase is QUEUED:
                 flow = ticket.request.flow
                 oldest[flow] = min(oldest.get(flow, ticket.enqueued_at), ticket.enqueued_at)
         return oldest
@@ -96,12 +96,12 @@ class Tickets:
 
     def check_invariants(self, routers: Iterable[RouterId], granted: Set[Ticket]) -> set[Ticket]:
         """Every index against the tickets, of which workers have the granted ones. Returns the queued ones."""
-        queued = {ticket for ticket in self._wanted.values() if ticket.phase is Phase.QUEUED}
+        queued = {ticket for ticket in self._wanted.values() if ticket.phase is QUEUED}
         assert len(queued) == sum(self._queued_by_tenant.values())
         assert len(queued) + len(granted) == self._num_live
         assert {ticket.request.router_id for ticket in queued} <= set(routers)
         assert all(ticket in queued or ticket in granted for ticket in self._wanted.values())
         for ticket in granted:
             wanted = self._wanted.get(ticket.request.request_id) is ticket
-            assert wanted or ticket.phase in (Phase.CLOSING, Phase.RUNNING)
+            assert wanted or ticket.phase in (CLOSING, RUNNING)
         return queued

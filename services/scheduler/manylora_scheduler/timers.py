@@ -111,14 +111,14 @@ class Timers(Generic[K]):
 class Timed:
     """What can wait for one moment. Its `Moments` writes what is here."""
 
-    __slots__ = ("due_at", "due_in", "due_slot")
+    __slots__ = ("due_in", "due_slot", "waits_from")
 
-    due_at: float
-    """While it waits: until when."""
     due_in: _Lane[Any] | list[Any] | None
     """Where it stands: a lane, or its entry in the heap. None: it waits for nothing."""
     due_slot: int
     """Its place in the lane."""
+    waits_from: float
+    """In a lane: its moment is the lane's delay later. A sum kept here would be an object more."""
 
 
 T = TypeVar("T", bound=Timed)
@@ -130,9 +130,10 @@ _HOLES = 4
 class _Lane(Generic[T]):
     """Things in the order of their moments, and holes where one was cancelled."""
 
-    __slots__ = ("front", "num_waiting", "things")
+    __slots__ = ("delay_s", "front", "num_waiting", "things")
 
-    def __init__(self) -> None:
+    def __init__(self, delay_s: float) -> None:
+        self.delay_s = delay_s
         self.things: list[T | None] = []
         self.front = 0
         """In `things`: before it are only holes."""
@@ -183,7 +184,6 @@ class Moments(Generic[T]):
     def set(self, thing: T, at: float) -> None:
         if thing.due_in is not None:
             self.cancel(thing)
-        thing.due_at = at
         thing.due_in = entry = [at, self._next_order, thing]
         self._next_order += 1
         self._num_in_heap += 1
@@ -200,17 +200,17 @@ class Moments(Generic[T]):
             self.cancel(thing)
         lane = self._lanes.get(delay_s)
         if lane is None:
-            lane = self._lanes[delay_s] = _Lane()
+            lane = self._lanes[delay_s] = _Lane(delay_s)
         things = lane.things
-        thing.due_at = at = now + delay_s
+        thing.waits_from = now
         thing.due_in = lane
         thing.due_slot = slot = len(things)
         things.append(thing)
         lane.num_waiting = waiting = lane.num_waiting + 1
         if slot > _HOLES * waiting + _COMPACT_SLACK:
             lane.close_up()
-        if at < self.not_before:
-            self.not_before = at
+        if waiting == 1 and now + delay_s < self.not_before:  # otherwise one before it in the lane is due no later
+            self.not_before = now + delay_s
 
     def cancel(self, thing: T) -> None:
         """A thing that waits for nothing is ignored."""
@@ -227,31 +227,31 @@ class Moments(Generic[T]):
 
     def next_at(self) -> float | None:
         """When the next thing is due."""
-        first = self._first()
-        return first.due_at if first is not None else None
+        return self.not_before if self._first() is not None else None
 
     def pop_due(self, now: float) -> T | None:
         """Cancels and returns what is due first, if it is at `now`."""
         if now < self.not_before:
             return None
         first = self._first()
-        if first is None or first.due_at > now:
+        if first is None or self.not_before > now:
             return None
         self.cancel(first)
         return first
 
     def _first(self) -> T | None:
-        first: T | None = None
+        """What is due first; `not_before` is its moment."""
+        first, due_at = None, math.inf
         for lane in self._lanes.values():
             thing = lane.first()
-            if thing is not None and (first is None or thing.due_at < first.due_at):
-                first = thing
+            if thing is not None and (first is None or thing.waits_from + lane.delay_s < due_at):
+                first, due_at = thing, thing.waits_from + lane.delay_s
         heap = self._heap
         while heap and heap[0][2] is None:
             heapq.heappop(heap)
-        if heap and (first is None or heap[0][0] < first.due_at):
-            first = heap[0][2]
-        self.not_before = first.due_at if first is not None else math.inf
+        if heap and (first is None or heap[0][0] < due_at):
+            due_at, _, first = heap[0]
+        self.not_before = due_at
         return first
 
 

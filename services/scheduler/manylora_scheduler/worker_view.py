@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from manylora_shared.ids import AdapterUid, RequestId, TenantId, WorkerId
 
-from manylora_scheduler.reports import NO_ADAPTERS, NO_LOAD, FlowLoad, Residency, TenantAdapters, WorkerReport
+from manylora_scheduler.reports import ABSENT, NO_ADAPTERS, NO_LOAD, FlowLoad, Residency, TenantAdapters, WorkerReport
 from manylora_scheduler.request import FlowKey, QueuedRequest, Ticket
 
 # A worker's standing: bits, because an enum's are combined by calls, and this is asked twice a decision.
@@ -63,11 +63,11 @@ class Holders:
 class WorkerView:
     """One worker. It takes requests while it is connected (the present stream brought a snapshot) and not draining."""
 
-    __slots__ = ("_assigned", "_front", "_granted_blocks", "_granted_sequences", "_held_sequences", "_holders",
+    __slots__ = ("_assigned", "_front", "_granted_blocks", "_granted_sequences", "_holders",
                  "_holds_longest", "_loads", "_max_sequences", "_output_tokens", "_prefetches", "adapters",
                  "address", "block_size", "connected", "device", "draining", "generated_tokens", "granted",
-                 "has_reported", "kv_blocks_free", "kv_blocks_total", "max_context_tokens", "place", "running",
-                 "running_sequences", "sequence_slots", "standing", "tenant_adapters", "worker_id")  # fmt: skip
+                 "has_reported", "held_sequences", "kv_blocks_free", "kv_blocks_total", "max_context_tokens", "place",
+                 "running", "running_sequences", "sequence_slots", "standing", "tenant_adapters", "worker_id")  # fmt: skip
 
     def __init__(
         self, worker_id: WorkerId, address: str, device: str, max_context_tokens: int, holders: Holders
@@ -104,7 +104,8 @@ class WorkerView:
         self._max_sequences = 0
         self._loads: dict[FlowKey, FlowLoad] = {}
         """Of the flows that have unfinished sequences there."""
-        self._held_sequences = 0
+        self.held_sequences = 0
+        """For reading, and so are the properties."""
         self._front: FlowKey | None = None
         self._assigned: dict[AdapterUid, int] = {}
         """Live tickets by adapter."""
@@ -129,7 +130,7 @@ class WorkerView:
     @property
     def slotted_sequences(self) -> int:
         """Those that use a slot, or could: all but the held ones."""
-        return self.running_sequences + self._granted_sequences - self._held_sequences
+        return self.running_sequences + self._granted_sequences - self.held_sequences
 
     @property
     def free_sequences(self) -> int:
@@ -153,11 +154,6 @@ class WorkerView:
     def has_granted(self, flow: FlowKey) -> bool:
         """Whether a request of the flow was granted and not reported yet."""
         return any(ticket.request.flow == flow for ticket in self.granted.values())
-
-    @property
-    def has_held(self) -> bool:
-        """Whether any sequence there is held."""
-        return self._held_sequences > 0
 
     def held_flows(self) -> list[FlowKey]:
         """Flows with held sequences there."""
@@ -183,9 +179,9 @@ class WorkerView:
         """Whether there is room for it now. An earlier attempt that is still here has to end first."""
         sequences, request_id = request.sequences, request.request_id
         free = self.sequence_slots - self.running_sequences - self._granted_sequences
-        if self._held_sequences:
+        if self.held_sequences:
             # Others may use the slots of held sequences; to their own flow they count as used.
-            held = self._held_sequences - self.load_of(request.flow).held
+            held = self.held_sequences - self.load_of(request.flow).held
             free = min(free + held, self.spare_sequences)
         # With room for its beginning it has slots and blocks enough to be able to run at all, but for its end. The
         # blocks are `blocks_for`'s: this is asked twice a decision.
@@ -197,6 +193,10 @@ class WorkerView:
             and request_id not in self.running
             and (self._holds_longest or self._could_end(request))
         )
+
+    def place_ticket(self, ticket: Ticket) -> WorkerView | None:
+        """The worker itself, if there is room for the ticket now: what the fair queue asks where no other is open."""
+        return self if self.can_take(ticket.request) else None
 
     def can_hold(self, request: QueuedRequest) -> bool:
         """Whether it can be taken beyond the room that is free: parked, or waiting for blocks that others give up."""
@@ -228,7 +228,7 @@ class WorkerView:
         return self.kv_blocks_total * self.block_size >= longest - 1
 
     def residency(self, adapter_uid: AdapterUid) -> Residency:
-        found = self.adapters.get(adapter_uid, Residency.ABSENT)
+        found = self.adapters.get(adapter_uid, ABSENT)
         if not found and self.has_or_awaits(adapter_uid):
             return Residency.ARRIVING
         return found
@@ -249,7 +249,7 @@ class WorkerView:
             return IS_OPEN if used < slots else IS_FULL
         if used >= most:
             return IS_FULL
-        return IS_OPEN | SPARE if used - self._held_sequences < slots else IS_FULL | SPARE
+        return IS_OPEN | SPARE if used - self.held_sequences < slots else IS_FULL | SPARE
 
     def place_now(self) -> FleetPlace:
         """Where the fleet's orders are to have it, by its standing."""
@@ -326,7 +326,8 @@ class WorkerView:
             self._assigned[uid] = count - 1
         else:
             del self._assigned[uid]
-            self._holders.note(uid, self)
+            if uid not in self.adapters:
+                self._holders.note(uid, self)
 
     # ---- prefetches
 
@@ -390,7 +391,7 @@ class WorkerView:
                 else:
                     self.tenant_adapters[tenant_id] = adapters
         if report.snapshot:
-            self._fold_adapters({**dict.fromkeys(self.adapters, Residency.ABSENT), **report.adapters})
+            self._fold_adapters({**dict.fromkeys(self.adapters, ABSENT), **report.adapters})
         elif report.adapters:
             self._fold_adapters(report.adapters)
         self.has_reported = True
@@ -400,26 +401,28 @@ class WorkerView:
     def _fold_adapters(self, changed: Mapping[AdapterUid, Residency]) -> None:
         adapters, holders, prefetches = self.adapters, self._holders, self._prefetches
         for uid, residency in changed.items():
-            if residency is Residency.ABSENT:
-                if adapters.pop(uid, None) is not None:
-                    holders.note(uid, self)
+            if residency is ABSENT:
+                if adapters.pop(uid, None) is not None and not self.has_or_awaits(uid):
+                    holders.forget(uid, self)
                 continue
+            if uid not in adapters and uid not in self._assigned:
+                holders.add(uid, self)
             adapters[uid] = residency
-            prefetches.pop(uid, None)
-            holders.add(uid, self)
+            if prefetches:
+                prefetches.pop(uid, None)
 
     def _fold_loads(self, report: WorkerReport) -> None:
         self._front = None
         if report.snapshot:
             self._loads.clear()
-            self._held_sequences = 0
+            self.held_sequences = 0
         if not report.loads:
             return
         for flow, load in report.loads.items():
             before = self._loads.pop(flow, NO_LOAD)
             if load != NO_LOAD:
                 self._loads[flow] = load
-            self._held_sequences += load.held - before.held
+            self.held_sequences += load.held - before.held
 
     def fold_outputs(self, report: WorkerReport) -> list[tuple[FlowKey, int]]:
         """Output tokens by flow since the last report; nothing for the worker's first. Counters that fell back belong
@@ -440,15 +443,15 @@ class WorkerView:
         assert self._granted_sequences == sum(t.request.sequences for t in self.granted.values())
         assert all(t.blocks == self.blocks_for(t.request) for t in self.granted.values())
         assert self._granted_blocks == sum(t.blocks for t in self.granted.values())
-        assert self._held_sequences == sum(load.held for load in self._loads.values())
+        assert self.held_sequences == sum(load.held for load in self._loads.values())
         counts: dict[AdapterUid, int] = {}
         for ticket in self.tickets():
             assert ticket.worker_id == self.worker_id
             if ticket.request.adapter_uid is not None:
                 counts[ticket.request.adapter_uid] = counts.get(ticket.request.adapter_uid, 0) + 1
         assert counts == self._assigned
-        assert Residency.ABSENT not in self.adapters.values()
-        held = {uid for uid in self._residents() if self.residency(uid) is not Residency.ABSENT}
+        assert ABSENT not in self.adapters.values()
+        held = {uid for uid in self._residents() if self.residency(uid) is not ABSENT}
         assert self._holders.uids_of(self) == held
 
 
