@@ -26,8 +26,9 @@ from manylora_worker.adapters.pins import NO_ROOM_TO_PIN
 from manylora_worker.control import ControlSession
 from manylora_worker.engine.api import AdapterTier
 from manylora_worker.engine.core import EngineCore
+from manylora_worker.engine.counters import Setbacks
 from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner, reference_tokens
-from manylora_worker.engine_view import EngineView
+from manylora_worker.engine_view import EnginePost, EngineView
 from manylora_worker.engines import engine_limits
 from manylora_worker.output_stream import PAUSE_UNREAD_TOKENS
 from manylora_worker.validation import FakeValidator
@@ -281,6 +282,7 @@ class Scheduler:
         self.adapters: dict[str, int] = {}
         self.flows: dict[tuple[str, int], tuple[int, int]] = {}
         self.kv_blocks: dict[str, int] = {}
+        self.setbacks: dict[str, worker_pb2.Setbacks] = {}
         self.times: list[float] = []
 
     async def hello(self, epoch: int) -> None:
@@ -307,6 +309,8 @@ class Scheduler:
                 del self.adapters[adapter.adapter_uid]
         for tenant in report.tenants:
             self.kv_blocks[tenant.tenant_id] = tenant.kv_blocks
+        for setbacks in report.setbacks:
+            self.setbacks[setbacks.tenant_id] = setbacks
         for flow in report.flows:
             self.flows[flow.tenant_id, flow.qos_class] = (flow.prompt_tokens, flow.output_tokens)
         return report
@@ -358,6 +362,34 @@ async def test_reports_tell_what_tenants_hold_where_it_changed() -> None:
         assert report is not None
         told.append({tenant.tenant_id: tenant.kv_blocks for tenant in report.tenants})
     assert told == [{"a": 3}, {"a": 4, "b": 1}, {"b": 0}, {"a": 0}]
+
+
+async def test_reports_tell_what_befell_tenants_sequences_where_it_grew() -> None:
+    limits = engine_limits(config())
+    core = EngineCore(FakeRunner(num_blocks=8, block_size=4), FakeAdapterBackend(lambda: 0.0), limits)
+    view = EngineView(core.stats(), 8, lambda command: None)
+    sessions = [ControlSession(view, sequence_slots=8, parked_sequences=0) for _ in range(2)]
+
+    def post(**setbacks: Setbacks) -> EnginePost:
+        grown = {TenantId(tenant): each for tenant, each in setbacks.items()}
+        return EnginePost([], [], view.stats, {}, grown, {}, None, None, None)
+
+    async def told(session: ControlSession) -> dict[str, tuple[int, ...]]:
+        session.engine_changed()
+        report = await session.next_report()
+        assert report is not None
+        return {s.tenant_id: (s.preemptions, s.swaps_out, s.evictions, s.recomputed_tokens) for s in report.setbacks}
+
+    early, late = sessions
+    view.take(post(a=Setbacks(1, 2, 3, 4), b=Setbacks(preemptions=1), c=Setbacks(evictions=1)))
+    assert await told(early) == {"a": (1, 2, 3, 4), "b": (1, 0, 0, 0), "c": (0, 0, 1, 0)}
+    assert await told(early) == {}
+    view.take(post(c=Setbacks(evictions=2)))
+    view.take(post(a=Setbacks(1, 2, 3, 9)))
+    assert await told(early) == {"c": (0, 0, 2, 0), "a": (1, 2, 3, 9)}
+    view.take(post())
+    assert await told(early) == {}
+    assert await told(late) == {"a": (1, 2, 3, 9), "b": (1, 0, 0, 0), "c": (0, 0, 2, 0)}
 
 
 async def test_reports_tell_where_adapters_are_where_that_changed() -> None:
@@ -627,6 +659,12 @@ async def test_swaps_are_counted_and_stand_in_the_spans_of_their_requests(thread
         await asyncio.gather(*(collect(call) for call in calls))
         await eventually(lambda: not worker.engine.runtime.view.running)
         stats = worker.engine.core.stats()
+        scheduler = Scheduler(worker)
+        await scheduler.hello(1)
+        await scheduler.read()
+    assert set(scheduler.setbacks) == {"a", "b"}
+    for name in Setbacks._fields:
+        assert sum(getattr(each, name) for each in scheduler.setbacks.values()) == getattr(stats, name), name
     assert stats.swaps_out > 0
     assert stats.swaps_in == stats.swaps_out
     metrics = telemetry.recorded_metrics()

@@ -46,7 +46,7 @@ from manylora_worker.engine.api import (
     TokenOutput,
 )
 from manylora_worker.engine.block_pool import BlockPool, BlockWork
-from manylora_worker.engine.counters import EngineStats, FlowTokens, WorkCounters
+from manylora_worker.engine.counters import EngineStats, FlowTokens, Setbacks, WorkCounters
 from manylora_worker.engine.flights import Flight, Flights, Part, chunk_of, part_of
 from manylora_worker.engine.outbox import Outbox, RequestEnd
 from manylora_worker.engine.prefix_cache import PrefixOptions
@@ -55,8 +55,8 @@ from manylora_worker.engine.request_bounds import RequestBounds
 from manylora_worker.engine.request_table import RequestTable
 from manylora_worker.engine.sequence import Sequence, SequenceGroup, SequenceStatus, sequence_id_of
 from manylora_worker.engine.slots import Scheduled
-from manylora_worker.engine.step_planner import FlowSlots, PlannerLimits, StepPlanner
-from manylora_worker.engine.swapping import SwapCounts, Swapper
+from manylora_worker.engine.step_planner import FlowSlots, PlannerLimits, StepPlan, StepPlanner
+from manylora_worker.engine.swapping import Swapper
 from manylora_worker.engine.tenant_shares import FlowKey, TenantShare, TenantShares
 
 
@@ -238,8 +238,7 @@ class EngineCore:
         self._pump_adapters(now)
         self._pump_copies()
         plan = self._planner.plan(is_ahead=bool(self._flights))
-        self._counters.preemptions += plan.num_yielded
-        self._counters.evictions += plan.num_evicted
+        self._count_setbacks(plan)
         if not plan.scheduled:
             return None
         for item in plan.scheduled:
@@ -316,7 +315,7 @@ class EngineCore:
         return self._requests.ids
 
     def stats(self) -> EngineStats:
-        counters, swaps = self._counters, self._swapper.total
+        counters, setbacks, swaps = self._counters, self._counters.setbacks, self._swapper.counts
         return EngineStats(
             requests=len(self._requests),
             sequences=self._requests.num_unfinished,
@@ -327,9 +326,9 @@ class EngineCore:
             generated_tokens=counters.generated_tokens,
             steps=counters.steps,
             failed_steps=counters.failed_steps,
-            preemptions=counters.preemptions,
-            evictions=counters.evictions,
-            recomputed_tokens=counters.recomputed_tokens,
+            preemptions=setbacks.preemptions,
+            evictions=setbacks.evictions,
+            recomputed_tokens=setbacks.recomputed_tokens,
             swaps_out=swaps.swaps_out,
             swaps_in=swaps.swaps_in,
             blocks_out=swaps.blocks_out,
@@ -368,6 +367,10 @@ class EngineCore:
         """The flows whose counters grew since the last call."""
         return self._counters.take_changed_flows()
 
+    def take_changed_setbacks(self) -> Mapping[TenantId, Setbacks]:
+        """Of the tenants whose counts grew since the last call."""
+        return self._counters.take_changed_setbacks()
+
     def blocks_held_by(self, tenant_id: TenantId) -> int:
         return self._pool.held_by(tenant_id)
 
@@ -378,10 +381,6 @@ class EngineCore:
     def host_blocks_held(self) -> dict[TenantId, int]:
         """Of host memory, by each tenant that has any."""
         return self._swapper.host.held()
-
-    def swaps(self) -> Mapping[TenantId, SwapCounts]:
-        """By each tenant that had any."""
-        return self._swapper.counts()
 
     def tenant_of(self, holding_id: int) -> TenantId:
         """The tenant of a sequence that is in the engine, by the id that the runner sees."""
@@ -425,6 +424,14 @@ class EngineCore:
         self._swapper.costs.computed(num_prefill, num_tokens, now - max(flight.begun_s, self._step_ended_s))
         self._step_ended_s = now
 
+    def _count_setbacks(self, plan: StepPlan) -> None:
+        for sequence in plan.yielded:
+            self._counters.set_back(sequence.tenant_id, preemptions=1)
+        for sequence in plan.swapped:
+            self._counters.set_back(sequence.tenant_id, swaps_out=1)
+        for sequence in plan.evicted:
+            self._counters.set_back(sequence.tenant_id, evictions=1)
+
     def _adapter_ready(self, group: SequenceGroup, now: float) -> None:
         group.times.adapter_ready_s = now
         self._requests.load_over(group)
@@ -459,7 +466,8 @@ class EngineCore:
         sequence = part.scheduled.sequence
         group = sequence.group
         self._leave_step(part)
-        self._counters.recomputed_tokens += part.num_recomputed_tokens
+        if part.num_recomputed_tokens:
+            self._counters.set_back(sequence.tenant_id, recomputed_tokens=part.num_recomputed_tokens)
         is_taken = sampled is not None and not sequence.is_finished
         self._counters.computed(sequence.flow, part.num_new_tokens, int(is_taken))
         if sequence.is_finished:
