@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from manylora_shared.ids import RequestId, TenantId
+from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
+from manylora_worker.adapters.cache import AdapterCacheLimits
+from manylora_worker.adapters.loading import LOOK_AGAIN_S
+from manylora_worker.engine.api import EngineRequest, Sampling
 from manylora_worker.engine.block_pool import BlockPool
-from manylora_worker.engine.core import EngineCore
+from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.engine.counters import Setbacks
-from manylora_worker.engine.fake_runner import AheadFakeRunner, EngineFault, FakeRunner
+from manylora_worker.engine.fake_runner import AheadFakeRunner, EngineFault, FakeAdapterBackend, FakeRunner
 from manylora_worker.engine.parking import Parking
 from manylora_worker.engine.sequence import Sequence, SequenceStatus, SwapStage
+from manylora_worker.engine.step_planner import PlannerLimits
 from manylora_worker.engine.swapping import HostBlocks, SwapCosts, Swapper
 from manylora_worker.engine.tenant_shares import TenantShare, TenantShares
 
@@ -88,6 +92,37 @@ def test_who_loses_its_blocks_is_swapped_where_that_is_cheaper(
     assert (stats.swaps_out, stats.swaps_in, stats.evictions) == (swaps, swaps, 1 - swaps)
     assert rig.setbacks == {_A: Setbacks(1, swaps, 1 - swaps, 0 if swaps else stats.recomputed_tokens)}
     assert (stats.recomputed_tokens > 64) == (not swaps)
+
+
+def test_while_kv_is_copied_it_is_asked_often_whether_that_is_over() -> None:
+    """Also where nothing else is to be looked at: an adapter is being loaded for ever, and the others' readers stop."""
+    runner = FakeRunner(num_blocks=30, block_size=4, num_host_blocks=60, copy_polls=5)
+    backend = FakeAdapterBackend(lambda: 0.0, load_s=lambda uid, tier: 1.0)
+    core = EngineCore(runner, backend, EngineLimits(PlannerLimits(48, 16, 1), AdapterCacheLimits(8, 8), 8))
+
+    def add(tenant: TenantId, prompt: int, uid: AdapterUid | None = None) -> None:
+        asked = Sampling(seed=1)
+        ids = tuple(range(prompt))
+        core.add(EngineRequest(RequestId(tenant), tenant, QosClass.STANDARD, uid, ids, 40, asked), 0.0)
+
+    add(_C, 4, AdapterUid("u"))
+    core.step(0.0)
+    core.step(0.0)
+    assert core.rest_s() == LOOK_AGAIN_S
+    add(_A, 64)
+    core.set_share(_A, _LITTLE)
+    add(_B, 80)
+    while not core._swapper.num_copying or core.stats().running_sequences:
+        core.step(0.0)
+    core.pause(RequestId(_A))
+    core.pause(RequestId(_B))
+    rests = []
+    while core._swapper.num_copying:
+        core.step(0.0)
+        rests.append(core.rest_s())
+    assert all(rest_s is not None and rest_s < LOOK_AGAIN_S for rest_s in rests[:-1])
+    assert len(rests) > 3
+    assert rests[-1] == LOOK_AGAIN_S
 
 
 # ---- host blocks
