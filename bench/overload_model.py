@@ -1,20 +1,10 @@
 """Offered load beyond capacity, in virtual time: the scheduler's real control plane between model callers and workers.
 
 What is real: the quotas' gate, overload control, the core with its fair queue and placement (`QuotaGate`,
-`OverloadGate`, `Core`), and the routers' early refusals by the view that they were told. What is modelled: callers;
-routers, which hear of a view after ROUTER_DELAY_S; and workers. Callers are *open* (they come by a Poisson process, or
-in groups, whatever happens to them) or *closed* (so many streams, each of which asks again as soon as its last request
-has ended or was refused). They give up where their patience ends: in the queue the scheduler drops them, in mid-stream
-their work is wasted.
-
-A worker steps as the real one does (worker/engine/step_planner.py), without memory: a slot runs a prefill chunk or a
-decode quantum, and at its end goes to the ready sequence of the flow with the least tag; it takes `parked` sequences
-beyond its slots; a step takes `step_s`, and each token of output one step.
-
-All tenants have the same weight and, but for a `large` one, the same load, in the classes' mix. So at a load of 1 all
-classes fit just so; at 3 with the mix of MIX, interactive work alone still fits, and little else does.
-
-Goodput counts tokens, prompt and output, of requests that ended within their caller's patience.
+`OverloadGate`, `Core`), and the routers' early refusals by the view that they were told. What is modelled: callers
+(overload_scenario.py says who comes); routers, which hear of a view after ROUTER_DELAY_S; and workers
+(overload_worker.py), whose steps take `step_s` each. Callers give up where their patience ends: in the queue the
+scheduler drops them, in mid-stream their work is wasted.
 """
 
 from __future__ import annotations
@@ -22,9 +12,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from manylora_scheduler.core import Core, CoreLimits
 from manylora_scheduler.events import (
@@ -46,329 +34,19 @@ from manylora_scheduler.events import (
 )
 from manylora_scheduler.overload import OverloadGate
 from manylora_scheduler.quota import QuotaGate
-from manylora_scheduler.reports import NO_LOAD, FlowLoad, FlowTokens, StartedRequest, WorkerReport
 from manylora_scheduler.request import FlowKey, QueuedRequest
-from manylora_shared.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 from manylora_shared.ids import QosClass, RequestId, RouterId, TenantId, WorkerId
 from manylora_shared.overload import OverloadView, retry_after_s
-from manylora_shared.policy import DEFAULT_WEIGHTS, TenantPolicy
+from manylora_shared.policy import TenantPolicy
 
-CHUNK_TOKENS = 256
-BATCH_TOKENS = 512
-"""A step's; as the worker's default."""
-QUANTUM_TOKENS = 16
+from bench.overload_result import Result
+from bench.overload_scenario import Scenario
+from bench.overload_worker import Call, Worker
+
 ROUTER_DELAY_S = 0.002
 REFUSED_S = 0.1
 COUNTERS_S = 0.05
 """A worker reports its counters so often; what is urgent at once."""
-BLOCK_SIZE = 16
-
-
-@dataclass(frozen=True)
-class ClassLoad:
-    """What requests of a class are like."""
-
-    part: float
-    """Of the offered cost; of a closed loop's requests."""
-    prompt_tokens: tuple[int, int]
-    output_tokens: tuple[int, int]
-    patience_s: float
-    """The caller's deadline."""
-
-    def slot_steps(self) -> float:
-        """Steps that a request has a slot for, on average."""
-        return sum(self.output_tokens) / 2 + sum(self.prompt_tokens) / 2 / CHUNK_TOKENS
-
-
-MIX: Mapping[QosClass, ClassLoad] = {
-    QosClass.INTERACTIVE: ClassLoad(0.25, (20, 200), (20, 80), 20.0),
-    QosClass.STANDARD: ClassLoad(0.3, (50, 400), (40, 160), 30.0),
-    QosClass.BATCH: ClassLoad(0.45, (100, 800), (100, 400), 120.0),
-}
-
-
-@dataclass(frozen=True)
-class Scenario:
-    load: float
-    """Offered, as a part of what all slots can do; from `begins_s` to `ends_s`, and `base_load` outside."""
-    overload: bool = True
-    base_load: float = 0.5
-    begins_s: float = 10.0
-    ends_s: float = 90.0
-    measured_from_s: float = 30.0
-    until_s: float = 90.0
-    workers: int = 8
-    slots: int = 16
-    parked: int = 16
-    """Sequences that a worker takes beyond its slots; 0: none, and who has a slot keeps it."""
-    step_s: float = 0.02
-    tenants: int = 12
-    seed: int = 1
-    mix: Mapping[QosClass, ClassLoad] = field(default_factory=lambda: MIX)
-    group: int = 1
-    """So many calls come at once, on average: 1 is a Poisson process."""
-    large: float = 0.0
-    """Part of all calls that is the first tenant's, besides its even part of the others."""
-    flooder: bool = False
-    """All of the load beyond `base_load` is one tenant's interactive requests."""
-    streams: int = 0
-    """Callers in a closed loop, instead of the open load; a class's part is then of requests."""
-    retry_s: float = 0.003
-    """What it takes a caller of a closed loop to ask again after a refusal."""
-    heeds_hints: bool = False
-    """Callers of a closed loop wait as long as a refusal says."""
-    refusal_cost_s: float = 0.0
-    """By so much a refusal delays each worker's next step: where callers, routers and workers share cores."""
-
-
-def random_scenario(seed: int, load: float, *, overload: bool = True) -> Scenario:
-    """A cluster and callers of any kind, by seed: the same at each load. Interactive work fits at three times the load,
-    taking up to 84 % of all slots; callers come by a Poisson process or in groups; one tenant may have 30 % of all."""
-    rng = random.Random(f"mix {seed}")
-    interactive = rng.uniform(0.08, 0.28)
-    standard = rng.uniform(0.1, 0.9) * (1 - interactive)
-
-    def kind(part: float, log2_output: tuple[float, float], patience_s: float) -> ClassLoad:
-        output, prompt = round(2 ** rng.uniform(*log2_output)), round(2 ** rng.uniform(4, 9))
-        prompts = max(1, prompt // 3), 2 * prompt - prompt // 3
-        return ClassLoad(part, prompts, (max(1, output // 3), 2 * output - output // 3), patience_s)
-
-    mix = {
-        QosClass.INTERACTIVE: kind(interactive, (4, 7), 20.0),
-        QosClass.STANDARD: kind(standard, (5, 8), 30.0),
-        QosClass.BATCH: kind(1 - interactive - standard, (6, 8.5), 120.0),
-    }
-    slots, workers = rng.choice((8, 16, 24, 32)), rng.choice((2, 4, 6, 8))
-    return Scenario(
-        load=load,
-        overload=overload,
-        mix=mix,
-        slots=slots,
-        parked=slots,
-        workers=workers,
-        step_s=rng.choice((0.01, 0.02, 0.04)),
-        tenants=rng.choice((2, 3, 6, 12, 24, 48)),
-        group=rng.choice((1, 1, 3, 6)),
-        large=rng.choice((0.0, 0.0, 0.3)),
-        seed=seed,
-        measured_from_s=25.0,
-        ends_s=70.0,
-        until_s=70.0,
-    )
-
-
-@dataclass(eq=False)
-class _Call:
-    request: QueuedRequest
-    output_tokens: int
-    came_at: float
-    ends_by: float
-    made_tokens: int = 0
-    worker: _Worker | None = None
-
-
-class _Flow:
-    """A flow on a worker."""
-
-    __slots__ = ("key", "ready", "slotted", "tag", "weight")
-
-    def __init__(self, key: FlowKey) -> None:
-        self.key = key
-        self.weight = DEFAULT_WEIGHTS[key.qos_class]
-        self.tag = 0.0
-        self.ready: deque[_Sequence] = deque()
-        self.slotted = 0
-
-
-class _Sequence:
-    __slots__ = ("call", "flow", "prompt_left", "unit_left")
-
-    def __init__(self, call: _Call, flow: _Flow) -> None:
-        self.call = call
-        self.flow = flow
-        self.prompt_left = call.request.prompt_tokens
-        self.unit_left = 0
-
-
-class _Worker:
-    """Slots, and who is in them. Sequences come by `start`; the model calls `step` at each step's end."""
-
-    def __init__(self, worker_id: WorkerId, scenario: Scenario) -> None:
-        self.worker_id = worker_id
-        self._slots = scenario.slots
-        self._max_sequences = scenario.slots + scenario.parked
-        self._flows: dict[FlowKey, _Flow] = {}
-        self._running: list[_Sequence] = []
-        self._unfinished = 0
-        self._clock = 0.0
-        self.firsts: list[_Call] = []
-        """Calls whose first token the last step made."""
-        self._new: list[StartedRequest] = []
-        self._gone: list[RequestId] = []
-        self._tokens: dict[FlowKey, FlowTokens] = {}
-        self._changed: dict[FlowKey, FlowTokens] = {}
-        self._told: dict[FlowKey, FlowLoad] = {}
-        self._served: set[FlowKey] = set()
-        """Flows without a ready sequence."""
-        self.is_stepping = False
-        self.is_urgent = True
-        self.reported_at = 0.0
-
-    @property
-    def is_idle(self) -> bool:
-        return not self._unfinished
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    def start(self, call: _Call) -> None:
-        request = call.request
-        flow = self._flows.get(request.flow)
-        if flow is None:
-            flow = self._flows[request.flow] = _Flow(request.flow)
-        self._unfinished += 1
-        self._new.append(StartedRequest(request.request_id, request.flow, 1))
-        self._make_ready(_Sequence(call, flow))
-        self.is_urgent = True
-
-    def _make_ready(self, sequence: _Sequence) -> None:
-        flow = sequence.flow
-        if not flow.ready:
-            flow.tag = max(flow.tag, self._clock)
-        if sequence.prompt_left == sequence.call.request.prompt_tokens:
-            flow.ready.append(sequence)
-        else:
-            flow.ready.appendleft(sequence)  # who has blocks goes first
-
-    def begin_step(self) -> None:
-        """Free slots go to ready sequences."""
-        free = self._slots - len(self._running)
-        if free > 0:
-            waiting = [(flow.tag, flow.key, flow) for flow in self._flows.values() if flow.ready]
-            heapq.heapify(waiting)
-            while free and waiting:
-                tag, key, flow = heapq.heappop(waiting)
-                self._clock = max(self._clock, tag)
-                sequence = flow.ready.popleft()
-                call = sequence.call
-                if sequence.prompt_left:
-                    sequence.unit_left = min(CHUNK_TOKENS, sequence.prompt_left)
-                    cost = PROMPT_TOKEN_COST * sequence.unit_left
-                else:
-                    sequence.unit_left = min(QUANTUM_TOKENS, call.output_tokens - call.made_tokens)
-                    cost = OUTPUT_TOKEN_COST * sequence.unit_left
-                flow.tag += cost / flow.weight
-                flow.slotted += 1
-                self._running.append(sequence)
-                free -= 1
-                if flow.ready:
-                    heapq.heappush(waiting, (flow.tag, key, flow))
-
-    def end_step(self, now: float) -> list[_Call]:
-        """What the step made. Returns the calls that ended with it, or whose callers have gone."""
-        budget = BATCH_TOKENS - sum(not s.prompt_left for s in self._running)
-        still: list[_Sequence] = []
-        over: list[_Sequence] = []
-        ended: list[_Call] = []
-        for sequence in self._running:
-            call = sequence.call
-            prompt_tokens = output_tokens = 0
-            if sequence.prompt_left:
-                prompt_tokens = min(sequence.unit_left, budget)
-                budget -= prompt_tokens
-                sequence.prompt_left -= prompt_tokens
-                sequence.unit_left -= prompt_tokens
-                output_tokens = int(not sequence.prompt_left)
-            else:
-                output_tokens = 1
-                sequence.unit_left -= 1
-            if output_tokens and not call.made_tokens:
-                self.firsts.append(call)
-            call.made_tokens += output_tokens
-            self._count(sequence.flow.key, prompt_tokens, output_tokens)
-            if call.made_tokens >= call.output_tokens or now >= call.ends_by:
-                sequence.flow.slotted -= 1
-                ended.append(call)
-            elif not sequence.unit_left:
-                sequence.flow.slotted -= 1
-                over.append(sequence)
-            else:
-                still.append(sequence)
-        self._running = still
-        for sequence in over:
-            self._make_ready(sequence)
-        for flow in self._flows.values():
-            gone = [s for s in flow.ready if now >= s.call.ends_by]
-            for sequence in gone:
-                flow.ready.remove(sequence)
-                ended.append(sequence.call)
-        for call in ended:
-            self._unfinished -= 1
-            self._gone.append(call.request.request_id)
-            self.is_urgent = True
-        return ended
-
-    def _count(self, key: FlowKey, prompt_tokens: int, output_tokens: int) -> None:
-        before = self._tokens.get(key, _NO_TOKENS)
-        after = FlowTokens(before.prompt_tokens + prompt_tokens, before.output_tokens + output_tokens)
-        self._tokens[key] = self._changed[key] = after
-
-    def look(self) -> None:
-        """Notes whether there is something urgent to report."""
-        served = {flow.key for flow in self._flows.values() if flow.slotted and not flow.ready}
-        self.is_urgent |= served != self._served
-        self._served = served
-
-    def report(self, now: float, *, snapshot: bool = False) -> WorkerReport:
-        loads: dict[FlowKey, FlowLoad] = {}
-        for key, flow in list(self._flows.items()):
-            load = FlowLoad(flow.slotted, len(flow.ready), 0)
-            if load != self._told.get(key, NO_LOAD):
-                loads[key] = self._told[key] = load
-        report = WorkerReport(
-            snapshot=snapshot,
-            sequence_slots=self._slots,
-            running_sequences=self._unfinished,
-            kv_blocks_total=100_000,
-            kv_blocks_free=100_000,
-            block_size=BLOCK_SIZE,
-            started=tuple(self._new),
-            finished=tuple(self._gone),
-            flows=self._changed,
-            max_sequences=self._max_sequences,
-            loads=loads,
-        )
-        self._new, self._gone, self._changed = [], [], {}
-        self.is_urgent, self.reported_at = False, now
-        return report
-
-
-_NO_TOKENS = FlowTokens(0, 0)
-
-
-def _by_class() -> dict[QosClass, int]:
-    return dict.fromkeys(QosClass, 0)
-
-
-@dataclass
-class Result:
-    offered: dict[QosClass, int] = field(default_factory=_by_class)
-    completed: dict[QosClass, int] = field(default_factory=_by_class)
-    refused: dict[QosClass, int] = field(default_factory=_by_class)
-    expired: dict[QosClass, int] = field(default_factory=_by_class)
-    capped: int = 0
-    good_tokens: int = 0
-    ttft_s: dict[QosClass, list[float]] = field(default_factory=lambda: {q: [] for q in QosClass})
-    ttft_flows: dict[FlowKey, list[float]] = field(default_factory=dict)
-    waits_s: dict[QosClass, list[float]] = field(default_factory=lambda: {q: [] for q in QosClass})
-    levels: list[tuple[float, int]] = field(default_factory=list)
-    refused_tenants: dict[tuple[TenantId, QosClass], int] = field(default_factory=dict)
-    offered_tenants: dict[tuple[TenantId, QosClass], int] = field(default_factory=dict)
-    at_rest_s: float | None = None
-    """After the load fell back: when nothing was given up any more."""
-    busy_part: float = 0.0
-    """Of all slots' steps."""
 
 
 class Model:
@@ -383,8 +61,9 @@ class Model:
         self.router = RouterId("router")
         self.view = OverloadView()
         self.refused: dict[FlowKey, int] = {}
-        self.calls: dict[RequestId, _Call] = {}
-        self.workers = {WorkerId(f"w{i}"): _Worker(WorkerId(f"w{i}"), scenario) for i in range(scenario.workers)}
+        self.calls: dict[RequestId, Call] = {}
+        worker_ids = [WorkerId(f"w{i}") for i in range(scenario.workers)]
+        self.workers = {name: Worker(name, scenario.slots, scenario.parked) for name in worker_ids}
         self._order = itertools.count()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._wakes_at: float | None = None
@@ -486,7 +165,7 @@ class Model:
                 self.at(self.now + REFUSED_S, self._tell_refused)
             self.refused[flow] = self.refused.get(flow, 0) + 1
             return
-        self.calls[request_id] = _Call(request, output_tokens, self.now, self.now + load.patience_s)
+        self.calls[request_id] = Call(request, output_tokens, self.now, self.now + load.patience_s)
         self.apply(Enqueued(1, request))
 
     def _tell_refused(self) -> None:
@@ -546,7 +225,7 @@ class Model:
 
     # ---- workers
 
-    def _start(self, call: _Call) -> None:
+    def _start(self, call: Call) -> None:
         worker = call.worker
         assert worker is not None
         worker.start(call)
@@ -554,7 +233,7 @@ class Model:
             worker.is_stepping = True
             self._begin_step(worker)
 
-    def _begin_step(self, worker: _Worker) -> None:
+    def _begin_step(self, worker: Worker) -> None:
         worker.begin_step()
         worker.look()
         self._busy_slot_steps += worker.num_running * self._is_measured
@@ -564,7 +243,7 @@ class Model:
             report = worker.report(self.now)
             self.at(self.now + ROUTER_DELAY_S, lambda: self.apply(WorkerReported(worker.worker_id, report)))
 
-    def _end_step(self, worker: _Worker) -> None:
+    def _end_step(self, worker: Worker) -> None:
         ended = worker.end_step(self.now)
         firsts, worker.firsts = worker.firsts, []
         for call in firsts if self._is_measured else ():
@@ -581,7 +260,7 @@ class Model:
         else:
             self._begin_step(worker)
 
-    def _end(self, call: _Call) -> None:
+    def _end(self, call: Call) -> None:
         worker, request = call.worker, call.request
         assert worker is not None
         is_good = call.made_tokens >= call.output_tokens and self.now <= call.ends_by
@@ -600,50 +279,5 @@ class Model:
             self.at(self.now + self.scenario.retry_s, self._ask_again)
 
 
-def percentile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
-
-
 def run(scenario: Scenario) -> Result:
     return Model(scenario).run()
-
-
-def ttft_of_small(scenario: Scenario, result: Result) -> list[float]:
-    """Interactive requests' times to first token, in seconds, but for the large tenant's: it is above its share."""
-    large = TenantId("tenant-0") if scenario.large else None
-    return [
-        ttft_s
-        for flow, ttfts_s in result.ttft_flows.items()
-        if flow.qos_class is QosClass.INTERACTIVE and flow.tenant_id != large
-        for ttft_s in ttfts_s
-    ]
-
-
-def work_of(scenario: Scenario, result: Result) -> float:
-    """What was completed, as a part of what all slots can do: tokens would compare one class's with another's."""
-    steps = sum(result.completed[q] * scenario.mix[q].slot_steps() for q in QosClass)
-    seconds = scenario.until_s - scenario.measured_from_s
-    return steps * scenario.step_s / (seconds * scenario.slots * scenario.workers)
-
-
-def describe(scenario: Scenario, result: Result) -> dict[str, object]:
-    seconds = scenario.until_s - scenario.measured_from_s
-    line: dict[str, object] = {
-        "load": scenario.load,
-        "overload_control": scenario.overload,
-        "goodput_tokens_per_s": round(result.good_tokens / seconds, 1),
-    }
-    for qos_class in QosClass:
-        name = qos_class.value
-        line[f"{name}_ttft_p95_ms"] = round(1000 * percentile(result.ttft_s[qos_class], 0.95), 1)
-        line[f"{name}_offered"] = result.offered[qos_class]
-        line[f"{name}_completed"] = result.completed[qos_class]
-        line[f"{name}_refused"] = result.refused[qos_class]
-        line[f"{name}_expired"] = result.expired[qos_class]
-    line["capped"] = result.capped
-    line["busy_part"] = round(result.busy_part, 3)
-    levels = [level for at, level in result.levels if at >= scenario.measured_from_s]
-    line["level_max"] = max(levels, default=0)
-    line["level_median"] = percentile([float(level) for level in levels], 0.5)
-    return line

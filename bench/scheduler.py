@@ -37,10 +37,12 @@ import math
 import os
 import random
 import resource
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from manylora_scheduler.clock_codec import encode
 from manylora_scheduler.core import Core, CoreLimits
@@ -62,6 +64,11 @@ from manylora_shared.fair_queue import FairQueue, Rank
 from manylora_shared.heap import collect_seldom, collector_paused, freeze_started
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
 from manylora_shared.policy import ClassPolicy, TenantPolicy
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # started as a file, it finds what stands beside it as well
+from bench.overload_model import run
+from bench.overload_result import percentile, ttft_of_small, work_of
+from bench.overload_scenario import Scenario, random_scenario
 
 SLOTS = 8
 BLOCK_SIZE = 16
@@ -315,14 +322,12 @@ def measure(world: Cluster | Contest, batch: int, seconds: float, repeat: int) -
 
 def overload_lines(seeds: int) -> Iterator[dict[str, object]]:
     """One line a load, summed over seeds."""
-    import overload_model as model  # type: ignore[import-not-found]  # beside this file
-
     for is_on in (True, False):
         base: dict[str, float] = {}
         for load in (1.0, 3.0, 10.0):
             began = time.monotonic()
-            runs = [model.run(model.Scenario(load=load, overload=is_on, seed=seed)) for seed in range(1, seeds + 1)]
-            seconds = model.Scenario(load).until_s - model.Scenario(load).measured_from_s
+            runs = [run(Scenario(load=load, overload=is_on, seed=seed)) for seed in range(1, seeds + 1)]
+            seconds = Scenario(load).until_s - Scenario(load).measured_from_s
             line: dict[str, object] = {
                 "bench": "scheduler",
                 "case": "overload",
@@ -333,7 +338,7 @@ def overload_lines(seeds: int) -> Iterator[dict[str, object]]:
             for qos_class in CLASSES:
                 name = qos_class.value
                 ttft_s = [wait for r in runs for wait in r.ttft_s[qos_class]]
-                line[f"{name}_ttft_p95_ms"] = round(1000 * model.percentile(ttft_s, 0.95), 1)
+                line[f"{name}_ttft_p95_ms"] = round(1000 * percentile(ttft_s, 0.95), 1)
                 for what in ("offered", "completed", "refused", "expired"):
                     line[f"{name}_{what}"] = sum(getattr(r, what)[qos_class] for r in runs)
             for name, ratio in (("goodput_tokens_per_s", "goodput_ratio"), ("interactive_ttft_p95_ms", "")):
@@ -342,7 +347,7 @@ def overload_lines(seeds: int) -> Iterator[dict[str, object]]:
                 line[ratio or "interactive_ttft_p95_ratio"] = round(value / base[name], 3)
             line |= {
                 "seeds": seeds,
-                "virtual_s": model.Scenario(load).until_s,
+                "virtual_s": Scenario(load).until_s,
                 "took_s": round(time.monotonic() - began, 1),
             }
             yield line
@@ -350,17 +355,15 @@ def overload_lines(seeds: int) -> Iterator[dict[str, object]]:
 
 def mix_lines(seeds: range) -> Iterator[dict[str, object]]:
     """One line a seed: a random cluster and mix under the load that just fits, and under three times that."""
-    import overload_model as model
-
     for seed in seeds:
         cases = {
-            "free": model.random_scenario(seed, 1.0, overload=False),
-            "one": model.random_scenario(seed, 1.0),
-            "three": model.random_scenario(seed, 3.0),
+            "free": random_scenario(seed, 1.0, overload=False),
+            "one": random_scenario(seed, 1.0),
+            "three": random_scenario(seed, 3.0),
         }
-        results = {name: model.run(scenario) for name, scenario in cases.items()}
-        p95_ms = {n: 1e3 * model.percentile(model.ttft_of_small(cases[n], r), 0.95) for n, r in results.items()}
-        work = {n: model.work_of(cases[n], r) for n, r in results.items()}
+        results = {name: run(scenario) for name, scenario in cases.items()}
+        p95_ms = {n: 1e3 * percentile(ttft_of_small(cases[n], r), 0.95) for n, r in results.items()}
+        work = {n: work_of(cases[n], r) for n, r in results.items()}
         scenario, batch = cases["one"], CLASSES[-1]
         yield {
             "bench": "scheduler",

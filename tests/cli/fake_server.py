@@ -232,6 +232,11 @@ class FakeRouter:
                         kind="kv_growth", tenant_id="acme", worker_id="w-1", evidence={"kv_part": 0.75}
                     )
                 ],
+                setbacks=[
+                    admin_pb2.TenantSetbacks(
+                        tenant_id="birch", preemptions=11, swaps_out=4, evictions=2, recomputed_tokens=512
+                    )
+                ],
                 adapters=[
                     admin_pb2.TenantAdapters(
                         tenant_id="acme",

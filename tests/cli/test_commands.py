@@ -223,6 +223,9 @@ async def test_status(manylora: Manylora) -> None:
         "on_device": 0,
         "problem": "no adapter has this name",
     }
+    assert out.json["scheduler"]["setbacks"] == [
+        {"tenant_id": "birch", "preemptions": 11, "swaps_out": 4, "evictions": 2, "recomputed_tokens": 512}
+    ]
     out = await manylora("status")
     assert out.exit_code == 0
     assert "w-1" in out.stdout
@@ -239,6 +242,8 @@ async def test_status(manylora: Manylora) -> None:
     assert ["acme", "lower", "0 of 2", "no adapter has this name"] in cells
     assert ["acme", "words", "1 of 2", "being loaded"] in cells
     assert ["acme", "kv_growth", "w-1", "kv_part 0.75"] in cells
+    setbacks = cells.index(["tenant's sequences", "preempted", "swapped to hosts", "evicted", "tokens computed again"])
+    assert ["birch", "11", "4", "2", "512"] in cells[setbacks:]
     level = ["acme", "interactive", "12.3 ms", "240 ms", "200 ms, missed", "-", "-"]
     assert [*level, "400, 1 failed", "99.750 %", "99 %", "75 %"] in cells
     assert ["birch", "batch", "-", "-", "-", "-", "-", "0, 0 failed", "100.000 %", "-", "-"] in cells

@@ -37,7 +37,7 @@ from manylora_worker.device.runner import DeviceLimits, DeviceModelRunner
 from manylora_worker.device.step_tables import StepTables
 
 from tests.numerics.interpreter import needs_interpreter
-from tests.numerics.test_lora_tiles import Reference
+from tests.numerics.reference_tiles import ReferenceTiles
 
 ON_DEVICE = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"]
 TOLERANCE = 1e-3
@@ -277,7 +277,7 @@ def test_cuda_tiles_in_the_decoder(shape: str, device: str, monkeypatch: pytest.
     if device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs Hopper")
     if device == "cpu":
-        monkeypatch.setattr(decoder.LoraTiles, "where_it_runs", lambda *_: Reference())
+        monkeypatch.setattr(decoder.LoraTiles, "where_it_runs", lambda *_: ReferenceTiles())
         monkeypatch.setattr(loader, "can_pack", lambda *_: False)
     sizes: dict[str, Any] = dict(
         vocab_size=50, hidden_size=64, intermediate_size=136, num_hidden_layers=1, num_attention_heads=4,

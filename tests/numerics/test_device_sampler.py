@@ -19,7 +19,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed: it comes
 
 import triton.language as tl  # noqa: E402
 from manylora_worker.kernels import sampling_maths  # noqa: E402
-from manylora_worker.kernels.sampling import DeviceSampler, RowState, SamplingPlan, needs_penalty_slot  # noqa: E402
+from manylora_worker.kernels.sampling import DeviceSampler, RowState, SamplingPlan  # noqa: E402
 
 from tests.numerics.interpreter import DEVICES, INTERPRETED  # noqa: E402
 
@@ -47,12 +47,12 @@ class Rows:
         )
         self.sampler.write_rows({row: self.state(row) for row in range(len(samplings))})
         for row, s in enumerate(samplings):
-            if needs_penalty_slot(s):
+            if s.adjusts_logits:
                 self.sampler.write_penalty_slot(row, s, self.prompts[row], self.outputs[row])
 
     def state(self, row: int) -> RowState:
         sampling = self.samplings[row]
-        slot = row if needs_penalty_slot(sampling) else -1
+        slot = row if sampling.adjusts_logits else -1
         return RowState(sampling, self.choices[row], len(self.outputs[row]), slot)
 
     def chunk(self, row: int) -> SequenceChunk:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,8 @@ from manylora_worker.kernels.lora import (  # noqa: E402
     site_fields,
 )
 from manylora_worker.kernels.lora_tiles import SPLIT, LoraTiles, Sizes  # noqa: E402
+
+from tests.numerics.reference_tiles import ReferenceTiles, activated  # noqa: E402
 
 CHUNKS = 4
 RANKS = (0, 8, 16, 40, 64)
@@ -113,12 +114,6 @@ def gated(case: Case, product: torch.Tensor, activation: Activation) -> torch.Te
     return activated(product.float() + case.expected_outputs(), activation)
 
 
-def activated(both: torch.Tensor, activation: Activation) -> torch.Tensor:
-    gate, up = both.chunk(2, 1)
-    functional = torch.nn.functional
-    return (functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")) * up
-
-
 def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
     """Within bf16 where something was to be written, untouched (NaN) elsewhere."""
     result = result.cpu().float()
@@ -182,60 +177,6 @@ class OnCpu(LoraTiles):
         return Kernel()
 
 
-class Reference(LoraTiles):
-    """The same in plain torch, for tensors of any type."""
-
-    def __init__(self) -> None:
-        pass
-
-    def shrink(self, x: torch.Tensor, lora: LoraRows, *, num_slots: int, pdl: bool) -> None:
-        for rows, site in self._tiles(lora):
-            for slot in range(num_slots):
-                for chunk, a in enumerate(self._chunks(lora, site, slot, a_field, x.shape[1])):
-                    at = (slot * lora.chunks + chunk) * 16
-                    lora.low_rank[:, rows, at : at + a.shape[0]] = 0
-                    lora.low_rank[0, rows, at : at + a.shape[0]] = (x[rows] @ a.T).float()
-
-    def expand(self, lora: LoraRows, out: torch.Tensor, *, widths: Sequence[int], pdl: bool) -> None:
-        s = lora.low_rank.sum(0).to(out.dtype)
-        for rows, site in self._tiles(lora):
-            end = 0
-            for slot, width in enumerate(widths):
-                out[rows, end : end + width] = 0
-                for chunk, b in enumerate(self._chunks(lora, site, slot, b_field, width)):
-                    at = (slot * lora.chunks + chunk) * 16
-                    out[rows, end : end + width] += s[rows, at : at + b.shape[0]] @ b
-                end += width
-
-    def gate(
-        self,
-        gate_up: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        activation: Activation,
-        lora: LoraRows,
-        num_slots: int,
-        pdl: bool,
-    ) -> None:
-        both = torch.full_like(gate_up[0], float("nan"))
-        self.expand(lora, both, widths=[both.shape[1] // num_slots] * num_slots, pdl=pdl)
-        result = activated(gate_up[0] + both, activation).to(out.dtype)
-        for rows, _ in self._tiles(lora):
-            out[rows] = result[rows]
-
-    @staticmethod
-    def _tiles(lora: LoraRows) -> Iterator[tuple[slice, torch.Tensor]]:
-        for first, count, adapter, _ in lora.tiles[: int(lora.tiles[0, 3])].tolist():
-            yield slice(first, first + count), lora.sites[adapter]
-
-    @staticmethod
-    def _chunks(lora: LoraRows, site: torch.Tensor, slot: int, field: Any, columns: int) -> Iterator[torch.Tensor]:
-        rank = int(site[slot])
-        for chunk in range(num_chunks(rank)):
-            ranks, start = min(16, rank - 16 * chunk), int(site[field(slot, chunk, lora.chunks)])
-            yield lora.weights[start : start + ranks * columns].view(ranks, columns)
-
-
 @pytest.fixture(scope="module", params=[0, 1], ids=["sizes", "other sizes"])
 def on_cpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoraTiles:
     if shutil.which("g++") is None:
@@ -256,8 +197,8 @@ def test_gate_on_a_cpu(on_cpu: LoraTiles, width: int, activation: Activation) ->
 
 
 def test_the_reference() -> None:
-    check_shrink_and_expand(Reference(), make_case(264, (72, 8, 1000)), "cpu")
-    check_gate(Reference(), 584, "silu", "cpu")
+    check_shrink_and_expand(ReferenceTiles(), make_case(264, (72, 8, 1000)), "cpu")
+    check_gate(ReferenceTiles(), 584, "silu", "cpu")
 
 
 @pytest.mark.gpu

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from manylora_shared.costs import OUTPUT_TOKEN_COST
 from manylora_shared.ids import QosClass, RequestId, TenantId
 from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.engine.api import EngineRequest, FinishReason, Sampling
 from manylora_worker.engine.core import EngineCore, EngineLimits
+from manylora_worker.engine.counters import Setbacks
 from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner, reference_tokens
 from manylora_worker.engine.step_planner import QUANTUM_TOKENS, PlannerLimits
 from manylora_worker.engine.tenant_shares import TenantShare
@@ -31,6 +32,10 @@ class Rig:
     tokens: dict[tuple[RequestId, int], list[int]]
     ended: dict[RequestId, int]
     """The step in which each ended."""
+    setbacks: dict[TenantId, Setbacks] = field(default_factory=dict)
+    """As the core told of them last."""
+    lost: dict[TenantId, tuple[int, int]] = field(default_factory=dict)
+    """How often tenants' requests that ended were swapped out and evicted, by their own counts."""
     steps: int = 0
 
     @staticmethod
@@ -85,7 +90,13 @@ class Rig:
         assert not self.runner.faults, self.runner.faults
         assert self.core.step_error is None, self.core.step_error
         self.core.check_invariants()
+        grown = self.core.take_changed_setbacks()
+        assert all(self.setbacks.get(tenant) != setbacks for tenant, setbacks in grown.items()), "told again"
+        self.setbacks |= grown
         for end in self.core.take_ended():
+            tenant = self.requests[end.request_id].tenant_id
+            swaps, evictions = self.lost.get(tenant, (0, 0))
+            self.lost[tenant] = swaps + end.num_swaps, evictions + end.num_evictions
             if end.reason is FinishReason.ABORTED:
                 self.ended[end.request_id] = self.steps
                 continue
@@ -180,8 +191,14 @@ def fight(
 
 
 def assert_all_is_counted_once(rig: Rig) -> None:
-    """Of a fight that is over: nothing is left, and what was lost by our choice was not charged."""
+    """Of a fight that is over: nothing is left, and what was lost by our choice was not charged, but counted."""
     stats = rig.core.stats()
+    told = rig.setbacks.values()
+    for name in Setbacks._fields:
+        assert sum(getattr(each, name) for each in told) == getattr(stats, name)
+    for tenant, lost in rig.lost.items():
+        mine = rig.setbacks.get(tenant, Setbacks())
+        assert (mine.swaps_out, mine.evictions) == lost, "counted for another tenant"
     assert (stats.blocks_free, stats.host_blocks_free) == (stats.blocks_total, stats.host_blocks_total)
     for tenant in (A, B, C):
         tokens = rig.core.flows()[tenant, QosClass.STANDARD]

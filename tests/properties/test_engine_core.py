@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from manylora_shared.errors import InvalidRequest, QuotaExceeded
 from manylora_shared.ids import AdapterName, AdapterUid, QosClass, RequestId, TenantId
 from manylora_worker.adapters.cache import AdapterCacheLimits
+from manylora_worker.adapters.loading import LOOK_AGAIN_S
 from manylora_worker.adapters.pins import Pin
 from manylora_worker.engine.api import (
     AdapterTier,
@@ -569,6 +570,33 @@ def test_times_of_the_phases() -> None:
         ends = core.take_ended()
         now += 1.0
     assert (ends[0].adapter_wait_s, ends[0].prefill_s, ends[0].decode_s) == (4.0, 1.0, 2.0)
+
+
+def test_how_soon_the_engine_looks_again_where_no_step_can_begin() -> None:
+    now = 0.0
+    backend = FakeAdapterBackend(lambda: now, load_s=lambda uid, tier: 2.0)
+    limits = EngineLimits(PlannerLimits(8, 2, 4), AdapterCacheLimits(8, 8), max_requests=8)
+    core = EngineCore(FakeRunner(num_blocks=16, block_size=4), backend, limits)
+    assert core.rest_s() is None
+    core.add(EngineRequest(**{**_request("r", 4, 3).__dict__, "adapter_uid": AdapterUid("u")}), now)
+    assert core.begin_step(now) is None
+    soon = core.rest_s()
+    assert soon is not None
+    assert soon < LOOK_AGAIN_S, "a load was begun: that may let the adapter cache do more"
+    now += soon
+    assert core.begin_step(now) is None
+    assert core.rest_s() == LOOK_AGAIN_S, "it did nothing more, and the load's end is news"
+    now = 2.0
+    assert core.begin_step(now) is None
+    assert core.rest_s() == soon, "the load to the device was begun"
+    core.pause(RequestId("r"))
+    assert core.begin_step(now) is None
+    assert core.rest_s() == LOOK_AGAIN_S, "the load goes on"
+    now = 4.0
+    assert core.begin_step(now) is None
+    assert core.rest_s() is None, "resuming is news too"
+    core.resume(RequestId("r"))
+    assert core.begin_step(now) is not None
 
 
 def _with_stops(request: EngineRequest) -> EngineRequest:

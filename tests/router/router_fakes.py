@@ -202,6 +202,7 @@ class FakeScheduler:
         self.overload = admin_pb2.OverloadStatus()
         self.neighbours: list[admin_pb2.NoisyNeighbour] = []
         self.adapters: list[admin_pb2.TenantAdapters] = []
+        self.setbacks: list[admin_pb2.TenantSetbacks] = []
         self.lease_tokens: int | None = None
         """What the first lease of each request holds; None: no leases."""
         self.grows_by: int | None = 10
@@ -236,6 +237,7 @@ class FakeScheduler:
                 overload=self.overload,
                 neighbours=self.neighbours,
                 adapters=self.adapters,
+                setbacks=self.setbacks,
             ),
             workers=[admin_pb2.WorkerStatus(worker_id=w, connected=True, running=3) for w, _ in self.workers],
         )

@@ -183,6 +183,9 @@ def test_a_tenant_sees_its_own_status_alone() -> None:
             )
             for tenant in ("acme", "other")
         ]
+        cluster.scheduler.setbacks = [
+            admin_pb2.TenantSetbacks(tenant_id=tenant, preemptions=2) for tenant in ("acme", "other")
+        ]
         mine = await call(channel, "GetStatus")
         (adapters,) = mine.scheduler.adapters
         assert (adapters.tenant_id, adapters.device_bytes, adapters.evictions) == ("acme", 5, 4)
@@ -192,12 +195,14 @@ def test_a_tenant_sees_its_own_status_alone() -> None:
         assert (overload.level, overload.rung, list(overload.classes)) == (70, "standard", [])
         assert [(t.tenant_id, t.level) for t in overload.tenants] == [("acme", 3)]
         assert list(mine.scheduler.neighbours) == []
+        assert list(mine.scheduler.setbacks) == [], "they tell of the others before it"
         assert [(f.tenant_id, f.queued) for f in mine.scheduler.flows] == [("acme", 1)]
         assert (mine.tenants, mine.adapters) == (1, 1)
         assert (list(mine.workers), list(mine.routers), mine.scheduler.address) == ([], [], "")
         whole = await call(cluster.client, "GetStatus")
         assert len(whole.scheduler.flows) == len(whole.scheduler.overload.tenants) == 2
         assert len(whole.scheduler.neighbours) == 1
+        assert [(s.tenant_id, s.preemptions) for s in whole.scheduler.setbacks] == [("acme", 2), ("other", 2)]
         assert [(a.displaced, a.pins[1].workers, a.pins[1].on_device) for a in whole.scheduler.adapters] == [
             (3, 3, 2)
         ] * 2

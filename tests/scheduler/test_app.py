@@ -44,6 +44,8 @@ class ScriptedWorker:
         self.running: list[str] = []
         self.output_tokens = 0
         """Of acme's standard class, in all."""
+        self.setbacks: list[worker_pb2.Setbacks] = []
+        """In its snapshots."""
         self.break_streams = asyncio.Event()
         self.connected = asyncio.Event()
         self._transport = transport
@@ -114,6 +116,7 @@ class ScriptedWorker:
 
     def _report(self, *, snapshot: bool = False, **what: Any) -> worker_pb2.ControlReport:
         if snapshot:
+            what["setbacks"] = self.setbacks
             what["started"] = [
                 worker_pb2.RunningRequest(request_id=r, tenant_id="acme", sequences=1) for r in self.running
             ]
@@ -568,6 +571,45 @@ def test_tenants_adapters_are_summed_in_the_status_and_counted_in_metrics() -> N
     }
     assert counted == {"own": 7, "displaced": 2}
     assert metrics[MetricName.UNMET_PINS, frozenset()] == 2
+
+
+def test_what_befell_tenants_sequences_is_summed_over_the_workers_whose_streams_are_up() -> None:
+    def setbacks(tenant: str, *counts: int) -> worker_pb2.Setbacks:
+        names = ("preemptions", "swaps_out", "evictions", "recomputed_tokens")
+        return worker_pb2.Setbacks(tenant_id=tenant, **dict(zip(names, counts, strict=True)))
+
+    async def scenario(cluster: Cluster) -> None:
+        app = await cluster.scheduler("s0")
+        first, second = await cluster.worker("w0"), await cluster.worker("w1")
+        first.setbacks = [setbacks("birch", 1, 0, 0, 0)]
+        await cluster.leader()
+        channel = (await cluster.peer("status")).connect(app.address)
+
+        async def told() -> dict[str, tuple[int, ...]]:
+            await asyncio.sleep(1.0)
+            answer = await channel.call(_METHODS["GetSchedulerStatus"], scheduler_pb2.GetSchedulerStatusRequest())
+            return {
+                each.tenant_id: (each.preemptions, each.swaps_out, each.evictions, each.recomputed_tokens)
+                for each in answer.scheduler.setbacks
+            }
+
+        assert await told() == {"birch": (1, 0, 0, 0)}, "a snapshot tells of it"
+        first._send(setbacks=[setbacks("acme", 5, 1, 2, 70)])
+        second._send(setbacks=[setbacks("acme", 3, 2, 1, 30)])
+        assert await told() == {"acme": (8, 3, 3, 100), "birch": (1, 0, 0, 0)}
+        first._send(setbacks=[setbacks("acme", 6, 1, 2, 70)])
+        second._send()
+        assert await told() == {"acme": (9, 3, 3, 100), "birch": (1, 0, 0, 0)}, "cumulative, and told where it grew"
+        first.setbacks = []
+        first.break_streams.set()
+        await asyncio.sleep(0.0)
+        first.break_streams.clear()
+        assert await told() == {"acme": (3, 2, 1, 30)}, "it is another process now"
+        await second.server.stop(0.0)
+        assert await told() == {}, "nobody vouches for it"
+        await channel.close()
+
+    play(scenario)
 
 
 def test_overload_is_told_to_routers_in_the_status_and_in_metrics() -> None:

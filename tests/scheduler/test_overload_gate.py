@@ -33,7 +33,9 @@ from manylora_shared.errors import Code
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
 from manylora_shared.overload import LEVELS, OverloadView, TenantView, output_cap
 
-from bench.overload_model import ClassLoad, Result, Scenario, percentile, run
+from bench.overload_model import run
+from bench.overload_result import Result, percentile
+from bench.overload_scenario import ClassLoad, Scenario
 
 INTERACTIVE, STANDARD, BATCH = QosClass.INTERACTIVE, QosClass.STANDARD, QosClass.BATCH
 WORKER = WorkerId("w0")

@@ -17,7 +17,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from manylora_shared.errors import Code, FieldViolation, ManyloraError, QuotaBreach, QuotaExceeded, RpcError
 from manylora_shared.transport import grpc_transport
-from manylora_shared.transport.address import is_loopback, join_address, parse_address
 from manylora_shared.transport.grpc_transport import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, GrpcTransport
 from manylora_shared.transport.status import decode_error, encode_details
 
@@ -166,28 +165,6 @@ async def test_a_server_that_speaks_no_google_rpc_details_is_understood() -> Non
         whole = ManyloraError("m", violations=[FieldViolation("f", "d")], retry_after_s=retry_after_s)
         error = decode_error(Code.INTERNAL, "m", encode_details(whole))
         assert (error.retry_after_s, error.violations) == (retry_after_s, whole.violations)
-
-
-@pytest.mark.parametrize(
-    ("address", "parsed"),
-    [("127.0.0.1:80", ("127.0.0.1", 80)), ("[::1]:0", ("::1", 0)), ("a.b-c:65535", ("a.b-c", 65535))],
-)
-def test_addresses(address: str, parsed: tuple[str, int]) -> None:
-    assert parse_address(address) == parsed
-    assert join_address(*parsed) == address
-
-
-@pytest.mark.parametrize(
-    "address", ["", "host", ":80", "::1:80", "host:", "host:-1", "host:65536", "host:8o", "host:²"]
-)
-def test_bad_addresses(address: str) -> None:
-    with pytest.raises(ValueError, match="address"):
-        parse_address(address)
-
-
-def test_loopback_addresses() -> None:
-    assert all(is_loopback(address) for address in ("127.0.0.1:1", "localhost:1", "[::1]:1", "127.8.0.1:1"))
-    assert not any(is_loopback(address) for address in ("0.0.0.0:1", "[::]:1", "example.org:1", "10.0.0.1:1"))
 
 
 def test_quotas_travel_in_the_details() -> None:

@@ -1,4 +1,4 @@
-"""A worker over the fake engine, in this process, and a caller of it."""
+"""A worker over the fake engine, in this process, and its callers: a router and a scheduler."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from manylora.v1 import common_pb2, worker_pb2
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.memory import MemoryStoreServer
+from manylora_shared.errors import RpcError
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
 from manylora_shared.peers import PeerSecret, PeerTransport
 from manylora_shared.telemetry import Telemetry
@@ -240,3 +242,69 @@ async def collect(stream: Stream) -> Result:
             finished = frame.finished
     assert finished is not None
     return Result(tokens, finish, stops, finished, token_frames)
+
+
+async def collect_rest(stream: Stream) -> dict[int, int]:
+    """How many tokens a stream that was begun still brings, for each of up to two choices."""
+    counts: dict[int, int] = {0: 0, 1: 0}
+    while (frame := await stream.read()) is not None:
+        for choice in frame.tokens.choices:
+            counts[choice.choice] += len(choice.token_ids)
+    return counts
+
+
+async def refused(call: Awaitable[Any]) -> RpcError:
+    with pytest.raises(RpcError) as error:
+        await call
+    return error.value
+
+
+class Scheduler:
+    """Reads one Control stream and folds its reports."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.stream = worker.control()
+        self.reports: list[worker_pb2.ControlReport] = []
+        self.running: dict[str, int] = {}
+        self.adapters: dict[str, int] = {}
+        self.flows: dict[tuple[str, int], tuple[int, int]] = {}
+        self.kv_blocks: dict[str, int] = {}
+        self.setbacks: dict[str, worker_pb2.Setbacks] = {}
+        self.times: list[float] = []
+
+    async def hello(self, epoch: int) -> None:
+        await self.send(hello=worker_pb2.ControlHello(epoch=epoch, scheduler_id="s"))
+
+    async def send(self, **command: Any) -> None:
+        await self.stream.write(worker_pb2.ControlCommand(**command))
+
+    async def read(self) -> worker_pb2.ControlReport:
+        report: worker_pb2.ControlReport = await self.stream.read()
+        self.times.append(asyncio.get_running_loop().time())
+        self.reports.append(report)
+        if report.snapshot:
+            self.running.clear()
+            self.adapters.clear()
+        for started in report.started:
+            self.running[started.request_id] = started.sequences
+        for request_id in report.finished_request_ids:
+            del self.running[request_id]
+        for adapter in report.adapters:
+            if adapter.tier:
+                self.adapters[adapter.adapter_uid] = adapter.tier
+            else:
+                del self.adapters[adapter.adapter_uid]
+        for tenant in report.tenants:
+            self.kv_blocks[tenant.tenant_id] = tenant.kv_blocks
+        for setbacks in report.setbacks:
+            self.setbacks[setbacks.tenant_id] = setbacks
+        for flow in report.flows:
+            self.flows[flow.tenant_id, flow.qos_class] = (flow.prompt_tokens, flow.output_tokens)
+        return report
+
+    async def read_until(self, condition: Callable[[worker_pb2.ControlReport], bool]) -> worker_pb2.ControlReport:
+        async with asyncio.timeout(5):
+            while True:
+                report = await self.read()
+                if condition(report):
+                    return report

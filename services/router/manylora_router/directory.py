@@ -22,7 +22,6 @@ from manylora_shared.errors import InternalError, InvalidRequest
 from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId
 from manylora_shared.logs import fields
 from manylora_shared.policy import Slo, TenantPolicy, parse_policy
-from manylora_shared.transport.address import parse_address
 
 from manylora_router.admission import ModelLimits
 
@@ -74,9 +73,16 @@ class Directory:
         self._api_keys = Mirror(
             store, keys.API_KEYS, parse=lambda kv: KeyRecord.from_json(kv.value), on_change=self._note
         )
-        self._workers = Mirror(store, keys.WORKERS, parse=_worker, on_change=self._worker_changed)
+        self._workers = Mirror(
+            store, keys.WORKERS, parse=lambda kv: WorkerRecord.from_json(kv.value), on_change=self._worker_changed
+        )
         self._routers = Mirror(store, keys.ROUTERS, parse=lambda kv: RouterRecord.from_json(kv.value))
-        self._leader = Mirror(store, keys.SCHEDULER_LEADER, parse=_leader, on_change=self._leader_changed)
+        self._leader = Mirror(
+            store,
+            keys.SCHEDULER_LEADER,
+            parse=lambda kv: SchedulerRecord.from_json(kv.value),
+            on_change=self._leader_changed,
+        )
         self._mirrors: list[Mirror[Any]] = [
             self._tenants,
             self._adapters,
@@ -229,15 +235,3 @@ def _tenant(kv: KeyValue) -> TenantEntry:
 
 def _adapter(kv: KeyValue) -> AdapterEntry:
     return AdapterEntry(AdapterRecord.from_json(kv.value), kv.mod_revision)
-
-
-def _worker(kv: KeyValue) -> WorkerRecord:
-    record = WorkerRecord.from_json(kv.value)
-    parse_address(record.address)
-    return record
-
-
-def _leader(kv: KeyValue) -> SchedulerRecord:
-    record = SchedulerRecord.from_json(kv.value)
-    parse_address(record.address)
-    return record

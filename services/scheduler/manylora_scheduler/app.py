@@ -12,14 +12,13 @@ from collections.abc import Coroutine
 from typing import Any
 
 from manylora_shared.coordination import keys
-from manylora_shared.coordination.base import KeyValue, Store, StoreUnavailable
+from manylora_shared.coordination.base import Store, StoreUnavailable
 from manylora_shared.coordination.records import SchedulerRecord, WorkerRecord
 from manylora_shared.coordination.session import Election, Mirror
 from manylora_shared.ids import TenantId, WorkerId
 from manylora_shared.logs import fields
 from manylora_shared.peers import PeerSecret, PeerTransport, guarded
 from manylora_shared.telemetry import Telemetry
-from manylora_shared.transport.address import parse_address
 from manylora_shared.transport.base import Server, Transport
 
 from manylora_scheduler.clock_keeper import ClockKeeper
@@ -48,7 +47,9 @@ class SchedulerApp:
         self._rng = rng
         self._peer_secret = PeerSecret()
         self._servicer = SchedulerServicer(telemetry)
-        self._workers = Mirror(store, keys.WORKERS, parse=_worker, on_change=self._worker_changed)
+        self._workers = Mirror(
+            store, keys.WORKERS, parse=lambda kv: WorkerRecord.from_json(kv.value), on_change=self._worker_changed
+        )
         self._tenants = Mirror(store, keys.TENANTS, parse=lambda kv: kv.value.decode(), on_change=self._tenant_changed)
         self._server: Server | None = None
         self._election: Election | None = None
@@ -195,9 +196,3 @@ async def _either(*waits: Coroutine[Any, Any, None]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-
-
-def _worker(kv: KeyValue) -> WorkerRecord:
-    record = WorkerRecord.from_json(kv.value)
-    parse_address(record.address)
-    return record

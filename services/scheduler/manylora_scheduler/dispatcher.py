@@ -1,7 +1,8 @@
 """The leader's lines to the workers: one Control stream to each member of the pool, dialled again while it is one.
 
-Owns one task and one outbox a worker. Turns reports into events and sends commands; decides nothing. A worker that
-cannot be reached stays a member until its lease ends: the core gives it nothing meanwhile.
+Owns one task and one outbox a worker, and what it tells for the status alone. Turns reports into events and sends
+commands; decides nothing. A worker that cannot be reached stays a member until its lease ends: the core gives it
+nothing meanwhile.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from manylora_shared.logs import fields
 from manylora_shared.transport.base import Channel, Stream, Transport, methods_of
 
 from manylora_scheduler.events import Event, WorkerDisconnected, WorkerReported
-from manylora_scheduler.messages import worker_report
+from manylora_scheduler.messages import setbacks_of, worker_report
+from manylora_scheduler.reports import Setbacks
 
 _LOG = logging.getLogger(__name__)
 CONTROL = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])["Control"]
@@ -49,6 +51,8 @@ class WorkerLine:
         failed: Callable[[BaseException], None],
     ) -> None:
         self.address = address
+        self.setbacks: dict[TenantId, Setbacks] = {}
+        """Of tenants that had any, while the stream is up."""
         self._worker_id = worker_id
         self._hello = hello
         self._transport = transport
@@ -82,6 +86,7 @@ class WorkerLine:
                 context = fields(worker=self._worker_id, address=self.address, error=str(e))
                 _LOG.warning("control stream ended", extra=context)
             was_connected, self._outbox = self._outbox is not None, None
+            self.setbacks = {}
             if was_connected:
                 backoff_s = _MIN_BACKOFF_S
                 self._post(WorkerDisconnected(self._worker_id))
@@ -105,8 +110,11 @@ class WorkerLine:
                 self._write_all(stream, self._outbox), name=f"control writer {self._worker_id}"
             )
             _LOG.info("control stream is up", extra=fields(worker=self._worker_id, address=self.address))
+            self.setbacks = setbacks_of(first)
             self._post(WorkerReported(self._worker_id, worker_report(first)))
             while (report := await stream.read()) is not None:
+                if report.setbacks:
+                    self.setbacks.update(setbacks_of(report))
                 self._post(WorkerReported(self._worker_id, worker_report(report)))
         except TimeoutError:
             raise RpcError(Code.UNAVAILABLE, "the worker sent no snapshot in time") from None

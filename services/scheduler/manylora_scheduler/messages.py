@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from manylora.v1 import admin_pb2, common_pb2, scheduler_pb2, worker_pb2
 from manylora_shared.adapter_files import is_uid
@@ -22,6 +22,7 @@ from manylora_scheduler.reports import (
     FlowTokens,
     PinView,
     Residency,
+    Setbacks,
     StartedRequest,
     TenantAdapters,
     WorkerReport,
@@ -135,6 +136,14 @@ def _tenant_adapters(message: worker_pb2.TenantMemory) -> TenantAdapters:
         displaced=message.adapter_displaced,
         pins=tuple(PinView(p.name, p.adapter_uid, p.on_device, p.problem) for p in message.pins),
     )
+
+
+def setbacks_of(message: worker_pb2.ControlReport) -> dict[TenantId, Setbacks]:
+    """Nothing is decided by these, so they are no part of a WorkerReport."""
+    return {
+        TenantId(each.tenant_id): Setbacks(each.preemptions, each.swaps_out, each.evictions, each.recomputed_tokens)
+        for each in message.setbacks
+    }
 
 
 def grant_message(grant: SendGrant, epoch: int) -> scheduler_pb2.ScheduleResponse:
@@ -305,6 +314,19 @@ def tenant_adapter_statuses(workers: Iterable[WorkerView]) -> list[admin_pb2.Ten
                 pin.on_device += view.on_device
                 if view.problem and not pin.problem:
                     pin.problem = view.problem
+    return [found[tenant_id] for tenant_id in sorted(found)]
+
+
+def setback_statuses(workers: Iterable[Mapping[TenantId, Setbacks]]) -> list[admin_pb2.TenantSetbacks]:
+    """Sums over workers."""
+    found: dict[TenantId, admin_pb2.TenantSetbacks] = {}
+    for worker in workers:
+        for tenant_id, setbacks in worker.items():
+            status = found.setdefault(tenant_id, admin_pb2.TenantSetbacks(tenant_id=tenant_id))
+            status.preemptions += setbacks.preemptions
+            status.swaps_out += setbacks.swaps_out
+            status.evictions += setbacks.evictions
+            status.recomputed_tokens += setbacks.recomputed_tokens
     return [found[tenant_id] for tenant_id in sorted(found)]
 
 

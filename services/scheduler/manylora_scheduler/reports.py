@@ -75,6 +75,15 @@ class TenantAdapters(NamedTuple):
 NO_ADAPTERS = TenantAdapters()
 
 
+class Setbacks(NamedTuple):
+    """What befell a tenant's sequences on a worker, cumulative since its start. Meaning as in worker.proto."""
+
+    preemptions: int
+    swaps_out: int
+    evictions: int
+    recomputed_tokens: int
+
+
 @dataclass(slots=True)
 class WorkerReport:
     """One report of a worker. Meaning as in worker.proto. Never changed; not frozen, which would double the time that

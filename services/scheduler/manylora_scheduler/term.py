@@ -53,6 +53,7 @@ from manylora_scheduler.messages import (
     overload_status,
     quota_status,
     refusal_message,
+    setback_statuses,
     tenant_adapter_statuses,
     worker_status,
 )
@@ -339,6 +340,7 @@ class Term:
             overload=overload_status(overload),
             neighbours=[neighbour_status(noisy) for noisy in overload.noisy],
             adapters=tenant_adapter_statuses(self.core.workers),
+            setbacks=setback_statuses(line.setbacks for line in self._workers.values()),
         )
 
     def worker_statuses(self) -> list[admin_pb2.WorkerStatus]:

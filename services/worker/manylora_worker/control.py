@@ -19,7 +19,7 @@ from manylora_shared.ids import AdapterUid, RequestId, TenantId
 from manylora_worker.adapters.cache import TenantAdapters
 from manylora_worker.adapters.pins import PinState
 from manylora_worker.engine.api import AdapterTier, EngineRequest
-from manylora_worker.engine.counters import FlowTokens
+from manylora_worker.engine.counters import FlowTokens, Setbacks
 from manylora_worker.engine.tenant_shares import FlowKey
 from manylora_worker.engine_view import EngineView, FlowLoad
 from manylora_worker.requests import QOS_NUMBERS, TIERS
@@ -60,6 +60,8 @@ class ControlSession:
         """KV blocks and adapters as last reported."""
         self._memories: dict[TenantId, tuple[TenantAdapters, worker_pb2.TenantMemory]] = {}
         """The messages that were made last, and of what: blocks change with each report, adapters seldom."""
+        self._setbacks: dict[TenantId, Setbacks] = {}
+        """As last reported."""
         self._is_urgent = True
         self._has_changed = True
         self._reported_at = float("-inf")
@@ -155,6 +157,7 @@ class ControlSession:
             )
         self._add_flows(report)
         self._add_tenants(report)
+        self._add_setbacks(report)
         return report
 
     def _add_flows(self, report: worker_pb2.ControlReport) -> None:
@@ -193,6 +196,16 @@ class ControlSession:
                 del self._memories[tenant_id]
             else:
                 self._tenants[tenant_id] = memory
+
+    def _add_setbacks(self, report: worker_pb2.ControlReport) -> None:
+        """Those that grew since the last report: the last ones in the view."""
+        known = self._setbacks
+        for tenant_id in reversed(self._view.setbacks):
+            setbacks = self._view.setbacks[tenant_id]
+            if known.get(tenant_id) == setbacks:
+                break
+            known[tenant_id] = setbacks
+            report.setbacks.add(tenant_id=tenant_id, **setbacks._asdict())
 
     def _changed(self, *, urgent: bool) -> None:
         was_urgent = self._is_urgent

@@ -19,7 +19,7 @@ from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
 from manylora_worker.adapters.cache import TenantAdapters
 from manylora_worker.engine.api import AdapterTier, EngineRequest, FinishReason, TokenOutput
-from manylora_worker.engine.counters import EngineStats, FlowTokens
+from manylora_worker.engine.counters import EngineStats, FlowTokens, Setbacks
 from manylora_worker.engine.outbox import RequestEnd
 from manylora_worker.engine.step_planner import FlowSlots
 from manylora_worker.engine.tenant_shares import FlowKey
@@ -56,6 +56,8 @@ class EnginePost(NamedTuple):
     ends: Sequence[RequestEnd]
     stats: EngineStats
     flows: Mapping[FlowKey, FlowTokens]
+    setbacks: Mapping[TenantId, Setbacks]
+    """Of the tenants whose counts grew."""
     kv_blocks: Mapping[TenantId, int]
     adapters: Mapping[AdapterUid, AdapterTier] | None
     """None: unchanged."""
@@ -93,6 +95,8 @@ class EngineView:
         self.tenant_adapters: Mapping[TenantId, TenantAdapters] = {}
         """Never changed in place."""
         self.flows: dict[FlowKey, FlowTokens] = {}
+        self.setbacks: dict[TenantId, Setbacks] = {}
+        """Whose counts grew last stands last."""
         self.kv_blocks: Mapping[TenantId, int] = {}
         """That tenants' sequences hold; those that hold none are absent."""
         self.running: dict[RequestId, OutputStream] = {}
@@ -165,6 +169,9 @@ class EngineView:
                     self._pause(stream)
         self.stats = post.stats
         self.flows.update(post.flows)
+        for tenant_id, setbacks in post.setbacks.items():
+            self.setbacks.pop(tenant_id, None)
+            self.setbacks[tenant_id] = setbacks
         self.kv_blocks = post.kv_blocks
         if post.adapters is not None:
             self.adapters = post.adapters

@@ -92,6 +92,7 @@ class _Turner:
             ends=ends,
             stats=stats,
             flows=self.core.take_changed_flows(),
+            setbacks=self.core.take_changed_setbacks(),
             kv_blocks=self.core.blocks_held(),
             adapters=self.core.adapter_tiers() if adapters_changed else None,
             tenant_adapters=self.core.tenant_adapters() if tenants_changed else None,

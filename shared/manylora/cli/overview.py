@@ -21,6 +21,7 @@ _SLO_COLUMNS = (
     *("requests", "available", "target", "budget left"),
 )
 _OVERLOAD_COLUMNS = ("class", "late", "target", "refused", "shed from queue", "output capped")
+_SETBACK_COLUMNS = ("tenant's sequences", "preempted", "swapped to hosts", "evicted", "tokens computed again")
 _CIRCUIT_COLUMNS = ("tenant", "refused", "router", "state", "try again in")
 
 
@@ -58,6 +59,11 @@ def _print(status: ClusterStatus) -> None:
         print_table(("noisy tenant", "how", "worker", "evidence"), neighbours, empty="")
 
     _print_adapters(scheduler.adapters)
+    if scheduler.setbacks:
+        setbacks = [
+            (s.tenant_id, s.preemptions, s.swaps_out, s.evictions, s.recomputed_tokens) for s in scheduler.setbacks
+        ]
+        print_table(_SETBACK_COLUMNS, setbacks, empty="")
 
     if any(quota.level_tokens is not None for quota in scheduler.quotas):
         quotas = [

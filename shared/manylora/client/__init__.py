@@ -48,6 +48,7 @@ from manylora.client.cluster import (
     TenantAdapters,
     TenantInfo,
     TenantOverload,
+    TenantSetbacks,
     WorkerStatus,
 )
 from manylora.client.folder import AdapterFolder
@@ -93,6 +94,7 @@ __all__ = [
     "TenantAdapters",
     "TenantInfo",
     "TenantOverload",
+    "TenantSetbacks",
     "Timings",
     "Usage",
     "WorkerStatus",

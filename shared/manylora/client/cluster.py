@@ -161,6 +161,22 @@ class TenantAdapters:
 
 
 @dataclass(frozen=True)
+class TenantSetbacks:
+    """What befell a tenant's sequences because others were before them or memory was short, since the workers' starts.
+    A sequence counts each time."""
+
+    tenant_id: str
+    preemptions: int
+    """They gave up their slot to others at a unit's end."""
+    swaps_out: int
+    """Their KV went to host memory."""
+    evictions: int
+    """They lost their KV and are computed again."""
+    recomputed_tokens: int
+    """That were computed again, for whatever reason."""
+
+
+@dataclass(frozen=True)
 class SchedulerStatus:
     reachable: bool
     address: str
@@ -170,6 +186,8 @@ class SchedulerStatus:
     overload: OverloadStatus
     neighbours: tuple[NoisyNeighbour, ...]
     adapters: tuple[TenantAdapters, ...]
+    setbacks: tuple[TenantSetbacks, ...]
+    """An operator alone sees them."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ from manylora.client.cluster import (
     TenantAdapters,
     TenantInfo,
     TenantOverload,
+    TenantSetbacks,
     WorkerStatus,
 )
 from manylora.v1 import admin_pb2, common_pb2, inference_pb2
@@ -90,6 +91,7 @@ def status_from(message: admin_pb2.GetStatusResponse) -> ClusterStatus:
                 _scalars(TenantAdapters, a, pins=tuple(_scalars(PinStatus, pin) for pin in a.pins))
                 for a in message.scheduler.adapters
             ),
+            setbacks=tuple(_scalars(TenantSetbacks, s) for s in message.scheduler.setbacks),
         ),
         workers=tuple(_scalars(WorkerStatus, w) for w in message.workers),
         routers=tuple(_scalars(RouterStatus, r) for r in message.routers),

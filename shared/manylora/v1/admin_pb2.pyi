@@ -324,7 +324,7 @@ class CircuitStatus(_message.Message):
     def __init__(self, tenant_id: _Optional[str] = ..., whole_tenant: _Optional[bool] = ..., adapter_version: _Optional[str] = ..., router_id: _Optional[str] = ..., half_open: _Optional[bool] = ..., retry_after_s: _Optional[float] = ..., openings: _Optional[int] = ...) -> None: ...
 
 class SchedulerStatus(_message.Message):
-    __slots__ = ("reachable", "address", "epoch", "flows", "quotas", "overload", "neighbours", "adapters")
+    __slots__ = ("reachable", "address", "epoch", "flows", "quotas", "overload", "neighbours", "adapters", "setbacks")
     REACHABLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -333,6 +333,7 @@ class SchedulerStatus(_message.Message):
     OVERLOAD_FIELD_NUMBER: _ClassVar[int]
     NEIGHBOURS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    SETBACKS_FIELD_NUMBER: _ClassVar[int]
     reachable: bool
     address: str
     epoch: int
@@ -341,7 +342,8 @@ class SchedulerStatus(_message.Message):
     overload: OverloadStatus
     neighbours: _containers.RepeatedCompositeFieldContainer[NoisyNeighbour]
     adapters: _containers.RepeatedCompositeFieldContainer[TenantAdapters]
-    def __init__(self, reachable: _Optional[bool] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowStatus, _Mapping]]] = ..., quotas: _Optional[_Iterable[_Union[QuotaStatus, _Mapping]]] = ..., overload: _Optional[_Union[OverloadStatus, _Mapping]] = ..., neighbours: _Optional[_Iterable[_Union[NoisyNeighbour, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[TenantAdapters, _Mapping]]] = ...) -> None: ...
+    setbacks: _containers.RepeatedCompositeFieldContainer[TenantSetbacks]
+    def __init__(self, reachable: _Optional[bool] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowStatus, _Mapping]]] = ..., quotas: _Optional[_Iterable[_Union[QuotaStatus, _Mapping]]] = ..., overload: _Optional[_Union[OverloadStatus, _Mapping]] = ..., neighbours: _Optional[_Iterable[_Union[NoisyNeighbour, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[TenantAdapters, _Mapping]]] = ..., setbacks: _Optional[_Iterable[_Union[TenantSetbacks, _Mapping]]] = ...) -> None: ...
 
 class TenantAdapters(_message.Message):
     __slots__ = ("tenant_id", "device_bytes", "host_bytes", "evictions", "displaced", "pins")
@@ -372,6 +374,20 @@ class PinStatus(_message.Message):
     on_device: int
     problem: str
     def __init__(self, name: _Optional[str] = ..., adapter_version: _Optional[str] = ..., workers: _Optional[int] = ..., on_device: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class TenantSetbacks(_message.Message):
+    __slots__ = ("tenant_id", "preemptions", "swaps_out", "evictions", "recomputed_tokens")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    SWAPS_OUT_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    preemptions: int
+    swaps_out: int
+    evictions: int
+    recomputed_tokens: int
+    def __init__(self, tenant_id: _Optional[str] = ..., preemptions: _Optional[int] = ..., swaps_out: _Optional[int] = ..., evictions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ...) -> None: ...
 
 class FlowStatus(_message.Message):
     __slots__ = ("tenant_id", "qos_class", "queued", "running", "oldest_wait_s", "served_cost")

@@ -168,7 +168,7 @@ class Drain(_message.Message):
     def __init__(self) -> None: ...
 
 class ControlReport(_message.Message):
-    __slots__ = ("snapshot", "sequence_slots", "running_sequences", "kv_blocks_total", "kv_blocks_free", "block_size", "draining", "generated_tokens", "adapters", "started", "finished_request_ids", "flows", "max_sequences", "tenants")
+    __slots__ = ("snapshot", "sequence_slots", "running_sequences", "kv_blocks_total", "kv_blocks_free", "block_size", "draining", "generated_tokens", "adapters", "started", "finished_request_ids", "flows", "max_sequences", "tenants", "setbacks")
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -183,6 +183,7 @@ class ControlReport(_message.Message):
     FLOWS_FIELD_NUMBER: _ClassVar[int]
     MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
+    SETBACKS_FIELD_NUMBER: _ClassVar[int]
     snapshot: bool
     sequence_slots: int
     running_sequences: int
@@ -197,7 +198,8 @@ class ControlReport(_message.Message):
     flows: _containers.RepeatedCompositeFieldContainer[FlowCounter]
     max_sequences: int
     tenants: _containers.RepeatedCompositeFieldContainer[TenantMemory]
-    def __init__(self, snapshot: _Optional[bool] = ..., sequence_slots: _Optional[int] = ..., running_sequences: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., block_size: _Optional[int] = ..., draining: _Optional[bool] = ..., generated_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[ResidentAdapter, _Mapping]]] = ..., started: _Optional[_Iterable[_Union[RunningRequest, _Mapping]]] = ..., finished_request_ids: _Optional[_Iterable[str]] = ..., flows: _Optional[_Iterable[_Union[FlowCounter, _Mapping]]] = ..., max_sequences: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantMemory, _Mapping]]] = ...) -> None: ...
+    setbacks: _containers.RepeatedCompositeFieldContainer[Setbacks]
+    def __init__(self, snapshot: _Optional[bool] = ..., sequence_slots: _Optional[int] = ..., running_sequences: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., block_size: _Optional[int] = ..., draining: _Optional[bool] = ..., generated_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[ResidentAdapter, _Mapping]]] = ..., started: _Optional[_Iterable[_Union[RunningRequest, _Mapping]]] = ..., finished_request_ids: _Optional[_Iterable[str]] = ..., flows: _Optional[_Iterable[_Union[FlowCounter, _Mapping]]] = ..., max_sequences: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantMemory, _Mapping]]] = ..., setbacks: _Optional[_Iterable[_Union[Setbacks, _Mapping]]] = ...) -> None: ...
 
 class RunningRequest(_message.Message):
     __slots__ = ("request_id", "tenant_id", "qos_class", "sequences")
@@ -228,6 +230,20 @@ class TenantMemory(_message.Message):
     adapter_displaced: int
     pins: _containers.RepeatedCompositeFieldContainer[PinnedAdapter]
     def __init__(self, tenant_id: _Optional[str] = ..., kv_blocks: _Optional[int] = ..., adapter_device_bytes: _Optional[int] = ..., adapter_host_bytes: _Optional[int] = ..., adapter_evictions: _Optional[int] = ..., adapter_displaced: _Optional[int] = ..., pins: _Optional[_Iterable[_Union[PinnedAdapter, _Mapping]]] = ...) -> None: ...
+
+class Setbacks(_message.Message):
+    __slots__ = ("tenant_id", "preemptions", "swaps_out", "evictions", "recomputed_tokens")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    SWAPS_OUT_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    preemptions: int
+    swaps_out: int
+    evictions: int
+    recomputed_tokens: int
+    def __init__(self, tenant_id: _Optional[str] = ..., preemptions: _Optional[int] = ..., swaps_out: _Optional[int] = ..., evictions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ...) -> None: ...
 
 class PinnedAdapter(_message.Message):
     __slots__ = ("name", "adapter_uid", "on_device", "problem")

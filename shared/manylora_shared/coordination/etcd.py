@@ -19,6 +19,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from manylora_shared.address import join_address, parse_address
 from manylora_shared.coordination import rpc_pb2 as pb
 from manylora_shared.coordination.base import (
     MAX_TXN_OPERATIONS,
@@ -35,7 +36,6 @@ from manylora_shared.coordination.base import (
     WatchEvent,
 )
 from manylora_shared.errors import Code, RpcError
-from manylora_shared.transport.address import join_address, parse_address
 from manylora_shared.transport.base import Method
 from manylora_shared.transport.grpc_transport import GrpcChannel, etcd_channel_options
 

@@ -1,5 +1,6 @@
 """The values behind the keys: frozen records with their JSON form. Unknown fields are ignored on reading, so that
-services of neighbouring versions can share a cluster."""
+services of neighbouring versions can share a cluster. A record of what others dial has an address that can be dialled:
+making it raises ValueError else."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from typing import Any, Self
+
+from manylora_shared.address import parse_address
 
 
 @dataclass(frozen=True)
@@ -44,17 +47,26 @@ class WorkerRecord(_JsonRecord):
     device_adapter_bytes: int = 0
     """For adapters on the device; 0: a worker of an earlier version, which does not tell."""
 
+    def __post_init__(self) -> None:
+        parse_address(self.address)
+
 
 @dataclass(frozen=True)
 class RouterRecord(_JsonRecord):
     router_id: str
     address: str
 
+    def __post_init__(self) -> None:
+        parse_address(self.address)
+
 
 @dataclass(frozen=True)
 class SchedulerRecord(_JsonRecord):
     scheduler_id: str
     address: str
+
+    def __post_init__(self) -> None:
+        parse_address(self.address)
 
 
 @dataclass(frozen=True)

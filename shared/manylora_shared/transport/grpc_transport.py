@@ -24,8 +24,8 @@ from google.protobuf.message import Message
 from grpc._cython import cygrpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from manylora_shared.address import join_address, parse_address
 from manylora_shared.errors import Code, ManyloraError, Overloaded, RpcError
-from manylora_shared.transport.address import join_address, parse_address
 from manylora_shared.transport.base import Method, Service, methods_of
 from manylora_shared.transport.dispatch import (
     MAX_MESSAGE_BYTES,

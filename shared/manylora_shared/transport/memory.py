@@ -20,8 +20,8 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from manylora_shared.address import join_address, parse_address
 from manylora_shared.errors import Code, RpcError
-from manylora_shared.transport.address import join_address, parse_address
 from manylora_shared.transport.base import Method, Service, methods_of
 from manylora_shared.transport.dispatch import (
     MAX_MESSAGE_BYTES,

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from manylora_worker.engine.api import SequenceChunk
-from manylora_worker.kernels.sampling import DeviceSampler, RowState, needs_penalty_slot
+from manylora_worker.kernels.sampling import DeviceSampler, RowState
 
 
 class SamplerRows:
@@ -49,7 +49,7 @@ class _PenaltySlots:
 
     def of(self, sampled: Sequence[SequenceChunk]) -> dict[int, int]:
         """The slots of those of a step's sequences that need one, filled."""
-        wanted = [chunk for chunk in sampled if needs_penalty_slot(chunk.sampling)]
+        wanted = [chunk for chunk in sampled if chunk.sampling.adjusts_logits]
         found: dict[int, int] = {}
         for chunk in wanted:
             slot, next_index = self._slots.pop(chunk.sequence_id, (-1, -1))

@@ -38,6 +38,13 @@ class Sampling:
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether there is a penalty or a bias."""
+        return bool(
+            self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty or self.logit_bias
+        )
+
 
 @dataclass(frozen=True)
 class EngineRequest:

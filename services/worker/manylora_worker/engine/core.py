@@ -1,8 +1,9 @@
 """The engine: requests in, token outputs out, step by step.
 
-Owns what happens to a request and in which order. The state is its parts', which it composes and alone writes: requests
-(RequestTable), blocks (BlockPool), queues (StepPlanner), adapter references (AdapterCache), steps under way (Flights),
-what is to be told (Outbox, WorkCounters). One thread, no clock: times are the caller's `now`, in seconds.
+Owns what happens to a request and in which order; how it ends is told in Endings. The state is its parts', which
+it composes and alone writes: requests (RequestTable), blocks (BlockPool), queues (StepPlanner), adapter references
+(AdapterCache), steps under way (Flights), what is to be told (Outbox, WorkCounters). One thread, no clock: times are
+the caller's `now`, in seconds.
 
 A step is `begin_step` (what to compute) -> `submit` (the model starts) -> `wait` (it is through) -> `end_step` (what
 came of it); `step` is one turn of these. Commands (`add`, `abort`, `stop_choice`, `prefetch`) come between these calls,
@@ -46,7 +47,8 @@ from manylora_worker.engine.api import (
     TokenOutput,
 )
 from manylora_worker.engine.block_pool import BlockPool, BlockWork
-from manylora_worker.engine.counters import EngineStats, FlowTokens, WorkCounters
+from manylora_worker.engine.counters import EngineStats, FlowTokens, Setbacks, WorkCounters
+from manylora_worker.engine.endings import Endings
 from manylora_worker.engine.flights import Flight, Flights, Part, chunk_of, part_of
 from manylora_worker.engine.outbox import Outbox, RequestEnd
 from manylora_worker.engine.prefix_cache import PrefixOptions
@@ -55,9 +57,9 @@ from manylora_worker.engine.request_bounds import RequestBounds
 from manylora_worker.engine.request_table import RequestTable
 from manylora_worker.engine.sequence import Sequence, SequenceGroup, SequenceStatus, sequence_id_of
 from manylora_worker.engine.slots import Scheduled
-from manylora_worker.engine.step_planner import FlowSlots, PlannerLimits, StepPlanner
+from manylora_worker.engine.step_planner import FlowSlots, PlannerLimits, StepPlan, StepPlanner
 from manylora_worker.engine.step_time import StepTime
-from manylora_worker.engine.swapping import SwapCounts, Swapper
+from manylora_worker.engine.swapping import Swapper
 from manylora_worker.engine.tenant_shares import FlowKey, TenantShare, TenantShares
 
 
@@ -102,6 +104,9 @@ class EngineCore:
         self._begun: tuple[SequenceOf[Part], BlockWork, float] | None = None
         """Between `begin_step` and `submit`."""
         self._outbox = Outbox()
+        self._endings = Endings(
+            self._requests, self._planner, self._prefixes, self._adapters, self._outbox, self._request_closed
+        )
         self._counters = WorkCounters()
         self._tenant_adapters: tuple[int, Mapping[TenantId, TenantAdapters]] | None = None
         """With the version that they are of."""
@@ -137,6 +142,10 @@ class EngineCore:
         longest = (self._bounds.longest_blocks(request) for request in requests if request.tenant_id == tenant_id)
         self._shares.accept(tenant_id, max(longest, default=0))
 
+    def _request_closed(self, request: EngineRequest) -> None:
+        if self._bounds.longest_blocks(request) == self._shares.hard(request.tenant_id):
+            self._note_longest(request.tenant_id)
+
     def add(self, request: EngineRequest, now: float) -> None:
         """Takes a request that `check` accepted. Its tenant's bounds may have fallen since: it runs nevertheless.
 
@@ -166,7 +175,7 @@ class EngineCore:
         assert self._begun is None
         group = self._requests.find(request_id)
         if group is not None:
-            self._end_group(group, FinishReason.ABORTED, "aborted", now)
+            self._endings.end_request(group, FinishReason.ABORTED, "aborted", now)
 
     def stop_choice(self, request_id: RequestId, choice: int, now: float) -> None:
         """Ends one choice with STOP; the others go on. Unknown and finished ones are ignored."""
@@ -176,7 +185,7 @@ class EngineCore:
             return
         sequence = group.sequences[choice]
         if not sequence.is_finished:
-            self._finish(sequence, FinishReason.STOP, now)
+            self._endings.end_choice(sequence, FinishReason.STOP, now)
 
     def pause(self, request_id: RequestId) -> None:
         """The request takes no further slot until `resume`; a unit that runs goes on to its end. Unknown ids are
@@ -242,8 +251,7 @@ class EngineCore:
         self._pump_adapters(now)
         self._pump_copies()
         plan = self._planner.plan(is_ahead=bool(self._flights))
-        self._counters.preemptions += plan.num_yielded
-        self._counters.evictions += plan.num_evicted
+        self._count_setbacks(plan)
         if not plan.scheduled:
             return None
         for item in plan.scheduled:
@@ -282,7 +290,7 @@ class EngineCore:
         drawn = iter(result)
         for part in flight.parts:
             self._settle(part, next(drawn) if part.scheduled.samples else None, now)
-        self._let_go()
+        self._endings.let_go()
 
     def drain(self, now: float) -> None:
         """Ends the steps and copies that are under way; what was aborted is let go then. Blocks."""
@@ -320,7 +328,7 @@ class EngineCore:
         return self._requests.ids
 
     def stats(self) -> EngineStats:
-        counters, swaps = self._counters, self._swapper.total
+        counters, setbacks, swaps = self._counters, self._counters.setbacks, self._swapper.counts
         return EngineStats(
             requests=len(self._requests),
             sequences=self._requests.num_unfinished,
@@ -331,9 +339,9 @@ class EngineCore:
             generated_tokens=counters.generated_tokens,
             steps=counters.steps,
             failed_steps=counters.failed_steps,
-            preemptions=counters.preemptions,
-            evictions=counters.evictions,
-            recomputed_tokens=counters.recomputed_tokens,
+            preemptions=setbacks.preemptions,
+            evictions=setbacks.evictions,
+            recomputed_tokens=setbacks.recomputed_tokens,
             swaps_out=swaps.swaps_out,
             swaps_in=swaps.swaps_in,
             blocks_out=swaps.blocks_out,
@@ -372,6 +380,10 @@ class EngineCore:
         """The flows whose counters grew since the last call."""
         return self._counters.take_changed_flows()
 
+    def take_changed_setbacks(self) -> Mapping[TenantId, Setbacks]:
+        """Of the tenants whose counts grew since the last call."""
+        return self._counters.take_changed_setbacks()
+
     def blocks_held_by(self, tenant_id: TenantId) -> int:
         return self._pool.held_by(tenant_id)
 
@@ -382,10 +394,6 @@ class EngineCore:
     def host_blocks_held(self) -> dict[TenantId, int]:
         """Of host memory, by each tenant that has any."""
         return self._swapper.host.held()
-
-    def swaps(self) -> Mapping[TenantId, SwapCounts]:
-        """By each tenant that had any."""
-        return self._swapper.counts()
 
     def tenant_of(self, holding_id: int) -> TenantId:
         """The tenant of a sequence that is in the engine, by the id that the runner sees."""
@@ -410,7 +418,7 @@ class EngineCore:
         for failure in update.failed:
             for request_id in failure.holders:
                 group = self._requests[request_id]
-                self._end_group(group, FinishReason.ADAPTER_FAILED, failure.message, now)
+                self._endings.end_request(group, FinishReason.ADAPTER_FAILED, failure.message, now)
 
     def _pump_copies(self) -> None:
         for sequence in self._swapper.poll():
@@ -418,7 +426,7 @@ class EngineCore:
                 self._swapper.ended(sequence)
             else:
                 self._planner.parking.copy_ended(sequence)
-        self._let_go()
+        self._endings.let_go()
 
     def _measure(self, flight: Flight, now: float) -> None:
         """How long a step took: the device begins it when the one before it is through."""
@@ -430,6 +438,14 @@ class EngineCore:
         self._swapper.costs.computed(num_prefill, num_tokens, seconds)
         self._step_time.measured(num_prefill, seconds)
         self._step_ended_s = now
+
+    def _count_setbacks(self, plan: StepPlan) -> None:
+        for sequence in plan.yielded:
+            self._counters.set_back(sequence.tenant_id, preemptions=1)
+        for sequence in plan.swapped:
+            self._counters.set_back(sequence.tenant_id, swaps_out=1)
+        for sequence in plan.evicted:
+            self._counters.set_back(sequence.tenant_id, evictions=1)
 
     def _adapter_ready(self, group: SequenceGroup, now: float) -> None:
         group.times.adapter_ready_s = now
@@ -465,7 +481,8 @@ class EngineCore:
         sequence = part.scheduled.sequence
         group = sequence.group
         self._leave_step(part)
-        self._counters.recomputed_tokens += part.num_recomputed_tokens
+        if part.num_recomputed_tokens:
+            self._counters.set_back(sequence.tenant_id, recomputed_tokens=part.num_recomputed_tokens)
         is_taken = sampled is not None and not sequence.is_finished
         self._counters.computed(sequence.flow, part.num_new_tokens, int(is_taken))
         if sequence.is_finished:
@@ -480,14 +497,6 @@ class EngineCore:
         sequence = part.scheduled.sequence
         sequence.num_steps_in_flight -= 1
         sequence.num_pending_tokens -= part.scheduled.samples
-
-    def _let_go(self) -> None:
-        """Frees what lingers no more."""
-        for sequence in self._requests.linger_no_more():
-            self._planner.parking.release_blocks(sequence)
-            end = self._requests.let_go(sequence)
-            if end is not None:
-                self._close(sequence.group, end)
 
     def _fail(self, flight: Flight, error: Exception, now: float) -> None:
         self.step_error = error
@@ -504,73 +513,23 @@ class EngineCore:
                 self._leave_step(part)
         for each in lost:
             for part in each.parts:
-                self._end_group(part.scheduled.sequence.group, FinishReason.ERROR, message, now, refund=True)
-        self._let_go()
+                self._endings.end_request(part.scheduled.sequence.group, FinishReason.ERROR, message, now, refund=True)
+        self._endings.let_go()
 
     def _take_token(self, sequence: Sequence, sampled: Sampled, now: float) -> None:
         request = sequence.group.request
         # What a later step draws is of no use then.
         is_in_vain = sequence.num_steps_in_flight > 0
         if sampled.error is not None:
-            self._end_group(sequence.group, FinishReason.ERROR, sampled.error, now, refund=is_in_vain)
+            self._endings.end_request(sequence.group, FinishReason.ERROR, sampled.error, now, refund=is_in_vain)
             return
         if sampled.token_id in request.stop_token_ids:
-            self._finish(sequence, FinishReason.STOP, now, stop_token_id=sampled.token_id, refund=is_in_vain)
+            stop_token_id = sampled.token_id
+            self._endings.end_choice(sequence, FinishReason.STOP, now, stop_token_id=stop_token_id, refund=is_in_vain)
             return
         position = len(sequence.output_token_ids)
         sequence.output_token_ids.append(sampled.token_id)
         is_last = position + 1 >= sequence.max_output_tokens
         self._outbox.token(sequence, sampled, position, is_last=is_last)
         if is_last:
-            self._remove(sequence, FinishReason.LENGTH, now)
-
-    def _finish(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        now: float,
-        *,
-        message: str = "",
-        stop_token_id: int | None = None,
-        refund: bool = False,
-    ) -> None:
-        """Ends a choice without a further token. refund: see StepPlanner.remove."""
-        self._outbox.choice_ended(sequence, reason, message=message, stop_token_id=stop_token_id)
-        self._remove(sequence, reason, now, message=message, refund=refund)
-
-    def _remove(
-        self, sequence: Sequence, reason: FinishReason, now: float, *, message: str = "", refund: bool = False
-    ) -> None:
-        """Frees what a choice holds, and with the last one all of its request, or leaves that to `_let_go`."""
-        group = sequence.group
-        sequence.move_to(SequenceStatus.FINISHED)
-        sequence.finish_reason = reason
-        was_queued = self._planner.remove(sequence, refund=refund)
-        if not self._requests.finished(sequence):
-            self._planner.parking.release_blocks(sequence)
-        leader = group.leader
-        if leader is not None:
-            if was_queued and not group.is_forked:
-                self._planner.parking.enqueue(leader)  # the prompt is computed anew for the next choice
-            return
-        end = RequestEnd.of(group, reason, message, now)
-        if self._requests.all_finished(group, end):
-            self._close(group, end)
-
-    def _close(self, group: SequenceGroup, end: RequestEnd) -> None:
-        """No step in flight has a choice of it any more."""
-        self._adapters.release(end.request_id, end.ended_s)
-        self._requests.remove(group)
-        if self._bounds.longest_blocks(group.request) == self._shares.hard(group.request.tenant_id):
-            self._note_longest(group.request.tenant_id)
-        self._outbox.request_ended(end)
-
-    def _end_group(
-        self, group: SequenceGroup, reason: FinishReason, message: str, now: float, *, refund: bool = False
-    ) -> None:
-        """Ends all choices that are left, the last one first: so none becomes the leader in between."""
-        for sequence in reversed(group.sequences):
-            if not sequence.is_finished:
-                if reason is FinishReason.ERROR:
-                    self._prefixes.withdraw(sequence)  # a retry must not find what may have been the cause
-                self._finish(sequence, reason, now, message=message, refund=refund)
+            self._endings.end_told_choice(sequence, FinishReason.LENGTH, now)

@@ -5,13 +5,15 @@ EngineStats is both together, as `EngineCore.stats` gathers it.
 
 Work is counted per flow (tenant, class): prompt_tokens are tokens computed in prefill, the one token a further choice
 adds included, those computed again after an eviction (which we chose) left out; output_tokens are tokens drawn, stop
-tokens included.
+tokens included. What befalls sequences for others' sake or for want of memory is counted per tenant.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import NamedTuple
+
+from manylora_shared.ids import TenantId
 
 from manylora_worker.engine.tenant_shares import FlowKey
 
@@ -21,6 +23,27 @@ class FlowTokens(NamedTuple):
 
     prompt_tokens: int = 0
     output_tokens: int = 0
+
+
+class Setbacks(NamedTuple):
+    """Of a tenant's sequences, cumulative since the engine's start."""
+
+    preemptions: int = 0
+    """They gave up their slot to others at a unit's end."""
+    swaps_out: int = 0
+    """Their KV went to host memory."""
+    evictions: int = 0
+    """They lost their blocks and are computed again."""
+    recomputed_tokens: int = 0
+    """That were computed again, for whatever reason."""
+
+    def with_more(self, preemptions: int, swaps_out: int, evictions: int, recomputed_tokens: int) -> Setbacks:
+        return Setbacks(
+            self.preemptions + preemptions,
+            self.swaps_out + swaps_out,
+            self.evictions + evictions,
+            self.recomputed_tokens + recomputed_tokens,
+        )
 
 
 class EngineStats(NamedTuple):
@@ -35,9 +58,8 @@ class EngineStats(NamedTuple):
     steps: int
     failed_steps: int
     preemptions: int
-    """Sequences that gave up their slot to others at a unit's end."""
+    """See Setbacks, as of the two below."""
     evictions: int
-    """Sequences that lost their blocks and are computed again."""
     recomputed_tokens: int
     swaps_out: int
     """Sequences whose KV went to host memory."""
@@ -58,18 +80,20 @@ class EngineStats(NamedTuple):
 
 
 class WorkCounters:
-    """The plain counts are written in place, as EngineStats names them; those of flows by `computed`."""
+    """The plain counts are written in place, as EngineStats names them; those of flows by `computed`, of tenants by
+    `set_back`."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.failed_steps = 0
-        self.preemptions = 0
-        self.evictions = 0
-        self.recomputed_tokens = 0
         self.generated_tokens = 0
         self._flows: dict[FlowKey, list[int]] = {}
         """[prompt tokens, output tokens], both cumulative."""
         self._changed_flows: dict[FlowKey, None] = {}
+        self.setbacks = Setbacks()
+        """Of all tenants together."""
+        self._tenants: dict[TenantId, Setbacks] = {}
+        self._changed_setbacks: dict[TenantId, Setbacks] = {}
 
     def computed(self, flow: FlowKey, prompt_tokens: int, output_tokens: int) -> None:
         """Work for a flow that is charged to it."""
@@ -79,6 +103,21 @@ class WorkCounters:
         self._changed_flows[flow] = None
         self.generated_tokens += output_tokens
 
+    def set_back(
+        self,
+        tenant_id: TenantId,
+        *,
+        preemptions: int = 0,
+        swaps_out: int = 0,
+        evictions: int = 0,
+        recomputed_tokens: int = 0,
+    ) -> None:
+        """What befell a tenant's sequences, beside what is counted already."""
+        more = (preemptions, swaps_out, evictions, recomputed_tokens)
+        known = self._tenants.get(tenant_id, _NO_SETBACKS)
+        self._tenants[tenant_id] = self._changed_setbacks[tenant_id] = known.with_more(*more)
+        self.setbacks = self.setbacks.with_more(*more)
+
     def flows(self) -> Mapping[FlowKey, FlowTokens]:
         return {flow: FlowTokens(*tokens) for flow, tokens in self._flows.items()}
 
@@ -87,3 +126,11 @@ class WorkCounters:
         changed = {flow: FlowTokens(*self._flows[flow]) for flow in self._changed_flows}
         self._changed_flows.clear()
         return changed
+
+    def take_changed_setbacks(self) -> Mapping[TenantId, Setbacks]:
+        """Of the tenants whose counts grew since the last call."""
+        changed, self._changed_setbacks = self._changed_setbacks, {}
+        return changed
+
+
+_NO_SETBACKS = Setbacks()

@@ -34,8 +34,10 @@ class Parking:
         """Oldest first."""
         self.step = 0
         """The plan that is being made, or was made last."""
-        self.num_evicted = 0
-        """Evictions so far."""
+        self.swapped: list[Sequence] = []
+        """In this plan: those that went to the host."""
+        self.evicted: list[Sequence] = []
+        """In this plan: those that lost their blocks."""
         self.ready_decodes = 0
         """Parked sequences that could decode, since they were counted."""
 
@@ -43,6 +45,10 @@ class Parking:
     def waiting(self) -> SequenceOf[Sequence]:
         """Without blocks that could be computed in: swapped ones too; oldest first."""
         return self._waiting
+
+    def begin_plan(self) -> None:
+        self.step += 1
+        self.swapped, self.evicted = [], []
 
     def enqueue(self, sequence: Sequence) -> None:
         """A sequence in WAITING, for admission."""
@@ -132,6 +138,7 @@ class Parking:
             return
         self._swapper.leave(sequence)
         self._leave_parked(sequence)
+        self.swapped.append(sequence)
         sequence.move_to(SequenceStatus.SWAPPED)
         self._queue.requeue(sequence)
 
@@ -143,7 +150,7 @@ class Parking:
         sequence.move_to(SequenceStatus.WAITING)
         self._queue.requeue(sequence)
         sequence.group.num_evictions += 1
-        self.num_evicted += 1
+        self.evicted.append(sequence)
 
     def _leave_parked(self, sequence: Sequence) -> None:
         """What was done for it stays charged, and is not charged again."""

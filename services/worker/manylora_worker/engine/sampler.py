@@ -80,7 +80,7 @@ def _logprobs(raw: Tensor, tokens: Tensor, chunks: Sequence[SequenceChunk]) -> d
 
 def _penalized(raw: Tensor, chunks: Sequence[SequenceChunk]) -> Tensor:
     """Logits after repetition, presence and frequency penalties and bias; `raw` itself where no row has any."""
-    if not any(_has_adjustments(chunk.sampling) for chunk in chunks):
+    if not any(chunk.sampling.adjusts_logits for chunk in chunks):
         return raw
     scores = raw.clone()
     _apply_repetition_penalty(scores, chunks)
@@ -102,15 +102,6 @@ def _penalized(raw: Tensor, chunks: Sequence[SequenceChunk]) -> Tensor:
         where = (torch.tensor(rows, device=raw.device), torch.tensor(token_ids, device=raw.device))
         scores.index_put_(where, torch.tensor(additions, device=raw.device), accumulate=True)
     return scores
-
-
-def _has_adjustments(sampling: Sampling) -> bool:
-    return bool(
-        sampling.repetition_penalty != 1.0
-        or sampling.presence_penalty
-        or sampling.frequency_penalty
-        or sampling.logit_bias
-    )
 
 
 def _apply_repetition_penalty(scores: Tensor, chunks: Sequence[SequenceChunk]) -> None:

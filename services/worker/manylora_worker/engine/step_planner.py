@@ -90,10 +90,12 @@ class PlannerLimits:
 
 class StepPlan(NamedTuple):
     scheduled: SequenceOf[Scheduled]
-    num_evicted: int
-    """Sequences that lost their blocks."""
-    num_yielded: int
-    """Sequences that are parked at a unit's end because others are before them."""
+    yielded: SequenceOf[Sequence]
+    """Their unit is through, and others are before their next one."""
+    swapped: SequenceOf[Sequence]
+    """Their KV is on its way to the host."""
+    evicted: SequenceOf[Sequence]
+    """They lost their blocks; one that came in between, more than once."""
 
 
 class FlowSlots(NamedTuple):
@@ -204,8 +206,7 @@ class StepPlanner:
                 schedule then, though there would be without it.
         """
         parking = self.parking
-        parking.step += 1
-        num_evicted = parking.num_evicted
+        parking.begin_plan()
         ended = self._end_units()
         parking.count_ready_decodes()
         budget = self._limits.max_batch_tokens - len(self._slots)
@@ -229,8 +230,8 @@ class StepPlanner:
             else:
                 unit.tokens_left = 0
                 chunks.append(unit.chunk)
-        num_yielded = sum(s in parking.parked and s.item is not None for s in ended) if parking.parked else 0
-        return StepPlan(scheduled + chunks, parking.num_evicted - num_evicted, num_yielded)
+        yielded = [sequence for sequence in ended if sequence.item is not None]
+        return StepPlan(scheduled + chunks, yielded, parking.swapped, parking.evicted)
 
     def _end_units(self) -> list[Sequence]:
         """Parks the sequences whose units are through, and queues their next ones; what is ENDING has none.

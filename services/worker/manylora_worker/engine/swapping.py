@@ -78,7 +78,7 @@ class SwapCosts:
 
 @dataclass(frozen=True)
 class SwapCounts:
-    """Of one tenant, cumulative since the engine's start."""
+    """Cumulative since the engine's start."""
 
     swaps_out: int = 0
     swaps_in: int = 0
@@ -169,8 +169,7 @@ class Swapper:
         """Under way, oldest first, and how many blocks each copies."""
         self._leaving: frozenset[int] | None = None
         """Blocks that come free by copies that are under way; None: to be found anew."""
-        self._counts: dict[TenantId, SwapCounts] = {}
-        self._total = SwapCounts()
+        self._counts = SwapCounts()
 
     @property
     def num_copying(self) -> int:
@@ -182,14 +181,9 @@ class Swapper:
         """Whose they are, finished ones included."""
         return list(self._copies)
 
-    def counts(self) -> Mapping[TenantId, SwapCounts]:
-        """Of all tenants that ever had a swap."""
-        return dict(self._counts)
-
     @property
-    def total(self) -> SwapCounts:
-        """Of all tenants together."""
-        return self._total
+    def counts(self) -> SwapCounts:
+        return self._counts
 
     @property
     def num_leaving(self) -> int:
@@ -237,7 +231,7 @@ class Swapper:
         sequence.group.num_swaps += 1
         self._copies[sequence] = (self._host_kv.copy_out(blocks, host_blocks), len(blocks))
         self._leaving = None
-        self._count(sequence.tenant_id, SwapCounts(swaps_out=1, blocks_out=len(blocks)))
+        self._counts += SwapCounts(swaps_out=1, blocks_out=len(blocks))
 
     def bring_back(self, sequence: Sequence, num_cached_blocks: int) -> None:
         """Starts the copy into the blocks that it was given, but the first ones, which were found in the cache."""
@@ -251,7 +245,7 @@ class Swapper:
         sequence.swap.stage = SwapStage.ARRIVING
         self._leaving = None
         self._copies[sequence] = (self._host_kv.copy_in(host_blocks, blocks), len(blocks))
-        self._count(sequence.tenant_id, SwapCounts(swaps_in=1, blocks_in=len(blocks)))
+        self._counts += SwapCounts(swaps_in=1, blocks_in=len(blocks))
 
     def poll(self) -> list[Sequence]:
         """Whose copies are over since the last call; finished sequences too. Each is then told `ended`."""
@@ -302,11 +296,3 @@ class Swapper:
 
     def _num_computed_blocks(self, sequence: Sequence) -> int:
         return self._pool.blocks_for(sequence.num_computed_tokens)
-
-    def _count(self, tenant_id: TenantId, more: SwapCounts) -> None:
-        known = self._counts.get(tenant_id, _NONE)
-        self._counts[tenant_id] = known + more
-        self._total += more
-
-
-_NONE = SwapCounts()

@@ -69,7 +69,7 @@ class SamplingPlan:
         return cls(
             draws=any(not s.is_greedy for s in samplings),
             cuts=any(not s.is_greedy and (s.top_k or s.top_p < 1 or s.min_p > 0) for s in samplings),
-            penalties=any(needs_penalty_slot(s) for s in samplings),
+            penalties=any(s.adjusts_logits for s in samplings),
             top_logprobs=max(logprobs) if logprobs else None,
         )
 
@@ -85,22 +85,13 @@ class SamplingPlan:
         )
 
 
-def needs_penalty_slot(sampling: Sampling) -> bool:
-    return bool(
-        sampling.repetition_penalty != 1.0
-        or sampling.presence_penalty
-        or sampling.frequency_penalty
-        or sampling.logit_bias
-    )
-
-
 @dataclass(frozen=True)
 class RowState:
     """What the host tells of one row.
 
     Attributes:
         output_index: of the next token to be drawn (0 = first after the prompt).
-        penalty_slot: the row's place in the tables, -1 where needs_penalty_slot is false.
+        penalty_slot: the row's place in the tables, -1 where nothing adjusts its logits.
     """
 
     sampling: Sampling
@@ -171,7 +162,7 @@ class DeviceSampler:
         floats = [_floats_of(state.sampling) for state in rows.values()]
         ints = [_ints_of(state) for state in rows.values()]
         assert all(-1 <= state.penalty_slot < self.penalty_slots for state in rows.values())
-        assert all((state.penalty_slot >= 0) == needs_penalty_slot(state.sampling) for state in rows.values())
+        assert all((state.penalty_slot >= 0) == state.sampling.adjusts_logits for state in rows.values())
         self._floats.index_copy_(1, index, self._to_device(torch.tensor(floats, dtype=torch.float64).T.contiguous()))
         self._ints.index_copy_(1, index, self._to_device(torch.tensor(ints, dtype=torch.int64).T.contiguous()))
 

@@ -1,8 +1,6 @@
-"""`host:port` as text. Owns nothing; both transports and the configuration checks use it."""
+"""`host:port` as text. Pure; owns nothing."""
 
 from __future__ import annotations
-
-import ipaddress
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -18,14 +16,3 @@ def parse_address(address: str) -> tuple[str, int]:
 
 def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach a listener on `address`. Raises ValueError."""
-    host, _ = parse_address(address)
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -1,0 +1,102 @@
+"""How choices and requests end: in which order what they have is given up, and when their ends are told.
+
+A part of EngineCore without state of its own, called by it alone: writes the parts that it composes. What ends, when
+and why is EngineCore's to say.
+
+A choice that ends leaves its slot or its place in the queue at once, and its end is told. Its blocks are free when no
+step in flight has it and no copy of its KV is under way: it *lingers* until then. With its last choice a request ends;
+once none lingers its adapter is released, it is forgotten, and its end is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from manylora_worker.adapters.cache import AdapterCache
+from manylora_worker.engine.api import EngineRequest, FinishReason
+from manylora_worker.engine.outbox import Outbox, RequestEnd
+from manylora_worker.engine.prefixes import Prefixes
+from manylora_worker.engine.request_table import RequestTable
+from manylora_worker.engine.sequence import Sequence, SequenceGroup, SequenceStatus
+from manylora_worker.engine.step_planner import StepPlanner
+
+
+class Endings:
+    """
+    Args:
+        closed: called with each request of which nothing is left, before its end is told.
+    """
+
+    def __init__(
+        self,
+        requests: RequestTable,
+        planner: StepPlanner,
+        prefixes: Prefixes,
+        adapters: AdapterCache,
+        outbox: Outbox,
+        closed: Callable[[EngineRequest], None],
+    ) -> None:
+        self._requests = requests
+        self._planner = planner
+        self._prefixes = prefixes
+        self._adapters = adapters
+        self._outbox = outbox
+        self._closed = closed
+
+    def end_choice(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        now: float,
+        *,
+        message: str = "",
+        stop_token_id: int | None = None,
+        refund: bool = False,
+    ) -> None:
+        """Ends a choice without a further token. refund: see StepPlanner.remove."""
+        self._outbox.choice_ended(sequence, reason, message=message, stop_token_id=stop_token_id)
+        self.end_told_choice(sequence, reason, now, message=message, refund=refund)
+
+    def end_told_choice(
+        self, sequence: Sequence, reason: FinishReason, now: float, *, message: str = "", refund: bool = False
+    ) -> None:
+        """As `end_choice`, where its last output told of the end."""
+        group = sequence.group
+        sequence.move_to(SequenceStatus.FINISHED)
+        sequence.finish_reason = reason
+        was_queued = self._planner.remove(sequence, refund=refund)
+        if not self._requests.finished(sequence):
+            self._planner.parking.release_blocks(sequence)
+        leader = group.leader
+        if leader is not None:
+            if was_queued and not group.is_forked:
+                self._planner.parking.enqueue(leader)  # the prompt is computed anew for the next choice
+            return
+        end = RequestEnd.of(group, reason, message, now)
+        if self._requests.all_finished(group, end):
+            self._close(group, end)
+
+    def end_request(
+        self, group: SequenceGroup, reason: FinishReason, message: str, now: float, *, refund: bool = False
+    ) -> None:
+        """Ends all choices that are left, the last one first: so none becomes the leader in between."""
+        for sequence in reversed(group.sequences):
+            if not sequence.is_finished:
+                if reason is FinishReason.ERROR:
+                    self._prefixes.withdraw(sequence)  # a retry must not find what may have been the cause
+                self.end_choice(sequence, reason, now, message=message, refund=refund)
+
+    def let_go(self) -> None:
+        """Frees what lingers no more."""
+        for sequence in self._requests.linger_no_more():
+            self._planner.parking.release_blocks(sequence)
+            end = self._requests.let_go(sequence)
+            if end is not None:
+                self._close(sequence.group, end)
+
+    def _close(self, group: SequenceGroup, end: RequestEnd) -> None:
+        """No step in flight has a choice of it any more."""
+        self._adapters.release(end.request_id, end.ended_s)
+        self._requests.remove(group)
+        self._closed(group.request)
+        self._outbox.request_ended(end)

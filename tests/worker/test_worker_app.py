@@ -1,0 +1,63 @@
+"""A worker's registration and its end, in order and by a failure."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from manylora.v1 import common_pb2, worker_pb2
+from manylora_shared.coordination import keys
+from manylora_shared.errors import Code
+from manylora_shared.transport.base import Stream
+
+from tests.worker.worker_fakes import (
+    Scheduler,
+    collect,
+    eventually,
+    message,
+    refused,
+    running_worker,
+)
+
+
+async def test_registration_and_stop() -> None:
+    async with running_worker() as worker:
+        assert list(worker.store.keys) == [keys.PEER_SECRET, keys.worker("w")]
+        stored = worker.store.get(keys.worker("w"))
+        assert stored is not None
+        record = json.loads(stored.value)
+        assert record["address"] == worker.app.address
+        assert (record["vocab_size"], record["eos_token_ids"], record["sequence_slots"]) == (259, [0], 8)
+        scheduler = Scheduler(worker)
+        await scheduler.hello(1)
+        stream = worker.execute(message(max_tokens=8000))
+        await stream.read()
+        stopping = asyncio.create_task(worker.app.stop())
+        await scheduler.read_until(lambda r: r.draining)
+        result = await collect_finished(stream)
+        assert result.outcome == common_pb2.OUTCOME_WORKER_LOST
+        assert result.message == "the worker is shutting down"
+        await stopping
+        assert list(worker.store.keys) == [keys.PEER_SECRET]
+
+
+async def collect_finished(stream: Stream) -> worker_pb2.ExecuteFinished:
+    while (frame := await stream.read()) is not None:
+        if frame.WhichOneof("event") == "finished":
+            finished: worker_pb2.ExecuteFinished = frame.finished
+    return finished
+
+
+async def test_a_failed_engine_unregisters_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_worker() as worker:
+
+        def fail(now: float) -> None:
+            raise RuntimeError("unforeseen")
+
+        monkeypatch.setattr(worker.engine.core, "begin_step", fail)
+        result = await collect(worker.execute(message()))
+        assert result.finished.outcome == common_pb2.OUTCOME_INTERNAL
+        assert await asyncio.wait_for(worker.app.failed(), 2) == "RuntimeError: unforeseen"
+        await eventually(lambda: list(worker.store.keys) == [keys.PEER_SECRET])
+        assert (await refused(worker.execute(message()).read())).code is Code.UNAVAILABLE

@@ -1,0 +1,133 @@
+"""The tenants' policies in a worker: bounds on KV memory, and pinned adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from manylora.v1 import common_pb2, worker_pb2
+from manylora_shared.coordination import keys
+from manylora_shared.coordination.memory import MemoryStoreServer
+from manylora_shared.coordination.records import AdapterRecord
+from manylora_shared.errors import Code
+from manylora_shared.ids import QosClass, TenantId
+from manylora_worker import tenants as tenants_module
+from manylora_worker.adapters.pins import NO_ROOM_TO_PIN
+
+from tests.worker.worker_fakes import (
+    OTHER_UID,
+    UID,
+    Scheduler,
+    collect,
+    config,
+    eventually,
+    make_engine,
+    message,
+    refused,
+    running_worker,
+)
+
+
+def _policy(hard_mb: int, weight: int = 3) -> bytes:
+    return (
+        f"tenant_id: acme\nclasses: {{batch: {{weight: {weight}}}}}\nquotas: {{kv_hbm_mb_hard: {hard_mb}}}\n".encode()
+    )
+
+
+async def test_a_policy_bounds_a_tenants_kv_memory_and_changes_live() -> None:
+    async with running_worker() as worker:
+        store = worker.store.client()
+        longest = message(max_tokens=62)  # 64 tokens are held at most: 4 blocks of 256 KiB, 1 MiB
+        await store.put(keys.tenant("acme"), _policy(1))
+        await eventually(lambda: worker.engine.core._shares.hard(TenantId("acme")) == 4)
+        assert worker.engine.core._shares.weight((TenantId("acme"), QosClass.BATCH)) == 3
+        assert (await collect(worker.execute(longest))).finished.outcome == common_pb2.OUTCOME_COMPLETED
+        longer = message("r2", max_tokens=63)
+        error = await refused(worker.execute(longer).read())
+        assert (error.code, error.label, error.retry_after_s) == (Code.RESOURCE_EXHAUSTED, "quota_exceeded", None)
+        assert [(b.quota, b.tenant_id, b.limit) for b in error.breaches] == [("quotas.kv_hbm_mb_hard", "acme", 1)]
+        await collect(worker.execute(message("r3", tenant_id="beta", max_tokens=63)))
+
+        await store.put(keys.tenant("acme"), b"tenant_id: acme\nquotas: {kv_hbm_mb_hard: none}\n")
+        await store.put(keys.tenant("beta"), _policy(1).replace(b"acme", b"beta"))
+        await eventually(lambda: worker.engine.core._shares.hard(TenantId("beta")) == 4)
+        assert (await refused(worker.execute(longer).read())).label == "quota_exceeded", "it stays in force"
+
+        await store.put(keys.tenant("acme"), _policy(2))
+        await eventually(lambda: worker.engine.core._shares.hard(TenantId("acme")) == 8)
+        assert (await collect(worker.execute(longer))).finished.outcome == common_pb2.OUTCOME_COMPLETED
+        await store.delete(keys.tenant("acme"))
+        await eventually(lambda: worker.engine.core._shares.hard(TenantId("acme")) == 4096)
+
+
+async def test_policies_are_in_force_before_a_worker_is_registered() -> None:
+    """The scheduler cannot grant to a worker before it knows the tenants' bounds."""
+    engine = make_engine(config())
+    shares: list[int] = []
+    async with running_worker(engine=engine, policies={"acme": _policy(1)}) as worker:
+        await eventually(lambda: any(key.startswith(keys.WORKERS) for key in worker.store.keys))
+        shares.append(worker.engine.core._shares.hard(TenantId("acme")))
+    assert shares == [4]
+
+
+# -- pins
+
+
+def _registered(name: str, uid: str, size_bytes: int = 1) -> bytes:
+    return AdapterRecord("acme", name, uid, 8, size_bytes, ("q_proj",), 0.0).to_json()
+
+
+def _pinning(*names: str) -> bytes:
+    return f"tenant_id: acme\nadapters: {{pin: [{', '.join(names)}]}}\n".encode()
+
+
+async def test_pins_are_loaded_at_the_start_and_follow_the_names_and_the_policy() -> None:
+    server = MemoryStoreServer(random.Random(0))
+    store = server.client()
+    await store.put(keys.adapter("acme", "one"), _registered("one", UID))
+    await store.put(keys.tenant("acme"), _pinning("one", "later"))
+    async with running_worker(settings=config(device_adapter_mb=4e-6), store=server) as worker:
+        device = worker.engine.backend.on_device
+        await eventually(lambda: list(device) == [UID])
+        scheduler = Scheduler(worker)
+        await scheduler.hello(1)
+
+        async def told(*expected: tuple[str, str, bool, str]) -> None:
+            wanted = [
+                worker_pb2.PinnedAdapter(name=n, adapter_uid=u, on_device=d, problem=p) for n, u, d, p in expected
+            ]
+            await scheduler.read_until(lambda r: any(list(t.pins) == wanted for t in r.tenants))
+
+        await told(("one", UID, True, ""), ("later", "", False, "no adapter has this name"))
+        await store.put(keys.adapter("acme", "later"), _registered("later", OTHER_UID))
+        await told(("one", UID, True, ""), ("later", OTHER_UID, True, ""))
+        assert set(device) == {UID, OTHER_UID}
+        third = "ef" * 32
+        await store.delete(keys.adapter("acme", "one"))
+        await store.put(keys.adapter("acme", "one"), _registered("one", third))
+        await told(("one", third, True, ""), ("later", OTHER_UID, True, ""))
+        await store.put(keys.adapter("acme", "one"), _registered("one", third, size_bytes=3))
+        await told(("one", third, False, NO_ROOM_TO_PIN), ("later", OTHER_UID, True, ""))
+        await store.put(keys.tenant("acme"), b"tenant_id: acme\n")
+        await scheduler.read_until(lambda r: any(not t.pins for t in r.tenants))
+
+
+async def test_a_pin_that_fails_to_load_is_logged_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tenants_module, "PIN_RETRY_S", 0.05)
+    server = MemoryStoreServer(random.Random(0))
+    store = server.client()
+    await store.put(keys.adapter("acme", "one"), _registered("one", UID))
+    await store.put(keys.tenant("acme"), _pinning("one"))
+    broken = [True]
+    async with running_worker(
+        settings=config(), store=server, error_of=lambda uid, tier: "the file is gone" if broken else None
+    ) as worker:
+        await eventually(lambda: worker.app._tenants._retry is not None)
+        await asyncio.sleep(0.2)
+        said = [record for record in caplog.records if record.message == "a pin is not kept"]
+        assert len(said) == 1, "once, however often it is tried"
+        broken.clear()
+        await eventually(lambda: UID in worker.engine.backend.on_device)

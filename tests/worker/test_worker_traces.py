@@ -1,0 +1,76 @@
+"""What a worker's spans and metrics tell of requests."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from manylora_shared.telemetry import Attribute, MetricName, SpanName, Telemetry
+from manylora_worker.engine.counters import Setbacks
+
+from tests.worker.worker_fakes import (
+    MODEL,
+    UID,
+    Scheduler,
+    collect,
+    config,
+    eventually,
+    make_engine,
+    message,
+    running_worker,
+)
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+async def test_swaps_are_counted_and_stand_in_the_spans_of_their_requests(threaded: bool) -> None:
+    """Six requests want four blocks each of eight."""
+    telemetry = Telemetry.recording("worker")
+    settings = config(num_blocks=8, sequence_slots=3, host_kv_mb=16 * 2**18 / 2**20, prefix_cache_share=0.0)
+    engine = make_engine(settings, threaded=threaded, step_s=0.0)
+    async with running_worker(telemetry=telemetry, settings=settings, engine=engine) as worker:
+        calls = [worker.execute(message(f"r{i}", tenant_id="ab"[i % 2], max_tokens=58)) for i in range(6)]
+        await asyncio.gather(*(collect(call) for call in calls))
+        await eventually(lambda: not worker.engine.runtime.view.running)
+        stats = worker.engine.core.stats()
+        scheduler = Scheduler(worker)
+        await scheduler.hello(1)
+        await scheduler.read()
+    assert set(scheduler.setbacks) == {"a", "b"}
+    for name in Setbacks._fields:
+        assert sum(getattr(each, name) for each in scheduler.setbacks.values()) == getattr(stats, name), name
+    assert stats.swaps_out > 0
+    assert stats.swaps_in == stats.swaps_out
+    metrics = telemetry.recorded_metrics()
+    out, back = (frozenset({(Attribute.DIRECTION, direction)}) for direction in ("out", "in"))
+    assert metrics[MetricName.KV_SWAPS, out] == metrics[MetricName.KV_SWAPS, back] == stats.swaps_out
+    assert metrics[MetricName.KV_SWAPPED_BYTES, out] == stats.blocks_out * MODEL.kv_block_bytes
+    assert metrics[MetricName.KV_SWAPPED_BYTES, back] == stats.blocks_in * MODEL.kv_block_bytes
+    assert metrics[MetricName.KV_HOST_BYTES, frozenset()] == 0
+    assert metrics[MetricName.PREEMPTIONS, frozenset()] == stats.preemptions
+    assert metrics.get((MetricName.KV_EVICTIONS, frozenset()), 0) == stats.evictions
+    spans = [s["attributes"] for s in telemetry.recorded() if s["name"] == SpanName.EXECUTE]
+    assert sum(span[Attribute.KV_SWAPPED] for span in spans) == stats.swaps_out
+    assert sum(span[Attribute.KV_EVICTED] for span in spans) == stats.evictions
+
+
+async def test_the_spans_of_a_request() -> None:
+    telemetry = Telemetry.recording("worker")
+    parent = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
+    async with running_worker(telemetry=telemetry, load_s=0.02) as worker:
+        metadata = {"traceparent": parent, "x-adapter-id": "upper", "x-tenant-id": "acme"}
+        await collect(worker.execute(message(adapter_uid=UID), metadata=metadata))
+        await collect(worker.execute(message("base")))
+    spans = telemetry.recorded()
+    mine = {s["name"]: s for s in spans if s["attributes"][Attribute.REQUEST_ID] == "r1"}
+    assert set(mine) == {SpanName.EXECUTE, SpanName.ADAPTER_LOAD, SpanName.PREFILL, SpanName.DECODE}
+    for span in mine.values():
+        assert span["trace_id"] == "1" * 32
+        assert span["attributes"][Attribute.TENANT_ID] == "acme"
+        assert span["attributes"][Attribute.QOS_CLASS] == "standard"
+        assert span["attributes"][Attribute.ADAPTER_ID] == "upper"
+        assert span["attributes"][Attribute.ADAPTER_VERSION] == UID
+    assert mine[SpanName.EXECUTE]["parent_id"] == "2" * 16
+    assert mine[SpanName.EXECUTE]["attributes"][Attribute.OUTPUT_TOKENS] == 8
+    assert mine[SpanName.DECODE]["parent_id"] == mine[SpanName.EXECUTE]["span_id"]
+    base = {s["name"] for s in spans if s["attributes"][Attribute.REQUEST_ID] == "base"}
+    assert base == {SpanName.EXECUTE, SpanName.PREFILL, SpanName.DECODE}
