@@ -67,7 +67,8 @@ class WorkerView:
                  "_holds_longest", "_loads", "_max_sequences", "_output_tokens", "_prefetches", "adapters",
                  "address", "block_size", "connected", "device", "draining", "generated_tokens", "granted",
                  "has_reported", "held_sequences", "kv_blocks_free", "kv_blocks_total", "max_context_tokens", "place",
-                 "running", "running_sequences", "sequence_slots", "standing", "tenant_adapters", "worker_id")  # fmt: skip
+                 "running", "running_sequences", "sequence_slots", "standing", "tenant_adapters",
+                 "worker_id")  # fmt: skip
 
     def __init__(
         self, worker_id: WorkerId, address: str, device: str, max_context_tokens: int, holders: Holders
