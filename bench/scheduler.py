@@ -14,6 +14,10 @@ some 300 distinct needs. Costs vary, so the order of flows never repeats. Deadli
 the cost. Python's cycle collector is frozen after the set-up and seldom runs, as in the service. Times are processor
 time of this one process, less what reading the clock costs; a machine that others use makes them longer all the same.
 
+In the core's case the clock runs while the core takes events in (`Core.apply`), and at no other time: what the bench
+does for workers and routers (making reports and requests, their books) is not in it, but for what that leaves of the
+processor's caches. In the queue's case the random numbers that it draws are in the time.
+
 Two more cases, which are not about cost and run where they are named:
 
     overload the real control plane under 1, 3 and 10 times the load that fits, in virtual time (overload_model.py),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from manylora_shared.flow_group import Place
 from manylora_shared.flow_order import FlowOrder
@@ -70,7 +70,11 @@ class Queued(NamedTuple, Generic[I]):
     """Its `Contender`."""
 
 
-_NEED, _SINCE_US, _URGENT_US = map(Queued._fields.index, ("need", "since_us", "urgent_us"))
+_NEED: Final = 5
+_SINCE_US: Final = 6
+_URGENT_US: Final = 7
+"""Where these are in a `Queued`."""
+assert Queued._fields[_NEED : _URGENT_US + 1] == ("need", "since_us", "urgent_us")
 
 
 class Contender(Generic[F, I]):
@@ -136,8 +140,7 @@ class Contest(Generic[F, I]):
         head = flow.head
         assert head is not None
         # By their names they cost four times as much, and all at once are touched in memory, the others too.
-        fields: tuple[Any, ...] = head
-        need, since_us, full_us = fields[_NEED], fields[_SINCE_US], fields[_URGENT_US]
+        need, since_us, full_us = head[_NEED], head[_SINCE_US], head[_URGENT_US]
         if since_us < flow.served_us:
             since_us = flow.served_us
         if flow.is_apart:

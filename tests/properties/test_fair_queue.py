@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manylora_shared import fair_queue
+from manylora_shared.contest import Contender, Contest
 from manylora_shared.fair_queue import TAG_SCALE, ArrivalQueue, FairQueue, Pick, Rank, Share
 from manylora_shared.flow_group import Place
 from manylora_shared.flow_order import FlowOrder
@@ -166,6 +167,22 @@ class CountersAsIncrements(Queue):
         return super().count(source, totals, share_of)
 
 
+class HeadsTakenForTags(Queue):
+    """A flow whose first item is another one is shown as if only its tag had changed."""
+
+    def _move(self, flow: Flow) -> None:
+        self._moved[flow] = flow.head is None
+
+
+class PlainTagsAlone(Contest[Any, Any]):
+    def retag(self, flow: Contender[Any, Any], tag: int) -> None:
+        self.plain.put(flow.plain, tag, flow.need)
+
+
+class BoostedTagsLeftBehind(Queue):
+    _contest_type = PlainTagsAlone
+
+
 class AdoptedReservationsLost(Queue):
     def adopt(self, item: int, flow: str, *, share: Share, reserve: int) -> None:
         super().adopt(item, flow, share=share, reserve=2 * reserve)
@@ -195,6 +212,8 @@ MUTANTS = [
     CountersAsIncrements,
     AdoptedReservationsLost,
     SnapshotWithoutCounters,
+    HeadsTakenForTags,
+    BoostedTagsLeftBehind,
 ]
 
 
