@@ -188,6 +188,11 @@ class FairQueue(Generic[F, I]):
         found = self._flows.get(flow)
         return found is not None and found.tag > self.tag_of(of)
 
+    def weight_of(self, flow: F) -> int:
+        """1 for a flow that is not remembered."""
+        found = self._flows.get(flow)
+        return found.share.weight if found is not None else 1
+
     def reserved_by(self, flow: F) -> int:
         """Cost that the flow's running items reserved and have not used."""
         found = self._flows.get(flow)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pytest
 from manylora_scheduler.core import Order
 from manylora_scheduler.dispatch import _Hold
-from manylora_scheduler.events import SendGrant, WorkerLeft
+from manylora_scheduler.events import PolicyChanged, SendGrant, WorkerLeft
 from manylora_scheduler.reports import FlowTokens, Residency
 from manylora_scheduler.request import FlowKey, Phase, need_of
 from manylora_shared.ids import QosClass, RequestId, TenantId, WorkerId
+from manylora_shared.policy import ClassPolicy, TenantPolicy
 
 from tests.scheduler.helpers import Desk, flow, grants, started
 
@@ -121,6 +123,37 @@ def test_who_is_behind_by_anything_at_all_waits_on_the_worker_and_not_in_the_que
     tell(desk, ["a"], {"a": (1, 0, 0)}, tenant="a", most=4, slots=1)
     assert desk.core._queue.tag_of(flow("a")) > 0
     assert grants(desk.enqueue("b", tenant="b", prompt_tokens=4, max_new_tokens=2)) == [("b", "w0")]
+
+
+@pytest.mark.parametrize(
+    ("loads", "hogs_weight", "is_granted"),
+    [
+        ({"hog": (2, 0, 0), "other": (1, 0, 0)}, 1, False),
+        ({"hog": (2, 0, 0), "other": (2, 0, 0)}, 1, True),
+        ({"hog": (2, 0, 0), "other": (1, 0, 0)}, 4, True),
+        ({"hog": (2, 0, 0), "other": (1, 0, 0), "third": (3, 0, 0)}, 1, True),
+    ],
+)
+def test_who_has_most_slots_for_its_weight_gets_in_beside_nobody_with_fewer(
+    loads: Loads, hogs_weight: int, is_granted: bool
+) -> None:
+    """The hog is behind by its tag, for the other's answer is reserved in whole."""
+    desk = Desk()
+    slots = sum(slotted for slotted, _, _ in loads.values())
+    classes = {qos_class: ClassPolicy(hogs_weight) for qos_class in QosClass}
+    desk.apply(PolicyChanged(TenantId("hog"), TenantPolicy(TenantId("hog"), classes)))
+    ones = {qos_class: ClassPolicy(1) for qos_class in QosClass}
+    for tenant in ("other", "third"):
+        desk.apply(PolicyChanged(TenantId(tenant), TenantPolicy(TenantId(tenant), ones)))
+    desk.worker(slots=slots, most=2 * slots)
+    begun = []
+    for tenant, (slotted, _, _) in loads.items():
+        for i in range(slotted):
+            desk.enqueue(f"{tenant}{i}", tenant=tenant, prompt_tokens=10 if tenant == "hog" else 3000, max_new_tokens=1)
+            begun.append(started(f"{tenant}{i}", tenant))
+    desk.report(slots=slots, most=2 * slots, running=slots, started=begun, loads=loads)
+    assert desk.core._queue.is_ahead(flow("other"), flow("hog"))
+    assert bool(grants(desk.enqueue("more", tenant="hog"))) is is_granted
 
 
 def test_a_flood_whose_requests_are_old_gets_no_free_slot_before_who_is_behind() -> None:

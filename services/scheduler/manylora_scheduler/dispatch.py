@@ -10,7 +10,8 @@ that on some worker with spare places
 
 * has nothing that waits there for a slot, nothing granted that was not reported yet (more would only be parked), and
   held sequences for a quarter of the slots at most;
-* is behind: a flow with a slot there is ahead of it, as the scheduler's clock has it;
+* is behind: a flow with slots there is ahead of it, as the scheduler's clock has it, and has no fewer of them for its
+  weight (what was granted is reserved in whole, so one short answer puts its flow ahead of a hog with all other slots);
 * is before the request, if any, for which that worker is held;
 * may, where overload control has some flows go before others (`Precedence`).
 
@@ -110,16 +111,28 @@ class Dispatch:
             return None
         request = ticket.request
         self._is_behind_hold |= self._hold is not None and self._hold.ticket is ticket
-        allows, queue = self._allows(request, heeds_hold=self._is_behind_hold), self._queue
+        allows = self._allows(request, heeds_hold=self._is_behind_hold)
 
         def allowed(worker: WorkerView) -> bool:
             load = worker.load_of(flow)
             if load.ready or worker.has_granted(flow) or load.held > worker.sequence_slots // 4:
                 return False
-            front = worker.front(queue.tag_of)
-            return front is not None and queue.is_ahead(front, flow) and allows(worker)
+            return self._is_behind(flow, worker) and allows(worker)
 
         return choose_spare(request, self._fleet, allowed)
+
+    def _is_behind(self, flow: FlowKey, worker: WorkerView) -> bool:
+        """Whether a flow with slots on a worker is ahead of this one and has no fewer of them for its weight."""
+        queue, slots, weight = self._queue, worker.load_of(flow).slotted, self._queue.weight_of(flow)
+
+        def is_before(other: FlowKey) -> bool:
+            has_fewer = worker.load_of(other).slotted * weight < slots * queue.weight_of(other)
+            return not has_fewer and queue.is_ahead(other, flow)
+
+        front = worker.front(queue.tag_of)
+        if front is None or not queue.is_ahead(front, flow):
+            return False
+        return is_before(front) or any(is_before(other) for other in worker.slotted_flows())
 
     def _allows(self, request: QueuedRequest, *, heeds_hold: bool = True) -> Callable[[WorkerView], bool]:
         """Whether a request may go to a worker, were there room."""

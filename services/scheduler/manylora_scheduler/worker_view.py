@@ -162,9 +162,12 @@ class WorkerView:
     def front(self, tag_of: Callable[[FlowKey], int]) -> FlowKey | None:
         """Of the flows with a slot the one with the greatest tag, as of the last report; None: nobody has one."""
         if self._front is None:
-            slotted = [flow for flow, load in self._loads.items() if load.slotted]
-            self._front = max(slotted, key=tag_of, default=None)
+            self._front = max(self.slotted_flows(), key=tag_of, default=None)
         return self._front
+
+    def slotted_flows(self) -> list[FlowKey]:
+        """Those with a slot, as of the last report."""
+        return [flow for flow, load in self._loads.items() if load.slotted]
 
     @property
     def free_blocks(self) -> int:
