@@ -130,11 +130,12 @@ def test_who_is_behind_by_anything_at_all_waits_on_the_worker_and_not_in_the_que
     [
         ({"hog": (2, 0, 0), "other": (1, 0, 0)}, 1, False),
         ({"hog": (2, 0, 0), "other": (2, 0, 0)}, 1, True),
+        ({"hog": (2, 0, 0), "other": (1, 1, 0)}, 1, True),
         ({"hog": (2, 0, 0), "other": (1, 0, 0)}, 4, True),
         ({"hog": (2, 0, 0), "other": (1, 0, 0), "third": (3, 0, 0)}, 1, True),
     ],
 )
-def test_who_has_most_slots_for_its_weight_gets_in_beside_nobody_with_fewer(
+def test_who_has_most_sequences_there_for_its_weight_gets_in_beside_nobody_with_fewer(
     loads: Loads, hogs_weight: int, is_granted: bool
 ) -> None:
     """The hog is behind by its tag, for the other's answer is reserved in whole."""
@@ -148,10 +149,11 @@ def test_who_has_most_slots_for_its_weight_gets_in_beside_nobody_with_fewer(
     desk.worker(slots=slots, most=2 * slots)
     begun = []
     for tenant, (slotted, _, _) in loads.items():
-        for i in range(slotted):
+        for i in range(slotted):  # what is ready came beyond the slots, and needs no ticket here
             desk.enqueue(f"{tenant}{i}", tenant=tenant, prompt_tokens=10 if tenant == "hog" else 3000, max_new_tokens=1)
             begun.append(started(f"{tenant}{i}", tenant))
-    desk.report(slots=slots, most=2 * slots, running=slots, started=begun, loads=loads)
+    running = sum(map(sum, loads.values()))
+    desk.report(slots=slots, most=2 * slots, running=running, started=begun, loads=loads)
     assert desk.core._queue.is_ahead(flow("other"), flow("hog"))
     assert bool(grants(desk.enqueue("more", tenant="hog"))) is is_granted
 

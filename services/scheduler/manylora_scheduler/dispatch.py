@@ -10,8 +10,8 @@ that on some worker with spare places
 
 * has nothing that waits there for a slot, nothing granted that was not reported yet (more would only be parked), and
   held sequences for a quarter of the slots at most;
-* is behind: a flow with slots there is ahead of it, as the scheduler's clock has it, and has no fewer of them for its
-  weight (what was granted is reserved in whole, so one short answer puts its flow ahead of a hog with all other slots);
+* is behind: a flow with a slot there is ahead of it, as the scheduler's clock has it, and has no fewer sequences there
+  for its weight (a grant is reserved in whole, so one short answer puts its flow ahead of a hog with all other slots);
 * is before the request, if any, for which that worker is held;
 * may, where overload control has some flows go before others (`Precedence`).
 
@@ -122,11 +122,11 @@ class Dispatch:
         return choose_spare(request, self._fleet, allowed)
 
     def _is_behind(self, flow: FlowKey, worker: WorkerView) -> bool:
-        """Whether a flow with slots on a worker is ahead of this one and has no fewer of them for its weight."""
-        queue, slots, weight = self._queue, worker.load_of(flow).slotted, self._queue.weight_of(flow)
+        """Whether a flow with a slot there is ahead of this one and has no fewer sequences there for its weight."""
+        queue, count, weight = self._queue, worker.load_of(flow).unheld, self._queue.weight_of(flow)
 
         def is_before(other: FlowKey) -> bool:
-            has_fewer = worker.load_of(other).slotted * weight < slots * queue.weight_of(other)
+            has_fewer = worker.load_of(other).unheld * weight < count * queue.weight_of(other)
             return not has_fewer and queue.is_ahead(other, flow)
 
         front = worker.front(queue.tag_of)

@@ -48,6 +48,10 @@ class FlowLoad(NamedTuple):
     held: int
     """Without a slot and unable to use one, by their own tenant's doing (worker.proto)."""
 
+    @property
+    def unheld(self) -> int:
+        return self.slotted + self.ready
+
 
 NO_LOAD = FlowLoad(0, 0, 0)
 
