@@ -30,8 +30,8 @@ class StepTime:
         self._target_s = target_s
         self._decode_s = 0.0
         """Of a step without prompts; 0 while there was none."""
-        self._token_s: float | None = None
-        """What a prompt token adds; None: none was computed yet."""
+        self._token_s = 0.0
+        """What a prompt token adds; 0 while none was computed, or where it adds nothing."""
 
     def measured(self, num_prompt_tokens: int, seconds: float) -> None:
         """A step with so many tokens of prompts took so long."""
@@ -40,7 +40,7 @@ class StepTime:
         if num_prompt_tokens:
             self._token_s = _average(self._token_s, max(0.0, seconds - self._decode_s) / num_prompt_tokens)
         else:
-            self._decode_s = _average(self._decode_s or None, seconds)
+            self._decode_s = _average(self._decode_s, seconds)
 
     def max_prompt_tokens(self) -> int | None:
         """Of the next step; None: any number."""
@@ -49,5 +49,6 @@ class StepTime:
         return max(LEAST_PROMPT_TOKENS, int((self._target_s - self._decode_s) / self._token_s))
 
 
-def _average(before: float | None, seen: float) -> float:
+def _average(before: float, seen: float) -> float:
+    """0: nothing was seen before."""
     return seen if not before else before + _WEIGHT * (min(seen, _MOST * before) - before)
