@@ -14,10 +14,12 @@ its event loop, nor of what making an attack takes of the cores: an attacker has
     slow-readers   long answers that are hardly read
     prefixes       every request begins with another long prefix, beside a victim whose requests share a warm one
 
-For each attack and policy: the victim alone, the attack's beginning, the victim beside it. A request of the victim that
-has no token at the end counts with the time that it has waited (`victim_unanswered` of them), so a long wait is never
-left out. What the victim had alone is pooled over both policies: nobody queues then. `victim_cached_share` is the part
-of its prompt tokens that the prefix cache had.
+For each attack and policy: the victim alone, the attack's beginning, the victim beside it; `--rounds` times, the
+policies by turns, because what a machine does in a second differs from one quarter of a minute to the next. An attack
+that ends of itself before it is ended is an error. A request of the victim that has no token at the end counts with the
+time that it has waited (`victim_unanswered` of them), so a long wait is never left out. What the victim had alone is
+pooled over both policies: nobody queues then. `victim_cached_share` is the part of its prompt tokens that the prefix
+cache had.
 
 Prints JSON lines with --json: {"bench": "isolation", "attack", "policy", ...}. `victim_ttft_p95_ratio`,
 `victim_tokens_per_s_ratio` are to the victim alone. `quantum_ms` is what a decode quantum took beside the attacker: for
@@ -25,13 +27,14 @@ so long a request may keep its slot. `victim_ttft_p95_less_quantum_ratio` is the
 `total_cost_per_s` is prompt + 2 * output tokens a second of both, of the attacker as the scheduler counted it,
 and `total_ratio_to_fcfs` compares that.
 
-    python bench/isolation.py [--engine torch|fake] [--attacks short,adapters] [--seconds 12] [--json]
+    python bench/isolation.py [--engine torch|fake] [--attacks short,adapters] [--seconds 12] [--rounds 1] [--json]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import collections
 import contextlib
 import json
 import math
@@ -43,7 +46,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from manylora.client import Client, RequestFailed
@@ -72,26 +75,33 @@ ADAPTER_BYTES = 1 << 20
 """Of device memory that an adapter takes at most: the fake engine's take a MiB, the demo model's a third of one."""
 ADAPTERS_ON_DEVICE = 8
 ADAPTERS_ON_HOST = 16
-DRAIN_TIMEOUT_S = 60.0
+WAIT_TIMEOUT_S = 60.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Attacked:
     """What the attacker got."""
 
-    tokens: int
+    tokens: int = 0
     """Prompt tokens of the answers that began, and tokens that came."""
-    cost: int
+    cost: int = 0
     """Prompt + 2 * output tokens, as the scheduler counted them."""
-    outcomes: dict[str, int]
+    outcomes: collections.Counter[str] = field(default_factory=collections.Counter)
     """Of the whole attack."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Case:
-    alone: Victim
-    beside: Victim
-    attacked: Attacked
+    alone: Victim = field(default_factory=Victim)
+    beside: Victim = field(default_factory=Victim)
+    attacked: Attacked = field(default_factory=Attacked)
+
+    def add(self, other: Case) -> None:
+        self.alone.add(other.alone)
+        self.beside.add(other.beside)
+        self.attacked.tokens += other.attacked.tokens
+        self.attacked.cost += other.attacked.cost
+        self.attacked.outcomes += other.attacked.outcomes
 
     @property
     def total_tokens_per_s(self) -> float:
@@ -136,12 +146,13 @@ class Bench:
         child.start()
         there.close()
         try:
-            await self._wait_backlogged(child)
+            await self._wait_backlogged(child, "begun")
             await asyncio.sleep(seconds / 4)
             began, cost = time.perf_counter(), await self._attackers_cost()
             beside = await self.victim(seconds, seed + 1, attack.victim_prefix_tokens)
             ended, cost_after = time.perf_counter(), await self._attackers_cost()
             beside.seconds = ended - began
+            await self._wait_backlogged(child, "held on until the end")
             here.send("stop")
             buckets, outcomes = await asyncio.to_thread(here.recv)
         finally:
@@ -149,26 +160,29 @@ class Bench:
             await asyncio.to_thread(child.join)
         await self._wait_empty()
         tokens = sum(count for bucket, count in buckets.items() if began <= bucket * BUCKET_S < ended)
-        return Case(alone, beside, Attacked(tokens, cost_after - cost, outcomes))
+        return Case(alone, beside, Attacked(tokens, cost_after - cost, collections.Counter(outcomes)))
 
     async def _attackers_cost(self) -> int:
         flows = (await self.client.status()).scheduler.flows
         return sum(flow.served_cost for flow in flows if flow.tenant_id == ATTACKER)
 
-    async def _wait_backlogged(self, child: multiprocessing.process.BaseProcess) -> None:
-        """Until the attacker waits for room."""
-        async with asyncio.timeout(DRAIN_TIMEOUT_S):
-            while True:
-                if not child.is_alive():
-                    raise RuntimeError("the attacker ended before its attack began")
-                flows = (await self.client.status()).scheduler.flows
-                if any(flow.tenant_id == ATTACKER and flow.queued for flow in flows):
-                    return
-                await asyncio.sleep(0.05)
+    async def _wait_backlogged(self, child: multiprocessing.process.BaseProcess, what: str) -> None:
+        """Until the attacker waits for room; soon, as it asks for far more than there is."""
+        try:
+            async with asyncio.timeout(WAIT_TIMEOUT_S):
+                while True:
+                    if not child.is_alive():
+                        raise RuntimeError(f"the attack has not {what}: its process is gone")
+                    flows = (await self.client.status()).scheduler.flows
+                    if any(flow.tenant_id == ATTACKER and flow.queued for flow in flows):
+                        return
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            raise RuntimeError(f"the attack has not {what}: nothing of it waits for room") from None
 
     async def _wait_empty(self) -> None:
         """Until nothing of any request is left."""
-        async with asyncio.timeout(DRAIN_TIMEOUT_S):
+        async with asyncio.timeout(WAIT_TIMEOUT_S):
             while True:
                 status = await self.client.status()
                 if not status.scheduler.flows and not any(worker.running for worker in status.workers):
@@ -244,6 +258,7 @@ def report(name: str, cases: dict[str, Case], arguments: argparse.Namespace) -> 
         "engine": arguments.engine,
         "device": arguments.device,
         "attacker_class": arguments.attacker_class,
+        "rounds": arguments.rounds,
         "slots": arguments.slots,
         "max_batch_tokens": arguments.max_batch_tokens,
         "target_step_ms": arguments.target_step_ms,
@@ -318,7 +333,10 @@ async def main() -> None:
             await bench.victim(2.0, 0)  # what is slow once
         for seed, name in enumerate(arguments.attacks):
             print(f"{name} ...", file=sys.stderr)
-            cases = {policy: await bench.case(ATTACKS[name], 10 * seed + 1) for policy, bench in benches.items()}
+            cases = {policy: Case() for policy in benches}
+            for round_ in range(arguments.rounds):
+                for policy, bench in benches.items():
+                    cases[policy].add(await bench.case(ATTACKS[name], 1000 * seed + 10 * round_ + 1))
             report(name, cases, arguments)
 
 
@@ -330,6 +348,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--attacks", default=",".join(ATTACKS), help="comma-separated: %(default)s")
     parser.add_argument("--policies", default=",".join(POLICIES), help="comma-separated: %(default)s")
     parser.add_argument("--seconds", type=float, default=12.0, help="that the victim is measured beside each attack")
+    parser.add_argument("--rounds", type=int, default=1, help="how many times, the policies by turns")
     parser.add_argument("--attacker-class", choices=("interactive", "standard", "batch"), default="interactive")
     parser.add_argument("--slots", type=int, default=16, help="sequences that the worker runs at a time")
     parser.add_argument(
@@ -360,6 +379,8 @@ def parse() -> argparse.Namespace:
         if unknown := sorted(set(names) - set(known)):
             parser.error(f"--{option}: {', '.join(unknown)} is none of {', '.join(known)}")
         setattr(arguments, option, names)
+    if arguments.rounds < 1:
+        parser.error("--rounds: must be 1 or more")
     if not 1 <= arguments.adapters <= 1 << 16:
         parser.error("--adapters: must be 1 to 65536")
     arguments.num_blocks = arguments.num_blocks or arguments.slots * LONGEST_TOKENS // 16 + 64

@@ -45,7 +45,7 @@ ATTACKS = {
     "long-prompts": Attack(streams=64, prompt_tokens=LONGEST_TOKENS - 8, max_tokens=4),
     "long-outputs": Attack(streams=64, prompt_tokens=8, max_tokens=LONGEST_TOKENS - 16),
     "adapters": Attack(streams=64, prompt_tokens=16, max_tokens=16, cycles_adapters=True),
-    "slow-readers": Attack(streams=32, prompt_tokens=8, max_tokens=1500, n=4, read_pause_s=1.0),
+    "slow-readers": Attack(streams=128, prompt_tokens=8, max_tokens=1500, n=4, read_pause_s=1.0),
     "prefixes": Attack(streams=64, prompt_tokens=LONGEST_TOKENS // 2, max_tokens=4, victim_prefix_tokens=512),
 }
 
