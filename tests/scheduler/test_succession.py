@@ -28,9 +28,9 @@ from manylora_scheduler.request import FlowKey, QueuedRequest
 from manylora_scheduler.succession import MAX_WAIT_S, MIN_WAIT_S, ClockSnapshot
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.memory import MemoryStoreServer
-from manylora_shared.fair_queue import FlowSnapshot, Snapshot
 from manylora_shared.ids import QosClass, RequestId, TenantId, WorkerId
 from manylora_shared.policy import ClassPolicy, TenantPolicy
+from manylora_shared.queue_succession import FlowSnapshot, Snapshot
 from manylora_shared.simulation.loop import run
 
 from tests.scheduler.helpers import ROUTER, Desk, flow, grants, report, request, started
@@ -170,10 +170,7 @@ def test_the_next_leader_grants_as_the_last_one_would_have(
         core.check_invariants()
     for tenant in TENANTS:
         key = flow(tenant)
-        tags = [
-            core._queue.tag_of(key) - core._queue.reserved_by(key) * core._queue._flows[key].inverse
-            for core in (old, new)
-        ]
+        tags = [core._queue.books[key].settled for core in (old, new)]
         assert tags[0] == tags[1], tenant
     if not age:
         by_old, by_new = world.rounds([old, new], 60)
