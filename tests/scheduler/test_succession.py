@@ -263,11 +263,11 @@ def test_a_worker_that_only_lost_its_lease_is_charged_for_what_it_did_meanwhile(
     desk.apply(WorkerLeft(W0))
     desk.enqueue("b")
     desk.worker("w0", slots=1, running=1, started=[started("a")], flows={key: FlowTokens(10, 25)})
-    assert desk.core.flow_views()[0].served_cost == 10 + 2 * 25
+    assert desk.core.view.flow_views(desk.now)[0].served_cost == 10 + 2 * 25
     desk.apply(WorkerLeft(W0))
     desk.apply(WorkerJoined(W0, "elsewhere:2", "cpu", 4096))
     desk.report("w0", snapshot=True, slots=1, flows={key: FlowTokens(100, 100)})
-    assert desk.core.flow_views()[0].served_cost == 10 + 2 * 25, "a new process, of which nothing is known"
+    assert desk.core.view.flow_views(desk.now)[0].served_cost == 10 + 2 * 25, "a new process, of which nothing is known"
 
 
 # ---- in the store

@@ -1,7 +1,8 @@
 """The scheduler's one writer: events in, commands out. Pure; `now` comes with each event and never falls.
 
 Owns every queued request and live grant, the fair queue, the fleet, and all timers; the rooms beside it (tickets,
-flows, dispatch, succession) keep one kind of books each and are written from here. The shell turns streams, reports and
+flows, dispatch, succession) keep one kind of books each and are written from here; what others may ask of them is in
+`CoreView`. The shell turns streams, reports and
 store changes into events, sends the commands, and calls with Tick when `next_wakeup` says. A core lives for one term of
 leadership: the next one gets the clock's snapshot, the workers' counters and snapshots, and the routers' enqueues.
 
@@ -30,6 +31,7 @@ from manylora_shared.errors import Code
 from manylora_shared.fair_queue import ArrivalQueue, FairQueue, Pick
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
 
+from manylora_scheduler.core_view import CoreView
 from manylora_scheduler.dispatch import Dispatch
 from manylora_scheduler.events import (
     Command,
@@ -98,15 +100,6 @@ class CoreLimits:
     """How long a request may wait while no worker could run it, before it is refused."""
 
 
-@dataclass(frozen=True, slots=True)
-class FlowView:
-    flow: FlowKey
-    queued: int
-    running: int
-    oldest_wait_s: float
-    served_cost: int
-
-
 class Core:
     """See the module's docstring.
 
@@ -126,6 +119,7 @@ class Core:
         self._tickets = Tickets()
         self._flows = Flows()
         self._dispatch = Dispatch(self._queue, self._fleet, goes_beyond=order == "fair")
+        self.view = CoreView(self._queue, self._fleet, self._tickets, self._flows)
         # What is adopted runs in the queue by its request's id; it is never queued, and never picked.
         self._succession = Succession(cast("FairQueue[FlowKey, Ticket | RequestId]", self._queue), predecessor)
         self._is_restoring = self._queue.is_restoring
@@ -543,40 +537,11 @@ class Core:
             self._timers.set_after(("prefetch", idle.worker_id, uid), self._now, PREFETCH_TIMEOUT_S)
             self._out.append(SendPrefetch(idle.worker_id, uid, tenant_id))
 
-    # ---- what overload control asks for
-
-    @property
-    def is_serving(self) -> bool:
-        """Whether requests are granted as room appears: a worker takes them, and the clock is not being restored."""
-        return self._fleet.any_serving and not self._is_restoring
-
-    @property
-    def free_part(self) -> float:
-        """Of the sequence slots of all workers that take requests: O(workers)."""
-        serving = [worker for worker in self._fleet.workers if worker.serving]
-        slots = sum(worker.sequence_slots for worker in serving)
-        return sum(worker.free_sequences for worker in serving) / slots if slots else 0.0
-
-    def is_queued(self, request_id: RequestId) -> bool:
-        ticket = self._tickets.wanted(request_id)
-        return ticket is not None and ticket.phase is QUEUED
-
-    def is_known(self, request_id: RequestId) -> bool:
-        """Whether an attempt at the request is queued, has a live grant, or came back unused lately."""
-        return self._tickets.wanted(request_id) is not None or self._tickets.has_place(request_id)
-
-    def expected_cost(self, request: QueuedRequest) -> int:
-        return self._flows.known(request.flow).reservation(request)
-
-    def weight_of(self, flow: FlowKey) -> int:
-        """By its tenant's policy."""
-        return self._flows.weight(flow)
+    # ---- the rest of the seam
 
     def set_precedence(self, precedence: Precedence | None) -> None:
         """From now on some flows go before others; None: weights are as the policies say."""
         self._flows.precedence = self._dispatch.precedence = precedence
-
-    # ---- status
 
     @property
     def num_queued(self) -> int:
@@ -591,20 +556,6 @@ class Core:
     def workers(self) -> list[WorkerView]:
         """For reading, until the next event."""
         return list(self._fleet.workers)
-
-    def flow_views(self) -> list[FlowView]:
-        """Flows with queued or running work, in the order in which they came."""
-        oldest = self._tickets.oldest_by_flow()
-        return [
-            FlowView(
-                flow=flow,
-                queued=self._queue.queued_in(flow),
-                running=self._queue.running_in(flow),
-                oldest_wait_s=self._now - oldest.get(flow, self._now),
-                served_cost=self._flows.served_cost(flow),
-            )
-            for flow in self._queue.flows()
-        ]
 
     def check_invariants(self) -> None:
         """Every book against the others; for tests and idle moments."""
