@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from manylora_shared.errors import InvalidRequest, QuotaExceeded
 from manylora_shared.ids import AdapterName, AdapterUid, QosClass, RequestId, TenantId
 from manylora_worker.adapters.cache import AdapterCacheLimits
+from manylora_worker.adapters.loading import LOOK_AGAIN_S
 from manylora_worker.adapters.pins import Pin
 from manylora_worker.engine.api import AdapterTier, EngineRequest, Sampling
 from manylora_worker.engine.core import EngineCore, EngineLimits
@@ -222,7 +223,21 @@ class EngineMachine(RuleBasedStateMachine):
             assert str(self.core.step_error) == "the device is gone"
         self.seen.take(outputs, self.core.take_ended())
         self.core.check_invariants()
-        return (self.core.stats().steps, self.core.num_in_flight) != before
+        is_computed = (self.core.stats().steps, self.core.num_in_flight) != before
+        if not is_computed:
+            self._check_rest()
+        return is_computed
+
+    def _check_rest(self) -> None:
+        """No step can begin: whoever could go on waits for copies, and then it is soon asked whether they are over."""
+        core = self.core
+        loading = list(core._requests.loading)
+        waits = [g for g in core._requests.groups if not g.is_paused and g not in loading]
+        assert core._swapper.num_copying or not waits, "who could be computed is not, and nobody would try again"
+        if core._swapper.num_copying:
+            rest_s = core.rest_s()
+            assert rest_s is not None
+            assert rest_s < LOOK_AGAIN_S
 
     @invariant()
     def agrees(self) -> None:
