@@ -208,7 +208,7 @@ class FairQueue(Generic[F, I]):
         entry = self.remember(flow, share)
         if not entry.num_queued and (self.returning is None or flow not in self.returning):
             self._lift(entry)
-        urgency, due_us, order = self._contest.rank(rank)
+        urgency, due_us, order = rank
         if urgent_us is None:
             urgent_us = NEVER_US
         serial = self._next_serial
@@ -517,7 +517,22 @@ class ArrivalQueue(FairQueue[F, I]):
     """First come, first served, with the books of the fair queue: what fair queuing is compared with.
 
     Weights, boosts, priorities and deadlines count for nothing (`ArrivalContest`). Tags, reservations, counters and
-    snapshots go on, so that an owner may change from the one queue to the other.
+    snapshots go on, so that an owner may change from the one queue to the other. Ranks' `order` must be unique over all
+    flows and grow as items come.
     """
 
     _contest_type = ArrivalContest
+
+    def push(
+        self,
+        item: I,
+        flow: F,
+        *,
+        share: Share,
+        need: Hashable,
+        rank: Rank,
+        since_us: int = 0,
+        urgent_us: int | None = None,
+    ) -> None:
+        rank = Rank(0, 0, rank.order)
+        super().push(item, flow, share=share, need=need, rank=rank, since_us=since_us, urgent_us=urgent_us)

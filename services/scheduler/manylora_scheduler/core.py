@@ -181,7 +181,8 @@ class Core:
             case WorkerDisconnected():
                 if (worker := self._fleet.get(event.worker_id)) is not None:
                     worker.disconnect()
-                    self._update(worker)
+                    if self._fleet.update(worker):
+                        self._note_serving()
             case PolicyChanged():
                 self._on_policy(event)
             case Shed():
@@ -208,25 +209,27 @@ class Core:
         request = event.request
         if self._routers.get(request.router_id) != event.session:
             return
-        known = self._tickets.wanted(request.request_id)
-        if known is not None and not self._comes_anew(known, event):
+        before = self._tickets.wanted.get(request.request_id)
+        if before is not None and not self._comes_anew(before, event):
             return
         refusal = self._refusal_of(request)
         if refusal is not None:
             self._out.append(SendRefusal(request, event.session, *refusal))
             return
         flow, deadline, now = request.flow, request.deadline, self._now
-        ticket = self._tickets.enqueue(request, self._flows.known(flow), event.session, now)
+        flows = self._flows
+        known = flows.known[flow]
+        ticket = self._tickets.enqueue(request, known, event.session, now)
         self._queue.push(
             ticket,
             flow,
-            share=self._flows.share(flow),
+            share=known.policy_share if flows.precedence is None else flows.share(flow),
             need=need_of(request),
             rank=rank_of(ticket),
             since_us=to_us(now),
             urgent_us=urgent_us_of(ticket),
         )
-        if self._dispatch.is_held(flow):
+        if flow in self._dispatch.held:
             self._queue.set_apart(flow, is_apart=True)
         wait_s = self._limits.worker_wait_s
         if deadline is not None and deadline < now + wait_s:
@@ -255,7 +258,7 @@ class Core:
     def _refusal_of(self, request: QueuedRequest) -> tuple[Code, str, float | None] | None:
         if request.deadline is not None and request.deadline <= self._now:
             return Code.DEADLINE_EXCEEDED, "the deadline passed before the request was queued", None
-        tenant_queued = self._tickets.num_queued_of(request.flow.tenant_id)
+        tenant_queued = self._tickets.queued_by_tenant.get(request.flow.tenant_id, 0)
         if tenant_queued >= self._limits.max_queued_per_tenant:
             message = f"{tenant_queued} requests of this tenant are queued already"
             return Code.RESOURCE_EXHAUSTED, message, self._retry_after(request.flow)
@@ -276,14 +279,14 @@ class Core:
         self._send_grant(ticket, self._worker_of(ticket), repeated=True)
 
     def _on_withdrawn(self, event: Withdrawn) -> None:
-        ticket = self._tickets.wanted(event.request_id)
+        ticket = self._tickets.wanted.get(event.request_id)
         if ticket is not None and ticket.phase is QUEUED and ticket.session == event.session:
             self._unqueue(ticket)
             self._out.append(Dropped(ticket.request))
 
     def _on_shed(self, event: Shed) -> None:
         for request_id, message, retry_after_s in event.requests:
-            ticket = self._tickets.wanted(request_id)
+            ticket = self._tickets.wanted.get(request_id)
             if ticket is not None and ticket.phase is QUEUED:
                 self._refuse(ticket, Code.RESOURCE_EXHAUSTED, message, retry_after_s)
 
@@ -291,12 +294,13 @@ class Core:
         if self._routers.get(event.router_id) != event.session:
             return
         if event.reached_worker:
-            self._dispatch.reached(event.router_id, event.worker_id)
+            if self._dispatch.unreached:
+                self._dispatch.reached(event.router_id, event.worker_id)
         elif self._fleet.get(event.worker_id) is not None:
             until = self._dispatch.pause(event.router_id, event.worker_id, self._now)
             if until is not None:
                 self._timers.set(("paused", event.router_id, event.worker_id), until)
-        ticket = self._tickets.wanted(event.request_id)
+        ticket = self._tickets.wanted.get(event.request_id)
         if ticket is None or ticket.phase is QUEUED or ticket.worker_id != event.worker_id:
             return
         if not event.reached_worker:
@@ -387,7 +391,8 @@ class Core:
         worker.fold_capacity(report, with_loads=self._order == "fair")
         if had_held or worker.held_sequences:
             self._dispatch.note_held(worker.worker_id, worker.held_flows())
-        self._update(worker)
+        if self._fleet.update(worker):
+            self._note_serving()
 
     def _on_ended(self, worker: WorkerView, request_id: RequestId) -> None:
         ticket = worker.finish(request_id)
@@ -397,21 +402,16 @@ class Core:
             self._flows.known_of(ticket).count_finished()
             self._end_ticket(ticket)
 
-    def _update(self, worker: WorkerView) -> None:
-        """A worker's room, or whether it takes requests, may have changed."""
-        if self._fleet.update(worker):
-            self._note_serving()
-
     def _settle(self, worker: WorkerView, report: WorkerReport) -> None:
         """Charges what a worker's counters grew by."""
         flows, totals = self._flows, {}
         for flow, output_tokens in worker.fold_outputs(report):
-            flows.known(flow).count_tokens(output_tokens)
+            flows.known[flow].count_tokens(output_tokens)
         for flow, (prompt_tokens, output_tokens) in report.flows.items():  # mostly one: not worth a comprehension
             totals[flow] = PROMPT_TOKEN_COST * prompt_tokens + OUTPUT_TOKEN_COST * output_tokens
         if worker.has_reported or self._succession.first_report(worker.worker_id, totals):
             for flow, cost in self._queue.count(worker.worker_id, totals, flows.share):
-                flows.known(flow).served_cost += cost
+                flows.known[flow].served_cost += cost
 
     def _end_ticket(self, ticket: Ticket) -> None:
         """A granted ticket whose grant is no longer with its worker."""

@@ -47,15 +47,15 @@ class CoreView:
         return sum(worker.free_sequences for worker in serving) / slots if slots else 0.0
 
     def is_queued(self, request_id: RequestId) -> bool:
-        ticket = self._tickets.wanted(request_id)
+        ticket = self._tickets.wanted.get(request_id)
         return ticket is not None and ticket.phase is QUEUED
 
     def is_known(self, request_id: RequestId) -> bool:
         """Whether an attempt at the request is queued, has a live grant, or came back unused lately."""
-        return self._tickets.wanted(request_id) is not None or self._tickets.has_place(request_id)
+        return request_id in self._tickets.wanted or self._tickets.has_place(request_id)
 
     def expected_cost(self, request: QueuedRequest) -> int:
-        return self._flows.known(request.flow).reservation(request)
+        return self._flows.known[request.flow].reservation(request)
 
     def weight_of(self, flow: FlowKey) -> int:
         """By its tenant's policy."""
