@@ -48,12 +48,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from manylora_shared.contest import NEVER_US, TAG_SCALE, ArrivalContest, Contender, Contest, Pick, Queued, Rank
 
-__all__ = ["TAG_SCALE", "ArrivalQueue", "FairQueue", "FlowSnapshot", "Pick", "Rank", "Share", "Snapshot"]
+__all__ = ["TAG_SCALE", "ArrivalQueue", "FairQueue", "FlowBooks", "Pick", "Rank", "Share"]
 
 _COMPACT_SLACK = 64
 """A heap is rebuilt once it has this many entries more than twice the live ones."""
@@ -78,31 +77,7 @@ class Share(NamedTuple):
     cap: int = 0
 
 
-class FlowSnapshot(NamedTuple, Generic[F]):
-    flow: F
-    weight: int
-    settled: int
-    queued: bool
-
-
-@dataclass(frozen=True)
-class Snapshot(Generic[F, I]):
-    """All that a successor cannot hear from the sources. Together with their counters it gives the tags again."""
-
-    clock: int
-    flows: tuple[FlowSnapshot[F], ...]
-    reserved: tuple[tuple[I, F, int], ...]
-    """What is left of each running item's reservation, in the order of dispatch."""
-    counted: Mapping[str, Mapping[F, int]]
-    """By source: the counters up to which `settled` goes."""
-
-    @property
-    def size(self) -> int:
-        """Entries in all."""
-        return len(self.flows) + len(self.reserved) + sum(map(len, self.counted.values()))
-
-
-class _Flow(Contender[F, I]):
+class FlowBooks(Contender[F, I]):
     """One flow's books. `queue` is a heap in which items that were removed may linger."""
 
     __slots__ = ("inverse", "num_queued", "num_running", "queue", "reserved", "settled", "share", "unspent")
@@ -146,69 +121,74 @@ class FairQueue(Generic[F, I]):
 
     def __init__(self, *, aging_per_s: int = 0) -> None:
         self._contest: Contest[F, I] = self._contest_type(aging_per_s)
-        self._clock = 0
-        self._flows: dict[F, _Flow[F, I]] = {}
+        # What queue_succession.py takes over, for a successor and from a predecessor; for all others to read:
+        self.virtual_time = 0
+        """The clock V. Never falls."""
+        self.books: dict[F, FlowBooks[F, I]] = {}
+        """Of the flows that are remembered."""
+        self.counted: dict[str, dict[F, int]] = {}
+        """By source: its counters as they were settled last."""
+        self.returning: dict[F, None] | None = None
+        """While a rebuilt clock waits for `resume`: the flows that were backlogged when the snapshot was taken. Nothing
+        is dispatched or forgotten until then, and whoever comes back of these keeps its tag."""
         self._items: dict[I, Any] = {}
         """A queued item's entry in its flow's queue, a running one's flow: one book, so that a dispatch changes one."""
         self.num_queued = 0
         """For reading; items in all, and so are those that run."""
         self.num_running = 0
-        self._moved: dict[_Flow[F, I], bool] = {}
+        self._moved: dict[FlowBooks[F, I], bool] = {}
         """Flows whose place in the contest is to be brought up to date, and whether more than their tag has changed."""
         self._resting: list[tuple[int, int, F]] = []
         """Idle flows ahead of the clock, by tag; stale entries linger."""
-        self._counted: dict[str, dict[F, int]] = {}
         self._follows: dict[Share, tuple[int, int, int, int]] = {}
         """What follows from a share (inverse, base, cap, fill_us), once for all flows that have it: numbers of each
         flow's own would be cold whenever its turn comes."""
-        self._returning: dict[F, None] | None = None
-        """While a rebuilt clock waits for `resume`: the flows that were backlogged when the snapshot was taken."""
         self._next_order = 0
         self._next_serial = 0
 
     # ---- reading
 
     @property
-    def virtual_time(self) -> int:
-        """The clock V. Never falls."""
-        return self._clock
-
-    @property
     def num_flows(self) -> int:
         """Flows that are remembered."""
-        return len(self._flows)
+        return len(self.books)
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether it waits for `resume`."""
+        return self.returning is not None
 
     def tag_of(self, flow: F) -> int:
         """The flow's tag; a flow that is not remembered would start at the clock."""
-        found = self._flows.get(flow)
-        return found.tag if found is not None else self._clock
+        found = self.books.get(flow)
+        return found.tag if found is not None else self.virtual_time
 
     def is_ahead(self, flow: F, of: F) -> bool:
         """Whether a flow's tag is past another's."""
-        found = self._flows.get(flow)
+        found = self.books.get(flow)
         return found is not None and found.tag > self.tag_of(of)
 
     def weight_of(self, flow: F) -> int:
         """1 for a flow that is not remembered."""
-        found = self._flows.get(flow)
+        found = self.books.get(flow)
         return found.share.weight if found is not None else 1
 
     def reserved_by(self, flow: F) -> int:
         """Cost that the flow's running items reserved and have not used."""
-        found = self._flows.get(flow)
+        found = self.books.get(flow)
         return found.reserved if found is not None else 0
 
     def queued_in(self, flow: F) -> int:
-        found = self._flows.get(flow)
+        found = self.books.get(flow)
         return found.num_queued if found is not None else 0
 
     def running_in(self, flow: F) -> int:
-        found = self._flows.get(flow)
+        found = self.books.get(flow)
         return found.num_running if found is not None else 0
 
     def flows(self) -> list[F]:
         """Flows with queued or running items, in the order in which they came."""
-        return [flow.key for flow in self._flows.values() if not flow.idle]
+        return [flow.key for flow in self.books.values() if not flow.idle]
 
     # ---- items
 
@@ -225,10 +205,10 @@ class FairQueue(Generic[F, I]):
     ) -> None:
         """Queues an item that waits since `since_us` and has its flow's full boost from `urgent_us` on."""
         assert item not in self._items, f"{item} is queued or runs"
-        entry = self._remember(flow, share)
-        if not entry.num_queued and (self._returning is None or flow not in self._returning):
+        entry = self.remember(flow, share)
+        if not entry.num_queued and (self.returning is None or flow not in self.returning):
             self._lift(entry)
-        urgency, due_us, order = self._contest.rank(rank)
+        urgency, due_us, order = rank
         if urgent_us is None:
             urgent_us = NEVER_US
         serial = self._next_serial
@@ -247,7 +227,7 @@ class FairQueue(Generic[F, I]):
         flow = self._take(item)
         del self._items[item]
         self._move(flow)
-        self._rest(flow)
+        self.rest(flow)
 
     def select(self, fits: Callable[[I], P | None], now_us: int) -> Pick[I, P] | None:
         """The item to start next: the first of the flow with the least boosted tag whose first item `fits`.
@@ -266,7 +246,7 @@ class FairQueue(Generic[F, I]):
     def dispatch(self, pick: Pick[I, P], reserve: int) -> None:
         """Starts what `select` chose just before, and reserves its cost."""
         assert reserve >= 0
-        assert self._returning is None, "a rebuilt clock is resumed first"
+        assert self.returning is None, "a rebuilt clock is resumed first"
         item, _, _, _ = pick
         self._advance_clock(pick)
         flow = self._take(item)
@@ -274,13 +254,13 @@ class FairQueue(Generic[F, I]):
         self._reserve(flow, item, reserve)
         flow.served_us = self._contest.now_us
         self._moved[flow] = True
-        if self._resting and self._resting[0][0] <= self._clock:
+        if self._resting and self._resting[0][0] <= self.virtual_time:
             self._forget_passed()
 
     def adopt(self, item: I, flow: F, *, share: Share, reserve: int) -> None:
         """An item that a predecessor dispatched is running, with `reserve` left of what it had reserved."""
         assert item not in self._items, f"{item} is queued or runs"
-        entry = self._remember(flow, share)
+        entry = self.remember(flow, share)
         self._run(item, entry)
         self._reserve(entry, item, reserve)
         self._move(entry)
@@ -293,8 +273,8 @@ class FairQueue(Generic[F, I]):
                 scheduler hears it from the counters and leaves it out.
         """
         assert cost >= 0
-        flow: _Flow[F, I] = self._items.pop(item)
-        assert isinstance(flow, _Flow), f"{item} was not dispatched"
+        flow: FlowBooks[F, I] = self._items.pop(item)
+        assert isinstance(flow, FlowBooks), f"{item} was not dispatched"
         self.num_running -= 1
         self._refund(flow, item)
         if cost:
@@ -303,18 +283,18 @@ class FairQueue(Generic[F, I]):
         if flow.num_queued:
             self._moved.setdefault(flow, False)
         else:
-            self._rest(flow)
+            self.rest(flow)
 
     def set_share(self, flow: F, share: Share) -> None:
         """A new share for a remembered flow: what was settled keeps its tag, what is reserved counts anew."""
-        found = self._flows.get(flow)
+        found = self.books.get(flow)
         if found is not None and found.share != share:
             self._share(found, share)
 
     def forgo(self, flow: F) -> None:
         """The flow had queued items and could not start one by its own doing (a bound of its own): it was not
         backlogged, so it keeps no credit of what it was denied and begins at the clock."""
-        found = self._flows.get(flow)
+        found = self.books.get(flow)
         if found is not None:
             self._lift(found)
             self._move(found)
@@ -322,7 +302,7 @@ class FairQueue(Generic[F, I]):
     def set_apart(self, flow: F, *, is_apart: bool) -> None:
         """Whether the flow's items are offered to `select`'s test by themselves, not through another of equal need,
         because something of the flow's own may keep them from starting. Lasts until the flow is forgotten."""
-        found = self._flows.get(flow)
+        found = self.books.get(flow)
         if found is not None and found.is_apart != is_apart:
             found.is_apart = is_apart
             self._move(found)
@@ -338,9 +318,9 @@ class FairQueue(Generic[F, I]):
         Args:
             share_of: asked for each flow that grew, and in force from then on.
         """
-        counted = self._counted.get(source)
+        counted = self.counted.get(source)
         if counted is None:
-            counted = self._counted[source] = {}
+            counted = self.counted[source] = {}
         grown: list[tuple[F, int]] = []
         for flow, total in totals.items():
             cost = total - counted.get(flow, 0)
@@ -353,98 +333,42 @@ class FairQueue(Generic[F, I]):
                 counted.update(grown)
                 break
         for flow, cost in grown:
-            self._charge(self._remember(flow, share_of(flow)), cost)
+            self._charge(self.remember(flow, share_of(flow)), cost)
         return grown
 
     def begin_counting(self, source: str, totals: Mapping[F, int]) -> None:
         """A source is new, and what it has counted until now is not to be charged."""
-        self._counted[source] = dict(totals)
+        self.counted[source] = dict(totals)
 
     def knows_source(self, source: str) -> bool:
-        return source in self._counted
+        return source in self.counted
 
     def forget_source(self, source: str) -> None:
         """The source is gone for good."""
-        self._counted.pop(source, None)
-
-    # ---- succession
-
-    def snapshot(self) -> Snapshot[F, I]:
-        """What a successor needs; O(all flows and counters)."""
-        return Snapshot(
-            clock=self._clock,
-            flows=tuple(
-                FlowSnapshot(flow.key, flow.share.weight, flow.settled, flow.num_queued > 0)
-                for flow in self._flows.values()
-            ),
-            reserved=tuple(
-                (item, flow.key, left) for flow in self._flows.values() for item, left in flow.unspent.items()
-            ),
-            counted={source: dict(counted) for source, counted in self._counted.items()},
-        )
-
-    def restore(self, snapshot: Snapshot[F, I]) -> None:
-        """Takes over a predecessor's clock, before anything else is done here. Until `resume` nothing is forgotten.
-
-        Then each source's counters are counted, running items adopted and waiting ones pushed again; after `resume`
-        the tag of a flow that was backlogged all the time is exactly what it would have been.
-        """
-        assert not self._flows
-        assert not self._counted
-        self._clock = snapshot.clock
-        self._returning = {}
-        for known in snapshot.flows:
-            entry = self._remember(known.flow, Share(known.weight))
-            entry.settled = known.settled
-            if known.queued:
-                self._returning[known.flow] = None
-        self._counted = {source: dict(counted) for source, counted in snapshot.counted.items()}
-
-    @property
-    def is_restoring(self) -> bool:
-        return self._returning is not None
-
-    def resume(self) -> None:
-        """Whoever was to come back has: V is brought up to date.
-
-        The clock went on behind the snapshot. It passed no flow that stayed backlogged, so the least tag of those is
-        where it may have come to; whoever was not among them begins there.
-        """
-        assert self._returning is not None, "nothing is being restored"
-        returned = [self._flows[flow] for flow in self._returning if self._flows[flow].num_queued]
-        if returned:
-            self._clock = max(self._clock, min(flow.tag for flow in returned))
-        for flow in self._flows.values():
-            if flow.num_queued and flow.key not in self._returning:
-                self._lift(flow)
-                self._move(flow)
-        self._returning = None
-        for flow in list(self._flows.values()):
-            if flow.key in self._flows:
-                self._rest(flow)
+        self.counted.pop(source, None)
 
     # ---- the rules; the property tests break each of them to see that it is noticed
 
-    def _lift(self, flow: _Flow[F, I]) -> None:
-        flow.settled += max(0, self._clock - flow.tag)
+    def _lift(self, flow: FlowBooks[F, I]) -> None:
+        flow.settled += max(0, self.virtual_time - flow.tag)
 
     def _advance_clock(self, pick: Pick[I, P]) -> None:
-        if pick.floor > self._clock:
-            self._clock = pick.floor
+        if pick.floor > self.virtual_time:
+            self.virtual_time = pick.floor
 
-    def _reserve(self, flow: _Flow[F, I], item: I, cost: int) -> None:
+    def _reserve(self, flow: FlowBooks[F, I], item: I, cost: int) -> None:
         if cost:
             flow.unspent[item] = cost
             flow.reserved += cost
 
-    def _refund(self, flow: _Flow[F, I], item: I) -> None:
+    def _refund(self, flow: FlowBooks[F, I], item: I) -> None:
         flow.reserved -= flow.unspent.pop(item, 0)
 
-    def _cap(self, flow: _Flow[F, I]) -> int:
+    def _cap(self, flow: FlowBooks[F, I]) -> int:
         """The flow's largest boost, in tag units."""
         return flow.share.cap * flow.inverse
 
-    def _charge(self, flow: _Flow[F, I], cost: int) -> None:
+    def _charge(self, flow: FlowBooks[F, I], cost: int) -> None:
         """Counts work that was done for a flow, whether it has items here or not; it eats reservations oldest first."""
         flow.settled += cost * flow.inverse
         unspent = flow.unspent
@@ -460,14 +384,15 @@ class FairQueue(Generic[F, I]):
         if flow.num_queued:
             self._moved.setdefault(flow, False)
         else:
-            self._rest(flow)
+            self.rest(flow)
 
     # ---- books
 
-    def _remember(self, flow: F, share: Share) -> _Flow[F, I]:
-        entry = self._flows.get(flow)
+    def remember(self, flow: F, share: Share) -> FlowBooks[F, I]:
+        """The flow's books, with this share from now on; new ones begin at the clock."""
+        entry = self.books.get(flow)
         if entry is None:
-            entry = self._flows[flow] = _Flow(flow, self._next_order)
+            entry = self.books[flow] = FlowBooks(flow, self._next_order)
             self._next_order += 1
             self._share(entry, share)
             self._lift(entry)
@@ -475,7 +400,7 @@ class FairQueue(Generic[F, I]):
             self._share(entry, share)
         return entry
 
-    def _share(self, flow: _Flow[F, I], share: Share) -> None:
+    def _share(self, flow: FlowBooks[F, I], share: Share) -> None:
         flow.share = share
         follows = self._follows.get(share)
         if follows is None:
@@ -489,10 +414,10 @@ class FairQueue(Generic[F, I]):
         flow.inverse, flow.base, flow.cap, flow.fill_us = follows
         self._move(flow)
 
-    def _take(self, item: I) -> _Flow[F, I]:
+    def _take(self, item: I) -> FlowBooks[F, I]:
         """Takes a queued item out of its flow's queue."""
         queued: Queued[I] = self._items[item]
-        flow: _Flow[F, I] = queued.flow
+        flow: FlowBooks[F, I] = queued.flow
         self.num_queued -= 1
         flow.num_queued -= 1
         if flow.queue[0] is queued:
@@ -502,12 +427,12 @@ class FairQueue(Generic[F, I]):
             heapq.heapify(flow.queue)
         return flow
 
-    def _run(self, item: I, flow: _Flow[F, I]) -> None:
+    def _run(self, item: I, flow: FlowBooks[F, I]) -> None:
         self._items[item] = flow
         flow.num_running += 1
         self.num_running += 1
 
-    def _move(self, flow: _Flow[F, I]) -> None:
+    def _move(self, flow: FlowBooks[F, I]) -> None:
         """The flow's queue, tag or share has changed."""
         self._moved[flow] = True
 
@@ -529,33 +454,33 @@ class FairQueue(Generic[F, I]):
                     contest.drop(flow)
         self._moved.clear()
 
-    def _rest(self, flow: _Flow[F, I]) -> None:
+    def rest(self, flow: FlowBooks[F, I]) -> None:
         """Forgets a flow that has become idle, or remembers to once the clock has passed it."""
-        if flow.num_running or flow.num_queued or self._returning is not None:
+        if flow.num_running or flow.num_queued or self.returning is not None:
             return
         if not self._items:
-            self._clock = max(self._clock, max(f.tag for f in self._flows.values()))
-            for known in list(self._flows.values()):
+            self.virtual_time = max(self.virtual_time, max(f.tag for f in self.books.values()))
+            for known in list(self.books.values()):
                 self._forget(known)
             self._resting.clear()
-        elif flow.tag <= self._clock:
+        elif flow.tag <= self.virtual_time:
             self._forget(flow)
         else:
             heapq.heappush(self._resting, (flow.tag, flow.order, flow.key))
-            if len(self._resting) > 2 * len(self._flows) + _COMPACT_SLACK:
-                self._resting = [(f.tag, f.order, f.key) for f in self._flows.values() if f.idle]
+            if len(self._resting) > 2 * len(self.books) + _COMPACT_SLACK:
+                self._resting = [(f.tag, f.order, f.key) for f in self.books.values() if f.idle]
                 heapq.heapify(self._resting)
 
     def _forget_passed(self) -> None:
-        while self._resting and self._resting[0][0] <= self._clock:
+        while self._resting and self._resting[0][0] <= self.virtual_time:
             tag, order, key = heapq.heappop(self._resting)
-            flow = self._flows.get(key)
+            flow = self.books.get(key)
             if flow is not None and flow.idle and flow.order == order and flow.tag == tag:
                 self._forget(flow)
 
-    def _forget(self, flow: _Flow[F, I]) -> None:
+    def _forget(self, flow: FlowBooks[F, I]) -> None:
         """Cuts what refers to the flow from its own parts: then its memory is free without a garbage collection."""
-        del self._flows[flow.key]
+        del self.books[flow.key]
         self._moved.pop(flow, None)
         flow.queue.clear()
         self._contest.forget(flow)
@@ -572,14 +497,14 @@ class FairQueue(Generic[F, I]):
             else:
                 running[found.key] = running.get(found.key, 0) + 1
         assert (self.num_queued, self.num_running) == (sum(queued.values()), sum(running.values()))
-        assert self._contest.plain.size == sum(flow.num_queued > 0 for flow in self._flows.values())
-        for flow in self._flows.values():
+        assert self._contest.plain.size == sum(flow.num_queued > 0 for flow in self.books.values())
+        for flow in self.books.values():
             assert flow.num_queued == queued.get(flow.key, 0)
             assert flow.num_running == running.get(flow.key, 0)
             assert flow.reserved == sum(flow.unspent.values())
             assert all(left > 0 and self._items[item] is flow for item, left in flow.unspent.items())
             assert flow.num_running or not flow.reserved
-            assert not flow.idle or flow.tag > self._clock or self._returning is not None
+            assert not flow.idle or flow.tag > self.virtual_time or self.returning is not None
             if flow.num_queued:
                 first = min(entry for entry in flow.queue if self._items.get(entry.item) is entry)
                 assert flow.head is first
@@ -592,7 +517,22 @@ class ArrivalQueue(FairQueue[F, I]):
     """First come, first served, with the books of the fair queue: what fair queuing is compared with.
 
     Weights, boosts, priorities and deadlines count for nothing (`ArrivalContest`). Tags, reservations, counters and
-    snapshots go on, so that an owner may change from the one queue to the other.
+    snapshots go on, so that an owner may change from the one queue to the other. Ranks' `order` must be unique over all
+    flows and grow as items come.
     """
 
     _contest_type = ArrivalContest
+
+    def push(
+        self,
+        item: I,
+        flow: F,
+        *,
+        share: Share,
+        need: Hashable,
+        rank: Rank,
+        since_us: int = 0,
+        urgent_us: int | None = None,
+    ) -> None:
+        rank = Rank(0, 0, rank.order)
+        super().push(item, flow, share=share, need=need, rank=rank, since_us=since_us, urgent_us=urgent_us)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import bisect
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
-from manylora_shared.fair_queue import TAG_SCALE, FairQueue, Rank, Share, Snapshot
+from manylora_shared.fair_queue import TAG_SCALE, FairQueue, Rank, Share
+from manylora_shared.queue_succession import Snapshot, restore, resume, take_snapshot
 
 Queue = FairQueue[str, int]
 QueueClass = Callable[..., Queue]
@@ -238,7 +240,7 @@ class Harness:
     def save(self) -> None:
         """The leader keeps a snapshot."""
         self._tick += 1
-        self.saved = (self._tick, self.queue.snapshot())
+        self.saved = (self._tick, take_snapshot(self.queue))
 
     def succeed(self) -> None:
         """A new leader takes over from the snapshot that was kept last, the sources' counters, and what is queued."""
@@ -250,7 +252,7 @@ class Harness:
             self.report(source)
         old = self.queue
         new = self.queue = self.make(aging_per_s=self.aging_per_s)
-        new.restore(snapshot)
+        restore(new, snapshot)
         left = {item: cost for item, _, cost in snapshot.reserved}
         for job in self.running:
             new.adopt(job.item, job.flow, share=self.share_of(job.flow), reserve=left.get(job.item, 0))
@@ -262,7 +264,7 @@ class Harness:
         for job in self.jobs.values():
             if job not in self.running:
                 self._push(job)
-        new.resume()
+        resume(new)
         new.check_invariants()
         for flow, book in self.books.items():
             if book.queued and book.backlogged_at <= saved_at:
@@ -292,7 +294,7 @@ class Harness:
             if job.urgent_us is not None and self.now_us >= job.urgent_us:
                 boost = cap
             tag = self.queue.tag_of(flow)
-            found.append((tag - min(cap, boost), self.queue._flows[flow].order, tag, job))
+            found.append((tag - min(cap, boost), self.queue.books[flow].order, tag, job))
         return sorted(found, key=lambda entry: entry[:2])
 
     def _check(self) -> None:
@@ -528,6 +530,24 @@ def age_is_of_who_gets_nothing(make: QueueClass) -> None:
         pick = queue.select(lambda _: True, now_us)
         assert pick is not None
         assert (pick.item == 100) is is_served
+
+
+def push(queue: FairQueue[Any, Any], item: Hashable, flow: Hashable, order: int, *, need: int = 1, **what: Any) -> None:
+    rank = Rank(-what.get("priority", 0), what.get("due_us", 0), order)
+    queue.push(item, flow, share=Share(what.get("weight", 1)), need=need, rank=rank)
+
+
+def start(queue: FairQueue[Any, Any], reserve: int, *, without: Hashable = None) -> Any:
+    """Dispatches what is next, of all but one item; returns it."""
+    pick = queue.select(lambda item: None if item == without else True, 0)
+    if pick is None:
+        return None
+    queue.dispatch(pick, reserve)
+    return pick.item
+
+
+def charge(queue: FairQueue[Any, Any], flow: Hashable, total: int, weight: int = 1) -> None:
+    queue.count("source", {flow: total}, lambda _: Share(weight))
 
 
 def run_suite(make: QueueClass, seeds: range) -> None:

@@ -233,7 +233,7 @@ def test_a_worker_that_is_held_for_a_wide_request_takes_who_is_before_that_and_n
     desk.enqueue("h1", tenant="hog", max_new_tokens=1000)
     tell(desk, ["h0", "h1"], {"hog": (2, 0, 0)}, most=3)
     desk.enqueue("pair", tenant="pair", sequences=2, max_new_tokens=1000, prompt_tokens=100)
-    ticket = desk.core._tickets.wanted(RequestId("pair"))
+    ticket = desk.core._tickets.wanted.get(RequestId("pair"))
     assert ticket is not None
     assert ticket.phase is Phase.QUEUED, "one place is too few for it"
     desk.core._dispatch._hold = _Hold(ticket, W0, need_of(ticket.request))
@@ -262,7 +262,7 @@ def test_held_flows_are_placed_by_themselves() -> None:
     """Two requests of equal need: that the hog's fits nowhere says nothing of the other's."""
     desk = full()
     tell(desk, [], {"hog": (0, 0, 2)})
-    assert desk.core._dispatch.is_held(flow("hog"))
+    assert flow("hog") in desk.core._dispatch.held
     assert grants(desk.enqueue("b", tenant="b", max_new_tokens=1000)) == [("b", "w0")]
     # And of one that comes while its flow is held already.
     desk.enqueue("h7", tenant="hog")
@@ -279,7 +279,7 @@ def test_what_was_held_gets_no_credit_for_that_time() -> None:
         desk.report(slots=SLOTS, most=MOST, running=2, finished=[f"b{i}"], loads={"hog": (0, 0, 2), "b": (0, 0, 0)})
     assert queue.tag_of(flow("hog")) <= queue.virtual_time or queue.reserved_by(flow("hog")) > 0
     tell(desk, [], {"hog": (2, 0, 0)})
-    assert not desk.core._dispatch.is_held(flow("hog"))
+    assert flow("hog") not in desk.core._dispatch.held
     assert queue.tag_of(flow("hog")) >= queue.virtual_time
 
 
@@ -287,4 +287,4 @@ def test_a_worker_that_goes_takes_its_held_sequences_along() -> None:
     desk = full()
     tell(desk, [], {"hog": (0, 0, 2)})
     desk.apply(WorkerLeft(WorkerId("w0")))
-    assert not desk.core._dispatch.is_held(flow("hog"))
+    assert flow("hog") not in desk.core._dispatch.held

@@ -426,7 +426,7 @@ def test_long_generations_are_charged_while_they_run() -> None:
     # Both have reserved as much; then long's counters run far ahead.
     tokens = {flow("long"): FlowTokens(10, 500), flow("other"): FlowTokens(10, 10)}
     desk.report(slots=2, running=2, flows=tokens)
-    served = {view.flow.tenant_id: view.served_cost for view in desk.core.flow_views()}
+    served = {view.flow.tenant_id: view.served_cost for view in desk.core.view.flow_views(desk.now)}
     assert served == {"long": 1010, "other": 30}
     assert grants(desk.report(slots=2, running=1, finished=["long"], flows=tokens)) == [("other2", "w0")]
 
@@ -438,15 +438,15 @@ def test_counters_are_cumulative_and_of_a_known_worker() -> None:
     desk.enqueue("a")
     desk.report("w0", slots=1, running=1, started=[started("a")], flows={key: FlowTokens(1_010, 1_005)})
     desk.report("w0", slots=1, running=1, flows={key: FlowTokens(1_010, 1_005)})
-    assert desk.core.flow_views()[0].served_cost == 20
+    assert desk.core.view.flow_views(desk.now)[0].served_cost == 20
     # Over a reconnect nothing is lost or counted twice.
     desk.apply(WorkerDisconnected(W0))
     tokens = {key: FlowTokens(1_010, 1_010)}
     desk.report("w0", snapshot=True, slots=1, running=1, started=[started("a")], flows=tokens)
-    assert desk.core.flow_views()[0].served_cost == 30
+    assert desk.core.view.flow_views(desk.now)[0].served_cost == 30
     # A new process counts from zero.
     desk.report("w0", snapshot=True, slots=1, running=1, started=[started("a")], flows={key: FlowTokens(3, 1)})
-    assert desk.core.flow_views()[0].served_cost == 35
+    assert desk.core.view.flow_views(desk.now)[0].served_cost == 35
 
 
 def test_priority_is_inside_a_flow_only() -> None:
@@ -546,19 +546,6 @@ def test_adapters_of_waiting_requests_are_prefetched_within_bounds() -> None:
     assert desk.enqueue("f", adapter="uid-0") == [], "reports name what changed, and uid-0 did not"
     desk.report("w0", slots=1, running=1, adapters={"uid-0": Residency.ABSENT})
     assert desk.enqueue("g", adapter="uid-0") == [SendPrefetch(W0, "uid-0", ACME)]
-
-
-def test_status_shows_flows_and_workers() -> None:
-    desk = Desk()
-    desk.worker("w0", slots=1)
-    desk.enqueue("a", tenant="one")
-    desk.enqueue("b", tenant="one")
-    desk.now = 3.0
-    desk.enqueue("c", tenant="two", qos_class=QosClass.BATCH)
-    views = {(v.flow.tenant_id, v.flow.qos_class): v for v in desk.core.flow_views()}
-    one, two = views["one", QosClass.STANDARD], views["two", QosClass.BATCH]
-    assert (one.queued, one.running, one.oldest_wait_s) == (1, 1, 3.0)
-    assert (two.queued, two.running, two.oldest_wait_s) == (1, 0, 0.0)
 
 
 def test_estimates_follow_what_requests_really_use() -> None:

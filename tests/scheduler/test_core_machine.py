@@ -447,7 +447,7 @@ class World(RuleBasedStateMachine):
         assert self.core.num_queued == self.core.num_granted == 0
         assert self.core._queue.num_flows == 0
         assert len(self.core._tickets) == self.core._tickets.num_returned == 0
-        assert self.core.next_wakeup() is None or self.core._dispatch.has_paused or self.workers
+        assert self.core.next_wakeup() is None or self.core._dispatch.unreached or self.workers
 
 
 TestWorld = World.TestCase

@@ -212,7 +212,7 @@ def test_turns_come_before_refusals() -> None:
         plain.base / plain.weight,
         plain.cap / plain.weight,
     ), "boosts are the same in virtual time"
-    assert desk.core.weight_of(flow("a", INTERACTIVE)) == plain.weight, "what a share is does not change"
+    assert desk.core.view.weight_of(flow("a", INTERACTIVE)) == plain.weight, "what a share is does not change"
     for i in range(4):
         desk.apply(Withdrawn(1, RequestId(f"{'abcd'[i]}-interactive-{desk.next_id - 3 + i}")))
     desk.report()
@@ -228,7 +228,7 @@ def test_who_floods_a_class_gets_no_turns_for_it() -> None:
     for i in range(60):
         desk.enqueue("flood", INTERACTIVE, prompt_tokens=2000, name=f"f{i}")
     desk.until_level(1)
-    assert desk.core.weight_of(flow("flood", INTERACTIVE)) == desk.core.weight_of(flow("a", INTERACTIVE))
+    assert desk.core.view.weight_of(flow("flood", INTERACTIVE)) == desk.core.view.weight_of(flow("a", INTERACTIVE))
     assert desk.gate.factor(flow("flood", INTERACTIVE)) == 1
     assert desk.gate.factor(flow("a", INTERACTIVE)) > desk.gate.factor(flow("a", STANDARD)) > 1
     assert desk.gate.factor(flow("a", BATCH)) == 1
@@ -272,7 +272,7 @@ def test_a_tick_looks_through_some_flows_and_all_get_their_turn(monkeypatch: pyt
 def test_an_admitted_request_that_comes_again_is_not_refused() -> None:
     desk = Desk()
     desk.enqueue("x", BATCH, name="mine")
-    assert desk.core.is_known(RequestId("mine"))
+    assert desk.core.view.is_known(RequestId("mine"))
     desk.fill()
     desk.enqueue("x", BATCH, name="waits")
     desk.until_level(32)

@@ -28,9 +28,9 @@ from manylora_scheduler.request import FlowKey, QueuedRequest
 from manylora_scheduler.succession import MAX_WAIT_S, MIN_WAIT_S, ClockSnapshot
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.memory import MemoryStoreServer
-from manylora_shared.fair_queue import FlowSnapshot, Snapshot
 from manylora_shared.ids import QosClass, RequestId, TenantId, WorkerId
 from manylora_shared.policy import ClassPolicy, TenantPolicy
+from manylora_shared.queue_succession import FlowSnapshot, Snapshot
 from manylora_shared.simulation.loop import run
 
 from tests.scheduler.helpers import ROUTER, Desk, flow, grants, report, request, started
@@ -170,10 +170,7 @@ def test_the_next_leader_grants_as_the_last_one_would_have(
         core.check_invariants()
     for tenant in TENANTS:
         key = flow(tenant)
-        tags = [
-            core._queue.tag_of(key) - core._queue.reserved_by(key) * core._queue._flows[key].inverse
-            for core in (old, new)
-        ]
+        tags = [core._queue.books[key].settled for core in (old, new)]
         assert tags[0] == tags[1], tenant
     if not age:
         by_old, by_new = world.rounds([old, new], 60)
@@ -266,11 +263,11 @@ def test_a_worker_that_only_lost_its_lease_is_charged_for_what_it_did_meanwhile(
     desk.apply(WorkerLeft(W0))
     desk.enqueue("b")
     desk.worker("w0", slots=1, running=1, started=[started("a")], flows={key: FlowTokens(10, 25)})
-    assert desk.core.flow_views()[0].served_cost == 10 + 2 * 25
+    assert desk.core.view.flow_views(desk.now)[0].served_cost == 10 + 2 * 25
     desk.apply(WorkerLeft(W0))
     desk.apply(WorkerJoined(W0, "elsewhere:2", "cpu", 4096))
     desk.report("w0", snapshot=True, slots=1, flows={key: FlowTokens(100, 100)})
-    assert desk.core.flow_views()[0].served_cost == 10 + 2 * 25, "a new process, of which nothing is known"
+    assert desk.core.view.flow_views(desk.now)[0].served_cost == 10 + 2 * 25, "a new process, of which nothing is known"
 
 
 # ---- in the store

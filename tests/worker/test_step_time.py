@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from manylora_shared.ids import QosClass, RequestId, TenantId
 from manylora_worker.adapters.cache import AdapterCacheLimits
@@ -67,6 +69,26 @@ def test_one_step_that_was_held_up_cuts_the_next_ones_by_little() -> None:
     assert (time.max_prompt_tokens() or 0) >= 0.7 * before
 
 
+@pytest.mark.parametrize("slower", [1.0, 2.0, 4.0, 100.0])
+@pytest.mark.parametrize("decodes_alone", [True, False])
+def test_a_device_that_is_slow_at_each_step_is_held_to_the_target_from_the_second_one_on(
+    decodes_alone: bool, slower: float
+) -> None:
+    time, rng = StepTime(TARGET_S), random.Random(1)
+    if decodes_alone:
+        time.measured(0, slower * DECODE_S)
+    time.measured(512, slower * seconds(512))
+    lengths = []
+    for _ in range(40):
+        count = time.max_prompt_tokens() or 512
+        took = slower * seconds(count)
+        lengths.append(took)
+        time.measured(count, took * rng.uniform(0.8, 1.2))
+    least = slower * seconds(LEAST_PROMPT_TOKENS)
+    assert max(lengths) <= max(2 * TARGET_S, least)
+    assert max(lengths[16:]) <= max(1.1 * TARGET_S, least)
+
+
 @pytest.mark.parametrize(("target_s", "longest_s"), [(None, 0.056), (TARGET_S, 0.0205)])
 def test_beside_long_prompts_decodes_get_their_tokens_in_time(target_s: float | None, longest_s: float) -> None:
     runner = FakeRunner(num_blocks=1024, block_size=16)
@@ -90,6 +112,59 @@ def test_beside_long_prompts_decodes_get_their_tokens_in_time(target_s: float | 
         core.check_invariants()
     assert ends == 8
     assert max(lengths[10:]) == pytest.approx(longest_s, rel=0.05)
+
+
+FULL_CHUNK = 128
+"""So many prompt tokens fit into the target, beside a sequence that decodes."""
+
+
+def prompt_tokens_of_steps(
+    slow_s: dict[int, float], *, first_prompt: int = FULL_CHUNK, num_steps: int = 60
+) -> list[int]:
+    """Of an engine with a sequence that decodes, and with long prompts from the third step on.
+
+    Args:
+        slow_s: steps that take so much longer than their tokens are worth, by their index.
+        first_prompt: of the sequence that decodes.
+    """
+    core = EngineCore(
+        FakeRunner(num_blocks=4096, block_size=16),
+        FakeAdapterBackend(lambda: 0.0),
+        EngineLimits(PlannerLimits(512, FULL_CHUNK, 2, TARGET_S), AdapterCacheLimits(1, 1), max_requests=64),
+    )
+    core.add(_request("decodes", first_prompt, 400), 0.0)
+    now, counts = 0.0, []
+    for step in range(num_steps):
+        if step > 1 and core.stats().requests < 2:
+            core.add(_request(f"r{step}", 10 * FULL_CHUNK, 1), now)
+        batch = core.begin_step(now)
+        assert batch is not None
+        counts.append(_prompt_tokens(batch))
+        core.submit(batch)
+        now += seconds(counts[-1]) + slow_s.get(step, 0.0)
+        core.end_step(core.wait(), now)
+        core.take_outputs()
+        core.take_ended()
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("slow_s", "first_prompt", "num_held_up"),
+    [
+        pytest.param({}, FULL_CHUNK, 1, id="none is"),
+        pytest.param({0: 5.0}, FULL_CHUNK, 1, id="the first prompt"),
+        pytest.param({1: 5.0}, FULL_CHUNK, 1, id="the first decode"),
+        pytest.param({0: 5.0, 1: 5.0}, FULL_CHUNK, 3, id="both"),
+        pytest.param({0: 5.0, 1: 5.0, 2: 5.0, 3: 5.0}, FULL_CHUNK, 3, id="several, of other shapes"),
+        pytest.param({}, 8, 1, id="a short prompt comes first"),
+    ],
+)
+def test_first_steps_that_are_slow_once_hold_no_prompts_up(
+    slow_s: dict[int, float], first_prompt: int, num_held_up: int
+) -> None:
+    """A device's first steps set things up, or compile kernels: that says nothing of those that follow."""
+    counts = prompt_tokens_of_steps(slow_s, first_prompt=first_prompt)[2:]
+    assert counts.index(FULL_CHUNK) <= num_held_up
 
 
 def _prompt_tokens(batch: StepBatch) -> int:

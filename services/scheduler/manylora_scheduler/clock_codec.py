@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from manylora_shared.fair_queue import FlowSnapshot, Snapshot
 from manylora_shared.ids import QosClass, RequestId, TenantId
+from manylora_shared.queue_succession import FlowSnapshot, Snapshot
 
 from manylora_scheduler.request import FlowKey
 from manylora_scheduler.succession import ClockSnapshot

@@ -1,7 +1,8 @@
 """The scheduler's one writer: events in, commands out. Pure; `now` comes with each event and never falls.
 
 Owns every queued request and live grant, the fair queue, the fleet, and all timers; the rooms beside it (tickets,
-flows, dispatch, succession) keep one kind of books each and are written from here. The shell turns streams, reports and
+flows, dispatch, succession) keep one kind of books each and are written from here; what others may ask of them is in
+`CoreView`. The shell turns streams, reports and
 store changes into events, sends the commands, and calls with Tick when `next_wakeup` says. A core lives for one term of
 leadership: the next one gets the clock's snapshot, the workers' counters and snapshots, and the routers' enqueues.
 
@@ -30,6 +31,7 @@ from manylora_shared.errors import Code
 from manylora_shared.fair_queue import ArrivalQueue, FairQueue, Pick
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
 
+from manylora_scheduler.core_view import CoreView
 from manylora_scheduler.dispatch import Dispatch
 from manylora_scheduler.events import (
     Command,
@@ -98,15 +100,6 @@ class CoreLimits:
     """How long a request may wait while no worker could run it, before it is refused."""
 
 
-@dataclass(frozen=True, slots=True)
-class FlowView:
-    flow: FlowKey
-    queued: int
-    running: int
-    oldest_wait_s: float
-    served_cost: int
-
-
 class Core:
     """See the module's docstring.
 
@@ -126,6 +119,7 @@ class Core:
         self._tickets = Tickets()
         self._flows = Flows()
         self._dispatch = Dispatch(self._queue, self._fleet, goes_beyond=order == "fair")
+        self.view = CoreView(self._queue, self._fleet, self._tickets, self._flows)
         # What is adopted runs in the queue by its request's id; it is never queued, and never picked.
         self._succession = Succession(cast("FairQueue[FlowKey, Ticket | RequestId]", self._queue), predecessor)
         self._is_restoring = self._queue.is_restoring
@@ -187,7 +181,8 @@ class Core:
             case WorkerDisconnected():
                 if (worker := self._fleet.get(event.worker_id)) is not None:
                     worker.disconnect()
-                    self._update(worker)
+                    if self._fleet.update(worker):
+                        self._note_serving()
             case PolicyChanged():
                 self._on_policy(event)
             case Shed():
@@ -214,25 +209,27 @@ class Core:
         request = event.request
         if self._routers.get(request.router_id) != event.session:
             return
-        known = self._tickets.wanted(request.request_id)
-        if known is not None and not self._comes_anew(known, event):
+        before = self._tickets.wanted.get(request.request_id)
+        if before is not None and not self._comes_anew(before, event):
             return
         refusal = self._refusal_of(request)
         if refusal is not None:
             self._out.append(SendRefusal(request, event.session, *refusal))
             return
         flow, deadline, now = request.flow, request.deadline, self._now
-        ticket = self._tickets.enqueue(request, self._flows.known(flow), event.session, now)
+        flows = self._flows
+        known = flows.known[flow]
+        ticket = self._tickets.enqueue(request, known, event.session, now)
         self._queue.push(
             ticket,
             flow,
-            share=self._flows.share(flow),
+            share=known.policy_share if flows.precedence is None else flows.share(flow),
             need=need_of(request),
             rank=rank_of(ticket),
             since_us=to_us(now),
             urgent_us=urgent_us_of(ticket),
         )
-        if self._dispatch.is_held(flow):
+        if flow in self._dispatch.held:
             self._queue.set_apart(flow, is_apart=True)
         wait_s = self._limits.worker_wait_s
         if deadline is not None and deadline < now + wait_s:
@@ -261,7 +258,7 @@ class Core:
     def _refusal_of(self, request: QueuedRequest) -> tuple[Code, str, float | None] | None:
         if request.deadline is not None and request.deadline <= self._now:
             return Code.DEADLINE_EXCEEDED, "the deadline passed before the request was queued", None
-        tenant_queued = self._tickets.num_queued_of(request.flow.tenant_id)
+        tenant_queued = self._tickets.queued_by_tenant.get(request.flow.tenant_id, 0)
         if tenant_queued >= self._limits.max_queued_per_tenant:
             message = f"{tenant_queued} requests of this tenant are queued already"
             return Code.RESOURCE_EXHAUSTED, message, self._retry_after(request.flow)
@@ -282,14 +279,14 @@ class Core:
         self._send_grant(ticket, self._worker_of(ticket), repeated=True)
 
     def _on_withdrawn(self, event: Withdrawn) -> None:
-        ticket = self._tickets.wanted(event.request_id)
+        ticket = self._tickets.wanted.get(event.request_id)
         if ticket is not None and ticket.phase is QUEUED and ticket.session == event.session:
             self._unqueue(ticket)
             self._out.append(Dropped(ticket.request))
 
     def _on_shed(self, event: Shed) -> None:
         for request_id, message, retry_after_s in event.requests:
-            ticket = self._tickets.wanted(request_id)
+            ticket = self._tickets.wanted.get(request_id)
             if ticket is not None and ticket.phase is QUEUED:
                 self._refuse(ticket, Code.RESOURCE_EXHAUSTED, message, retry_after_s)
 
@@ -297,12 +294,13 @@ class Core:
         if self._routers.get(event.router_id) != event.session:
             return
         if event.reached_worker:
-            self._dispatch.reached(event.router_id, event.worker_id)
+            if self._dispatch.unreached:
+                self._dispatch.reached(event.router_id, event.worker_id)
         elif self._fleet.get(event.worker_id) is not None:
             until = self._dispatch.pause(event.router_id, event.worker_id, self._now)
             if until is not None:
                 self._timers.set(("paused", event.router_id, event.worker_id), until)
-        ticket = self._tickets.wanted(event.request_id)
+        ticket = self._tickets.wanted.get(event.request_id)
         if ticket is None or ticket.phase is QUEUED or ticket.worker_id != event.worker_id:
             return
         if not event.reached_worker:
@@ -393,7 +391,8 @@ class Core:
         worker.fold_capacity(report, with_loads=self._order == "fair")
         if had_held or worker.held_sequences:
             self._dispatch.note_held(worker.worker_id, worker.held_flows())
-        self._update(worker)
+        if self._fleet.update(worker):
+            self._note_serving()
 
     def _on_ended(self, worker: WorkerView, request_id: RequestId) -> None:
         ticket = worker.finish(request_id)
@@ -403,21 +402,16 @@ class Core:
             self._flows.known_of(ticket).count_finished()
             self._end_ticket(ticket)
 
-    def _update(self, worker: WorkerView) -> None:
-        """A worker's room, or whether it takes requests, may have changed."""
-        if self._fleet.update(worker):
-            self._note_serving()
-
     def _settle(self, worker: WorkerView, report: WorkerReport) -> None:
         """Charges what a worker's counters grew by."""
         flows, totals = self._flows, {}
         for flow, output_tokens in worker.fold_outputs(report):
-            flows.known(flow).count_tokens(output_tokens)
+            flows.known[flow].count_tokens(output_tokens)
         for flow, (prompt_tokens, output_tokens) in report.flows.items():  # mostly one: not worth a comprehension
             totals[flow] = PROMPT_TOKEN_COST * prompt_tokens + OUTPUT_TOKEN_COST * output_tokens
         if worker.has_reported or self._succession.first_report(worker.worker_id, totals):
             for flow, cost in self._queue.count(worker.worker_id, totals, flows.share):
-                flows.known(flow).served_cost += cost
+                flows.known[flow].served_cost += cost
 
     def _end_ticket(self, ticket: Ticket) -> None:
         """A granted ticket whose grant is no longer with its worker."""
@@ -543,40 +537,11 @@ class Core:
             self._timers.set_after(("prefetch", idle.worker_id, uid), self._now, PREFETCH_TIMEOUT_S)
             self._out.append(SendPrefetch(idle.worker_id, uid, tenant_id))
 
-    # ---- what overload control asks for
-
-    @property
-    def is_serving(self) -> bool:
-        """Whether requests are granted as room appears: a worker takes them, and the clock is not being restored."""
-        return self._fleet.any_serving and not self._is_restoring
-
-    @property
-    def free_part(self) -> float:
-        """Of the sequence slots of all workers that take requests: O(workers)."""
-        serving = [worker for worker in self._fleet.workers if worker.serving]
-        slots = sum(worker.sequence_slots for worker in serving)
-        return sum(worker.free_sequences for worker in serving) / slots if slots else 0.0
-
-    def is_queued(self, request_id: RequestId) -> bool:
-        ticket = self._tickets.wanted(request_id)
-        return ticket is not None and ticket.phase is QUEUED
-
-    def is_known(self, request_id: RequestId) -> bool:
-        """Whether an attempt at the request is queued, has a live grant, or came back unused lately."""
-        return self._tickets.wanted(request_id) is not None or self._tickets.has_place(request_id)
-
-    def expected_cost(self, request: QueuedRequest) -> int:
-        return self._flows.known(request.flow).reservation(request)
-
-    def weight_of(self, flow: FlowKey) -> int:
-        """By its tenant's policy."""
-        return self._flows.weight(flow)
+    # ---- the rest of the seam
 
     def set_precedence(self, precedence: Precedence | None) -> None:
         """From now on some flows go before others; None: weights are as the policies say."""
         self._flows.precedence = self._dispatch.precedence = precedence
-
-    # ---- status
 
     @property
     def num_queued(self) -> int:
@@ -591,20 +556,6 @@ class Core:
     def workers(self) -> list[WorkerView]:
         """For reading, until the next event."""
         return list(self._fleet.workers)
-
-    def flow_views(self) -> list[FlowView]:
-        """Flows with queued or running work, in the order in which they came."""
-        oldest = self._tickets.oldest_by_flow()
-        return [
-            FlowView(
-                flow=flow,
-                queued=self._queue.queued_in(flow),
-                running=self._queue.running_in(flow),
-                oldest_wait_s=self._now - oldest.get(flow, self._now),
-                served_cost=self._flows.served_cost(flow),
-            )
-            for flow in self._queue.flows()
-        ]
 
     def check_invariants(self) -> None:
         """Every book against the others; for tests and idle moments."""

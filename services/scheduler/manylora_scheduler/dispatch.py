@@ -64,8 +64,8 @@ class Dispatch:
 
     def __init__(self, queue: FairQueue[FlowKey, Ticket], fleet: Fleet, *, goes_beyond: bool = True) -> None:
         self._goes_beyond = goes_beyond
-        self._held: dict[FlowKey, dict[WorkerId, None]] = {}
-        """Flows with held sequences, and where."""
+        self.held: dict[FlowKey, dict[WorkerId, None]] = {}
+        """Flows with held sequences, and where; for reading."""
         self._held_on: dict[WorkerId, dict[FlowKey, None]] = {}
         self._queue = queue
         self._fleet = fleet
@@ -74,7 +74,8 @@ class Dispatch:
         """The ticket that was first in order last time, and how often another was granted before it."""
         self._is_behind_hold = False
         """In a search beyond the free room: whether what is asked now comes after the request that holds a worker."""
-        self._unreached: dict[tuple[RouterId, WorkerId], _Unreached] = {}
+        self.unreached: dict[tuple[RouterId, WorkerId], _Unreached] = {}
+        """Which router could not reach which worker lately; for reading."""
         self._now = 0.0
         self.precedence: Precedence | None = None
 
@@ -85,11 +86,9 @@ class Dispatch:
         if not self._queue.num_queued:
             return None
         if fleet.num_open:
-            only = fleet.only_open
-            if only is not None and self._hold is None and not self._unreached:
-                place = only.place_ticket  # as `choose` would say; a busy cluster's usual case
-            else:
-                place = self._place
+            # The only open worker is asked itself, as `choose` would do: a busy cluster's usual case.
+            only = fleet.only_open if self._hold is None and not self.unreached else None
+            place = self._place if only is None else only.place_ticket
             pick = self._queue.select(place, to_us(now))
             if pick is not None:
                 if pick.passed_over is not None:
@@ -136,7 +135,7 @@ class Dispatch:
 
     def _allows(self, request: QueuedRequest, *, heeds_hold: bool = True) -> Callable[[WorkerView], bool]:
         """Whether a request may go to a worker, were there room."""
-        hold, unreached = self._hold if heeds_hold else None, self._unreached
+        hold, unreached = self._hold if heeds_hold else None, self.unreached
         if hold is None and not unreached:
             return _allow_all
 
@@ -178,19 +177,15 @@ class Dispatch:
             self._held_on[worker_id] = now
         for flow in now:
             if flow not in before:
-                self._held.setdefault(flow, {})[worker_id] = None
+                self.held.setdefault(flow, {})[worker_id] = None
                 self._queue.set_apart(flow, is_apart=True)
         for flow in before:
             if flow not in now:
-                del self._held[flow][worker_id]
-                if not self._held[flow]:
-                    del self._held[flow]
+                del self.held[flow][worker_id]
+                if not self.held[flow]:
+                    del self.held[flow]
                     self._queue.set_apart(flow, is_apart=False)
                     self._queue.forgo(flow)
-
-    def is_held(self, flow: FlowKey) -> bool:
-        """Whether the flow has held sequences on some worker."""
-        return flow in self._held
 
     def left_queue(self, ticket: Ticket) -> None:
         if self._hold is not None and self._hold.ticket is ticket:
@@ -205,7 +200,7 @@ class Dispatch:
 
     def pause(self, router_id: RouterId, worker_id: WorkerId, now: float) -> float | None:
         """The router could not reach the worker. Returns until when it is not sent there, unless that was known."""
-        found = self._unreached.setdefault((router_id, worker_id), _Unreached(0, now))
+        found = self.unreached.setdefault((router_id, worker_id), _Unreached(0, now))
         if found.until > now:
             return None
         found.until = now + UNREACHED_PAUSE_S[min(found.failures, len(UNREACHED_PAUSE_S) - 1)]
@@ -213,20 +208,16 @@ class Dispatch:
         return found.until
 
     def reached(self, router_id: RouterId, worker_id: WorkerId) -> None:
-        self._unreached.pop((router_id, worker_id), None)
+        self.unreached.pop((router_id, worker_id), None)
 
     def forget_paused(
         self, *, router_id: RouterId | None = None, worker_id: WorkerId | None = None
     ) -> list[tuple[RouterId, WorkerId]]:
         """Of a router or a worker that is gone. Returns whom it had paused."""
-        gone = [key for key in self._unreached if key[0] == router_id or key[1] == worker_id]
+        gone = [key for key in self.unreached if key[0] == router_id or key[1] == worker_id]
         for key in gone:
-            del self._unreached[key]
+            del self.unreached[key]
         return gone
-
-    @property
-    def has_paused(self) -> bool:
-        return bool(self._unreached)
 
     def check_invariants(self, queued: set[Ticket]) -> None:
         if self._hold is not None:
@@ -236,8 +227,8 @@ class Dispatch:
             self._held_on
         )
         held = {(flow, worker_id) for worker_id, flows in self._held_on.items() for flow in flows}
-        assert held == {(flow, worker_id) for flow, workers in self._held.items() for worker_id in workers}
-        assert all(self._held.values())
+        assert held == {(flow, worker_id) for flow, workers in self.held.items() for worker_id in workers}
+        assert all(self.held.values())
 
 
 def _allow_all(worker: WorkerView) -> bool:

@@ -7,7 +7,7 @@ core alone, which calls `Fleet.update` once it is done with a worker.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from manylora_shared.ids import WorkerId
 
@@ -42,6 +42,8 @@ class Fleet:
         self.ring = Ring()
         self.holders = Holders()
         self._workers: dict[WorkerId, WorkerView] = {}
+        self.get: Callable[[WorkerId], WorkerView | None] = self._workers.get
+        """A member; the dict's own, for it is asked with every report."""
         self._open: dict[WorkerId, WorkerView] = {}
         self._unsorted: dict[WorkerId, WorkerView] = {}
         """Workers whose place in the orders may be another by now."""
@@ -70,9 +72,6 @@ class Fleet:
     def workers(self) -> Iterable[WorkerView]:
         """In the order in which they joined."""
         return self._workers.values()
-
-    def get(self, worker_id: WorkerId) -> WorkerView | None:
-        return self._workers.get(worker_id)
 
     def join(self, worker_id: WorkerId, address: str, device: str, max_context_tokens: int) -> WorkerView:
         assert worker_id not in self._workers

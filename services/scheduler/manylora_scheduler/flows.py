@@ -70,14 +70,38 @@ class Precedence(Protocol):
         ...
 
 
+_ClassShares = Mapping[QosClass, Share]
+
+
+class _Records(dict[FlowKey, KnownFlow]):
+    """A dict itself: most flows have a record, and finding it takes no call then."""
+
+    def __init__(self, shares: Mapping[TenantId, _ClassShares], default: _ClassShares) -> None:
+        """What `Flows` has of policies, for reading: not `Flows` itself, which would be a cycle to be collected."""
+        super().__init__()
+        self._shares = shares
+        self._default = default
+
+    def policy_share(self, flow: FlowKey) -> Share:
+        """By its tenant's policy."""
+        return self._shares.get(flow.tenant_id, self._default)[flow.qos_class]
+
+    def __missing__(self, flow: FlowKey) -> KnownFlow:
+        if len(self) >= MAX_KNOWN_FLOWS:
+            self.pop(next(iter(self))).is_forgotten = True
+        known = self[flow] = KnownFlow(self.policy_share(flow))
+        return known
+
+
 class Flows:
     def __init__(self) -> None:
-        self._shares: dict[TenantId, Mapping[QosClass, Share]] = {}
+        self._shares: dict[TenantId, _ClassShares] = {}
         """Of the tenants that have a policy."""
-        self._known: dict[FlowKey, KnownFlow] = {}
         self._made: dict[tuple[int, QosClass], Share] = {}
         """Every share that is in use, once: flows by the thousand have few different ones."""
         self._default = {qos_class: self._make(weight, qos_class) for qos_class, weight in DEFAULT_WEIGHTS.items()}
+        self.known = _Records(self._shares, self._default)
+        """For reading; a flow that has no record gets one when it is asked for by `[]`."""
         self.precedence: Precedence | None = None
 
     def set_policy(self, tenant_id: TenantId, policy: TenantPolicy | None) -> None:
@@ -90,25 +114,22 @@ class Flows:
             }
         for qos_class in QosClass:
             flow = FlowKey(tenant_id, qos_class)
-            known = self._known.get(flow)
+            known = self.known.get(flow)
             if known is not None:
-                known.policy_share = self._policy_share(flow)
+                known.policy_share = self.known.policy_share(flow)
 
     def weight(self, flow: FlowKey) -> int:
         """By its tenant's policy."""
-        return self._policy_share(flow).weight
+        return self.known.policy_share(flow).weight
 
     def share(self, flow: FlowKey) -> Share:
         """Its weight, with its precedence. Boosts are the same in virtual time."""
-        known = self._known.get(flow)
-        share = known.policy_share if known is not None else self._policy_share(flow)
+        known = self.known.get(flow)
+        share = known.policy_share if known is not None else self.known.policy_share(flow)
         if self.precedence is None:
             return share
         factor = self.precedence.factor(flow)
         return share if factor == 1 else Share(share.weight * factor, share.base * factor, share.cap * factor)
-
-    def _policy_share(self, flow: FlowKey) -> Share:
-        return self._shares.get(flow.tenant_id, self._default)[flow.qos_class]
 
     def _make(self, weight: int, qos_class: QosClass) -> Share:
         found = self._made.get((weight, qos_class))
@@ -116,27 +137,17 @@ class Flows:
             found = self._made[weight, qos_class] = Share(weight, *BOOSTS[qos_class])
         return found
 
-    def known(self, flow: FlowKey) -> KnownFlow:
-        known = self._known.get(flow)
-        return known if known is not None else self._remember(flow)
-
-    def _remember(self, flow: FlowKey) -> KnownFlow:
-        if len(self._known) >= MAX_KNOWN_FLOWS:
-            self._known.pop(next(iter(self._known))).is_forgotten = True
-        known = self._known[flow] = KnownFlow(self._policy_share(flow))
-        return known
-
     def known_of(self, ticket: Ticket) -> KnownFlow:
         """The record of the ticket's flow."""
         known = ticket.known
         if known.is_forgotten:
-            known = ticket.known = self.known(ticket.request.flow)
+            known = ticket.known = self.known[ticket.request.flow]
         return known
 
     def served_cost(self, flow: FlowKey) -> int:
-        known = self._known.get(flow)
+        known = self.known.get(flow)
         return known.served_cost if known is not None else 0
 
     def last_wait_s(self, flow: FlowKey) -> float:
-        known = self._known.get(flow)
+        known = self.known.get(flow)
         return known.last_wait_s if known is not None else 0.0

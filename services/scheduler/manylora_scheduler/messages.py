@@ -12,7 +12,7 @@ from manylora_shared.errors import InvalidRequest, QuotaBreach
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId
 from manylora_shared.overload import OverloadView, rung_of
 
-from manylora_scheduler.core import FlowView
+from manylora_scheduler.core_view import FlowView
 from manylora_scheduler.events import HeldLease, RoutersRefused, SendGrant, SendLease, SendLeaseRefusal, SendRefusal
 from manylora_scheduler.neighbours import Noisy
 from manylora_scheduler.overload import OverloadState

@@ -131,9 +131,10 @@ class OverloadGate:
             enabled: whether anything is given up. Waiting, demand and noisy neighbours are measured either way.
         """
         self._core = core
+        self._core_view = core.view
         self._targets = targets or OverloadTargets()
         self._enabled = enabled
-        self._demand = Demand(core.weight_of)
+        self._demand = Demand(self._core_view.weight_of)
         self._neighbours = Neighbours()
         self._book = WaitingBook(self._targets)
         self._cluster = LevelController()
@@ -178,7 +179,7 @@ class OverloadGate:
         commands += self._seen(self._core.apply(event, now), now)
         if isinstance(event, PolicyChanged):
             self._demand.reweigh(event.tenant_id)
-        if isinstance(event, Enqueued) and not self._core.is_queued(event.request.request_id):
+        if isinstance(event, Enqueued) and not self._core_view.is_queued(event.request.request_id):
             self._book.leave(event.request)  # the core did not take it: its router's stream is another by now
         if isinstance(event, RouterConnected) and not self._view.is_quiet:
             commands.append(SendOverload(self._view, event.router_id))
@@ -199,16 +200,17 @@ class OverloadGate:
     def check_invariants(self) -> None:
         assert self._book.num_queued == sum(len(book.queued) for book in self._book.flows.values())
         assert self._book.num_queued == self._core.num_queued
-        assert all(self._core.is_queued(request_id) for book in self._book.flows.values() for request_id in book.queued)
+        queued = [request_id for book in self._book.flows.values() for request_id in book.queued]
+        assert all(self._core_view.is_queued(request_id) for request_id in queued)
 
     # ---- requests
 
     def _on_enqueued(self, event: Enqueued, now: float) -> SendRefusal | None:
         request, flow = event.request, event.request.flow
-        if self._core.is_queued(request.request_id):
+        if self._core_view.is_queued(request.request_id):
             return None
-        cost = float(self._core.expected_cost(request))
-        if not self._core.is_known(request.request_id):  # else it is another attempt, or a repetition: it was admitted
+        cost = float(self._core_view.expected_cost(request))
+        if not self._core_view.is_known(request.request_id):  # else another attempt, or a repetition: it was admitted
             self._demand.came(flow, cost, now)
             if not self._view.admits(flow.tenant_id, flow.qos_class, request.request_id):
                 self._counts[flow.qos_class].refused += 1
@@ -255,7 +257,7 @@ class OverloadGate:
         looked_at = self._book.next_flows()
         cluster, own = self._attribute(self._book.measure(looked_at, now))
         if self._enabled:
-            if not self._core.is_serving:
+            if not self._core_view.is_serving:
                 cluster, own = {}, {}
             self._move(cluster, own, dt_s)
             view = self._make_view()
@@ -312,7 +314,7 @@ class OverloadGate:
         return cluster, own
 
     def _move(self, cluster: _Samples, own: dict[TenantId, _Samples], dt_s: float) -> None:
-        free_part = self._core.free_part if not self._book.num_queued else 0.0
+        free_part = self._core_view.free_part if not self._book.num_queued else 0.0
         self._cluster.step(cluster, dt_s, free_part=free_part)
         for tenant_id, controller in list(self._own.items()):
             controller.step(own.get(tenant_id, {}), dt_s, free_part=free_part)

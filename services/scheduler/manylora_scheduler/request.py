@@ -73,8 +73,8 @@ QUEUED, GRANTED, CLOSING, RUNNING = Phase
 class Ticket(Timed):
     """One attempt at one request: what the core's books, the fair queue among them, have as their item."""
 
-    __slots__ = ("attempt", "blocks", "enqueued_at", "granted_at", "known", "order", "phase", "request", "session",
-                 "waits_since", "worker_id")  # fmt: skip
+    __slots__ = ("attempt", "blocks", "enqueued_at", "granted_at", "is_wanted", "known", "order", "phase", "request",
+                 "session", "waits_since", "worker_id")  # fmt: skip
 
     def __init__(
         self,
@@ -99,6 +99,8 @@ class Ticket(Timed):
         self.waits_since = waits_since
         """When the first of its attempts was enqueued."""
         self.phase = QUEUED
+        self.is_wanted = True
+        """Whether it stands for its request: its router is not done with it. Written by `Tickets` alone."""
         self.due_in = None
         self.worker_id: WorkerId | None = None
         self.blocks = 0

@@ -8,8 +8,9 @@ heard of first.
 
 from __future__ import annotations
 
-from manylora_shared.fair_queue import FairQueue, Snapshot
+from manylora_shared.fair_queue import FairQueue
 from manylora_shared.ids import RequestId, WorkerId
+from manylora_shared.queue_succession import Snapshot, restore, resume, take_snapshot
 
 from manylora_scheduler.flows import Flows
 from manylora_scheduler.request import FlowKey, Ticket
@@ -30,7 +31,7 @@ class Succession:
         self._began_at: float | None = None
         if predecessor is not None:
             self._inherited = {request_id: (flow, left) for request_id, flow, left in predecessor.reserved}
-            queue.restore(Snapshot(predecessor.clock, predecessor.flows, (), predecessor.counted))
+            restore(self._queue, predecessor)
 
     def begin(self, now: float) -> tuple[float, ...]:
         """While dispatch waits. At the core's first event: the moments at which it may begin."""
@@ -43,7 +44,7 @@ class Succession:
         """Lets dispatch begin where there is nothing to wait for any more. Returns whether it still waits."""
         assert self._began_at is not None, "begin comes first"
         if now >= self._began_at + (MIN_WAIT_S if all_reported else MAX_WAIT_S):
-            self._queue.resume()
+            resume(self._queue)
             self._inherited.clear()
         return self._queue.is_restoring
 
@@ -73,7 +74,7 @@ class Succession:
     def snapshot(self) -> ClockSnapshot:
         """For the next leader: the queue's, with requests by their ids. Not to be taken while dispatch waits."""
         assert not self._queue.is_restoring, "what was inherited is not all here yet"
-        taken = self._queue.snapshot()
+        taken = take_snapshot(self._queue)
         reserved = [
             (item.request.request_id if isinstance(item, Ticket) else item, flow, left)
             for item, flow, left in taken.reserved

@@ -328,8 +328,9 @@ class Term:
     # ---- status
 
     def scheduler_status(self, address: str) -> admin_pb2.SchedulerStatus:
-        flows = [flow_status(view) for view in self.core.flow_views()]
-        quotas = [quota_status(view) for view in self.quotas.authority.views(self._loop.time())]
+        now = self._loop.time()
+        flows = [flow_status(view) for view in self.core.view.flow_views(now)]
+        quotas = [quota_status(view) for view in self.quotas.authority.views(now)]
         overload = self.overload.state()
         return admin_pb2.SchedulerStatus(
             reachable=True,

@@ -18,9 +18,10 @@ from manylora_scheduler.request import CLOSING, QUEUED, RUNNING, FlowKey, Queued
 class Tickets:
     def __init__(self) -> None:
         self._num_live = 0
-        self._wanted: dict[RequestId, Ticket] = {}
-        """The ticket that stands for a request: queued, or granted and not ended by its router."""
-        self._queued_by_tenant: dict[TenantId, int] = {}
+        self.wanted: dict[RequestId, Ticket] = {}
+        """The ticket that stands for a request: queued, or granted and not ended by its router. For reading."""
+        self.queued_by_tenant: dict[TenantId, int] = {}
+        """How many are queued; for reading."""
         self._returned: dict[RequestId, Ticket] = {}
         """The last attempt of requests whose grant came back unused."""
         self._next_order = 0
@@ -32,20 +33,14 @@ class Tickets:
     def num_returned(self) -> int:
         return len(self._returned)
 
-    def wanted(self, request_id: RequestId) -> Ticket | None:
-        return self._wanted.get(request_id)
-
     def queued_of(self, router_id: RouterId) -> list[Ticket]:
         """O(tickets): a router's stream seldom ends."""
-        return [t for t in self._wanted.values() if t.phase is QUEUED and t.request.router_id == router_id]
-
-    def num_queued_of(self, tenant_id: TenantId) -> int:
-        return self._queued_by_tenant.get(tenant_id, 0)
+        return [t for t in self.wanted.values() if t.phase is QUEUED and t.request.router_id == router_id]
 
     def oldest_by_flow(self) -> Mapping[FlowKey, float]:
         """When the oldest queued request of each flow was enqueued."""
         oldest: dict[FlowKey, float] = {}
-        for ticket in self._wanted.values():
+        for ticket in self.wanted.values():
             if ticket.phase is QUEUED:
                 flow = ticket.request.flow
                 oldest[flow] = min(oldest.get(flow, ticket.enqueued_at), ticket.enqueued_at)
@@ -60,28 +55,29 @@ class Tickets:
             ticket = Ticket(request, known, session, before.order, before.attempt + 1, now, before.waits_since)
         self._next_order += 1
         self._num_live += 1
-        self._wanted[request.request_id] = ticket
+        self.wanted[request.request_id] = ticket
         tenant_id, _ = request.flow
-        self._queued_by_tenant[tenant_id] = self._queued_by_tenant.get(tenant_id, 0) + 1
+        self.queued_by_tenant[tenant_id] = self.queued_by_tenant.get(tenant_id, 0) + 1
         return ticket
 
     def leave_queue(self, ticket: Ticket) -> None:
         tenant_id, _ = ticket.request.flow
-        left = self._queued_by_tenant[tenant_id] - 1
+        left = self.queued_by_tenant[tenant_id] - 1
         if left:
-            self._queued_by_tenant[tenant_id] = left
+            self.queued_by_tenant[tenant_id] = left
         else:
-            del self._queued_by_tenant[tenant_id]
+            del self.queued_by_tenant[tenant_id]
 
     def release(self, ticket: Ticket) -> None:
         """The router is done with it; the worker may not be."""
-        request_id = ticket.request.request_id
-        if self._wanted.get(request_id) is ticket:
-            del self._wanted[request_id]
+        if ticket.is_wanted:
+            ticket.is_wanted = False
+            del self.wanted[ticket.request.request_id]
 
     def forget(self, ticket: Ticket) -> None:
         self._num_live -= 1
-        self.release(ticket)
+        if ticket.is_wanted:
+            self.release(ticket)
 
     def keep_place(self, ticket: Ticket) -> None:
         """Its request may come again until `lose_place`."""
@@ -96,12 +92,12 @@ class Tickets:
 
     def check_invariants(self, routers: Iterable[RouterId], granted: Set[Ticket]) -> set[Ticket]:
         """Every index against the tickets, of which workers have the granted ones. Returns the queued ones."""
-        queued = {ticket for ticket in self._wanted.values() if ticket.phase is QUEUED}
-        assert len(queued) == sum(self._queued_by_tenant.values())
+        queued = {ticket for ticket in self.wanted.values() if ticket.phase is QUEUED}
+        assert len(queued) == sum(self.queued_by_tenant.values())
         assert len(queued) + len(granted) == self._num_live
         assert {ticket.request.router_id for ticket in queued} <= set(routers)
-        assert all(ticket in queued or ticket in granted for ticket in self._wanted.values())
+        assert all(ticket in queued or ticket in granted for ticket in self.wanted.values())
+        assert set(self.wanted.values()) == queued | {ticket for ticket in granted if ticket.is_wanted}
         for ticket in granted:
-            wanted = self._wanted.get(ticket.request.request_id) is ticket
-            assert wanted or ticket.phase in (CLOSING, RUNNING)
+            assert ticket.is_wanted or ticket.phase in (CLOSING, RUNNING)
         return queued

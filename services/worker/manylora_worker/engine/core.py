@@ -319,9 +319,9 @@ class EngineCore:
         ended); None: then only."""
         if not self.has_work():
             return None
-        num_loading = sum(not group.is_paused for group in self._requests.loading)
-        is_polled = self._requests.num_active > num_loading or self._swapper.num_copying > 0
-        return LOOK_AGAIN_S if self._adapters.is_settled and not is_polled else _POLL_S
+        # Who is not paused and has its adapter can be computed, unless blocks are being copied: so loads and copies are
+        # all that there is to wait for.
+        return LOOK_AGAIN_S if self._adapters.is_settled and not self._swapper.num_copying else _POLL_S
 
     def request_ids(self) -> list[RequestId]:
         """Of the requests in the engine, oldest first."""

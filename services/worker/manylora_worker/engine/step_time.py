@@ -8,12 +8,19 @@ others, 2024) chooses its token budget by profiling, but from the steps themselv
 Two averages are kept: of steps that only decode, and of what a prompt token adds to that. A step is then given as many
 prompt tokens as fit into the target. Where every step has prompts, the first average is old and the second takes in
 what it lacks: the target is met all the same, for that is where the two agree with what is measured.
+
+A device's first steps may be slow once, by a hundred times: memory is set up, kernels are compiled at their first use.
+An average that began with such a step would hold prompts up for dozens of steps. Nothing makes a step fast once, so
+among the first ones whatever is less than the average is the average from then on: it is right after one step that is
+not slow. A device that is slow at each step is held to its target from the first one on.
 """
 
 from __future__ import annotations
 
 _WEIGHT = 1 / 8
 """Of one step."""
+_FIRST = 8
+"""So many steps may be slow once."""
 _MOST = 2.0
 """A step counts as so many times the average at most: one that was held up by others says nothing of the next."""
 LEAST_PROMPT_TOKENS = 32
@@ -28,27 +35,51 @@ class StepTime:
 
     def __init__(self, target_s: float | None) -> None:
         self._target_s = target_s
-        self._decode_s = 0.0
-        """Of a step without prompts; 0 while there was none."""
-        self._token_s = 0.0
-        """What a prompt token adds; 0 while none was computed, or where it adds nothing."""
+        self._decode = _Average()
+        """Of a step without prompts."""
+        self._token = _Average()
+        """What a prompt token adds."""
 
     def measured(self, num_prompt_tokens: int, seconds: float) -> None:
         """A step with so many tokens of prompts took so long."""
         if seconds <= 0:
             return
-        if num_prompt_tokens:
-            self._token_s = _average(self._token_s, max(0.0, seconds - self._decode_s) / num_prompt_tokens)
-        else:
-            self._decode_s = _average(self._decode_s, seconds)
+        if not num_prompt_tokens:
+            self._decode.take(seconds)
+            return
+        if seconds < self._decode.seconds:
+            self._decode.doubt()
+        self._token.take(max(0.0, seconds - self._decode.seconds) / num_prompt_tokens)
 
     def max_prompt_tokens(self) -> int | None:
         """Of the next step; None: any number."""
-        if self._target_s is None or not self._token_s:
+        if self._target_s is None or not self._token.seconds:
             return None
-        return max(LEAST_PROMPT_TOKENS, int((self._target_s - self._decode_s) / self._token_s))
+        return max(LEAST_PROMPT_TOKENS, int((self._target_s - self._decode.seconds) / self._token.seconds))
 
 
-def _average(before: float, seen: float) -> float:
-    """0: nothing was seen before."""
-    return seen if not before else before + _WEIGHT * (min(seen, _MOST * before) - before)
+class _Average:
+    """Of what was seen lately. Among the first ones it falls at once."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """0 while nothing was seen. For reading."""
+        self._num_seen = 0
+        """Up to `_FIRST`."""
+
+    def take(self, seen: float) -> None:
+        """0 among the first ones is nothing that was seen."""
+        if self._num_seen < _FIRST:
+            if not seen:
+                return
+            self._num_seen += 1
+            if not self.seconds or seen < self.seconds:
+                self.seconds = seen
+                return
+        self.seconds += _WEIGHT * (min(seen, _MOST * self.seconds) - self.seconds)
+
+    def doubt(self) -> None:
+        """What was seen cannot be right. If it is all from the first ones, it was slow for another reason: it is as if
+        nothing had been seen."""
+        if self._num_seen < _FIRST:
+            self.seconds = 0.0
