@@ -11,7 +11,8 @@ The tag by which flows are compared is
 
     vt_f = a_f + R_f / phi_f                      exact integers: a cost c counts c * (TAG_SCALE // phi_f)
 
-    push      on a flow without queued items:     vt_f = max(vt_f, V), so that idling saves nothing up
+    push      on a flow without queued items:     V = max(V, a_g of the other queued flow g with the least vt_g), and
+                                                  vt_f = max(vt_f, V), so that idling saves nothing up
     select    argmin of vt_f - boost_f / phi_f over the flows whose first item can be started now
     dispatch  V = max(V, min of vt_f over those same flows), un-boosted and before the charge; then R_f += reserve
     count     a source's cumulative counter grew by c: min(c, R_f) moves from R_f to a_f, the rest is added to a_f
@@ -225,8 +226,12 @@ class FairQueue(Generic[F, I]):
     ) -> None:
         """Queues an item that waits since `since_us` and has its flow's full boost from `urgent_us` on."""
         assert item not in self._items, f"{item} is queued or runs"
+        known = self._flows.get(flow)
+        is_newcomer = known is None or not known.num_queued
+        if is_newcomer:
+            self._catch_up(flow)
         entry = self._remember(flow, share)
-        if not entry.num_queued and (self._returning is None or flow not in self._returning):
+        if is_newcomer and (self._returning is None or flow not in self._returning):
             self._lift(entry)
         urgency, due_us, order = self._contest.rank(rank)
         if urgent_us is None:
@@ -316,6 +321,7 @@ class FairQueue(Generic[F, I]):
         backlogged, so it keeps no credit of what it was denied and begins at the clock."""
         found = self._flows.get(flow)
         if found is not None:
+            self._catch_up(flow)
             self._lift(found)
             self._move(found)
 
@@ -424,6 +430,20 @@ class FairQueue(Generic[F, I]):
                 self._rest(flow)
 
     # ---- the rules; the property tests break each of them to see that it is noticed
+
+    def _catch_up(self, newcomer: F) -> None:
+        """The other queued flow with the least tag may have been charged, since the last dispatch, for work that it had
+        not reserved. V passes what it was charged for: a newcomer has no claim to the time in which that was done."""
+        if self._returning is not None:
+            return
+        self._show_moved()
+        for place in self._contest.plain.first_places(2):
+            other: _Flow[F, I] = place.flow  # type: ignore[assignment]
+            if other.key != newcomer:
+                if other.settled > self._clock:
+                    self._clock = other.settled
+                    self._forget_passed()
+                break
 
     def _lift(self, flow: _Flow[F, I]) -> None:
         flow.settled += max(0, self._clock - flow.tag)
