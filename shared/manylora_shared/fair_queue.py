@@ -184,10 +184,10 @@ class FairQueue(Generic[F, I]):
         found = self._flows.get(flow)
         return found.tag if found is not None else self._clock
 
-    def is_ahead(self, flow: F, of: F) -> bool:
-        """Whether a flow's tag is past another's."""
-        found = self._flows.get(flow)
-        return found is not None and found.tag > self.tag_of(of)
+    def has_come_as_far(self, flow: F, as_other: F) -> bool:
+        """Whether a flow's tag is no less than another's settled one, which is that one's tag if nothing of it ran."""
+        found, other = self._flows.get(flow), self._flows.get(as_other)
+        return found is not None and found.tag >= (self._clock if other is None else other.settled)
 
     def weight_of(self, flow: F) -> int:
         """1 for a flow that is not remembered."""
