@@ -13,14 +13,13 @@ from dataclasses import dataclass
 
 from manylora_scheduler.reports import NO_LOAD, FlowLoad, FlowTokens, StartedRequest, WorkerReport
 from manylora_scheduler.request import FlowKey, QueuedRequest
-from manylora_shared.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
+from manylora_shared.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, QUANTUM_TOKENS
 from manylora_shared.ids import RequestId, WorkerId
 from manylora_shared.policy import DEFAULT_WEIGHTS
 
 CHUNK_TOKENS = 256
 BATCH_TOKENS = 512
 """A step's; as the worker's default."""
-QUANTUM_TOKENS = 16
 BLOCK_SIZE = 16
 
 

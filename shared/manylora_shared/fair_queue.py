@@ -11,7 +11,8 @@ The tag by which flows are compared is
 
     vt_f = a_f + R_f / phi_f                      exact integers: a cost c counts c * (TAG_SCALE // phi_f)
 
-    push      on a flow without queued items:     vt_f = max(vt_f, V), so that idling saves nothing up
+    push      on a flow without queued items:     V = max(V, a_g of the other queued flow g with the least vt_g), and
+                                                  vt_f = max(vt_f, V), so that idling saves nothing up
     select    argmin of vt_f - boost_f / phi_f over the flows whose first item can be started now
     dispatch  V = max(V, min of vt_f over those same flows), un-boosted and before the charge; then R_f += reserve
     count     a source's cumulative counter grew by c: min(c, R_f) moves from R_f to a_f, the rest is added to a_f
@@ -163,10 +164,10 @@ class FairQueue(Generic[F, I]):
         found = self.books.get(flow)
         return found.tag if found is not None else self.virtual_time
 
-    def is_ahead(self, flow: F, of: F) -> bool:
-        """Whether a flow's tag is past another's."""
-        found = self.books.get(flow)
-        return found is not None and found.tag > self.tag_of(of)
+    def has_come_as_far(self, flow: F, as_other: F) -> bool:
+        """Whether a flow's tag is no less than another's settled one, which is that one's tag if nothing of it ran."""
+        found, other = self.books.get(flow), self.books.get(as_other)
+        return found is not None and found.tag >= (self.virtual_time if other is None else other.settled)
 
     def weight_of(self, flow: F) -> int:
         """1 for a flow that is not remembered."""
@@ -205,8 +206,12 @@ class FairQueue(Generic[F, I]):
     ) -> None:
         """Queues an item that waits since `since_us` and has its flow's full boost from `urgent_us` on."""
         assert item not in self._items, f"{item} is queued or runs"
+        known = self.books.get(flow)
+        is_newcomer = known is None or not known.num_queued
+        if is_newcomer:
+            self._catch_up(flow)
         entry = self.remember(flow, share)
-        if not entry.num_queued and (self.returning is None or flow not in self.returning):
+        if is_newcomer and (self.returning is None or flow not in self.returning):
             self._lift(entry)
         urgency, due_us, order = rank
         if urgent_us is None:
@@ -296,6 +301,7 @@ class FairQueue(Generic[F, I]):
         backlogged, so it keeps no credit of what it was denied and begins at the clock."""
         found = self.books.get(flow)
         if found is not None:
+            self._catch_up(flow)
             self._lift(found)
             self._move(found)
 
@@ -348,6 +354,20 @@ class FairQueue(Generic[F, I]):
         self.counted.pop(source, None)
 
     # ---- the rules; the property tests break each of them to see that it is noticed
+
+    def _catch_up(self, newcomer: F) -> None:
+        """The other queued flow with the least tag may have been charged, since the last dispatch, for work that it had
+        not reserved. V passes what it was charged for: a newcomer has no claim to the time in which that was done."""
+        if self.returning is not None:
+            return
+        self._show_moved()
+        for place in self._contest.plain.first_places(2):
+            other: FlowBooks[F, I] = place.flow  # type: ignore[assignment]
+            if other.key != newcomer:
+                if other.settled > self.virtual_time:
+                    self.virtual_time = other.settled
+                    self._forget_passed()
+                break
 
     def _lift(self, flow: FlowBooks[F, I]) -> None:
         flow.settled += max(0, self.virtual_time - flow.tag)

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from manylora_shared.costs import OUTPUT_TOKEN_COST
+from manylora_shared.costs import OUTPUT_TOKEN_COST, QUANTUM_TOKENS
 from manylora_shared.errors import QuotaExceeded
 from manylora_shared.fair_queue import FairQueue
 from manylora_shared.ids import QosClass, TenantId
@@ -19,7 +19,6 @@ from manylora_worker.engine.parking import Parking
 from manylora_worker.engine.sequence import Sequence
 from manylora_worker.engine.slots import Slots
 from manylora_worker.engine.step_planner import (
-    QUANTUM_TOKENS,
     FlowSlots,
     StepPlanner,
 )

@@ -103,6 +103,22 @@ def test_a_worker_that_announces_nothing_takes_no_more_than_its_slots() -> None:
     assert desk.enqueue("v0", tenant="victim") == []
 
 
+def test_a_steady_newcomer_never_waits_until_all_is_done_that_a_hog_was_granted() -> None:
+    """The hog's long answers go on; the other asks for one short answer after the other, far less than its share."""
+    desk = Desk()
+    desk.worker(slots=4, most=8)
+    for i in range(20):
+        desk.enqueue(f"h{i}", tenant="hog", prompt_tokens=8, max_new_tokens=2000)
+    tell(desk, [f"h{i}" for i in range(4)], {"hog": (4, 0, 0)}, most=8, slots=4)
+    hogs, victims = 0, 0
+    for i in range(100):
+        assert grants(desk.enqueue(f"v{i}", tenant="victim", prompt_tokens=32, max_new_tokens=16)) == [(f"v{i}", "w0")]
+        hogs, victims = hogs + 6 * 16, victims + 16
+        told = {flow("hog"): FlowTokens(32, hogs), flow("victim"): FlowTokens(32 * (i + 1), victims)}
+        tell(desk, [f"v{i}"], {"hog": (3, 1, 0), "victim": (1, 0, 0)}, tenant="victim", most=8, slots=4)
+        tell(desk, [], {"hog": (4, 0, 0)}, most=8, slots=4, finished=[f"v{i}"], flows=told)
+
+
 def test_more_choices_than_there_are_places_left_wait() -> None:
     desk = full(most=3)
     assert desk.enqueue("wide", tenant="victim", sequences=2) == []
@@ -154,7 +170,7 @@ def test_who_has_most_sequences_there_for_its_weight_gets_in_beside_nobody_with_
             begun.append(started(f"{tenant}{i}", tenant))
     running = sum(map(sum, loads.values()))
     desk.report(slots=slots, most=2 * slots, running=running, started=begun, loads=loads)
-    assert desk.core._queue.is_ahead(flow("other"), flow("hog"))
+    assert desk.core._queue.has_come_as_far(flow("other"), flow("hog"))
     assert bool(grants(desk.enqueue("more", tenant="hog"))) is is_granted
 
 

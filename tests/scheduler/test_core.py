@@ -552,15 +552,27 @@ def test_estimates_follow_what_requests_really_use() -> None:
     desk = Desk()
     desk.worker(slots=1)
     produced = 0
-    reserved = []
+    expected = []
     for i in range(40):
         desk.enqueue(f"r{i}", prompt_tokens=10, max_new_tokens=1_000)
-        reserved.append(desk.core._queue.reserved_by(flow()))
+        expected.append(desk.core.view.expected_cost(request("another", prompt_tokens=10, max_new_tokens=1_000)))
         desk.report(slots=1, running=1, started=[started(f"r{i}")])
         produced += 20
         desk.report(slots=1, finished=[f"r{i}"], flows={flow(): FlowTokens(10 * (i + 1), produced)})
-    assert reserved[0] == 10 + 2 * 1_000
-    assert reserved[-1] == 10 + 2 * 20
+    assert expected[0] == 10 + 2 * 1_000
+    assert expected[-1] == 10 + 2 * 20
+
+
+def test_a_grant_reserves_the_first_chunk_and_a_quantum_of_each_sequence() -> None:
+    desk = Desk()
+    desk.worker(slots=8)
+    reserved = []
+    for i, (prompt_tokens, max_new_tokens, sequences) in enumerate([(10, 4, 1), (10, 500, 1), (2_000, 500, 3)]):
+        desk.enqueue(
+            f"r{i}", tenant=f"t{i}", prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens, sequences=sequences
+        )
+        reserved.append(desk.core._queue.reserved_by(flow(f"t{i}")))
+    assert reserved == [10 + 2 * 4, 10 + 2 * 16, 512 + 2 * 3 * 16]
 
 
 def test_in_order_of_arrival_nothing_but_arrival_counts() -> None:

@@ -66,6 +66,6 @@ def test_a_request_is_known_until_its_place_is_lost() -> None:
     assert not view.is_known(a)
 
 
-def test_a_requests_expected_cost_is_what_its_flow_would_reserve() -> None:
+def test_a_requests_expected_cost_is_of_the_whole_request() -> None:
     desk = Desk()
     assert desk.core.view.expected_cost(request("a", prompt_tokens=7, max_new_tokens=50)) == 7 + 2 * 50

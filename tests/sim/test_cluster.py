@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 from manylora.v1 import common_pb2
+from manylora_shared.costs import QUANTUM_TOKENS
 from manylora_shared.simulation.loop import SimRun, run
 from manylora_worker.engine.fake_runner import reference_tokens
-from manylora_worker.engine.step_planner import QUANTUM_TOKENS
 
 from tests.sim import validate
 from tests.sim.cluster import (

@@ -60,7 +60,7 @@ def ended_well(calls: list[Call], qos_class: str) -> float:
 
 
 def test_a_flood_of_all_classes() -> None:
-    traffic = run(flooded(1), seed=1, limit_s=600.0, max_events=5_000_000).result
+    traffic = run(flooded(2), seed=2, limit_s=600.0, max_events=5_000_000).result
     calls = traffic.calls[: int(FLOOD_S * CALLS_PER_S)]
     refused = [call for call in calls if call.is_overloaded]
     assert all(call.error is not None and call.error.retry_after_s is not None for call in refused)

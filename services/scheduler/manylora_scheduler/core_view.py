@@ -55,7 +55,7 @@ class CoreView:
         return request_id in self._tickets.wanted or self._tickets.has_place(request_id)
 
     def expected_cost(self, request: QueuedRequest) -> int:
-        return self._flows.known[request.flow].reservation(request)
+        return self._flows.known[request.flow].expected_cost(request)
 
     def weight_of(self, flow: FlowKey) -> int:
         """By its tenant's policy."""

@@ -10,8 +10,9 @@ that on some worker with spare places
 
 * has nothing that waits there for a slot, nothing granted that was not reported yet (more would only be parked), and
   held sequences for a quarter of the slots at most;
-* is behind: a flow with a slot there is ahead of it, as the scheduler's clock has it, and has no fewer sequences there
-  for its weight (a grant is reserved in whole, so one short answer puts its flow ahead of a hog with all other slots);
+* is behind, or level: another flow with a slot there has come as far, by the scheduler's clock, as this one would be
+  if nothing of it ran (what is in flight takes turns by the worker's quanta), and has no fewer sequences there for its
+  weight;
 * is before the request, if any, for which that worker is held;
 * may, where overload control has some flows go before others (`Precedence`).
 
@@ -121,17 +122,17 @@ class Dispatch:
         return choose_spare(request, self._fleet, allowed)
 
     def _is_behind(self, flow: FlowKey, worker: WorkerView) -> bool:
-        """Whether a flow with a slot there is ahead of this one and has no fewer sequences there for its weight."""
+        """Whether another flow with a slot there has come as far and has no fewer sequences there for its weight."""
         queue, count, weight = self._queue, worker.load_of(flow).unheld, self._queue.weight_of(flow)
 
         def is_before(other: FlowKey) -> bool:
             has_fewer = worker.load_of(other).unheld * weight < count * queue.weight_of(other)
-            return not has_fewer and queue.is_ahead(other, flow)
+            return not has_fewer and queue.has_come_as_far(other, flow)
 
         front = worker.front(queue.tag_of)
-        if front is None or not queue.is_ahead(front, flow):
+        if front is None or (front != flow and not queue.has_come_as_far(front, flow)):
             return False
-        return is_before(front) or any(is_before(other) for other in worker.slotted_flows())
+        return any(other != flow and is_before(other) for other in worker.slotted_flows())
 
     def _allows(self, request: QueuedRequest, *, heeds_hold: bool = True) -> Callable[[WorkerView], bool]:
         """Whether a request may go to a worker, were there room."""

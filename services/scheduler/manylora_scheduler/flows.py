@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from manylora_shared.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
+from manylora_shared.costs import CHUNK_COST, OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, QUANTUM_TOKENS
 from manylora_shared.fair_queue import Share
 from manylora_shared.ids import QosClass, TenantId
 from manylora_shared.policy import DEFAULT_WEIGHTS, TenantPolicy
@@ -21,8 +21,6 @@ from manylora_scheduler.request import (
     Ticket,
 )
 
-CHUNK_COST = 512
-"""Cost of one full prefill chunk: the measure in which boosts are given."""
 BOOSTS: Mapping[QosClass, tuple[int, int]] = {
     QosClass.INTERACTIVE: (CHUNK_COST, 2 * CHUNK_COST),
     QosClass.STANDARD: (0, CHUNK_COST),
@@ -50,11 +48,19 @@ class KnownFlow(OutputEstimate):
         self.is_forgotten = False
         """Whether the flow has another record by now, or none."""
 
-    def reservation(self, request: QueuedRequest) -> int:
-        """What a request is expected to cost in all. Workers do not give a slot back before a request's end, so that is
-        what its flow takes with the grant."""
+    def expected_cost(self, request: QueuedRequest) -> int:
+        """What a request is expected to cost in all."""
         expected = self.expect(request.max_new_tokens)
         return PROMPT_TOKEN_COST * request.prompt_tokens + OUTPUT_TOKEN_COST * expected
+
+    def reservation(self, request: QueuedRequest) -> int:
+        """The most that a request's first units may cost: a chunk of its prompt and a quantum of each sequence. What
+        comes after them is another turn of its flow, in the worker, and charged as the worker counts it. Were whole
+        requests paid in advance, a newcomer would be level with a hog after the first of its own requests, and then
+        wait until all was done that the hog has paid for."""
+        expected = self.expect(request.max_new_tokens)
+        output_tokens = min(expected, QUANTUM_TOKENS * request.sequences)
+        return min(PROMPT_TOKEN_COST * request.prompt_tokens, CHUNK_COST) + OUTPUT_TOKEN_COST * output_tokens
 
 
 class Precedence(Protocol):

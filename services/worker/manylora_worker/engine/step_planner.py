@@ -47,7 +47,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from manylora_shared.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
+from manylora_shared.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, QUANTUM_TOKENS
 from manylora_shared.fair_queue import FairQueue, Pick
 from manylora_shared.ids import TenantId
 
@@ -62,8 +62,6 @@ from manylora_worker.engine.step_time import StepTime
 from manylora_worker.engine.swapping import Swapper
 from manylora_worker.engine.tenant_shares import FlowKey, TenantShares
 from manylora_worker.engine.unit_queue import UnitQueue
-
-QUANTUM_TOKENS = 16
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,31 @@ __device__ __forceinline__ void copy_tile(u32 to, const Cache& cache, const Shar
     }
 }
 
-__device__ __forceinline__ void store_piece(u8* to, const float (&sums)[8], float mass) {
-    for (int i = 0; i < 4; i++) ((u32*)to)[i] = pack(sums[2 * i] / mass, sums[2 * i + 1] / mass);
+// A piece of a head's output over several shares of the context: weighted sums, not yet over `mass`, in units of
+// 2^`best`.
+struct Merged {
+    float sums[8] = {}, best = NOTHING, mass = 0;
+};
+
+// Merges shares by log-sum-exp. Of share i: `stats` + i * `stats_stride` is its largest score and its mass, `sums` +
+// i * `sums_stride` its piece. `read` loads a float.
+template <class Read>
+__device__ __forceinline__ Merged merge_shares(int shares, const float* stats, int stats_stride, const float* sums,
+                                               int sums_stride, Read read) {
+    Merged merged;
+    for (int i = 0; i < shares; i++) merged.best = fmaxf(merged.best, read(stats + i * stats_stride));
+#pragma unroll 4
+    for (int i = 0; i < shares; i++) {
+        const float weight = exponential_2(read(stats + i * stats_stride) - merged.best);
+        merged.mass += weight * read(stats + i * stats_stride + 1);
+        for (int j = 0; j < 8; j++) merged.sums[j] += weight * read(sums + i * sums_stride + j);
+    }
+    return merged;
+}
+
+__device__ __forceinline__ void store_piece(u8* to, const Merged& merged) {
+    for (int i = 0; i < 4; i++)
+        ((u32*)to)[i] = pack(merged.sums[2 * i] / merged.mass, merged.sums[2 * i + 1] / merged.mass);
 }
 
 // Grid: programs that take every so many-th of min(num_rows, max_rows) * splits * num_kv_heads items.
@@ -197,23 +220,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         __syncthreads();
         for (int at = threadIdx.x; at < GROUP * PIECES; at += 32 * WARPS) {
             const int head = at / PIECES, piece = at % PIECES;
-            float best = NOTHING, mass = 0, merged[8] = {};
-            for (int each = 0; each < WARPS; each++) best = fmaxf(best, merge_stats[(each * GROUP + head) * 2]);
-#pragma unroll
-            for (int each = 0; each < WARPS; each++) {
-                const float* stats = merge_stats + (each * GROUP + head) * 2;
-                const float weight = exponential_2(stats[0] - best);
-                const float* from = merge + each * MERGE + head * MERGE_STRIDE + piece * 8;
-                mass += weight * stats[1];
-                for (int i = 0; i < 8; i++) merged[i] += weight * from[i];
-            }
+            const Merged merged =
+                merge_shares(WARPS, merge_stats + head * 2, GROUP * 2, merge + head * MERGE_STRIDE + piece * 8, MERGE,
+                             [](const float* from) { return *from; });
             if (used == 1) {
-                store_piece(out + (of_row * GROUP + head) * ROW_BYTES + piece * 16, merged, mass);
+                store_piece(out + (of_row * GROUP + head) * ROW_BYTES + piece * 16, merged);
                 continue;
             }
             const long slot = (of_row * GROUP + head) * splits + split;
-            for (int i = 0; i < 8; i++) partial[slot * HEAD_DIM + piece * 8 + i] = merged[i];
-            if (piece == 0) stats[slot * 2] = best, stats[slot * 2 + 1] = mass;
+            for (int i = 0; i < 8; i++) partial[slot * HEAD_DIM + piece * 8 + i] = merged.sums[i];
+            if (piece == 0) stats[slot * 2] = merged.best, stats[slot * 2 + 1] = merged.mass;
         }
         if (used > 1) {
             __threadfence();
@@ -225,15 +241,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
                 for (int at = threadIdx.x; at < GROUP * PIECES; at += 32 * WARPS) {
                     const int head = at / PIECES, piece = at % PIECES;
                     const long slot = (of_row * GROUP + head) * splits;
-                    float best = NOTHING, mass = 0, merged[8] = {};
-                    for (int each = 0; each < used; each++) best = fmaxf(best, __ldcg(stats + (slot + each) * 2));
-                    for (int each = 0; each < used; each++) {
-                        const float weight = exponential_2(__ldcg(stats + (slot + each) * 2) - best);
-                        const float* from = partial + (slot + each) * HEAD_DIM + piece * 8;
-                        mass += weight * __ldcg(stats + (slot + each) * 2 + 1);
-                        for (int i = 0; i < 8; i++) merged[i] += weight * __ldcg(from + i);
-                    }
-                    store_piece(out + (of_row * GROUP + head) * ROW_BYTES + piece * 16, merged, mass);
+                    // Other processors wrote these: not from this one's own cache.
+                    const Merged merged = merge_shares(used, stats + slot * 2, 2, partial + slot * HEAD_DIM + piece * 8,
+                                                       HEAD_DIM, [](const float* from) { return __ldcg(from); });
+                    store_piece(out + (of_row * GROUP + head) * ROW_BYTES + piece * 16, merged);
                 }
                 if (threadIdx.x == 0) counters[of_row] = 0;
             }
