@@ -40,6 +40,8 @@ from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner
 from manylora_worker.runtime import LoopRuntime, ModelInfo
 from manylora_worker.validation import FakeValidator
 
+from tests.sim.observers import Fence, Meter
+
 VOCAB_SIZE = 259
 EOS = 2
 EOS_ONE_IN = 64
@@ -62,6 +64,9 @@ BROKEN_ADAPTER = "broken"
 """Registered for every tenant; its weights cannot be loaded."""
 LEAVING_ADAPTER = "leaving"
 """Registered for every tenant; may be removed while it is used."""
+WINDOW_BYTES = 256
+PAUSE_UNREAD_TOKENS = 12
+"""Little, so that callers that read slowly hold up answers as short as they are here."""
 WATCH_DELAY_S = 0.005
 LEASE_TTL_S = 2
 _START_TIMEOUT_S = 30.0
@@ -87,6 +92,7 @@ class Engine:
     runner: FakeRunner
     runtime: LoopRuntime
     backend: FakeAdapterBackend
+    fence: Fence = field(default_factory=Fence)
     kept: dict[AdapterUid, None] = field(default_factory=dict)
     """Pinned adapters that were on the device."""
     checked: tuple[int, int] = (-1, -1)
@@ -140,7 +146,7 @@ class Cluster:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SimLoop)
         self.loop = loop
-        self.network = MemoryNetwork(random.Random(f"{seed}/network"))
+        self.network = MemoryNetwork(random.Random(f"{seed}/network"), window_bytes=WINDOW_BYTES)
         self.store_server = MemoryStoreServer(
             random.Random(f"{seed}/store"), min_delay_s=0.0005, max_delay_s=0.004, watch_delay_s=WATCH_DELAY_S
         )
@@ -148,6 +154,7 @@ class Cluster:
         self.clock: WallClock = SimWallClock(loop)
         self.engines: list[Engine] = []
         """Of all workers there ever were."""
+        self.meter = Meter()
         self.processes: dict[str, Process] = {}
         self.policies: dict[str, TenantPolicy] = {}
         """As they were put last."""
@@ -320,6 +327,7 @@ class Cluster:
             rng=self._draw(),
             clock=self.clock,
         )
+        self.meter.listen(app.scheduler)
         await app.start()
         return app
 
@@ -364,6 +372,7 @@ class Cluster:
             telemetry=Telemetry.disabled(),
             rng=self._draw(),
         )
+        engine.fence.listen(app._servicer, engine.runtime.view)
         await app.start()
         return app
 
@@ -392,7 +401,12 @@ class Cluster:
         runner.tenant_of = core.tenant_of
         runner.adapters_on_device = lambda: backend.on_device
         runtime = LoopRuntime(
-            core, backend, MODEL, max_requests=limits.max_requests, step_s=lambda batch: STEP_S * rng.uniform(0.5, 2.0)
+            core,
+            backend,
+            MODEL,
+            max_requests=limits.max_requests,
+            step_s=lambda batch: STEP_S * rng.uniform(0.5, 2.0),
+            pause_unread_tokens=PAUSE_UNREAD_TOKENS,
         )
         backend.when_due = lambda due: self.loop.call_at(due, runtime.wake)
         return Engine(core, runner, runtime, backend)

@@ -11,6 +11,7 @@ from manylora_shared.errors import Code
 from manylora_shared.ids import TenantId
 from manylora_worker.app import WorkerApp
 
+from tests.sim import books
 from tests.sim.cluster import BROKEN_ADAPTER, LEAVING_ADAPTER, NUM_BLOCKS, TENANTS, Cluster, Engine
 from tests.sim.traffic import Call
 
@@ -38,6 +39,8 @@ def check_calls(cluster: Cluster, calls: Sequence[Call]) -> None:
         elif call.is_after_heal and not _is_quarantined(call):
             assert call.finished is not None, call.describe()
             assert call.finished.outcome == common_pb2.OUTCOME_COMPLETED, call.describe()
+    books.check_meter(cluster, calls)
+    books.check_cached(calls)
 
 
 def _is_quarantined(call: Call) -> bool:
@@ -150,6 +153,7 @@ def check_engines(cluster: Cluster) -> None:
     for engine in cluster.engines:
         assert engine.runner.faults == []
         assert engine.core.stats().failed_steps == 0
+    books.check_fences(cluster)
 
 
 def check_at_rest(cluster: Cluster) -> None:
@@ -184,6 +188,7 @@ def check_at_rest(cluster: Cluster) -> None:
             assert not engine.runtime.view.running
             engine.core.check_invariants()
             _check_pins(cluster, engine)
+    books.check_clock(cluster)
     assert cluster.network.open_calls == num_workers + num_routers, "one control stream a worker, one line a router"
 
 

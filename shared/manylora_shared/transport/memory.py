@@ -35,6 +35,7 @@ from manylora_shared.transport.health import Health
 from manylora_shared.transport.memory_wire import (
     OK,
     RETRANSMIT_S,
+    WINDOW_BYTES,
     Call,
     End,
     Node,
@@ -56,10 +57,18 @@ class MemoryNetwork:
     Args:
         rng: draws the delay of each message and the moments at which faults are noticed.
         min_delay_s, max_delay_s: of one message on its way.
+        window_bytes: of each direction of a call, what may be unread before its writer waits.
     """
 
-    def __init__(self, rng: random.Random, *, min_delay_s: float = 0.0002, max_delay_s: float = 0.002) -> None:
-        self.wire = Wire(rng, min_delay_s=min_delay_s, max_delay_s=max_delay_s)
+    def __init__(
+        self,
+        rng: random.Random,
+        *,
+        min_delay_s: float = 0.0002,
+        max_delay_s: float = 0.002,
+        window_bytes: int = WINDOW_BYTES,
+    ) -> None:
+        self.wire = Wire(rng, min_delay_s=min_delay_s, max_delay_s=max_delay_s, window_bytes=window_bytes)
         self._next_port = _FIRST_PORT
         self._listeners: dict[str, MemoryServer] = {}
         self._nodes: dict[Node, None] = {}
