@@ -19,7 +19,6 @@ from manylora_router.config import RouterConfig
 from manylora_router.text_service import FakeText
 from manylora_scheduler.app import SchedulerApp
 from manylora_scheduler.config import SchedulerConfig
-from manylora_scheduler.term import Term
 from manylora_shared.adapter_files import MemoryAdapterFiles
 from manylora_shared.clock import WallClock
 from manylora_shared.coordination import keys
@@ -41,6 +40,7 @@ from manylora_worker.runtime import LoopRuntime, ModelInfo
 from manylora_worker.validation import FakeValidator
 
 from tests.sim.observers import Fence, Meter
+from tests.sim.term_checks import TermChecks
 
 VOCAB_SIZE = 259
 EOS = 2
@@ -167,8 +167,7 @@ class Cluster:
         self.leases_taken = 0
         self._moments_of_two = 0
         """At which two schedulers led, of those that `watch` saw."""
-        self._checked_terms: dict[Term, int] = {}
-        """Up to which of its events."""
+        self._term_checks = TermChecks()
         self.removed_adapters: dict[str, None] = {}
         """Tenants whose LEAVING_ADAPTER was removed."""
         self._rng = random.Random(f"{seed}/processes")
@@ -276,13 +275,8 @@ class Cluster:
                 assert len(leaders) <= 1, "two schedulers lead"
             self._moments_of_two += len(leaders) > 1
             for app in leaders:
-                term = app.term
-                assert term is not None
-                if self._checked_terms.get(term) != term.num_events:
-                    self._checked_terms[term] = term.num_events
-                    term.core.check_invariants()
-                    term.overload.check_invariants()
-                    term.quotas.authority.check_invariants()
+                assert app.term is not None
+                self._term_checks.check(app.term)
             for engine in self.engines:
                 changes = (engine.runtime.num_changes, self._policies_put)
                 if engine.checked != changes:

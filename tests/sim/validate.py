@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from manylora.v1 import common_pb2
 from manylora_router.app import RouterApp
 from manylora_scheduler.app import SchedulerApp
-from manylora_shared.errors import Code
+from manylora_shared.errors import Code, RpcError
 from manylora_shared.ids import TenantId
 from manylora_worker.app import WorkerApp
 
@@ -77,10 +77,26 @@ def check_call(call: Call) -> None:
         assert call.error is not None, f"ended well without a terminal frame: {who}"
         expected = _LOST_CALLS if call.frames else _REFUSALS
         assert call.error.code in expected or _is_quarantined(call), who
+        if not call.frames:
+            _check_refusal(call.error, who)
     if call.tenant not in TENANTS or call.adapter == "unknown":
         assert not call.frames, who
 
 
+def _check_refusal(error: RpcError, who: str) -> None:
+    """It says why, and when to try again where that helps: where the cluster or a quota is what refuses."""
+    assert error.message, f"refused without a reason: {who}"
+    is_networks = error.message in _NETWORKS_WORDS or error.message.startswith("cannot connect")
+    if error.code is Code.RESOURCE_EXHAUSTED or (error.code is Code.UNAVAILABLE and not is_networks):
+        assert error.retry_after_s is not None, f"refused without a hint: {who}"
+        assert 0 < error.retry_after_s <= MAX_HINT_S, f"a hint of {error.retry_after_s} s: {who}"
+    else:
+        assert error.retry_after_s is None, f"trying again does not help: {who}"
+
+
+_NETWORKS_WORDS = ("the connection was lost", "the connection was reset", "ping timeout", "the server stopped")
+"""What a caller hears where no service could answer."""
+MAX_HINT_S = 60.0
 _BEFORE_THE_ADAPTER = (common_pb2.OUTCOME_DEADLINE_EXCEEDED, common_pb2.OUTCOME_WORKER_LOST)
 
 
