@@ -365,6 +365,10 @@ class FairQueue(Generic[F, I]):
         """A source is new, and what it has counted until now is not to be charged."""
         self._counted[source] = dict(totals)
 
+    def counted_by(self, source: str) -> Mapping[F, int]:
+        """The counters of a source as they were settled last; for reading, until the next call."""
+        return self._counted.get(source, {})
+
     def knows_source(self, source: str) -> bool:
         return source in self._counted
 

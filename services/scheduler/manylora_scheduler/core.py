@@ -543,6 +543,19 @@ class Core:
             self._timers.set_after(("prefetch", idle.worker_id, uid), self._now, PREFETCH_TIMEOUT_S)
             self._out.append(SendPrefetch(idle.worker_id, uid, tenant_id))
 
+    def tenants_charged(self, event: WorkerReported) -> list[TenantId]:
+        """Whose policies are to be known before a report is applied: the tenants that it may charge for work. In most
+        reports all flows have done some; a snapshot names whoever did anything since the worker began."""
+        flows = event.report.flows
+        if not event.report.snapshot:
+            return [flow.tenant_id for flow in flows]
+        counted = self._queue.counted_by(event.worker_id)
+        return [
+            flow.tenant_id
+            for flow, (prompt_tokens, output_tokens) in flows.items()
+            if counted.get(flow, 0) != PROMPT_TOKEN_COST * prompt_tokens + OUTPUT_TOKEN_COST * output_tokens
+        ]
+
     # ---- what overload control asks for
 
     @property
