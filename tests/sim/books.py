@@ -88,13 +88,23 @@ def check_meter(cluster: Cluster, calls: Sequence[Call]) -> None:
 
 def check_cached(calls: Sequence[Call]) -> None:
     """What the prefix cache is said to have had of a prompt, an earlier call of the same tenant and adapter brought."""
-    for call in calls:
+    prompts: dict[tuple[str, str], dict[tuple[int, ...], None]] = {}
+    for call in sorted(calls, key=lambda call: call.ended_at or 0.0):
+        mine = prompts.setdefault((call.tenant, call.adapter), {})
+        # An answer that ends later may have left its prompt there before: only its being there at all counts.
         cached = call.finished.usage.cached_prompt_tokens if call.finished is not None else 0
-        if cached:
-            mine = [c for c in calls if c is not call and (c.tenant, c.adapter) == (call.tenant, call.adapter)]
-            earlier = [c for c in mine if call.ended_at is None or c.began_at < call.ended_at]
-            known = max((_common(call.prompt, c.prompt) for c in earlier), default=0)
+        if cached and tuple(call.prompt) not in mine:
+            known = max((_common(call.prompt, prompt) for prompt in mine), default=0)
+            if cached > known:
+                beside = [c for c in calls if c is not call and (c.tenant, c.adapter) == (call.tenant, call.adapter)]
+                known = max((_common(call.prompt, c.prompt) for c in beside if c.began_at < _end(call)), default=0)
             assert cached <= known, f"{cached} tokens were cached, and {known} known: {call.describe()}"
+        mine[tuple(call.prompt)] = None
+
+
+def _end(call: Call) -> float:
+    assert call.ended_at is not None
+    return call.ended_at
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

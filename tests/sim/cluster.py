@@ -142,7 +142,9 @@ class Process:
 
 
 class Cluster:
-    def __init__(self, seed: int, *, routers: int = 2, schedulers: int = 2, workers: int = 3) -> None:
+    def __init__(
+        self, seed: int, *, routers: int = 2, schedulers: int = 2, workers: int = 3, overload: bool = True
+    ) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SimLoop)
         self.loop = loop
@@ -159,6 +161,7 @@ class Cluster:
         self.policies: dict[str, TenantPolicy] = {}
         """As they were put last."""
         self._policies_put = 0
+        self._overload = overload
         self.bounded_tenants: dict[str, None] = {}
         """Those with quotas."""
         self.key = ""
@@ -329,7 +332,7 @@ class Cluster:
         assert process.transport is not None
         assert process.store is not None
         app = SchedulerApp(
-            SchedulerConfig(scheduler_id=process.name, lease_ttl_s=LEASE_TTL_S),
+            SchedulerConfig(scheduler_id=process.name, lease_ttl_s=LEASE_TTL_S, overload=self._overload),
             transport=process.transport,
             store=process.store,
             telemetry=Telemetry.disabled(),

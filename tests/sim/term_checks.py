@@ -1,4 +1,4 @@
-"""What must hold of a leader at every moment, beyond what its parts check of themselves. Asked often, so each is cheap."""
+"""What must hold of a leader at every moment. Asked ten times a second, so it costs little."""
 
 from __future__ import annotations
 
