@@ -21,6 +21,7 @@ _CODES = {
     common_pb2.OUTCOME_WORKER_LOST: Code.UNAVAILABLE,
     common_pb2.OUTCOME_ADAPTER_FAILED: Code.FAILED_PRECONDITION,
     common_pb2.OUTCOME_QUOTA_EXHAUSTED: Code.RESOURCE_EXHAUSTED,
+    common_pb2.OUTCOME_SLOW_READER: Code.RESOURCE_EXHAUSTED,
 }
 """Outcomes that a caller may see here, each with the status that follows; OUTCOME_INTERNAL is always a bug."""
 _LOST_CALLS = (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED)
