@@ -20,7 +20,6 @@ from manylora_router.text_service import FakeText
 from manylora_scheduler.app import SchedulerApp
 from manylora_scheduler.config import SchedulerConfig
 from manylora_shared.adapter_files import MemoryAdapterFiles
-from manylora_shared.clock import WallClock
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.memory import MemoryStore, MemoryStoreServer
 from manylora_shared.coordination.records import AdapterRecord
@@ -153,10 +152,12 @@ class Cluster:
             random.Random(f"{seed}/store"), min_delay_s=0.0005, max_delay_s=0.004, watch_delay_s=WATCH_DELAY_S
         )
         self.files = MemoryAdapterFiles()
-        self.clock: WallClock = SimWallClock(loop)
+        self.clock = SimWallClock(loop)
         self.engines: list[Engine] = []
         """Of all workers there ever were."""
         self.meter = Meter()
+        self.load_factor = 1.0
+        """By which loads of adapters take longer."""
         self.processes: dict[str, Process] = {}
         self.policies: dict[str, TenantPolicy] = {}
         """As they were put last."""
@@ -391,7 +392,9 @@ class Cluster:
             return "the file is corrupt" if uid in _BROKEN_UIDS else None
 
         backend = FakeAdapterBackend(
-            self.loop.time, load_s=lambda uid, tier: rng.choice([0.002, 0.02, 0.2]), error_of=error_of
+            self.loop.time,
+            load_s=lambda uid, tier: rng.choice([0.002, 0.02, 0.2]) * self.load_factor,
+            error_of=error_of,
         )
         limits = engines.engine_limits(settings)
         core = EngineCore(runner, backend, limits, engines.prefix_options(settings, MODEL, secret=bytes(32)))

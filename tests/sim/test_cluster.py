@@ -214,6 +214,37 @@ def test_a_cancelled_call_frees_its_work_at_once() -> None:
     run(main(), seed=1, limit_s=600.0)
 
 
+def test_a_grant_of_a_leader_that_is_over_is_refused_and_another_given() -> None:
+    """It reaches the worker after the next leader has."""
+
+    async def main() -> None:
+        cluster = Cluster(6, routers=1, workers=1)
+        await cluster.start()
+        await asyncio.sleep(1.0)
+        traffic = Traffic(cluster, 6)
+        cluster.network.partition("router0", "worker0", both_ways=False)
+        call = traffic.plain("acme")
+        traffic.begin(call)
+        await asyncio.sleep(0.2)
+        (leader,) = cluster.leaders()
+        assert leader.debug_counters()["granted"] == 1
+        process = next(p for p in cluster.processes.values() if p.app is leader)
+        await cluster.stop(process)  # hands over at once, while the request is on its way
+        await asyncio.sleep(0.5)
+        (successor,) = cluster.leaders()
+        assert successor.debug_counters()["workers"] == 1
+        cluster.network.heal()
+        await traffic.all_ended(20.0)
+        (engine,) = cluster.engines
+        assert engine.fence.num_refused == 1, "the seed shows less than it should"
+        validate.check_engines(cluster)
+        validate.check_calls(cluster, traffic.calls)
+        assert call.finished is not None
+        assert call.finished.outcome == common_pb2.OUTCOME_COMPLETED
+
+    run(main(), seed=6, limit_s=600.0)
+
+
 def test_a_grant_that_was_lost_on_its_way_is_given_again() -> None:
     async def main() -> None:
         cluster = Cluster(2, routers=1, schedulers=1)

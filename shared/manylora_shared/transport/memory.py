@@ -47,6 +47,8 @@ from manylora_shared.transport.memory_wire import (
 from manylora_shared.transport.status import decode_error
 
 _FIRST_PORT = 40_000
+MIN_DELAY_S, MAX_DELAY_S = 0.0002, 0.002
+"""Of one message on its way, where nothing else is said."""
 _CANCELLED = failed(RpcError(Code.CANCELLED, "the call was cancelled"))
 _CHANNEL_CLOSED = failed(RpcError(Code.CANCELLED, "the channel was closed"))
 
@@ -64,8 +66,8 @@ class MemoryNetwork:
         self,
         rng: random.Random,
         *,
-        min_delay_s: float = 0.0002,
-        max_delay_s: float = 0.002,
+        min_delay_s: float = MIN_DELAY_S,
+        max_delay_s: float = MAX_DELAY_S,
         window_bytes: int = WINDOW_BYTES,
     ) -> None:
         self.wire = Wire(rng, min_delay_s=min_delay_s, max_delay_s=max_delay_s, window_bytes=window_bytes)
@@ -91,6 +93,10 @@ class MemoryNetwork:
     def heal(self) -> None:
         """Ends all partitions. What is in transit and not given up arrives."""
         self.wire.heal()
+
+    def set_delays(self, min_delay_s: float = MIN_DELAY_S, max_delay_s: float = MAX_DELAY_S) -> None:
+        """Of messages that are sent from now on; without arguments, as where nothing was said."""
+        self.wire.set_delays(min_delay_s, max_delay_s)
 
     def drop_connections(self, one: str, other: str) -> None:
         """Breaks every call between two nodes: both ends notice at once."""

@@ -268,6 +268,11 @@ class Wire:
         for call in list(self._calls):
             self.watch_stall(call)
 
+    def set_delays(self, min_delay_s: float, max_delay_s: float) -> None:
+        """Of messages that depart from now on."""
+        self._min_delay_s = min_delay_s
+        self._delay_range_s = max_delay_s - min_delay_s
+
     def heal(self) -> None:
         """Ends all partitions. What is in transit and not given up arrives."""
         self._blocked.clear()
