@@ -35,6 +35,8 @@ from manylora_worker.config import WorkerConfig
 from manylora_worker.engine.api import AdapterTier
 from manylora_worker.engine.core import EngineCore
 from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner
+from manylora_worker.engine.sequence import Sequence, SequenceStatus
+from manylora_worker.engine.step_planner import QUANTUM_TOKENS
 from manylora_worker.runtime import LoopRuntime, ModelInfo
 from manylora_worker.validation import FakeValidator
 
@@ -48,6 +50,7 @@ MAX_CONTEXT_TOKENS = 160
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
 NUM_HOST_BLOCKS = 32
+QUANTUM_BLOCKS = QUANTUM_TOKENS // BLOCK_SIZE
 SLOTS = 5
 PARKED = 4
 STEP_S = 0.02
@@ -94,6 +97,8 @@ class Engine:
     fence: Fence = field(default_factory=Fence)
     kept: dict[AdapterUid, None] = field(default_factory=dict)
     """Pinned adapters that were on the device."""
+    passed_over: dict[Sequence, int] = field(default_factory=dict)
+    """Those that could have had a slot at the last look, and in all since the step that stands with them."""
     checked: tuple[int, int] = (-1, -1)
     """Up to which of its changes, and of the policies'."""
 
@@ -102,6 +107,31 @@ class Engine:
             held, hard = self.core.blocks_held_by(TenantId(tenant_id)), policy.quotas.kv_hbm_mb_hard
             assert hard is None or held <= hard, f"{tenant_id} holds {held} blocks, past its hard cap"
         self.check_pins(policies)
+        self.check_no_slot_is_idle(policies)
+
+    def check_no_slot_is_idle(self, policies: Mapping[str, TenantPolicy]) -> None:
+        """No parked sequence that could decode is without a slot at looks three steps apart, while one is free, and for
+        its quantum so many blocks that neither its own cap nor others' reserves are in the way."""
+        planner, pool = self.core._planner, self.core._pool
+        before, self.passed_over = self.passed_over, {}
+        if planner.num_running == SLOTS or not planner.parking.parked:
+            return
+        left = pool.num_free
+        capped: set[str] = set()
+        for tenant_id, policy in policies.items():
+            held, quotas = self.core.blocks_held_by(TenantId(tenant_id)), policy.quotas
+            left -= max(0, (quotas.kv_hbm_mb_reserve or 0) - held)
+            if quotas.kv_hbm_mb_hard is not None and held + QUANTUM_BLOCKS > quotas.kv_hbm_mb_hard:
+                capped.add(tenant_id)
+        if left >= QUANTUM_BLOCKS:
+            step = self.core.stats().steps
+            self.passed_over = {
+                s: before.get(s, step)
+                for s in planner.parking.parked
+                if s.status is SequenceStatus.DECODE and s.item is not None and s.tenant_id not in capped
+            }
+            stuck = [s.flow for s, since in self.passed_over.items() if step > since + 2]
+            assert not stuck, f"sequences of {stuck} wait beside free slots"
 
     def check_pins(self, policies: Mapping[str, TenantPolicy]) -> None:
         """What is pinned and was brought to the device never leaves it. LEAVING_ADAPTER may be unregistered."""
@@ -155,6 +185,8 @@ class Cluster:
         self.clock = SimWallClock(loop)
         self.engines: list[Engine] = []
         """Of all workers there ever were."""
+        self.is_thorough = False
+        """Whether `watch` also looks at every block and sequence of engines that are at work."""
         self.meter = Meter()
         self.load_factor = 1.0
         """By which loads of adapters take longer."""
@@ -286,6 +318,8 @@ class Cluster:
                 if engine.checked != changes:
                     engine.checked = changes
                     engine.check(self.policies)
+                    if self.is_thorough:
+                        engine.core.check_invariants()
             await asyncio.sleep(_WATCH_S)
 
     @property

@@ -29,6 +29,7 @@ REST_S = 14.0
 async def contended(seed: int, log: list[str], *, num_faults: int) -> tuple[Traffic, int]:
     """Most calls are the bounded tenant's, of all classes: about three times what its buckets give."""
     cluster = Cluster(seed, routers=3)
+    cluster.is_thorough = True
     await cluster.start()
     cluster.bounded_tenants[TENANT] = None
     classes = {c: ClassPolicy(1, TokenRate(RATE, BURST)) for c in QosClass}
