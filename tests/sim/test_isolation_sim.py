@@ -29,11 +29,11 @@ PERIOD_S = 0.25
 """The victim asks for some five tokens in a step of the whole cluster at most: a tenth of what it can do."""
 MEASURED_S = 4.0
 WARM_UP_S = 1.5
-ESTIMATE_S = 12.0
+ESTIMATE_S = 16.0
 """So long it takes the scheduler to learn how long these answers are; before, it takes them to be as long as asked."""
 OUTSTANDING = 24
 """Calls of the attacker's: several times the slots of the cluster."""
-REFILL_S = 0.05
+REFILL_S = 0.1
 MEAN_STEP_S = 1.25 * STEP_S
 BOUND_S = QUANTUM_TOKENS * MEAN_STEP_S
 """How much longer the victim's TTFT p95 may be than alone: a quantum, at the end of which a slot comes free."""
