@@ -315,7 +315,9 @@ class FairQueue(Generic[F, I]):
 
     # ---- counters
 
-    def count(self, source: str, totals: Mapping[F, int], share_of: Callable[[F], Share]) -> list[tuple[F, int]]:
+    def count(
+        self, source: str, totals: Mapping[F, int], share_of: Callable[[F], Share], *, are_all: bool = False
+    ) -> list[tuple[F, int]]:
         """Settles what a source's cumulative counters grew by; returns (flow, cost) for each that grew.
 
         Counters are of the whole life of one process. One that fell back is a new process's, and then all of the
@@ -323,10 +325,13 @@ class FairQueue(Generic[F, I]):
 
         Args:
             share_of: asked for each flow that grew, and in force from then on.
+            are_all: whether `totals` are all that the source has, so that a counter that is missing fell back to zero.
         """
         counted = self.counted.get(source)
         if counted is None:
             counted = self.counted[source] = {}
+        elif are_all and any(before > totals.get(flow, 0) for flow, before in counted.items()):
+            counted.clear()
         grown: list[tuple[F, int]] = []
         for flow, total in totals.items():
             cost = total - counted.get(flow, 0)
@@ -345,6 +350,10 @@ class FairQueue(Generic[F, I]):
     def begin_counting(self, source: str, totals: Mapping[F, int]) -> None:
         """A source is new, and what it has counted until now is not to be charged."""
         self.counted[source] = dict(totals)
+
+    def counted_by(self, source: str) -> Mapping[F, int]:
+        """The counters of a source as they were settled last; for reading, until the next call."""
+        return self.counted.get(source, {})
 
     def knows_source(self, source: str) -> bool:
         return source in self.counted

@@ -161,9 +161,9 @@ class ReservationsKept(Queue):
 class CountersAsIncrements(Queue):
     """A report that comes twice is counted twice."""
 
-    def count(self, source: str, totals: Any, share_of: Any) -> Any:
+    def count(self, source: str, totals: Any, share_of: Any, *, are_all: bool = False) -> Any:
         self.counted.pop(source, None)
-        return super().count(source, totals, share_of)
+        return super().count(source, totals, share_of, are_all=are_all)
 
 
 class HeadsTakenForTags(Queue):
@@ -315,6 +315,18 @@ def test_counters_that_fell_back_are_a_new_process() -> None:
     assert queue.count("w", {"x": 3}, shares.__getitem__) == [("x", 3)]
     assert queue.count("w", {"y": 4}, shares.__getitem__) == [("y", 4)]
     assert queue.count("other", {"y": 4}, shares.__getitem__) == [("y", 4)]
+
+
+def test_where_all_counters_are_told_one_that_is_missing_fell_back() -> None:
+    queue: FairQueue[str, str] = FairQueue()
+    push(queue, "a", "x", 0)
+    shares = {"x": Share(1), "y": Share(1)}
+    queue.begin_counting("w", {"x": 1_000, "y": 10, "z": 0})
+    assert queue.count("w", {"x": 1_010, "y": 10}, shares.__getitem__, are_all=True) == [("x", 10)]
+    assert queue.count("w", {"y": 12}, shares.__getitem__, are_all=True) == [("y", 12)]
+    assert queue.count("w", {"x": 5}, shares.__getitem__) == [("x", 5)]
+    assert queue.count("w", {}, shares.__getitem__, are_all=True) == []
+    assert queue.count("w", {"y": 7}, shares.__getitem__) == [("y", 7)]
 
 
 def test_a_new_weight_counts_for_what_is_reserved_and_later() -> None:

@@ -270,6 +270,38 @@ def test_a_worker_that_only_lost_its_lease_is_charged_for_what_it_did_meanwhile(
     assert desk.core.view.flow_views(desk.now)[0].served_cost == 10 + 2 * 25, "a new process, of which nothing is known"
 
 
+def test_a_worker_that_began_anew_while_nobody_led_is_charged_for_all_that_it_did() -> None:
+    """Seed 7 of the simulation: what its old process had counted was taken for the new one's, which so did work for
+    nothing and was charged twice for other work."""
+    world = World(3)
+    world.totals["w0"] = {flow("acme"): FlowTokens(100, 50), flow("bolt"): FlowTokens(30, 10)}
+    saved = world.begin().clock_snapshot()
+    assert saved.counted["w0"] == {flow("acme"): 200, flow("bolt"): 50}
+    world.running["w0"].clear()
+    world.totals["w0"] = {flow("bolt"): FlowTokens(40, 10)}
+    new = world.take_over(saved)
+    for tokens in (FlowTokens(10, 0), FlowTokens(20, 5)):
+        world.now += 1.0
+        world.totals["w0"][flow("acme")] = tokens
+        what = report(slots=SLOTS, flows={flow("acme"): tokens})
+        new.apply(WorkerReported(W0, what), world.now)
+    assert new.clock_snapshot().counted["w0"] == {flow("acme"): 30, flow("bolt"): 60}
+    assert new._flows.served_cost(flow("acme")) == 30
+    assert new._flows.served_cost(flow("bolt")) == 60
+
+
+def test_a_worker_that_began_anew_and_did_nothing_yet_has_nothing_counted() -> None:
+    world = World(4)
+    world.totals["w0"] = {flow("acme"): FlowTokens(100, 50)}
+    saved = world.begin().clock_snapshot()
+    world.running["w0"].clear()
+    world.totals["w0"] = {}
+    new = world.take_over(saved)
+    world.now += 1.0
+    new.apply(WorkerReported(W0, report(slots=SLOTS, flows={flow("acme"): FlowTokens(150, 60)})), world.now)
+    assert new._flows.served_cost(flow("acme")) == 270
+
+
 # ---- in the store
 
 

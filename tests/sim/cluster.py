@@ -19,9 +19,7 @@ from manylora_router.config import RouterConfig
 from manylora_router.text_service import FakeText
 from manylora_scheduler.app import SchedulerApp
 from manylora_scheduler.config import SchedulerConfig
-from manylora_scheduler.term import Term
 from manylora_shared.adapter_files import MemoryAdapterFiles
-from manylora_shared.clock import WallClock
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.memory import MemoryStore, MemoryStoreServer
 from manylora_shared.coordination.records import AdapterRecord
@@ -37,8 +35,13 @@ from manylora_worker.config import WorkerConfig
 from manylora_worker.engine.api import AdapterTier
 from manylora_worker.engine.core import EngineCore
 from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner
+from manylora_worker.engine.sequence import Sequence, SequenceStatus
+from manylora_worker.engine.step_planner import QUANTUM_TOKENS
 from manylora_worker.runtime import LoopRuntime, ModelInfo
 from manylora_worker.validation import FakeValidator
+
+from tests.sim.observers import Fence, Meter
+from tests.sim.term_checks import TermChecks
 
 VOCAB_SIZE = 259
 EOS = 2
@@ -47,6 +50,7 @@ MAX_CONTEXT_TOKENS = 160
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
 NUM_HOST_BLOCKS = 32
+QUANTUM_BLOCKS = QUANTUM_TOKENS // BLOCK_SIZE
 SLOTS = 5
 PARKED = 4
 STEP_S = 0.02
@@ -62,6 +66,9 @@ BROKEN_ADAPTER = "broken"
 """Registered for every tenant; its weights cannot be loaded."""
 LEAVING_ADAPTER = "leaving"
 """Registered for every tenant; may be removed while it is used."""
+WINDOW_BYTES = 256
+PAUSE_UNREAD_TOKENS = 12
+"""Little, so that callers that read slowly hold up answers as short as they are here."""
 WATCH_DELAY_S = 0.005
 LEASE_TTL_S = 2
 _START_TIMEOUT_S = 30.0
@@ -87,8 +94,11 @@ class Engine:
     runner: FakeRunner
     runtime: LoopRuntime
     backend: FakeAdapterBackend
+    fence: Fence = field(default_factory=Fence)
     kept: dict[AdapterUid, None] = field(default_factory=dict)
     """Pinned adapters that were on the device."""
+    passed_over: dict[Sequence, int] = field(default_factory=dict)
+    """Those that could have had a slot at the last look, and in all since the step that stands with them."""
     checked: tuple[int, int] = (-1, -1)
     """Up to which of its changes, and of the policies'."""
 
@@ -97,6 +107,31 @@ class Engine:
             held, hard = self.core.blocks_held_by(TenantId(tenant_id)), policy.quotas.kv_hbm_mb_hard
             assert hard is None or held <= hard, f"{tenant_id} holds {held} blocks, past its hard cap"
         self.check_pins(policies)
+        self.check_no_slot_is_idle(policies)
+
+    def check_no_slot_is_idle(self, policies: Mapping[str, TenantPolicy]) -> None:
+        """No parked sequence that could decode is without a slot at looks three steps apart, while one is free, and for
+        its quantum so many blocks that neither its own cap nor others' reserves are in the way."""
+        planner, pool = self.core._planner, self.core._pool
+        before, self.passed_over = self.passed_over, {}
+        if planner.num_running == SLOTS or not planner.parking.parked:
+            return
+        left = pool.num_free
+        capped: set[str] = set()
+        for tenant_id, policy in policies.items():
+            held, quotas = self.core.blocks_held_by(TenantId(tenant_id)), policy.quotas
+            left -= max(0, (quotas.kv_hbm_mb_reserve or 0) - held)
+            if quotas.kv_hbm_mb_hard is not None and held + QUANTUM_BLOCKS > quotas.kv_hbm_mb_hard:
+                capped.add(tenant_id)
+        if left >= QUANTUM_BLOCKS:
+            step = self.core.stats().steps
+            self.passed_over = {
+                s: before.get(s, step)
+                for s in planner.parking.parked
+                if s.status is SequenceStatus.DECODE and s.item is not None and s.tenant_id not in capped
+            }
+            stuck = [s.flow for s, since in self.passed_over.items() if step > since + 2]
+            assert not stuck, f"sequences of {stuck} wait beside free slots"
 
     def check_pins(self, policies: Mapping[str, TenantPolicy]) -> None:
         """What is pinned and was brought to the device never leaves it. LEAVING_ADAPTER may be unregistered."""
@@ -136,22 +171,30 @@ class Process:
 
 
 class Cluster:
-    def __init__(self, seed: int, *, routers: int = 2, schedulers: int = 2, workers: int = 3) -> None:
+    def __init__(
+        self, seed: int, *, routers: int = 2, schedulers: int = 2, workers: int = 3, overload: bool = True
+    ) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SimLoop)
         self.loop = loop
-        self.network = MemoryNetwork(random.Random(f"{seed}/network"))
+        self.network = MemoryNetwork(random.Random(f"{seed}/network"), window_bytes=WINDOW_BYTES)
         self.store_server = MemoryStoreServer(
             random.Random(f"{seed}/store"), min_delay_s=0.0005, max_delay_s=0.004, watch_delay_s=WATCH_DELAY_S
         )
         self.files = MemoryAdapterFiles()
-        self.clock: WallClock = SimWallClock(loop)
+        self.clock = SimWallClock(loop)
         self.engines: list[Engine] = []
         """Of all workers there ever were."""
+        self.is_thorough = False
+        """Whether `watch` also looks at every block and sequence of engines that are at work."""
+        self.meter = Meter()
+        self.load_factor = 1.0
+        """By which loads of adapters take longer."""
         self.processes: dict[str, Process] = {}
         self.policies: dict[str, TenantPolicy] = {}
         """As they were put last."""
         self._policies_put = 0
+        self._overload = overload
         self.bounded_tenants: dict[str, None] = {}
         """Those with quotas."""
         self.key = ""
@@ -160,8 +203,7 @@ class Cluster:
         self.leases_taken = 0
         self._moments_of_two = 0
         """At which two schedulers led, of those that `watch` saw."""
-        self._checked_terms: dict[Term, int] = {}
-        """Up to which of its events."""
+        self._term_checks = TermChecks()
         self.removed_adapters: dict[str, None] = {}
         """Tenants whose LEAVING_ADAPTER was removed."""
         self._rng = random.Random(f"{seed}/processes")
@@ -269,18 +311,15 @@ class Cluster:
                 assert len(leaders) <= 1, "two schedulers lead"
             self._moments_of_two += len(leaders) > 1
             for app in leaders:
-                term = app.term
-                assert term is not None
-                if self._checked_terms.get(term) != term.num_events:
-                    self._checked_terms[term] = term.num_events
-                    term.core.check_invariants()
-                    term.overload.check_invariants()
-                    term.quotas.authority.check_invariants()
+                assert app.term is not None
+                self._term_checks.check(app.term)
             for engine in self.engines:
                 changes = (engine.runtime.num_changes, self._policies_put)
                 if engine.checked != changes:
                     engine.checked = changes
                     engine.check(self.policies)
+                    if self.is_thorough:
+                        engine.core.check_invariants()
             await asyncio.sleep(_WATCH_S)
 
     @property
@@ -320,6 +359,7 @@ class Cluster:
             rng=self._draw(),
             clock=self.clock,
         )
+        self.meter.listen(app.scheduler)
         await app.start()
         return app
 
@@ -327,7 +367,7 @@ class Cluster:
         assert process.transport is not None
         assert process.store is not None
         app = SchedulerApp(
-            SchedulerConfig(scheduler_id=process.name, lease_ttl_s=LEASE_TTL_S),
+            SchedulerConfig(scheduler_id=process.name, lease_ttl_s=LEASE_TTL_S, overload=self._overload),
             transport=process.transport,
             store=process.store,
             telemetry=Telemetry.disabled(),
@@ -364,6 +404,7 @@ class Cluster:
             telemetry=Telemetry.disabled(),
             rng=self._draw(),
         )
+        engine.fence.listen(app._servicer, engine.runtime.view)
         await app.start()
         return app
 
@@ -385,14 +426,21 @@ class Cluster:
             return "the file is corrupt" if uid in _BROKEN_UIDS else None
 
         backend = FakeAdapterBackend(
-            self.loop.time, load_s=lambda uid, tier: rng.choice([0.002, 0.02, 0.2]), error_of=error_of
+            self.loop.time,
+            load_s=lambda uid, tier: rng.choice([0.002, 0.02, 0.2]) * self.load_factor,
+            error_of=error_of,
         )
         limits = engines.engine_limits(settings)
         core = EngineCore(runner, backend, limits, engines.prefix_options(settings, MODEL, secret=bytes(32)))
         runner.tenant_of = core.tenant_of
         runner.adapters_on_device = lambda: backend.on_device
         runtime = LoopRuntime(
-            core, backend, MODEL, max_requests=limits.max_requests, step_s=lambda batch: STEP_S * rng.uniform(0.5, 2.0)
+            core,
+            backend,
+            MODEL,
+            max_requests=limits.max_requests,
+            step_s=lambda batch: STEP_S * rng.uniform(0.5, 2.0),
+            pause_unread_tokens=PAUSE_UNREAD_TOKENS,
         )
         backend.when_due = lambda due: self.loop.call_at(due, runtime.wake)
         return Engine(core, runner, runtime, backend)

@@ -39,6 +39,10 @@ class Faults:
             "watches lag": self._watches_lag,
             "adapter removed": self._remove_adapter,
             "policy changed": self._policy,
+            "memory policy changed": self._memory_policy,
+            "messages are slow": self._slow_messages,
+            "loads are slow": self._slow_loads,
+            "wall clock jumps": self._jump,
         }
         chosen = self._rng.sample(list(kinds), self._rng.randint(1, len(kinds)))
         self._kinds = {name: kinds[name] for name in kinds if name in chosen}
@@ -67,6 +71,8 @@ class Faults:
         cluster.network.heal()
         cluster.store_server.set_up(True)
         cluster.store_server.watch_delay_s = WATCH_DELAY_S
+        cluster.network.set_delays()
+        cluster.load_factor = 1.0
         await cluster.all_up()
         self._note("healed")
 
@@ -182,6 +188,30 @@ class Faults:
         classes = {qos_class: replace(before.classes[qos_class], weight=weight) for qos_class in QosClass}
         policy = replace(before, classes=classes)
         await self._operator(lambda store: self._cluster.put_policy(store, policy))
+
+    async def _memory_policy(self) -> None:
+        """A tenant's soft share and reserve, which leave every request room. A hard cap that fell would be passed for a
+        while."""
+        tenant = self._rng.choice(list(TENANTS))
+        before = self._cluster.policies[tenant]
+        soft, reserve = self._rng.choice([(None, None), (24, None), (16, 8), (32, 8)])
+        policy = replace(before, quotas=replace(before.quotas, kv_hbm_mb=soft, kv_hbm_mb_reserve=reserve))
+        await self._operator(lambda store: self._cluster.put_policy(store, policy))
+
+    async def _slow_messages(self) -> None:
+        slowest_s = self._rng.choice([0.02, 0.2])
+        self._cluster.network.set_delays(slowest_s / 10, slowest_s)
+        await self._later(4.0)
+        self._cluster.network.set_delays()
+
+    async def _slow_loads(self) -> None:
+        self._cluster.load_factor = 20.0
+        await self._later(4.0)
+        self._cluster.load_factor = 1.0
+
+    async def _jump(self) -> None:
+        """Timestamps alone follow the wall clock; nothing that is decided may."""
+        self._cluster.clock.jump(self._rng.choice([-86_400.0, -1.0, 3_600.0, 1e8]))
 
     async def _operator(self, change: Callable[[MemoryStore], Coroutine[Any, Any, object]]) -> None:
         """Someone changes the configuration, however long it takes."""

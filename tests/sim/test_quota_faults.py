@@ -12,7 +12,7 @@ from manylora_shared.ids import QosClass, TenantId
 from manylora_shared.policy import ClassPolicy, TenantPolicy, TenantQuotas, TokenRate
 from manylora_shared.simulation.loop import run
 
-from tests.sim import validate
+from tests.sim import books, validate
 from tests.sim.cluster import Cluster
 from tests.sim.faults import Faults
 from tests.sim.traffic import Call, Traffic
@@ -29,6 +29,7 @@ REST_S = 14.0
 async def contended(seed: int, log: list[str], *, num_faults: int) -> tuple[Traffic, int]:
     """Most calls are the bounded tenant's, of all classes: about three times what its buckets give."""
     cluster = Cluster(seed, routers=3)
+    cluster.is_thorough = True
     await cluster.start()
     cluster.bounded_tenants[TENANT] = None
     classes = {c: ClassPolicy(1, TokenRate(RATE, BURST)) for c in QosClass}
@@ -52,6 +53,7 @@ async def contended(seed: int, log: list[str], *, num_faults: int) -> tuple[Traf
         group.create_task(faults.run(CHAOS_S, faults=num_faults))
     await faults.heal()
     await asyncio.sleep(SETTLE_S)
+    billed = await books.mark(cluster)
     for qos_class in QosClass:
         call = traffic.plain(TENANT)
         call.qos_class, call.prompt, call.max_tokens, call.n = qos_class.value, [5, 6, 7], 4, 1
@@ -70,6 +72,7 @@ async def contended(seed: int, log: list[str], *, num_faults: int) -> tuple[Traf
     assert not watching.done(), watching.exception()
     watching.cancel()
     validate.check_at_rest(cluster)
+    books.check_billed_since(cluster, billed)
     for process in cluster.processes.values():
         await cluster.stop(process)
     await asyncio.sleep(5.0)

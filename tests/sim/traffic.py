@@ -27,6 +27,8 @@ from tests.sim.cluster import (
 
 GENERATE = methods_of(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"])["Generate"]
 CLIENT = "client"
+SHARED_PREFIX = range(3, 19)
+"""All longer prompts begin with it, whoever's they are."""
 MAX_OVERLOAD_RETRIES = 4
 """Of a call that must succeed: what the cluster gave up before must be over by then."""
 
@@ -171,7 +173,7 @@ class Traffic:
         """A call without any misbehaviour."""
         rng = self._rng
         n = rng.choice([1, 1, 1, 1, 2, 3])
-        return Call(
+        call = Call(
             number=len(self.calls),
             tenant=tenant,
             qos_class=rng.choice(["", "interactive", "standard", "batch"]),
@@ -182,6 +184,9 @@ class Traffic:
             seed=rng.getrandbits(64),
             is_greedy=n == 1 and rng.random() < 0.3,
         )
+        if len(call.prompt) > len(SHARED_PREFIX):
+            call.prompt = [*SHARED_PREFIX, *call.prompt[len(SHARED_PREFIX) :]]
+        return call
 
     async def _run(self, call: Call) -> None:
         address = self._address(call.router)

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from manylora.v1 import common_pb2
 from manylora_router.app import RouterApp
 from manylora_scheduler.app import SchedulerApp
-from manylora_shared.errors import Code
+from manylora_shared.errors import Code, RpcError
 from manylora_shared.ids import TenantId
 from manylora_worker.app import WorkerApp
 
+from tests.sim import books
 from tests.sim.cluster import BROKEN_ADAPTER, LEAVING_ADAPTER, NUM_BLOCKS, TENANTS, Cluster, Engine
 from tests.sim.traffic import Call
 
@@ -20,6 +21,7 @@ _CODES = {
     common_pb2.OUTCOME_WORKER_LOST: Code.UNAVAILABLE,
     common_pb2.OUTCOME_ADAPTER_FAILED: Code.FAILED_PRECONDITION,
     common_pb2.OUTCOME_QUOTA_EXHAUSTED: Code.RESOURCE_EXHAUSTED,
+    common_pb2.OUTCOME_SLOW_READER: Code.RESOURCE_EXHAUSTED,
 }
 """Outcomes that a caller may see here, each with the status that follows; OUTCOME_INTERNAL is always a bug."""
 _LOST_CALLS = (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED)
@@ -38,6 +40,8 @@ def check_calls(cluster: Cluster, calls: Sequence[Call]) -> None:
         elif call.is_after_heal and not _is_quarantined(call):
             assert call.finished is not None, call.describe()
             assert call.finished.outcome == common_pb2.OUTCOME_COMPLETED, call.describe()
+    books.check_meter(cluster, calls)
+    books.check_cached(calls)
 
 
 def _is_quarantined(call: Call) -> bool:
@@ -74,10 +78,26 @@ def check_call(call: Call) -> None:
         assert call.error is not None, f"ended well without a terminal frame: {who}"
         expected = _LOST_CALLS if call.frames else _REFUSALS
         assert call.error.code in expected or _is_quarantined(call), who
+        if not call.frames:
+            _check_refusal(call.error, who)
     if call.tenant not in TENANTS or call.adapter == "unknown":
         assert not call.frames, who
 
 
+def _check_refusal(error: RpcError, who: str) -> None:
+    """It says why, and when to try again where that helps: where the cluster or a quota is what refuses."""
+    assert error.message, f"refused without a reason: {who}"
+    is_networks = error.message in _NETWORKS_WORDS or error.message.startswith("cannot connect")
+    if error.code is Code.RESOURCE_EXHAUSTED or (error.code is Code.UNAVAILABLE and not is_networks):
+        assert error.retry_after_s is not None, f"refused without a hint: {who}"
+        assert 0 < error.retry_after_s <= MAX_HINT_S, f"a hint of {error.retry_after_s} s: {who}"
+    else:
+        assert error.retry_after_s is None, f"trying again does not help: {who}"
+
+
+_NETWORKS_WORDS = ("the connection was lost", "the connection was reset", "ping timeout", "the server stopped")
+"""What a caller hears where no service could answer."""
+MAX_HINT_S = 60.0
 _BEFORE_THE_ADAPTER = (common_pb2.OUTCOME_DEADLINE_EXCEEDED, common_pb2.OUTCOME_WORKER_LOST)
 
 
@@ -150,6 +170,7 @@ def check_engines(cluster: Cluster) -> None:
     for engine in cluster.engines:
         assert engine.runner.faults == []
         assert engine.core.stats().failed_steps == 0
+    books.check_fences(cluster)
 
 
 def check_at_rest(cluster: Cluster) -> None:
@@ -184,6 +205,7 @@ def check_at_rest(cluster: Cluster) -> None:
             assert not engine.runtime.view.running
             engine.core.check_invariants()
             _check_pins(cluster, engine)
+    books.check_clock(cluster)
     assert cluster.network.open_calls == num_workers + num_routers, "one control stream a worker, one line a router"
 
 

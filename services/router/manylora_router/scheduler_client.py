@@ -262,13 +262,16 @@ class SchedulerClient:
 
     async def run(self) -> None:
         """Keeps the stream. Ends by cancellation."""
-        backoff_s = _MIN_BACKOFF_S
+        backoff_s, tried = _MIN_BACKOFF_S, ""
         while True:
             self._leader_moved.clear()
             address = self._leader_address()
             if address is None:
                 await self._leader_moved.wait()
                 continue
+            if address != tried:
+                # What was tried in vain before says nothing of the new leader, which may need a moment to begin.
+                backoff_s, tried = _MIN_BACKOFF_S, address
             try:
                 await self._serve_line(address)
             except RpcError as e:

@@ -1,4 +1,4 @@
-"""What others may ask of the core: overload control, and whoever shows its flows. Pure; reads alone.
+"""What others may ask of the core: overload control, its term, and whoever shows its flows. Pure; reads alone.
 
 Owns nothing and writes nothing: the answers are from the books that the core writes, as they are between two events.
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from manylora_shared.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 from manylora_shared.fair_queue import FairQueue
-from manylora_shared.ids import RequestId
+from manylora_shared.ids import RequestId, TenantId
 
+from manylora_scheduler.events import WorkerReported
 from manylora_scheduler.fleet import Fleet
 from manylora_scheduler.flows import Flows
 from manylora_scheduler.request import QUEUED, FlowKey, QueuedRequest, Ticket
@@ -60,6 +62,21 @@ class CoreView:
     def weight_of(self, flow: FlowKey) -> int:
         """By its tenant's policy."""
         return self._flows.weight(flow)
+
+    # ---- for who applies events
+
+    def tenants_charged(self, event: WorkerReported) -> list[TenantId]:
+        """Whose policies are to be known before a report is applied: the tenants that it may charge for work. In most
+        reports all flows have done some; a snapshot names whoever did anything since the worker began."""
+        flows = event.report.flows
+        if not event.report.snapshot:
+            return [flow.tenant_id for flow in flows]
+        counted = self._queue.counted_by(event.worker_id)
+        return [
+            flow.tenant_id
+            for flow, (prompt_tokens, output_tokens) in flows.items()
+            if counted.get(flow, 0) != PROMPT_TOKEN_COST * prompt_tokens + OUTPUT_TOKEN_COST * output_tokens
+        ]
 
     # ---- for a status
 

@@ -43,6 +43,7 @@ from manylora_scheduler.events import (
     Tick,
     WorkerJoined,
     WorkerLeft,
+    WorkerReported,
 )
 from manylora_scheduler.messages import (
     flow_status,
@@ -273,10 +274,18 @@ class Term:
                 record.address,
                 hello=worker_pb2.ControlHello(epoch=self.epoch, scheduler_id=self._scheduler_id),
                 transport=self._transport,
-                post=self.post,
+                post=self._post_of_worker,
                 rng=self._rng,
                 failed=self._fail,
             )
+
+    def _post_of_worker(self, event: Event) -> None:
+        """Work is charged by its tenant's weight. After a takeover workers may tell of work before a router tells of
+        its tenant."""
+        if isinstance(event, WorkerReported):
+            for tenant_id in self.core.view.tenants_charged(event):
+                self.learn_tenant(tenant_id)
+        self.post(event)
 
     def _fail(self, error: BaseException) -> None:
         if not self._failure.done():

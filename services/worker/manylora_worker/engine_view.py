@@ -80,9 +80,16 @@ class EngineView:
 
     Args:
         send: takes commands for the engine.
+        pause_unread_tokens: of one request that its reader may leave before it is paused.
     """
 
-    def __init__(self, stats: EngineStats, max_requests: int, send: Callable[[Command], None]) -> None:
+    def __init__(
+        self,
+        stats: EngineStats,
+        max_requests: int,
+        send: Callable[[Command], None],
+        pause_unread_tokens: int = PAUSE_UNREAD_TOKENS,
+    ) -> None:
         self.stats = stats
         self.slots: Mapping[FlowKey, FlowSlots] = {}
         """Never changed in place."""
@@ -104,6 +111,7 @@ class EngineView:
         """Why the engine is no more; None while it lives."""
         self._is_closed = False
         self._max_requests = max_requests
+        self._pause_unread_tokens = pause_unread_tokens
         self._listeners: list[EngineListener] = []
         self._failure_callbacks: list[Callable[[str], None]] = []
 
@@ -151,7 +159,7 @@ class EngineView:
             raise AlreadyExists(f"request_id: {request.request_id} is being executed")
         if len(self.running) >= self._max_requests:
             raise Overloaded(f"the worker has {len(self.running)} requests")
-        stream = self.running[request.request_id] = OutputStream(request, self._resume)
+        stream = self.running[request.request_id] = OutputStream(request, self._resume, self._pause_unread_tokens)
         self._count(request, request.n)
         for listener in self._listeners:
             listener.request_started(request)
@@ -200,7 +208,7 @@ class EngineView:
             timer.cancel()
         self._count(stream.request, -stream.unfinished_choices)
         if stream.is_too_slow:
-            message = f"{PAUSE_UNREAD_TOKENS} tokens and more were not read for {MAX_PAUSE_S:g} s"
+            message = f"{self._pause_unread_tokens} tokens and more were not read for {MAX_PAUSE_S:g} s"
             end = StreamEnd(EndKind.SLOW_READER, message, end.request_end)
         stream.end(end)
         for listener in self._listeners:

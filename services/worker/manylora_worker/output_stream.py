@@ -49,14 +49,21 @@ class OutputStream:
 
     Args:
         when_read: called after each read that found something, while the stream is paused.
+        pause_unread_tokens: with so many unread it is full.
     """
 
-    def __init__(self, request: EngineRequest, when_read: Callable[[OutputStream], None] = lambda stream: None) -> None:
+    def __init__(
+        self,
+        request: EngineRequest,
+        when_read: Callable[[OutputStream], None] = lambda stream: None,
+        pause_unread_tokens: int = PAUSE_UNREAD_TOKENS,
+    ) -> None:
         self.request = request
         self.unfinished_choices = request.n
         self.is_paused = False
         self.is_too_slow = False
         self._when_read = when_read
+        self._pause_unread_tokens = pause_unread_tokens
         self._pending: list[TokenOutput] = []
         self._pending_tokens = 0
         self._end: StreamEnd | None = None
@@ -91,7 +98,7 @@ class OutputStream:
     @property
     def is_full(self) -> bool:
         """Whether so much is unread that the request is to be paused."""
-        return self._pending_tokens >= PAUSE_UNREAD_TOKENS
+        return self._pending_tokens >= self._pause_unread_tokens
 
     def put(self, output: TokenOutput) -> None:
         """From EngineView."""

@@ -31,7 +31,7 @@ from manylora_worker.engine.counters import EngineStats
 from manylora_worker.engine.tenant_shares import TenantShare
 from manylora_worker.engine_commands import Command
 from manylora_worker.engine_view import EnginePost, EngineView
-from manylora_worker.output_stream import OutputStream
+from manylora_worker.output_stream import PAUSE_UNREAD_TOKENS, OutputStream
 
 _LOG = logging.getLogger(__name__)
 
@@ -103,9 +103,16 @@ class _Turner:
 class Runtime(ABC):
     """The engine for those on the event loop, who call all of this there. How it is turned is the subclass's matter."""
 
-    def __init__(self, core: EngineCore, backend: AdapterBackend, model: ModelInfo, max_requests: int) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        backend: AdapterBackend,
+        model: ModelInfo,
+        max_requests: int,
+        pause_unread_tokens: int = PAUSE_UNREAD_TOKENS,
+    ) -> None:
         self.model = model
-        self.view = EngineView(core.stats(), max_requests, self._send)
+        self.view = EngineView(core.stats(), max_requests, self._send, pause_unread_tokens)
         self._core = core
         self._turner = _Turner(core)
         self._backend = backend
@@ -279,6 +286,7 @@ class LoopRuntime(Runtime):
 
     Args:
         step_s: the virtual seconds of a step.
+        pause_unread_tokens: as EngineView's; less than a worker's, where answers are short.
     """
 
     def __init__(
@@ -289,8 +297,9 @@ class LoopRuntime(Runtime):
         *,
         max_requests: int,
         step_s: Callable[[StepBatch], float],
+        pause_unread_tokens: int = PAUSE_UNREAD_TOKENS,
     ) -> None:
-        super().__init__(core, backend, model, max_requests)
+        super().__init__(core, backend, model, max_requests, pause_unread_tokens)
         self._step_s = step_s
         self._commands: list[Command] = []
         self._news = asyncio.Event()

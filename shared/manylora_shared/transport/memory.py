@@ -35,6 +35,7 @@ from manylora_shared.transport.health import Health
 from manylora_shared.transport.memory_wire import (
     OK,
     RETRANSMIT_S,
+    WINDOW_BYTES,
     Call,
     End,
     Node,
@@ -46,6 +47,8 @@ from manylora_shared.transport.memory_wire import (
 from manylora_shared.transport.status import decode_error
 
 _FIRST_PORT = 40_000
+MIN_DELAY_S, MAX_DELAY_S = 0.0002, 0.002
+"""Of one message on its way, where nothing else is said."""
 _CANCELLED = failed(RpcError(Code.CANCELLED, "the call was cancelled"))
 _CHANNEL_CLOSED = failed(RpcError(Code.CANCELLED, "the channel was closed"))
 
@@ -56,10 +59,18 @@ class MemoryNetwork:
     Args:
         rng: draws the delay of each message and the moments at which faults are noticed.
         min_delay_s, max_delay_s: of one message on its way.
+        window_bytes: of each direction of a call, what may be unread before its writer waits.
     """
 
-    def __init__(self, rng: random.Random, *, min_delay_s: float = 0.0002, max_delay_s: float = 0.002) -> None:
-        self.wire = Wire(rng, min_delay_s=min_delay_s, max_delay_s=max_delay_s)
+    def __init__(
+        self,
+        rng: random.Random,
+        *,
+        min_delay_s: float = MIN_DELAY_S,
+        max_delay_s: float = MAX_DELAY_S,
+        window_bytes: int = WINDOW_BYTES,
+    ) -> None:
+        self.wire = Wire(rng, min_delay_s=min_delay_s, max_delay_s=max_delay_s, window_bytes=window_bytes)
         self._next_port = _FIRST_PORT
         self._listeners: dict[str, MemoryServer] = {}
         self._nodes: dict[Node, None] = {}
@@ -82,6 +93,10 @@ class MemoryNetwork:
     def heal(self) -> None:
         """Ends all partitions. What is in transit and not given up arrives."""
         self.wire.heal()
+
+    def set_delays(self, min_delay_s: float = MIN_DELAY_S, max_delay_s: float = MAX_DELAY_S) -> None:
+        """Of messages that are sent from now on; without arguments, as where nothing was said."""
+        self.wire.set_delays(min_delay_s, max_delay_s)
 
     def drop_connections(self, one: str, other: str) -> None:
         """Breaks every call between two nodes: both ends notice at once."""

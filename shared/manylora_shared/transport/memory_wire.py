@@ -1,8 +1,8 @@
 """The way between the nodes of the in-memory network: calls in transit, their delays, and what is wrong with the way.
 
 `Wire` owns the calls and the partitions. A `Call` owns two pipes, one in each direction, in which bytes travel in
-order, each item with a delay of its own. A pipe holds WINDOW_BYTES that were not read; then its writer waits. What the
-bytes mean, and who listens where, is `memory`'s.
+order, each item with a delay of its own. A pipe holds `window_bytes` that were not read; then its writer waits. What
+the bytes mean, and who listens where, is `memory`'s.
 
 Every decision is a function of the calls, of the loop's time and of `rng`. Deliveries and timers run in the wire's own
 context, so that they belong to no simulated process.
@@ -87,7 +87,7 @@ class Pipe:
     @property
     def is_full(self) -> bool:
         """Whether a writer has to wait for `room`."""
-        return self._unread_bytes >= WINDOW_BYTES and self._broken is None
+        return self._unread_bytes >= self._wire.window_bytes and self._broken is None
 
     async def room(self) -> None:
         """Waits until a writer may send. Returns at once where the pipe is broken."""
@@ -238,9 +238,11 @@ class Wire:
     Args:
         rng: draws the delay of each message and the moments at which faults are noticed.
         min_delay_s, max_delay_s: of one message on its way.
+        window_bytes: of each direction of a call, what may be unread before its writer waits.
     """
 
-    def __init__(self, rng: random.Random, *, min_delay_s: float, max_delay_s: float) -> None:
+    def __init__(self, rng: random.Random, *, min_delay_s: float, max_delay_s: float, window_bytes: int) -> None:
+        self.window_bytes = window_bytes
         self._rng = rng
         self._random = rng.random
         self._min_delay_s = min_delay_s
@@ -265,6 +267,11 @@ class Wire:
                 self._blocked[pair] = self._partitions
         for call in list(self._calls):
             self.watch_stall(call)
+
+    def set_delays(self, min_delay_s: float, max_delay_s: float) -> None:
+        """Of messages that depart from now on."""
+        self._min_delay_s = min_delay_s
+        self._delay_range_s = max_delay_s - min_delay_s
 
     def heal(self) -> None:
         """Ends all partitions. What is in transit and not given up arrives."""
