@@ -122,6 +122,8 @@ class FakeRouter:
     async def apply_tenant(
         self, request: admin_pb2.ApplyTenantRequest, call: ServerCall
     ) -> admin_pb2.ApplyTenantResponse:
+        if "very-bad" in request.policy_yaml:
+            raise InvalidRequest.of_all([FieldViolation(f"field-{i}", f"line {i + 1}: {'x' * 80}") for i in range(30)])
         if "bad" in request.policy_yaml:
             raise InvalidRequest.of("classes.batch.weight", "line 2: must be a whole number")
         tenant_id = request.policy_yaml.split("tenant_id:")[1].split()[0]

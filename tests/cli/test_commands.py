@@ -76,11 +76,13 @@ async def test_generate_takes_token_ids_and_stdin(manylora: Manylora, router: Fa
 async def test_a_refused_request_is_told_on_stderr_and_in_json(manylora: Manylora) -> None:
     message = "sampling.temperature: must be at least 0; max_tokens: must be at most 5"
     out = await manylora("generate", "--tenant", "acme", "two wrongs")
-    assert (out.exit_code, out.stdout, out.stderr) == (1, "", f"INVALID_ARGUMENT: {message}\n")
+    told = "INVALID_ARGUMENT: 2 errors\n  sampling.temperature: must be at least 0\n  max_tokens: must be at most 5\n"
+    assert (out.exit_code, out.stdout, out.stderr) == (1, "", told)
     out = await manylora("generate", "--tenant", "acme", "--json", "two wrongs")
     assert out.exit_code == 1
     assert out.json["error"] == {
         "code": "INVALID_ARGUMENT",
+        "reason": "INVALID",
         "message": message,
         "violations": [
             {"field": "sampling.temperature", "description": "must be at least 0"},
@@ -139,9 +141,29 @@ async def test_apply_stops_at_the_first_bad_document_and_says_which(manylora: Ma
     assert out.exit_code == 1
     assert out.json["applied"] == [{"tenant_id": "acme", "version": 1}]
     error = out.json["error"]
-    assert error["message"].startswith("stdin, document from line 2: classes.batch.weight: ")
-    assert error["violations"] == [{"field": "classes.batch.weight", "description": "line 2: must be a whole number"}]
+    assert error["message"] == "stdin: classes.batch.weight: line 3: must be a whole number"
+    assert error["violations"] == [{"field": "classes.batch.weight", "description": "line 3: must be a whole number"}]
     assert list(router.tenants) == ["acme"]
+
+
+async def test_every_error_of_a_document_stands_at_its_line_of_the_file(manylora: Manylora, tmp_path: Path) -> None:
+    file = tmp_path / "tenants.yaml"
+    file.write_text("tenant_id: acme\n---\ntenant_id: very-bad\n")
+    told = [f"INVALID_ARGUMENT: {file}: 30 errors", *(f"  field-{i}: line {i + 2}: {'x' * 80}" for i in range(30))]
+    for command in ("apply", "diff"):
+        out = await manylora("tenant", command, str(file))
+        assert (out.exit_code, out.stderr.splitlines()) == (1, told), command
+
+
+@pytest.mark.parametrize("command", ["apply", "diff"])
+async def test_what_is_no_document_is_told_so(manylora: Manylora, router: FakeRouter, command: str) -> None:
+    for text in ("", "# nothing yet\n", "---\n"):
+        out = await manylora("tenant", command, "-", stdin=text)
+        assert (out.exit_code, out.stderr) == (1, "INVALID_ARGUMENT: stdin: has no policy document\n")
+    out = await manylora("tenant", command, "-", stdin=b"tenant_id: a\xff")
+    assert (out.exit_code, out.stdout) == (2, "")
+    assert out.stderr.startswith("Error: stdin: cannot be read: 'utf-8' codec can't decode byte 0xff")
+    assert not router.tenants
 
 
 async def test_adapters(manylora: Manylora, router: FakeRouter, adapter_folder: Path) -> None:
