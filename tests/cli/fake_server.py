@@ -36,6 +36,8 @@ class FakeRouter:
     largest_chunk_bytes: int = 0
     failures_left: int = 0
     cancelled: int = 0
+    tells_tenant_alone: bool = False
+    """Answers `get_status` as a router does to a key of a tenant."""
 
     def services(self) -> list[Service]:
         inference = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
@@ -201,6 +203,14 @@ class FakeRouter:
         return admin_pb2.RevokeKeyResponse(info=self.keys[request.key_id])
 
     async def get_status(self, request: Any, call: ServerCall) -> admin_pb2.GetStatusResponse:
+        if self.tells_tenant_alone:
+            overload = admin_pb2.OverloadStatus(level=40, rung="batch_output")
+            return admin_pb2.GetStatusResponse(
+                base_model="tiny",
+                scheduler=admin_pb2.SchedulerStatus(reachable=True, overload=overload),
+                tenants=1,
+                adapters=2,
+            )
         return admin_pb2.GetStatusResponse(
             base_model="tiny",
             scheduler=admin_pb2.SchedulerStatus(
@@ -211,6 +221,19 @@ class FakeRouter:
                     admin_pb2.FlowStatus(
                         tenant_id="acme", qos_class=common_pb2.QOS_CLASS_BATCH, queued=2, running=1, oldest_wait_s=1.5
                     )
+                ],
+                quotas=[
+                    admin_pb2.QuotaStatus(
+                        tenant_id="acme",
+                        qos_class=common_pb2.QOS_CLASS_BATCH,
+                        requests=2,
+                        leased_tokens=64,
+                        settled_tokens=900,
+                        level_tokens=-7,
+                    ),
+                    admin_pb2.QuotaStatus(
+                        tenant_id="birch", qos_class=common_pb2.QOS_CLASS_STANDARD, requests=1, settled_tokens=50
+                    ),
                 ],
                 overload=admin_pb2.OverloadStatus(
                     level=40,

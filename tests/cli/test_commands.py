@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from manylora.cli.overview import _ACCOUNT_COLUMNS
 from manylora.client.credentials import remove_note, write_note
 
 from tests.cli.conftest import Manylora
@@ -271,6 +272,16 @@ async def test_status(manylora: Manylora) -> None:
     assert ["birch", "batch", "-", "-", "-", "-", "-", "0, 0 failed", "100.000 %", "-", "-"] in cells
     assert ["acme", f"adapter {VERSION[:12]}", "r-1", "open", "1.5 s"] in cells
     assert "quarantined prompts  3" in out.stdout
+    accounts = cells.index(list(_ACCOUNT_COLUMNS))
+    assert ["acme", "batch", "2", "64", "900", "-7"] in cells[accounts:]
+    assert ["birch", "standard", "1", "0", "50", "no bucket"] in cells[accounts:]
+
+
+async def test_a_tenants_status_says_nothing_of_machines(manylora: Manylora, router: FakeRouter) -> None:
+    router.tells_tenant_alone = True
+    out = await manylora("status")
+    shown = "model      tiny\nscheduler  reachable\nadapters   2\n\noverload   level 40 of 128, batch_output\n"
+    assert (out.exit_code, out.stdout, out.stderr) == (0, shown, "")
 
 
 @pytest.mark.parametrize(

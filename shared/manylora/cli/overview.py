@@ -10,6 +10,7 @@ from manylora.client import (
     ClassOverload,
     ClusterStatus,
     OverloadStatus,
+    QuotaStatus,
     RouterStatus,
     SloStatus,
     TenantAdapters,
@@ -22,6 +23,7 @@ _SLO_COLUMNS = (
 )
 _OVERLOAD_COLUMNS = ("class", "late", "target", "refused", "shed from queue", "output capped")
 _SETBACK_COLUMNS = ("tenant's sequences", "preempted", "swapped to hosts", "evicted", "tokens computed again")
+_ACCOUNT_COLUMNS = ("tenant", "class", "requests now", "leased tokens", "settled tokens", "left in the bucket")
 _CIRCUIT_COLUMNS = ("tenant", "refused", "router", "state", "try again in")
 
 
@@ -36,13 +38,17 @@ async def show(target: Target, *, as_json: bool) -> None:
 
 def _print(status: ClusterStatus) -> None:
     scheduler = status.scheduler
-    state = f"{scheduler.address}, epoch {scheduler.epoch}" if scheduler.reachable else "not reachable"
     write(f"model      {status.base_model}\n")
-    write(f"scheduler  {state}\n")
-    write(f"routers    {', '.join(_router(r) for r in status.routers)}\n")
-    write(f"tenants    {status.tenants}, with {status.adapters} adapters\n\n")
-    columns = ("worker", "address", "device", "state", "running", "KV blocks free", "adapters", "tokens")
-    print_table(columns, [_worker_row(w) for w in status.workers], empty="no worker is registered")
+    if status.routers:
+        state = f"{scheduler.address}, epoch {scheduler.epoch}" if scheduler.reachable else "not reachable"
+        write(f"scheduler  {state}\n")
+        write(f"routers    {', '.join(_router(r) for r in status.routers)}\n")
+        write(f"tenants    {status.tenants}, with {status.adapters} adapters\n\n")
+        columns = ("worker", "address", "device", "state", "running", "KV blocks free", "adapters", "tokens")
+        print_table(columns, [_worker_row(w) for w in status.workers], empty="no worker is registered")
+    else:  # a tenant's key: machines are not its to see
+        write(f"scheduler  {'' if scheduler.reachable else 'not '}reachable\n")
+        write(f"adapters   {status.adapters}\n\n")
     if scheduler.flows:
         flows = [
             (f.tenant_id, f.qos_class, f.queued, f.running, f"{f.oldest_wait_s:.1f} s", f.served_cost)
@@ -65,13 +71,8 @@ def _print(status: ClusterStatus) -> None:
         ]
         print_table(_SETBACK_COLUMNS, setbacks, empty="")
 
-    if any(quota.level_tokens is not None for quota in scheduler.quotas):
-        quotas = [
-            (q.tenant_id, q.qos_class, q.requests, q.leased_tokens, q.settled_tokens, q.level_tokens)
-            for q in scheduler.quotas
-            if q.level_tokens is not None
-        ]
-        print_table(("tenant", "class", "requests", "leased", "settled", "tokens left"), quotas, empty="")
+    if scheduler.quotas:
+        print_table(_ACCOUNT_COLUMNS, [_account_row(q) for q in scheduler.quotas], empty="")
 
     if status.slos:
         print_table(_SLO_COLUMNS, [_slo_row(s) for s in status.slos], empty="")
@@ -113,7 +114,7 @@ def _print_overload(overload: OverloadStatus) -> None:
     counted = [c for c in overload.classes if c.refused_by_routers or c.refused or c.shed or c.capped]
     if overload.level or overload.tenants:
         write(f"overload   level {overload.level} of {LEVELS}, {overload.rung}\n")
-    if overload.level or overload.tenants or counted:
+    if counted or (overload.classes and (overload.level or overload.tenants)):
         print_table(_OVERLOAD_COLUMNS, [_class_row(c) for c in overload.classes], empty="")
     if overload.tenants:
         tenants = [(t.tenant_id, f"{t.demand_shares:.2g}", t.level, t.rung) for t in overload.tenants]
@@ -129,6 +130,11 @@ def _class_row(c: ClassOverload) -> tuple[object, ...]:
         c.shed,
         c.capped,
     )
+
+
+def _account_row(quota: QuotaStatus) -> tuple[object, ...]:
+    left = "no bucket" if quota.level_tokens is None else quota.level_tokens
+    return (quota.tenant_id, quota.qos_class, quota.requests, quota.leased_tokens, quota.settled_tokens, left)
 
 
 def _router(router: RouterStatus) -> str:

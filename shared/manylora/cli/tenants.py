@@ -39,9 +39,7 @@ def split_documents(text: str) -> list[PolicyDocument]:
     if not spans:
         return []
     ends = [index for index, _ in spans[1:]] + [len(text)]
-    documents = [
-        PolicyDocument(line + 1, text[start:end]) for (start, line), end in zip(spans, ends, strict=True)
-    ]
+    documents = [PolicyDocument(line + 1, text[start:end]) for (start, line), end in zip(spans, ends, strict=True)]
     return [d for d in documents if not _is_empty(d.text)]
 
 
