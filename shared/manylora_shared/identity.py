@@ -80,8 +80,9 @@ class Principal:
 
     def denied(self) -> PermissionDenied:
         """For a call that needs more than this key. It tells of the key alone, so it is the same whatever exists."""
+        held = ", ".join(self.scopes) or "nothing"
         whose = f"in tenant {self.tenant_id}" if self.tenant_id is not None else "in no tenant"
-        return PermissionDenied(f"this key does not permit the call: it is for {', '.join(self.scopes)} {whose}")
+        return PermissionDenied(f"this key does not permit the call: it is for {held} {whose}")
 
 
 @dataclass(frozen=True)
