@@ -39,6 +39,7 @@ from manylora_router.directory import Directory, Model
 from manylora_router.execution import Execution
 from manylora_router.guard import Fault, Guard, Permit
 from manylora_router.job import QOS, Job
+from manylora_router.metrics import RouterMetrics
 from manylora_router.scheduler_client import SchedulerClient
 from manylora_router.text import StopStrings
 from manylora_router.text_service import TextService
@@ -77,6 +78,7 @@ class InferenceServicer:
     ) -> None:
         self.counters = RequestCounters()
         self.slo = SloTracker()
+        self.metrics = RouterMetrics(telemetry)
         self.guard = Guard(random=rng.random, getrandbits=rng.getrandbits)
         self._directory = directory
         self._scheduler = scheduler
@@ -228,6 +230,7 @@ class InferenceServicer:
         verdict = verdict_of(error, given_ms=(now - received_at) * 1e3, has_answered=ttft_ms > 0.0, slo=slo)
         tpot_ms = execution.tpot_ms if execution is not None else None
         self.slo.ended(flow, verdict, now, ttft_ms=ttft_ms or None, tpot_ms=tpot_ms, slo=slo)
+        self.metrics.ended(flow, verdict, ttft_ms=ttft_ms or None, tpot_ms=tpot_ms, slo=slo)
 
     async def _advance(self, execution: Execution) -> list[inference_pb2.GenerateResponse]:
         """The next frames. Any failure that nobody foresaw ends this one request, with its outcome."""
