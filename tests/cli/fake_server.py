@@ -57,6 +57,7 @@ class FakeRouter:
                     "CreateKey": self.create_key,
                     "ListKeys": self.list_keys,
                     "RevokeKey": self.revoke_key,
+                    "LiftQuarantine": self.lift_quarantine,
                     "GetStatus": self.get_status,
                 },
             ),
@@ -202,6 +203,12 @@ class FakeRouter:
         self.keys[request.key_id].revoked_unix_s = 2.0
         return admin_pb2.RevokeKeyResponse(info=self.keys[request.key_id])
 
+    async def lift_quarantine(
+        self, request: admin_pb2.LiftQuarantineRequest, call: ServerCall
+    ) -> admin_pb2.LiftQuarantineResponse:
+        missed = ["r-2"] if request.tenant_id == "cedar" else []
+        return admin_pb2.LiftQuarantineResponse(prompts=2, missed_router_ids=missed)
+
     async def get_status(self, request: Any, call: ServerCall) -> admin_pb2.GetStatusResponse:
         if self.tells_tenant_alone:
             overload = admin_pb2.OverloadStatus(level=40, rung="batch_output")
@@ -257,6 +264,7 @@ class FakeRouter:
                         kind="kv_growth", tenant_id="acme", worker_id="w-1", evidence={"kv_part": 0.75}
                     )
                 ],
+                kv=[admin_pb2.TenantKv(tenant_id="acme", device_bytes=3 << 19, most_bytes=1 << 20)],
                 setbacks=[
                     admin_pb2.TenantSetbacks(
                         tenant_id="birch", preemptions=11, swaps_out=4, evictions=2, recomputed_tokens=512
@@ -306,6 +314,7 @@ class FakeRouter:
                 )
             ],
             quarantined_prompts=3,
+            quarantines=[admin_pb2.QuarantineStatus(tenant_id="birch", router_id="r-1", prompts=3, longest_s=299.6)],
         )
 
     def _tenant(self, tenant_id: str) -> admin_pb2.TenantInfo:

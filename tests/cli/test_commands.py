@@ -167,6 +167,14 @@ async def test_what_is_no_document_is_told_so(manylora: Manylora, router: FakeRo
     assert not router.tenants
 
 
+async def test_a_quarantine_is_lifted_and_who_missed_it_is_told(manylora: Manylora) -> None:
+    out = await manylora("tenant", "lift-quarantine", "acme")
+    assert (out.exit_code, out.stdout, out.stderr) == (0, "acme: 2 prompts out of quarantine\n", "")
+    out = await manylora("tenant", "lift-quarantine", "cedar", "--json")
+    assert (out.exit_code, out.stderr) == (1, "not at r-2, which did not answer\n")
+    assert out.json == {"tenant_id": "cedar", "prompts": 2, "missed_router_ids": ["r-2"]}
+
+
 async def test_adapters(manylora: Manylora, router: FakeRouter, adapter_folder: Path) -> None:
     adapter_files = {f.name: f.read_bytes() for f in sorted(adapter_folder.iterdir())}  # noqa: ASYNC240
     out = await manylora("adapter", "add", "upper", str(adapter_folder), "--tenant", "acme", "--json")
@@ -271,7 +279,10 @@ async def test_status(manylora: Manylora) -> None:
     assert [*level, "400, 1 failed", "99.750 %", "99 %", "75 %"] in cells
     assert ["birch", "batch", "-", "-", "-", "-", "-", "0, 0 failed", "100.000 %", "-", "-"] in cells
     assert ["acme", f"adapter {VERSION[:12]}", "r-1", "open", "1.5 s"] in cells
-    assert "quarantined prompts  3" in out.stdout
+    assert ["birch", "3", "r-1", "300 s"] in cells[
+        cells.index(["tenant", "quarantined prompts", "router", "for another"]) :
+    ]
+    assert ["acme", "1.5 MiB", "1.0 MiB"] in cells[cells.index(["tenant's KV", "on devices", "most on one"]) :]
     accounts = cells.index(list(_ACCOUNT_COLUMNS))
     assert ["acme", "batch", "2", "64", "900", "-7"] in cells[accounts:]
     assert ["birch", "standard", "1", "0", "50", "no bucket"] in cells[accounts:]

@@ -67,6 +67,19 @@ async def status_of(channel: Any, **fields: Any) -> admin_pb2.GetStatusResponse:
     return answer
 
 
+async def lost(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+    """The worker dies after the first frame."""
+    yield STARTED
+    raise RpcError(Code.UNAVAILABLE, "connection reset")
+
+
+async def lift(channel: Any, tenant_id: str) -> admin_pb2.LiftQuarantineResponse:
+    answer: admin_pb2.LiftQuarantineResponse = await channel.call(
+        ADMIN["LiftQuarantine"], admin_pb2.LiftQuarantineRequest(tenant_id=tenant_id), timeout=10
+    )
+    return answer
+
+
 def error_of(answer: Answer) -> tuple[Code, str]:
     assert answer.error is not None
     return answer.error.code, answer.error.label
@@ -283,12 +296,34 @@ def test_levels_of_all_routers_add_up_and_a_tenant_sees_its_own() -> None:
             local = await status_of(mine, local_only=True)
             assert [(c.tenant_id, c.good) for c in local.slo_counts] == [("acme", 2)]
 
+            # A prompt is quarantined at the router that saw it fail; an operator lifts it everywhere from any.
+            set_scripts(cluster, lost)
+            for _ in range(2):
+                assert error_of(await read_all(there.stream(GENERATE, text_request("die"))))[1] == "worker_lost"
+            refused = await read_all(there.stream(GENERATE, text_request("die")))
+            assert error_of(refused) == (Code.FAILED_PRECONDITION, "quarantined")
+            (told,) = (await status_of(cluster.client)).quarantines
+            assert (told.tenant_id, told.router_id, told.prompts) == ("acme", "router-1", 1)
+            assert 290 < told.longest_s <= 300
+            (told,) = (await status_of(mine)).quarantines
+            assert (told.tenant_id, told.router_id, told.prompts) == ("acme", "", 1)
+            with pytest.raises(RpcError, match="PERMISSION_DENIED"):
+                await lift(mine, "acme")
+            with pytest.raises(RpcError, match="tenant_id: is missing"):
+                await lift(cluster.client, "")
+            assert (await lift(cluster.client, "other")).prompts == 0
+            lifted = await lift(cluster.client, "acme")
+            assert (lifted.prompts, list(lifted.missed_router_ids)) == (1, [])
+            set_scripts(cluster, say("fine"))
+            assert (await read_all(there.stream(GENERATE, text_request("die")))).text == "fine"
+
             record = RouterRecord(router_id="router-9", address="nobody:1")
             await cluster.store.put(keys.router("router-9"), record.to_json())
             await until(lambda: len(cluster.app.directory.routers) == 3)
             whole = await status_of(cluster.client)
-            assert [s.requests for s in whole.slos] == [10, 1]
+            assert [s.requests for s in whole.slos] == [14, 1]
             assert [r.answered for r in whole.routers] == [True, True, False]
+            assert list((await lift(cluster.client, "acme")).missed_router_ids) == ["router-9"]
         finally:
             await mine.close()
             await there.close()

@@ -101,6 +101,7 @@ class RouterApp:
             store=store,
             intake=self._intake,
             status=ClusterStatus(directory=self.directory, transport=peers, levels=levels),
+            levels=levels,
             clock=self._clock,
             rng=rng,
         )

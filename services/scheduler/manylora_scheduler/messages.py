@@ -317,6 +317,20 @@ def tenant_adapter_statuses(workers: Iterable[WorkerView]) -> list[admin_pb2.Ten
     return [found[tenant_id] for tenant_id in sorted(found)]
 
 
+def kv_statuses(workers: Iterable[tuple[Mapping[TenantId, int], int]]) -> list[admin_pb2.TenantKv]:
+    """
+    Args:
+        workers: the KV blocks that tenants hold on each, and the bytes of one.
+    """
+    found: dict[TenantId, admin_pb2.TenantKv] = {}
+    for tenants, block_bytes in workers:
+        for tenant_id, blocks in tenants.items():
+            status = found.setdefault(tenant_id, admin_pb2.TenantKv(tenant_id=tenant_id))
+            status.device_bytes += blocks * block_bytes
+            status.most_bytes = max(status.most_bytes, blocks * block_bytes)
+    return [found[tenant_id] for tenant_id in sorted(found)]
+
+
 def setback_statuses(workers: Iterable[Mapping[TenantId, Setbacks]]) -> list[admin_pb2.TenantSetbacks]:
     """Sums over workers."""
     found: dict[TenantId, admin_pb2.TenantSetbacks] = {}

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from manylora_shared.errors import Code
-from manylora_shared.ids import QosClass, RequestId, TenantId
+from manylora_shared.ids import QosClass, RequestId, TenantId, WorkerId
 from manylora_shared.overload import (
     ADMISSION,
     NO_SAMPLE,
@@ -195,6 +195,10 @@ class OverloadGate:
         demand = {tenant_id: self._demand.tops(tenant_id)[-1] for tenant_id in self._view.tenants}
         late = {qos_class: self._cluster.late_part(qos_class) for qos_class in QosClass}
         return OverloadState(self._view, late, self._targets, self._counts, demand, self._noisy)
+
+    def kv_blocks(self, worker_id: WorkerId) -> Mapping[TenantId, int]:
+        """As Neighbours.kv_blocks."""
+        return self._neighbours.kv_blocks(worker_id)
 
     def check_invariants(self) -> None:
         assert self._book.num_queued == sum(len(book.queued) for book in self._book.flows.values())

@@ -229,6 +229,19 @@ def tenant_delete(
     run(tenants.delete(connect(server, key), tenant_id, as_json=as_json), as_json=as_json)
 
 
+@tenant_app.command("lift-quarantine")
+def tenant_lift_quarantine(
+    tenant_id: Annotated[str, typer.Argument(metavar="TENANT")],
+    as_json: Json = False,
+    server: Server = DEFAULT_SERVER,
+    key: Key = None,
+) -> None:
+    """Let all routers run a tenant's quarantined prompts again."""
+    from manylora.cli import tenants
+
+    run(tenants.lift_quarantine(connect(server, key), tenant_id, as_json=as_json), as_json=as_json)
+
+
 @key_app.command("create")
 def key_create(
     tenant: Annotated[

@@ -64,6 +64,10 @@ def _print(status: ClusterStatus) -> None:
         ]
         print_table(("noisy tenant", "how", "worker", "evidence"), neighbours, empty="")
 
+    if scheduler.kv:
+        kv = [(each.tenant_id, _mib(each.device_bytes), _mib(each.most_bytes)) for each in scheduler.kv]
+        print_table(("tenant's KV", "on devices", "most on one"), kv, empty="")
+
     _print_adapters(scheduler.adapters)
     if scheduler.setbacks:
         setbacks = [
@@ -78,8 +82,9 @@ def _print(status: ClusterStatus) -> None:
         print_table(_SLO_COLUMNS, [_slo_row(s) for s in status.slos], empty="")
     if status.circuits:
         print_table(_CIRCUIT_COLUMNS, [_circuit_row(c) for c in status.circuits], empty="")
-    if status.quarantined_prompts:
-        write(f"quarantined prompts  {status.quarantined_prompts}\n")
+    if status.quarantines:
+        quarantined = [(q.tenant_id, q.prompts, q.router_id or "-", f"{q.longest_s:.0f} s") for q in status.quarantines]
+        print_table(("tenant", "quarantined prompts", "router", "for another"), quarantined, empty="")
 
 
 def _print_adapters(tenants: tuple[TenantAdapters, ...]) -> None:

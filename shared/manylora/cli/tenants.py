@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import io
 import re
@@ -171,6 +172,19 @@ async def delete(target: Target, tenant_id: str, *, as_json: bool) -> None:
         print_json({"tenant_id": tenant_id, "removed_adapters": removed_adapters})
     else:
         write(f"{tenant_id}: removed, with {removed_adapters} adapters\n")
+
+
+async def lift_quarantine(target: Target, tenant_id: str, *, as_json: bool) -> None:
+    """Fails where a router did not answer: it refuses them still."""
+    async with target.client() as client:
+        lifted = await client.tenants.lift_quarantine(tenant_id)
+    if as_json:
+        print_json({"tenant_id": tenant_id, **dataclasses.asdict(lifted)})
+    else:
+        write(f"{tenant_id}: {lifted.prompts} prompts out of quarantine\n")
+    if lifted.missed_router_ids:
+        say(f"not at {', '.join(lifted.missed_router_ids)}, which did not answer")
+        raise typer.Exit(EXIT_FAILED)
 
 
 class _NotApplied(RequestFailed):
