@@ -17,7 +17,7 @@ from manylora_shared.errors import Cancelled, InternalError, ManyloraError, Over
 from manylora_shared.identity import authenticate
 from manylora_shared.ids import QosClass, TenantId
 from manylora_shared.logs import fields
-from manylora_shared.overload import refusal_message, retry_after_s
+from manylora_shared.overload import retry_after_s
 from manylora_shared.policy import TenantPolicy
 from manylora_shared.slo import SloTracker, verdict_of
 from manylora_shared.telemetry import Attribute, Span, SpanName, Telemetry, request_attributes
@@ -320,7 +320,8 @@ class InferenceServicer:
         if not view.admits(tenant_id, qos_class, request_id):
             self._scheduler.note_refused(tenant_id, QOS[qos_class])
             level = view.level_of(tenant_id)
-            raise Overloaded(refusal_message(level, qos_class), retry_after_s=retry_after_s(level, request_id))
+            why = view.why_refused(tenant_id, qos_class)
+            raise Overloaded(why, retry_after_s=retry_after_s(level, request_id))
 
     async def _tokenize(self, prompt: Prompt | None) -> Sequence[int]:
         match prompt:

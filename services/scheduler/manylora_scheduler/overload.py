@@ -37,7 +37,6 @@ from manylora_shared.overload import (
     TenantView,
     class_of,
     kept_part,
-    refusal_message,
     retry_after_s,
     rung_of,
 )
@@ -247,7 +246,7 @@ class OverloadGate:
 
     def _why_refused(self, flow: FlowKey, request_id: RequestId) -> tuple[str, float]:
         level = self._view.level_of(flow.tenant_id)
-        return refusal_message(level, flow.qos_class), retry_after_s(level, request_id)
+        return self._view.why_refused(flow.tenant_id, flow.qos_class), retry_after_s(level, request_id)
 
     # ---- ticks
 

@@ -54,7 +54,7 @@ def _print(status: ClusterStatus) -> None:
             (f.tenant_id, f.qos_class, f.queued, f.running, f"{f.oldest_wait_s:.1f} s", f.served_cost)
             for f in scheduler.flows
         ]
-        print_table(("tenant", "class", "queued", "running", "oldest wait", "served cost"), flows, empty="")
+        print_table(("tenant", "class", "queued", "running", "oldest wait", "weighted tokens served"), flows, empty="")
 
     _print_overload(scheduler.overload)
     if scheduler.neighbours:
