@@ -29,6 +29,7 @@ class FakeRouter:
 
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, str]] = field(default_factory=list)
+    times_left_s: list[float | None] = field(default_factory=list)
     keys: dict[str, admin_pb2.KeyInfo] = field(default_factory=dict)
     tenants: dict[str, tuple[str, int]] = field(default_factory=dict)
     adapters: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
@@ -68,6 +69,7 @@ class FakeRouter:
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         self.requests.append(request)
         self.metadata.append(dict(call.metadata))
+        self.times_left_s.append(call.time_remaining())
         self._fail(request.text)
         yield inference_pb2.GenerateResponse(
             frame=0,

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from manylora.cli.overview import _ACCOUNT_COLUMNS
+from manylora.cli.overview import _ACCOUNT_COLUMNS, _GIVES_UP
 from manylora.client.credentials import remove_note, write_note
+from manylora_shared.overload import Rung
 
 from tests.cli.conftest import Manylora
 from tests.cli.fake_server import VERSION, FakeRouter
@@ -30,7 +31,8 @@ async def test_it_starts_as_a_module_too(address: str) -> None:
 async def test_generate_streams_text_and_sends_what_was_asked(manylora: Manylora, router: FakeRouter) -> None:
     out = await manylora(
         *("generate", "--tenant", "acme", "--adapter", "upper", "--class", "batch", "--max-tokens", "9"),
-        *("--temperature", "0.5", "--seed", "12", "--stop", "a", "--stop", "b c", "one two"),
+        *("--temperature", "0.5", "--seed", "12", "--stop", "a", "--stop", "b c"),
+        *("--priority", "-7", "--timeout", "60", "one two"),
     )
     assert (out.exit_code, out.stdout, out.stderr) == (0, "ONE TWO\n", "")
     request, metadata = router.requests[0], router.metadata[0]
@@ -38,7 +40,10 @@ async def test_generate_streams_text_and_sends_what_was_asked(manylora: Manylora
     assert (request.sampling.temperature, request.sampling.seed) == (0.5, 12)
     assert not request.sampling.HasField("top_k")
     asked = {k: v for k, v in metadata.items() if k.startswith("x-")}
-    assert asked == {"x-tenant-id": "acme", "x-adapter-id": "upper", "x-request-class": "batch"}
+    assert asked == {"x-tenant-id": "acme", "x-adapter-id": "upper", "x-request-class": "batch", "x-priority": "-7"}
+    (left_s,) = router.times_left_s
+    assert left_s is not None
+    assert 50 < left_s <= 60
 
 
 async def test_generate_json_ends_with_one_object(manylora: Manylora) -> None:
@@ -260,14 +265,15 @@ async def test_status(manylora: Manylora) -> None:
     out = await manylora("status")
     assert out.exit_code == 0
     assert "w-1" in out.stdout
-    assert "overload   level 40 of 128, batch_output" in out.stdout
+    assert "overload   level 40 of 128: answers of batch requests are cut short" in out.stdout
+    assert _GIVES_UP.keys() == {rung.value for rung in Rung}
     assert "epoch 5" in out.stdout
     assert "r-1 (127.0.0.1:1, not answering)" in out.stdout
     rows = [line.split("  ") for line in out.stdout.splitlines()]
     cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     assert ["batch", "-", "half the deadline", "31", "4", "9"] in cells
     assert ["interactive", "12 %", "200 ms", "0", "0", "0"] in cells
-    assert ["acme", "3.5", "97", "interactive"] in cells
+    assert ["acme", "3.5", "97", "interactive requests are given up"] in cells
     assert ["acme", "3.0 MiB", "2.5 MiB", "9", "1", "1 of 3"] in cells
     assert ["birch", "0.0 MiB", "0.0 MiB", "0", "0", "-"] in cells
     assert ["acme", "lower", "0 of 2", "no adapter has this name"] in cells
@@ -291,7 +297,8 @@ async def test_status(manylora: Manylora) -> None:
 async def test_a_tenants_status_says_nothing_of_machines(manylora: Manylora, router: FakeRouter) -> None:
     router.tells_tenant_alone = True
     out = await manylora("status")
-    shown = "model      tiny\nscheduler  reachable\nadapters   2\n\noverload   level 40 of 128, batch_output\n"
+    gives_up = "answers of batch requests are cut short"
+    shown = f"model      tiny\nscheduler  reachable\nadapters   2\n\noverload   level 40 of 128: {gives_up}\n"
     assert (out.exit_code, out.stdout, out.stderr) == (0, shown, "")
 
 

@@ -21,6 +21,16 @@ _SLO_COLUMNS = (
     *("tenant", "class", "TTFT p50", "p95", "target", "per token p50", "p95"),
     *("requests", "available", "target", "budget left"),
 )
+_GIVES_UP = {
+    "none": "nothing is given up",
+    "turns": "interactive requests go first",
+    "batch_admission": "new batch requests are refused",
+    "batch_output": "answers of batch requests are cut short",
+    "batch_queue": "waiting batch requests are given up",
+    "standard": "standard requests are given up",
+    "interactive": "interactive requests are given up",
+}
+"""What each rung of the ladder takes, beside what those before it do."""
 _OVERLOAD_COLUMNS = ("class", "late", "target", "refused", "shed from queue", "output capped")
 _SETBACK_COLUMNS = ("tenant's sequences", "preempted", "swapped to hosts", "evicted", "tokens computed again")
 _ACCOUNT_COLUMNS = ("tenant", "class", "requests now", "leased tokens", "settled tokens", "left in the bucket")
@@ -118,12 +128,18 @@ def _print_overload(overload: OverloadStatus) -> None:
     """Nothing, while nothing is given up and nothing was."""
     counted = [c for c in overload.classes if c.refused_by_routers or c.refused or c.shed or c.capped]
     if overload.level or overload.tenants:
-        write(f"overload   level {overload.level} of {LEVELS}, {overload.rung}\n")
+        write(f"overload   level {overload.level} of {LEVELS}: {_gives_up(overload.rung)}\n")
     if counted or (overload.classes and (overload.level or overload.tenants)):
         print_table(_OVERLOAD_COLUMNS, [_class_row(c) for c in overload.classes], empty="")
     if overload.tenants:
-        tenants = [(t.tenant_id, f"{t.demand_shares:.2g}", t.level, t.rung) for t in overload.tenants]
-        print_table(("tenant above its share", "shares", "own level", "rung"), tenants, empty="")
+        tenants = [(t.tenant_id, f"{t.demand_shares:.2g}", t.level, _gives_up(t.rung)) for t in overload.tenants]
+        print_table(
+            ("tenant above its share", "asks for, in shares", "own level", "what it gives up"), tenants, empty=""
+        )
+
+
+def _gives_up(rung: str) -> str:
+    return _GIVES_UP.get(rung, rung)  # a newer server may have others
 
 
 def _class_row(c: ClassOverload) -> tuple[object, ...]:
