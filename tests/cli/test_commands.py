@@ -172,6 +172,17 @@ async def test_what_is_no_document_is_told_so(manylora: Manylora, router: FakeRo
     assert not router.tenants
 
 
+async def test_a_cluster_is_not_started_for_policies_that_will_be_refused(manylora: Manylora, tmp_path: Path) -> None:
+    file, data = tmp_path / "tenants.yaml", tmp_path / "data"
+    file.write_text("tenant_id: acme\n---\ntenant_id: birch\nclasses: {batch: {weight: 0}}\nowner: me\n")
+    out = await manylora("up", "--model", "demo", "--port", "0", "--data", str(data), "--tenants", str(file))
+    assert (out.exit_code, out.stdout) == (1, "")
+    told = out.stderr.splitlines()
+    assert told[0] == f"INVALID_ARGUMENT: {file}: 2 errors"
+    assert [line.split(":")[:2] for line in told[1:]] == [["  classes.batch.weight", " line 4"], ["  owner", " line 5"]]
+    assert not data.exists()
+
+
 async def test_a_quarantine_is_lifted_and_who_missed_it_is_told(manylora: Manylora) -> None:
     out = await manylora("tenant", "lift-quarantine", "acme")
     assert (out.exit_code, out.stdout, out.stderr) == (0, "acme: 2 prompts out of quarantine\n", "")

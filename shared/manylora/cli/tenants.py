@@ -12,6 +12,8 @@ from pathlib import Path
 
 import typer
 import yaml
+from manylora_shared.errors import InvalidRequest
+from manylora_shared.policy import parse_policy
 
 from manylora.cli.output import EXIT_FAILED, Target, print_json, print_table, report, say, usage_error, write
 from manylora.client import Client, FieldViolation, PolicyChange, RequestFailed
@@ -63,6 +65,18 @@ async def apply_documents(
             raise _NotApplied(error, source, document, applied) from None
         applied.append({"tenant_id": tenant_id, "version": version})
     return applied
+
+
+def check_documents(source: str, text: str) -> None:
+    """What can be known to be wrong without a server; raises as `apply_documents` would."""
+    for document in _documents(source, text):
+        try:
+            parse_policy(document.text)
+        except InvalidRequest as error:
+            refused = RequestFailed(
+                error.code.name, error.message, reason=error.label.upper(), violations=error.violations
+            )
+            raise _NotApplied(refused, source, document, []) from None
 
 
 def _documents(source: str, text: str) -> list[PolicyDocument]:
