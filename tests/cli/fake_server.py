@@ -263,7 +263,10 @@ class FakeRouter:
                 ),
                 neighbours=[
                     admin_pb2.NoisyNeighbour(
-                        kind="kv_growth", tenant_id="acme", worker_id="w-1", evidence={"kv_part": 0.75}
+                        kind="kv_growth",
+                        tenant_id="acme",
+                        worker_id="w-1",
+                        evidence={"kv_blocks": 12345.0, "kv_part": 0.75},
                     )
                 ],
                 kv=[admin_pb2.TenantKv(tenant_id="acme", device_bytes=3 << 19, most_bytes=1 << 20)],

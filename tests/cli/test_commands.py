@@ -259,7 +259,12 @@ async def test_status(manylora: Manylora) -> None:
     }
     assert overload["tenants"] == [{"tenant_id": "acme", "level": 97, "rung": "interactive", "demand_shares": 3.5}]
     assert out.json["scheduler"]["neighbours"] == [
-        {"kind": "kv_growth", "tenant_id": "acme", "worker_id": "w-1", "evidence": {"kv_part": 0.75}}
+        {
+            "kind": "kv_growth",
+            "tenant_id": "acme",
+            "worker_id": "w-1",
+            "evidence": {"kv_blocks": 12345.0, "kv_part": 0.75},
+        }
     ]
     acme, birch = out.json["scheduler"]["adapters"]
     assert (acme["device_bytes"], acme["evictions"], acme["displaced"], birch["pins"]) == (3 << 20, 9, 1, [])
@@ -289,7 +294,7 @@ async def test_status(manylora: Manylora) -> None:
     assert ["birch", "0.0 MiB", "0.0 MiB", "0", "0", "-"] in cells
     assert ["acme", "lower", "0 of 2", "no adapter has this name"] in cells
     assert ["acme", "words", "1 of 2", "being loaded"] in cells
-    assert ["acme", "kv_growth", "w-1", "kv_part 0.75"] in cells
+    assert ["acme", "kv_growth", "w-1", "kv_blocks 12345, kv_part 0.75"] in cells
     setbacks = cells.index(["tenant's sequences", "preempted", "swapped to hosts", "evicted", "tokens computed again"])
     assert ["birch", "11", "4", "2", "512"] in cells[setbacks:]
     level = ["acme", "interactive", "12.3 ms", "240 ms", "200 ms, missed", "-", "-"]

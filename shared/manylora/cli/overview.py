@@ -69,7 +69,7 @@ def _print(status: ClusterStatus) -> None:
     _print_overload(scheduler.overload)
     if scheduler.neighbours:
         neighbours = [
-            (n.tenant_id, n.kind, n.worker_id or "all", ", ".join(f"{k} {v:.3g}" for k, v in n.evidence.items()))
+            (n.tenant_id, n.kind, n.worker_id or "all", ", ".join(f"{k} {_number(v)}" for k, v in n.evidence.items()))
             for n in scheduler.neighbours
         ]
         print_table(("noisy tenant", "how", "worker", "evidence"), neighbours, empty="")
@@ -136,6 +136,11 @@ def _print_overload(overload: OverloadStatus) -> None:
         print_table(
             ("tenant above its share", "asks for, in shares", "own level", "what it gives up"), tenants, empty=""
         )
+
+
+def _number(value: float) -> str:
+    """Three digits, and of large numbers all before the point."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _gives_up(rung: str) -> str:
