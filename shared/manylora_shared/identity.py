@@ -60,7 +60,7 @@ class Principal:
     def require(self, scope: Scope) -> None:
         """Raises PermissionDenied."""
         if not self.may(scope):
-            raise permission_denied()
+            raise self.denied()
 
     def require_tenant(self, tenant: str, scopes: Iterable[Scope]) -> str:
         """The tenant that a call is about, where the caller may make it.
@@ -75,8 +75,14 @@ class Principal:
         if self.may(Scope.OPERATOR):
             return tenant
         if self.tenant_id is None or tenant not in ("", self.tenant_id) or not any(self.may(s) for s in scopes):
-            raise permission_denied()
+            raise self.denied()
         return self.tenant_id
+
+    def denied(self) -> PermissionDenied:
+        """For a call that needs more than this key. It tells of the key alone, so it is the same whatever exists."""
+        held = ", ".join(self.scopes) or "nothing"
+        whose = f"in tenant {self.tenant_id}" if self.tenant_id is not None else "in no tenant"
+        return PermissionDenied(f"this key does not permit the call: it is for {held} {whose}")
 
 
 @dataclass(frozen=True)
@@ -155,10 +161,6 @@ def authenticate(metadata: Mapping[str, str], record_of: Callable[[str], KeyReco
         raise Unauthenticated("this call needs a valid key, in its metadata as `authorization: Bearer <key>`")
     known = [Scope(scope) for scope in record.scopes if scope in tuple(Scope)]
     return Principal(key_id, TenantId(record.tenant_id) if record.tenant_id else None, tuple(known))
-
-
-def permission_denied() -> PermissionDenied:
-    return PermissionDenied("this key does not permit the call")
 
 
 def _matches(key_id: str, secret: str, record: KeyRecord | None) -> bool:

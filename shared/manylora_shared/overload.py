@@ -148,10 +148,6 @@ def retry_after_s(level: int, request_id: str) -> float:
     return (MIN_RETRY_S + (MAX_RETRY_S - MIN_RETRY_S) / 1.5 * level / LEVELS) * (0.5 + jitter)
 
 
-def refusal_message(level: int, qos_class: QosClass) -> str:
-    return f"the cluster is overloaded (level {level} of {LEVELS}): this {qos_class.value} request is not taken now"
-
-
 @dataclass(frozen=True)
 class TenantView:
     """What is known of one tenant."""
@@ -187,6 +183,14 @@ class OverloadView:
     def level_of(self, tenant_id: TenantId) -> int:
         """The cluster's or the tenant's own, whichever is higher."""
         return max(self.level, self.tenants.get(tenant_id, _UNKNOWN).level)
+
+    def why_refused(self, tenant_id: TenantId, qos_class: QosClass) -> str:
+        """For the caller: whose level it is, for only the tenant can do something about its own."""
+        level = self.level_of(tenant_id)
+        why = "this tenant asks for more than its share of a full cluster"
+        if level == self.level:
+            why = "the cluster is overloaded"
+        return f"{why} (level {level} of {LEVELS}): this {qos_class.value} request is not taken now"
 
     def height_of(self, tenant_id: TenantId, qos_class: QosClass, request_id: str) -> float:
         """In shares."""

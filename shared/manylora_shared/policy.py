@@ -54,7 +54,7 @@ _MAX_DEPTH = 8
 """Deeper nesting than the grammar has, and far less than would exhaust the stack."""
 _KEPT_POLICIES = 256
 _MAX_VIOLATIONS = 24
-"""Characters of a wrong value that an error repeats."""
+"""That a refusal tells one by one: they travel in a status."""
 
 _Read = Callable[[str, yaml.Node], object]
 V = TypeVar("V")
@@ -206,9 +206,9 @@ def parse_policy(yaml_text: str) -> TenantPolicy:
     root = _compose(yaml_text)
     reader = _Reader()
     policy = reader.policy(root)
-    if reader.violations:
-        more = len(reader.violations) - _MAX_VIOLATIONS
-        shown = reader.violations[:_MAX_VIOLATIONS]
+    if violations := reader.violations:
+        more = len(violations) - _MAX_VIOLATIONS
+        shown = violations[:_MAX_VIOLATIONS]
         if more > 0:
             shown.append(FieldViolation("policy_yaml", f"has {more} more errors"))
         raise InvalidRequest.of_all(shown)
@@ -273,11 +273,17 @@ class _Reader:
     """Walks the nodes of one document and collects its violations. A value that is None had one."""
 
     def __init__(self) -> None:
-        self.violations: list[FieldViolation] = []
+        self._found: list[tuple[int, FieldViolation]] = []
+        """Each with its line."""
+
+    @property
+    def violations(self) -> list[FieldViolation]:
+        """In the order of their lines: what two fields say of one another is found after what each says."""
+        return [violation for _, violation in sorted(self._found, key=lambda found: found[0])]
 
     def policy(self, root: yaml.Node | None) -> TenantPolicy | None:
         if root is None:
-            self.violations.append(FieldViolation("policy_yaml", "line 1: is empty"))
+            self._found.append((1, FieldViolation("policy_yaml", "line 1: is empty")))
             return None
         tenant_id: list[TenantId | None] = []
         classes = _default_classes()
@@ -469,4 +475,4 @@ class _Reader:
         return None
 
     def _add(self, path: str, node: yaml.Node, description: str) -> None:
-        self.violations.append(FieldViolation(path, f"line {_line(node)}: {description}"))
+        self._found.append((_line(node), FieldViolation(path, f"line {_line(node)}: {description}")))

@@ -52,16 +52,16 @@ class Outcome:
 
 
 class Manylora(Protocol):
-    async def __call__(self, *arguments: str, stdin: str = "") -> Outcome: ...
+    async def __call__(self, *arguments: str, stdin: str | bytes = "") -> Outcome: ...
 
 
 @pytest.fixture
 def manylora(address: str, tmp_path_factory: pytest.TempPathFactory) -> Manylora:
     """Runs the command against the fake router, whose address it has from the environment."""
 
-    async def call(*arguments: str, stdin: str = "") -> Outcome:
+    async def call(*arguments: str, stdin: str | bytes = "") -> Outcome:
         folder = tmp_path_factory.mktemp("streams")
-        (folder / "stdin").write_bytes(stdin.encode())
+        (folder / "stdin").write_bytes(stdin.encode() if isinstance(stdin, str) else stdin)
         environment = {**os.environ, "MANYLORA_SERVER": address, "NO_COLOR": "1", "COLUMNS": "200"}
         process = forked.start(arguments, environment, folder)
         await asyncio.to_thread(process.join)

@@ -29,6 +29,7 @@ class FakeRouter:
 
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, str]] = field(default_factory=list)
+    times_left_s: list[float | None] = field(default_factory=list)
     keys: dict[str, admin_pb2.KeyInfo] = field(default_factory=dict)
     tenants: dict[str, tuple[str, int]] = field(default_factory=dict)
     adapters: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
@@ -36,6 +37,8 @@ class FakeRouter:
     largest_chunk_bytes: int = 0
     failures_left: int = 0
     cancelled: int = 0
+    tells_tenant_alone: bool = False
+    """Answers `get_status` as a router does to a key of a tenant."""
 
     def services(self) -> list[Service]:
         inference = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
@@ -55,6 +58,7 @@ class FakeRouter:
                     "CreateKey": self.create_key,
                     "ListKeys": self.list_keys,
                     "RevokeKey": self.revoke_key,
+                    "LiftQuarantine": self.lift_quarantine,
                     "GetStatus": self.get_status,
                 },
             ),
@@ -65,6 +69,7 @@ class FakeRouter:
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         self.requests.append(request)
         self.metadata.append(dict(call.metadata))
+        self.times_left_s.append(call.time_remaining())
         self._fail(request.text)
         yield inference_pb2.GenerateResponse(
             frame=0,
@@ -122,6 +127,8 @@ class FakeRouter:
     async def apply_tenant(
         self, request: admin_pb2.ApplyTenantRequest, call: ServerCall
     ) -> admin_pb2.ApplyTenantResponse:
+        if "very-bad" in request.policy_yaml:
+            raise InvalidRequest.of_all([FieldViolation(f"field-{i}", f"line {i + 1}: {'x' * 80}") for i in range(30)])
         if "bad" in request.policy_yaml:
             raise InvalidRequest.of("classes.batch.weight", "line 2: must be a whole number")
         tenant_id = request.policy_yaml.split("tenant_id:")[1].split()[0]
@@ -198,7 +205,21 @@ class FakeRouter:
         self.keys[request.key_id].revoked_unix_s = 2.0
         return admin_pb2.RevokeKeyResponse(info=self.keys[request.key_id])
 
+    async def lift_quarantine(
+        self, request: admin_pb2.LiftQuarantineRequest, call: ServerCall
+    ) -> admin_pb2.LiftQuarantineResponse:
+        missed = ["r-2"] if request.tenant_id == "cedar" else []
+        return admin_pb2.LiftQuarantineResponse(prompts=2, missed_router_ids=missed)
+
     async def get_status(self, request: Any, call: ServerCall) -> admin_pb2.GetStatusResponse:
+        if self.tells_tenant_alone:
+            overload = admin_pb2.OverloadStatus(level=40, rung="batch_output")
+            return admin_pb2.GetStatusResponse(
+                base_model="tiny",
+                scheduler=admin_pb2.SchedulerStatus(reachable=True, overload=overload),
+                tenants=1,
+                adapters=2,
+            )
         return admin_pb2.GetStatusResponse(
             base_model="tiny",
             scheduler=admin_pb2.SchedulerStatus(
@@ -209,6 +230,19 @@ class FakeRouter:
                     admin_pb2.FlowStatus(
                         tenant_id="acme", qos_class=common_pb2.QOS_CLASS_BATCH, queued=2, running=1, oldest_wait_s=1.5
                     )
+                ],
+                quotas=[
+                    admin_pb2.QuotaStatus(
+                        tenant_id="acme",
+                        qos_class=common_pb2.QOS_CLASS_BATCH,
+                        requests=2,
+                        leased_tokens=64,
+                        settled_tokens=900,
+                        level_tokens=-7,
+                    ),
+                    admin_pb2.QuotaStatus(
+                        tenant_id="birch", qos_class=common_pb2.QOS_CLASS_STANDARD, requests=1, settled_tokens=50
+                    ),
                 ],
                 overload=admin_pb2.OverloadStatus(
                     level=40,
@@ -229,9 +263,13 @@ class FakeRouter:
                 ),
                 neighbours=[
                     admin_pb2.NoisyNeighbour(
-                        kind="kv_growth", tenant_id="acme", worker_id="w-1", evidence={"kv_part": 0.75}
+                        kind="kv_growth",
+                        tenant_id="acme",
+                        worker_id="w-1",
+                        evidence={"kv_blocks": 12345.0, "kv_part": 0.75},
                     )
                 ],
+                kv=[admin_pb2.TenantKv(tenant_id="acme", device_bytes=3 << 19, most_bytes=1 << 20)],
                 setbacks=[
                     admin_pb2.TenantSetbacks(
                         tenant_id="birch", preemptions=11, swaps_out=4, evictions=2, recomputed_tokens=512
@@ -281,6 +319,7 @@ class FakeRouter:
                 )
             ],
             quarantined_prompts=3,
+            quarantines=[admin_pb2.QuarantineStatus(tenant_id="birch", router_id="r-1", prompts=3, longest_s=299.6)],
         )
 
     def _tenant(self, tenant_id: str) -> admin_pb2.TenantInfo:

@@ -95,6 +95,27 @@ async def test_what_is_not_tried_again(
     assert len(router.requests) == attempts
 
 
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [
+        ("unavailable", {"code": "UNAVAILABLE", "reason": "UNAVAILABLE"}),
+        ("one die", {"code": "UNAVAILABLE", "reason": "WORKER_LOST"}),
+        ("overloaded for ever", {"code": "RESOURCE_EXHAUSTED", "reason": "OVERLOADED"}),
+        ("overloaded for long", {"code": "RESOURCE_EXHAUSTED", "reason": "OVERLOADED", "retry_after_s": 60.0}),
+    ],
+)
+async def test_a_failure_says_why_and_when_to_try_again(
+    address: str, router: FakeRouter, prompt: str, told: dict[str, object]
+) -> None:
+    router.failures_left = 1
+    async with Client(address, tenant="acme", retry=None) as client:
+        with pytest.raises(RequestFailed) as failure:
+            await client.complete(prompt)
+    shown = failure.value.to_json()
+    assert {key: value for key, value in shown.items() if key not in ("message", "violations")} == told
+    assert failure.value.reason == told["reason"]
+
+
 async def test_a_failure_after_frames_holds_what_came(address: str) -> None:
     async with Client(address, tenant="acme") as client:
         with pytest.raises(RequestFailed, match=r"UNAVAILABLE: worker w-1 was lost") as failure:

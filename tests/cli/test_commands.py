@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from manylora.cli.overview import _ACCOUNT_COLUMNS, _GIVES_UP
 from manylora.client.credentials import remove_note, write_note
+from manylora_shared.overload import Rung
 
 from tests.cli.conftest import Manylora
 from tests.cli.fake_server import VERSION, FakeRouter
@@ -29,7 +31,8 @@ async def test_it_starts_as_a_module_too(address: str) -> None:
 async def test_generate_streams_text_and_sends_what_was_asked(manylora: Manylora, router: FakeRouter) -> None:
     out = await manylora(
         *("generate", "--tenant", "acme", "--adapter", "upper", "--class", "batch", "--max-tokens", "9"),
-        *("--temperature", "0.5", "--seed", "12", "--stop", "a", "--stop", "b c", "one two"),
+        *("--temperature", "0.5", "--seed", "12", "--stop", "a", "--stop", "b c"),
+        *("--priority", "-7", "--timeout", "60", "one two"),
     )
     assert (out.exit_code, out.stdout, out.stderr) == (0, "ONE TWO\n", "")
     request, metadata = router.requests[0], router.metadata[0]
@@ -37,7 +40,10 @@ async def test_generate_streams_text_and_sends_what_was_asked(manylora: Manylora
     assert (request.sampling.temperature, request.sampling.seed) == (0.5, 12)
     assert not request.sampling.HasField("top_k")
     asked = {k: v for k, v in metadata.items() if k.startswith("x-")}
-    assert asked == {"x-tenant-id": "acme", "x-adapter-id": "upper", "x-request-class": "batch"}
+    assert asked == {"x-tenant-id": "acme", "x-adapter-id": "upper", "x-request-class": "batch", "x-priority": "-7"}
+    (left_s,) = router.times_left_s
+    assert left_s is not None
+    assert 50 < left_s <= 60
 
 
 async def test_generate_json_ends_with_one_object(manylora: Manylora) -> None:
@@ -76,11 +82,13 @@ async def test_generate_takes_token_ids_and_stdin(manylora: Manylora, router: Fa
 async def test_a_refused_request_is_told_on_stderr_and_in_json(manylora: Manylora) -> None:
     message = "sampling.temperature: must be at least 0; max_tokens: must be at most 5"
     out = await manylora("generate", "--tenant", "acme", "two wrongs")
-    assert (out.exit_code, out.stdout, out.stderr) == (1, "", f"INVALID_ARGUMENT: {message}\n")
+    told = "INVALID_ARGUMENT: 2 errors\n  sampling.temperature: must be at least 0\n  max_tokens: must be at most 5\n"
+    assert (out.exit_code, out.stdout, out.stderr) == (1, "", told)
     out = await manylora("generate", "--tenant", "acme", "--json", "two wrongs")
     assert out.exit_code == 1
     assert out.json["error"] == {
         "code": "INVALID_ARGUMENT",
+        "reason": "INVALID",
         "message": message,
         "violations": [
             {"field": "sampling.temperature", "description": "must be at least 0"},
@@ -139,9 +147,48 @@ async def test_apply_stops_at_the_first_bad_document_and_says_which(manylora: Ma
     assert out.exit_code == 1
     assert out.json["applied"] == [{"tenant_id": "acme", "version": 1}]
     error = out.json["error"]
-    assert error["message"].startswith("stdin, document from line 2: classes.batch.weight: ")
-    assert error["violations"] == [{"field": "classes.batch.weight", "description": "line 2: must be a whole number"}]
+    assert error["message"] == "stdin: classes.batch.weight: line 3: must be a whole number"
+    assert error["violations"] == [{"field": "classes.batch.weight", "description": "line 3: must be a whole number"}]
     assert list(router.tenants) == ["acme"]
+
+
+async def test_every_error_of_a_document_stands_at_its_line_of_the_file(manylora: Manylora, tmp_path: Path) -> None:
+    file = tmp_path / "tenants.yaml"
+    file.write_text("tenant_id: acme\n---\ntenant_id: very-bad\n")
+    told = [f"INVALID_ARGUMENT: {file}: 30 errors", *(f"  field-{i}: line {i + 2}: {'x' * 80}" for i in range(30))]
+    for command in ("apply", "diff"):
+        out = await manylora("tenant", command, str(file))
+        assert (out.exit_code, out.stderr.splitlines()) == (1, told), command
+
+
+@pytest.mark.parametrize("command", ["apply", "diff"])
+async def test_what_is_no_document_is_told_so(manylora: Manylora, router: FakeRouter, command: str) -> None:
+    for text in ("", "# nothing yet\n", "---\n"):
+        out = await manylora("tenant", command, "-", stdin=text)
+        assert (out.exit_code, out.stderr) == (1, "INVALID_ARGUMENT: stdin: has no policy document\n")
+    out = await manylora("tenant", command, "-", stdin=b"tenant_id: a\xff")
+    assert (out.exit_code, out.stdout) == (2, "")
+    assert out.stderr.startswith("Error: stdin: cannot be read: 'utf-8' codec can't decode byte 0xff")
+    assert not router.tenants
+
+
+async def test_a_cluster_is_not_started_for_policies_that_will_be_refused(manylora: Manylora, tmp_path: Path) -> None:
+    file, data = tmp_path / "tenants.yaml", tmp_path / "data"
+    file.write_text("tenant_id: acme\n---\ntenant_id: birch\nclasses: {batch: {weight: 0}}\nowner: me\n")
+    out = await manylora("up", "--model", "demo", "--port", "0", "--data", str(data), "--tenants", str(file))
+    assert (out.exit_code, out.stdout) == (1, "")
+    told = out.stderr.splitlines()
+    assert told[0] == f"INVALID_ARGUMENT: {file}: 2 errors"
+    assert [line.split(":")[:2] for line in told[1:]] == [["  classes.batch.weight", " line 4"], ["  owner", " line 5"]]
+    assert not data.exists()
+
+
+async def test_a_quarantine_is_lifted_and_who_missed_it_is_told(manylora: Manylora) -> None:
+    out = await manylora("tenant", "lift-quarantine", "acme")
+    assert (out.exit_code, out.stdout, out.stderr) == (0, "acme: 2 prompts out of quarantine\n", "")
+    out = await manylora("tenant", "lift-quarantine", "cedar", "--json")
+    assert (out.exit_code, out.stderr) == (1, "not at r-2, which did not answer\n")
+    assert out.json == {"tenant_id": "cedar", "prompts": 2, "missed_router_ids": ["r-2"]}
 
 
 async def test_adapters(manylora: Manylora, router: FakeRouter, adapter_folder: Path) -> None:
@@ -212,7 +259,12 @@ async def test_status(manylora: Manylora) -> None:
     }
     assert overload["tenants"] == [{"tenant_id": "acme", "level": 97, "rung": "interactive", "demand_shares": 3.5}]
     assert out.json["scheduler"]["neighbours"] == [
-        {"kind": "kv_growth", "tenant_id": "acme", "worker_id": "w-1", "evidence": {"kv_part": 0.75}}
+        {
+            "kind": "kv_growth",
+            "tenant_id": "acme",
+            "worker_id": "w-1",
+            "evidence": {"kv_blocks": 12345.0, "kv_part": 0.75},
+        }
     ]
     acme, birch = out.json["scheduler"]["adapters"]
     assert (acme["device_bytes"], acme["evictions"], acme["displaced"], birch["pins"]) == (3 << 20, 9, 1, [])
@@ -229,26 +281,41 @@ async def test_status(manylora: Manylora) -> None:
     out = await manylora("status")
     assert out.exit_code == 0
     assert "w-1" in out.stdout
-    assert "overload   level 40 of 128, batch_output" in out.stdout
+    assert "overload   level 40 of 128: answers of batch requests are cut short" in out.stdout
+    assert _GIVES_UP.keys() == {rung.value for rung in Rung}
     assert "epoch 5" in out.stdout
     assert "r-1 (127.0.0.1:1, not answering)" in out.stdout
     rows = [line.split("  ") for line in out.stdout.splitlines()]
     cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     assert ["batch", "-", "half the deadline", "31", "4", "9"] in cells
     assert ["interactive", "12 %", "200 ms", "0", "0", "0"] in cells
-    assert ["acme", "3.5", "97", "interactive"] in cells
+    assert ["acme", "3.5", "97", "interactive requests are given up"] in cells
     assert ["acme", "3.0 MiB", "2.5 MiB", "9", "1", "1 of 3"] in cells
     assert ["birch", "0.0 MiB", "0.0 MiB", "0", "0", "-"] in cells
     assert ["acme", "lower", "0 of 2", "no adapter has this name"] in cells
     assert ["acme", "words", "1 of 2", "being loaded"] in cells
-    assert ["acme", "kv_growth", "w-1", "kv_part 0.75"] in cells
+    assert ["acme", "kv_growth", "w-1", "kv_blocks 12345, kv_part 0.75"] in cells
     setbacks = cells.index(["tenant's sequences", "preempted", "swapped to hosts", "evicted", "tokens computed again"])
     assert ["birch", "11", "4", "2", "512"] in cells[setbacks:]
     level = ["acme", "interactive", "12.3 ms", "240 ms", "200 ms, missed", "-", "-"]
     assert [*level, "400, 1 failed", "99.750 %", "99 %", "75 %"] in cells
     assert ["birch", "batch", "-", "-", "-", "-", "-", "0, 0 failed", "100.000 %", "-", "-"] in cells
     assert ["acme", f"adapter {VERSION[:12]}", "r-1", "open", "1.5 s"] in cells
-    assert "quarantined prompts  3" in out.stdout
+    assert ["birch", "3", "r-1", "300 s"] in cells[
+        cells.index(["tenant", "quarantined prompts", "router", "for another"]) :
+    ]
+    assert ["acme", "1.5 MiB", "1.0 MiB"] in cells[cells.index(["tenant's KV", "on devices", "most on one"]) :]
+    accounts = cells.index(list(_ACCOUNT_COLUMNS))
+    assert ["acme", "batch", "2", "64", "900", "-7"] in cells[accounts:]
+    assert ["birch", "standard", "1", "0", "50", "no bucket"] in cells[accounts:]
+
+
+async def test_a_tenants_status_says_nothing_of_machines(manylora: Manylora, router: FakeRouter) -> None:
+    router.tells_tenant_alone = True
+    out = await manylora("status")
+    gives_up = "answers of batch requests are cut short"
+    shown = f"model      tiny\nscheduler  reachable\nadapters   2\n\noverload   level 40 of 128: {gives_up}\n"
+    assert (out.exit_code, out.stdout, out.stderr) == (0, shown, "")
 
 
 @pytest.mark.parametrize(

@@ -293,7 +293,7 @@ async def test_garbage_bytes_on_every_rpc(whole: UpCluster) -> None:
                     assert await _send_garbage(channel, method, shown) is Code.INVALID_ARGUMENT, method.path
                     tried += 1
         await channel.close()
-    assert tried == 19
+    assert tried == 20
     assert (await generate(whole, "acme", "upper", "ab3"))["text"] == "AB3"
 
 
@@ -332,7 +332,12 @@ async def _refused(cluster: UpCluster, *arguments: str) -> Any:
     out = await cluster.manylora(*arguments, "--json")
     assert out.exit_code == 1, (out.stdout, out.stderr)
     error = out.json["error"]
-    assert out.stderr.startswith(f"{error['code']}: {error['message']}")
+    told = [f"{violation['field']}: {violation['description']}" for violation in error["violations"]]
+    if len(told) < 2:
+        assert out.stderr.startswith(f"{error['code']}: {error['message']}")
+    else:
+        assert out.stderr.splitlines()[0].startswith(f"{error['code']}: ")
+        assert out.stderr.splitlines()[1:] == [f"  {line}" for line in told]
     return error
 
 

@@ -79,7 +79,7 @@ class Load:
         except RequestFailed as failure:
             # They ask for more than two workers do in time, so overload control may refuse them. Nothing else may
             # be exhausted: no quota is set, and no reader is slow enough to be cut off.
-            is_overload = failure.code == "RESOURCE_EXHAUSTED" and "the cluster is overloaded" in failure.message
+            is_overload = failure.reason == "OVERLOADED"
             if len(finished) > 1 or (failure.code not in EXPECTED_CODES and not is_overload):
                 raise
             self.outcomes[failure.code] += 1

@@ -19,7 +19,7 @@ from manylora_router.breaker import (
     TENANT_THRESHOLD,
     Breakers,
 )
-from manylora_router.guard import Fault, Guard, Permit
+from manylora_router.guard import Ended, Fault, Guard, Permit
 from manylora_router.quarantine import MAX_PROMPTS, MEMORY_S, QUARANTINE_S, Quarantine
 from manylora_shared.errors import CircuitOpen, Code, Quarantined
 from manylora_shared.ids import AdapterUid, TenantId
@@ -43,11 +43,11 @@ def run(
     adapter: AdapterUid | None = UP,
     prompt: Sequence[int] = (1, 2),
     worker: str = "w-0",
-) -> None:
+) -> Ended:
     """One request by itself, from its admission to its end, in no time."""
     permit = guard.admit(tenant, adapter, prompt, now)
     guard.began(permit, worker, now)
-    guard.ended(permit, fault, now + 1e-6)
+    return guard.ended(permit, fault, now + 1e-6)
 
 
 def is_let_in(guard: Guard, now: float, *, tenant: TenantId = ACME, adapter: AdapterUid | None = UP) -> bool:
@@ -249,6 +249,9 @@ def test_a_prompt_that_was_there_at_two_failures_is_quarantined_for_a_while() ->
     with pytest.raises(Quarantined) as error:
         guard.admit(ACME, UP, [6, 6], 6.0)
     assert (error.value.code, error.value.retry_after_s) == (Code.FAILED_PRECONDITION, None)
+    assert error.value.message.endswith(f"it is refused for another {QUARANTINE_S:.0f} s"), "rounded up"
+    assert guard.quarantines(6.0) == {ACME: (1, pytest.approx(QUARANTINE_S - 1.0))}
+    assert guard.quarantines(6.0, tenant_id=OTHER) == {}
     assert (guard.num_quarantined(6.0), guard.num_quarantined(6.0, tenant_id=ACME)) == (1, 1)
     assert guard.num_quarantined(6.0, tenant_id=OTHER) == 0
     for tenant, adapter, prompt in ((OTHER, UP, (6, 6)), (ACME, DOWN, (6, 6)), (ACME, None, (6, 6)), (ACME, UP, (6,))):
@@ -259,6 +262,21 @@ def test_a_prompt_that_was_there_at_two_failures_is_quarantined_for_a_while() ->
     assert guard.ended(again, Fault.WORKER_LOST, until + 0.5).is_quarantined
     with pytest.raises(Quarantined):  # once more is enough now
         guard.admit(ACME, UP, (6, 6), until + 1)
+
+
+def test_an_operator_lifts_a_tenants_quarantine_and_no_others() -> None:
+    guard = make()
+    for tenant in (ACME, OTHER):
+        for turn in range(2):
+            run(guard, Fault.WORKER_LOST, 10.0 * turn, tenant=tenant, prompt=(6,))
+    run(guard, Fault.WORKER_LOST, 20.0, prompt=(7,))
+    assert guard.lift_quarantine(ACME, 21.0) == 1
+    assert list(guard.quarantines(21.0)) == [OTHER]
+    for prompt in ((6,), (7,)):  # strikes are forgotten too: two more are needed again
+        assert not run(guard, Fault.WORKER_LOST, 22.0, prompt=prompt).is_quarantined
+    assert run(guard, Fault.WORKER_LOST, 23.0, prompt=(6,)).is_quarantined
+    assert guard.lift_quarantine(TenantId("acm"), 24.0) == 0, "no tenant by the beginning of its name"
+    assert sorted(guard.quarantines(24.0)) == sorted([ACME, OTHER])
 
 
 @pytest.mark.parametrize("fault", [Fault.NONE, Fault.NO_VERDICT, Fault.ADAPTER])

@@ -349,3 +349,13 @@ def test_places_are_even_and_hints_are_spread() -> None:
     assert max(hints) / min(hints) > 2.5
     assert all(retry_after_s(LEVELS, r) > retry_after_s(1, r) >= 0.5 for r in IDS)
     assert max(retry_after_s(LEVELS, r) for r in IDS) <= 9.0
+
+
+def test_a_refusal_says_whose_level_it_is() -> None:
+    acme, birch = TenantId("acme"), TenantId("birch")
+    view = OverloadView(40, 1.0, {acme: TenantView((1.0, 2.0, 3.0), 90, 0.7), birch: TenantView(level=40)})
+    full = "(level {} of 128): this batch request is not taken now"
+    own = "this tenant asks for more than its share of a full cluster "
+    assert view.why_refused(acme, QosClass.BATCH) == own + full.format(90)
+    for tenant_id in (birch, TenantId("unknown")):
+        assert view.why_refused(tenant_id, QosClass.BATCH) == "the cluster is overloaded " + full.format(40)

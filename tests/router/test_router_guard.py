@@ -12,13 +12,17 @@ from manylora.v1 import admin_pb2, common_pb2, scheduler_pb2, worker_pb2
 from manylora_router.app import RouterApp
 from manylora_router.breaker import ADAPTER_THRESHOLD, MIN_OPEN_S
 from manylora_router.config import RouterConfig
+from manylora_router.metrics import MAX_FLOWS, RECORD_S, RouterMetrics
 from manylora_router.text_service import FakeText
 from manylora_shared.adapter_files import MemoryAdapterFiles
 from manylora_shared.clock import FakeClock
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import RouterRecord
 from manylora_shared.errors import Code, RpcError
-from manylora_shared.telemetry import Telemetry
+from manylora_shared.ids import QosClass, TenantId
+from manylora_shared.policy import Slo
+from manylora_shared.slo import Verdict
+from manylora_shared.telemetry import Attribute, MetricName, Telemetry
 from router_fakes import (
     ADMIN,
     GENERATE,
@@ -63,9 +67,30 @@ async def status_of(channel: Any, **fields: Any) -> admin_pb2.GetStatusResponse:
     return answer
 
 
+async def lost(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+    """The worker dies after the first frame."""
+    yield STARTED
+    raise RpcError(Code.UNAVAILABLE, "connection reset")
+
+
+async def lift(channel: Any, tenant_id: str) -> admin_pb2.LiftQuarantineResponse:
+    answer: admin_pb2.LiftQuarantineResponse = await channel.call(
+        ADMIN["LiftQuarantine"], admin_pb2.LiftQuarantineRequest(tenant_id=tenant_id), timeout=10
+    )
+    return answer
+
+
 def error_of(answer: Answer) -> tuple[Code, str]:
     assert answer.error is not None
     return answer.error.code, answer.error.label
+
+
+async def circuits_told(cluster: RouterCluster) -> dict[str, float]:
+    """What the metrics say of circuits, half-open ones apart; by the time that this is asked it may have changed."""
+    guard, loop = cluster.app.inference.guard, asyncio.get_running_loop()
+    cluster.app.inference.metrics.refusing(guard.circuits(loop.time()), guard.num_quarantined(loop.time()))
+    found = cluster.telemetry.recorded_metrics()
+    return {kind: found[MetricName.CIRCUITS, frozenset({(Attribute.KIND, kind)})] for kind in ("open", "half_open")}
 
 
 def test_an_adapter_that_keeps_failing_is_refused_until_a_probe_succeeds() -> None:
@@ -89,6 +114,7 @@ def test_an_adapter_that_keeps_failing_is_refused_until_a_probe_succeeds() -> No
         assert (circuit.tenant_id, circuit.adapter_version, circuit.whole_tenant) == ("acme", "a" * 64, False)
         assert (circuit.router_id, circuit.half_open, circuit.openings) == ("router-0", False, 1)
         assert 0 < circuit.retry_after_s <= MIN_OPEN_S
+        assert await circuits_told(cluster) == {"open": 1, "half_open": 0}
 
         set_scripts(cluster, say("hello"))
         await asyncio.sleep(answer.error.retry_after_s)
@@ -99,6 +125,7 @@ def test_an_adapter_that_keeps_failing_is_refused_until_a_probe_succeeds() -> No
         assert sorted(a.text for a in answers) == ["", "", "hello"], "one probe at a time"
         assert (await status_of(cluster.client)).circuits == []
         assert (await cluster.ask(text_request(), x_adapter_id="upper")).text == "hello"
+        assert await circuits_told(cluster) == {"open": 0, "half_open": 0}
 
     simulate(test)
 
@@ -129,6 +156,8 @@ def test_a_request_that_workers_fail_at_is_not_run_a_third_time(kind: str) -> No
         assert error_of(other)[0] is code, "another tenant's prompt is its own"
         status = await status_of(cluster.client)
         assert (status.quarantined_prompts, list(status.circuits)) == (1, [])
+        await asyncio.sleep(RECORD_S)
+        assert cluster.telemetry.recorded_metrics()[MetricName.QUARANTINED_PROMPTS, frozenset()] == 1
 
     simulate(test, script=deadly)
 
@@ -196,6 +225,24 @@ def test_service_levels_count_what_is_the_services_doing() -> None:
         (counts,) = (await status_of(cluster.client, local_only=True)).slo_counts
         assert (counts.good, counts.bad, counts.in_time, counts.late) == (7, 1, 6, 1)
 
+        # Metrics say the same, of this flow alone: no other has a target.
+        whose = {(Attribute.TENANT_ID, "acme"), (Attribute.QOS_CLASS, "interactive")}
+        told = {
+            (name, labels): value
+            for (name, labels), value in cluster.telemetry.recorded_metrics().items()
+            if name.startswith("manylora.slo.")
+        }
+        ttft_ms, tpot_ms = (told.pop((name, frozenset(whose))) for name in (MetricName.SLO_TTFT, MetricName.SLO_TPOT))
+        assert told == {
+            (MetricName.SLO_REQUESTS, frozenset({*whose, (Attribute.VERDICT, "good")})): 7,
+            (MetricName.SLO_REQUESTS, frozenset({*whose, (Attribute.VERDICT, "bad")})): 1,
+            (MetricName.SLO_FIRST_TOKENS, frozenset({*whose, (Attribute.VERDICT, "in_time")})): 6,
+            (MetricName.SLO_FIRST_TOKENS, frozenset({*whose, (Attribute.VERDICT, "late")})): 1,
+            (MetricName.SLO_AVAILABILITY_TARGET, frozenset(whose)): 0.75,
+        }
+        assert 150 <= ttft_ms < 300
+        assert tpot_ms == pytest.approx(6 * 5 / 10 + 5 / 3)
+
         await asyncio.sleep(400)
         (slo,) = (await status_of(cluster.client)).slos
         assert (slo.requests, slo.measured, slo.HasField("ttft_p95_ms"), slo.HasField("ttft_met")) == (
@@ -249,15 +296,50 @@ def test_levels_of_all_routers_add_up_and_a_tenant_sees_its_own() -> None:
             local = await status_of(mine, local_only=True)
             assert [(c.tenant_id, c.good) for c in local.slo_counts] == [("acme", 2)]
 
+            # A prompt is quarantined at the router that saw it fail; an operator lifts it everywhere from any.
+            set_scripts(cluster, lost)
+            for _ in range(2):
+                assert error_of(await read_all(there.stream(GENERATE, text_request("die"))))[1] == "worker_lost"
+            refused = await read_all(there.stream(GENERATE, text_request("die")))
+            assert error_of(refused) == (Code.FAILED_PRECONDITION, "quarantined")
+            (told,) = (await status_of(cluster.client)).quarantines
+            assert (told.tenant_id, told.router_id, told.prompts) == ("acme", "router-1", 1)
+            assert 290 < told.longest_s <= 300
+            (told,) = (await status_of(mine)).quarantines
+            assert (told.tenant_id, told.router_id, told.prompts) == ("acme", "", 1)
+            with pytest.raises(RpcError, match="PERMISSION_DENIED"):
+                await lift(mine, "acme")
+            with pytest.raises(RpcError, match="tenant_id: is missing"):
+                await lift(cluster.client, "")
+            assert (await lift(cluster.client, "other")).prompts == 0
+            lifted = await lift(cluster.client, "acme")
+            assert (lifted.prompts, list(lifted.missed_router_ids)) == (1, [])
+            set_scripts(cluster, say("fine"))
+            assert (await read_all(there.stream(GENERATE, text_request("die")))).text == "fine"
+
             record = RouterRecord(router_id="router-9", address="nobody:1")
             await cluster.store.put(keys.router("router-9"), record.to_json())
             await until(lambda: len(cluster.app.directory.routers) == 3)
             whole = await status_of(cluster.client)
-            assert [s.requests for s in whole.slos] == [10, 1]
+            assert [s.requests for s in whole.slos] == [14, 1]
             assert [r.answered for r in whole.routers] == [True, True, False]
+            assert list((await lift(cluster.client, "acme")).missed_router_ids) == ["router-9"]
         finally:
             await mine.close()
             await there.close()
             await second.stop(0.0)
 
     simulate(test)
+
+
+def test_so_many_flows_are_named_in_metrics_and_no_more() -> None:
+    telemetry = Telemetry.recording("router")
+    metrics, slo = RouterMetrics(telemetry), Slo(availability=0.9)
+    for number in (*range(MAX_FLOWS + 3), 0):
+        flow = TenantId(f"t{number}"), QosClass.BATCH
+        metrics.ended(flow, Verdict.GOOD, ttft_ms=None, tpot_ms=None, slo=slo)
+    good = (Attribute.VERDICT, "good")
+    counts = {k[1]: v for k, v in telemetry.recorded_metrics().items() if k[0] == MetricName.SLO_REQUESTS}
+    assert len(counts) == MAX_FLOWS + 1
+    assert counts[frozenset({good})] == 3
+    assert counts[frozenset({good, (Attribute.TENANT_ID, "t0"), (Attribute.QOS_CLASS, "batch")})] == 2

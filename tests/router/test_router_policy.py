@@ -166,6 +166,14 @@ def test_every_error_is_told() -> None:
     ]
 
 
+def test_errors_come_in_the_order_of_their_lines() -> None:
+    """Also those that two fields make together, so that no list ends before them."""
+    document = "tenant_id: a\nquotas:\n  kv_hbm_mb: 9\n  kv_hbm_mb_hard: 5\nextra: 1\n"
+    with pytest.raises(InvalidRequest) as error:
+        parse_policy(document)
+    assert [v.field for v in error.value.violations] == ["quotas.kv_hbm_mb_hard", "extra"]
+
+
 def test_what_is_too_much_is_refused_before_it_is_read() -> None:
     for document in ("#" * (MAX_DOCUMENT_BYTES + 1), "tenant_id: a\x00", "\ud800"):
         with pytest.raises(InvalidRequest):

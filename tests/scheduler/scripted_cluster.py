@@ -20,6 +20,7 @@ from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import Service, Stream, Transport, methods_of
 from manylora_shared.transport.memory import MemoryNetwork
 
+KV_BLOCK_BYTES = 4096
 METHODS = methods_of(scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"])
 _WORKER = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
 
@@ -108,6 +109,7 @@ class ScriptedWorker:
     def _report(self, *, snapshot: bool = False, **what: Any) -> worker_pb2.ControlReport:
         if snapshot:
             what["setbacks"] = self.setbacks
+            what["kv_block_bytes"] = KV_BLOCK_BYTES
             what["started"] = [
                 worker_pb2.RunningRequest(request_id=r, tenant_id="acme", sequences=1) for r in self.running
             ]

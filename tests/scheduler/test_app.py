@@ -88,7 +88,9 @@ def test_one_bad_request_does_not_harm_the_others_of_its_router() -> None:
         await router.enqueue("b", timeout_s=float("nan"))
         await router.enqueue("c", sequences=100_000)
         await router.enqueue("e", adapter_uid="../etc")
-        for name, at_fault in (("a", "tenant_id"), ("b", "timeout_s"), ("c", "sequences"), ("e", "adapter_uid")):
+        await router.enqueue("f", tenant_id="ü/../acme")
+        at_faults = {"a": "tenant_id", "b": "timeout_s", "c": "sequences", "e": "adapter_uid", "f": "tenant_id"}
+        for name, at_fault in at_faults.items():
             refusal = await router.answer()
             assert (refusal.request_id, refusal.code) == (name, Code.INVALID_ARGUMENT)
             assert at_fault in refusal.message
@@ -104,8 +106,13 @@ def test_one_bad_request_does_not_harm_the_others_of_its_router() -> None:
         scheduler_pb2.ScheduleRequest(),
         scheduler_pb2.ScheduleRequest(withdraw=scheduler_pb2.Withdraw(request_id="x")),
         scheduler_pb2.ScheduleRequest(hello=scheduler_pb2.RouterHello()),
+        scheduler_pb2.ScheduleRequest(
+            hello=scheduler_pb2.RouterHello(
+                router_id="r0", leases=[scheduler_pb2.HeldLease(request_id="x", tenant_id="../acme")]
+            )
+        ),
     ],
-    ids=["empty", "withdraw", "no name"],
+    ids=["empty", "withdraw", "no name", "a lease of no tenant"],
 )
 def test_a_stream_begins_with_a_hello(message: scheduler_pb2.ScheduleRequest) -> None:
     async def scenario(cluster: Cluster) -> None:

@@ -9,7 +9,7 @@ from manylora.v1 import common_pb2, scheduler_pb2, worker_pb2
 from manylora_shared.errors import Code
 from manylora_shared.telemetry import Attribute, MetricName, SpanName, Telemetry
 
-from tests.scheduler.scripted_cluster import METHODS, Cluster, play
+from tests.scheduler.scripted_cluster import KV_BLOCK_BYTES, METHODS, Cluster, play
 
 
 def test_every_request_has_its_spans() -> None:
@@ -86,6 +86,34 @@ def test_tenants_adapters_are_summed_in_the_status_and_counted_in_metrics() -> N
     }
     assert counted == {"own": 7, "displaced": 2}
     assert metrics[MetricName.UNMET_PINS, frozenset()] == 2
+
+
+def test_the_kv_of_tenants_is_told_for_the_workers_whose_streams_are_up() -> None:
+    def kv(tenant: str, blocks: int) -> worker_pb2.TenantMemory:
+        return worker_pb2.TenantMemory(tenant_id=tenant, kv_blocks=blocks)
+
+    async def scenario(cluster: Cluster) -> None:
+        app = await cluster.scheduler("s0")
+        first, second = await cluster.worker("w0"), await cluster.worker("w1")
+        await cluster.leader()
+        channel = (await cluster.peer("status")).connect(app.address)
+
+        async def told() -> dict[str, tuple[int, int]]:
+            await asyncio.sleep(1.0)
+            answer = await channel.call(METHODS["GetSchedulerStatus"], scheduler_pb2.GetSchedulerStatusRequest())
+            return {each.tenant_id: (each.device_bytes, each.most_bytes) for each in answer.scheduler.kv}
+
+        assert await told() == {}
+        first._send(tenants=[kv("acme", 5), kv("birch", 1)])
+        second._send(tenants=[kv("acme", 2)])
+        assert await told() == {"acme": (7 * KV_BLOCK_BYTES, 5 * KV_BLOCK_BYTES), "birch": (KV_BLOCK_BYTES,) * 2}
+        first._send(tenants=[kv("acme", 1), kv("birch", 0)])
+        assert await told() == {"acme": (3 * KV_BLOCK_BYTES, 2 * KV_BLOCK_BYTES)}
+        await second.server.stop(0.0)
+        assert await told() == {"acme": (KV_BLOCK_BYTES,) * 2}, "nobody vouches for the rest"
+        await channel.close()
+
+    play(scenario)
 
 
 def test_what_befell_tenants_sequences_is_summed_over_the_workers_whose_streams_are_up() -> None:

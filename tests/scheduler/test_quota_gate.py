@@ -157,6 +157,7 @@ def test_requests_a_second() -> None:
         gate.ask(name)
     refusal = gate.refused("d")
     assert ([b.quota for b in refusal.breaches], refusal.retry_after_s) == (["quotas.requests_per_s"], 0.5)
+    assert refusal.message == "quotas.requests_per_s: no more than 2 requests a second are admitted, 3 at once"
     gate.do(Tick(), 0.5)
     assert isinstance(gate.ask("d"), SendLease)
     gate.refused("e")

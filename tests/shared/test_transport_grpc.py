@@ -183,3 +183,22 @@ def test_quotas_travel_in_the_details() -> None:
     assert [(v.subject, v.quota_value) for v in failure.violations] == [("tenant:acme", 500)]
     never = status_pb2.Status.FromString(encode_details(QuotaExceeded("never", breaches=[breach])))
     assert not any(detail.TypeName().endswith("RetryInfo") for detail in never.details)
+
+
+async def test_a_repeated_key_is_no_way_to_say_two_things() -> None:
+    """Whoever forwards a call behind metadata of its caller's, or before it, must not have half of it believed."""
+    seen: list[str] = []
+
+    async def note(request: Any, call: Any) -> Any:
+        seen.append(call.metadata["x-tenant-id"])
+        return text("")
+
+    server = await GrpcTransport().serve("127.0.0.1:0", [echo_service(Unary=note)])
+    try:
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            unary = channel.unary_unary("/manylora.test.EchoService/Unary")
+            for values in (("acme",), ("acme", "birch"), ("birch", "acme")):
+                await unary(b"", metadata=[("x-tenant-id", value) for value in values])
+    finally:
+        await server.stop(0)
+    assert seen == ["acme", "acme, birch", "birch, acme"]

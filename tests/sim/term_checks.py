@@ -34,7 +34,7 @@ def check_no_room_is_idle(core: Core) -> None:
     workers = [worker for worker in core.workers if worker.serving and worker.free_sequences]
     if not workers:
         return
-    for flow in core._queue._flows.values():
+    for flow in core._queue.books.values():
         if flow.head is not None:
             request = flow.head.item.request
             allows = core._dispatch._allows(request)

@@ -19,6 +19,7 @@ from manylora_worker.engine_view import EnginePost, EngineView
 from manylora_worker.engines import engine_limits
 
 from tests.worker.worker_fakes import (
+    MODEL,
     UID,
     Scheduler,
     collect,
@@ -38,6 +39,7 @@ async def test_reports_tell_all_that_happens() -> None:
         assert first.snapshot
         assert (first.sequence_slots, first.max_sequences, first.running_sequences) == (8, 8 + 64, 0)
         assert (first.kv_blocks_total, first.kv_blocks_free, first.block_size) == (4096, 4096, 16)
+        assert first.kv_block_bytes == MODEL.kv_block_bytes
         call = asyncio.create_task(collect(worker.execute(message(n=2, adapter_uid=UID, max_tokens=60))))
         report = await scheduler.read_until(lambda r: bool(r.started))
         assert report.running_sequences == 2
@@ -60,7 +62,7 @@ async def test_reports_tell_what_tenants_hold_where_it_changed() -> None:
     limits = engine_limits(config())
     core = EngineCore(FakeRunner(num_blocks=8, block_size=4), FakeAdapterBackend(lambda: 0.0), limits)
     view = EngineView(core.stats(), 8, lambda command: None)
-    session = ControlSession(view, sequence_slots=8, parked_sequences=0)
+    session = ControlSession(view, sequence_slots=8, parked_sequences=0, kv_block_bytes=64)
     told = []
     for held in ({"a": 3}, {"a": 4, "b": 1}, {"a": 4}, {}):
         view.kv_blocks = {TenantId(tenant): blocks for tenant, blocks in held.items()}
@@ -75,7 +77,7 @@ async def test_reports_tell_what_befell_tenants_sequences_where_it_grew() -> Non
     limits = engine_limits(config())
     core = EngineCore(FakeRunner(num_blocks=8, block_size=4), FakeAdapterBackend(lambda: 0.0), limits)
     view = EngineView(core.stats(), 8, lambda command: None)
-    sessions = [ControlSession(view, sequence_slots=8, parked_sequences=0) for _ in range(2)]
+    sessions = [ControlSession(view, sequence_slots=8, parked_sequences=0, kv_block_bytes=64) for _ in range(2)]
 
     def post(**setbacks: Setbacks) -> EnginePost:
         grown = {TenantId(tenant): each for tenant, each in setbacks.items()}
@@ -103,7 +105,7 @@ async def test_reports_tell_where_adapters_are_where_that_changed() -> None:
     limits = engine_limits(config())
     core = EngineCore(FakeRunner(num_blocks=8, block_size=4), FakeAdapterBackend(lambda: 0.0), limits)
     view = EngineView(core.stats(), 8, lambda command: None)
-    session = ControlSession(view, sequence_slots=8, parked_sequences=0)
+    session = ControlSession(view, sequence_slots=8, parked_sequences=0, kv_block_bytes=64)
     host, device = AdapterTier.HOST, AdapterTier.DEVICE
     told = []
     for there in ({"a": host}, {"a": device, "b": host}, {"a": device}, {"a": device, "c": host}):

@@ -24,7 +24,7 @@ from manylora_shared.errors import (
     RpcError,
     ServiceUnavailable,
 )
-from manylora_shared.identity import Principal, Scope, permission_denied
+from manylora_shared.identity import Principal, Scope
 from manylora_shared.ids import NAME_PATTERN, AdapterUid, is_valid_name
 from manylora_shared.logs import fields
 from manylora_shared.transport.base import methods_of
@@ -68,7 +68,7 @@ class AdapterIntake:
     ) -> admin_pb2.AddAdapterHeader:
         """The header, its tenant filled in. Raises PermissionDenied and InvalidRequest."""
         if not (caller.may(Scope.OPERATOR) or caller.may(Scope.ADMIN)):
-            raise permission_denied()
+            raise caller.denied()
         first = await self._next(requests)
         if first is None or first.WhichOneof("part") != "header":
             raise InvalidRequest.of("header", "must be the first message")

@@ -36,6 +36,7 @@ from manylora_shared.transport.base import ServerCall, Service
 from manylora_router.adapter_intake import AdapterIntake
 from manylora_router.cluster_status import ClusterStatus
 from manylora_router.directory import Directory
+from manylora_router.levels import ServiceLevels
 
 _LOG = logging.getLogger(__name__)
 _MAX_CONFLICTS = 8
@@ -54,6 +55,7 @@ class AdminServicer:
         store: Store,
         intake: AdapterIntake,
         status: ClusterStatus,
+        levels: ServiceLevels,
         clock: WallClock,
         rng: random.Random,
     ) -> None:
@@ -61,6 +63,7 @@ class AdminServicer:
         self._store = store
         self._intake = intake
         self._status = status
+        self._levels = levels
         self._clock = clock
         self._rng = rng
 
@@ -78,6 +81,7 @@ class AdminServicer:
                 "CreateKey": self.create_key,
                 "ListKeys": self.list_keys,
                 "RevokeKey": self.revoke_key,
+                "LiftQuarantine": self.lift_quarantine,
                 "GetStatus": self.get_status,
             },
         )
@@ -318,6 +322,19 @@ class AdminServicer:
         return admin_pb2.RemoveAdapterResponse()
 
     # Status
+
+    async def lift_quarantine(
+        self, request: admin_pb2.LiftQuarantineRequest, call: ServerCall
+    ) -> admin_pb2.LiftQuarantineResponse:
+        """Also of a tenant that is gone: it may come back while its prompts are remembered."""
+        self._caller(call).require(Scope.OPERATOR)
+        if not is_valid_name(request.tenant_id):
+            raise InvalidRequest.of("tenant_id", "is missing" if not request.tenant_id else "is not a tenant's name")
+        answer = await self._levels.lift_quarantine(
+            TenantId(request.tenant_id), call.metadata, local_only=request.local_only
+        )
+        _LOG.info("quarantine lifted", extra=fields(tenant=request.tenant_id, prompts=answer.prompts))
+        return answer
 
     async def get_status(self, request: admin_pb2.GetStatusRequest, call: ServerCall) -> admin_pb2.GetStatusResponse:
         caller = self._caller(call)

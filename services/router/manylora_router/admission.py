@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from manylora_shared.errors import FieldViolation, InvalidRequest, NotFound, shown
-from manylora_shared.identity import Principal, Scope, permission_denied
+from manylora_shared.identity import Principal, Scope
 from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId, is_valid_name
 from manylora_shared.policy import TenantPolicy
 
@@ -143,7 +143,7 @@ def tenant_of(principal: Principal, named: str) -> str:
         return named
     principal.require(Scope.GENERATE)
     if principal.tenant_id is None or named not in ("", principal.tenant_id):
-        raise permission_denied()
+        raise principal.denied()
     return principal.tenant_id
 
 

@@ -30,6 +30,7 @@ from manylora_router.cluster_status import ClusterStatus
 from manylora_router.config import RouterConfig
 from manylora_router.directory import Directory
 from manylora_router.levels import ServiceLevels
+from manylora_router.metrics import RECORD_S
 from manylora_router.scheduler_client import SchedulerClient
 from manylora_router.servicer import InferenceServicer
 from manylora_router.text_service import TextService
@@ -100,6 +101,7 @@ class RouterApp:
             store=store,
             intake=self._intake,
             status=ClusterStatus(directory=self.directory, transport=peers, levels=levels),
+            levels=levels,
             clock=self._clock,
             rng=rng,
         )
@@ -149,6 +151,8 @@ class RouterApp:
             asyncio.create_task(self.scheduler.run(), name="scheduler-line"),
             asyncio.create_task(self._keep_house(), name="housekeeping"),
         ]
+        if self.inference.metrics.has_readers:
+            self._tasks.append(asyncio.create_task(self._tell_metrics(), name="metrics"))
         self._lease.start()
         record = RouterRecord(router_id=self.router_id, address=self.address)
         await self._lease.register(keys.router(self.router_id), record.to_json())
@@ -182,6 +186,12 @@ class RouterApp:
 
     def _workers_changed(self) -> None:
         self.channels.retain([record.address for record in self.directory.workers.values()])
+
+    async def _tell_metrics(self) -> None:
+        guard, metrics, loop = self.inference.guard, self.inference.metrics, asyncio.get_running_loop()
+        while True:
+            metrics.refusing(guard.circuits(loop.time()), guard.num_quarantined(loop.time()))
+            await asyncio.sleep(RECORD_S)
 
     async def _keep_house(self) -> None:
         """Removes what uploads that died left behind, and adapter files that no tenant has registered any more.

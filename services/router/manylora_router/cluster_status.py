@@ -76,6 +76,7 @@ class ClusterStatus:
             slos=levels.slos,
             circuits=levels.circuits,
             quarantined_prompts=levels.quarantined_prompts,
+            quarantines=levels.quarantines,
         )
 
     def _of_tenant(
@@ -87,6 +88,8 @@ class ClusterStatus:
         """What a tenant may know: the model, its own flows and counts. Nothing of other tenants or of the machines."""
         for circuit in levels.circuits:
             circuit.router_id = ""
+        for quarantine in levels.quarantines:
+            quarantine.router_id = ""
         model = self._directory.model
         return admin_pb2.GetStatusResponse(
             base_model=model.name if model is not None else "",
@@ -99,6 +102,7 @@ class ClusterStatus:
                     rung=answer.scheduler.overload.rung,
                     tenants=[each for each in answer.scheduler.overload.tenants if each.tenant_id == tenant_id],
                 ),
+                kv=[kv for kv in answer.scheduler.kv if kv.tenant_id == tenant_id],
                 adapters=[_without_machines(a) for a in answer.scheduler.adapters if a.tenant_id == tenant_id],
             ),
             tenants=1 if tenant_id in self._directory.tenants else 0,
@@ -106,6 +110,7 @@ class ClusterStatus:
             slos=[slo for slo in levels.slos if slo.tenant_id == tenant_id],
             circuits=[circuit for circuit in levels.circuits if circuit.tenant_id == tenant_id],
             quarantined_prompts=levels.quarantined_prompts,
+            quarantines=[each for each in levels.quarantines if each.tenant_id == tenant_id],
         )
 
     async def _scheduler_status(self) -> scheduler_pb2.GetSchedulerStatusResponse:

@@ -18,6 +18,7 @@ Pure: time and randomness are passed in.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -85,8 +86,12 @@ class Guard:
     ) -> Permit:
         """Raises Quarantined or CircuitOpen; then nothing has changed."""
         permit = Permit(tenant, adapter, prompt_token_ids)
-        if self._quarantine.is_quarantined(tenant, adapter, prompt_token_ids, now):
-            raise Quarantined("workers failed again and again while they ran this prompt: it is refused for a while")
+        refused_s = self._quarantine.wait_s(tenant, adapter, prompt_token_ids, now)
+        if refused_s is not None:
+            raise Quarantined(
+                "workers failed again and again while they ran this prompt: "
+                f"it is refused for another {math.ceil(refused_s)} s"
+            )
         wait_s = self._breakers.wait_s(permit.scopes, now)
         if wait_s is not None:
             by_adapter = self._breakers.wait_s(permit.scopes[:1], now) is not None
@@ -137,6 +142,14 @@ class Guard:
     def circuits(self, now: float, *, tenant_id: str = "") -> list[CircuitState]:
         """Those that are not closed; of one tenant, or of all."""
         return [state for state in self._breakers.states(now) if tenant_id in ("", state.scope[0])]
+
+    def lift_quarantine(self, tenant_id: TenantId, now: float) -> int:
+        """An operator vouches for the tenant's prompts. Returns how many were quarantined."""
+        return self._quarantine.lift(tenant_id, now)
+
+    def quarantines(self, now: float, *, tenant_id: str = "") -> dict[TenantId, tuple[int, float]]:
+        """Quarantined prompts and the seconds until the last one ends; of one tenant, or of all."""
+        return {each: told for each, told in self._quarantine.tenants(now).items() if tenant_id in ("", each)}
 
     def num_quarantined(self, now: float, *, tenant_id: str = "") -> int:
         """Prompts."""

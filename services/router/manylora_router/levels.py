@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from google.protobuf.message import Message
 from manylora.v1 import admin_pb2
 from manylora_shared.errors import RpcError
 from manylora_shared.identity import AUTHORIZATION_KEY
 from manylora_shared.ids import QosClass, TenantId
 from manylora_shared.logs import fields
 from manylora_shared.slo import Flow, FlowCounts, SloTracker, quantile_ms
-from manylora_shared.transport.base import Transport, methods_of
+from manylora_shared.transport.base import Method, Transport, methods_of
 
 from manylora_router.directory import Directory
 from manylora_router.guard import Guard
@@ -25,7 +27,8 @@ from manylora_router.job import QOS
 
 _LOG = logging.getLogger(__name__)
 
-GET_STATUS = methods_of(admin_pb2.DESCRIPTOR.services_by_name["AdminService"])["GetStatus"]
+_METHODS = methods_of(admin_pb2.DESCRIPTOR.services_by_name["AdminService"])
+GET_STATUS, LIFT_QUARANTINE = _METHODS["GetStatus"], _METHODS["LiftQuarantine"]
 _TIMEOUT_S = 1.0
 _CLASSES = {number: qos_class for qos_class, number in QOS.items()}
 
@@ -59,6 +62,12 @@ class ServiceLevels:
                 for state in states
             ],
             quarantined_prompts=self._guard.num_quarantined(now, tenant_id=tenant_id),
+            quarantines=[
+                admin_pb2.QuarantineStatus(
+                    tenant_id=each, router_id=self._router_id, prompts=prompts, longest_s=longest_s
+                )
+                for each, (prompts, longest_s) in sorted(self._guard.quarantines(now, tenant_id=tenant_id).items())
+            ],
         )
 
     async def of_cluster(
@@ -70,32 +79,48 @@ class ServiceLevels:
             tenant_id: as for `local`.
             metadata: the caller's: its key is shown to the other routers.
         """
+        heard = await self._ask_others(GET_STATUS, admin_pb2.GetStatusRequest(local_only=True), metadata)
+        parts = [self.local(tenant_id), *(answer for answer in heard.values() if answer is not None)]
+        whole = admin_pb2.GetStatusResponse(
+            slos=self._sums(parts),
+            circuits=[circuit for part in parts for circuit in part.circuits],
+            quarantined_prompts=sum(part.quarantined_prompts for part in parts),
+            quarantines=[quarantine for part in parts for quarantine in part.quarantines],
+        )
+        return whole, [self._router_id, *(router_id for router_id, answer in heard.items() if answer is not None)]
+
+    async def lift_quarantine(
+        self, tenant_id: TenantId, metadata: Mapping[str, str], *, local_only: bool
+    ) -> admin_pb2.LiftQuarantineResponse:
+        """Here, and, but for `local_only`, at all other routers."""
+        prompts = self._guard.lift_quarantine(tenant_id, asyncio.get_running_loop().time())
+        heard: Mapping[str, admin_pb2.LiftQuarantineResponse | None] = {}
+        if not local_only:
+            request = admin_pb2.LiftQuarantineRequest(tenant_id=tenant_id, local_only=True)
+            heard = await self._ask_others(LIFT_QUARANTINE, request, metadata)
+        return admin_pb2.LiftQuarantineResponse(
+            prompts=prompts + sum(answer.prompts for answer in heard.values() if answer is not None),
+            missed_router_ids=[router_id for router_id, answer in heard.items() if answer is None],
+        )
+
+    async def _ask_others(self, method: Method, request: Message, metadata: Mapping[str, str]) -> dict[str, Any]:
+        """The answers of the other routers by their ids, None where there was none in time."""
         others = {
             router_id: record.address
             for router_id, record in sorted(self._directory.routers.items())
             if router_id != self._router_id
         }
         credentials = {AUTHORIZATION_KEY: metadata.get(AUTHORIZATION_KEY, "")}
-        answers = await asyncio.gather(*(self._ask(address, credentials) for address in others.values()))
-        heard = dict(zip(others, answers, strict=True))
-        parts = [self.local(tenant_id), *(answer for answer in answers if answer is not None)]
-        whole = admin_pb2.GetStatusResponse(
-            slos=self._sums(parts),
-            circuits=[circuit for part in parts for circuit in part.circuits],
-            quarantined_prompts=sum(part.quarantined_prompts for part in parts),
-        )
-        return whole, [self._router_id, *(router_id for router_id, answer in heard.items() if answer is not None)]
+        asked = (self._ask(address, method, request, credentials) for address in others.values())
+        return dict(zip(others, await asyncio.gather(*asked), strict=True))
 
-    async def _ask(self, address: str, credentials: Mapping[str, str]) -> admin_pb2.GetStatusResponse | None:
+    async def _ask(self, address: str, method: Method, request: Message, credentials: Mapping[str, str]) -> Any:
         channel = self._transport.connect(address)
         try:
-            request = admin_pb2.GetStatusRequest(local_only=True)
-            answer: admin_pb2.GetStatusResponse = await channel.call(
-                GET_STATUS, request, timeout=_TIMEOUT_S, metadata=credentials
-            )
-            return answer
+            return await channel.call(method, request, timeout=_TIMEOUT_S, metadata=credentials)
         except RpcError as e:
-            _LOG.warning("a router gave no counts", extra=fields(address=address, error=str(e)))
+            more = fields(address=address, method=method.path, error=str(e))
+            _LOG.warning("a router did not answer another", extra=more)
             return None
         finally:
             await channel.close()

@@ -51,13 +51,31 @@ class Quarantine:
         prefix = tenant_id.encode() + b"/" if tenant_id else b""
         return sum(r.until is not None and now < r.until for key, r in self._records.items() if key.startswith(prefix))
 
-    def is_quarantined(
+    def tenants(self, now: float) -> dict[TenantId, tuple[int, float]]:
+        """Those with quarantined prompts: how many, and how long until the last of them is let through again."""
+        found: dict[TenantId, tuple[int, float]] = {}
+        for key, record in self._records.items():
+            if record.until is not None and now < record.until:
+                tenant_id = TenantId(key.partition(b"/")[0].decode())
+                count, longest_s = found.get(tenant_id, (0, 0.0))
+                found[tenant_id] = count + 1, max(longest_s, record.until - now)
+        return found
+
+    def wait_s(
         self, tenant: TenantId, adapter: AdapterUid | None, prompt_token_ids: Sequence[int], now: float
-    ) -> bool:
+    ) -> float | None:
+        """How long the prompt is refused; None: not at all."""
         if not self._records:
-            return False
+            return None
         record = self._records.get(self._key(tenant, adapter, prompt_token_ids))
-        return record is not None and record.until is not None and now < record.until
+        return record.until - now if record is not None and record.until is not None and now < record.until else None
+
+    def lift(self, tenant: TenantId, now: float) -> int:
+        """Forgets the tenant's strikes. Returns how many prompts were quarantined."""
+        prefix = tenant.encode() + b"/"
+        lifted = self.num_quarantined(tenant, now)
+        self._records = {key: record for key, record in self._records.items() if not key.startswith(prefix)}
+        return lifted
 
     def strike(
         self,

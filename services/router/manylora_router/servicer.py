@@ -17,7 +17,7 @@ from manylora_shared.errors import Cancelled, InternalError, ManyloraError, Over
 from manylora_shared.identity import authenticate
 from manylora_shared.ids import QosClass, TenantId
 from manylora_shared.logs import fields
-from manylora_shared.overload import refusal_message, retry_after_s
+from manylora_shared.overload import retry_after_s
 from manylora_shared.policy import TenantPolicy
 from manylora_shared.slo import SloTracker, verdict_of
 from manylora_shared.telemetry import Attribute, Span, SpanName, Telemetry, request_attributes
@@ -39,6 +39,7 @@ from manylora_router.directory import Directory, Model
 from manylora_router.execution import Execution
 from manylora_router.guard import Fault, Guard, Permit
 from manylora_router.job import QOS, Job
+from manylora_router.metrics import RouterMetrics
 from manylora_router.scheduler_client import SchedulerClient
 from manylora_router.text import StopStrings
 from manylora_router.text_service import TextService
@@ -77,6 +78,7 @@ class InferenceServicer:
     ) -> None:
         self.counters = RequestCounters()
         self.slo = SloTracker()
+        self.metrics = RouterMetrics(telemetry)
         self.guard = Guard(random=rng.random, getrandbits=rng.getrandbits)
         self._directory = directory
         self._scheduler = scheduler
@@ -228,6 +230,7 @@ class InferenceServicer:
         verdict = verdict_of(error, given_ms=(now - received_at) * 1e3, has_answered=ttft_ms > 0.0, slo=slo)
         tpot_ms = execution.tpot_ms if execution is not None else None
         self.slo.ended(flow, verdict, now, ttft_ms=ttft_ms or None, tpot_ms=tpot_ms, slo=slo)
+        self.metrics.ended(flow, verdict, ttft_ms=ttft_ms or None, tpot_ms=tpot_ms, slo=slo)
 
     async def _advance(self, execution: Execution) -> list[inference_pb2.GenerateResponse]:
         """The next frames. Any failure that nobody foresaw ends this one request, with its outcome."""
@@ -317,7 +320,8 @@ class InferenceServicer:
         if not view.admits(tenant_id, qos_class, request_id):
             self._scheduler.note_refused(tenant_id, QOS[qos_class])
             level = view.level_of(tenant_id)
-            raise Overloaded(refusal_message(level, qos_class), retry_after_s=retry_after_s(level, request_id))
+            why = view.why_refused(tenant_id, qos_class)
+            raise Overloaded(why, retry_after_s=retry_after_s(level, request_id))
 
     async def _tokenize(self, prompt: Prompt | None) -> Sequence[int]:
         match prompt:

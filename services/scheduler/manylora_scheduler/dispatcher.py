@@ -53,6 +53,8 @@ class WorkerLine:
         self.address = address
         self.setbacks: dict[TenantId, Setbacks] = {}
         """Of tenants that had any, while the stream is up."""
+        self.kv_block_bytes = 0
+        """By the stream's snapshot."""
         self._worker_id = worker_id
         self._hello = hello
         self._transport = transport
@@ -111,6 +113,7 @@ class WorkerLine:
             )
             _LOG.info("control stream is up", extra=fields(worker=self._worker_id, address=self.address))
             self.setbacks = setbacks_of(first)
+            self.kv_block_bytes = first.kv_block_bytes
             self._post(WorkerReported(self._worker_id, worker_report(first)))
             while (report := await stream.read()) is not None:
                 if report.setbacks:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from manylora.v1 import admin_pb2, common_pb2, scheduler_pb2, worker_pb2
 from manylora_shared.adapter_files import is_uid
 from manylora_shared.errors import InvalidRequest, QuotaBreach
-from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId
+from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, is_valid_name
 from manylora_shared.overload import OverloadView, rung_of
 
 from manylora_scheduler.core_view import FlowView
@@ -58,13 +58,24 @@ def flow_key(tenant_id: str, qos_class: int) -> FlowKey:
     return FlowKey(TenantId(tenant_id), _QOS_CLASSES.get(qos_class, QosClass.STANDARD))
 
 
+def _check_id(field: str, value: str) -> None:
+    """Raises InvalidRequest."""
+    if not 1 <= len(value) <= MAX_ID_LENGTH:
+        raise InvalidRequest.of(field, f"must have 1 to {MAX_ID_LENGTH} characters")
+
+
+def _check_tenant(field: str, value: str) -> None:
+    """A tenant of another name has neither policy nor account, and workers refuse it. Raises InvalidRequest."""
+    if not is_valid_name(value):
+        raise InvalidRequest.of(field, "is not a tenant's name")
+
+
 def queued_request(
     message: scheduler_pb2.Enqueue, router_id: RouterId, *, now: float, enqueued_ns: int
 ) -> QueuedRequest:
     """Raises InvalidRequest. `now` by the event loop's clock, `enqueued_ns` in unix time."""
-    for name, value in (("request_id", message.request_id), ("tenant_id", message.tenant_id)):
-        if not 1 <= len(value) <= MAX_ID_LENGTH:
-            raise InvalidRequest.of(name, f"must have 1 to {MAX_ID_LENGTH} characters")
+    _check_id("request_id", message.request_id)
+    _check_tenant("tenant_id", message.tenant_id)
     if message.adapter_uid and not is_uid(message.adapter_uid):
         raise InvalidRequest.of("adapter_uid", "must be a sha256 in hex")
     if message.sequences > MAX_SEQUENCES:
@@ -174,9 +185,8 @@ def refusal_message(refusal: SendRefusal) -> scheduler_pb2.ScheduleResponse:
 
 def held_lease(message: scheduler_pb2.HeldLease) -> HeldLease:
     """Raises InvalidRequest."""
-    for name, value in (("request_id", message.request_id), ("tenant_id", message.tenant_id)):
-        if not 1 <= len(value) <= MAX_ID_LENGTH:
-            raise InvalidRequest.of(f"hello.leases.{name}", f"must have 1 to {MAX_ID_LENGTH} characters")
+    _check_id("hello.leases.request_id", message.request_id)
+    _check_tenant("hello.leases.tenant_id", message.tenant_id)
     return HeldLease(
         request_id=RequestId(message.request_id),
         flow=flow_key(message.tenant_id, message.qos_class),
@@ -222,8 +232,7 @@ def _finite(limit: float) -> float | None:
 def refused_flows(message: scheduler_pb2.Refused) -> RoutersRefused:
     """Raises InvalidRequest."""
     for flow in message.flows:
-        if not 1 <= len(flow.tenant_id) <= MAX_ID_LENGTH:
-            raise InvalidRequest.of("refused.flows.tenant_id", f"must have 1 to {MAX_ID_LENGTH} characters")
+        _check_tenant("refused.flows.tenant_id", flow.tenant_id)
     return RoutersRefused(tuple((flow_key(f.tenant_id, f.qos_class), f.requests) for f in message.flows))
 
 
@@ -314,6 +323,20 @@ def tenant_adapter_statuses(workers: Iterable[WorkerView]) -> list[admin_pb2.Ten
                 pin.on_device += view.on_device
                 if view.problem and not pin.problem:
                     pin.problem = view.problem
+    return [found[tenant_id] for tenant_id in sorted(found)]
+
+
+def kv_statuses(workers: Iterable[tuple[Mapping[TenantId, int], int]]) -> list[admin_pb2.TenantKv]:
+    """
+    Args:
+        workers: the KV blocks that tenants hold on each, and the bytes of one.
+    """
+    found: dict[TenantId, admin_pb2.TenantKv] = {}
+    for tenants, block_bytes in workers:
+        for tenant_id, blocks in tenants.items():
+            status = found.setdefault(tenant_id, admin_pb2.TenantKv(tenant_id=tenant_id))
+            status.device_bytes += blocks * block_bytes
+            status.most_bytes = max(status.most_bytes, blocks * block_bytes)
     return [found[tenant_id] for tenant_id in sorted(found)]
 
 

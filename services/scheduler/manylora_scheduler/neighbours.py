@@ -104,6 +104,11 @@ class Neighbours:
         while memory.samples[0][0] < now - MEMORY_WINDOW_S:
             memory.samples.popleft()
 
+    def kv_blocks(self, worker_id: WorkerId) -> Mapping[TenantId, int]:
+        """Of the tenants that hold some on a worker, by its last word."""
+        memory = self._workers.get(worker_id)
+        return memory.blocks if memory is not None else {}
+
     def worker_left(self, worker_id: WorkerId) -> None:
         self._workers.pop(worker_id, None)
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from manylora_shared.errors import Code
-from manylora_shared.ids import QosClass, RequestId, TenantId
+from manylora_shared.ids import QosClass, RequestId, TenantId, WorkerId
 from manylora_shared.overload import (
     ADMISSION,
     NO_SAMPLE,
@@ -37,7 +37,6 @@ from manylora_shared.overload import (
     TenantView,
     class_of,
     kept_part,
-    refusal_message,
     retry_after_s,
     rung_of,
 )
@@ -197,6 +196,10 @@ class OverloadGate:
         late = {qos_class: self._cluster.late_part(qos_class) for qos_class in QosClass}
         return OverloadState(self._view, late, self._targets, self._counts, demand, self._noisy)
 
+    def kv_blocks(self, worker_id: WorkerId) -> Mapping[TenantId, int]:
+        """As Neighbours.kv_blocks."""
+        return self._neighbours.kv_blocks(worker_id)
+
     def check_invariants(self) -> None:
         assert self._book.num_queued == sum(len(book.queued) for book in self._book.flows.values())
         assert self._book.num_queued == self._core.num_queued
@@ -245,7 +248,7 @@ class OverloadGate:
 
     def _why_refused(self, flow: FlowKey, request_id: RequestId) -> tuple[str, float]:
         level = self._view.level_of(flow.tenant_id)
-        return refusal_message(level, flow.qos_class), retry_after_s(level, request_id)
+        return self._view.why_refused(flow.tenant_id, flow.qos_class), retry_after_s(level, request_id)
 
     # ---- ticks
 

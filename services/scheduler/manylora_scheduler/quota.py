@@ -307,7 +307,8 @@ class QuotaAuthority:
                 ("quotas.max_queued", quotas.max_queued, f"{tenant.num_queued} requests wait already", busy_ns)
             )
         if tenant.requests is not None and (wait_ns := tenant.requests.wait_ns(1, now_ns)):
-            description = "so many requests a second were admitted already"
+            rate, burst = tenant.requests.rate, tenant.requests.burst
+            description = f"no more than {rate} requests a second are admitted, {burst} at once"
             found.append(("quotas.requests_per_s", tenant.requests.rate, description, wait_ns))
         account = tenant.accounts[flow.qos_class]
         wait_ns = account.wait_ns(first, now_ns)

@@ -48,6 +48,7 @@ from manylora_scheduler.events import (
 from manylora_scheduler.messages import (
     flow_status,
     grant_message,
+    kv_statuses,
     lease_message,
     neighbour_status,
     overload_message,
@@ -350,6 +351,11 @@ class Term:
             overload=overload_status(overload),
             neighbours=[neighbour_status(noisy) for noisy in overload.noisy],
             adapters=tenant_adapter_statuses(self.core.workers),
+            kv=kv_statuses(
+                (self.overload.kv_blocks(worker.worker_id), self._workers[worker.worker_id].kv_block_bytes)
+                for worker in self.core.workers
+                if worker.connected and worker.worker_id in self._workers
+            ),
             setbacks=setback_statuses(line.setbacks for line in self._workers.values()),
         )
 

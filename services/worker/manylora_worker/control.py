@@ -43,8 +43,9 @@ class ControlSession:
     It reads the engine's state from `view` at the moment of a report, and remembers only what that does not tell.
     """
 
-    def __init__(self, view: EngineView, *, sequence_slots: int, parked_sequences: int) -> None:
+    def __init__(self, view: EngineView, *, sequence_slots: int, parked_sequences: int, kv_block_bytes: int) -> None:
         self._view = view
+        self._kv_block_bytes = kv_block_bytes
         self._sequence_slots = sequence_slots
         self._max_sequences = sequence_slots + parked_sequences
         self._is_draining = False
@@ -139,6 +140,7 @@ class ControlSession:
             generated_tokens=stats.generated_tokens,
             max_sequences=self._max_sequences,
             finished_request_ids=list(changes.ended),
+            kv_block_bytes=self._kv_block_bytes if is_snapshot else 0,
         )
         before, self._adapters = self._adapters or {}, view.adapters
         if before is not view.adapters:

@@ -192,7 +192,10 @@ class WorkerServicer:
             self._session.close(Unready(f"another stream of epoch {epoch} has taken over"))
         self._epoch = epoch
         self._session = ControlSession(
-            self._runtime.view, sequence_slots=self._sequence_slots, parked_sequences=self._parked_sequences
+            self._runtime.view,
+            sequence_slots=self._sequence_slots,
+            parked_sequences=self._parked_sequences,
+            kv_block_bytes=self._runtime.model.kv_block_bytes,
         )
         if self._is_draining:
             self._session.draining()

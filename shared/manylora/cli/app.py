@@ -132,6 +132,10 @@ def generate(
     qos_class: Annotated[
         ServiceClass | None, typer.Option("--class", help="Service class; default: the router's.")
     ] = None,
+    priority: Annotated[
+        int | None, typer.Option(min=-100, max=100, help="Among the tenant's own requests; higher is sooner.")
+    ] = None,
+    timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="The deadline; default: none.")] = None,
     token_ids: Annotated[
         str | None, typer.Option(metavar="1,2,3", help="The prompt as token ids instead of text.")
     ] = None,
@@ -144,6 +148,8 @@ def generate(
     key: Key = None,
 ) -> None:
     """Stream one continuation. With --json it streams to stderr and ends with one object on stdout."""
+    if timeout is not None and not timeout > 0:
+        raise usage_error("--timeout: must be above 0")
     if (prompt is None) == (token_ids is None):
         raise usage_error("give either a PROMPT or --token-ids")
     from manylora.cli import generation
@@ -155,6 +161,8 @@ def generate(
             tenant=tenant,
             adapter=adapter,
             qos_class=qos_class.value if qos_class else "",
+            priority=priority,
+            timeout_s=timeout,
             max_tokens=max_tokens,
             temperature=temperature,
             seed=seed,
@@ -227,6 +235,19 @@ def tenant_delete(
     from manylora.cli import tenants
 
     run(tenants.delete(connect(server, key), tenant_id, as_json=as_json), as_json=as_json)
+
+
+@tenant_app.command("lift-quarantine")
+def tenant_lift_quarantine(
+    tenant_id: Annotated[str, typer.Argument(metavar="TENANT")],
+    as_json: Json = False,
+    server: Server = DEFAULT_SERVER,
+    key: Key = None,
+) -> None:
+    """Let all routers run a tenant's quarantined prompts again."""
+    from manylora.cli import tenants
+
+    run(tenants.lift_quarantine(connect(server, key), tenant_id, as_json=as_json), as_json=as_json)
 
 
 @key_app.command("create")

@@ -23,7 +23,7 @@ from manylora.cli.output import (
     stderr_console,
     usage_error,
 )
-from manylora.cli.tenants import apply_documents, read_file
+from manylora.cli.tenants import apply_documents, check_documents, read_file
 from manylora.client import Client
 from manylora.client.credentials import read_key
 from manylora.demo import BASE_FOLDER, BASE_NAME, measure
@@ -55,7 +55,10 @@ def name_of(model: str) -> str:
 
 async def up(options: ClusterOptions, tenants_file: Path | None) -> None:
     """Serves until a signal comes."""
-    policies = read_file(tenants_file) if tenants_file is not None else ""
+    policies = ""
+    if tenants_file is not None:
+        policies = read_file(tenants_file)
+        check_documents(str(tenants_file), policies)  # a large model takes minutes to load
     cluster = LocalCluster(options, notify=say)
 
     async def serve() -> None:

@@ -22,6 +22,8 @@ async def generate(
     tenant: str,
     adapter: str,
     qos_class: str,
+    priority: int | None,
+    timeout_s: float | None,
     max_tokens: int,
     temperature: float | None,
     seed: int | None,
@@ -32,7 +34,14 @@ async def generate(
     async with (
         target.client(tenant=tenant) as client,
         client.generate(
-            prompt, adapter=adapter, qos_class=qos_class, max_tokens=max_tokens, sampling=sampling, stop=stop
+            prompt,
+            adapter=adapter,
+            qos_class=qos_class,
+            priority=priority,
+            timeout_s=timeout_s,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop=stop,
         ) as stream,
     ):
         try:

@@ -107,7 +107,12 @@ def run(work: Coroutine[Any, Any, None], *, as_json: bool) -> None:
 
 def report(error: RequestFailed, *, as_json: bool, others: Mapping[str, object] | None = None) -> None:
     """A failed request on stderr and, with --json, on stdout. `others`: what was reached before, beside `error`."""
-    say(f"{error.code}: {error.message}")
+    told = [f"{violation.field}: {violation.description}" for violation in error.violations]
+    if len(told) < 2:
+        say(f"{error.code}: {error.message}")
+    else:  # the message has them one behind the other, and the last ones not at all where it was cut
+        message = f"{len(told)} errors" if error.message.startswith(told[0]) else error.message
+        say("\n  ".join([f"{error.code}: {message}", *told]))
     if error.retry_after_s is not None:
         say(f"try again in {error.retry_after_s:g} s")
     if as_json:

@@ -10,6 +10,7 @@ from manylora.client import (
     ClassOverload,
     ClusterStatus,
     OverloadStatus,
+    QuotaStatus,
     RouterStatus,
     SloStatus,
     TenantAdapters,
@@ -20,8 +21,19 @@ _SLO_COLUMNS = (
     *("tenant", "class", "TTFT p50", "p95", "target", "per token p50", "p95"),
     *("requests", "available", "target", "budget left"),
 )
+_GIVES_UP = {
+    "none": "nothing is given up",
+    "turns": "interactive requests go first",
+    "batch_admission": "new batch requests are refused",
+    "batch_output": "answers of batch requests are cut short",
+    "batch_queue": "waiting batch requests are given up",
+    "standard": "standard requests are given up",
+    "interactive": "interactive requests are given up",
+}
+"""What each rung of the ladder takes, beside what those before it do."""
 _OVERLOAD_COLUMNS = ("class", "late", "target", "refused", "shed from queue", "output capped")
 _SETBACK_COLUMNS = ("tenant's sequences", "preempted", "swapped to hosts", "evicted", "tokens computed again")
+_ACCOUNT_COLUMNS = ("tenant", "class", "requests now", "leased tokens", "settled tokens", "left in the bucket")
 _CIRCUIT_COLUMNS = ("tenant", "refused", "router", "state", "try again in")
 
 
@@ -36,27 +48,35 @@ async def show(target: Target, *, as_json: bool) -> None:
 
 def _print(status: ClusterStatus) -> None:
     scheduler = status.scheduler
-    state = f"{scheduler.address}, epoch {scheduler.epoch}" if scheduler.reachable else "not reachable"
     write(f"model      {status.base_model}\n")
-    write(f"scheduler  {state}\n")
-    write(f"routers    {', '.join(_router(r) for r in status.routers)}\n")
-    write(f"tenants    {status.tenants}, with {status.adapters} adapters\n\n")
-    columns = ("worker", "address", "device", "state", "running", "KV blocks free", "adapters", "tokens")
-    print_table(columns, [_worker_row(w) for w in status.workers], empty="no worker is registered")
+    if status.routers:
+        state = f"{scheduler.address}, epoch {scheduler.epoch}" if scheduler.reachable else "not reachable"
+        write(f"scheduler  {state}\n")
+        write(f"routers    {', '.join(_router(r) for r in status.routers)}\n")
+        write(f"tenants    {status.tenants}, with {status.adapters} adapters\n\n")
+        columns = ("worker", "address", "device", "state", "running", "KV blocks free", "adapters", "tokens")
+        print_table(columns, [_worker_row(w) for w in status.workers], empty="no worker is registered")
+    else:  # a tenant's key: machines are not its to see
+        write(f"scheduler  {'' if scheduler.reachable else 'not '}reachable\n")
+        write(f"adapters   {status.adapters}\n\n")
     if scheduler.flows:
         flows = [
             (f.tenant_id, f.qos_class, f.queued, f.running, f"{f.oldest_wait_s:.1f} s", f.served_cost)
             for f in scheduler.flows
         ]
-        print_table(("tenant", "class", "queued", "running", "oldest wait", "served cost"), flows, empty="")
+        print_table(("tenant", "class", "queued", "running", "oldest wait", "weighted tokens served"), flows, empty="")
 
     _print_overload(scheduler.overload)
     if scheduler.neighbours:
         neighbours = [
-            (n.tenant_id, n.kind, n.worker_id or "all", ", ".join(f"{k} {v:.3g}" for k, v in n.evidence.items()))
+            (n.tenant_id, n.kind, n.worker_id or "all", ", ".join(f"{k} {_number(v)}" for k, v in n.evidence.items()))
             for n in scheduler.neighbours
         ]
         print_table(("noisy tenant", "how", "worker", "evidence"), neighbours, empty="")
+
+    if scheduler.kv:
+        kv = [(each.tenant_id, _mib(each.device_bytes), _mib(each.most_bytes)) for each in scheduler.kv]
+        print_table(("tenant's KV", "on devices", "most on one"), kv, empty="")
 
     _print_adapters(scheduler.adapters)
     if scheduler.setbacks:
@@ -65,20 +85,16 @@ def _print(status: ClusterStatus) -> None:
         ]
         print_table(_SETBACK_COLUMNS, setbacks, empty="")
 
-    if any(quota.level_tokens is not None for quota in scheduler.quotas):
-        quotas = [
-            (q.tenant_id, q.qos_class, q.requests, q.leased_tokens, q.settled_tokens, q.level_tokens)
-            for q in scheduler.quotas
-            if q.level_tokens is not None
-        ]
-        print_table(("tenant", "class", "requests", "leased", "settled", "tokens left"), quotas, empty="")
+    if scheduler.quotas:
+        print_table(_ACCOUNT_COLUMNS, [_account_row(q) for q in scheduler.quotas], empty="")
 
     if status.slos:
         print_table(_SLO_COLUMNS, [_slo_row(s) for s in status.slos], empty="")
     if status.circuits:
         print_table(_CIRCUIT_COLUMNS, [_circuit_row(c) for c in status.circuits], empty="")
-    if status.quarantined_prompts:
-        write(f"quarantined prompts  {status.quarantined_prompts}\n")
+    if status.quarantines:
+        quarantined = [(q.tenant_id, q.prompts, q.router_id or "-", f"{q.longest_s:.0f} s") for q in status.quarantines]
+        print_table(("tenant", "quarantined prompts", "router", "for another"), quarantined, empty="")
 
 
 def _print_adapters(tenants: tuple[TenantAdapters, ...]) -> None:
@@ -112,12 +128,23 @@ def _print_overload(overload: OverloadStatus) -> None:
     """Nothing, while nothing is given up and nothing was."""
     counted = [c for c in overload.classes if c.refused_by_routers or c.refused or c.shed or c.capped]
     if overload.level or overload.tenants:
-        write(f"overload   level {overload.level} of {LEVELS}, {overload.rung}\n")
-    if overload.level or overload.tenants or counted:
+        write(f"overload   level {overload.level} of {LEVELS}: {_gives_up(overload.rung)}\n")
+    if counted or (overload.classes and (overload.level or overload.tenants)):
         print_table(_OVERLOAD_COLUMNS, [_class_row(c) for c in overload.classes], empty="")
     if overload.tenants:
-        tenants = [(t.tenant_id, f"{t.demand_shares:.2g}", t.level, t.rung) for t in overload.tenants]
-        print_table(("tenant above its share", "shares", "own level", "rung"), tenants, empty="")
+        tenants = [(t.tenant_id, f"{t.demand_shares:.2g}", t.level, _gives_up(t.rung)) for t in overload.tenants]
+        print_table(
+            ("tenant above its share", "asks for, in shares", "own level", "what it gives up"), tenants, empty=""
+        )
+
+
+def _number(value: float) -> str:
+    """Three digits, and of large numbers all before the point."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _gives_up(rung: str) -> str:
+    return _GIVES_UP.get(rung, rung)  # a newer server may have others
 
 
 def _class_row(c: ClassOverload) -> tuple[object, ...]:
@@ -129,6 +156,11 @@ def _class_row(c: ClassOverload) -> tuple[object, ...]:
         c.shed,
         c.capped,
     )
+
+
+def _account_row(quota: QuotaStatus) -> tuple[object, ...]:
+    left = "no bucket" if quota.level_tokens is None else quota.level_tokens
+    return (quota.tenant_id, quota.qos_class, quota.requests, quota.leased_tokens, quota.settled_tokens, left)
 
 
 def _router(router: RouterStatus) -> str:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import io
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import typer
 import yaml
+from manylora_shared.errors import InvalidRequest
+from manylora_shared.policy import parse_policy
 
 from manylora.cli.output import EXIT_FAILED, Target, print_json, print_table, report, say, usage_error, write
-from manylora.client import Client, PolicyChange, RequestFailed
+from manylora.client import Client, FieldViolation, PolicyChange, RequestFailed
+
+_LINE = re.compile(r"^line ([0-9]+):")
 
 
 @dataclass(frozen=True)
 class PolicyDocument:
     """One document of a file, as it stands there, and where it begins."""
 
-    number: int
     first_line: int
     text: str
 
@@ -32,12 +38,11 @@ def split_documents(text: str) -> list[PolicyDocument]:
                 assert event.start_mark is not None
                 spans.append((event.start_mark.index, event.start_mark.line))
     except yaml.YAMLError:
-        return [PolicyDocument(1, 1, text)]
+        return [PolicyDocument(1, text)]
+    if not spans:
+        return []
     ends = [index for index, _ in spans[1:]] + [len(text)]
-    documents = [
-        PolicyDocument(number, line + 1, text[start:end])
-        for number, ((start, line), end) in enumerate(zip(spans, ends, strict=True), 1)
-    ]
+    documents = [PolicyDocument(line + 1, text[start:end]) for (start, line), end in zip(spans, ends, strict=True)]
     return [d for d in documents if not _is_empty(d.text)]
 
 
@@ -50,16 +55,28 @@ def _is_empty(text: str) -> bool:
 async def apply_documents(
     client: Client, source: str, text: str, expected_version: int | None = None
 ) -> list[dict[str, object]]:
-    """Applies all documents in order. A refusal ends it; its RequestFailed says which document of `source` it was."""
+    """Applies all documents in order. A refusal ends it; its RequestFailed says at which lines of `source`."""
     applied: list[dict[str, object]] = []
     documents = _documents(source, text)
     for document in documents:
         try:
             tenant_id, version = await client.tenants.apply(document.text, expected_version=expected_version)
         except RequestFailed as error:
-            raise _NotApplied(error, _place(source, document, documents), applied) from None
+            raise _NotApplied(error, source, document, applied) from None
         applied.append({"tenant_id": tenant_id, "version": version})
     return applied
+
+
+def check_documents(source: str, text: str) -> None:
+    """What can be known to be wrong without a server; raises as `apply_documents` would."""
+    for document in _documents(source, text):
+        try:
+            parse_policy(document.text)
+        except InvalidRequest as error:
+            refused = RequestFailed(
+                error.code.name, error.message, reason=error.label.upper(), violations=error.violations
+            )
+            raise _NotApplied(refused, source, document, []) from None
 
 
 def _documents(source: str, text: str) -> list[PolicyDocument]:
@@ -69,21 +86,22 @@ def _documents(source: str, text: str) -> list[PolicyDocument]:
     return documents
 
 
-def _place(source: str, document: PolicyDocument, documents: list[PolicyDocument]) -> str:
-    """Before the message of a refusal: which document it was. Lines in the message count from the document's first."""
-    return f"{source}: " if len(documents) == 1 else f"{source}, document from line {document.first_line}: "
+def _name_of(file: Path) -> str:
+    return "stdin" if str(file) == "-" else str(file)
 
 
 def read_file(file: Path) -> str:
     """The file's text, `-`: stdin's. Where it cannot be read, the command was called wrongly."""
     try:
-        return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        # stdin as bytes too: as text it takes what is no UTF-8, and that cannot be sent.
+        data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+        return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8").read()
     except (OSError, UnicodeDecodeError) as error:
-        raise usage_error(f"{file}: cannot be read: {error}") from None
+        raise usage_error(f"{_name_of(file)}: cannot be read: {error}") from None
 
 
 async def apply(target: Target, file: Path, expected_version: int | None, *, as_json: bool) -> None:
-    source = "stdin" if str(file) == "-" else str(file)
+    source = _name_of(file)
     text = read_file(file)
     if expected_version is not None and len(split_documents(text)) > 1:
         raise usage_error("--expect-version is for a file of one document")
@@ -100,7 +118,7 @@ async def apply(target: Target, file: Path, expected_version: int | None, *, as_
 
 async def diff(target: Target, file: Path, *, as_json: bool) -> None:
     """What `apply` would change, a unified diff for each tenant that it would. Nothing is changed."""
-    source = "stdin" if str(file) == "-" else str(file)
+    source = _name_of(file)
     documents = _documents(source, read_file(file))
     changes: list[PolicyChange] = []
     async with target.client() as client:
@@ -108,7 +126,7 @@ async def diff(target: Target, file: Path, *, as_json: bool) -> None:
             try:
                 changes.append(await client.tenants.diff(document.text))
             except RequestFailed as error:
-                raise _NotApplied(error, _place(source, document, documents), []) from None
+                raise _NotApplied(error, source, document, []) from None
     if as_json:
         print_json({"changes": [_change(change) for change in changes]})
         return
@@ -170,14 +188,48 @@ async def delete(target: Target, tenant_id: str, *, as_json: bool) -> None:
         write(f"{tenant_id}: removed, with {removed_adapters} adapters\n")
 
 
-class _NotApplied(RequestFailed):
-    """A refused document, and the tenants that were applied before it."""
+async def lift_quarantine(target: Target, tenant_id: str, *, as_json: bool) -> None:
+    """Fails where a router did not answer: it refuses them still."""
+    async with target.client() as client:
+        lifted = await client.tenants.lift_quarantine(tenant_id)
+    if as_json:
+        print_json({"tenant_id": tenant_id, **dataclasses.asdict(lifted)})
+    else:
+        write(f"{tenant_id}: {lifted.prompts} prompts out of quarantine\n")
+    if lifted.missed_router_ids:
+        say(f"not at {', '.join(lifted.missed_router_ids)}, which did not answer")
+        raise typer.Exit(EXIT_FAILED)
 
-    def __init__(self, error: RequestFailed, place: str, applied: list[dict[str, object]]) -> None:
+
+class _NotApplied(RequestFailed):
+    """A refused document, and the tenants that were applied before it. Its lines are those of the whole source."""
+
+    def __init__(
+        self, error: RequestFailed, source: str, document: PolicyDocument, applied: list[dict[str, object]]
+    ) -> None:
+        violations = [
+            FieldViolation(v.field, _line_in_source(v.description, document.first_line)) for v in error.violations
+        ]
+        place, message = source, error.message
+        if len(violations) == 1:
+            message = f"{violations[0].field}: {violations[0].description}"
+        elif violations:
+            message = f"{len(violations)} errors"
+        elif document.first_line > 1:  # no mistake in it: another version, no server
+            place = f"{source}, document from line {document.first_line}"
         super().__init__(
-            error.code, place + error.message, violations=error.violations, retry_after_s=error.retry_after_s
+            error.code,
+            f"{place}: {message}",
+            reason=error.reason,
+            violations=violations,
+            retry_after_s=error.retry_after_s,
         )
         self.applied = applied
+
+
+def _line_in_source(description: str, first_line: int) -> str:
+    """What is said of a document's line, of the source's line: a document is sent, and counted, from its own first."""
+    return _LINE.sub(lambda found: f"line {int(found[1]) + first_line - 1}:", description, count=1)
 
 
 def _show_applied(applied: list[dict[str, object]], *, as_json: bool) -> None:

@@ -22,7 +22,15 @@ from manylora_shared.transport.base import Channel, Method, Stream, Transport, m
 from manylora_shared.transport.grpc_transport import GrpcTransport
 
 from manylora.client.answers import Collector, Event, RequestFailed, Result, Sampling
-from manylora.client.cluster import AdapterInfo, ClusterStatus, KeyInfo, Models, PolicyChange, TenantInfo
+from manylora.client.cluster import (
+    AdapterInfo,
+    ClusterStatus,
+    KeyInfo,
+    LiftedQuarantine,
+    Models,
+    PolicyChange,
+    TenantInfo,
+)
 from manylora.client.credentials import find_key
 from manylora.client.folder import AdapterFolder
 from manylora.client.messages import (
@@ -30,6 +38,7 @@ from manylora.client.messages import (
     change_from,
     event_from,
     key_from,
+    lifted_from,
     models_from,
     status_from,
     tenant_from,
@@ -235,6 +244,11 @@ class Tenants:
         request = admin_pb2.DeleteTenantRequest(tenant_id=tenant_id)
         answer = await self._caller.call(_ADMIN["DeleteTenant"], request, timeout_s=timeout_s, repeatable=False)
         return int(answer.removed_adapters)
+
+    async def lift_quarantine(self, tenant_id: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> LiftedQuarantine:
+        """Lets all routers run the tenant's quarantined prompts again, as if no worker had failed at them."""
+        request = admin_pb2.LiftQuarantineRequest(tenant_id=tenant_id)
+        return lifted_from(await self._caller.call(_ADMIN["LiftQuarantine"], request, timeout_s=timeout_s))
 
 
 class Keys:

@@ -19,7 +19,9 @@ class RequestFailed(Exception):
     """A request that ended with a status other than OK.
 
     Attributes:
-        code: the status's name, e.g. "NOT_FOUND".
+        code: the status's name, e.g. "RESOURCE_EXHAUSTED".
+        reason: why, where several reasons have one code, e.g. "OVERLOADED" or "QUOTA_EXCEEDED" (the ErrorInfo of the
+            status); the code where the server gave none.
         violations: the fields at fault, where fields are.
         retry_after_s: when trying again may help; None where it cannot.
         breaches: the quotas at fault, where quotas are.
@@ -31,6 +33,7 @@ class RequestFailed(Exception):
         code: str,
         message: str,
         *,
+        reason: str = "",
         violations: Iterable[FieldViolation] = (),
         retry_after_s: float | None = None,
         breaches: Iterable[QuotaBreach] = (),
@@ -38,6 +41,7 @@ class RequestFailed(Exception):
     ) -> None:
         super().__init__(f"{code}: {message}")
         self.code = code
+        self.reason = reason or code
         self.message = message
         self.violations = tuple(violations)
         self.retry_after_s = retry_after_s
@@ -49,6 +53,7 @@ class RequestFailed(Exception):
         return cls(
             error.code.name,
             error.message,
+            reason=error.label.upper(),
             violations=error.violations,
             retry_after_s=error.retry_after_s,
             breaches=error.breaches,
@@ -58,11 +63,13 @@ class RequestFailed(Exception):
     def to_json(self) -> dict[str, Any]:
         told: dict[str, Any] = {
             "code": self.code,
+            "reason": self.reason,
             "message": self.message,
             "violations": [dataclasses.asdict(v) for v in self.violations],
         }
         if self.breaches:
             told["quotas"] = [dataclasses.asdict(b) for b in self.breaches]
+        if self.breaches or self.retry_after_s is not None:
             told["retry_after_s"] = self.retry_after_s
         return told
 

@@ -177,6 +177,16 @@ class TenantSetbacks:
 
 
 @dataclass(frozen=True)
+class TenantKv:
+    """KV memory that a tenant's sequences hold on the devices of connected workers. Quotas bound it on each worker."""
+
+    tenant_id: str
+    device_bytes: int
+    most_bytes: int
+    """On the worker where it has most."""
+
+
+@dataclass(frozen=True)
 class SchedulerStatus:
     reachable: bool
     address: str
@@ -185,6 +195,7 @@ class SchedulerStatus:
     quotas: tuple[QuotaStatus, ...]
     overload: OverloadStatus
     neighbours: tuple[NoisyNeighbour, ...]
+    kv: tuple[TenantKv, ...]
     adapters: tuple[TenantAdapters, ...]
     setbacks: tuple[TenantSetbacks, ...]
     """An operator alone sees them."""
@@ -257,6 +268,25 @@ class RouterStatus:
 
 
 @dataclass(frozen=True)
+class QuarantineStatus:
+    """A tenant's prompts that a router refuses because workers failed while they ran them."""
+
+    tenant_id: str
+    router_id: str
+    prompts: int
+    longest_s: float
+    """Until the last of them is let through again."""
+
+
+@dataclass(frozen=True)
+class LiftedQuarantine:
+    prompts: int
+    """That were quarantined; each router counts its own."""
+    missed_router_ids: tuple[str, ...]
+    """Routers that did not answer: there they stay."""
+
+
+@dataclass(frozen=True)
 class ClusterStatus:
     base_model: str
     scheduler: SchedulerStatus
@@ -267,3 +297,4 @@ class ClusterStatus:
     slos: tuple[SloStatus, ...]
     circuits: tuple[CircuitStatus, ...]
     quarantined_prompts: int
+    quarantines: tuple[QuarantineStatus, ...]

@@ -30,17 +30,20 @@ from manylora.client.cluster import (
     ClusterStatus,
     FlowStatus,
     KeyInfo,
+    LiftedQuarantine,
     Models,
     NoisyNeighbour,
     OverloadStatus,
     PinStatus,
     PolicyChange,
+    QuarantineStatus,
     QuotaStatus,
     RouterStatus,
     SchedulerStatus,
     SloStatus,
     TenantAdapters,
     TenantInfo,
+    TenantKv,
     TenantOverload,
     TenantSetbacks,
     WorkerStatus,
@@ -87,6 +90,7 @@ def status_from(message: admin_pb2.GetStatusResponse) -> ClusterStatus:
                 _scalars(NoisyNeighbour, n, evidence=dict(sorted(n.evidence.items())))
                 for n in message.scheduler.neighbours
             ),
+            kv=tuple(_scalars(TenantKv, kv) for kv in message.scheduler.kv),
             adapters=tuple(
                 _scalars(TenantAdapters, a, pins=tuple(_scalars(PinStatus, pin) for pin in a.pins))
                 for a in message.scheduler.adapters
@@ -97,6 +101,7 @@ def status_from(message: admin_pb2.GetStatusResponse) -> ClusterStatus:
         routers=tuple(_scalars(RouterStatus, r) for r in message.routers),
         slos=tuple(_slo_from(s) for s in message.slos),
         circuits=tuple(_scalars(CircuitStatus, c) for c in message.circuits),
+        quarantines=tuple(_scalars(QuarantineStatus, q) for q in message.quarantines),
     )
 
 
@@ -127,6 +132,10 @@ def _slo_from(message: admin_pb2.SloStatus) -> SloStatus:
     }
     qos_class = _enum_name(common_pb2.QosClass.DESCRIPTOR, message.qos_class, "QOS_CLASS_")
     return _scalars(SloStatus, message, qos_class=qos_class, **given)
+
+
+def lifted_from(message: admin_pb2.LiftQuarantineResponse) -> LiftedQuarantine:
+    return _scalars(LiftedQuarantine, message, missed_router_ids=tuple(message.missed_router_ids))
 
 
 def change_from(message: admin_pb2.ApplyTenantResponse) -> PolicyChange:

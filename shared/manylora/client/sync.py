@@ -13,7 +13,15 @@ from manylora_shared.transport.base import Transport
 
 from manylora.client.aio import DEFAULT_SERVER, DEFAULT_TIMEOUT_S, Client, GenerateStream, Progress, Prompt
 from manylora.client.answers import Event, Result
-from manylora.client.cluster import AdapterInfo, ClusterStatus, KeyInfo, Models, PolicyChange, TenantInfo
+from manylora.client.cluster import (
+    AdapterInfo,
+    ClusterStatus,
+    KeyInfo,
+    LiftedQuarantine,
+    Models,
+    PolicyChange,
+    TenantInfo,
+)
 from manylora.client.retry import DEFAULT_RETRY, RetryPolicy
 
 T = TypeVar("T")
@@ -108,6 +116,9 @@ class SyncTenants:
 
     def delete(self, tenant_id: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
         return self._thread.run(self._tenants.delete(tenant_id, timeout_s=timeout_s))
+
+    def lift_quarantine(self, tenant_id: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> LiftedQuarantine:
+        return self._thread.run(self._tenants.lift_quarantine(tenant_id, timeout_s=timeout_s))
 
 
 class SyncKeys:

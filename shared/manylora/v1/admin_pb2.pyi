@@ -207,6 +207,22 @@ class AdapterInfo(_message.Message):
     created_unix_s: float
     def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., max_lora_rank: _Optional[int] = ..., size_bytes: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., created_unix_s: _Optional[float] = ...) -> None: ...
 
+class LiftQuarantineRequest(_message.Message):
+    __slots__ = ("tenant_id", "local_only")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_ONLY_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    local_only: bool
+    def __init__(self, tenant_id: _Optional[str] = ..., local_only: _Optional[bool] = ...) -> None: ...
+
+class LiftQuarantineResponse(_message.Message):
+    __slots__ = ("prompts", "missed_router_ids")
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    MISSED_ROUTER_IDS_FIELD_NUMBER: _ClassVar[int]
+    prompts: int
+    missed_router_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, prompts: _Optional[int] = ..., missed_router_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ("local_only",)
     LOCAL_ONLY_FIELD_NUMBER: _ClassVar[int]
@@ -214,7 +230,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self, local_only: _Optional[bool] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("base_model", "scheduler", "workers", "routers", "tenants", "adapters", "slos", "slo_counts", "circuits", "quarantined_prompts")
+    __slots__ = ("base_model", "scheduler", "workers", "routers", "tenants", "adapters", "slos", "slo_counts", "circuits", "quarantined_prompts", "quarantines")
     BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -225,6 +241,7 @@ class GetStatusResponse(_message.Message):
     SLO_COUNTS_FIELD_NUMBER: _ClassVar[int]
     CIRCUITS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINES_FIELD_NUMBER: _ClassVar[int]
     base_model: str
     scheduler: SchedulerStatus
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
@@ -235,7 +252,20 @@ class GetStatusResponse(_message.Message):
     slo_counts: _containers.RepeatedCompositeFieldContainer[SloCounts]
     circuits: _containers.RepeatedCompositeFieldContainer[CircuitStatus]
     quarantined_prompts: int
-    def __init__(self, base_model: _Optional[str] = ..., scheduler: _Optional[_Union[SchedulerStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., routers: _Optional[_Iterable[_Union[RouterStatus, _Mapping]]] = ..., tenants: _Optional[int] = ..., adapters: _Optional[int] = ..., slos: _Optional[_Iterable[_Union[SloStatus, _Mapping]]] = ..., slo_counts: _Optional[_Iterable[_Union[SloCounts, _Mapping]]] = ..., circuits: _Optional[_Iterable[_Union[CircuitStatus, _Mapping]]] = ..., quarantined_prompts: _Optional[int] = ...) -> None: ...
+    quarantines: _containers.RepeatedCompositeFieldContainer[QuarantineStatus]
+    def __init__(self, base_model: _Optional[str] = ..., scheduler: _Optional[_Union[SchedulerStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., routers: _Optional[_Iterable[_Union[RouterStatus, _Mapping]]] = ..., tenants: _Optional[int] = ..., adapters: _Optional[int] = ..., slos: _Optional[_Iterable[_Union[SloStatus, _Mapping]]] = ..., slo_counts: _Optional[_Iterable[_Union[SloCounts, _Mapping]]] = ..., circuits: _Optional[_Iterable[_Union[CircuitStatus, _Mapping]]] = ..., quarantined_prompts: _Optional[int] = ..., quarantines: _Optional[_Iterable[_Union[QuarantineStatus, _Mapping]]] = ...) -> None: ...
+
+class QuarantineStatus(_message.Message):
+    __slots__ = ("tenant_id", "router_id", "prompts", "longest_s")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_S_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    router_id: str
+    prompts: int
+    longest_s: float
+    def __init__(self, tenant_id: _Optional[str] = ..., router_id: _Optional[str] = ..., prompts: _Optional[int] = ..., longest_s: _Optional[float] = ...) -> None: ...
 
 class SloStatus(_message.Message):
     __slots__ = ("tenant_id", "qos_class", "requests", "failed", "availability", "availability_target", "error_budget", "measured", "ttft_p50_ms", "ttft_p95_ms", "ttft_p99_ms", "ttft_p95_target_ms", "ttft_met", "tpot_p50_ms", "tpot_p95_ms")
@@ -324,7 +354,7 @@ class CircuitStatus(_message.Message):
     def __init__(self, tenant_id: _Optional[str] = ..., whole_tenant: _Optional[bool] = ..., adapter_version: _Optional[str] = ..., router_id: _Optional[str] = ..., half_open: _Optional[bool] = ..., retry_after_s: _Optional[float] = ..., openings: _Optional[int] = ...) -> None: ...
 
 class SchedulerStatus(_message.Message):
-    __slots__ = ("reachable", "address", "epoch", "flows", "quotas", "overload", "neighbours", "adapters", "setbacks")
+    __slots__ = ("reachable", "address", "epoch", "flows", "quotas", "overload", "neighbours", "adapters", "setbacks", "kv")
     REACHABLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -334,6 +364,7 @@ class SchedulerStatus(_message.Message):
     NEIGHBOURS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     SETBACKS_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
     reachable: bool
     address: str
     epoch: int
@@ -343,7 +374,18 @@ class SchedulerStatus(_message.Message):
     neighbours: _containers.RepeatedCompositeFieldContainer[NoisyNeighbour]
     adapters: _containers.RepeatedCompositeFieldContainer[TenantAdapters]
     setbacks: _containers.RepeatedCompositeFieldContainer[TenantSetbacks]
-    def __init__(self, reachable: _Optional[bool] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowStatus, _Mapping]]] = ..., quotas: _Optional[_Iterable[_Union[QuotaStatus, _Mapping]]] = ..., overload: _Optional[_Union[OverloadStatus, _Mapping]] = ..., neighbours: _Optional[_Iterable[_Union[NoisyNeighbour, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[TenantAdapters, _Mapping]]] = ..., setbacks: _Optional[_Iterable[_Union[TenantSetbacks, _Mapping]]] = ...) -> None: ...
+    kv: _containers.RepeatedCompositeFieldContainer[TenantKv]
+    def __init__(self, reachable: _Optional[bool] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowStatus, _Mapping]]] = ..., quotas: _Optional[_Iterable[_Union[QuotaStatus, _Mapping]]] = ..., overload: _Optional[_Union[OverloadStatus, _Mapping]] = ..., neighbours: _Optional[_Iterable[_Union[NoisyNeighbour, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[TenantAdapters, _Mapping]]] = ..., setbacks: _Optional[_Iterable[_Union[TenantSetbacks, _Mapping]]] = ..., kv: _Optional[_Iterable[_Union[TenantKv, _Mapping]]] = ...) -> None: ...
+
+class TenantKv(_message.Message):
+    __slots__ = ("tenant_id", "device_bytes", "most_bytes")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    device_bytes: int
+    most_bytes: int
+    def __init__(self, tenant_id: _Optional[str] = ..., device_bytes: _Optional[int] = ..., most_bytes: _Optional[int] = ...) -> None: ...
 
 class TenantAdapters(_message.Message):
     __slots__ = ("tenant_id", "device_bytes", "host_bytes", "evictions", "displaced", "pins")

@@ -84,6 +84,11 @@ class AdminServiceStub:
                 request_serializer=manylora_dot_v1_dot_admin__pb2.RevokeKeyRequest.SerializeToString,
                 response_deserializer=manylora_dot_v1_dot_admin__pb2.RevokeKeyResponse.FromString,
                 _registered_method=True)
+        self.LiftQuarantine = channel.unary_unary(
+                '/manylora.v1.AdminService/LiftQuarantine',
+                request_serializer=manylora_dot_v1_dot_admin__pb2.LiftQuarantineRequest.SerializeToString,
+                response_deserializer=manylora_dot_v1_dot_admin__pb2.LiftQuarantineResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/manylora.v1.AdminService/GetStatus',
                 request_serializer=manylora_dot_v1_dot_admin__pb2.GetStatusRequest.SerializeToString,
@@ -160,6 +165,13 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LiftQuarantine(self, request, context):
+        """Lets every router run a tenant's quarantined prompts again, as if no worker had failed at them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """An operator's key sees the cluster; a key of a tenant sees its own flows and counts alone.
         """
@@ -219,6 +231,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.RevokeKey,
                     request_deserializer=manylora_dot_v1_dot_admin__pb2.RevokeKeyRequest.FromString,
                     response_serializer=manylora_dot_v1_dot_admin__pb2.RevokeKeyResponse.SerializeToString,
+            ),
+            'LiftQuarantine': grpc.unary_unary_rpc_method_handler(
+                    servicer.LiftQuarantine,
+                    request_deserializer=manylora_dot_v1_dot_admin__pb2.LiftQuarantineRequest.FromString,
+                    response_serializer=manylora_dot_v1_dot_admin__pb2.LiftQuarantineResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -496,6 +513,33 @@ class AdminService:
             '/manylora.v1.AdminService/RevokeKey',
             manylora_dot_v1_dot_admin__pb2.RevokeKeyRequest.SerializeToString,
             manylora_dot_v1_dot_admin__pb2.RevokeKeyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LiftQuarantine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/manylora.v1.AdminService/LiftQuarantine',
+            manylora_dot_v1_dot_admin__pb2.LiftQuarantineRequest.SerializeToString,
+            manylora_dot_v1_dot_admin__pb2.LiftQuarantineResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,7 +32,8 @@ class SpanName:
 
 
 class MetricName:
-    """Metric names. None has a tenant among its attributes: who it was stands in the status."""
+    """Metric names. None has a tenant among its attributes (who it was stands in the status) but the SLO_ ones: these
+    have TENANT_ID and QOS_CLASS of flows whose policy has a target, of a bounded number."""
 
     OVERLOAD_LEVEL = "manylora.overload.level"
     """Scheduler, gauge: what the cluster gives up, 0 (nothing) to 128."""
@@ -57,6 +58,22 @@ class MetricName:
     or for another's (displaced)."""
     UNMET_PINS = "manylora.unmet_pins"
     """Scheduler, gauge: pins that are not on a connected worker's device, summed over the workers."""
+
+    SLO_REQUESTS = "manylora.slo.requests"
+    """Router, counter by VERDICT (good, bad): requests that count for availability. Over any time, what is left of the
+    error budget is 1 - bad / ((1 - target) * (good + bad))."""
+    SLO_AVAILABILITY_TARGET = "manylora.slo.availability_target"
+    """Router, gauge: classes.*.slo.availability, as it stood when the last request ended."""
+    SLO_FIRST_TOKENS = "manylora.slo.first_tokens"
+    """Router, counter by VERDICT (in_time, late): first tokens within the ttft_p95_ms of their time, and after it."""
+    SLO_TTFT = "manylora.slo.ttft_ms"
+    """Router, histogram: times to the first token."""
+    SLO_TPOT = "manylora.slo.tpot_ms"
+    """Router, histogram: times per output token, the mean of each completed request."""
+    CIRCUITS = "manylora.circuits"
+    """Router, gauge by KIND (open, half_open): circuits of tenants and adapters that are not closed."""
+    QUARANTINED_PROMPTS = "manylora.quarantined_prompts"
+    """Router, gauge."""
 
 
 class Attribute:
@@ -86,7 +103,9 @@ class Attribute:
     STAGE = "manylora.stage"
     """Of OVERLOAD_GIVEN_UP: router, admission, queue or output."""
     KIND = "manylora.kind"
-    """Of NOISY_NEIGHBOURS: the detector."""
+    """Of NOISY_NEIGHBOURS: the detector. Of ADAPTER_EVICTIONS: for whom. Of CIRCUITS: open or half_open."""
+    VERDICT = "manylora.verdict"
+    """Of SLO_REQUESTS: good or bad. Of SLO_FIRST_TOKENS: in_time or late."""
     DIRECTION = "manylora.direction"
     """Of KV_SWAPS and KV_SWAPPED_BYTES: out or in."""
     KV_SWAPPED = "manylora.kv.swapped"

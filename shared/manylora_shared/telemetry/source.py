@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from opentelemetry.metrics import Counter
+from opentelemetry.metrics import Counter, Histogram
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricReader, NumberDataPoint
+from opentelemetry.sdk.metrics.export import HistogramDataPoint, InMemoryMetricReader, MetricReader, NumberDataPoint
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
@@ -21,6 +21,8 @@ from manylora_shared.telemetry.names import Attributes, AttributeValue
 from manylora_shared.telemetry.spans import LiveSpan, NullSpan, Span, context_of
 
 _FLUSH_TIMEOUT_MS = 3000
+_BUCKETS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 30_000, 60_000)
+"""Upper bounds of every histogram's buckets."""
 
 
 class Telemetry:
@@ -72,6 +74,7 @@ class Telemetry:
         self._reader = reader
         self._gauges: dict[str, Any] = {}  # the API's type of synchronous gauges has no public name
         self._counters: dict[str, Counter] = {}
+        self._histograms: dict[str, Histogram] = {}
         if not processors:
             return
         resource = {"service.name": f"manylora-{service}", "service.namespace": "manylora"}
@@ -150,8 +153,17 @@ class Telemetry:
                 self._counters[name] = self._meter.create_counter(name)
             self._counters[name].add(amount, attributes)
 
+    def histogram(self, name: str, duration_ms: float, attributes: Attributes | None = None) -> None:
+        """Adds a duration to a histogram; arguments as for `gauge`."""
+        if self._meters is not None:
+            if name not in self._histograms:
+                self._histograms[name] = self._meter.create_histogram(
+                    name, unit="ms", explicit_bucket_boundaries_advisory=_BUCKETS_MS
+                )
+            self._histograms[name].record(duration_ms, attributes)
+
     def recorded_metrics(self) -> dict[tuple[str, frozenset[tuple[str, AttributeValue]]], float]:
-        """The metrics of a `recording` telemetry as they stand, by name and attributes."""
+        """The metrics of a `recording` telemetry as they stand, by name and attributes; of a histogram its sum."""
         assert isinstance(self._reader, InMemoryMetricReader), "this telemetry does not record"
         data = self._reader.get_metrics_data()
         found: dict[tuple[str, frozenset[tuple[str, AttributeValue]]], float] = {}
@@ -160,8 +172,9 @@ class Telemetry:
                 for metric in scope.metrics:
                     for point in metric.data.data_points:
                         attributes: Any = dict(point.attributes or {})
-                        assert isinstance(point, NumberDataPoint)
-                        found[metric.name, frozenset(attributes.items())] = point.value
+                        assert isinstance(point, NumberDataPoint | HistogramDataPoint)
+                        value = point.value if isinstance(point, NumberDataPoint) else point.sum
+                        found[metric.name, frozenset(attributes.items())] = value
         return found
 
     def recorded(self) -> list[dict[str, Any]]:

@@ -58,7 +58,8 @@ class ServerCall(Protocol):
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """Request metadata, keys in lower case; of a repeated key the first value. Binary (-bin) keys are left out."""
+        """Request metadata, keys in lower case; the values of a repeated key as one, joined by `, ` (RFC 9110, 5.3), so
+        that nothing is taken from one of them while somebody else reads another. Binary (-bin) keys are left out."""
 
     @property
     def peer(self) -> str: ...

@@ -117,7 +117,7 @@ class _ServerCall:
             found: dict[str, str] = {}
             for key, value in self._context.invocation_metadata() or ():
                 if isinstance(value, str):
-                    found.setdefault(key, value)
+                    found[key] = f"{found[key]}, {value}" if key in found else value
             self._metadata = found
         return self._metadata
 

@@ -1,0 +1,66 @@
+"""What a router's metrics say: how flows are served that were promised something, and what is refused because it kept
+failing.
+
+Owns which flows have been named. Requests are counted as they end, so sums over routers, and rates over any time, are
+right. Only flows with a target under `slo` are named, by tenant and class, and MAX_FLOWS of them at most: each name
+costs the receiver a series for as long as this process lives. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from manylora_shared.policy import Slo
+from manylora_shared.slo import Flow, Verdict
+from manylora_shared.telemetry import Attribute, MetricName, Telemetry
+
+from manylora_router.breaker import CircuitState
+
+MAX_FLOWS = 1_000
+"""That are named; requests of others with a target are counted in one series without a tenant."""
+RECORD_S = 5.0
+"""Between two looks at circuits and quarantined prompts."""
+
+
+class RouterMetrics:
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+        self._named: set[Flow] = set()
+
+    @property
+    def has_readers(self) -> bool:
+        return self._telemetry.has_metrics
+
+    def ended(
+        self, flow: Flow, verdict: Verdict, *, ttft_ms: float | None, tpot_ms: float | None, slo: Slo | None
+    ) -> None:
+        """A request has ended; arguments as for SloTracker.ended."""
+        telemetry = self._telemetry
+        if slo is None or not telemetry.has_metrics:
+            return
+        labels = self._labels(flow)
+        if verdict is not Verdict.EXCUSED:
+            telemetry.count(MetricName.SLO_REQUESTS, 1, {**labels, Attribute.VERDICT: verdict.value})
+            if slo.availability is not None:
+                telemetry.gauge(MetricName.SLO_AVAILABILITY_TARGET, slo.availability, labels)
+        if ttft_ms is not None:
+            telemetry.histogram(MetricName.SLO_TTFT, ttft_ms, labels)
+            if slo.ttft_p95_ms is not None:
+                in_time = "late" if ttft_ms > slo.ttft_p95_ms else "in_time"
+                telemetry.count(MetricName.SLO_FIRST_TOKENS, 1, {**labels, Attribute.VERDICT: in_time})
+        if tpot_ms is not None:
+            telemetry.histogram(MetricName.SLO_TPOT, tpot_ms, labels)
+
+    def refusing(self, circuits: Sequence[CircuitState], num_quarantined: int) -> None:
+        """What this router refuses now."""
+        half_open = sum(state.is_half_open for state in circuits)
+        for kind, count in (("open", len(circuits) - half_open), ("half_open", half_open)):
+            self._telemetry.gauge(MetricName.CIRCUITS, count, {Attribute.KIND: kind})
+        self._telemetry.gauge(MetricName.QUARANTINED_PROMPTS, num_quarantined)
+
+    def _labels(self, flow: Flow) -> dict[str, str]:
+        if flow not in self._named:
+            if len(self._named) >= MAX_FLOWS:
+                return {}
+            self._named.add(flow)
+        return {Attribute.TENANT_ID: flow[0], Attribute.QOS_CLASS: flow[1].value}
