@@ -329,7 +329,9 @@ class FairQueue(Generic[F, I]):
 
     # ---- counters
 
-    def count(self, source: str, totals: Mapping[F, int], share_of: Callable[[F], Share]) -> list[tuple[F, int]]:
+    def count(
+        self, source: str, totals: Mapping[F, int], share_of: Callable[[F], Share], *, are_all: bool = False
+    ) -> list[tuple[F, int]]:
         """Settles what a source's cumulative counters grew by; returns (flow, cost) for each that grew.
 
         Counters are of the whole life of one process. One that fell back is a new process's, and then all of the
@@ -337,10 +339,15 @@ class FairQueue(Generic[F, I]):
 
         Args:
             share_of: asked for each flow that grew, and in force from then on.
+            are_all: `totals` has all of the source's counters, and one that is missing fell back to zero. A process
+                begins with these: told later, one flow at a time, a new process would pass for the old one where its
+                counters are past the old one's, and be charged twice once another flow's are not.
         """
         counted = self._counted.get(source)
         if counted is None:
             counted = self._counted[source] = {}
+        elif are_all and any(totals.get(flow, 0) < total for flow, total in counted.items()):
+            counted.clear()
         grown: list[tuple[F, int]] = []
         for flow, total in totals.items():
             cost = total - counted.get(flow, 0)

@@ -113,6 +113,8 @@ class Faults:
         one, other = self._pair()
         self._cluster.network.partition(one, other, both_ways=self._rng.random() < 0.5)
         await self._later(5.0)
+        if self._rng.random() < 0.5:
+            self._cluster.network.drop_connections(one, other)  # and what was held up between them is lost
         self._cluster.network.heal()
 
     async def _reset_connections(self) -> None:

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from manylora.v1 import common_pb2
 from manylora_router.app import RouterApp
 from manylora_scheduler.app import SchedulerApp
+from manylora_scheduler.request import FlowKey
+from manylora_scheduler.term import Term
+from manylora_shared.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 from manylora_shared.errors import Code
-from manylora_shared.ids import TenantId
+from manylora_shared.ids import QosClass, TenantId
 from manylora_worker.app import WorkerApp
 
 from tests.sim.cluster import BROKEN_ADAPTER, LEAVING_ADAPTER, NUM_BLOCKS, TENANTS, Cluster, Engine
@@ -81,6 +84,11 @@ def check_call(call: Call) -> None:
 _BEFORE_THE_ADAPTER = (common_pb2.OUTCOME_DEADLINE_EXCEEDED, common_pb2.OUTCOME_WORKER_LOST)
 
 
+def is_cut_by_deadline(call: Call) -> bool:
+    """It was told by its router, and not by the caller's own clock alone."""
+    return call.finished is not None and call.finished.outcome == common_pb2.OUTCOME_DEADLINE_EXCEEDED
+
+
 def check_contract(calls: Sequence[Call], *, rate: int, burst: int, since: float) -> int:
     """What the callers of one flow got never passes burst + rate * t. Returns how much it was in all."""
     total = 0
@@ -131,11 +139,12 @@ def _check_complete(call: Call) -> None:
     assert [end.choice for end in finished.choices] == list(range(call.n)), call.describe()
     for end in finished.choices:
         tokens, reference = call.tokens_of(end.choice), call.reference(end.choice)
+        text = call.reference_text(end.choice)
         if end.HasField("stop_string"):
             assert end.stop_string == call.stop
-            text = "".join(f.delta.text for f in call.frames if f.HasField("delta") and f.delta.choice == end.choice)
-            assert call.stop not in text, f"the stop string is in the text: {call.describe()}"
+            text = text[: text.index(call.stop)]
         else:
+            assert not call.stop or call.stop not in text, f"a stop string was missed: {call.describe()}"
             assert tokens == reference, f"choice {end.choice} is not whole: {call.describe()}"
             reason = (
                 common_pb2.FINISH_REASON_LENGTH
@@ -143,6 +152,7 @@ def _check_complete(call: Call) -> None:
                 else common_pb2.FINISH_REASON_STOP
             )
             assert end.finish_reason == reason, call.describe()
+        assert call.text_of(end.choice) == text, f"wrong text in choice {end.choice}: {call.describe()}"
 
 
 def check_engines(cluster: Cluster) -> None:
@@ -174,6 +184,7 @@ def check_at_rest(cluster: Cluster) -> None:
                 app.term.core.check_invariants()
                 app.term.quotas.authority.check_invariants()
                 assert all(w.connected and not w.used_sequences for w in app.term.core.workers)
+                _check_counted(cluster, app.term)
         else:
             assert isinstance(app, WorkerApp)
             engine = _engine_of(cluster, app)
@@ -184,7 +195,40 @@ def check_at_rest(cluster: Cluster) -> None:
             assert not engine.runtime.view.running
             engine.core.check_invariants()
             _check_pins(cluster, engine)
+    _check_policies(cluster)
     assert cluster.network.open_calls == num_workers + num_routers, "one control stream a worker, one line a router"
+
+
+def _check_counted(cluster: Cluster, term: Term) -> None:
+    """What the leader has charged for each worker's work is what the worker did, whatever streams broke in between."""
+    for process in cluster.processes.values():
+        if isinstance(process.app, WorkerApp):
+            did = {
+                flow: PROMPT_TOKEN_COST * tokens.prompt_tokens + OUTPUT_TOKEN_COST * tokens.output_tokens
+                for flow, tokens in process.app._runtime.view.flows.items()
+            }
+            counted = term.core._queue._counted.get(process.name, {})
+            assert counted == {flow: cost for flow, cost in did.items() if cost}, (
+                f"{process.name}: {set(counted.items()) ^ set(did.items())}"
+            )
+
+
+def _check_policies(cluster: Cluster) -> None:
+    """Every process goes by the policies as they were put last."""
+    for tenant, policy in cluster.policies.items():
+        for qos_class in QosClass:
+            flow, weight = FlowKey(TenantId(tenant), qos_class), policy.weight(qos_class)
+            for process in cluster.processes.values():
+                app = process.app
+                known: int | None = None
+                if isinstance(app, RouterApp):
+                    found = app.directory.policy_of(flow.tenant_id)
+                    known = found.weight(qos_class) if found is not None else 0
+                elif isinstance(app, WorkerApp):
+                    known = app._runtime._core._shares.weight(flow)
+                elif app is not None and app.term is not None and tenant in app.term._known_tenants:
+                    known = app.term.core.weight_of(flow)
+                assert known in (None, weight), f"{process.name} gives {flow} a weight of {known}, not {weight}"
 
 
 def _check_pins(cluster: Cluster, engine: Engine) -> None:

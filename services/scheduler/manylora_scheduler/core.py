@@ -381,7 +381,7 @@ class Core:
             elif ticket.phase is not RUNNING:
                 ticket.phase = RUNNING
                 self._moments.cancel(ticket)
-        if report.flows:
+        if report.flows or report.snapshot:
             self._settle(worker, report)
         ended: Iterable[RequestId] = report.finished
         if report.snapshot:
@@ -416,7 +416,7 @@ class Core:
         for flow, (prompt_tokens, output_tokens) in report.flows.items():  # mostly one: not worth a comprehension
             totals[flow] = PROMPT_TOKEN_COST * prompt_tokens + OUTPUT_TOKEN_COST * output_tokens
         if worker.has_reported or self._succession.first_report(worker.worker_id, totals):
-            for flow, cost in self._queue.count(worker.worker_id, totals, flows.share):
+            for flow, cost in self._queue.count(worker.worker_id, totals, flows.share, are_all=report.snapshot):
                 flows.known(flow).served_cost += cost
 
     def _end_ticket(self, ticket: Ticket) -> None:
