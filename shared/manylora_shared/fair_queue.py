@@ -339,14 +339,12 @@ class FairQueue(Generic[F, I]):
 
         Args:
             share_of: asked for each flow that grew, and in force from then on.
-            are_all: `totals` has all of the source's counters, and one that is missing fell back to zero. A process
-                begins with these: told later, one flow at a time, a new process would pass for the old one where its
-                counters are past the old one's, and be charged twice once another flow's are not.
+            are_all: whether `totals` are all that the source has, so that a counter that is missing fell back to zero.
         """
         counted = self._counted.get(source)
         if counted is None:
             counted = self._counted[source] = {}
-        elif are_all and any(totals.get(flow, 0) < total for flow, total in counted.items()):
+        elif are_all and any(before > totals.get(flow, 0) for flow, before in counted.items()):
             counted.clear()
         grown: list[tuple[F, int]] = []
         for flow, total in totals.items():

@@ -273,30 +273,6 @@ def test_a_worker_that_only_lost_its_lease_is_charged_for_what_it_did_meanwhile(
     assert desk.core.flow_views()[0].served_cost == 10 + 2 * 25, "a new process, of which nothing is known"
 
 
-def test_a_worker_that_restarts_while_nobody_leads_is_charged_for_its_own_work_alone() -> None:
-    """Found by the simulation: what a restarted worker reported was taken for its predecessor's, as far as it went, and
-    charged once more when another flow's counters fell back."""
-    old, acme, bolt = Desk(), flow("acme"), flow("bolt")
-    old.worker("w0", slots=1)
-    old.report("w0", slots=1, flows={acme: FlowTokens(100, 0), bolt: FlowTokens(100, 0)})
-    new = Desk(predecessor=old.core.clock_snapshot())
-    new.worker("w0", slots=1, flows={acme: FlowTokens(120, 0)})
-    new.report("w0", slots=1, flows={bolt: FlowTokens(10, 0)})
-    new.report("w0", slots=1, flows={acme: FlowTokens(121, 0)})
-    assert new.core._flows.served_cost(acme) == 121
-    assert new.core._flows.served_cost(bolt) == 10
-
-
-def test_a_worker_that_restarts_idle_while_nobody_leads_is_charged_for_all_that_it_does() -> None:
-    old, acme = Desk(), flow("acme")
-    old.worker("w0", slots=1)
-    old.report("w0", slots=1, flows={acme: FlowTokens(100, 0)})
-    new = Desk(predecessor=old.core.clock_snapshot())
-    new.worker("w0", slots=1)
-    new.report("w0", slots=1, flows={acme: FlowTokens(120, 0)})
-    assert new.core._flows.served_cost(acme) == 120
-
-
 # ---- in the store
 
 

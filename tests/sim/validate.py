@@ -208,9 +208,8 @@ def _check_counted(cluster: Cluster, term: Term) -> None:
                 for flow, tokens in process.app._runtime.view.flows.items()
             }
             counted = term.core._queue._counted.get(process.name, {})
-            assert counted == {flow: cost for flow, cost in did.items() if cost}, (
-                f"{process.name}: {set(counted.items()) ^ set(did.items())}"
-            )
+            did = {flow: cost for flow, cost in did.items() if cost}
+            assert counted == did, f"{process.name} did {did}, the leader counted {counted}"
 
 
 def _check_policies(cluster: Cluster) -> None:

@@ -83,6 +83,10 @@ class MemoryNetwork:
         """Ends all partitions. What is in transit and not given up arrives."""
         self.wire.heal()
 
+    def heal_between(self, one: str, other: str) -> None:
+        """Ends those between two nodes, in both directions."""
+        self.wire.heal_between(one, other)
+
     def drop_connections(self, one: str, other: str) -> None:
         """Breaks every call between two nodes: both ends notice at once."""
         self.wire.drop_connections(one, other)
