@@ -49,7 +49,7 @@ sim: $(STAMP) ## the whole cluster simulated under faults, on all cores: make si
 	@$(BIN)/python -m pytest -q -n logical --dist worksteal tests/sim --sim-seeds $(SEEDS)
 
 mutants: $(STAMP) ## planted bugs: the simulation finds every one of them, on all cores
-	@$(BIN)/python -m pytest -q -n logical --dist worksteal -m mutants tests/sim/test_mutants.py
+	@$(BIN)/python -m pytest -q -n logical --dist worksteal -m mutants --show-capture=stdout tests/sim/test_mutants.py
 
 kernels: $(STAMP) ## the GPU's kernels on the CPU: Triton's in its interpreter, CUDA's as C++ (installs Triton)
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt triton

@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from manylora_router.choices import Choices
 from manylora_router.directory import Directory
 from manylora_router.execution import Execution
 from manylora_router.scheduler_client import SchedulerClient
@@ -25,9 +24,7 @@ from manylora_router.text import StopStringMatcher
 from manylora_router.token_lease import TokenLease
 from manylora_router.worker_stream import WorkerStream
 from manylora_scheduler.app import SchedulerApp
-from manylora_scheduler.clock_keeper import ClockKeeper
 from manylora_scheduler.core import Core
-from manylora_scheduler.events import RouterConnected, RouterDisconnected
 from manylora_scheduler.quota import QuotaAuthority
 from manylora_scheduler.term import Term
 from manylora_shared.coordination.session import Election, LeaseSession, Mirror
@@ -42,13 +39,9 @@ from manylora_worker.engine.block_tables import BlockTables
 from manylora_worker.engine.endings import Endings
 from manylora_worker.engine.parking import Parking
 from manylora_worker.engine.prefix_cache import PrefixCache, PrefixKeys
-from manylora_worker.engine.prefixes import Prefixes
-from manylora_worker.engine.request_table import RequestTable
 from manylora_worker.engine.swapping import Swapper
 from manylora_worker.engine.tenant_shares import TenantShares
 from manylora_worker.runtime import Runtime
-from manylora_worker.servicer import WorkerServicer
-from manylora_worker.tenants import TenantWatch
 
 Make = Callable[[Any], Any]
 
@@ -125,7 +118,12 @@ IDENTITY = Mutant(
 
 
 @mutant(
-    "frames", "rest-of-a-message-lost", TokenLease, "cover", "what a lease did not cover of a message never goes on"
+    "frames",
+    "rest-of-a-message-lost",
+    TokenLease,
+    "cover",
+    "what a lease did not cover of a message never goes on",
+    first=(0,),
 )
 def _rest_lost(original: Any) -> Any:
     async def cover(self: Any, read: Any, most_tokens: int) -> Any:
@@ -142,6 +140,7 @@ def _rest_lost(original: Any) -> Any:
     Execution,
     "_finish",
     "behind text that was held back, the last frame has its number",
+    first=(1,),
 )
 def _doubled(original: Any) -> Any:
     def finish(self: Any, outcome: Any) -> Any:
@@ -159,6 +158,7 @@ def _doubled(original: Any) -> Any:
     WorkerStream,
     "read",
     "a worker that is lost in mid-stream is an internal error",
+    first=(0,),
 )
 def _as_a_bug(original: Any) -> Any:
     async def read(self: Any) -> Any:
@@ -176,6 +176,7 @@ def _as_a_bug(original: Any) -> Any:
     StopStringMatcher,
     "push",
     "each token's text is searched by itself for stop strings",
+    first=(0,),
 )
 def _boundary(original: Any) -> Any:
     def push(self: Any, text: str) -> str:
@@ -187,34 +188,27 @@ def _boundary(original: Any) -> Any:
 
 @mutant(
     "metering",
-    "tokens-behind-a-stop-are-metered",
-    Choices,
-    "_take",
-    "tokens that came behind a stop string count as used",
+    "prompt-metered-unbegun",
+    TokenLease,
+    "used_prompt_tokens",
+    "a request that no worker has begun is charged its prompt",
+    first=(3,),
 )
-def _metered(original: Any) -> Any:
-    def take(self: Any, choice: Any, index: int, tokens: Any, taken: Any) -> None:
-        before = self.num_tokens
-        original(self, choice, index, tokens, taken)
-        self.num_tokens = before + len(tokens.token_ids)
-
-    return take
+def _unbegun(original: Any) -> Any:
+    return property(lambda self: self._num_prompt_tokens)
 
 
 # ---- grants
 
 
 @mutant(
-    "grants", "lost-grant-not-repeated", Core, "_repeat_grant", "a grant that was lost on its way is not given again"
+    "grants",
+    "grant-given-twice",
+    Core,
+    "_comes_anew",
+    "what is granted is queued again when its router asks anew",
+    first=(14,),
 )
-def _lost_grant(original: Any) -> Any:
-    def repeat_grant(self: Any, ticket: Any, session: int) -> None:
-        ticket.session = session
-
-    return repeat_grant
-
-
-@mutant("grants", "grant-given-twice", Core, "_comes_anew", "what is granted is queued again when its router asks anew")
 def _granted_twice(original: Any) -> Any:
     def comes_anew(self: Any, known: Any, event: Any) -> bool:
         if known.worker_id is not None and known.session != event.session:
@@ -225,7 +219,12 @@ def _granted_twice(original: Any) -> Any:
 
 
 @mutant(
-    "grants", "lost-worker-not-settled", Core, "_on_worker_left", "what a lost worker ran stays reserved for its flows"
+    "grants",
+    "lost-worker-not-settled",
+    Core,
+    "_on_worker_left",
+    "what a lost worker ran stays reserved for its flows",
+    first=(9,),
 )
 def _lost_worker(original: Any) -> Any:
     def on_worker_left(self: Any, worker_id: Any) -> None:
@@ -238,7 +237,12 @@ def _lost_worker(original: Any) -> Any:
 
 
 @mutant(
-    "grants", "dropped-grant-not-refunded", Core, "_drop_grant", "a grant that came to nothing keeps its reservation"
+    "grants",
+    "dropped-grant-not-refunded",
+    Core,
+    "_drop_grant",
+    "a grant that came to nothing keeps its reservation",
+    first=(6,),
 )
 def _not_refunded(original: Any) -> Any:
     def drop_grant(self: Any, ticket: Any) -> None:
@@ -252,7 +256,14 @@ def _not_refunded(original: Any) -> Any:
     return drop_grant
 
 
-@mutant("grants", "refunded-twice", FairQueue, "settle", "an item that did not use its reservation is refunded twice")
+@mutant(
+    "grants",
+    "refunded-twice",
+    FairQueue,
+    "settle",
+    "an item that did not use its reservation is refunded twice",
+    first=(0,),
+)
 def _refunded_twice(original: Any) -> Any:
     def settle(self: Any, item: Any, cost: int = 0) -> None:
         flow = self._items[item]
@@ -270,6 +281,7 @@ def _refunded_twice(original: Any) -> Any:
     Core,
     "_on_report",
     "a snapshot names what runs, and what it no longer names is kept",
+    first=(10,),
 )
 def _runs_on(original: Any) -> Any:
     def on_report(self: Any, event: Any) -> None:
@@ -290,73 +302,18 @@ def _runs_on(original: Any) -> Any:
 
 @mutant(
     "grants",
-    "old-session-ends-the-new",
-    Core,
-    "_on_other",
-    "a router's old stream takes its new one along when it ends",
+    "waiting-not-queued-again",
+    SchedulerClient,
+    "_exchange",
+    "a new stream does not bring what waits",
+    first=(1,),
 )
-def _old_session(original: Any) -> Any:
-    def on_other(self: Any, event: Any) -> None:
-        if isinstance(event, RouterDisconnected) and event.router_id in self._routers:
-            self._on_router_gone(event.router_id)
-        else:
-            original(self, event)
-
-    return on_other
-
-
-@mutant(
-    "grants",
-    "queued-under-an-old-session",
-    Core,
-    "_on_other",
-    "what a router's old stream had queued is answered there",
-)
-def _old_queue(original: Any) -> Any:
-    def on_other(self: Any, event: Any) -> None:
-        if isinstance(event, RouterConnected):
-            self._routers[event.router_id] = event.session
-        else:
-            original(self, event)
-
-    return on_other
-
-
-@mutant("grants", "waiting-not-queued-again", SchedulerClient, "_exchange", "a new stream does not bring what waits")
 def _not_again(original: Any) -> Any:
     async def exchange(self: Any, line: Any) -> None:
         self._outbox = deque(item for item in self._outbox if not hasattr(item, "grant"))
         await original(self, line)
 
     return exchange
-
-
-@mutant(
-    "grants", "ends-behind-what-waits", SchedulerClient, "_exchange", "a new stream brings what waits before what ended"
-)
-def _ends_behind(original: Any) -> Any:
-    async def exchange(self: Any, line: Any) -> None:
-        self._outbox = deque(sorted(self._outbox, key=lambda item: not hasattr(item, "grant")))
-        await original(self, line)
-
-    return exchange
-
-
-@mutant(
-    "grants",
-    "double-closes-the-grant-in-use",
-    SchedulerClient,
-    "_on_grant",
-    "a grant that comes twice closes the one in use",
-)
-def _double(original: Any) -> Any:
-    def on_grant(self: Any, grant: Any) -> None:
-        if grant.request_id not in self._waiting and self._granted.get(grant.request_id) == grant.worker_id:
-            self._close(grant.request_id, grant.worker_id, False)
-        else:
-            original(self, grant)
-
-    return on_grant
 
 
 # ---- leadership
@@ -368,6 +325,7 @@ def _double(original: Any) -> Any:
     Election,
     "is_leader",
     "a leader leads until the store tells it that it does not",
+    first=(13,),
 )
 def _leads_on(original: Any) -> Any:
     def is_leader(self: Any, now: float) -> bool:
@@ -376,39 +334,7 @@ def _leads_on(original: Any) -> Any:
     return is_leader
 
 
-@mutant("leadership", "old-leader-goes-on", Term, "post", "a term goes on granting after its lease, until it is closed")
-def _grants_on(original: Any) -> Any:
-    def post(self: Any, event: Any) -> None:
-        is_leading, self._is_leading = self._is_leading, lambda now: True
-        try:
-            original(self, event)
-        finally:
-            self._is_leading = is_leading
-
-    return post
-
-
-@mutant(
-    "leadership", "old-leader-commands", WorkerServicer, "_begin_session", "a worker follows a leader of an older epoch"
-)
-def _old_commands(original: Any) -> Any:
-    def begin_session(self: Any, epoch: int) -> Any:
-        self._epoch = min(self._epoch, epoch)
-        return original(self, epoch)
-
-    return begin_session
-
-
-@mutant("leadership", "old-clock-written", ClockKeeper, "_put", "a leader that was replaced still writes its clock")
-def _old_clock(original: Any) -> Any:
-    async def put(self: Any, key: str, value: bytes) -> bool:
-        await self._store.put(key, value)
-        return True
-
-    return put
-
-
-@mutant("leadership", "clock-not-restored", SchedulerApp, "_load", "a new leader begins a new clock")
+@mutant("leadership", "clock-not-restored", SchedulerApp, "_load", "a new leader begins a new clock", first=(0,))
 def _not_restored(original: Any) -> Any:
     async def load(self: Any, clock: Any, election: Any, epoch: int) -> None:
         await original(self, clock, election, epoch)
@@ -420,7 +346,12 @@ def _not_restored(original: Any) -> Any:
 
 
 @mutant(
-    "store", "lost-lease-keeps-its-keys", LeaseSession, "_lose", "keys that went with a lost lease are thought to stand"
+    "store",
+    "lost-lease-keeps-its-keys",
+    LeaseSession,
+    "_lose",
+    "keys that went with a lost lease are thought to stand",
+    first=(2,),
 )
 def _keys_stand(original: Any) -> Any:
     def lose(self: Any, why: str) -> None:
@@ -435,6 +366,7 @@ def _keys_stand(original: Any) -> Any:
     Mirror,
     "_replace",
     "what changed while the watch was compacted away is not read",
+    first=(20,),
 )
 def _skips(original: Any) -> Any:
     def replace(self: Any, kvs: Any) -> None:
@@ -444,22 +376,7 @@ def _skips(original: Any) -> Any:
     return replace
 
 
-@mutant(
-    "store",
-    "compaction-keeps-the-removed",
-    Mirror,
-    "_replace",
-    "what was removed while the watch was compacted away stays",
-)
-def _keeps(original: Any) -> Any:
-    def replace(self: Any, kvs: Any) -> None:
-        for kv in kvs:
-            self._set(kv.key.removeprefix(self._prefix), kv)
-
-    return replace
-
-
-@mutant("store", "policy-read-once", Term, "policy_changed", "the leader reads a tenant's policy once")
+@mutant("store", "policy-read-once", Term, "policy_changed", "the leader reads a tenant's policy once", first=(1,))
 def _once(original: Any) -> Any:
     def policy_changed(self: Any, tenant_id: Any) -> None:
         pass
@@ -467,7 +384,7 @@ def _once(original: Any) -> Any:
     return policy_changed
 
 
-@mutant("store", "adapter-known-for-ever", Directory, "uid_of", "a router remembers what a name stood for")
+@mutant("store", "adapter-known-for-ever", Directory, "uid_of", "a router remembers what a name stood for", first=(13,))
 def _known(original: Any) -> Any:
     def uid_of(self: Any, tenant_id: Any, name: Any) -> Any:
         known = self.__dict__.setdefault("_known_uids", {})
@@ -483,7 +400,9 @@ def _known(original: Any) -> Any:
 # ---- endings
 
 
-@mutant("endings", "cancel-not-passed-on", Runtime, "abort", "a worker goes on with what its caller gave up")
+@mutant(
+    "endings", "cancel-not-passed-on", Runtime, "abort", "a worker goes on with what its caller gave up", first=(1,)
+)
 def _goes_on(original: Any) -> Any:
     def abort(self: Any, request_id: Any) -> None:
         pass
@@ -497,6 +416,7 @@ def _goes_on(original: Any) -> Any:
     WorkerStream,
     "close",
     "a router leaves the worker's stream open that it reads no more",
+    first=(0,),
 )
 def _left_open(original: Any) -> Any:
     class Deaf:
@@ -510,7 +430,9 @@ def _left_open(original: Any) -> Any:
     return close
 
 
-@mutant("endings", "deadline-not-enforced", WorkerStream, "_expire", "a request that runs outlives its deadline")
+@mutant(
+    "endings", "deadline-not-enforced", WorkerStream, "_expire", "a request that runs outlives its deadline", first=(1,)
+)
 def _outlives(original: Any) -> Any:
     def expire(self: Any) -> None:
         pass
@@ -518,7 +440,9 @@ def _outlives(original: Any) -> Any:
     return expire
 
 
-@mutant("endings", "lease-not-settled-at-a-deadline", TokenLease, "settle", "what ends unbegun keeps its lease")
+@mutant(
+    "endings", "lease-not-settled-at-a-deadline", TokenLease, "settle", "what ends unbegun keeps its lease", first=(3,)
+)
 def _not_settled(original: Any) -> Any:
     def settle(self: Any) -> None:
         if self._is_begun:
@@ -527,29 +451,10 @@ def _not_settled(original: Any) -> Any:
     return settle
 
 
-@mutant(
-    "endings",
-    "settlement-lost-with-its-stream",
-    SchedulerClient,
-    "_write_all",
-    "what a broken stream did not take is not sent again",
-)
-def _settlement_lost(original: Any) -> Any:
-    async def write_all(self: Any, line: Any) -> None:
-        try:
-            await original(self, line)
-        except BaseException:
-            if self._outbox and not hasattr(self._outbox[0], "grant"):
-                self._outbox.popleft()
-            raise
-
-    return write_all
-
-
 # ---- quotas
 
 
-@mutant("quotas", "extension-not-debited", FlowAccount, "serve", "a lease grows without a debit")
+@mutant("quotas", "extension-not-debited", FlowAccount, "serve", "a lease grows without a debit", first=(0,))
 def _not_debited(original: Any) -> Any:
     def serve(self: Any, now_ns: int) -> Any:
         debit, self._debit = self._debit, lambda tokens, now_ns: None
@@ -562,7 +467,12 @@ def _not_debited(original: Any) -> Any:
 
 
 @mutant(
-    "quotas", "rest-given-back-twice", FlowAccount, "settle", "what a request did not use returns to the bucket twice"
+    "quotas",
+    "rest-given-back-twice",
+    FlowAccount,
+    "settle",
+    "what a request did not use returns to the bucket twice",
+    first=(0,),
 )
 def _given_twice(original: Any) -> Any:
     def settle(self: Any, key: Any, used: int, now_ns: int) -> None:
@@ -576,21 +486,11 @@ def _given_twice(original: Any) -> Any:
 
 @mutant(
     "quotas",
-    "foreign-lease-given-back",
-    FlowAccount,
-    "take_over",
-    "a new leader's bucket gets back what another's gave",
-)
-def _foreign(original: Any) -> Any:
-    def take_over(self: Any, key: Any, tokens: Any) -> None:
-        original(self, key, tokens)
-        self._leases[key].own_tokens = tokens or 0
-
-    return take_over
-
-
-@mutant(
-    "quotas", "dead-routers-leases-kept", QuotaAuthority, "_write_off", "what a router had when it died stays leased"
+    "dead-routers-leases-kept",
+    QuotaAuthority,
+    "_write_off",
+    "what a router had when it died stays leased",
+    first=(1,),
 )
 def _dead_routers(original: Any) -> Any:
     def write_off(self: Any, lease: Any) -> None:
@@ -604,7 +504,12 @@ def _dead_routers(original: Any) -> Any:
 
 
 @mutant(
-    "counters", "counted-anew-after-a-reconnect", ControlSession, "__init__", "a new stream's counters begin at zero"
+    "counters",
+    "counted-anew-after-a-reconnect",
+    ControlSession,
+    "__init__",
+    "a new stream's counters begin at zero",
+    first=(0,),
 )
 def _counted_anew(original: Any) -> Any:
     def init(self: Any, view: Any, **given: Any) -> None:
@@ -630,25 +535,17 @@ def _counted_anew(original: Any) -> Any:
     return init
 
 
-@mutant(
-    "counters",
-    "report-forgets-an-end",
-    ControlSession,
-    "started",
-    "a request that ends and comes again is one report's matter",
-)
-def _forgets(original: Any) -> Any:
-    def started(self: Any, request: Any) -> None:
-        self._changes[-1].started[request.request_id] = request
-        self._changed(urgent=True)
-
-    return started
-
-
 # ---- memory
 
 
-@mutant("memory", "hard-cap-off-by-one", TenantShares, "hard", "a tenant may hold one block more than its hard cap")
+@mutant(
+    "memory",
+    "hard-cap-off-by-one",
+    TenantShares,
+    "hard",
+    "a tenant may hold one block more than its hard cap",
+    first=(3,),
+)
 def _cap(original: Any) -> Any:
     def hard(self: Any, tenant_id: Any) -> int:
         return min(self._num_blocks, int(original(self, tenant_id)) + 1)
@@ -662,6 +559,7 @@ def _cap(original: Any) -> Any:
     BlockPool,
     "allocate",
     "a block of another's prefix cache is handed over uncleared",
+    first=(0,),
 )
 def _uncleared(original: Any) -> Any:
     def allocate(self: Any, tenant_id: Any, count: int) -> Any:
@@ -676,38 +574,8 @@ def _uncleared(original: Any) -> Any:
 
 
 @mutant(
-    "memory",
-    "host-blocks-leak-at-a-cancel",
-    Parking,
-    "release_blocks",
-    "what ends while it is swapped out keeps its host blocks",
+    "memory", "evicted-blocks-leak", BlockTables, "lose", "an evicted sequence keeps a block that it shares", first=(0,)
 )
-def _host_leak(original: Any) -> Any:
-    def release_blocks(self: Any, sequence: Any) -> None:
-        self._tables.lose(sequence)
-
-    return release_blocks
-
-
-@mutant(
-    "memory",
-    "blocks-freed-under-a-copy",
-    RequestTable,
-    "finished",
-    "what ends while its KV is copied frees its blocks at once",
-)
-def _under_copy(original: Any) -> Any:
-    def finished(self: Any, sequence: Any) -> bool:
-        lingers = bool(original(self, sequence))
-        if lingers and sequence.is_copying and not sequence.num_steps_in_flight:
-            del self._lingering[sequence]
-            return False
-        return lingers
-
-    return finished
-
-
-@mutant("memory", "evicted-blocks-leak", BlockTables, "lose", "an evicted sequence keeps a block that it shares")
 def _evicted_leak(original: Any) -> Any:
     def lose(self: Any, sequence: Any) -> None:
         if not sequence.is_finished and any(self._pool.is_shared(block_id) for block_id in sequence.block_table):
@@ -723,6 +591,7 @@ def _evicted_leak(original: Any) -> Any:
     Swapper,
     "_num_computed_blocks",
     "of a swapped sequence only full blocks are copied",
+    first=(9,),
 )
 def _last_block(original: Any) -> Any:
     def num_computed_blocks(self: Any, sequence: Any) -> int:
@@ -737,6 +606,7 @@ def _last_block(original: Any) -> Any:
     Swapper,
     "bring_back",
     "what was found in the cache comes from the host again, a shift away",
+    first=(3,),
 )
 def _wrong_block(original: Any) -> Any:
     def bring_back(self: Any, sequence: Any, num_cached_blocks: int) -> None:
@@ -750,7 +620,12 @@ def _wrong_block(original: Any) -> Any:
 
 
 @mutant(
-    "memory", "prefix-of-another-adapter", PrefixKeys, "namespace", "what one adapter computed is found under another"
+    "memory",
+    "prefix-of-another-adapter",
+    PrefixKeys,
+    "namespace",
+    "what one adapter computed is found under another",
+    first=(0,),
 )
 def _other_adapter(original: Any) -> Any:
     def namespace(self: Any, tenant_id: Any, adapter_uid: Any) -> Any:
@@ -773,6 +648,7 @@ def _found_anywhere(original: Any) -> Any:
     "namespace",
     "what one tenant computed is found by another (two guards stand before that: both are gone)",
     also=((PrefixCache, "find", _found_anywhere),),
+    first=(5,),
 )
 def _other_tenant(original: Any) -> Any:
     def namespace(self: Any, tenant_id: Any, adapter_uid: Any) -> Any:
@@ -783,25 +659,11 @@ def _other_tenant(original: Any) -> Any:
 
 @mutant(
     "memory",
-    "whole-context-cached",
-    Prefixes,
-    "find",
-    "a context that ends with a block is found whole: nothing is left to compute",
-)
-def _whole(original: Any) -> Any:
-    def find(self: Any, sequence: Any) -> Any:
-        found = original(self, sequence)
-        size = self._pool.block_size
-        if self._keys is not None and sequence.swap is None and sequence.num_tokens == (len(found) + 1) * size:
-            key = self._keys.key_at(sequence, len(found), size)
-            found = found + self._pool.find_cached(sequence.tenant_id, [key])
-        return found
-
-    return find
-
-
-@mutant(
-    "memory", "resumes-one-token-off", Parking, "copy_ended", "a sequence that comes back from the host skips a token"
+    "resumes-one-token-off",
+    Parking,
+    "copy_ended",
+    "a sequence that comes back from the host skips a token",
+    first=(11,),
 )
 def _one_off(original: Any) -> Any:
     def copy_ended(self: Any, sequence: Any) -> None:
@@ -816,7 +678,9 @@ def _one_off(original: Any) -> Any:
 # ---- adapters
 
 
-@mutant("adapters", "pinned-adapter-evicted", Entry, "in_use", "only what requests use is kept on the device")
+@mutant(
+    "adapters", "pinned-adapter-evicted", Entry, "in_use", "only what requests use is kept on the device", first=(0,)
+)
 def _evicted_pin(original: Any) -> Any:
     return property(lambda self: bool(self.users))
 
@@ -827,6 +691,7 @@ def _evicted_pin(original: Any) -> Any:
     AdapterCache,
     "release",
     "who gives up while its adapter loads still gets it",
+    first=(0,),
 )
 def _waiter_leaks(original: Any) -> Any:
     def release(self: Any, holder: Any, now: float) -> None:
@@ -845,6 +710,7 @@ def _waiter_leaks(original: Any) -> Any:
     Endings,
     "end_told_choice",
     "a request's first choice that ends lets its adapter go",
+    first=(1,),
 )
 def _let_go(original: Any) -> Any:
     def end_told_choice(self: Any, sequence: Any, reason: Any, now: float, **given: Any) -> None:
@@ -854,21 +720,6 @@ def _let_go(original: Any) -> Any:
             self._adapters.release(request.request_id, now)
 
     return end_told_choice
-
-
-@mutant(
-    "adapters",
-    "pin-of-a-removed-adapter-kept",
-    TenantWatch,
-    "_adapter_changed",
-    "a pin stands for what its name stood for first",
-)
-def _pin_kept(original: Any) -> Any:
-    def adapter_changed(self: Any, path: str, record: Any) -> None:
-        if record is not None:
-            original(self, path, record)
-
-    return adapter_changed
 
 
 __all__ = ["IDENTITY", "MUTANTS", "Mutant"]

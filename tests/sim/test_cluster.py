@@ -33,7 +33,7 @@ from tests.sim.faults import Faults
 from tests.sim.traffic import Call, Traffic
 
 CHAOS_S = 14.0
-CALLS = (90,)
+CALLS = (30, 60, 90)
 """While there are faults: a seed draws how many."""
 SETTLE_S = 8.0
 """After healing: time for elections, leases and reconnects, before new calls must all succeed."""

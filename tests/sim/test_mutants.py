@@ -98,4 +98,4 @@ def test_a_mutant_is_gone_after_its_block(mutant: Mutant) -> None:
 
 def test_there_are_enough_and_each_has_its_name() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
-    assert len(MUTANTS) >= 6
+    assert len(MUTANTS) >= 24

@@ -65,7 +65,7 @@ async def contended(seed: int, log: list[str], *, num_faults: int) -> tuple[Traf
     for qos_class in QosClass:
         mine = [c for c in traffic.calls if c.tenant == TENANT and (c.qos_class or "standard") == qos_class.value]
         # All buckets begin empty, those of the first term after time 0: there is not even a burst to add. But two
-        # leaders fill two (seed 300: 0.34 tokens too many; two led for 0.2 s, after a lease was taken away).
+        # leaders fill two (a seed had 0.34 tokens too many: two led for 0.2 s, after a lease was taken away).
         burst = math.ceil(RATE * cluster.most_of_two_leaders_s)
         total += validate.check_contract(mine, rate=RATE, burst=burst, since=0.0)
     await asyncio.sleep(REST_S)

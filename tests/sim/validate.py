@@ -62,6 +62,10 @@ def check_call(call: Call) -> None:
         assert finished.outcome in _CODES, f"unexpected outcome: {who}"
         delivered = sum(len(call.tokens_of(choice)) for choice in range(call.n))
         assert finished.usage.completion_tokens == delivered, f"usage is not what was delivered: {who}"
+        prompt = len(call.prompt) if "started" in kinds else 0
+        assert finished.usage.prompt_tokens == prompt, (
+            f"{finished.usage.prompt_tokens} prompt tokens are metered: {who}"
+        )
         if not call.is_cancelled:
             code = call.error.code if call.error is not None else None
             unlucky = code is Code.UNAVAILABLE or (call.timeout_s is not None and code is Code.DEADLINE_EXCEEDED)
