@@ -224,7 +224,7 @@ def _granted_twice(original: Any) -> Any:
     Core,
     "_on_worker_left",
     "what a lost worker ran stays reserved for its flows",
-    first=(9,),
+    first=(1,),
 )
 def _lost_worker(original: Any) -> Any:
     def on_worker_left(self: Any, worker_id: Any) -> None:
@@ -242,7 +242,7 @@ def _lost_worker(original: Any) -> Any:
     Core,
     "_drop_grant",
     "a grant that came to nothing keeps its reservation",
-    first=(6,),
+    first=(1,),
 )
 def _not_refunded(original: Any) -> Any:
     def drop_grant(self: Any, ticket: Any) -> None:
@@ -306,7 +306,7 @@ def _runs_on(original: Any) -> Any:
     SchedulerClient,
     "_exchange",
     "a new stream does not bring what waits",
-    first=(1,),
+    first=(3,),
 )
 def _not_again(original: Any) -> Any:
     async def exchange(self: Any, line: Any) -> None:
@@ -325,7 +325,7 @@ def _not_again(original: Any) -> Any:
     Election,
     "is_leader",
     "a leader leads until the store tells it that it does not",
-    first=(13,),
+    first=(26,),
 )
 def _leads_on(original: Any) -> Any:
     def is_leader(self: Any, now: float) -> bool:
@@ -384,7 +384,7 @@ def _once(original: Any) -> Any:
     return policy_changed
 
 
-@mutant("store", "adapter-known-for-ever", Directory, "uid_of", "a router remembers what a name stood for", first=(13,))
+@mutant("store", "adapter-known-for-ever", Directory, "uid_of", "a router remembers what a name stood for", first=(18,))
 def _known(original: Any) -> Any:
     def uid_of(self: Any, tenant_id: Any, name: Any) -> Any:
         known = self.__dict__.setdefault("_known_uids", {})
@@ -606,7 +606,7 @@ def _last_block(original: Any) -> Any:
     Swapper,
     "bring_back",
     "what was found in the cache comes from the host again, a shift away",
-    first=(3,),
+    first=(2,),
 )
 def _wrong_block(original: Any) -> Any:
     def bring_back(self: Any, sequence: Any, num_cached_blocks: int) -> None:
@@ -710,7 +710,7 @@ def _waiter_leaks(original: Any) -> Any:
     Endings,
     "end_told_choice",
     "a request's first choice that ends lets its adapter go",
-    first=(1,),
+    first=(2,),
 )
 def _let_go(original: Any) -> Any:
     def end_told_choice(self: Any, sequence: Any, reason: Any, now: float, **given: Any) -> None:
