@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo up test unit oracle soak sim kernels fairness shares check lint types layers format proto compose-test clean
+.PHONY: help install demo up test unit oracle soak sim mutants kernels fairness shares check lint types layers format proto compose-test clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
@@ -47,6 +47,9 @@ soak: $(STAMP) ## 64 streams, cancels, disconnects and adapter churn for ten min
 
 sim: $(STAMP) ## the whole cluster simulated under faults, on all cores: make sim SEEDS=1000
 	@$(BIN)/python -m pytest -q -n logical --dist worksteal tests/sim --sim-seeds $(SEEDS)
+
+mutants: $(STAMP) ## planted bugs: the simulation finds every one of them, on all cores
+	@$(BIN)/python -m pytest -q -n logical --dist worksteal -m mutants --show-capture=stdout tests/sim/test_mutants.py
 
 kernels: $(STAMP) ## the GPU's kernels on the CPU: Triton's in its interpreter, CUDA's as C++ (installs Triton)
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt triton

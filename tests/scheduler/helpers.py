@@ -8,6 +8,7 @@ from manylora_scheduler.core import Core, CoreLimits, Order
 from manylora_scheduler.events import Command, Enqueued, Event, RouterConnected, SendGrant, WorkerJoined, WorkerReported
 from manylora_scheduler.reports import FlowLoad, FlowTokens, Residency, StartedRequest, WorkerReport
 from manylora_scheduler.request import FlowKey, QueuedRequest
+from manylora_scheduler.succession import ClockSnapshot
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
 
 ROUTER = RouterId("router")
@@ -85,8 +86,10 @@ def started(request_id: str, tenant: str = "acme", sequences: int = 1) -> Starte
 class Desk:
     """A core with a router, and its clock."""
 
-    def __init__(self, limits: CoreLimits | None = None, order: Order = "fair") -> None:
-        self.core = Core(limits, order=order)
+    def __init__(
+        self, limits: CoreLimits | None = None, order: Order = "fair", predecessor: ClockSnapshot | None = None
+    ) -> None:
+        self.core = Core(limits, predecessor, order)
         self.now = 0.0
         self.apply(RouterConnected(ROUTER, 1))
 

@@ -449,6 +449,30 @@ def test_counters_are_cumulative_and_of_a_known_worker() -> None:
     assert desk.core.view.flow_views(desk.now)[0].served_cost == 35
 
 
+def test_a_worker_that_restarts_while_nobody_leads_is_charged_for_its_own_work_alone() -> None:
+    """Found by the simulation: what a restarted worker reported was taken for its predecessor's, as far as it went, and
+    charged once more when another flow's counters fell back."""
+    old, acme, bolt = Desk(), flow("acme"), flow("bolt")
+    old.worker("w0", slots=1)
+    old.report("w0", slots=1, flows={acme: FlowTokens(100, 0), bolt: FlowTokens(100, 0)})
+    new = Desk(predecessor=old.core.clock_snapshot())
+    new.worker("w0", slots=1, flows={acme: FlowTokens(120, 0)})
+    new.report("w0", slots=1, flows={bolt: FlowTokens(10, 0)})
+    new.report("w0", slots=1, flows={acme: FlowTokens(121, 0)})
+    assert new.core._flows.served_cost(acme) == 121
+    assert new.core._flows.served_cost(bolt) == 10
+
+
+def test_a_worker_that_restarts_idle_while_nobody_leads_is_charged_for_all_that_it_does() -> None:
+    old, acme = Desk(), flow("acme")
+    old.worker("w0", slots=1)
+    old.report("w0", slots=1, flows={acme: FlowTokens(100, 0)})
+    new = Desk(predecessor=old.core.clock_snapshot())
+    new.worker("w0", slots=1)
+    new.report("w0", slots=1, flows={acme: FlowTokens(120, 0)})
+    assert new.core._flows.served_cost(acme) == 120
+
+
 def test_priority_is_inside_a_flow_only() -> None:
     desk = Desk()
     desk.enqueue("other", tenant="other")

@@ -18,11 +18,12 @@ from manylora_router.app import RouterApp
 from manylora_router.config import RouterConfig
 from manylora_router.text_service import FakeText
 from manylora_scheduler.app import SchedulerApp
+from manylora_scheduler.clock_codec import decode
 from manylora_scheduler.config import SchedulerConfig
 from manylora_shared.adapter_files import MemoryAdapterFiles
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.memory import MemoryStore, MemoryStoreServer
-from manylora_shared.coordination.records import AdapterRecord
+from manylora_shared.coordination.records import AdapterRecord, ClockIndexRecord
 from manylora_shared.identity import new_key
 from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId
 from manylora_shared.policy import ClassPolicy, TenantPolicy, TenantQuotas
@@ -204,6 +205,8 @@ class Cluster:
         self._moments_of_two = 0
         """At which two schedulers led, of those that `watch` saw."""
         self._term_checks = TermChecks()
+        self._clock = self._clock_revision = 0
+        """As it was kept last, and the store's revision of that."""
         self.removed_adapters: dict[str, None] = {}
         """Tenants whose LEAVING_ADAPTER was removed."""
         self._rng = random.Random(f"{seed}/processes")
@@ -313,6 +316,7 @@ class Cluster:
             for app in leaders:
                 assert app.term is not None
                 self._term_checks.check(app.term)
+            self._check_kept_clock()
             for engine in self.engines:
                 changes = (engine.runtime.num_changes, self._policies_put)
                 if engine.checked != changes:
@@ -322,11 +326,28 @@ class Cluster:
                         engine.core.check_invariants()
             await asyncio.sleep(_WATCH_S)
 
+    def _check_kept_clock(self) -> None:
+        """The virtual clock that leaders keep in the store never falls, whoever leads."""
+        kv = self.store_server.get(keys.SCHEDULER_CLOCK)
+        if kv is None or kv.mod_revision == self._clock_revision:
+            return
+        self._clock_revision = kv.mod_revision
+        index = ClockIndexRecord.from_json(kv.value)
+        parts = [self.store_server.get(keys.scheduler_clock_part(index.bank, i)) for i in range(index.parts)]
+        clock = decode(b"".join(part.value for part in parts if part is not None)).clock
+        assert clock >= self._clock, f"the virtual clock fell from {self._clock} to {clock}"
+        self._clock = clock
+
     @property
     def most_of_two_leaders_s(self) -> float:
         """For no longer did two schedulers lead, as `watch` saw it: where a leader's lease is taken from it before its
         time, it leads until it hears of that."""
         return _WATCH_S * (self._moments_of_two + self.leases_taken)
+
+    def engines_up(self) -> list[Engine]:
+        """Those of living workers."""
+        runtimes = [process.app._runtime for process in self.processes.values() if isinstance(process.app, WorkerApp)]
+        return [engine for engine in self.engines if engine.runtime in runtimes]
 
     def leaders(self) -> list[SchedulerApp]:
         apps = [process.app for process in self.processes.values()]

@@ -16,6 +16,11 @@ from manylora_shared.ids import QosClass
 from tests.sim.cluster import LEAVING_ADAPTER, TENANTS, WATCH_DELAY_S, Cluster, Process
 from tests.sim.traffic import CLIENT
 
+_LEADER = 0.8
+"""How often a fault between a scheduler and others is one of the leader."""
+_PICKED_LEADER = 0.2
+"""How often a fault of a process is made the leader's."""
+
 
 class Faults:
     """Injects faults until it is healed. Logs what it did, for the reader of a failing seed."""
@@ -31,6 +36,7 @@ class Faults:
             "pause": self._pause,
             "partition": self._partition,
             "reset connections": self._reset_connections,
+            "connections clog": self._clog,
             "store down": self._store_down,
             "store cut off": self._store_cut_off,
             "store loses answers": self._store_loses_answers,
@@ -83,6 +89,8 @@ class Faults:
         """A process that is there and that no other fault is changing."""
         found = [p for p in self._cluster.processes.values() if not p.is_down and not p.is_changing]
         process = self._rng.choice(found) if found else None
+        if self._rng.random() < _PICKED_LEADER and (leader := self._leader()) in found:
+            process = leader
         if process is not None:
             self.log[-1] += f": {process.name}"
         return process
@@ -119,7 +127,21 @@ class Faults:
         one, other = self._pair()
         self._cluster.network.partition(one, other, both_ways=self._rng.random() < 0.5)
         await self._later(5.0)
-        self._cluster.network.heal()
+        if self._rng.random() < 0.5:
+            self._cluster.network.drop_connections(one, other)  # and what was held up between them is lost
+        self._cluster.network.heal_between(one, other)
+
+    async def _clog(self) -> None:
+        """Again and again what one node sends another is held up and then lost with the connection, sooner than anybody
+        would miss a ping (FoundationDB's swizzle-clogging)."""
+        one, other = self._pair()
+        network = self._cluster.network
+        for _ in range(self._rng.randint(2, 6)):
+            network.partition(one, other, both_ways=False)
+            await asyncio.sleep(self._rng.uniform(0.02, 0.4))
+            network.drop_connections(one, other)
+            network.heal_between(one, other)
+            await asyncio.sleep(self._rng.uniform(0.05, 0.8))
 
     async def _reset_connections(self) -> None:
         self._cluster.network.drop_connections(*self._pair())
@@ -129,11 +151,21 @@ class Faults:
         kinds = self._rng.choice(
             [("router", "scheduler"), ("router", "worker"), ("scheduler", "worker"), (CLIENT, "router")]
         )
-        one, other = (self._rng.choice(self._cluster.names(kind) or [kind]) for kind in kinds)
+        one, other = (self._name(kind) for kind in kinds)
         if self._rng.random() < 0.5:
             one, other = other, one
         self.log[-1] += f": {one} {other}"
         return one, other
+
+    def _name(self, kind: str) -> str:
+        """A node of a kind. Of schedulers mostly the leader: nobody talks to the others."""
+        if kind == "scheduler" and self._rng.random() < _LEADER and (leader := self._leader()) is not None:
+            return leader.name
+        return self._rng.choice(self._cluster.names(kind) or [kind])
+
+    def _leader(self) -> Process | None:
+        leaders = self._cluster.leaders()
+        return next((p for p in self._cluster.processes.values() if p.app in leaders), None)
 
     async def _store_down(self) -> None:
         self._cluster.store_server.set_up(False)
@@ -146,6 +178,8 @@ class Faults:
             store = process.store
             store.set_reachable(False)
             await self._later(6.0)
+            if self._rng.random() < 0.3:
+                await self._rng.choice([self._remove_adapter, self._policy])()
             if self._rng.random() < 0.5:
                 await self._compact()
             if process.store is store and not process.is_changing and not process.is_down:

@@ -32,12 +32,16 @@ from tests.sim.faults import Faults
 from tests.sim.traffic import Call, Traffic
 
 CHAOS_S = 14.0
+CALLS = 90
+"""While there are faults."""
 SETTLE_S = 8.0
 """After healing: time for elections, leases and reconnects, before new calls must all succeed."""
 END_S = 60.0
 """Every call ends within this time after healing."""
 REST_S = 12.0
 """Longer than any grant or pause is remembered."""
+FREE_S = 0.3
+"""For a worker to hear that an answer is not wanted any more, and to end its step."""
 
 
 async def chaos(seed: int, log: list[str]) -> Traffic:
@@ -48,7 +52,7 @@ async def chaos(seed: int, log: list[str]) -> Traffic:
     faults.log = log
     watching = asyncio.create_task(cluster.watch(), name="watch")
     async with asyncio.TaskGroup() as group:
-        group.create_task(traffic.run(CHAOS_S, calls=90))
+        group.create_task(traffic.run(CHAOS_S, calls=CALLS))
         group.create_task(faults.run(CHAOS_S, faults=14))
     await faults.heal()
     await asyncio.sleep(SETTLE_S)
@@ -65,6 +69,7 @@ async def chaos(seed: int, log: list[str]) -> Traffic:
         call.is_after_heal = True
         traffic.begin(call)
     await traffic.all_ended(END_S)
+    await give_up_long_answers(cluster, traffic)
     validate.check_calls(cluster, traffic.calls)
     await asyncio.sleep(REST_S)
     assert not watching.done(), watching.exception()
@@ -77,6 +82,19 @@ async def chaos(seed: int, log: list[str]) -> Traffic:
     validate.check_stopped(cluster)
     validate.check_engines(cluster)
     return traffic
+
+
+async def give_up_long_answers(cluster: Cluster, traffic: Traffic) -> None:
+    """One by its caller, one by its deadline, while nothing is wrong: both end at once, and leave the workers then."""
+    gone, late = traffic.long("acme"), traffic.long("bolt")
+    gone.cancel_after_frames, late.timeout_s = 2, 0.8
+    for call in (gone, late):
+        traffic.begin(call)
+        await traffic.all_ended(END_S)
+    await asyncio.sleep(FREE_S)
+    assert gone.is_cancelled or gone.is_overloaded, gone.describe()
+    assert late.is_overloaded or validate.is_cut_by_deadline(late), late.describe()
+    assert not any(engine.runtime.view.running for engine in cluster.engines_up()), "a worker runs what nobody wants"
 
 
 def play(seed: int) -> SimRun[Traffic]:

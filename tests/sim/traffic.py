@@ -27,8 +27,11 @@ from tests.sim.cluster import (
 
 GENERATE = methods_of(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"])["Generate"]
 CLIENT = "client"
+FIRST_BYTE_ID = 3
+"""FakeText's: a token is a byte."""
 SHARED_PREFIX = range(3, 19)
 """All longer prompts begin with it, whoever's they are."""
+LONG_TOKENS = 100
 MAX_OVERLOAD_RETRIES = 4
 """Of a call that must succeed: what the cluster gave up before must be over by then."""
 
@@ -108,6 +111,15 @@ class Call:
             )
         return self._references[asked]
 
+    def text_of(self, choice: int) -> str:
+        deltas = (f.delta for f in self.frames if f.HasField("delta"))
+        return "".join(delta.text for delta in deltas if delta.choice == choice)
+
+    def reference_text(self, choice: int) -> str:
+        """As `reference`; tokens before the first byte's have no text."""
+        spoken = (token - FIRST_BYTE_ID for token in self.reference(choice))
+        return bytes(byte for byte in spoken if byte >= 0).decode(errors="replace")
+
     def describe(self) -> str:
         outcome = common_pb2.Outcome.Name(self.finished.outcome) if self.finished is not None else "no terminal frame"
         return (
@@ -162,12 +174,18 @@ class Traffic:
         elif kind < 0.40:
             call.read_pause_s = rng.choice([0.02, 0.2])
         elif kind < 0.45:
-            call.stop = chr(rng.randint(97, 122))
+            call.stop = self._stop_of(call)
         elif kind < 0.48:
             call.adapter = rng.choice([BROKEN_ADAPTER, LEAVING_ADAPTER, "unknown"])
         elif kind < 0.50:
             call.tenant = "stranger"
         return call
+
+    def _stop_of(self, call: Call) -> str:
+        """One to three characters that stand in the answer, or one that may."""
+        text = call.reference_text(0)
+        at = self._rng.randrange(max(1, len(text)))
+        return text[at : at + self._rng.randint(1, 3)] or chr(self._rng.randint(97, 122))
 
     def plain(self, tenant: str) -> Call:
         """A call without any misbehaviour."""
@@ -187,6 +205,14 @@ class Traffic:
         if len(call.prompt) > len(SHARED_PREFIX):
             call.prompt = [*SHARED_PREFIX, *call.prompt[len(SHARED_PREFIX) :]]
         return call
+
+    def long(self, tenant: str) -> Call:
+        """A call whose answer takes a second at least."""
+        while True:
+            call = self.plain(tenant)
+            call.n, call.is_greedy, call.max_tokens = 3, False, LONG_TOKENS
+            if max(len(call.reference(choice)) for choice in range(call.n)) > LONG_TOKENS // 2:
+                return call
 
     async def _run(self, call: Call) -> None:
         address = self._address(call.router)

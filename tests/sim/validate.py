@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from manylora.v1 import common_pb2
 from manylora_router.app import RouterApp
 from manylora_scheduler.app import SchedulerApp
+from manylora_scheduler.request import FlowKey
 from manylora_shared.errors import Code, RpcError
-from manylora_shared.ids import TenantId
+from manylora_shared.ids import QosClass, TenantId
 from manylora_worker.app import WorkerApp
 
 from tests.sim import books
@@ -63,6 +64,10 @@ def check_call(call: Call) -> None:
         assert finished.outcome in _CODES, f"unexpected outcome: {who}"
         delivered = sum(len(call.tokens_of(choice)) for choice in range(call.n))
         assert finished.usage.completion_tokens == delivered, f"usage is not what was delivered: {who}"
+        prompt = len(call.prompt) if "started" in kinds else 0
+        assert finished.usage.prompt_tokens == prompt, (
+            f"{finished.usage.prompt_tokens} prompt tokens are metered: {who}"
+        )
         if not call.is_cancelled:
             code = call.error.code if call.error is not None else None
             unlucky = code is Code.UNAVAILABLE or (call.timeout_s is not None and code is Code.DEADLINE_EXCEEDED)
@@ -99,6 +104,11 @@ _NETWORKS_WORDS = ("the connection was lost", "the connection was reset", "ping 
 """What a caller hears where no service could answer."""
 MAX_HINT_S = 60.0
 _BEFORE_THE_ADAPTER = (common_pb2.OUTCOME_DEADLINE_EXCEEDED, common_pb2.OUTCOME_WORKER_LOST)
+
+
+def is_cut_by_deadline(call: Call) -> bool:
+    """It was told by its router, and not by the caller's own clock alone."""
+    return call.finished is not None and call.finished.outcome == common_pb2.OUTCOME_DEADLINE_EXCEEDED
 
 
 def check_contract(calls: Sequence[Call], *, rate: int, burst: int, since: float) -> int:
@@ -151,11 +161,12 @@ def _check_complete(call: Call) -> None:
     assert [end.choice for end in finished.choices] == list(range(call.n)), call.describe()
     for end in finished.choices:
         tokens, reference = call.tokens_of(end.choice), call.reference(end.choice)
+        text = call.reference_text(end.choice)
         if end.HasField("stop_string"):
             assert end.stop_string == call.stop
-            text = "".join(f.delta.text for f in call.frames if f.HasField("delta") and f.delta.choice == end.choice)
-            assert call.stop not in text, f"the stop string is in the text: {call.describe()}"
+            text = text[: text.index(call.stop)]
         else:
+            assert not call.stop or call.stop not in text, f"a stop string was missed: {call.describe()}"
             assert tokens == reference, f"choice {end.choice} is not whole: {call.describe()}"
             reason = (
                 common_pb2.FINISH_REASON_LENGTH
@@ -163,6 +174,7 @@ def _check_complete(call: Call) -> None:
                 else common_pb2.FINISH_REASON_STOP
             )
             assert end.finish_reason == reason, call.describe()
+        assert call.text_of(end.choice) == text, f"wrong text in choice {end.choice}: {call.describe()}"
 
 
 def check_engines(cluster: Cluster) -> None:
@@ -206,7 +218,26 @@ def check_at_rest(cluster: Cluster) -> None:
             engine.core.check_invariants()
             _check_pins(cluster, engine)
     books.check_clock(cluster)
+    _check_policies(cluster)
     assert cluster.network.open_calls == num_workers + num_routers, "one control stream a worker, one line a router"
+
+
+def _check_policies(cluster: Cluster) -> None:
+    """Every process goes by the policies as they were put last."""
+    for tenant, policy in cluster.policies.items():
+        for qos_class in QosClass:
+            flow, weight = FlowKey(TenantId(tenant), qos_class), policy.weight(qos_class)
+            for process in cluster.processes.values():
+                app = process.app
+                known: int | None = None
+                if isinstance(app, RouterApp):
+                    found = app.directory.policy_of(flow.tenant_id)
+                    known = found.weight(qos_class) if found is not None else 0
+                elif isinstance(app, WorkerApp):
+                    known = app._runtime._core._shares.weight(flow)
+                elif app is not None and app.term is not None and tenant in app.term._known_tenants:
+                    known = app.term.core.view.weight_of(flow)
+                assert known in (None, weight), f"{process.name} gives {flow} a weight of {known}, not {weight}"
 
 
 def _check_pins(cluster: Cluster, engine: Engine) -> None:

@@ -431,6 +431,10 @@ class WorkerView:
         """Output tokens by flow since the last report; nothing for the worker's first. Counters that fell back belong
         to a new process and count from zero."""
         before, grown = self._output_tokens, []
+        if report.snapshot and any(
+            flow not in report.flows or report.flows[flow].output_tokens < tokens for flow, tokens in before.items()
+        ):
+            before.clear()
         for flow, (_, output_tokens) in report.flows.items():
             more = output_tokens - before.get(flow, 0)
             if more < 0:

@@ -98,6 +98,10 @@ class MemoryNetwork:
         """Of messages that are sent from now on; without arguments, as where nothing was said."""
         self.wire.set_delays(min_delay_s, max_delay_s)
 
+    def heal_between(self, one: str, other: str) -> None:
+        """Ends those between two nodes, in both directions."""
+        self.wire.heal_between(one, other)
+
     def drop_connections(self, one: str, other: str) -> None:
         """Breaks every call between two nodes: both ends notice at once."""
         self.wire.drop_connections(one, other)

@@ -276,6 +276,15 @@ class Wire:
     def heal(self) -> None:
         """Ends all partitions. What is in transit and not given up arrives."""
         self._blocked.clear()
+        self._flush()
+
+    def heal_between(self, one: str, other: str) -> None:
+        """Ends those between two nodes, in both directions."""
+        for pair in [(one, other), (other, one)]:
+            self._blocked.pop(pair, None)
+        self._flush()
+
+    def _flush(self) -> None:
         for call in list(self._calls):
             call.requests.flush()
             call.responses.flush()
