@@ -1,8 +1,7 @@
 """What a tenant feels of its neighbour, in virtual time: a steady interactive victim alone, and beside an attacker of
 each kind. Both have the same weights and no bounds, so nothing but the schedule stands between them.
 
-The attacker asks in standard class. One that asks for long answers in the victim's own class, and gets shorter ones
-than the scheduler expected, is not held to the bound here: docs/SIMULATION.md says what the victim waits then.
+The attacker asks in the victim's own class.
 """
 
 from __future__ import annotations
@@ -23,14 +22,11 @@ from tests.sim.cluster import BROKEN_ADAPTER, STEP_S, Cluster, adapters_of
 from tests.sim.traffic import SHARED_PREFIX, Call, Traffic
 
 VICTIM, ATTACKER = "bolt", "acme"
-ATTACKER_CLASS = "standard"
 STREAMS = 2
 PERIOD_S = 0.25
 """The victim asks for some five tokens in a step of the whole cluster at most: a tenth of what it can do."""
 MEASURED_S = 4.0
 WARM_UP_S = 1.5
-ESTIMATE_S = 16.0
-"""So long it takes the scheduler to learn how long these answers are; before, it takes them to be as long as asked."""
 OUTSTANDING = 24
 """Calls of the attacker's: several times the slots of the cluster."""
 REFILL_S = 0.1
@@ -106,7 +102,7 @@ async def ttfts(seed: int, attack: Callable[[Call], None] | None) -> tuple[list[
     tasks = [asyncio.create_task(cluster.watch(), name="watch")]
     if attack is not None:
         tasks.append(asyncio.create_task(_attack(traffic, attack)))
-    await asyncio.sleep(ESTIMATE_S if attack is long_outputs else WARM_UP_S)
+    await asyncio.sleep(WARM_UP_S)
     victims: list[Call] = []
     async with asyncio.TaskGroup() as group:
         for i in range(STREAMS):
@@ -132,7 +128,7 @@ async def _attack(traffic: Traffic, shape: Callable[[Call], None]) -> None:
         running = [call for call in running if call.ended_at is None]
         while len(running) < OUTSTANDING:
             call = traffic.plain(ATTACKER)
-            call.qos_class, call.adapter, call.n, call.is_greedy = ATTACKER_CLASS, "", 1, False
+            call.qos_class, call.adapter, call.n, call.is_greedy = "interactive", "", 1, False
             shape(call)
             traffic.begin(call)
             running.append(call)
