@@ -46,8 +46,8 @@ class Pick(NamedTuple, Generic[I, P]):
     item: I
     place: P
     """What the test returned for it."""
-    least: Any
-    """The `Contender` with the least un-boosted tag of those that could have been started."""
+    floor: int
+    """The least un-boosted tag of a flow that could have been started."""
     passed_over: I | None
     """The item that would have been chosen if it could be started."""
 
@@ -234,15 +234,15 @@ class Contest(Generic[F, I]):
             least = self.plain.first()
             assert least is not None
             if least.flow is first or least.flow.need == first.need or fits(_head(least.flow)) is not None:
-                return tuple.__new__(Pick, (item, place, least.flow, None))  # as Pick(...), without a Python call
-            return Pick(item, place, self._least(fits, {first.need: True, least.flow.need: False}), None)
+                return tuple.__new__(Pick, (item, place, least.key, None))  # as Pick(...), without a Python call
+            return Pick(item, place, self._floor(fits, {first.need: True, least.flow.need: False}), None)
         fitting = {first.need: False}
         for flow in self._in_order(self.rising.heads(), self.full.heads()):
             if flow.need not in fitting:
                 place = fits(_head(flow))
                 fitting[flow.need] = place is not None
                 if place is not None:
-                    return Pick(_head(flow), place, self._least(fits, fitting), item)
+                    return Pick(_head(flow), place, self._floor(fits, fitting), item)
         return None
 
     def select_one_by_one(self, fits: Callable[[F, I], P | None], now_us: int, *, limit: int) -> Pick[I, P] | None:
@@ -257,7 +257,7 @@ class Contest(Generic[F, I]):
             if place is not None:
                 least = self.plain.first()
                 assert least is not None
-                return Pick(item, place, least.flow, None)
+                return Pick(item, place, least.key, None)
         return None
 
     def _fill_boosts(self) -> None:
@@ -305,8 +305,8 @@ class Contest(Generic[F, I]):
         )
         return (flow for _, _, flow in merged)
 
-    def _least(self, fits: Callable[[I], P | None], fitting: dict[Hashable, bool]) -> Contender[F, I]:
-        """The flow with the least tag that can be started. `fitting` has the needs that were asked for already."""
+    def _floor(self, fits: Callable[[I], P | None], fitting: dict[Hashable, bool]) -> int:
+        """The least tag of a flow that can be started. `fitting` has the needs that were asked for already."""
         first = self.plain.first()
         assert first is not None
         for place in itertools.chain((first,), self.plain.heads()):
@@ -314,7 +314,7 @@ class Contest(Generic[F, I]):
             if flow.need not in fitting:
                 fitting[flow.need] = fits(_head(flow)) is not None
             if fitting[flow.need]:
-                return flow
+                return place.key
         raise AssertionError("one flow was found to fit")
 
     def check_invariants(self) -> None:

@@ -11,10 +11,10 @@ The tag by which flows are compared is
 
     vt_f = a_f + R_f / phi_f                      exact integers: a cost c counts c * (TAG_SCALE // phi_f)
 
-    push      on a flow without queued items:     V = max(V, a_g), g the other queued flow with the least vt_g, and
+    push      on a flow without queued items:     V = max(V, a_g of the other queued flow g with the least vt_g), and
                                                   vt_f = max(vt_f, V), so that idling saves nothing up
     select    argmin of vt_f - boost_f / phi_f over the flows whose first item can be started now
-    dispatch  V = max(V, a_g), g the one of those same flows with the least vt_g, un-boosted; then R_f += reserve
+    dispatch  V = max(V, min of vt_f over those same flows), un-boosted and before the charge; then R_f += reserve
     count     a source's cumulative counter grew by c: min(c, R_f) moves from R_f to a_f, the rest is added to a_f
     settle    an item ended: what is left of its reservation leaves R_f, once; a cost that no counter names joins a_f
     idle      a flow without items and with vt_f <= V is forgotten; when no item is left at all, V passes every tag
@@ -28,20 +28,15 @@ by its own doing, and would bring it before those that come anew though it is se
 The bound. Call f *startable* while its first item is accepted by `select`'s test. Let c_f be f's largest reservation,
 R_f its largest reserved sum, beta_f its cap, and U_f the most that its running items could come to cost beyond R_f
 (0 where a reservation is the most that its item can cost). In any interval in which f and g are startable throughout,
-with W the work really done in it (counted already or not), L_f = max(0, V - vt_f) at its beginning, and M the greatest
-R_h / phi_h of any third flow h,
+with W the work really done in it (counted already or not) and L_f = max(0, V - vt_f) at its beginning,
 
-    | W_f / phi_f - W_g / phi_g |  <=  (R_f + c_f + beta_f + U_f) / phi_f + L_f  +  the same of g  +  M
+    | W_f / phi_f - W_g / phi_g |  <=  (R_f + c_f + beta_f + U_f) / phi_f + L_f  +  the same of g
 
 Proof. a_f(t) <= vt_f(tau-) + (c_f + U_f) / phi_f with tau f's last dispatch before t. If g was startable at tau, then
-vt_f(tau-) <= vt_g(tau) + beta_f / phi_f by the choice. If it was not, let h be the least of those that were: vt_f(tau-)
-<= vt_h + beta_f / phi_f, V came to a_h = vt_h - R_h / phi_h at least, and g came back at vt_g >= V - L_g. In the other
-direction vt_g <= a_g + R_g / phi_g. Exchange f and g, and subtract the values at both ends of the interval. L counts
-only for a flow that was denied since it became backlogged: one that was passed over because its first item fitted
-nowhere keeps the credit of what it was denied. For all others it is 0.
-
-V could come to vt_h instead, and M would be none. But reservations are given back, and count less when a weight rises,
-as all of a class do under overload: V would then be ahead of all that wait, by many times what those do in a second.
+vt_f(tau-) <= vt_g(tau) + beta_f / phi_f by the choice; and if it was not, vt_f(tau-) <= V + beta_f / phi_f, and g came
+back at vt_g >= V - L_g. In the other direction vt_g <= a_g + R_g / phi_g. Exchange f and g, and subtract the values at
+both ends of the interval. L counts only for a flow that was denied since it became backlogged: one that was passed over
+because its first item fitted nowhere keeps the credit of what it was denied. For all others it is 0.
 
 With several choosers that hear late of each other, or a clock rebuilt from a snapshot, E_f / phi_f + E_V joins: the
 errors of the tags and of the clock that were used.
@@ -257,8 +252,8 @@ class FairQueue(Generic[F, I]):
         """Starts what `select` chose just before, and reserves its cost."""
         assert reserve >= 0
         assert self.returning is None, "a rebuilt clock is resumed first"
-        item, _, least, _ = pick
-        self._advance_clock(least)
+        item, _, _, _ = pick
+        self._advance_clock(pick)
         flow = self._take(item)
         self._run(item, flow)
         self._reserve(flow, item, reserve)
@@ -296,7 +291,8 @@ class FairQueue(Generic[F, I]):
             self.rest(flow)
 
     def set_share(self, flow: F, share: Share) -> None:
-        """A new share for a remembered flow: what was settled keeps its tag, what is reserved counts anew."""
+        """A new share for a remembered flow. Its tag stays: V may have come to it, reservations included, and a flow
+        that fell behind V as its weight rose would go before all newcomers until it has come there again."""
         found = self.books.get(flow)
         if found is not None and found.share != share:
             self._share(found, share)
@@ -370,27 +366,25 @@ class FairQueue(Generic[F, I]):
     # ---- the rules; the property tests break each of them to see that it is noticed
 
     def _catch_up(self, newcomer: F) -> None:
-        """V passes what was done since the last dispatch for the least of the other queued flows: a newcomer has no
-        claim to that time."""
-        if self.returning is None:
-            self._show_moved()
-            others = (place.flow for place in self._contest.plain.first_places(2) if place.flow.key != newcomer)
-            least = next(others, None)
-            if least is not None and self._advance_clock(least):
-                self._forget_passed()
+        """The other queued flow with the least tag may have been charged, since the last dispatch, for work that it had
+        not reserved. V passes what it was charged for: a newcomer has no claim to the time in which that was done."""
+        if self.returning is not None:
+            return
+        self._show_moved()
+        for place in self._contest.plain.first_places(2):
+            other: FlowBooks[F, I] = place.flow  # type: ignore[assignment]
+            if other.key != newcomer:
+                if other.settled > self.virtual_time:
+                    self.virtual_time = other.settled
+                    self._forget_passed()
+                break
 
     def _lift(self, flow: FlowBooks[F, I]) -> None:
         flow.settled += max(0, self.virtual_time - flow.tag)
 
-    def _advance_clock(self, least: Any) -> bool:
-        """V passes what was done for the flow with the least tag, and not what that has only reserved: what is given
-        back again, or counts less because a weight has risen, would leave V ahead of all that wait, and newcomers
-        behind them until that is made up for. Returns whether it has moved."""
-        settled = least.settled
-        if settled <= self.virtual_time:
-            return False
-        self.virtual_time = settled
-        return True
+    def _advance_clock(self, pick: Pick[I, P]) -> None:
+        if pick.floor > self.virtual_time:
+            self.virtual_time = pick.floor
 
     def _reserve(self, flow: FlowBooks[F, I], item: I, cost: int) -> None:
         if cost:
@@ -438,6 +432,7 @@ class FairQueue(Generic[F, I]):
 
     def _share(self, flow: FlowBooks[F, I], share: Share) -> None:
         flow.share = share
+        inverse_before = flow.inverse
         follows = self._follows.get(share)
         if follows is None:
             assert share.weight >= 1
@@ -448,6 +443,7 @@ class FairQueue(Generic[F, I]):
                 self._follows.clear()
             follows = self._follows[share] = flow.inverse, base, cap, self._contest.fill_us(base, cap)
         flow.inverse, flow.base, flow.cap, flow.fill_us = follows
+        flow.settled += flow.reserved * (inverse_before - flow.inverse)
         self._move(flow)
 
     def _take(self, item: I) -> FlowBooks[F, I]:

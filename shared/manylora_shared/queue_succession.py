@@ -81,15 +81,15 @@ def restore(queue: FairQueue[F, Any], taken: Snapshot[F, Any]) -> None:
 def resume(queue: FairQueue[F, Any]) -> None:
     """Whoever was to come back has: V is brought up to date.
 
-    The clock went on behind the snapshot. It passed no flow that stayed backlogged, so what was done for the least of
-    those is where it may have come to; whoever was not among them begins there.
+    The clock went on behind the snapshot. It passed no flow that stayed backlogged, so the least tag of those is where
+    it may have come to; whoever was not among them begins there.
     """
     returning, queue.returning = queue.returning, None
     assert returning is not None, "nothing is being restored"
     books = queue.books
     returned = [books[flow] for flow in returning if books[flow].num_queued]
     if returned:
-        queue.virtual_time = max(queue.virtual_time, min(returned, key=lambda flow: flow.tag).settled)
+        queue.virtual_time = max(queue.virtual_time, min(flow.tag for flow in returned))
     for flow in books.values():
         if flow.num_queued and flow.key not in returning:
             queue.forgo(flow.key)

@@ -270,11 +270,7 @@ def test_a_flow_is_not_held_by_its_cap_any_longer_when_what_was_held_is_gone() -
 # ---- blocks
 
 
-FIGHTS = [*range(22), 23, 24, 25]
-"""Seeds; in 22 nobody has to be evicted."""
-
-
-@pytest.mark.parametrize("seed", FIGHTS)
+@pytest.mark.parametrize("seed", range(25))
 def test_three_tenants_fight_for_a_third_of_what_they_need(seed: int) -> None:
     rig = fight(seed)
     assert rig.core.stats().evictions > 0, "the pool was not short: the test shows nothing"
@@ -424,7 +420,7 @@ def _ends_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _fights() -> None:
-    for seed in FIGHTS:
+    for seed in range(25):
         test_three_tenants_fight_for_a_third_of_what_they_need(seed)
 
 

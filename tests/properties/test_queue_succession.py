@@ -23,7 +23,7 @@ def test_a_successor_knows_what_its_predecessor_knew() -> None:
     new: FairQueue[str, int] = FairQueue()
     restore(new, saved)
     with pytest.raises(AssertionError):
-        new.dispatch(Pick(0, None, None, None), 1)
+        new.dispatch(Pick(0, None, 0, None), 1)
     for item, flow, left in saved.reserved:
         new.adopt(item, flow, share=weights[flow], reserve=left)
     assert len(new.count("w", totals, weights.__getitem__)) == 2
