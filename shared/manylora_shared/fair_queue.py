@@ -17,6 +17,7 @@ The tag by which flows are compared is
     dispatch  V = max(V, min of vt_f over those same flows), un-boosted and before the charge; then R_f += reserve
     count     a source's cumulative counter grew by c: min(c, R_f) moves from R_f to a_f, the rest is added to a_f
     settle    an item ended: what is left of its reservation leaves R_f, once; a cost that no counter names joins a_f
+    share     a new weight leaves vt_f as it is: R_f counts by the new weight, and a_f makes up for the difference
     idle      a flow without items and with vt_f <= V is forgotten; when no item is left at all, V passes every tag
 
     boost_f = min(cap_f, base_f + aging * phi_f * wait)      and cap_f from the moment the first item is urgent
@@ -39,7 +40,8 @@ both ends of the interval. L counts only for a flow that was denied since it bec
 because its first item fitted nowhere keeps the credit of what it was denied. For all others it is 0.
 
 With several choosers that hear late of each other, or a clock rebuilt from a snapshot, E_f / phi_f + E_V joins: the
-errors of the tags and of the clock that were used.
+errors of the tags and of the clock that were used. A change of weight joins with what a_f made up for, if the work was
+never done.
 
 Counters name a flow and not an item, so what they count eats the flow's reservations oldest first. A source is one
 worker's counting: cumulative, so that a report that comes twice, or late, or not at all changes nothing in the end.
