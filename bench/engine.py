@@ -44,23 +44,10 @@ from manylora_worker.engine.attention import ATTENTION, register_attention
 from manylora_worker.engine.kv_cache import KvCache
 from manylora_worker.kernels.nf4 import Nf4Linear
 from manylora_worker.loader import LoadedModel, prepare_model
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from bench.shapes import SHAPES, random_model
 
 GIB = 1 << 30
-SHAPES: dict[str, Any] = {
-    "llama-3.1-8b": lambda: LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=16384, rms_norm_eps=1e-5, tie_word_embeddings=False,
-    ),
-    "qwen3-8b": lambda: Qwen3Config(
-        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=16384, tie_word_embeddings=False,
-    ),
-    "llama-70b-20-layers": lambda: LlamaConfig(
-        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=20, num_attention_heads=64,
-        num_key_value_heads=8, max_position_embeddings=16384, rms_norm_eps=1e-5, tie_word_embeddings=False,
-    ),
-}  # fmt: skip
 GREEDY = Sampling(seed=0, temperature=0.0)
 TRAFFIC = ("zipf-1000", "loads", "churn", "chunk", "base-only")
 MIXED_RANKS = (8, 16, 32, 64)
@@ -85,9 +72,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def make_model(shape: str, quantization: Literal["none", "nf4"]) -> LoadedModel:
     register_attention()
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(SHAPES[shape](), dtype=torch.bfloat16, attn_implementation=ATTENTION)
+    model = random_model(shape, "cuda", attn_implementation=ATTENTION)
     model.eval().requires_grad_(False)
     return prepare_model(model, name=shape, quantization=quantization)
 

@@ -28,6 +28,8 @@ so long a request may keep its slot. `victim_ttft_p95_less_quantum_ratio` is the
 and `total_ratio_to_fcfs` compares that.
 
     python bench/isolation.py [--engine torch|fake] [--attacks short,adapters] [--seconds 12] [--rounds 1] [--json]
+
+Beside the demo model a GPU waits for the host; `--model FOLDER` serves one of a real shape (bench/shapes.py).
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ POLICIES = {"fair": "fair", "fcfs": "arrival"}
 VICTIM, ATTACKER = "victim", "attacker"
 WEIGHT = 4
 ADAPTER_BYTES = 1 << 20
-"""Of device memory that an adapter takes at most: the fake engine's take a MiB, the demo model's a third of one."""
+"""Of device memory that an adapter of the fake engine takes at most; one of the demo model takes a third of it."""
 ADAPTERS_ON_DEVICE = 8
 ADAPTERS_ON_HOST = 16
 WAIT_TIMEOUT_S = 60.0
@@ -206,8 +208,8 @@ async def bench_cluster(order: str, arguments: argparse.Namespace) -> AsyncItera
         flags += ["--engine=fake", f"--fake-step-ms={arguments.step_ms}"]
     with tempfile.TemporaryDirectory() as data:
         options = ClusterOptions(
-            model=BASE_FOLDER,
-            model_name=BASE_NAME if arguments.engine == "torch" else "fake",
+            model=arguments.model / "model" if arguments.model else BASE_FOLDER,
+            model_name=arguments.model_name,
             data=Path(data),
             device=arguments.device,
             worker_flags=tuple(flags),
@@ -224,20 +226,22 @@ async def bench_cluster(order: str, arguments: argparse.Namespace) -> AsyncItera
                 await client.tenants.apply(policy, timeout_s=10)
             names: list[str] = []
             if any(ATTACKS[name].cycles_adapters for name in arguments.attacks):
-                names = await _add_adapters(client, arguments.adapters, Path(data))
+                names = await _add_adapters(client, arguments, Path(data))
             yield Bench(running, client, names, arguments)
 
 
-async def _add_adapters(client: Client, count: int, folder: Path) -> list[str]:
-    """Copies of one adapter that differ in the lowest bits of one weight, under names of their own."""
-    names = [f"copy-{index}" for index in range(count)]
+async def _add_adapters(client: Client, arguments: argparse.Namespace, folder: Path) -> list[str]:
+    """Copies of one adapter that differ in two bytes of its weights, under names of their own."""
+    names = [f"copy-{index}" for index in range(arguments.adapters)]
     copy = folder / "copy"
-    shutil.copytree(adapter_folder("words"), copy)
+    shutil.copytree(arguments.model / "adapter" if arguments.model else adapter_folder("words"), copy)
     weights = copy / "adapter_model.safetensors"
-    original = weights.read_bytes()
+    end = weights.stat().st_size
     for index, name in enumerate(names):
-        # The last weight is a little-endian float32: its first two bytes are the low bits of its fraction.
-        weights.write_bytes(original[:-4] + index.to_bytes(2, "little") + original[-2:])
+        with weights.open("r+b") as file:
+            # Little-endian: the low bits of the last float32's fraction, or the last bfloat16 but one, next to zero.
+            file.seek(end - 4)
+            file.write(index.to_bytes(2, "little"))
         await client.adapters.add(ATTACKER, name, copy)
     return names
 
@@ -257,6 +261,7 @@ def report(name: str, cases: dict[str, Case], arguments: argparse.Namespace) -> 
     common = {
         "engine": arguments.engine,
         "device": arguments.device,
+        "model": arguments.model_name,
         "attacker_class": arguments.attacker_class,
         "rounds": arguments.rounds,
         "slots": arguments.slots,
@@ -345,6 +350,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="JSON lines")
     parser.add_argument("--engine", choices=("torch", "fake"), default="torch")
     parser.add_argument("--device", default="cpu", help="of the torch engine: cpu, cuda, cuda:1, ...")
+    parser.add_argument("--model", type=Path, help="a folder that bench/shapes.py has made, in place of the demo model")
     parser.add_argument("--attacks", default=",".join(ATTACKS), help="comma-separated: %(default)s")
     parser.add_argument("--policies", default=",".join(POLICIES), help="comma-separated: %(default)s")
     parser.add_argument("--seconds", type=float, default=12.0, help="that the victim is measured beside each attack")
@@ -384,7 +390,16 @@ def parse() -> argparse.Namespace:
     if not 1 <= arguments.adapters <= 1 << 16:
         parser.error("--adapters: must be 1 to 65536")
     arguments.num_blocks = arguments.num_blocks or arguments.slots * LONGEST_TOKENS // 16 + 64
-    arguments.adapter_bytes = ADAPTER_BYTES if arguments.engine == "fake" else ADAPTER_BYTES // 3
+    if arguments.model and arguments.engine == "fake":
+        parser.error("--model: the fake engine has none")
+    if arguments.model and not (adapter := arguments.model / "adapter" / "adapter_model.safetensors").is_file():
+        parser.error(f"--model: {adapter} is no file; bench/shapes.py makes one")
+    if arguments.engine == "fake":
+        arguments.model_name, arguments.adapter_bytes = "fake", ADAPTER_BYTES
+    elif arguments.model:
+        arguments.model_name, arguments.adapter_bytes = arguments.model.name, round(1.02 * adapter.stat().st_size)
+    else:
+        arguments.model_name, arguments.adapter_bytes = BASE_NAME, ADAPTER_BYTES // 3
     return arguments
 
 

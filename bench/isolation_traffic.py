@@ -117,7 +117,8 @@ async def victim(
         while (began := time.perf_counter()) < ends_at:
             prompt = [*_tokens("victim", prefix_tokens), *_tokens(prompts.getrandbits(30), VICTIM_PROMPT_TOKENS)]
             await _victim_request(channel, target, _request(prompt, 0, VICTIM_OUTPUT_TOKENS, 1), ends_at, found)
-            await asyncio.sleep(max(0.0, began + period_s * times.uniform(0.8, 1.2) - time.perf_counter()))
+            next_at = min(began + period_s * times.uniform(0.8, 1.2), ends_at)
+            await asyncio.sleep(max(0.0, next_at - time.perf_counter()))
 
     async with asyncio.TaskGroup() as tasks:
         for index in range(streams):

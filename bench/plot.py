@@ -66,6 +66,7 @@ def draw_isolation(axes: Any, lines: list[Line]) -> None:
         places = [at + (i - 1) * width for at in range(len(attacks))]
         axes.bar(places, [seen[attack, policy] for attack in attacks], width * 0.92, color=color, label=label)
     axes.set_yscale("log")
+    axes.set_ylim(bottom=1)
     axes.set_xticks(range(len(attacks)), [ATTACKS[attack] for attack in attacks])
     axes.set_ylabel("ms to the first token, 95th percentile")
 
@@ -76,7 +77,7 @@ PICTURES = {
         ["bench/results/h200/engine-late.jsonl"],
         "docs/decode-step.svg",
     ),
-    "isolation": (draw_isolation, ["bench/results/cpu/isolation.jsonl"], "docs/isolation.svg"),
+    "isolation": (draw_isolation, ["bench/results/h200/isolation-8b.jsonl"], "docs/isolation.svg"),
 }
 
 

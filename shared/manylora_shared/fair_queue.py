@@ -40,8 +40,9 @@ both ends of the interval. L counts only for a flow that was denied since it bec
 because its first item fitted nowhere keeps the credit of what it was denied. For all others it is 0.
 
 With several choosers that hear late of each other, or a clock rebuilt from a snapshot, E_f / phi_f + E_V joins: the
-errors of the tags and of the clock that were used. A change of weight joins with what a_f made up for, if the work was
-never done.
+errors of the tags and of the clock that were used. A change of f's weight begins an interval, and joins with what a_f
+made up for, R_f * |1 / phi_f - 1 / phi_f'|, if that work is never done, and, where the weight rises, with what the one
+before allowed the tag to be ahead, (c_f + beta_f + U_f) * (1 / phi_f - 1 / phi_f').
 
 Counters name a flow and not an item, so what they count eats the flow's reservations oldest first. A source is one
 worker's counting: cumulative, so that a report that comes twice, or late, or not at all changes nothing in the end.

@@ -58,7 +58,8 @@ class Books:
     served_us: int = 0
     """When something of it was dispatched last."""
     error: int = 0
-    """By how much leader changes have moved its tag, in tag units."""
+    """By how much leader changes have moved its tag, and what its weights before allowed more, in tag units."""
+    reweighed_at: int = -1
     inverse: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,8 +68,12 @@ class Books:
     @property
     def margin(self) -> int:
         """The flow's part of the bound, in tag units."""
-        cost = self.max_reserved + self.max_reserve + self.share.cap + self.max_beyond
-        return cost * self.inverse + self.error
+        return (self.max_reserved + self.lead) * self.inverse + self.error
+
+    @property
+    def lead(self) -> int:
+        """The cost by which the flow's tag may be ahead."""
+        return self.max_reserve + self.share.cap + self.max_beyond
 
 
 @dataclass
@@ -237,6 +242,23 @@ class Harness:
         self._dequeue(job)
         self._check()
 
+    def reweigh(self, flow: str, weight: int) -> None:
+        """The flow has another weight from now on. Its tag stays: it may be as far ahead as the weight before allowed,
+        and what it has reserved by then and does not use is given back by the new weight."""
+        book, tag = self.books[flow], self.queue.tag_of(flow)
+        before, reserved = book.inverse, self.queue.reserved_by(flow)
+        book.share = book.share._replace(weight=weight)
+        book.inverse = TAG_SCALE // weight
+        self.queue.set_share(flow, book.share)
+        assert self.queue.tag_of(flow) == tag, "a change of weight moved a tag"
+        book.error += book.lead * max(0, before - book.inverse) + reserved * abs(before - book.inverse)
+        book.drift = None
+        self._tick += 1
+        book.reweighed_at = self._tick
+        if book.span is not None:
+            book.span = self._tick
+        self._check()
+
     def save(self) -> None:
         """The leader keeps a snapshot."""
         self._tick += 1
@@ -267,7 +289,7 @@ class Harness:
         resume(new)
         new.check_invariants()
         for flow, book in self.books.items():
-            if book.queued and book.backlogged_at <= saved_at:
+            if book.queued and max(book.backlogged_at, book.reweighed_at) <= saved_at:
                 settled = [queue.tag_of(flow) - queue.reserved_by(flow) * book.inverse for queue in (old, new)]
                 assert settled[0] == settled[1], "a flow that was backlogged all the time has another tag"
             book.error += abs(new.tag_of(flow) - old.tag_of(flow))
@@ -347,8 +369,10 @@ def _share(rng: random.Random, boosts: bool) -> Share:
     return Share(rng.choice([1, 1, 2, 4, 7]), rng.choice([0, 0, cap // 2, cap]), cap)
 
 
-def random_schedule(make: QueueClass, seed: int, num_actions: int = 100, *, strict: bool = True) -> Harness:
-    """One random run; raises AssertionError where a property fails."""
+def random_schedule(
+    make: QueueClass, seed: int, num_actions: int = 100, *, strict: bool = True, reweighs: bool = False
+) -> Harness:
+    """One random run; raises AssertionError where a property fails. With `reweighs` weights change under way."""
     rng = random.Random(seed)
     counters = rng.random() < 0.5
     boosts = rng.random() < 0.6
@@ -362,6 +386,8 @@ def random_schedule(make: QueueClass, seed: int, num_actions: int = 100, *, stri
     bursts = rng.choice([[1, 1, 2, 8], [4, 20]])
     for at in range(num_actions):
         harness.now_us += rng.choice([0, 100, 10_000, 300_000])
+        if reweighs and rng.random() < 0.1:
+            harness.reweigh(rng.choice(list(shares)), rng.choice([1, 1, 2, 4, 7]))
         action = rng.random()
         if action < 0.4:
             actual = rng.choice([0, 1, 5, 20, 100])
@@ -561,3 +587,5 @@ def run_suite(make: QueueClass, seeds: range) -> None:
     for seed in seeds:
         exact_reservations(make, seed)
         random_schedule(make, seed)
+    for seed in seeds[:: len(seeds) // 10 or 1]:
+        random_schedule(make, seed, reweighs=True)

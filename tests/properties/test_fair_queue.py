@@ -38,6 +38,11 @@ def test_spread_against_its_bound(fair_schedules: int) -> None:
     assert 0.7 < ratios[-1] <= 1.0
 
 
+def test_the_bound_holds_where_weights_change(fair_schedules: int) -> None:
+    for seed in range(fair_schedules // 4):
+        suite.random_schedule(FairQueue, seed, reweighs=True)
+
+
 def test_dispatch_is_within_one_item_of_each_flow_where_costs_are_known() -> None:
     for seed in range(30):
         suite.exact_reservations(FairQueue, seed)
@@ -149,6 +154,16 @@ class WeightsIgnored(Queue):
         return super().remember(flow, share._replace(weight=1))
 
 
+class TagMovesWithItsWeight(Queue):
+    """What is reserved counts anew at another weight."""
+
+    def _share(self, flow: Flow, share: Share) -> None:
+        settled = flow.settled
+        super()._share(flow, share)
+        flow.settled = settled
+        self._move(flow)
+
+
 class ReservationsKept(Queue):
     """Work is charged on top of its own reservation."""
 
@@ -206,6 +221,7 @@ MUTANTS = [
     StoppedClock,
     FallingClock,
     WeightsIgnored,
+    TagMovesWithItsWeight,
     ReservationsKept,
     CountersAsIncrements,
     AdoptedReservationsLost,

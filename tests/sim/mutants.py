@@ -41,7 +41,9 @@ from manylora_worker.engine.parking import Parking
 from manylora_worker.engine.prefix_cache import PrefixCache, PrefixKeys
 from manylora_worker.engine.swapping import Swapper
 from manylora_worker.engine.tenant_shares import TenantShares
+from manylora_worker.engine_view import EngineView
 from manylora_worker.runtime import Runtime
+from manylora_worker.servicer import WorkerServicer
 
 Make = Callable[[Any], Any]
 
@@ -720,6 +722,33 @@ def _let_go(original: Any) -> Any:
             self._adapters.release(request.request_id, now)
 
     return end_told_choice
+
+
+# ---- leaders that are over, and readers
+
+
+@mutant(
+    "fencing",
+    "grant-of-an-old-leader-runs",
+    WorkerServicer,
+    "execute",
+    "a worker refuses grants of a leader that is over",
+    first=(71,),
+)
+def _unfenced(original: Any) -> Any:
+    def execute(self: Any, message: Any, call: Any) -> Any:
+        message.epoch = max(message.epoch, self._epoch)
+        return original(self, message, call)
+
+    return execute
+
+
+@mutant("readers", "reader-stays-paused", EngineView, "_resume", "who reads again goes on", first=(3,))
+def _stays_paused(original: Any) -> Any:
+    def resume(self: Any, stream: Any) -> None:
+        stream.is_paused = False
+
+    return resume
 
 
 __all__ = ["IDENTITY", "MUTANTS", "Mutant"]

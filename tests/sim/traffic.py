@@ -55,6 +55,8 @@ class Call:
     """The caller goes away after so many frames."""
     read_pause_s: float = 0.0
     """Between two reads."""
+    longest_pause_s: float = 0.0
+    """That it made so far."""
     router: str = ""
     began_at: float = 0.0
     ended_at: float | None = None
@@ -254,6 +256,7 @@ class Traffic:
                 call.frames.append(frame)
                 call.frame_times.append(self._cluster.loop.time())
                 if call.read_pause_s:
+                    call.longest_pause_s = max(call.longest_pause_s, call.read_pause_s)
                     await asyncio.sleep(call.read_pause_s)
             else:
                 call.is_cancelled = True

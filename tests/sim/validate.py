@@ -11,6 +11,7 @@ from manylora_scheduler.request import FlowKey
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.ids import QosClass, TenantId
 from manylora_worker.app import WorkerApp
+from manylora_worker.engine_view import MAX_PAUSE_S
 
 from tests.sim import books
 from tests.sim.cluster import BROKEN_ADAPTER, LEAVING_ADAPTER, NUM_BLOCKS, TENANTS, Cluster, Engine
@@ -62,6 +63,8 @@ def check_call(call: Call) -> None:
     finished = call.finished
     if finished is not None:
         assert finished.outcome in _CODES, f"unexpected outcome: {who}"
+        is_slow = call.longest_pause_s >= MAX_PAUSE_S
+        assert finished.outcome != common_pb2.OUTCOME_SLOW_READER or is_slow, f"cut off, and it had read on: {who}"
         delivered = sum(len(call.tokens_of(choice)) for choice in range(call.n))
         assert finished.usage.completion_tokens == delivered, f"usage is not what was delivered: {who}"
         prompt = len(call.prompt) if "started" in kinds else 0

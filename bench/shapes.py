@@ -1,0 +1,79 @@
+"""Models of real shapes with random weights: nothing is downloaded, and what a step costs does not depend on values.
+
+    python -m bench.shapes [--shape llama-3.1-8b] [--rank 16] [--device cuda] FOLDER
+
+writes FOLDER/model, with the demo model's tokenizer (its ids are the first 259 of the shape), and FOLDER/adapter, of
+that rank on all projections: what `bench/isolation.py --model FOLDER` serves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from manylora.demo import BASE_FOLDER
+from peft import LoraConfig
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+
+SHAPES: dict[str, Any] = {
+    "llama-3.1-8b": lambda: LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=16384, rms_norm_eps=1e-5, tie_word_embeddings=False,
+    ),
+    "qwen3-8b": lambda: Qwen3Config(
+        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=16384, tie_word_embeddings=False,
+    ),
+    "llama-70b-20-layers": lambda: LlamaConfig(
+        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=20, num_attention_heads=64,
+        num_key_value_heads=8, max_position_embeddings=16384, rms_norm_eps=1e-5, tie_word_embeddings=False,
+    ),
+    "llama-tiny": lambda: LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096, rms_norm_eps=1e-5, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+
+
+def random_model(shape: str, device: str, **settings: Any) -> PreTrainedModel:
+    """In bfloat16, the same for the same shape and device. `settings` are for `from_config`."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(SHAPES[shape](), dtype=torch.bfloat16, **settings)
+
+
+def write_adapter(model: PreTrainedModel, folder: Path, rank: int) -> None:
+    """An adapter as PEFT saves one, on every projection of the model."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        if path.rsplit(".", 1)[-1] in PROJECTIONS and isinstance(module, torch.nn.Linear):
+            for part, shape in (("A", (rank, module.in_features)), ("B", (module.out_features, rank))):
+                weight = torch.randn(shape, dtype=torch.bfloat16, device=model.device).mul_(0.02)
+                tensors[f"base_model.model.{path}.lora_{part}.weight"] = weight.cpu()
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    LoraConfig(r=rank, lora_alpha=rank, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM").save_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args()
+    model = random_model(arguments.shape, arguments.device)
+    model.save_pretrained(arguments.folder / "model")
+    for name in TOKENIZER_FILES:
+        shutil.copy(BASE_FOLDER / name, arguments.folder / "model")
+    write_adapter(model, arguments.folder / "adapter", arguments.rank)
+
+
+if __name__ == "__main__":
+    main()
