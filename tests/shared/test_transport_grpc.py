@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,18 @@ async def test_stock_clients_of_health_and_reflection_are_served() -> None:
     await server.stop(0)
 
 
+async def all_of_it_comes() -> None:
+    """Start the calls made; what they send comes to the server's side while the loop, which is both's, takes none."""
+    await asyncio.sleep(0)
+    time.sleep(0.2)  # noqa: ASYNC251 -- to hold the loop is the purpose
+
+
 async def place_of_others(acceptors: int, burst: int = 300, others: int = 12) -> list[int]:
-    """One connection sends a burst of calls, then others one each: how many of all had begun when theirs did."""
+    """One connection sends a burst of calls, then others one each: how many of all had begun when theirs did.
+
+    The loop is held after each, so that all of the burst has come to the server before the others' calls do,
+    and all of these before any further one is taken: what a slow or busy machine changes is no part of the order.
+    """
     begun: list[str] = []
 
     async def unary(request: Any, call: Any) -> Any:
@@ -107,7 +118,9 @@ async def place_of_others(acceptors: int, burst: int = 300, others: int = 12) ->
         await channel.call(METHODS["Unary"], text("warm"))
     begun.clear()
     calls = [asyncio.create_task(channels[0].call(METHODS["Unary"], text("burst"))) for _ in range(burst)]
+    await all_of_it_comes()
     calls += [asyncio.create_task(channel.call(METHODS["Unary"], text("other"))) for channel in channels[1:]]
+    await all_of_it_comes()
     await asyncio.gather(*calls)
     for channel in channels:
         await channel.close()
