@@ -130,7 +130,9 @@ class Child:
                 stderr=log,
                 env=self._environment,
                 limit=MAX_READY_LINE_BYTES,
-                start_new_session=True,  # the terminal's Ctrl-C is for the parent, which stops its children in order
+                # The terminal's Ctrl-C is for the parent, which stops its children in order. Not a session of its own:
+                # Linux shares the cores among sessions first (sched_autogroup), so niceness would say nothing.
+                process_group=0,
             )
         self.starts += 1
         try:

@@ -105,7 +105,7 @@ class EtcdProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
+                process_group=0,
                 env={"PATH": os.defpath},  # none of the ETCD_* that configure another etcd
             )
         try:
