@@ -35,10 +35,6 @@ from manylora.client import Client, ClusterStatus, RequestFailed
 from manylora.client.credentials import read_key, remove_note, write_note
 
 ETCD = "etcd"
-_COMPUTING = ["nice", "-n", "10"]
-"""A worker on the CPU computes without pause, on the cores that every request's way through the other services takes
-too. At equal priority they wait for its turns: under a flood of short requests the 95th percentile of a neighbour's
-time to the first token was four times as long, and fewer requests were served in all."""
 SCHEDULER = "scheduler"
 CONNECT_TIMEOUT_S = 60.0
 POLL_S = 0.05
@@ -73,7 +69,7 @@ class ClusterOptions:
     kv_cache_mb: int | None = None
     max_lora_rank: int | None = None
     threads: int | None = None
-    """Torch threads a worker; None: the machine's cores, shared among the workers."""
+    """Torch threads a worker; None: the machine's cores but one, which the services take, shared among the workers."""
     worker_flags: tuple[str, ...] = ()
     """Further settings of the workers, as flags (`--block-size=4`), for tests and measurements."""
     router_flags: tuple[str, ...] = ()
@@ -298,12 +294,10 @@ class LocalCluster:
             "adapter-store": self.adapter_store,
             "kv-cache-mb": kv_cache_mb,
             "max-lora-rank": options.max_lora_rank,
-            "threads": options.threads or max(1, (os.cpu_count() or 1) // options.workers),
+            "threads": options.threads or max(1, ((os.cpu_count() or 1) - 1) // options.workers),
         }
         flags = [f"--{name}={value}" for name, value in settings.items() if value not in ("", None)]
-        command = [*_python("manylora_worker"), *self._common("127.0.0.1:0"), *flags, *options.worker_flags]
-        computes_here = settings["device"] == "cpu" and "--engine=fake" not in options.worker_flags
-        return _COMPUTING + command if computes_here else command
+        return [*_python("manylora_worker"), *self._common("127.0.0.1:0"), *flags, *options.worker_flags]
 
     def _router_command(self, index: int, ready: Mapping[str, Any]) -> list[str]:
         port = self.options.port if index == 0 else 0

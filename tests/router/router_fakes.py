@@ -263,31 +263,35 @@ class FakeScheduler:
                 reader.result()
 
     async def _read(self, requests: AsyncIterator[scheduler_pb2.ScheduleRequest], line: _Line) -> None:
-        async for request in requests:
-            match request.WhichOneof("event"):
-                case "enqueue":
-                    self._enqueue(request.enqueue, line)
-                case "withdraw":
-                    self.withdrawn.append(request.withdraw.request_id)
-                    self.queued.pop(request.withdraw.request_id, None)
-                case "settled":
-                    settled = request.settled
-                    assert settled.request_id not in dict(self.settled), "a request is settled once"
-                    self.settled.append((settled.request_id, settled.tokens))
-                    self.leased.pop(settled.request_id, None)
-                case "refused":
-                    self.refused.append(request.refused)
-                case "lease_wanted":
-                    self.wanted.append(request.lease_wanted.request_id)
-                    if self.answers_wants:
-                        self.answer_want(request.lease_wanted.request_id, line)
-                case "grant_closed":
-                    closed = request.grant_closed
-                    self.closed.append(closed)
-                    if self.lossy and self.granted.get(closed.request_id) != closed.worker_id:
-                        continue
-                    assert self.granted.pop(closed.request_id) == closed.worker_id, "a grant is closed once"
+        async for received in requests:
+            for request in received.more or (received,):
+                self._take(request, line)
         line.outbox.put_nowait(None)
+
+    def _take(self, request: scheduler_pb2.ScheduleRequest, line: _Line) -> None:
+        match request.WhichOneof("event"):
+            case "enqueue":
+                self._enqueue(request.enqueue, line)
+            case "withdraw":
+                self.withdrawn.append(request.withdraw.request_id)
+                self.queued.pop(request.withdraw.request_id, None)
+            case "settled":
+                settled = request.settled
+                assert settled.request_id not in dict(self.settled), "a request is settled once"
+                self.settled.append((settled.request_id, settled.tokens))
+                self.leased.pop(settled.request_id, None)
+            case "refused":
+                self.refused.append(request.refused)
+            case "lease_wanted":
+                self.wanted.append(request.lease_wanted.request_id)
+                if self.answers_wants:
+                    self.answer_want(request.lease_wanted.request_id, line)
+            case "grant_closed":
+                closed = request.grant_closed
+                self.closed.append(closed)
+                if self.lossy and self.granted.get(closed.request_id) != closed.worker_id:
+                    return
+                assert self.granted.pop(closed.request_id) == closed.worker_id, "a grant is closed once"
 
     def _enqueue(self, request: scheduler_pb2.Enqueue, line: _Line) -> None:
         self.enqueued.append(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -134,6 +135,7 @@ class ScriptedRouter:
     epoch: int = 0
     received: list[Any] = field(default_factory=list)
     overloads: list[Any] = field(default_factory=list)
+    _unread: deque[Any] = field(default_factory=deque)
 
     @classmethod
     async def connect(cls, transport: Transport, address: str, router_id: str = "r0") -> ScriptedRouter:
@@ -152,11 +154,19 @@ class ScriptedRouter:
     async def answer(self, timeout_s: float = 5.0) -> Any:
         """The next message that is about a request."""
         async with asyncio.timeout(timeout_s):
-            message = await self.stream.read()
+            message = await self._next()
             while message is not None and message.WhichOneof("event") == "overload":
                 self.overloads.append(message.overload)
-                message = await self.stream.read()
+                message = await self._next()
         return getattr(message, message.WhichOneof("event")) if message is not None else None
+
+    async def _next(self) -> Any:
+        if not self._unread:
+            received = await self.stream.read()
+            if received is None:
+                return None
+            self._unread.extend(received.more or (received,))
+        return self._unread.popleft()
 
 
 class Cluster:

@@ -56,6 +56,8 @@ _MIN_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
 _REFUSED_S = 0.1
 """For so long refusals by the overload view are gathered before the scheduler is told."""
+_MAX_MESSAGES = 256
+"""That are sent at once."""
 _OF_A_STREAM = ("lease_wanted", "refused")
 """Messages that are not sent again on another stream."""
 
@@ -344,44 +346,54 @@ class SchedulerClient:
             await self._leader_moved.wait()
 
     async def _write_all(self, line: _Line) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             while self._outbox:
-                item = self._outbox.popleft()
-                if isinstance(item, _Waiting):
-                    if self._waiting.get(item.request.request_id) is not item:
-                        continue  # withdrawn before it left
-                    if item.deadline is not None:
-                        item.request.timeout_s = max(0.0, item.deadline - loop.time())
-                    await line.stream.write(scheduler_pb2.ScheduleRequest(enqueue=item.request))
+                items = [self._outbox.popleft() for _ in range(min(len(self._outbox), _MAX_MESSAGES))]
+                messages = [message for item in items if (message := self._message(item)) is not None]
+                if not messages:
                     continue
                 try:
-                    await line.stream.write(item)
+                    await line.stream.write(
+                        messages[0] if len(messages) == 1 else scheduler_pb2.ScheduleRequest(more=messages)
+                    )
                 except BaseException:
-                    self._outbox.appendleft(item)
+                    # What still waits is sent anew on the next stream.
+                    self._outbox.extendleft(item for item in reversed(items) if not isinstance(item, _Waiting))
                     raise
-                self._settling.pop(item.settled.request_id, None)
+                for message in messages:
+                    self._settling.pop(message.settled.request_id, None)
             line.wake.clear()
             await line.wake.wait()
 
+    def _message(self, item: scheduler_pb2.ScheduleRequest | _Waiting) -> scheduler_pb2.ScheduleRequest | None:
+        """None: it was withdrawn before it left."""
+        if not isinstance(item, _Waiting):
+            return item
+        if self._waiting.get(item.request.request_id) is not item:
+            return None
+        if item.deadline is not None:
+            item.request.timeout_s = max(0.0, item.deadline - asyncio.get_running_loop().time())
+        return scheduler_pb2.ScheduleRequest(enqueue=item.request)
+
     async def _read_all(self, line: _Line) -> None:
-        while True:
-            message = await line.stream.read()
-            if message is None:
-                return
-            match message.WhichOneof("event"):
-                case "grant":
-                    self._on_grant(message.grant)
-                case "refusal":
-                    self._on_refusal(message.refusal)
-                case "lease":
-                    self._on_lease(message.lease)
-                case "lease_refused":
-                    self._on_lease_refused(message.lease_refused)
-                case "overload":
-                    self.overload = _view(message.overload)
-                case other:
-                    raise RpcError(Code.INTERNAL, f"unexpected message from the scheduler: {other}")
+        while (received := await line.stream.read()) is not None:
+            for message in received.more or (received,):
+                self._take(message)
+
+    def _take(self, message: scheduler_pb2.ScheduleResponse) -> None:
+        match message.WhichOneof("event"):
+            case "grant":
+                self._on_grant(message.grant)
+            case "refusal":
+                self._on_refusal(message.refusal)
+            case "lease":
+                self._on_lease(message.lease)
+            case "lease_refused":
+                self._on_lease_refused(message.lease_refused)
+            case "overload":
+                self.overload = _view(message.overload)
+            case other:
+                raise RpcError(Code.INTERNAL, f"unexpected message from the scheduler: {other}")
 
     def _on_grant(self, grant: scheduler_pb2.Grant) -> None:
         waiting = self._waiting.pop(grant.request_id, None)

@@ -72,8 +72,9 @@ class SchedulerServicer:
     ) -> None:
         """Until the router has no more to say; then its line is ended."""
         try:
-            async for message in requests:
-                self._take(term, line, message)
+            async for received in requests:
+                for message in received.more or (received,):
+                    self._take(term, line, message)
             line.close()
         except ManyloraError as e:
             line.close(e)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections import deque
 from collections.abc import Callable, Mapping
 
 from manylora.v1 import admin_pb2, scheduler_pb2, worker_pb2
@@ -70,6 +71,8 @@ _LOG = logging.getLogger(__name__)
 
 MAX_UNREAD = 100_000
 """Answers that a router may leave unread; one that leaves more loses its stream."""
+_MAX_MESSAGES = 256
+"""That are sent at once."""
 MIN_CLOCK_PAUSE_S = 1.0
 CLOCK_ENTRIES_PER_S = 10_000
 """A large clock is saved less often, so that saving it takes a few percent of the time."""
@@ -83,31 +86,38 @@ class RouterLine:
     def __init__(self, router_id: RouterId, session: int) -> None:
         self.router_id = router_id
         self.session = session
-        self._outbox: asyncio.Queue[scheduler_pb2.ScheduleResponse | None] = asyncio.Queue()
+        self._outbox: deque[scheduler_pb2.ScheduleResponse] = deque()
+        self._news = asyncio.Event()
         self._error: ManyloraError | None = None
         self._closed = False
 
     def send(self, message: scheduler_pb2.ScheduleResponse) -> None:
         if self._closed:
             return
-        if self._outbox.qsize() >= MAX_UNREAD:
+        if len(self._outbox) >= MAX_UNREAD:
             self.close(Overloaded(f"{MAX_UNREAD} answers of the scheduler were not read"))
             return
-        self._outbox.put_nowait(message)
+        self._outbox.append(message)
+        self._news.set()
 
     def close(self, error: ManyloraError | None = None) -> None:
         """Ends the stream after what was sent before; the first call counts."""
         if not self._closed:
             self._closed = True
             self._error = error
-            self._outbox.put_nowait(None)
+            self._news.set()
 
     async def next(self) -> scheduler_pb2.ScheduleResponse | None:
-        """The next message; None at a good end. Raises what `close` was given."""
-        message = await self._outbox.get()
-        if message is None and self._error is not None:
-            raise self._error
-        return message
+        """All that is to be sent now, as one message; None at a good end. Raises what `close` was given."""
+        while not self._outbox:
+            if self._closed:
+                if self._error is not None:
+                    raise self._error
+                return None
+            self._news.clear()
+            await self._news.wait()
+        messages = [self._outbox.popleft() for _ in range(min(len(self._outbox), _MAX_MESSAGES))]
+        return messages[0] if len(messages) == 1 else scheduler_pb2.ScheduleResponse(more=messages)
 
 
 class Term:

@@ -33,7 +33,12 @@ class WorkerConfig:
         default="auto", metadata={"help": "compute type; auto: float32 on the CPU, bfloat16 on any other device"}
     )
     quantization: Literal["none", "nf4"] = field(default="none", metadata={"help": "of the base model's weights"})
-    threads: int = field(default=0, metadata={"help": "compute threads on the CPU; 0: one a core"})
+    engine_process: Literal["auto", "on", "off"] = field(
+        default="auto", metadata={"help": "the engine in a process of its own; auto: where it computes on the CPU"}
+    )
+    threads: int = field(
+        default=0, metadata={"help": "compute threads on the CPU; 0: one a core, but for one core that all else takes"}
+    )
 
     kv_cache_mb: int = field(
         default=0,
@@ -97,6 +102,13 @@ class WorkerConfig:
     @property
     def device_adapter_bytes(self) -> int:
         return round(self.device_adapter_mb * (1 << 20))
+
+    @property
+    def has_engine_process(self) -> bool:
+        """`engine_process` with auto resolved."""
+        if self.engine_process != "auto":
+            return self.engine_process == "on"
+        return self.engine == "torch" and self.device == "cpu"
 
     @property
     def compute_dtype(self) -> str:

@@ -1,8 +1,12 @@
-"""What the event loop may ask of the engine, each done between two steps by whoever turns it."""
+"""What the event loop may ask of the engine, each done between two steps by whoever turns it.
+
+A command can be pickled: the engine may be in another process.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
@@ -16,32 +20,64 @@ Command = Callable[[EngineCore, float], None]
 
 
 def add(request: EngineRequest) -> Command:
-    return lambda core, now: core.add(request, now)
+    return partial(_add, request)
 
 
 def abort(request_id: RequestId) -> Command:
-    return lambda core, now: core.abort(request_id, now)
+    return partial(_abort, request_id)
 
 
 def stop_choice(request_id: RequestId, choice: int) -> Command:
-    return lambda core, now: core.stop_choice(request_id, choice, now)
+    return partial(_stop_choice, request_id, choice)
 
 
 def prefetch(adapter_uid: AdapterUid, tenant_id: TenantId | None) -> Command:
-    return lambda core, now: core.prefetch(adapter_uid, tenant_id)
+    return partial(_prefetch, adapter_uid, tenant_id)
 
 
 def set_pins(pins: Mapping[TenantId, Sequence[Pin]], largest_bytes: int) -> Command:
-    return lambda core, now: core.set_pins(pins, largest_bytes)
+    return partial(_set_pins, pins, largest_bytes)
 
 
 def set_share(tenant_id: TenantId, share: TenantShare | None) -> Command:
-    return lambda core, now: core.set_share(tenant_id, share)
+    return partial(_set_share, tenant_id, share)
 
 
 def pause(request_id: RequestId) -> Command:
-    return lambda core, now: core.pause(request_id)
+    return partial(_pause, request_id)
 
 
 def resume(request_id: RequestId) -> Command:
-    return lambda core, now: core.resume(request_id)
+    return partial(_resume, request_id)
+
+
+def _add(request: EngineRequest, core: EngineCore, now: float) -> None:
+    core.add(request, now)
+
+
+def _abort(request_id: RequestId, core: EngineCore, now: float) -> None:
+    core.abort(request_id, now)
+
+
+def _stop_choice(request_id: RequestId, choice: int, core: EngineCore, now: float) -> None:
+    core.stop_choice(request_id, choice, now)
+
+
+def _prefetch(adapter_uid: AdapterUid, tenant_id: TenantId | None, core: EngineCore, now: float) -> None:
+    core.prefetch(adapter_uid, tenant_id)
+
+
+def _set_pins(pins: Mapping[TenantId, Sequence[Pin]], largest_bytes: int, core: EngineCore, now: float) -> None:
+    core.set_pins(pins, largest_bytes)
+
+
+def _set_share(tenant_id: TenantId, share: TenantShare | None, core: EngineCore, now: float) -> None:
+    core.set_share(tenant_id, share)
+
+
+def _pause(request_id: RequestId, core: EngineCore, now: float) -> None:
+    core.pause(request_id)
+
+
+def _resume(request_id: RequestId, core: EngineCore, now: float) -> None:
+    core.resume(request_id)

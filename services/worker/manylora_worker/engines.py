@@ -10,6 +10,8 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.config import WorkerConfig
@@ -19,7 +21,7 @@ from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner
 from manylora_worker.engine.prefix_cache import SECRET_BYTES, PrefixKeys, PrefixOptions
 from manylora_worker.engine.step_planner import PlannerLimits
 from manylora_worker.runtime import ModelInfo, Runtime, ThreadRuntime
-from manylora_worker.validation import AdapterValidator, FakeValidator, ThreadValidator
+from manylora_worker.validation import AdapterReport, AdapterValidator, FakeValidator, ThreadValidator
 
 _MIB = 1 << 20
 _REQUESTS_PER_SLOT = 4
@@ -65,20 +67,56 @@ def prefix_options(config: WorkerConfig, model: ModelInfo, secret: bytes) -> Pre
     return PrefixOptions(PrefixKeys(secret, model.digest), config.prefix_cache_share)
 
 
+@dataclass(frozen=True)
+class Engine:
+    """What is turned, in whichever process."""
+
+    core: EngineCore
+    backend: AdapterBackend
+    model: ModelInfo
+    max_requests: int
+    check: Callable[[Path], AdapterReport] | None
+    """Reads the adapter in a folder as a load would; see EngineParts.validate. None: every adapter is good."""
+
+
 def build(config: WorkerConfig) -> tuple[Runtime, AdapterValidator]:
     """The engine and what checks its adapters. May take as long as a model takes to load.
 
     Raises:
         ValueError: the model cannot be served with this configuration; the message says why.
+        OSError: the engine's process could not be started.
     """
-    return _build_fake(config) if config.engine == "fake" else _build_torch(config)
+    if config.has_engine_process:
+        from manylora_worker.process_runtime import start_engine
+
+        runtime = start_engine(config)
+        return runtime, _validator(config, runtime.check_adapter)
+    waker = _Waker()
+    engine = build_engine(config, waker)
+    thread = ThreadRuntime(engine.core, engine.backend, engine.model, max_requests=engine.max_requests)
+    waker.wake = thread.wake
+    return thread, _validator(config, engine.check)
 
 
-def _build_torch(config: WorkerConfig) -> tuple[Runtime, AdapterValidator]:
+def build_engine(config: WorkerConfig, notify: Callable[[], None]) -> Engine:
+    """
+    Args:
+        notify: called from any thread when the backend has news.
+
+    Raises:
+        ValueError: the model cannot be served with this configuration; the message says why.
+    """
+    return _build_fake(config) if config.engine == "fake" else _build_torch(config, notify)
+
+
+def _validator(config: WorkerConfig, check: Callable[[Path], AdapterReport] | None) -> AdapterValidator:
+    return FakeValidator() if config.engine == "fake" or check is None else ThreadValidator(config.adapter_store, check)
+
+
+def _build_torch(config: WorkerConfig, notify: Callable[[], None]) -> Engine:
     from manylora_worker import engine_factory
     from manylora_worker.loader import ModelRefused
 
-    waker = _Waker()
     options = engine_factory.EngineOptions(
         model=config.model,
         adapter_store=config.adapter_store,
@@ -95,11 +133,11 @@ def _build_torch(config: WorkerConfig) -> tuple[Runtime, AdapterValidator]:
         host_kv_bytes=config.host_kv_bytes,
         sequence_slots=config.sequence_slots,
         max_batch_tokens=config.max_batch_tokens,
-        threads=config.threads or os.cpu_count() or 1,
+        threads=config.threads or max(1, (os.cpu_count() or 1) - 1),
         marks_free=config.debug_fill_freed,
     )
     try:
-        parts = engine_factory.build_engine_parts(options, notify=waker)
+        parts = engine_factory.build_engine_parts(options, notify=notify)
     except ModelRefused as refusal:
         raise ValueError(str(refusal)) from refusal
     model = ModelInfo(
@@ -111,12 +149,10 @@ def _build_torch(config: WorkerConfig) -> tuple[Runtime, AdapterValidator]:
         eos_token_ids=parts.spec.eos_token_ids,
         kv_block_bytes=parts.kv_block_bytes,
     )
-    runtime = _thread_runtime(config, parts.runner, parts.backend, model)
-    waker.wake = runtime.wake
-    return runtime, ThreadValidator(config.adapter_store, parts.validate)
+    return _engine(config, parts.runner, parts.backend, model, parts.validate)
 
 
-def _build_fake(config: WorkerConfig) -> tuple[Runtime, AdapterValidator]:
+def _build_fake(config: WorkerConfig) -> Engine:
     runner = FakeRunner(
         num_blocks=config.num_blocks or _FAKE_BLOCKS,
         block_size=config.block_size,
@@ -127,18 +163,22 @@ def _build_fake(config: WorkerConfig) -> tuple[Runtime, AdapterValidator]:
     )
     backend = FakeAdapterBackend(time.monotonic, size_bytes=lambda uid: _MIB)
     model = dataclasses.replace(FAKE_MODEL, kv_block_bytes=config.block_size * _FAKE_TOKEN_BYTES)
-    return _thread_runtime(config, runner, backend, model), FakeValidator()
+    return _engine(config, runner, backend, model, None)
 
 
-def _thread_runtime(
-    config: WorkerConfig, runner: ModelRunner, backend: AdapterBackend, model: ModelInfo
-) -> ThreadRuntime:
+def _engine(
+    config: WorkerConfig,
+    runner: ModelRunner,
+    backend: AdapterBackend,
+    model: ModelInfo,
+    check: Callable[[Path], AdapterReport] | None,
+) -> Engine:
     limits = engine_limits(config)
     capacity_tokens = runner.num_blocks * runner.block_size
     model = dataclasses.replace(model, max_context_tokens=min(model.max_context_tokens, capacity_tokens))
     prefix = prefix_options(config, model, secrets.token_bytes(SECRET_BYTES))
     core = EngineCore(runner, backend, limits, prefix, clears_freed=config.debug_fill_freed)
-    return ThreadRuntime(core, backend, model, max_requests=limits.max_requests)
+    return Engine(core, backend, model, limits.max_requests, check)
 
 
 class _Waker:

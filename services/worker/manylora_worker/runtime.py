@@ -1,9 +1,10 @@
 """The engine beside the event loop: commands in, outputs out, each at token boundaries.
 
-Owns the turning of the engine: on a thread of its own, or in a task of the simulation's loop. EngineCore is touched by
-whoever turns it and by nobody else; `EngineView` and `OutputStream` by the event loop alone.
+Owns the turning of the engine: on a thread of its own, or in a task of the simulation's loop; process_runtime.py has
+it in a process of its own. EngineCore is touched by whoever turns it and by nobody else; `EngineView` and
+`OutputStream` by the event loop alone.
 
-    event loop                            turner (thread or task)
+    event loop                            turner (thread, task or process)
     submit/abort/stop/prefetch --commands-->  between two steps
     OutputStream, EngineView  <--one post a step, gathered while the loop is busy--
 
@@ -32,11 +33,9 @@ from manylora_worker.engine.tenant_shares import TenantShare
 from manylora_worker.engine_commands import Command
 from manylora_worker.engine_view import EnginePost, EngineView
 from manylora_worker.output_stream import PAUSE_UNREAD_TOKENS, OutputStream
+from manylora_worker.turner import Turner
 
 _LOG = logging.getLogger(__name__)
-
-MAX_FAILED_STEPS = 3
-"""Steps that may fail one after the other before the engine counts as broken."""
 
 
 @dataclass(frozen=True)
@@ -54,68 +53,21 @@ class ModelInfo:
     """KV of one block, in all layers."""
 
 
-class _Turner:
-    """One turn of an engine after another; shared by both runtimes, used by whoever turns."""
-
-    def __init__(self, core: EngineCore) -> None:
-        self.core = core
-        self._failed_in_a_row = 0
-        self._last_stats: EngineStats | None = None
-
-    def do(self, commands: Sequence[Command], now: float) -> None:
-        for command in commands:
-            command(self.core, now)
-
-    def after_step(self) -> None:
-        """Raises RuntimeError where the model fails in every step."""
-        error = self.core.step_error
-        if error is None:
-            self._failed_in_a_row = 0
-            return
-        self._failed_in_a_row += 1
-        _LOG.error("a step failed", exc_info=error)
-        if self._failed_in_a_row >= MAX_FAILED_STEPS:
-            raise RuntimeError(f"{MAX_FAILED_STEPS} steps failed one after the other") from error
-
-    def take_post(self) -> EnginePost | None:
-        """What is new since the last one; None where nothing is."""
-        stats, last = self.core.stats(), self._last_stats
-        outputs, ends = self.core.take_outputs(), self.core.take_ended()
-        if stats == last and not outputs and not ends:
-            return None
-        self._last_stats = stats
-        adapters_changed = last is None or last.adapter_version != stats.adapter_version
-        tenants_changed = last is None or last.tenant_adapters_version != stats.tenant_adapters_version
-        slots_changed = last is None or last.slots_version != stats.slots_version
-        return EnginePost(
-            outputs=outputs,
-            ends=ends,
-            stats=stats,
-            flows=self.core.take_changed_flows(),
-            setbacks=self.core.take_changed_setbacks(),
-            kv_blocks=self.core.blocks_held(),
-            adapters=self.core.adapter_tiers() if adapters_changed else None,
-            tenant_adapters=self.core.tenant_adapters() if tenants_changed else None,
-            slots=self.core.flow_slots() if slots_changed else None,
-        )
-
-
 class Runtime(ABC):
     """The engine for those on the event loop, who call all of this there. How it is turned is the subclass's matter."""
 
     def __init__(
         self,
-        core: EngineCore,
-        backend: AdapterBackend,
         model: ModelInfo,
+        stats: EngineStats,
+        check: Callable[[EngineRequest], None],
         max_requests: int,
         pause_unread_tokens: int = PAUSE_UNREAD_TOKENS,
     ) -> None:
         self.model = model
-        self.view = EngineView(core.stats(), max_requests, self._send, pause_unread_tokens)
-        self._core = core
-        self._turner = _Turner(core)
-        self._backend = backend
+        self.view = EngineView(stats, max_requests, self._send, pause_unread_tokens)
+        self._check = check
+        """Whether the engine could ever run a request, see EngineCore.check."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @abstractmethod
@@ -140,7 +92,7 @@ class Runtime(ABC):
             InvalidRequest, QuotaExceeded: it could never run.
             AlreadyExists, Overloaded, ServiceUnavailable: as things are now.
         """
-        self._core.check(request)
+        self._check(request)
         stream = self.view.open(request)
         self._send(engine_commands.add(request))
         return stream
@@ -179,7 +131,10 @@ class ThreadRuntime(Runtime):
     """The engine on a thread of its own, which sleeps while there is nothing to do."""
 
     def __init__(self, core: EngineCore, backend: AdapterBackend, model: ModelInfo, *, max_requests: int) -> None:
-        super().__init__(core, backend, model, max_requests)
+        super().__init__(model, core.stats(), core.check, max_requests)
+        self._core = core
+        self._backend = backend
+        self._turner = Turner(core)
         self._mailbox = _Mailbox()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -230,49 +185,28 @@ class ThreadRuntime(Runtime):
 
     def _run(self) -> None:
         try:
-            while self._turn():
-                pass
+            self._turner.run(self, self.now)
         except Exception as error:
             _LOG.critical("the engine has failed", exc_info=error)
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self._fail, f"{type(error).__name__}: {error}")
 
-    def _turn(self) -> bool:
-        """One turn; False: it was the last."""
-        core, turner, mailbox = self._core, self._turner, self._mailbox
+    def take(self) -> tuple[Sequence[Command], bool]:
+        """See turner.Mailbox."""
+        mailbox = self._mailbox
         with mailbox.condition:
             commands, mailbox.commands = mailbox.commands, []
             mailbox.wakes = False
-            is_stopping = mailbox.is_stopping
-        turner.do(commands, self.now())
-        if is_stopping:
-            for request_id in core.request_ids():
-                core.abort(request_id, self.now())
-            core.drain(self.now())
-            self._post()
-            return False
-        batch = core.begin_step(self.now())
-        if batch is not None:
-            core.submit(batch)
-        if core.must_wait or (batch is None and core.num_in_flight):
-            core.end_step(core.wait(), self.now())
-            turner.after_step()
-            self._post()
-            return True
-        self._post()
-        if batch is None:
-            self._sleep(core.rest_s())
-        return True
+            return commands, mailbox.is_stopping
 
-    def _sleep(self, timeout_s: float | None) -> None:
+    def sleep(self, timeout_s: float | None) -> None:
+        """See turner.Mailbox."""
         mailbox = self._mailbox
         with mailbox.condition:
             mailbox.condition.wait_for(lambda: mailbox.commands or mailbox.wakes or mailbox.is_stopping, timeout_s)
 
-    def _post(self) -> None:
-        post = self._turner.take_post()
-        if post is None:
-            return
+    def post(self, post: EnginePost) -> None:
+        """See turner.Mailbox."""
         with self._mailbox.condition:
             self._mailbox.posts.append(post)
             is_due, self._mailbox.post_is_due = self._mailbox.post_is_due, True
@@ -299,7 +233,10 @@ class LoopRuntime(Runtime):
         step_s: Callable[[StepBatch], float],
         pause_unread_tokens: int = PAUSE_UNREAD_TOKENS,
     ) -> None:
-        super().__init__(core, backend, model, max_requests, pause_unread_tokens)
+        super().__init__(model, core.stats(), core.check, max_requests, pause_unread_tokens)
+        self._core = core
+        self._backend = backend
+        self._turner = Turner(core)
         self._step_s = step_s
         self._commands: list[Command] = []
         self._news = asyncio.Event()

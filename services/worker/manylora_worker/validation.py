@@ -57,13 +57,17 @@ class ThreadValidator:
             return await asyncio.to_thread(self._validate, path)
 
     def _validate(self, path: str) -> AdapterReport:
-        folder = resolve_inside(self._root, path, field="path")
-        try:
-            return self._check(folder)
-        except InvalidRequest as invalid:
-            if not invalid.violations:
-                raise
-            return AdapterReport(problems=invalid.violations)
+        return report(self._check, resolve_inside(self._root, path, field="path"))
+
+
+def report(check: Callable[[Path], AdapterReport], folder: Path) -> AdapterReport:
+    """What `check` finds, its violations among it."""
+    try:
+        return check(folder)
+    except InvalidRequest as invalid:
+        if not invalid.violations:
+            raise
+        return AdapterReport(problems=invalid.violations)
 
 
 class FakeValidator:

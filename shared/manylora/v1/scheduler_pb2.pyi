@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ScheduleRequest(_message.Message):
-    __slots__ = ("hello", "enqueue", "withdraw", "grant_closed", "lease_wanted", "settled", "refused")
+    __slots__ = ("hello", "enqueue", "withdraw", "grant_closed", "lease_wanted", "settled", "refused", "more")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ENQUEUE_FIELD_NUMBER: _ClassVar[int]
     WITHDRAW_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class ScheduleRequest(_message.Message):
     LEASE_WANTED_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     enqueue: Enqueue
     withdraw: Withdraw
@@ -24,7 +25,8 @@ class ScheduleRequest(_message.Message):
     lease_wanted: LeaseWanted
     settled: Settled
     refused: Refused
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., enqueue: _Optional[_Union[Enqueue, _Mapping]] = ..., withdraw: _Optional[_Union[Withdraw, _Mapping]] = ..., grant_closed: _Optional[_Union[GrantClosed, _Mapping]] = ..., lease_wanted: _Optional[_Union[LeaseWanted, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+    more: _containers.RepeatedCompositeFieldContainer[ScheduleRequest]
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., enqueue: _Optional[_Union[Enqueue, _Mapping]] = ..., withdraw: _Optional[_Union[Withdraw, _Mapping]] = ..., grant_closed: _Optional[_Union[GrantClosed, _Mapping]] = ..., lease_wanted: _Optional[_Union[LeaseWanted, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., more: _Optional[_Iterable[_Union[ScheduleRequest, _Mapping]]] = ...) -> None: ...
 
 class RouterHello(_message.Message):
     __slots__ = ("router_id", "leases")
@@ -121,20 +123,22 @@ class GrantClosed(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., reached_worker: _Optional[bool] = ...) -> None: ...
 
 class ScheduleResponse(_message.Message):
-    __slots__ = ("hello", "grant", "refusal", "lease", "lease_refused", "overload")
+    __slots__ = ("hello", "grant", "refusal", "lease", "lease_refused", "overload", "more")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     LEASE_REFUSED_FIELD_NUMBER: _ClassVar[int]
     OVERLOAD_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     hello: SchedulerHello
     grant: Grant
     refusal: Refusal
     lease: Lease
     lease_refused: LeaseRefused
     overload: Overload
-    def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., lease_refused: _Optional[_Union[LeaseRefused, _Mapping]] = ..., overload: _Optional[_Union[Overload, _Mapping]] = ...) -> None: ...
+    more: _containers.RepeatedCompositeFieldContainer[ScheduleResponse]
+    def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., lease_refused: _Optional[_Union[LeaseRefused, _Mapping]] = ..., overload: _Optional[_Union[Overload, _Mapping]] = ..., more: _Optional[_Iterable[_Union[ScheduleResponse, _Mapping]]] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("request_id", "tokens")

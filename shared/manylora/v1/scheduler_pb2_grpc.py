@@ -51,7 +51,8 @@ class SchedulerServiceServicer:
 
     def Schedule(self, request_iterator, context):
         """One stream a router. After a reconnect the router sends every request that it still waits for again; a request
-        id that the scheduler already knows is not queued twice.
+        id that the scheduler already knows is not queued twice. What there is to say by the time that the stream takes it
+        goes as one message (`more`), either way: message by message, a burst of requests holds up all that come after it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

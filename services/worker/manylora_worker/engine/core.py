@@ -92,7 +92,13 @@ class EngineCore:
         self._pool = BlockPool(runner.num_blocks, runner.block_size, max_idle_blocks, clears_freed=clears_freed)
         self._prefixes = Prefixes(self._pool, None if prefix is None else prefix.keys)
         self._shares = TenantShares(runner.num_blocks)
-        self._bounds = RequestBounds(runner.max_context_tokens, limits.planner.sequence_slots, self._pool, self._shares)
+        self._bounds = RequestBounds(
+            runner.max_context_tokens,
+            limits.planner.sequence_slots,
+            runner.num_blocks,
+            runner.block_size,
+            self._shares,
+        )
         self._swapper = Swapper(runner.host_kv if isinstance(runner, SwapRunner) else None, self._pool, self._shares)
         self._step_time = StepTime(limits.planner.target_step_s)
         self._planner = StepPlanner(

@@ -9,17 +9,17 @@ from __future__ import annotations
 from manylora_shared.errors import InvalidRequest
 
 from manylora_worker.engine.api import EngineRequest
-from manylora_worker.engine.block_pool import BlockPool
 from manylora_worker.engine.tenant_shares import TenantShares
 
 
 class RequestBounds:
-    """pool: for the number and size of its blocks."""
-
-    def __init__(self, max_context_tokens: int, sequence_slots: int, pool: BlockPool, shares: TenantShares) -> None:
+    def __init__(
+        self, max_context_tokens: int, sequence_slots: int, num_blocks: int, block_size: int, shares: TenantShares
+    ) -> None:
         self._max_context_tokens = max_context_tokens
         self._sequence_slots = sequence_slots
-        self._pool = pool
+        self._num_blocks = num_blocks
+        self._block_size = block_size
         self._shares = shares
 
     def check(self, request: EngineRequest) -> None:
@@ -30,7 +30,7 @@ class RequestBounds:
             QuotaExceeded: its tenant's bounds never let it.
         """
         self.check_model(request)
-        self._shares.check(request.tenant_id, self.longest_blocks(request), self._pool.block_size)
+        self._shares.check(request.tenant_id, self.longest_blocks(request), self._block_size)
 
     def check_model(self, request: EngineRequest) -> None:
         """As `check`, the tenant's bounds aside: depends on nothing that changes."""
@@ -49,8 +49,8 @@ class RequestBounds:
             raise InvalidRequest.of(
                 "n", f"{request.n} choices need as many slots, the worker has {self._sequence_slots}"
             )
-        if self.longest_blocks(request) > self._pool.num_blocks:
-            longest, capacity = self._longest_tokens(request), self._pool.num_blocks * self._pool.block_size
+        if self.longest_blocks(request) > self._num_blocks:
+            longest, capacity = self._longest_tokens(request), self._num_blocks * self._block_size
             raise InvalidRequest.of(
                 "max_tokens", f"prompt and output are up to {longest + 1} tokens, the worker can hold {capacity}"
             )
@@ -61,7 +61,7 @@ class RequestBounds:
 
     def longest_blocks(self, request: EngineRequest) -> int:
         """Blocks that one choice may come to hold."""
-        return self._pool.blocks_for(self._longest_tokens(request))
+        return -(-self._longest_tokens(request) // self._block_size)
 
     def _longest_tokens(self, request: EngineRequest) -> int:
         """Tokens of one choice whose KV may come to be held: its last one's never is."""
