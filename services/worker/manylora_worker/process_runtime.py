@@ -19,6 +19,7 @@ from typing import Any
 from manylora_shared.config import environment
 from manylora_shared.ids import TenantId
 
+from manylora_worker import engine_process
 from manylora_worker.config import WorkerConfig
 from manylora_worker.engine.request_bounds import RequestBounds
 from manylora_worker.engine.tenant_shares import TenantShare, TenantShares
@@ -192,7 +193,7 @@ def start_engine(config: WorkerConfig) -> ProcessRuntime:
     line, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "manylora_worker.engine_process", str(theirs.fileno())],
+            [sys.executable, "-m", engine_process.__name__, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
