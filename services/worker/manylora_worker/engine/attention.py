@@ -142,6 +142,14 @@ def group_by_length(lengths: Sequence[int], *, slack: int = 2, share: float = 0.
     return groups
 
 
+def _parts(members: list[int], longest: int, most: int | None) -> list[list[int]]:
+    """A group, cut so that no part gathers more than `most` blocks if it has more than one member."""
+    if most is None:
+        return [members]
+    size = max(1, most // longest)
+    return [members[i : i + size] for i in range(0, len(members), size)]
+
+
 class AttentionStep:
     """One step's attention over the paged cache.
 
@@ -207,10 +215,8 @@ class AttentionStep:
         self, layer: int, group: _DecodeGroup, queries: Tensor, scale: float, softcap: float | None
     ) -> Tensor:
         """queries: [B, kv_heads, group, head_dim] -> the same. The query heads of one kv head stand as its rows."""
-        key_blocks, value_blocks = self._cache.layer_blocks(layer)
         shape = (group.num_rows, group.gathered_tokens, queries.shape[1], queries.shape[3])
-        keys = key_blocks.index_select(0, group.block_rows).view(shape).transpose(1, 2)
-        values = value_blocks.index_select(0, group.block_rows).view(shape).transpose(1, 2)
+        keys, values = (x.view(shape).transpose(1, 2) for x in self._cache.gather(layer, group.block_rows))
         return _attend(queries, keys, values, group.mask, scale, softcap)
 
     def _attend_prefill(
@@ -228,8 +234,8 @@ class AttentionStep:
             keys, values = (x.reshape(-1, num_kv_heads, head_dim) for x in local)
         else:
             keys, values = (
-                blocks.index_select(0, prefill.block_rows).view(-1, num_kv_heads, head_dim)[: prefill.context_in_gather]
-                for blocks in self._cache.layer_blocks(layer)
+                x.view(-1, num_kv_heads, head_dim)[: prefill.context_in_gather]
+                for x in self._cache.gather(layer, prefill.block_rows)
             )
         batched_queries = queries.permute(1, 2, 0, 3)
         batched_keys = keys.transpose(0, 1).unsqueeze(1).expand(-1, group_size, -1, -1)
@@ -251,7 +257,11 @@ class AttentionStep:
         lengths = [last - first for first, last in zip(first_blocks, last_blocks, strict=True)]
         covers_step = len(self._decodes) == self._num_rows
         groups = []
-        members_of_groups = group_by_length(lengths)
+        members_of_groups = [
+            part
+            for members in group_by_length(lengths)
+            for part in _parts(members, lengths[members[0]], self._cache.most_gathered_blocks)
+        ]
         for members in members_of_groups:
             whole = covers_step and len(members_of_groups) == 1
             if whole:

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 
 MIB = 1 << 20
+_GATHERED_BYTES = 2 * MIB
+"""Of keys, and of values as many."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,16 @@ class KvCache:
         self._by_block_id = self._arena.view(num_blocks, rows_per_block * block_size * row_elements)
         by_token = self._arena.view(num_blocks * rows_per_block * block_size, row_elements)
         layers = range(geometry.num_layers)
+        self._gathered = (self._arena.new_empty(0, 0), self._arena.new_empty(0, 0))
+        """Room for `gather`, with as much again as was asked for at most."""
         self._block_views = [(self._arena[2 * i :], self._arena[2 * i + 1 :]) for i in layers]
         self._token_views = [(by_token[2 * i * block_size :], by_token[(2 * i + 1) * block_size :]) for i in layers]
+
+    @property
+    def most_gathered_blocks(self) -> int | None:
+        """So many blocks at most are best gathered at a time: on the CPU what its caches hold; None: any number."""
+        block_bytes = self.block_size * self.geometry.row_elements * self.dtype.itemsize
+        return max(1, _GATHERED_BYTES // block_bytes) if self._arena.device.type == "cpu" else None
 
     @property
     def size_bytes(self) -> int:
@@ -104,6 +114,25 @@ class KvCache:
     def layer_blocks(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer by block: rows of [block_size * kv_heads * head_dim], indexed by `block_row`."""
         return self._block_views[layer]
+
+    def gather(self, layer: int, block_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of a layer's keys and values, [len(block_rows), block_size * kv_heads * head_dim] each, good until the
+        next call.
+
+        On the CPU they are put into memory that is kept. New memory comes from the system page by page, which took
+        two to four times as long as the copy and the attention over it.
+        """
+        keys, values = self._block_views[layer]
+        if self._arena.device.type != "cpu":
+            return keys.index_select(0, block_rows), values.index_select(0, block_rows)
+        count = block_rows.shape[0]
+        if self._gathered[0].shape[0] < count:
+            self._gathered = (keys.new_empty(2 * count, keys.shape[1]), values.new_empty(2 * count, values.shape[1]))
+        kept_keys, kept_values = self._gathered
+        return (
+            torch.index_select(keys, 0, block_rows, out=kept_keys[:count]),
+            torch.index_select(values, 0, block_rows, out=kept_values[:count]),
+        )
 
     def write(self, layer: int, token_rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores keys and values [num_tokens, kv_heads * head_dim] at `token_rows` [num_tokens]."""
