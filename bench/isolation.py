@@ -366,7 +366,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--target-step-ms",
         type=float,
-        help="what a step of the worker should take; 0: any time; without it 8 for the torch engine on the CPU, else 25",
+        help="what a step should take; 0: any time; without it 8 for the torch engine on the CPU, else 25",
     )
     parser.add_argument(
         "--num-blocks", type=int, default=0, help="KV blocks of 16 tokens; 0: the longest request fits in every slot"
