@@ -118,8 +118,8 @@ class ProcessRuntime(Runtime):
 
     def _say(self, message: Any) -> None:
         """Never waits: what the socket does not take goes when it does. To an engine that is no more, nothing goes."""
-        assert self._loop is not None, "start comes first"
-        if self._ended is None or self._ended.done():
+        assert self._ended is not None, "start comes first"
+        if self._ended.done():
             return
         had_unsent = bool(self._unsent)
         self._unsent += packed(message)

@@ -23,8 +23,8 @@ _FIRST = 8
 """So many steps may be slow once."""
 _MOST = 2.0
 """A step counts as so many times the average at most: one that was held up by others says nothing of the next."""
-LEAST_PROMPT_TOKENS = 32
-"""However slow steps are, prompts go on by so many tokens in each."""
+LEAST_PROMPT_TOKENS = 64
+"""However slow steps are, prompts go on by so many tokens in each: with few, most of a step's time is its beginning."""
 
 
 class StepTime:
