@@ -40,6 +40,31 @@ async def within(seconds: float, main: Awaitable[Any]) -> Any:
     return result
 
 
+@pytest.mark.parametrize("late_s", [0.9 * TTL_S, 1.5 * TTL_S])
+def test_a_lease_that_was_granted_late_is_renewed_at_its_end_and_not_asked_for_without_a_pause(late_s: float) -> None:
+    """Sim seed 605: what was certain for less than a third of the time to live was held in a loop without end."""
+
+    async def main() -> None:
+        server = MemoryStoreServer(random.Random(0), min_delay_s=0.001, max_delay_s=0.001, watch_delay_s=0.01)
+        store = server.client()
+        grant = store.grant
+
+        async def granted_late(ttl_s: int) -> int:
+            lease_id = await grant(ttl_s)
+            store.grant = grant  # type: ignore[method-assign]
+            await asyncio.sleep(late_s)
+            return lease_id
+
+        store.grant = granted_late  # type: ignore[method-assign]
+        election = Election(store, key="/leader", value=b"me", ttl_s=TTL_S)
+        election.start()
+        await asyncio.sleep(10 * TTL_S)
+        assert election.is_leader(now())
+        await election.resign()
+
+    run(main(), seed=1, max_events=20_000)
+
+
 def test_a_session_keeps_its_keys_and_takes_them_away() -> None:
     async def main(server: MemoryStoreServer) -> None:
         session = LeaseSession(server.client(), ttl_s=TTL_S)

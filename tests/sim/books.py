@@ -86,8 +86,9 @@ def check_meter(cluster: Cluster, calls: Sequence[Call]) -> None:
     assert all(len(bills) == 1 for bills in billed.values()), billed
 
 
-def check_cached(calls: Sequence[Call]) -> None:
-    """What the prefix cache is said to have had of a prompt, an earlier call of the same tenant and adapter brought."""
+def check_cached(cluster: Cluster, calls: Sequence[Call]) -> None:
+    """What the prefix cache is said to have had of a prompt, an earlier call of the same tenant and adapter brought, or
+    an earlier attempt of the same call, whose stream broke before the router saw that it had begun."""
     prompts: dict[tuple[str, str], dict[tuple[int, ...], None]] = {}
     for call in sorted(calls, key=lambda call: call.ended_at or 0.0):
         mine = prompts.setdefault((call.tenant, call.adapter), {})
@@ -98,6 +99,9 @@ def check_cached(calls: Sequence[Call]) -> None:
             if cached > known:
                 beside = [c for c in calls if c is not call and (c.tenant, c.adapter) == (call.tenant, call.adapter)]
                 known = max((_common(call.prompt, c.prompt) for c in beside if c.began_at < _end(call)), default=0)
+            request_id = call.frames[0].started.request_id
+            if cached > known and sum(engine.fence.begun[request_id] for engine in cluster.engines) > 1:
+                known = len(call.prompt)
             assert cached <= known, f"{cached} tokens were cached, and {known} known: {call.describe()}"
         mine[tuple(call.prompt)] = None
 

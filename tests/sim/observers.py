@@ -7,6 +7,7 @@ nothing.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
 from manylora.v1 import worker_pb2
@@ -58,6 +59,8 @@ class Fence:
         self.num_refused = 0
         """Grants of an epoch that was over; what the worker said to them is its own matter until one begins."""
         self._epoch = 0
+        self.begun: Counter[str] = Counter()
+        """By request id: how often it was."""
         self._arrived: dict[str, int] = {}
         """By request id: the epoch of the grant that came last."""
 
@@ -84,6 +87,7 @@ class Fence:
     # -- EngineListener
 
     def request_started(self, request: EngineRequest) -> None:
+        self.begun[request.request_id] += 1
         epoch = self._arrived.pop(request.request_id)
         if epoch < self._epoch:
             self.faults.append(f"{request.request_id} of epoch {epoch} was begun in {self._epoch}")

@@ -74,7 +74,8 @@ class _Lease:
         else:
             self.lease_id = await self._store.grant(self._ttl_s)
         self._valid_until = sent_at + self._ttl_s
-        self._renew_at = _now() + self._ttl_s / 3
+        # An answer that took long leaves less than a third: then it is renewed when it is not certain any more.
+        self._renew_at = min(_now() + self._ttl_s / 3, self._valid_until)
 
     async def hold(self, use: Callable[[float], Awaitable[bool]]) -> str:
         """Renews the lease every third of its time to live, and first of all where there is none.
