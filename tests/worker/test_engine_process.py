@@ -6,6 +6,7 @@ import asyncio
 import os
 import pickle
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -85,8 +86,18 @@ async def test_an_abort_and_an_adapter_reach_it(start: Start) -> None:
 
 async def test_requests_are_refused_by_the_bounds_in_force(start: Start) -> None:
     runtime = start(num_blocks=64)
-    with pytest.raises(InvalidRequest, match="leave no room"):
-        runtime.submit(request("long", prompt_token_ids=tuple(range(1, 64 * 16 + 1))))
+    thread, _ = engines.build(config(num_blocks=64))
+    too_much = [
+        request("long", prompt_token_ids=(1,) * 40_000),
+        request("no room", prompt_token_ids=(1,) * 64 * 16),
+        request("many tokens", max_tokens=2000),
+        request("many choices", n=9),
+    ]
+    for refused in too_much:  # what came through would end the engine
+        with pytest.raises(InvalidRequest) as expected:
+            thread.submit(refused)
+        with pytest.raises(InvalidRequest, match=re.escape(str(expected.value))):
+            runtime.submit(refused)
     tenant_id = request().tenant_id
     runtime.set_share(tenant_id, TenantShare(hard_blocks=2, hard_mb=4))
     with pytest.raises(QuotaExceeded, match="kv_hbm_mb_hard"):

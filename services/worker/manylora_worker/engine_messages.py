@@ -32,6 +32,8 @@ class Built:
 
     model: ModelInfo
     stats: EngineStats
+    max_context_tokens: int
+    """Of the base model, whatever the KV blocks hold: requests are bounded there as in the engine itself."""
     max_requests: int
 
 

@@ -158,7 +158,7 @@ def _run(config: WorkerConfig, line: _Line) -> None:
 
     line.when_check = answer_check
     freeze_started()
-    line.say(Built(engine.model, engine.core.stats(), engine.max_requests))
+    line.say(Built(engine.model, engine.core.stats(), engine.max_context_tokens, engine.max_requests))
     try:
         Turner(engine.core).run(line, time.monotonic)
     except _WorkerGone:

@@ -74,6 +74,8 @@ class Engine:
     core: EngineCore
     backend: AdapterBackend
     model: ModelInfo
+    max_context_tokens: int
+    """Of the base model, whatever the KV blocks hold: see RequestBounds."""
     max_requests: int
     check: Callable[[Path], AdapterReport] | None
     """Reads the adapter in a folder as a load would; see EngineParts.validate. None: every adapter is good."""
@@ -178,7 +180,7 @@ def _engine(
     model = dataclasses.replace(model, max_context_tokens=min(model.max_context_tokens, capacity_tokens))
     prefix = prefix_options(config, model, secrets.token_bytes(SECRET_BYTES))
     core = EngineCore(runner, backend, limits, prefix, clears_freed=config.debug_fill_freed)
-    return Engine(core, backend, model, limits.max_requests, check)
+    return Engine(core, backend, model, runner.max_context_tokens, limits.max_requests, check)
 
 
 class _Waker:

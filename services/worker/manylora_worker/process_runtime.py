@@ -52,7 +52,7 @@ class ProcessRuntime(Runtime):
         stats = built.stats
         self._shares = TenantShares(stats.blocks_total)
         bounds = RequestBounds(
-            built.model.max_context_tokens, config.sequence_slots, stats.blocks_total, stats.block_size, self._shares
+            built.max_context_tokens, config.sequence_slots, stats.blocks_total, stats.block_size, self._shares
         )
         super().__init__(built.model, stats, bounds.check, built.max_requests)
         self._process = process
