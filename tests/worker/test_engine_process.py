@@ -113,10 +113,12 @@ async def test_requests_are_refused_by_the_bounds_in_force(start: Start) -> None
 async def test_more_than_the_socket_takes_at_once_arrives_and_holds_nothing_up(start: Start) -> None:
     runtime = start(num_blocks=1 << 16, max_batch_tokens=4096)
     prompts = [tuple(random.Random(i).choices(range(1, 259), k=20_000)) for i in range(60)]
+    os.kill(runtime.pid, signal.SIGSTOP)  # it reads nothing meanwhile
     began = time.monotonic()
     streams = [runtime.submit(request(f"r{i}", prompt_token_ids=p, max_tokens=1)) for i, p in enumerate(prompts[:36])]
     assert time.monotonic() - began < 5
     assert runtime._unsent, "two megabytes are more than it takes"
+    os.kill(runtime.pid, signal.SIGCONT)
     for prompt, (tokens, _) in zip(prompts, await asyncio.gather(*(drain(s) for s in streams)), strict=False):
         assert tokens == reference_tokens(prompt, None, 3, 0, 1)
 

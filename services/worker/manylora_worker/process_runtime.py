@@ -168,9 +168,6 @@ class ProcessRuntime(Runtime):
     def _lost(self) -> None:
         """The other end is closed."""
         self._end_line()
-        for answer in self._checks.values():
-            answer.set_exception(RuntimeError("the engine is no more"))
-        self._checks.clear()
         if not self._is_stopping and self.view.failure is None:
             self.view.fail(f"its process (pid {self.pid}) {_how(self._process)}")
 
@@ -181,6 +178,9 @@ class ProcessRuntime(Runtime):
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)
             self._ended.set_result(None)
+        for answer in self._checks.values():  # whose threads would wait for ever
+            answer.set_exception(RuntimeError("the engine is no more"))
+        self._checks.clear()
 
 
 def start_engine(config: WorkerConfig) -> ProcessRuntime:

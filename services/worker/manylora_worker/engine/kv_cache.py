@@ -104,16 +104,12 @@ class KvCache:
         return self._by_block_id
 
     def block_row(self, block_id: int) -> int:
-        """The block's row in every view of `layer_blocks`."""
+        """What `gather` knows the block by, in every layer."""
         return block_id * 2 * self.geometry.num_layers
 
     def token_row(self, block_id: int, offset: int) -> int:
         """The row, in every view of `layer_tokens`, of the token at `offset` in the block."""
         return block_id * 2 * self.geometry.num_layers * self.block_size + offset
-
-    def layer_blocks(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer by block: rows of [block_size * kv_heads * head_dim], indexed by `block_row`."""
-        return self._block_views[layer]
 
     def gather(self, layer: int, block_rows: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of a layer's keys and values, [len(block_rows), block_size * kv_heads * head_dim] each, good until the
