@@ -88,6 +88,33 @@ def test_nothing_more_while_something_of_the_flow_waits_there() -> None:
     assert tell(desk, [], {"hog": (1, 1, 0), "victim": (1, 0, 0)}) == ["v1"]
 
 
+def test_up_to_its_share_of_the_slots_a_flow_does_not_wait_for_what_it_has_on_its_way() -> None:
+    """Of eight slots, all a hog's, four are the newcomer's: so many of its requests come together, and no fifth."""
+    desk = Desk()
+    desk.worker(slots=8, most=16)
+    for i in range(10):
+        desk.enqueue(f"h{i}", tenant="hog", max_new_tokens=1000)
+    tell(desk, [f"h{i}" for i in range(8)], {"hog": (8, 0, 0)}, most=16, slots=8)
+    for i in range(4):
+        assert grants(desk.enqueue(f"v{i}", tenant="victim")) == [(f"v{i}", "w0")]
+    assert desk.enqueue("v4", tenant="victim") == []
+    two = {"hog": (8, 0, 0), "victim": (0, 2, 0)}
+    assert tell(desk, ["v0", "v1"], two, tenant="victim", most=16, slots=8) == [], "two wait, two are on their way"
+
+
+def test_a_flow_of_a_greater_weight_has_a_greater_share() -> None:
+    desk = Desk()
+    heavy = TenantPolicy(TenantId("victim"), {qos_class: ClassPolicy(3) for qos_class in QosClass})
+    light = TenantPolicy(TenantId("hog"), {qos_class: ClassPolicy(1) for qos_class in QosClass})
+    for policy in (heavy, light):
+        desk.apply(PolicyChanged(policy.tenant_id, policy))
+    desk.worker(slots=4, most=12)
+    for i in range(6):
+        desk.enqueue(f"h{i}", tenant="hog", max_new_tokens=1000)
+    tell(desk, [f"h{i}" for i in range(4)], {"hog": (4, 0, 0)}, most=12, slots=4)
+    assert [bool(desk.enqueue(f"v{i}", tenant="victim")) for i in range(4)] == [True, True, True, False]
+
+
 def test_the_worker_says_how_many_it_takes() -> None:
     desk = full(most=3)
     assert grants(desk.enqueue("a", tenant="a")) == [("a", "w0")]

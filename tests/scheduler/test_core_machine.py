@@ -1,14 +1,14 @@
 """The core against a small true world: routers that answer grants, workers that run and report late, and faults.
 
 The world knows what really runs; the core only hears of it. Checked after every step: no worker ever has more granted
-and running than it takes, and beyond its slots nothing is granted of whose flow something waits there; every enqueue
-gets exactly one answer; room is used while somebody can use it.
+and running than it takes, and beyond its slots and its flow's share of them nothing is granted of whose flow something
+waits there; every enqueue gets exactly one answer; room is used while somebody can use it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from hypothesis import HealthCheck, settings
@@ -163,10 +163,17 @@ class World(RuleBasedStateMachine):
                 used = known - sum(load.held for load in self.told[worker.name].values())
                 if used > worker.slots:
                     flow = command.request.flow
-                    others = [a for a in pending if a is not asked and a.request.flow == flow]
-                    assert not others, "another of the flow was granted, and may be waiting"
-                    load = self.told[worker.name].get(flow)
-                    assert load is None or not load.ready, "something of the flow waits there"
+                    others = sum(a.request.sequences for a in pending if a is not asked and a.request.flow == flow)
+                    load = self.told[worker.name].get(flow, FlowLoad(0, 0, 0))
+                    if others or load.ready:
+                        mine = others + load.unheld + asked.request.sequences
+                        share = worker.slots // len(self.flows_on(worker, pending))
+                        assert mine <= share, "something of the flow waits there, and its share of the slots is used"
+
+    def flows_on(self, worker: TrueWorker, pending: Collection[Asked]) -> set[FlowKey]:
+        """Flows that have sequences there or are granted; all have the same weight."""
+        told = {flow for flow, load in self.told[worker.name].items() if load.unheld}
+        return told | {asked.request.flow for asked in pending}
 
     def close(self, asked: Asked, *, reached: bool) -> None:
         session = self.sessions[asked.request.router_id]

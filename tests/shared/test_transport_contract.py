@@ -15,6 +15,7 @@ import pytest_asyncio
 from grpc_health.v1 import health_pb2
 from manylora_shared.errors import Code, FieldViolation, InvalidRequest, Overloaded, RpcError, SlowReader
 from manylora_shared.transport.base import Channel, Method, Server, Transport, methods_of
+from manylora_shared.transport.bundle import BundlingTransport, UnbundlingTransport
 from manylora_shared.transport.grpc_transport import GrpcTransport
 from manylora_shared.transport.memory import MemoryNetwork
 
@@ -40,12 +41,21 @@ class Net:
             await server.stop(0)
 
 
-@pytest_asyncio.fixture(params=["grpc", "grpc, 3 acceptors", "memory"])
+@pytest_asyncio.fixture(params=["grpc", "grpc, 3 acceptors", "memory", "grpc, bundled", "memory, bundled"])
 async def net(request: pytest.FixtureRequest) -> Net:
-    if request.param != "memory":
-        return Net(GrpcTransport(acceptors=1 if request.param == "grpc" else 3), GrpcTransport())
     network = MemoryNetwork(random.Random(7), min_delay_s=0.0001, max_delay_s=0.002)
-    return Net(network.transport("server"), network.transport("client"))
+    match request.param.split(", "):
+        case ["grpc", "bundled"]:
+            return Net(UnbundlingTransport(GrpcTransport()), BundlingTransport(GrpcTransport(), [DESCRIPTOR]))
+        case ["memory", "bundled"]:
+            ends = network.transport("server"), network.transport("client")
+            return Net(UnbundlingTransport(ends[0]), BundlingTransport(ends[1], [DESCRIPTOR]))
+        case ["memory"]:
+            return Net(network.transport("server"), network.transport("client"))
+        case ["grpc", *more]:
+            return Net(GrpcTransport(acceptors=3 if more else 1), GrpcTransport())
+        case other:
+            raise AssertionError(other)
 
 
 async def read_all(stream: Any) -> list[str]:

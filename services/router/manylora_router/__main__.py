@@ -8,11 +8,13 @@ import logging
 import sys
 from pathlib import Path
 
+from manylora.v1 import worker_pb2
 from manylora_shared import logs
 from manylora_shared.adapter_files import LocalAdapterFiles
 from manylora_shared.config import load
 from manylora_shared.model_files import model_folder
 from manylora_shared.service_main import Parts, serve
+from manylora_shared.transport.bundle import BundlingTransport
 
 from manylora_router.app import RouterApp
 from manylora_router.config import RouterConfig
@@ -40,7 +42,7 @@ async def build(config: RouterConfig, parts: Parts) -> RouterApp:
     text = await asyncio.to_thread(load_text, config)
     return RouterApp(
         config,
-        transport=parts.transport,
+        transport=BundlingTransport(parts.transport, [worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]]),
         store=parts.store,
         text=text,
         adapter_store=LocalAdapterFiles(Path(config.adapter_store), max_weights_bytes=config.max_adapter_mb << 20),

@@ -43,6 +43,7 @@ from manylora_router.metrics import RouterMetrics
 from manylora_router.scheduler_client import SchedulerClient
 from manylora_router.text import StopStrings
 from manylora_router.text_service import TextService
+from manylora_router.turns import Turns
 
 _LOG = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class InferenceServicer:
         self._rng = rng
         self._default_max_tokens = default_max_tokens
         self._live: dict[str, None] = {}
+        self._turns = Turns()
 
     def service(self) -> Service:
         descriptor = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
@@ -138,6 +140,7 @@ class InferenceServicer:
             ) as admission_span:
                 if refusal is not None:
                     raise refusal
+                await self._take_turn(tenant, metadata)
                 job = await self._admit(request, metadata, tenant, request_id, received_at, call.time_remaining(), span)
                 admission_span.set(Attribute.PROMPT_TOKENS, len(job.prompt_token_ids))
                 permit = self._permit(job)
@@ -157,6 +160,7 @@ class InferenceServicer:
                     held += frames
                     frames = held if execution.ended else []
                 for frame in frames:
+                    await self._take_turn(tenant, metadata)
                     yield frame
             if execution.error is not None:
                 raise execution.error
@@ -185,6 +189,13 @@ class InferenceServicer:
                 self._end_permit(permit, fault)
             self._account(tenant, metadata, received_at, error, execution)
             span.end()
+
+    async def _take_turn(self, tenant: str, metadata: Mapping[str, str]) -> None:
+        name = metadata.get(admission.CLASS_KEY, "") or QosClass.STANDARD.value
+        qos_class = QosClass(name) if name in _CLASSES else None
+        policy = self._directory.policy_of(TenantId(tenant))
+        weight = policy.weight(qos_class) if policy is not None and qos_class is not None else 1
+        await self._turns.take((tenant, qos_class), weight)
 
     def _permit(self, job: Job) -> Permit:
         """Raises Quarantined and CircuitOpen."""

@@ -8,8 +8,9 @@ Where nothing fits into free room, a request may be granted *beyond* it (`_beyon
 the workers' decode loop, where slots change hands at each quantum's end: of the first flows in the order, the first
 that on some worker with spare places
 
-* has nothing that waits there for a slot, nothing granted that was not reported yet (more would only be parked), and
-  held sequences for a quarter of the slots at most;
+* has nothing that waits there for a slot and nothing granted that was not reported yet, or comes to no more sequences
+  there than its share of the slots by weight (more would only be parked), and has held sequences for a quarter of the
+  slots at most;
 * is behind, or level: another flow with a slot there has come as far, by the scheduler's clock, as this one would be
   if nothing of it ran (what is in flight takes turns by the worker's quanta), and has no fewer sequences there for its
   weight;
@@ -114,16 +115,24 @@ class Dispatch:
         allows = self._allows(request, heeds_hold=self._is_behind_hold)
 
         def allowed(worker: WorkerView) -> bool:
-            load = worker.load_of(flow)
-            if load.ready or worker.has_granted(flow) or load.held > worker.sequence_slots // 4:
+            load, granted = worker.load_of(flow), worker.granted_to(flow)
+            if load.held > worker.sequence_slots // 4:
                 return False
-            return self._is_behind(flow, worker) and allows(worker)
+            if load.ready or granted:
+                count = load.unheld + granted + request.sequences
+                if count > worker.share_of(flow, self._queue.weight_of):
+                    return False
+            return self._is_behind(flow, load.unheld + granted, worker) and allows(worker)
 
         return choose_spare(request, self._fleet, allowed)
 
-    def _is_behind(self, flow: FlowKey, worker: WorkerView) -> bool:
-        """Whether another flow with a slot there has come as far and has no fewer sequences there for its weight."""
-        queue, count, weight = self._queue, worker.load_of(flow).unheld, self._queue.weight_of(flow)
+    def _is_behind(self, flow: FlowKey, count: int, worker: WorkerView) -> bool:
+        """Whether another flow with a slot there has come as far and has no fewer sequences there for its weight.
+
+        Args:
+            count: of the flow's sequences there.
+        """
+        queue, weight = self._queue, self._queue.weight_of(flow)
 
         def is_before(other: FlowKey) -> bool:
             has_fewer = worker.load_of(other).unheld * weight < count * queue.weight_of(other)

@@ -151,9 +151,16 @@ class WorkerView:
     def load_of(self, flow: FlowKey) -> FlowLoad:
         return self._loads.get(flow, NO_LOAD)
 
-    def has_granted(self, flow: FlowKey) -> bool:
-        """Whether a request of the flow was granted and not reported yet."""
-        return any(ticket.request.flow == flow for ticket in self.granted.values())
+    def granted_to(self, flow: FlowKey) -> int:
+        """Sequences of the flow that were granted and are not reported yet."""
+        return sum(ticket.request.sequences for ticket in self.granted.values() if ticket.request.flow == flow)
+
+    def share_of(self, flow: FlowKey, weight_of: Callable[[FlowKey], int]) -> int:
+        """How many of its slots are the flow's by weight, among the flows that have sequences there or are granted."""
+        sharing = {ticket.request.flow for ticket in self.granted.values()}
+        sharing.update(other for other, load in self._loads.items() if load.unheld)
+        sharing.add(flow)
+        return self.sequence_slots * weight_of(flow) // sum(map(weight_of, sharing))
 
     def held_flows(self) -> list[FlowKey]:
         """Flows with held sequences there."""

@@ -15,6 +15,7 @@ import sys
 from manylora_shared import logs
 from manylora_shared.config import load
 from manylora_shared.service_main import Parts, serve
+from manylora_shared.transport.bundle import UnbundlingTransport
 
 from manylora_worker import engines
 from manylora_worker.app import WorkerApp
@@ -28,7 +29,7 @@ _LOG = logging.getLogger("manylora_worker")
 async def build(config: WorkerConfig, runtime: Runtime, validator: AdapterValidator, parts: Parts) -> WorkerApp:
     return WorkerApp(
         config,
-        transport=parts.transport,
+        transport=UnbundlingTransport(parts.transport),
         store=parts.store,
         runtime=runtime,
         validate=validator,

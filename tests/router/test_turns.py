@@ -1,0 +1,96 @@
+"""Turns on the router's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from manylora_router.turns import Turns
+
+NO_WEIGHTS: Mapping[str, int] = {}
+
+
+class Passes:
+    """Counts the passes of the event loop while it is entered."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._handle: asyncio.Handle | None = None
+
+    def __enter__(self) -> Passes:
+        self._again()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._handle is not None
+        self._handle.cancel()
+
+    def _again(self) -> None:
+        self.count += 1
+        self._handle = asyncio.get_running_loop().call_soon(self._again)
+
+
+async def take_all(turns: Turns, tenants: str, weights: Mapping[str, int] = NO_WEIGHTS) -> list[tuple[str, int]]:
+    """A task for each letter, in order: whose turn it was, and in which pass."""
+    found: list[tuple[str, int]] = []
+    with Passes() as passes:
+
+        async def work(tenant: str) -> None:
+            await turns.take((tenant, None), weights.get(tenant, 1))
+            found.append((tenant, passes.count))
+
+        await asyncio.gather(*(work(tenant) for tenant in tenants))
+    return found
+
+
+async def test_a_pass_has_one_turn() -> None:
+    found = await take_all(Turns(), "aaaaa")
+    passes = [number for _, number in found]
+    assert len(set(passes)) == len(passes) == 5
+
+
+async def test_tenants_take_turns_whoever_came_first() -> None:
+    found = await take_all(Turns(), "aaaaaabbc")
+    assert "".join(tenant for tenant, _ in found) == "aabcabaaa"
+
+
+async def test_turns_are_in_proportion_to_weights() -> None:
+    found = await take_all(Turns(), "c" + "a" * 40 + "b" * 40, {"a": 3, "b": 1})
+    first = [tenant for tenant, _ in found[1:41]]
+    assert (first.count("a"), first.count("b")) == (30, 10)
+
+
+async def test_who_waited_for_nothing_for_long_has_no_claim_to_more() -> None:
+    turns = Turns()
+    await take_all(turns, "c" + "a" * 20)
+    found = await take_all(turns, "c" + "a" * 10 + "b" * 10)
+    first = [tenant for tenant, _ in found[1:11]]
+    assert (first.count("a"), first.count("b")) == (5, 5)
+
+
+async def test_nobody_waits_where_nobody_else_is() -> None:
+    turns = Turns()
+    with Passes() as passes:
+        for _ in range(3):
+            before = passes.count
+            await turns.take(("a", None), 1)
+            assert passes.count == before
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+
+async def test_who_is_cancelled_while_it_waits_keeps_nobody_waiting() -> None:
+    turns = Turns()
+    await turns.take(("a", None), 1)
+    gone = [asyncio.create_task(turns.take(("b", None), 1)) for _ in range(3)]
+    left = asyncio.create_task(turns.take(("c", None), 1))
+    await asyncio.sleep(0)
+    for task in gone:
+        task.cancel()
+    await asyncio.wait_for(left, 1.0)
+    assert all(task.cancelled() or task.done() for task in gone)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not turns._waiting
+    assert not turns._order
+    await asyncio.wait_for(turns.take(("d", None), 1), 1.0)
