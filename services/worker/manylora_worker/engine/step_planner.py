@@ -9,9 +9,11 @@ A *unit* is one prefill chunk, or one decode quantum: up to QUANTUM_TOKENS token
 runs one unit; at the unit's end it is *parked*, with its blocks, and its next unit is queued. A free slot goes to the
 queued unit of the flow (tenant, class) with the least tag (`FairQueue`: reserved at dispatch, settled at the end; 1 for
 a prompt token, 2 for an output token, nothing for what is computed again). So where all fit into the slots every
-sequence gets its slot back at once, and where they do not, a slot is given away at a quantum's end and never before.
-Quanta are cut so that they end in different steps (`Slots.spread`): who comes anew waits for the next end, and not for
-that of a whole batch of quanta that began together.
+sequence gets its slot back at once, and where they do not, a slot is given away at a quantum's end. Quanta are cut so
+that they end in different steps (`Slots.spread`): who comes anew waits for the next end, and not for that of a whole
+batch of quanta that began together. Nor does it wait for that where its flow has less than its share of the slots (by
+weight, among those that have some or wait): a quantum of a flow that has more, and has come as far, ends there and then
+(`_cut_quanta`). Equal flows cut nothing of one another, so whole quanta remain the rule.
 
 A step is filled under `max_batch_tokens`: one token of each quantum, then prefills in the order of the queue, up to
 `prefill_chunk_tokens` each, and in all as many as fit into the time that a step should take (StepTime). A token is kept
@@ -42,7 +44,7 @@ those without one end with a copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -215,6 +217,7 @@ class StepPlanner:
         if parking.waiting and self._shares.reserves:
             self._claim_reserves()
         self._fill_slots()
+        ended += self._cut_quanta()
         if not self._slots and self._queue and not is_ahead and not self._swapper.num_copying:
             self._force()
         chunks: list[Scheduled] = []
@@ -238,12 +241,16 @@ class StepPlanner:
         """
         over = self._slots.take_ended()
         for unit in over:
-            unit.sequence.has_worked |= unit.cost > 0
-            if unit.sequence.status is not SequenceStatus.ENDING:
-                self.parking.park(unit.sequence)
-                self._queue.push(unit.sequence)
-            self._queue.settle(unit.item, unit.cost)
+            self._park(unit)
         return [unit.sequence for unit in over]
+
+    def _park(self, unit: Unit) -> None:
+        """After its unit, which has left its slot."""
+        unit.sequence.has_worked |= unit.cost > 0
+        if unit.sequence.status is not SequenceStatus.ENDING:
+            self.parking.park(unit.sequence)
+            self._queue.push(unit.sequence)
+        self._queue.settle(unit.item, unit.cost)
 
     def _fill_slots(self) -> None:
         while self._queue and self._slots.num_free:
@@ -254,6 +261,50 @@ class StepPlanner:
                 return
             else:
                 self._start(pick)
+
+    def _cut_quanta(self) -> list[Sequence]:
+        """Where no slot is free, ends quanta of flows that have more than their share of the slots, so that prompts of
+        flows that have less can begin in this step. Returns whose they were: they are parked."""
+        cut: list[Sequence] = []
+        while self._queue and not self._slots.num_free:
+            slots_of, share_of = self._slots.by_flow, self._slot_shares()
+            prompts = {
+                sequence.item
+                for sequence in self._queue.sequences
+                if sequence.status is not SequenceStatus.DECODE
+                and slots_of.get(sequence.flow, 0) < share_of[sequence.flow]
+            }
+            if not prompts:
+                break
+            pick = self._queue.select(lambda item: self._fits(item) if item in prompts else None)  # noqa: B023
+            if self._round.deferred is not None:
+                self._do_deferred()
+                break
+            unit = None if pick is None else self._unit_to_cut(self._queue.sequence(pick.item).flow, share_of)
+            if pick is None or unit is None:
+                break
+            self._slots.leave(unit.sequence)
+            self._park(unit)
+            self._round.budget += 1
+            cut.append(unit.sequence)
+            self._start(pick)
+        return cut
+
+    def _slot_shares(self) -> dict[FlowKey, int]:
+        """Slots that are a flow's by weight, at least one, of each flow that has any or waits for one."""
+        flows = (*self._slots.by_flow, *(sequence.flow for sequence in self._queue.sequences))
+        weights = {flow: self._shares.weight(flow) for flow in flows}
+        total = sum(weights.values())
+        return {flow: max(1, self._slots.num_slots * weight // total) for flow, weight in weights.items()}
+
+    def _unit_to_cut(self, behind: FlowKey, share_of: Mapping[FlowKey, int]) -> Unit | None:
+        """The quantum with least left of a flow with more than its share, which has come as far as the one `behind`."""
+        fair, slots_of = self._queue.fair, self._slots.by_flow
+        flows = {
+            flow for flow, count in slots_of.items() if count > share_of[flow] and fair.has_come_as_far(flow, behind)
+        }
+        quanta = [unit for unit in self._slots.units if unit.ends_at and unit.cost and unit.sequence.flow in flows]
+        return min(quanta, key=lambda unit: unit.tokens_left, default=None)
 
     def _force(self) -> None:
         """Nothing can be started: the first in order takes from whomever it needs, reserves and leads aside."""
@@ -376,7 +427,7 @@ class StepPlanner:
 
     def _chunk_tokens(self, sequence: Sequence) -> int:
         """Tokens of the next part of a prefill; 0 where the step has none left for it."""
-        other_slots = self._slots.num_free - 1
+        other_slots = max(0, self._slots.num_free - 1)
         budget = min(self._round.prompt_budget, self._round.budget - min(self.parking.ready_decodes, other_slots))
         return max(0, min(sequence.num_uncomputed_tokens, self._limits.prefill_chunk_tokens, budget))
 

@@ -9,7 +9,7 @@ Inside a flow a sequence that has blocks goes before one that has none, and then
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Set as AbstractSet
 from typing import TypeVar
 
@@ -58,6 +58,11 @@ class UnitQueue:
 
     def sequence(self, item: int) -> Sequence:
         return self._sequences[item]
+
+    @property
+    def sequences(self) -> Collection[Sequence]:
+        """Those with a queued unit."""
+        return self._sequences.values()
 
     def shares_changed(self, tenant_id: TenantId) -> None:
         """The tenant's weights have another value from now on."""
