@@ -733,7 +733,7 @@ def _let_go(original: Any) -> Any:
     WorkerServicer,
     "execute",
     "a worker refuses grants of a leader that is over",
-    first=(181,),
+    first=(464,),
 )
 def _unfenced(original: Any) -> Any:
     def execute(self: Any, message: Any, call: Any) -> Any:
