@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from manylora.v1 import bundle_pb2
 from manylora_shared.errors import Code, RpcError
-from manylora_shared.transport.base import Channel, methods_of
+from manylora_shared.transport.base import Channel, Service, methods_of
 from manylora_shared.transport.bundle import WINDOW, BundlingTransport, UnbundlingTransport
 from manylora_shared.transport.dispatch import MAX_MESSAGE_BYTES
 from manylora_shared.transport.grpc_transport import GrpcTransport
@@ -277,6 +277,25 @@ async def test_what_a_server_does_not_know_is_refused_by_call() -> None:
         assert [answer.end.code for answer in found[1]] == [int(Code.UNIMPLEMENTED)]
         assert sorted(answer.WhichOneof("what") for answer in found[2]) == ["end", "response"]
         await channel.close()
+
+
+async def test_an_answer_that_makes_no_sense_ends_all_calls_of_its_stream_and_leaves_none_waiting() -> None:
+    async def carry(bundles: Any, call: Any) -> AsyncIterator[Any]:
+        await anext(bundles)
+        await asyncio.sleep(0.02)
+        yield bundle_pb2.AnswerBundle(parts=[bundle_pb2.AnswerPart(call=1, end=bundle_pb2.CallEnd(code=99))])
+        await asyncio.Event().wait()
+
+    net = MemoryNetwork(random.Random(3))
+    service = Service(bundle_pb2.DESCRIPTOR.services_by_name["BundleService"], {"Carry": carry})
+    server = await net.transport("server").serve("127.0.0.1:0", [service])
+    channel = BundlingTransport(net.transport("client"), [DESCRIPTOR]).connect(server.address)
+    for stream in [channel.stream(STREAM, text("")) for _ in range(2)]:
+        with pytest.raises(RpcError) as caught:
+            await asyncio.wait_for(stream.read(), SOON_S)
+        assert caught.value.code is Code.INTERNAL
+    await channel.close()
+    await server.stop(0)
 
 
 async def test_calls_at_random_see_what_they_would_see_one_by_one() -> None:

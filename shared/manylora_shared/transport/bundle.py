@@ -158,6 +158,9 @@ class _Line:
             self._break(RpcError(Code.UNAVAILABLE, "the server has ended the stream of calls"))
         except RpcError as e:
             self._break(e)
+        except Exception:
+            self._break(RpcError(Code.INTERNAL, "the stream of calls said what it cannot say"))
+            raise
 
     async def _write_all(self) -> None:
         try:
@@ -174,9 +177,10 @@ class _Line:
             case "response":
                 call.put(part.response)
             case "end":
-                self.forget(part.call)
                 end = part.end
-                call.end(decode_error(Code(end.code), end.message, end.details) if end.code else None)
+                error = decode_error(Code(end.code), end.message, end.details) if end.code else None
+                self.forget(part.call)
+                call.end(error)
             case other:
                 error = RpcError(Code.INTERNAL, f"a part of a bundle is {other or 'nothing'}, not a response or an end")
                 self.forget(part.call)
