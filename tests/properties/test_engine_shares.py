@@ -308,16 +308,15 @@ def test_a_flow_is_not_held_by_its_cap_any_longer_when_what_was_held_is_gone() -
 
 # ---- blocks
 
+FIGHTS = [seed for seed in range(26) if seed != 14]
+"""In 14 the pool is not short: its requests come one after the other."""
 
-@pytest.mark.parametrize("seed", range(25))
+
+@pytest.mark.parametrize("seed", FIGHTS)
 def test_three_tenants_fight_for_a_third_of_what_they_need(seed: int) -> None:
     rig = fight(seed)
+    assert rig.core.stats().evictions > 0, "the pool was not short: the test shows nothing"
     assert_all_is_counted_once(rig)
-
-
-def test_in_nearly_all_of_these_fights_the_pool_is_short() -> None:
-    """Else they show nothing."""
-    assert sum(fight(seed).core.stats().evictions > 0 for seed in range(25)) >= 24
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -482,7 +481,7 @@ def _ends_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _fights() -> None:
-    for seed in range(25):
+    for seed in FIGHTS:
         test_three_tenants_fight_for_a_third_of_what_they_need(seed)
 
 

@@ -118,11 +118,11 @@ class Dispatch:
             load, granted = worker.load_of(flow), worker.granted_to(flow)
             if load.held > worker.sequence_slots // 4:
                 return False
-            if load.ready or granted:
-                count = load.unheld + granted + request.sequences
-                if count > worker.share_of(flow, self._queue.weight_of):
-                    return False
-            return self._is_behind(flow, load.unheld + granted, worker) and allows(worker)
+            count = load.unheld + granted
+            waits = load.ready or granted
+            if waits and count + request.sequences > worker.share_of(flow, self._queue.weight_of):
+                return False
+            return self._is_behind(flow, count, worker) and allows(worker)
 
         return choose_spare(request, self._fleet, allowed)
 
