@@ -14,6 +14,8 @@ import torch
 from manylora_shared.adapter_files import adapter_uid
 from manylora_shared.ids import AdapterUid
 from manylora_worker.adapters import source
+from manylora_worker.adapters.layout import HostAdapter
+from manylora_worker.adapters.packing import Scratch
 from manylora_worker.adapters.peft_config import LoraSettings, ModuleMatcher, PatternTimeout
 from manylora_worker.adapters.source import AdapterBase, AdapterInvalid, AdapterLimits, read_adapter
 from peft import LoraConfig
@@ -33,6 +35,7 @@ class Folder:
     def __init__(self, family: Family, path: Path) -> None:
         self.family = family
         self.path = path
+        self.scratch = Scratch()
         shutil.copytree(family.adapters["all-linear"], path)
         self.weights = path / "adapter_model.safetensors"
 
@@ -43,10 +46,11 @@ class Folder:
     def change(self, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
         tensors = load_file(self.weights)
         edit(tensors)
-        save_file(tensors, self.weights)
+        save_file(tensors, self.weights, metadata={"format": "pt"})  # peft's: only what is edited is another
 
-    def read(self, limits: AdapterLimits = LIMITS, expected_uid: AdapterUid | None = None) -> source.HostAdapter:
-        return read_adapter(self.path, AdapterBase.of(self.family.loaded), limits, expected_uid=expected_uid)
+    def read(self, limits: AdapterLimits = LIMITS, expected_uid: AdapterUid | None = None) -> HostAdapter:
+        base = AdapterBase.of(self.family.loaded)
+        return read_adapter(self.path, base, limits, expected_uid=expected_uid, scratch=self.scratch)
 
     def problems(self, **options: Any) -> dict[str, str]:
         """Field -> description of everything that is refused; the adapter must be refused."""
@@ -55,9 +59,13 @@ class Folder:
         return {v.field: v.description for v in caught.value.violations}
 
 
-@pytest.fixture
-def folder(family_of: FamilyOf, tmp_path: Path) -> Folder:
-    return Folder(family_of("llama"), tmp_path / "adapter")
+@pytest.fixture(params=["the first of its kind", "one like the last"])
+def folder(family_of: FamilyOf, tmp_path: Path, request: pytest.FixtureRequest) -> Folder:
+    """As an adapter that nobody has read one like, and as one whose kind the reader knows until it is spoiled."""
+    folder = Folder(family_of("llama"), tmp_path / "adapter")
+    if request.param == "one like the last":
+        folder.read()
+    return folder
 
 
 def test_a_good_adapter_is_read_whole(folder: Folder) -> None:
@@ -76,6 +84,68 @@ def test_half_precision_is_accepted(folder: Folder, dtype: torch.dtype) -> None:
     expected = load_file(folder.weights)[FIRST_KEY].float()
     first_site = on_device.sites[folder.family.loaded.sites[0].index]
     assert torch.equal(first_site.a_t.t()[: expected.shape[0]], expected)
+
+
+def tensors_as_read(folder: Folder) -> dict[str, torch.Tensor]:
+    """Every B of the adapter as it lies in the buffer, by its key."""
+    adapter, sites = folder.read(), folder.family.loaded.sites
+    return {
+        f"base_model.model.{sites[placed.site].slots[slot].path}.lora_B.weight": b.of(adapter.buffer).t()
+        for placed in adapter.layout
+        for slot, _, _, b in placed.slots
+    }
+
+
+def test_other_weights_of_a_known_kind(folder: Folder) -> None:
+    folder.change(lambda t: t.update({k: torch.randn_like(v) for k, v in t.items()}))
+    expected, scale = load_file(folder.weights), 16 / 8
+    for key, b in tensors_as_read(folder).items():
+        assert torch.equal(b, expected[key] * scale)
+
+
+def test_a_known_kind_is_not_checked_again(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.read()
+    monkeypatch.delattr(source, "_check")
+    folder.change(lambda t: t.update({k: torch.randn_like(v) for k, v in t.items()}))
+    folder.read()
+
+
+def test_another_configuration_is_another_kind(folder: Folder) -> None:
+    before = tensors_as_read(folder)
+    config = json.loads((folder.path / "adapter_config.json").read_text())
+    folder.set(lora_alpha=config["lora_alpha"] * 2)
+    for key, b in tensors_as_read(folder).items():
+        assert torch.equal(b, before[key] * 2)
+
+
+def test_tensors_at_odd_places(folder: Folder) -> None:
+    """The format asks for no alignment of what stands behind the header."""
+    before = tensors_as_read(folder)
+    content = folder.weights.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    folder.weights.write_bytes(
+        (length + 1).to_bytes(8, "little") + content[8 : 8 + length] + b" " + content[8 + length :]
+    )
+    for _ in range(2):
+        assert all(torch.equal(b, before[key]) for key, b in tensors_as_read(folder).items())
+
+
+def test_a_file_that_changes_as_it_is_read(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is as large as before, and other tensors stand at its places."""
+    content = folder.weights.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    first, second = (FIRST_KEY.replace("layers.0", f"layers.{i}") for i in (0, 1))
+    header[first], header[second] = header[second], header[first]
+    swapped = json.dumps(header, separators=(",", ":")).encode().ljust(length)
+    take = Scratch.take
+
+    def change(scratch: Scratch, size_bytes: int) -> torch.Tensor:
+        folder.weights.write_bytes(content[:8] + swapped + content[8 + length :])
+        return take(scratch, size_bytes)
+
+    monkeypatch.setattr(Scratch, "take", change)
+    assert folder.problems() == {"adapter_model.safetensors": "changed while it was read"}
 
 
 CONFIG_REFUSALS: list[tuple[str, Any]] = [

@@ -16,7 +16,8 @@ import torch
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
 from manylora_worker import loader
 from manylora_worker.adapters.cache import AdapterCacheLimits
-from manylora_worker.adapters.source import AdapterBase, HostAdapter, elements_of, lay_out, read_adapter
+from manylora_worker.adapters.layout import HostAdapter, elements_of, lay_out
+from manylora_worker.adapters.source import AdapterBase, read_adapter
 from manylora_worker.engine.api import EngineRequest, Sampling, StepBatch
 from manylora_worker.engine.attention import ATTENTION, register_attention
 from manylora_worker.engine.core import EngineCore, EngineLimits

@@ -18,10 +18,11 @@ import torch
 
 from manylora_worker.adapters.backend import TorchAdapterBackend
 from manylora_worker.adapters.host_memory import HostMemory
+from manylora_worker.adapters.layout import Layout, elements_of
 from manylora_worker.adapters.lora_linear import LoraCosts, LoraPlanner
 from manylora_worker.adapters.reader import AdapterReader, LocalReader
 from manylora_worker.adapters.reader_pool import ReaderProcesses
-from manylora_worker.adapters.source import AdapterBase, AdapterLimits, Layout, elements_of
+from manylora_worker.adapters.source import AdapterBase, AdapterLimits
 from manylora_worker.engine.api import ModelRunner
 from manylora_worker.engine.kv_cache import MIB, KvCache
 from manylora_worker.engine.model_runner import TorchModelRunner

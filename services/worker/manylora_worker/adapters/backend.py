@@ -26,8 +26,8 @@ import torch
 from manylora_shared.errors import ManyloraError
 from manylora_shared.ids import AdapterUid
 
+from manylora_worker.adapters.layout import HostAdapter
 from manylora_worker.adapters.reader import AdapterReader
-from manylora_worker.adapters.source import HostAdapter
 from manylora_worker.engine.api import AdapterEvent, AdapterTier
 
 _LOG = logging.getLogger(__name__)

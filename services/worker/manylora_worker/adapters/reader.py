@@ -11,7 +11,9 @@ from typing import Protocol
 
 from manylora_shared.ids import AdapterUid
 
-from manylora_worker.adapters.source import AdapterBase, AdapterLimits, HostAdapter, Layout, Scratch, read_adapter
+from manylora_worker.adapters.layout import HostAdapter, Layout
+from manylora_worker.adapters.packing import Scratch
+from manylora_worker.adapters.source import AdapterBase, AdapterLimits, read_adapter
 
 
 class AdapterReader(Protocol):

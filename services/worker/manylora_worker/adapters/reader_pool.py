@@ -37,15 +37,8 @@ from torch import Tensor
 
 from manylora_worker.adapters import reader_process
 from manylora_worker.adapters.host_memory import HostMemory
-from manylora_worker.adapters.source import (
-    AdapterBase,
-    AdapterInvalid,
-    AdapterLimits,
-    HostAdapter,
-    Layout,
-    elements_of,
-    lay_out,
-)
+from manylora_worker.adapters.layout import HostAdapter, Layout, elements_of, lay_out
+from manylora_worker.adapters.source import AdapterBase, AdapterInvalid, AdapterLimits
 
 _LOG = logging.getLogger(__name__)
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")

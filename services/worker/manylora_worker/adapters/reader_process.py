@@ -41,14 +41,9 @@ from manylora_shared.errors import ManyloraError
 from manylora_shared.ids import AdapterUid
 from torch import Tensor
 
-from manylora_worker.adapters.source import (
-    AdapterBase,
-    AdapterInvalid,
-    AdapterLimits,
-    Scratch,
-    ranks_by_slot,
-    read_adapter,
-)
+from manylora_worker.adapters.layout import ranks_by_slot
+from manylora_worker.adapters.packing import Scratch
+from manylora_worker.adapters.source import AdapterBase, AdapterInvalid, AdapterLimits, read_adapter
 
 _PR_SET_PDEATHSIG = 1
 _NICENESS = 10

@@ -17,7 +17,7 @@ import torch
 from manylora_shared.ids import AdapterUid
 from torch import Tensor
 
-from manylora_worker.adapters.source import HostAdapter, PlacedSite
+from manylora_worker.adapters.layout import HostAdapter, PlacedSite
 from manylora_worker.kernels.lora import CHUNK_ALIGNMENT, CHUNK_RANKS, a_field, b_field, num_chunks, site_fields
 
 _BLOCKS_AT_ONCE = 4

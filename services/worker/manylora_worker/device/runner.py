@@ -18,7 +18,7 @@ import torch
 from manylora_shared.ids import AdapterUid
 from torch import Tensor
 
-from manylora_worker.adapters.source import HostAdapter
+from manylora_worker.adapters.layout import HostAdapter
 from manylora_worker.device.adapter_arena import AdapterArena
 from manylora_worker.device.decoder import Decoder, DeviceStep, buffer_bytes
 from manylora_worker.device.decoder_weights import DecoderWeights

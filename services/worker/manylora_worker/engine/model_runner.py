@@ -19,8 +19,8 @@ import torch
 from manylora_shared.ids import AdapterUid
 from torch import Tensor
 
+from manylora_worker.adapters.layout import HostAdapter
 from manylora_worker.adapters.lora_linear import DeviceAdapter, LoraPlanner
-from manylora_worker.adapters.source import HostAdapter
 from manylora_worker.engine.api import Sampled, StepBatch
 from manylora_worker.engine.attention import STEP_KEYWORD
 from manylora_worker.engine.host_kv import TensorHostKv
