@@ -34,7 +34,8 @@ def collect_seldom() -> None:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """For making many small objects that live for a moment: they would start one full collection after the other."""
+    """For making many small objects that live for a moment: they would start one full collection after the other. And
+    for what may not be interrupted by what a collection frees."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from manylora_shared.ids import QosClass, RequestId, TenantId
 from manylora_worker.adapters.cache import AdapterCacheLimits
+from manylora_worker.device.decoder import Decoder
 from manylora_worker.engine.api import EngineRequest, Sampling
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.engine.step_planner import PlannerLimits
 from manylora_worker.engine_factory import EngineOptions, build_engine_parts
 
-from tests.numerics.conftest import FamilyOf
+from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.families import VOCAB_SIZE
 
 pytestmark = pytest.mark.gpu
@@ -76,49 +80,81 @@ def test_core_equals_peft(family_of: FamilyOf, name: str, tmp_path: Path, marks_
         parts.backend.close()
 
 
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.9},
+    {"temperature": 1.3, "top_k": 7},
+    {"temperature": 1.0, "top_p": 0.7, "min_p": 0.02},
+    {"temperature": 0.8, "top_logprobs": 3},
+    {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+]
+
+
+def draw(family: Family, store: Path, device: str) -> tuple[dict[str, list[int]], dict[str, list[float]]]:
+    """A new engine's tokens and logprobs for a dozen prompts, in each of the ways to draw, by request."""
+    rng = random.Random(5)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(2, 30))] for _ in range(12)]
+    options = EngineOptions(
+        model=str(family.folder), adapter_store=store, device=device, dtype="float32", num_blocks=200,
+        sequence_slots=8, max_batch_tokens=64,
+    )  # fmt: skip
+    parts = build_engine_parts(options)
+    limits = EngineLimits(
+        planner=PlannerLimits(max_batch_tokens=64, prefill_chunk_tokens=16, sequence_slots=8),
+        adapters=AdapterCacheLimits(host_bytes=1 << 20, device_bytes=1 << 20),
+        max_requests=100,
+    )
+    core = EngineCore(parts.runner, parts.backend, limits)
+    for i, prompt in enumerate(prompts):
+        sampling = Sampling(seed=i, **KINDS[i % len(KINDS)])
+        request = EngineRequest(
+            RequestId(f"r{i}"), TenantId("t"), QosClass("batch"), None, tuple(prompt), MAX_TOKENS, sampling
+        )
+        core.add(request, now=0.0)
+    tokens: dict[str, list[int]] = {}
+    logprobs: dict[str, list[float]] = {}
+    while core.has_work():
+        for output in core.step(now=0.0):
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            logprobs.setdefault(output.request_id, []).extend(each.logprob for each in output.logprobs)
+        core.take_ended()
+    parts.backend.close()
+    return tokens, logprobs
+
+
 def test_drawn_tokens_are_those_of_the_cpu(family_of: FamilyOf, tmp_path: Path) -> None:
     """Temperature, cuts and logprobs, in graphs and beside prompts: the tokens that the reference engine draws."""
-    family = family_of("llama")
-    rng = random.Random(5)
-    kinds = [
-        {"temperature": 0.0},
-        {"temperature": 0.9},
-        {"temperature": 1.3, "top_k": 7},
-        {"temperature": 1.0, "top_p": 0.7, "min_p": 0.02},
-        {"temperature": 0.8, "top_logprobs": 3},
-        {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
-    ]
-    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(2, 30))] for _ in range(12)]
-    drawn = []
-    for device in ("cpu", "cuda"):
-        options = EngineOptions(
-            model=str(family.folder), adapter_store=tmp_path, device=device, dtype="float32", num_blocks=200,
-            sequence_slots=8, max_batch_tokens=64,
-        )  # fmt: skip
-        parts = build_engine_parts(options)
-        limits = EngineLimits(
-            planner=PlannerLimits(max_batch_tokens=64, prefill_chunk_tokens=16, sequence_slots=8),
-            adapters=AdapterCacheLimits(host_bytes=1 << 20, device_bytes=1 << 20),
-            max_requests=100,
-        )
-        core = EngineCore(parts.runner, parts.backend, limits)
-        for i, prompt in enumerate(prompts):
-            sampling = Sampling(seed=i, **kinds[i % len(kinds)])  # type: ignore[arg-type]
-            core.add(
-                EngineRequest(
-                    RequestId(f"r{i}"), TenantId("t"), QosClass("batch"), None, tuple(prompt), MAX_TOKENS, sampling
-                ),
-                now=0.0,
-            )
-        tokens: dict[str, list[int]] = {}
-        logprobs: dict[str, list[float]] = {}
-        while core.has_work():
-            for output in core.step(now=0.0):
-                tokens.setdefault(output.request_id, []).extend(output.token_ids)
-                logprobs.setdefault(output.request_id, []).extend(each.logprob for each in output.logprobs)
-            core.take_ended()
-        parts.backend.close()
-        drawn.append((tokens, logprobs))
+    drawn = [draw(family_of("llama"), tmp_path, device) for device in ("cpu", "cuda")]
     assert drawn[0][0] == drawn[1][0]
     for request_id, expected in drawn[0][1].items():
         assert drawn[1][1][request_id] == pytest.approx(expected, abs=1e-3)
+
+
+def test_garbage_does_not_spoil_a_capture(family_of: FamilyOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of an engine that is gone lie in a cycle, and whoever may run the collector does so during a capture."""
+    family = family_of("llama")
+    expected, _ = draw(family, tmp_path, "cpu")
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            torch.ones(8, device="cuda").mul_(2)
+    cycle: list[Any] = [graphs]
+    cycle.append(cycle)
+    kept = [cycle]
+    del graphs, graph, cycle
+    captures = 0
+    run_layers = Decoder.run_layers
+
+    def run_layers_and_collect(*arguments: Any) -> Any:
+        nonlocal captures
+        if torch.cuda.is_current_stream_capturing():
+            captures += 1
+            kept.clear()
+            if gc.isenabled():
+                gc.collect()
+        return run_layers(*arguments)
+
+    monkeypatch.setattr(Decoder, "run_layers", run_layers_and_collect)
+    drawn, _ = draw(family, tmp_path, "cuda")
+    assert captures > 0
+    assert drawn == expected

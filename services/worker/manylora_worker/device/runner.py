@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
+from manylora_shared.heap import collector_paused
 from manylora_shared.ids import AdapterUid
 from torch import Tensor
 
@@ -373,8 +374,12 @@ class DeviceModelRunner:
                 run()  # compiles the kernels, and lets cuBLAS make its workspaces
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
-            # thread_local: the loader's thread may allocate and copy meanwhile
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            # thread_local: the loader's thread may allocate and copy meanwhile. The collector may not run: it may find
+            # another engine's graphs, and to free them while a stream captures spoils the capture.
+            with (
+                collector_paused(),
+                torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+            ):
                 result = run()
             self._pool = graph.pool()
         return graph, result
