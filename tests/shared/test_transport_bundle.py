@@ -12,7 +12,9 @@ import pytest
 from manylora.v1 import bundle_pb2
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.transport.base import Channel, Service, methods_of
-from manylora_shared.transport.bundle import WINDOW, BundlingTransport, UnbundlingTransport
+from manylora_shared.transport.bundle import WINDOW
+from manylora_shared.transport.bundle_client import BundlingTransport
+from manylora_shared.transport.bundle_server import UnbundlingTransport
 from manylora_shared.transport.dispatch import MAX_MESSAGE_BYTES
 from manylora_shared.transport.grpc_transport import GrpcTransport
 from manylora_shared.transport.memory import MemoryNetwork

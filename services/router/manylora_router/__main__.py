@@ -14,7 +14,7 @@ from manylora_shared.adapter_files import LocalAdapterFiles
 from manylora_shared.config import load
 from manylora_shared.model_files import model_folder
 from manylora_shared.service_main import Parts, serve
-from manylora_shared.transport.bundle import BundlingTransport
+from manylora_shared.transport.bundle_client import BundlingTransport
 
 from manylora_router.app import RouterApp
 from manylora_router.config import RouterConfig

@@ -15,7 +15,7 @@ import sys
 from manylora_shared import logs
 from manylora_shared.config import load
 from manylora_shared.service_main import Parts, serve
-from manylora_shared.transport.bundle import UnbundlingTransport
+from manylora_shared.transport.bundle_server import UnbundlingTransport
 
 from manylora_worker import engines
 from manylora_worker.app import WorkerApp

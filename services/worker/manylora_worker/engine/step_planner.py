@@ -11,9 +11,8 @@ queued unit of the flow (tenant, class) with the least tag (`FairQueue`: reserve
 a prompt token, 2 for an output token, nothing for what is computed again). So where all fit into the slots every
 sequence gets its slot back at once, and where they do not, a slot is given away at a quantum's end. Quanta are cut so
 that they end in different steps (`Slots.spread`): who comes anew waits for the next end, and not for that of a whole
-batch of quanta that began together. Nor does it wait for that where its flow has less than its share of the slots (by
-weight, among those that have some or wait): a quantum of a flow that has more, and has come as far, ends there and then
-(`_cut_quanta`). Equal flows cut nothing of one another, so whole quanta remain the rule.
+batch of quanta that began together. Nor does it wait for that where its flow has less than its share of the slots: a
+quantum of a flow that has more is cut for it (quantum_cuts.py).
 
 A step is filled under `max_batch_tokens`: one token of each quantum, then prefills in the order of the queue, up to
 `prefill_chunk_tokens` each, and in all as many as fit into the time that a step should take (StepTime). A token is kept
@@ -44,7 +43,7 @@ those without one end with a copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -57,6 +56,7 @@ from manylora_worker.engine.block_pool import BlockPool
 from manylora_worker.engine.block_tables import BlockTables
 from manylora_worker.engine.parking import Parking
 from manylora_worker.engine.prefixes import Prefixes
+from manylora_worker.engine.quantum_cuts import QuantumCuts
 from manylora_worker.engine.reclaim import Reclaim, Room, least_recent
 from manylora_worker.engine.sequence import Sequence, SequenceStatus
 from manylora_worker.engine.slots import Scheduled, Slots, Unit
@@ -136,6 +136,7 @@ class StepPlanner:
         self._tables = BlockTables(pool, prefixes)
         self._queue = UnitQueue(shares)
         self._slots = Slots(limits.sequence_slots, QUANTUM_TOKENS)
+        self._cuts = QuantumCuts(self._slots, self._queue, shares)
         self.parking = Parking(pool, self._tables, swapper, prefixes, self._queue)
         """Of it EngineCore calls `enqueue`, `fork`, `copy_ended` and `release_blocks`."""
         self._late_claims: dict[Sequence, None] = {}
@@ -263,24 +264,15 @@ class StepPlanner:
                 self._start(pick)
 
     def _cut_quanta(self) -> list[Sequence]:
-        """Where no slot is free, ends quanta of flows that have more than their share of the slots, so that prompts of
-        flows that have less can begin in this step. Returns whose they were: they are parked."""
+        """Where no slot is free, ends quanta for prompts that are not to wait (quantum_cuts.py), which begin in this
+        step. Returns whose they were: they are parked."""
         cut: list[Sequence] = []
-        while self._queue and not self._slots.num_free:
-            slots_of, share_of = self._slots.by_flow, self._slot_shares()
-            prompts = {
-                sequence.item
-                for sequence in self._queue.sequences
-                if sequence.status is not SequenceStatus.DECODE
-                and slots_of.get(sequence.flow, 0) < share_of[sequence.flow]
-            }
-            if not prompts:
-                break
-            pick = self._queue.select(lambda item: self._fits(item) if item in prompts else None)  # noqa: B023
+        while self._queue and not self._slots.num_free and (prompts := self._cuts.prompts()):
+            pick = self._queue.select(lambda item: self._fits(item) if item in prompts else None)
             if self._round.deferred is not None:
                 self._do_deferred()
                 break
-            unit = None if pick is None else self._unit_to_cut(self._queue.sequence(pick.item).flow, share_of)
+            unit = None if pick is None else self._cuts.unit_for(pick.item)
             if pick is None or unit is None:
                 break
             self._slots.leave(unit.sequence)
@@ -289,22 +281,6 @@ class StepPlanner:
             cut.append(unit.sequence)
             self._start(pick)
         return cut
-
-    def _slot_shares(self) -> dict[FlowKey, int]:
-        """Slots that are a flow's by weight, at least one, of each flow that has any or waits for one."""
-        flows = (*self._slots.by_flow, *(sequence.flow for sequence in self._queue.sequences))
-        weights = {flow: self._shares.weight(flow) for flow in flows}
-        total = sum(weights.values())
-        return {flow: max(1, self._slots.num_slots * weight // total) for flow, weight in weights.items()}
-
-    def _unit_to_cut(self, behind: FlowKey, share_of: Mapping[FlowKey, int]) -> Unit | None:
-        """The quantum with least left of a flow with more than its share, which has come as far as the one `behind`."""
-        fair, slots_of = self._queue.fair, self._slots.by_flow
-        flows = {
-            flow for flow, count in slots_of.items() if count > share_of[flow] and fair.has_come_as_far(flow, behind)
-        }
-        quanta = [unit for unit in self._slots.units if unit.ends_at and unit.cost and unit.sequence.flow in flows]
-        return min(quanta, key=lambda unit: unit.tokens_left, default=None)
 
     def _force(self) -> None:
         """Nothing can be started: the first in order takes from whomever it needs, reserves and leads aside."""
