@@ -8,12 +8,12 @@ have its A and B, every tensor in the file must belong to such a module, and sha
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import stat
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -129,7 +129,8 @@ def read_adapter(
     problems = Problems()
     scratch = scratch or Scratch()
     config_text = _read_config(folder, problems)
-    with _opened(folder, limits, problems) as weights:
+    with ExitStack() as files:
+        weights = _open_weights(folder, limits, files, problems)
         kind = packing = None
         if config_text is not None and weights is not None:
             kind = kind_of(config_text, weights.header, weights.size_bytes)
@@ -222,36 +223,29 @@ class _WeightFile:
         return None
 
 
-@contextlib.contextmanager
-def _opened(folder: Path, limits: AdapterLimits, problems: Problems) -> Iterator[_WeightFile | None]:
-    """The weight file; None where there is none that can be read."""
+def _open_weights(folder: Path, limits: AdapterLimits, files: ExitStack, problems: Problems) -> _WeightFile | None:
+    """The weight file, which `files` closes."""
     path = folder / WEIGHTS_NAME
     if folder.is_symlink() or not folder.is_dir():
-        yield None
-        return
+        return None
     missing = "missing"
     if (folder / PICKLE_NAME).exists():
         missing = f"missing; {PICKLE_NAME} is a pickle, which is never loaded: save the adapter as safetensors"
     size_bytes = _regular_file_bytes(path, problems, missing=missing)
     if size_bytes is None:
-        yield None
-        return
+        return None
     if size_bytes > limits.max_file_bytes:
         problems.add(WEIGHTS_NAME, f"has {size_bytes} bytes; the limit is {limits.max_file_bytes}")
-        yield None
-        return
-    with contextlib.ExitStack() as files:
-        weights = None
-        try:
-            stream = files.enter_context(path.open("rb"))
-            header_bytes = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
-            if header_bytes > MAX_HEADER_BYTES:
-                problems.add(WEIGHTS_NAME, f"its header has {header_bytes} bytes; the limit is {MAX_HEADER_BYTES}")
-            else:
-                weights = _WeightFile(stream, size_bytes, stream.read(header_bytes))
-        except OSError as error:
-            problems.add(WEIGHTS_NAME, f"is not readable ({error})")
-        yield weights
+        return None
+    try:
+        stream = files.enter_context(path.open("rb"))
+        header_bytes = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+        if header_bytes <= MAX_HEADER_BYTES:
+            return _WeightFile(stream, size_bytes, stream.read(header_bytes))
+        problems.add(WEIGHTS_NAME, f"its header has {header_bytes} bytes; the limit is {MAX_HEADER_BYTES}")
+    except OSError as error:
+        problems.add(WEIGHTS_NAME, f"is not readable ({error})")
+    return None
 
 
 def _check(
