@@ -39,9 +39,11 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(1)
-    model, name = (arguments.model, arguments.model.name) if arguments.model else (BASE_FOLDER, BASE_NAME)
-    adapter = model / "adapter" if arguments.model else adapter_folder("words")
-    base = AdapterBase.of(load_model(str(model), name=name, threads=1))
+    model, adapter, name, dtype = BASE_FOLDER, adapter_folder("words"), BASE_NAME, torch.float32
+    if arguments.model is not None:
+        model, adapter, name = arguments.model / "model", arguments.model / "adapter", arguments.model.name
+        dtype = torch.bfloat16
+    base = AdapterBase.of(load_model(str(model), name=name, dtype=dtype, threads=1))
     limits = AdapterLimits(max_rank=64)
     took_ms: dict[str, list[float]] = {"first_of_its_kind": [], "of_a_known_kind": []}
     known = Scratch()
