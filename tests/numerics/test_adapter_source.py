@@ -21,6 +21,7 @@ from manylora_worker.adapters.source import AdapterBase, AdapterInvalid, Adapter
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.numerics.conftest import Family, FamilyOf
@@ -145,6 +146,22 @@ def test_a_file_that_changes_as_it_is_read(folder: Folder, monkeypatch: pytest.M
         return take(scratch, size_bytes)
 
     monkeypatch.setattr(Scratch, "take", change)
+    assert folder.problems() == {"adapter_model.safetensors": "changed while it was read"}
+
+
+@pytest.mark.parametrize("shift", [1 << 20, -(1 << 20)])
+def test_tensors_that_lie_elsewhere_than_in_the_file(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shift: int
+) -> None:
+    """The library finds a sound file, and another stands there when its header is read: nothing beyond it is read."""
+    shutil.copy(folder.weights, tmp_path / "sound")
+    monkeypatch.setattr(source, "safe_open", lambda path, framework: safe_open(tmp_path / "sound", framework))
+    content = folder.weights.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header[FIRST_KEY]["data_offsets"] = [place + shift for place in header[FIRST_KEY]["data_offsets"]]
+    moved = json.dumps(header, separators=(",", ":")).encode()
+    folder.weights.write_bytes(len(moved).to_bytes(8, "little") + moved + content[8 + length :])
     assert folder.problems() == {"adapter_model.safetensors": "changed while it was read"}
 
 

@@ -264,7 +264,7 @@ def _check(
             settings = parse_settings(config, base_names=base.names, max_rank=limits.max_rank, problems=problems)
         except InvalidRequest as error:
             problems.violations += error.violations
-    tensors = None if weights is None else _tensors_of(folder / WEIGHTS_NAME, weights.header, problems)
+    tensors = None if weights is None else _tensors_of(folder / WEIGHTS_NAME, weights, problems)
     scales = {} if tensors is None else _check_tensors(tensors, settings, base, problems)
     if problems.violations:
         return None
@@ -277,7 +277,7 @@ def _check(
     return Packing.of(config, modules, base.sites, base.dtype)
 
 
-def _tensors_of(path: Path, header: bytes, problems: Problems) -> dict[str, _TensorInfo] | None:
+def _tensors_of(path: Path, weights: _WeightFile, problems: Problems) -> dict[str, _TensorInfo] | None:
     """What the header says of the tensors, once the safetensors library has opened the file and found it sound."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -287,10 +287,18 @@ def _tensors_of(path: Path, header: bytes, problems: Problems) -> dict[str, _Ten
         problems.add(WEIGHTS_NAME, f"is not a readable safetensors file ({str(error)[:200]})")
         return None
     try:
-        entries = json.loads(header)
+        entries = json.loads(weights.header)
         entries.pop("__metadata__", None)
-        if {key: (entry["dtype"], entry["shape"]) for key, entry in entries.items()} == seen:
-            start = _LENGTH_BYTES + len(header)
+        start = _LENGTH_BYTES + len(weights.header)
+        # What lies behind the file in the reader's memory may be another tenant's.
+        is_inside = all(
+            0 <= first <= last <= weights.size_bytes - start
+            and last - first == math.prod(entry["shape"]) * _DTYPES[entry["dtype"]].itemsize
+            for entry in entries.values()
+            if entry["dtype"] in _DTYPES
+            for first, last in (entry["data_offsets"],)
+        )
+        if is_inside and {key: (entry["dtype"], entry["shape"]) for key, entry in entries.items()} == seen:
             return {
                 key: _TensorInfo(entry["dtype"], tuple(entry["shape"]), start + entry["data_offsets"][0])
                 for key, entry in entries.items()
