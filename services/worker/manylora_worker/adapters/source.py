@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from manylora_shared.adapter_files import CONFIG_NAME, MAX_CONFIG_BYTES, WEIGHTS_NAME, adapter_uid_of, parse_config
@@ -290,15 +290,8 @@ def _tensors_of(path: Path, weights: _WeightFile, problems: Problems) -> dict[st
         entries = json.loads(weights.header)
         entries.pop("__metadata__", None)
         start = _LENGTH_BYTES + len(weights.header)
-        # What lies behind the file in the reader's memory may be another tenant's.
-        is_inside = all(
-            0 <= first <= last <= weights.size_bytes - start
-            and last - first == math.prod(entry["shape"]) * _DTYPES[entry["dtype"]].itemsize
-            for entry in entries.values()
-            if entry["dtype"] in _DTYPES
-            for first, last in (entry["data_offsets"],)
-        )
-        if is_inside and {key: (entry["dtype"], entry["shape"]) for key, entry in entries.items()} == seen:
+        found = {key: (entry["dtype"], entry["shape"]) for key, entry in entries.items()}
+        if found == seen and all(_lies_in(weights.size_bytes - start, entry) for entry in entries.values()):
             return {
                 key: _TensorInfo(entry["dtype"], tuple(entry["shape"]), start + entry["data_offsets"][0])
                 for key, entry in entries.items()
@@ -307,6 +300,16 @@ def _tensors_of(path: Path, weights: _WeightFile, problems: Problems) -> dict[st
         pass
     problems.add(WEIGHTS_NAME, _CHANGED)
     return None
+
+
+def _lies_in(data_bytes: int, entry: Mapping[str, Any]) -> bool:
+    """Whether a tensor of a type that is read has its bytes inside the file's data: what lies behind them in the
+    reader's memory may be another tenant's."""
+    dtype = _DTYPES.get(entry["dtype"])
+    first, last = entry["data_offsets"]
+    return dtype is None or (
+        0 <= first <= last <= data_bytes and last - first == math.prod(entry["shape"]) * dtype.itemsize
+    )
 
 
 def _check_tensors(
