@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import weakref
 
 from manylora_router.channels import WorkerChannels
+from manylora_scheduler.term import Term
 from manylora_shared.simulation.loop import run
 from manylora_shared.transport.memory import MemoryNetwork
+
+from tests.sim.cluster import Cluster
 
 
 def test_a_channel_to_a_worker_that_has_left_is_closed_after_use() -> None:
@@ -42,3 +47,23 @@ def test_waiting_for_a_moment_ends_though_another_timer_is_a_hair_before_it() ->
         return rounds
 
     assert run(main(), seed=0).result == 1
+
+
+def test_a_leader_that_is_over_leaves_nothing_in_memory() -> None:
+    """The error with which it ended its routers' streams was one object, raised again and again: it kept every frame
+    that it ever came through, and those what the streams had carried."""
+
+    async def main() -> weakref.ref[Term]:
+        cluster = Cluster(0, schedulers=1)
+        await cluster.start()
+        (leader,) = cluster.leaders()
+        assert leader.term is not None
+        term = weakref.ref(leader.term)
+        for kind in ("scheduler", "router", "worker"):
+            for name in cluster.names(kind):
+                await cluster.stop(cluster.processes[name])
+        return term
+
+    found = run(main(), seed=0).result
+    gc.collect()
+    assert found() is None

@@ -77,7 +77,6 @@ MIN_CLOCK_PAUSE_S = 1.0
 CLOCK_ENTRIES_PER_S = 10_000
 """A large clock is saved less often, so that saving it takes a few percent of the time."""
 LAST_SAVE_TIMEOUT_S = 0.5
-_END_OF_LINE = ServiceUnavailable("this scheduler is not the leader any more")
 
 
 class RouterLine:
@@ -216,7 +215,8 @@ class Term:
         if self._timer is not None:
             self._timer.cancel()
         for router in list(self._routers.values()):
-            router.close(_END_OF_LINE)
+            # One each: an error that is raised keeps the frames that it came through.
+            router.close(ServiceUnavailable("this scheduler is not the leader any more"))
         self._routers.clear()
         for worker_id in list(self._workers):
             self._end_line(worker_id)
