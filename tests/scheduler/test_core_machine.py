@@ -167,11 +167,12 @@ class World(RuleBasedStateMachine):
                     load = self.told[worker.name].get(flow, FlowLoad(0, 0, 0))
                     if others or load.ready:
                         mine = others + load.unheld + asked.request.sequences
-                        share = worker.slots // len(self.flows_on(worker, pending))
+                        weight_of = self.core._queue.weight_of
+                        share = worker.slots * weight_of(flow) // sum(map(weight_of, self.flows_on(worker, pending)))
                         assert mine <= share, "something of the flow waits there, and its share of the slots is used"
 
     def flows_on(self, worker: TrueWorker, pending: Collection[Asked]) -> set[FlowKey]:
-        """Flows that have sequences there or are granted; all have the same weight."""
+        """Flows that have sequences there or are granted."""
         told = {flow for flow, load in self.told[worker.name].items() if load.unheld}
         return told | {asked.request.flow for asked in pending}
 
