@@ -202,6 +202,7 @@ async def bench_cluster(order: str, arguments: argparse.Namespace) -> AsyncItera
         f"--target-step-ms={arguments.target_step_ms}",
         f"--num-blocks={arguments.num_blocks}",
         f"--engine-process={arguments.engine_process}",
+        f"--frames-per-s={arguments.frames_per_s}",
         f"--device-adapter-mb={ADAPTERS_ON_DEVICE * arguments.adapter_bytes / (1 << 20)}",
         f"--host-adapter-mb={ADAPTERS_ON_HOST * arguments.adapter_bytes / (1 << 20)}",
     ]
@@ -270,6 +271,7 @@ def report(name: str, cases: dict[str, Case], arguments: argparse.Namespace) -> 
         "target_step_ms": arguments.target_step_ms,
         "num_blocks": arguments.num_blocks,
         "engine_process": arguments.engine_process,
+        "frames_per_s": arguments.frames_per_s,
         "victim_reserve_mb": arguments.victim_reserve_mb,
     }
     alone_p95 = quantile(alone.ttft_ms, 0.95)
@@ -371,6 +373,7 @@ def parse() -> argparse.Namespace:
         help="what a step should take; 0: any time; without it 8 for the torch engine on the CPU, else 25",
     )
     parser.add_argument("--engine-process", choices=("auto", "on", "off"), default="auto", help="as the worker's")
+    parser.add_argument("--frames-per-s", type=int, default=0, help="as the worker's")
     parser.add_argument(
         "--num-blocks", type=int, default=0, help="KV blocks of 16 tokens; 0: the longest request fits in every slot"
     )

@@ -54,6 +54,8 @@ NUM_HOST_BLOCKS = 32
 QUANTUM_BLOCKS = QUANTUM_TOKENS // BLOCK_SIZE
 SLOTS = 5
 PARKED = 4
+FRAMES_PER_S = 1000
+"""Of a worker: a token in each, with so few slots."""
 STEP_S = 0.02
 MODEL = ModelInfo("tiny", "digest", "none", VOCAB_SIZE, MAX_CONTEXT_TOKENS, (EOS,), kv_block_bytes=1 << 20)
 TENANTS = {"acme": (8, 4, 1), "bolt": (4, 2, 1), "crux": (1, 1, 1)}
@@ -412,6 +414,7 @@ class Cluster:
             num_blocks=NUM_BLOCKS,
             host_adapter_mb=6e-6,
             device_adapter_mb=4e-6,
+            frames_per_s=FRAMES_PER_S,
             drain_s=1.0,
         )
         engine = self._engine(settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,13 @@ def test_the_compute_type_suits_the_device(flags: str, dtype: str) -> None:
 def test_memory_for_swaps_suits_the_device(flags: str, host_kv_mb: float) -> None:
     config = parse(WorkerConfig, ["--engine=fake", *flags.split()], {})
     assert config.host_kv_bytes == host_kv_mb * 2**20
+
+
+@pytest.mark.parametrize(
+    ("flags", "cores", "frames_per_s"), [("", 2, 250), ("", 16, 1000), ("", None, 125), ("--frames-per-s=40", 2, 40)]
+)
+def test_few_cores_send_few_frames(
+    flags: str, cores: int | None, frames_per_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert parse(WorkerConfig, ["--engine=fake", *flags.split()], {}).frame_rate == frames_per_s

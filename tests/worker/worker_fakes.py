@@ -54,6 +54,7 @@ def config(**changes: Any) -> WorkerConfig:
         "max_batch_tokens": 64,
         "prefill_chunk_tokens": 32,
         "num_blocks": 4096,
+        "frames_per_s": 1000,
         "drain_s": 0.5,
     }
     return WorkerConfig(**(settings | changes))

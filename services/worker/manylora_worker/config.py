@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -68,6 +69,10 @@ class WorkerConfig:
         metadata={"help": "how long a step should take: no more prompt tokens in it than that allows; 0: any time"},
     )
 
+    frames_per_s: int = field(
+        default=0, metadata={"help": "frames it sends a second, over all streams; 0: 125 a core, 1000 at most"}
+    )
+
     adapter_store: Path = field(default=Path("adapters"), metadata={"help": "the cluster's adapter store"})
     host_adapter_mb: float = field(default=1024.0, metadata={"help": "MiB of adapters in host memory"})
     device_adapter_mb: float = field(default=512.0, metadata={"help": "MiB of adapters on the device"})
@@ -118,6 +123,11 @@ class WorkerConfig:
         return "float32" if self.device == "cpu" else "bfloat16"
 
     @property
+    def frame_rate(self) -> int:
+        """`frames_per_s` resolved: by the cores, as long as router and callers may be on them too."""
+        return self.frames_per_s or min(_FRAMES_PER_CORE * (os.cpu_count() or 1), _MAX_FRAMES)
+
+    @property
     def host_kv_bytes(self) -> int:
         """`host_kv_mb` resolved. On the CPU the KV is in host memory: what swaps took would be missing there."""
         if self.host_kv_mb != _BY_DEVICE:
@@ -128,6 +138,8 @@ class WorkerConfig:
 _MIB = 1 << 20
 _BY_DEVICE = -1.0
 _GPU_HOST_KV_MB = 4096
+_FRAMES_PER_CORE = 125
+_MAX_FRAMES = 1000
 
 
 _AT_LEAST_ONE = (
@@ -146,4 +158,5 @@ _NOT_NEGATIVE = (
     "fake_step_ms",
     "target_step_ms",
     "drain_s",
+    "frames_per_s",
 )

@@ -32,10 +32,8 @@ from manylora_worker.runtime import Runtime
 from manylora_worker.spans import ExecuteSpans
 from manylora_worker.validation import AdapterValidator
 
-_FLUSH_S_PER_STREAM = 0.001
 _MAX_FLUSH_S = 0.15
-"""Frames of one stream are at least min(streams x _FLUSH_S_PER_STREAM, this) apart, so that a worker sends some 1,000
-messages a second (up to 150 streams; beyond, each still gets 7). A request's first token is never held back."""
+"""However many streams there are, each gets seven frames a second."""
 _MAX_PATH_CHARS = 1024
 
 
@@ -51,8 +49,14 @@ class WorkerServicer:
         worker_id: str,
         sequence_slots: int,
         parked_sequences: int,
+        frames_per_s: int,
     ) -> None:
+        """
+        Args:
+            frames_per_s: over all streams; what comes faster is gathered. A request's first token never waits.
+        """
         self._runtime = runtime
+        self._frames_per_s = frames_per_s
         self._validator = validator
         self._telemetry = telemetry
         self._worker_id = worker_id
@@ -221,7 +225,8 @@ class WorkerServicer:
             session.close(None)
 
     def _flush_interval_s(self) -> float:
-        return min(_FLUSH_S_PER_STREAM * len(self._runtime.view.running), _MAX_FLUSH_S)
+        """Least time between two frames of one stream."""
+        return min(len(self._runtime.view.running) / self._frames_per_s, _MAX_FLUSH_S)
 
     def _let_go(self, stream: OutputStream) -> None:
         if not stream.is_ended:
