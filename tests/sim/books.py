@@ -42,7 +42,9 @@ async def mark(cluster: Cluster) -> Mark:
 
 
 def _mark(cluster: Cluster) -> Mark:
-    (leader,) = cluster.leaders()
+    leaders = cluster.leaders()
+    assert len(leaders) == 1, f"{len(leaders)} schedulers lead, long after everything healed"
+    (leader,) = leaders
     assert leader.term is not None
     views = leader.term.quotas.authority.views(cluster.loop.time())
     return Mark(leader.term, {view.flow: view.settled_tokens for view in views}, dict(cluster.meter.flows))

@@ -142,7 +142,7 @@ def _rest_lost(original: Any) -> Any:
     Execution,
     "_finish",
     "behind text that was held back, the last frame has its number",
-    first=(1,),
+    first=(2,),
 )
 def _doubled(original: Any) -> Any:
     def finish(self: Any, outcome: Any) -> Any:
@@ -160,7 +160,7 @@ def _doubled(original: Any) -> Any:
     WorkerStream,
     "read",
     "a worker that is lost in mid-stream is an internal error",
-    first=(0,),
+    first=(5,),
 )
 def _as_a_bug(original: Any) -> Any:
     async def read(self: Any) -> Any:
@@ -194,7 +194,7 @@ def _boundary(original: Any) -> Any:
     TokenLease,
     "used_prompt_tokens",
     "a request that no worker has begun is charged its prompt",
-    first=(3,),
+    first=(1,),
 )
 def _unbegun(original: Any) -> Any:
     return property(lambda self: self._num_prompt_tokens)
@@ -209,7 +209,7 @@ def _unbegun(original: Any) -> Any:
     Core,
     "_comes_anew",
     "what is granted is queued again when its router asks anew",
-    first=(14,),
+    first=(108,),
 )
 def _granted_twice(original: Any) -> Any:
     def comes_anew(self: Any, known: Any, event: Any) -> bool:
@@ -226,7 +226,7 @@ def _granted_twice(original: Any) -> Any:
     Core,
     "_on_worker_left",
     "what a lost worker ran stays reserved for its flows",
-    first=(1,),
+    first=(3,),
 )
 def _lost_worker(original: Any) -> Any:
     def on_worker_left(self: Any, worker_id: Any) -> None:
@@ -283,7 +283,7 @@ def _refunded_twice(original: Any) -> Any:
     Core,
     "_on_report",
     "a snapshot names what runs, and what it no longer names is kept",
-    first=(10,),
+    first=(25,),
 )
 def _runs_on(original: Any) -> Any:
     def on_report(self: Any, event: Any) -> None:
@@ -327,7 +327,7 @@ def _not_again(original: Any) -> Any:
     Election,
     "is_leader",
     "a leader leads until the store tells it that it does not",
-    first=(26,),
+    first=(4,),
 )
 def _leads_on(original: Any) -> Any:
     def is_leader(self: Any, now: float) -> bool:
@@ -336,7 +336,7 @@ def _leads_on(original: Any) -> Any:
     return is_leader
 
 
-@mutant("leadership", "clock-not-restored", SchedulerApp, "_load", "a new leader begins a new clock", first=(0,))
+@mutant("leadership", "clock-not-restored", SchedulerApp, "_load", "a new leader begins a new clock", first=(4,))
 def _not_restored(original: Any) -> Any:
     async def load(self: Any, clock: Any, election: Any, epoch: int) -> None:
         await original(self, clock, election, epoch)
@@ -353,7 +353,7 @@ def _not_restored(original: Any) -> Any:
     LeaseSession,
     "_lose",
     "keys that went with a lost lease are thought to stand",
-    first=(2,),
+    first=(3,),
 )
 def _keys_stand(original: Any) -> Any:
     def lose(self: Any, why: str) -> None:
@@ -368,7 +368,7 @@ def _keys_stand(original: Any) -> Any:
     Mirror,
     "_replace",
     "what changed while the watch was compacted away is not read",
-    first=(20,),
+    first=(10,),
 )
 def _skips(original: Any) -> Any:
     def replace(self: Any, kvs: Any) -> None:
@@ -378,7 +378,7 @@ def _skips(original: Any) -> Any:
     return replace
 
 
-@mutant("store", "policy-read-once", Term, "policy_changed", "the leader reads a tenant's policy once", first=(1,))
+@mutant("store", "policy-read-once", Term, "policy_changed", "the leader reads a tenant's policy once", first=(2,))
 def _once(original: Any) -> Any:
     def policy_changed(self: Any, tenant_id: Any) -> None:
         pass
@@ -386,7 +386,7 @@ def _once(original: Any) -> Any:
     return policy_changed
 
 
-@mutant("store", "adapter-known-for-ever", Directory, "uid_of", "a router remembers what a name stood for", first=(18,))
+@mutant("store", "adapter-known-for-ever", Directory, "uid_of", "a router remembers what a name stood for", first=(2,))
 def _known(original: Any) -> Any:
     def uid_of(self: Any, tenant_id: Any, name: Any) -> Any:
         known = self.__dict__.setdefault("_known_uids", {})
@@ -443,7 +443,7 @@ def _outlives(original: Any) -> Any:
 
 
 @mutant(
-    "endings", "lease-not-settled-at-a-deadline", TokenLease, "settle", "what ends unbegun keeps its lease", first=(3,)
+    "endings", "lease-not-settled-at-a-deadline", TokenLease, "settle", "what ends unbegun keeps its lease", first=(1,)
 )
 def _not_settled(original: Any) -> Any:
     def settle(self: Any) -> None:
@@ -492,7 +492,7 @@ def _given_twice(original: Any) -> Any:
     QuotaAuthority,
     "_write_off",
     "what a router had when it died stays leased",
-    first=(1,),
+    first=(0,),
 )
 def _dead_routers(original: Any) -> Any:
     def write_off(self: Any, lease: Any) -> None:
@@ -511,7 +511,7 @@ def _dead_routers(original: Any) -> Any:
     ControlSession,
     "__init__",
     "a new stream's counters begin at zero",
-    first=(0,),
+    first=(1,),
 )
 def _counted_anew(original: Any) -> Any:
     def init(self: Any, view: Any, **given: Any) -> None:
@@ -546,7 +546,7 @@ def _counted_anew(original: Any) -> Any:
     TenantShares,
     "hard",
     "a tenant may hold one block more than its hard cap",
-    first=(3,),
+    first=(9,),
 )
 def _cap(original: Any) -> Any:
     def hard(self: Any, tenant_id: Any) -> int:
@@ -576,7 +576,7 @@ def _uncleared(original: Any) -> Any:
 
 
 @mutant(
-    "memory", "evicted-blocks-leak", BlockTables, "lose", "an evicted sequence keeps a block that it shares", first=(0,)
+    "memory", "evicted-blocks-leak", BlockTables, "lose", "an evicted sequence keeps a block that it shares", first=(8,)
 )
 def _evicted_leak(original: Any) -> Any:
     def lose(self: Any, sequence: Any) -> None:
@@ -593,7 +593,7 @@ def _evicted_leak(original: Any) -> Any:
     Swapper,
     "_num_computed_blocks",
     "of a swapped sequence only full blocks are copied",
-    first=(9,),
+    first=(2,),
 )
 def _last_block(original: Any) -> Any:
     def num_computed_blocks(self: Any, sequence: Any) -> int:
@@ -650,7 +650,7 @@ def _found_anywhere(original: Any) -> Any:
     "namespace",
     "what one tenant computed is found by another (two guards stand before that: both are gone)",
     also=((PrefixCache, "find", _found_anywhere),),
-    first=(5,),
+    first=(1,),
 )
 def _other_tenant(original: Any) -> Any:
     def namespace(self: Any, tenant_id: Any, adapter_uid: Any) -> Any:
@@ -665,7 +665,7 @@ def _other_tenant(original: Any) -> Any:
     Parking,
     "copy_ended",
     "a sequence that comes back from the host skips a token",
-    first=(11,),
+    first=(2,),
 )
 def _one_off(original: Any) -> Any:
     def copy_ended(self: Any, sequence: Any) -> None:
@@ -733,7 +733,7 @@ def _let_go(original: Any) -> Any:
     WorkerServicer,
     "execute",
     "a worker refuses grants of a leader that is over",
-    first=(464,),
+    first=(101,),
 )
 def _unfenced(original: Any) -> Any:
     def execute(self: Any, message: Any, call: Any) -> Any:
@@ -743,7 +743,7 @@ def _unfenced(original: Any) -> Any:
     return execute
 
 
-@mutant("readers", "reader-stays-paused", EngineView, "_resume", "who reads again goes on", first=(3,))
+@mutant("readers", "reader-stays-paused", EngineView, "_resume", "who reads again goes on", first=(4,))
 def _stays_paused(original: Any) -> Any:
     def resume(self: Any, stream: Any) -> None:
         stream.is_paused = False

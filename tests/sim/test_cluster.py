@@ -31,9 +31,12 @@ from tests.sim.cluster import (
 from tests.sim.faults import Faults
 from tests.sim.traffic import Call, Traffic
 
-CHAOS_S = 14.0
-CALLS = 90
-"""While there are faults."""
+CHAOS_S = 10.0
+CALLS = 50
+FAULTS = 10
+"""While there are faults; why so many: docs/decisions/0025."""
+HEALED_TOKENS = 12
+"""What each adapter's call may have after healing: longer answers took a fifth of a seed's time."""
 SETTLE_S = 8.0
 """After healing: time for elections, leases and reconnects, before new calls must all succeed."""
 END_S = 60.0
@@ -53,19 +56,14 @@ async def chaos(seed: int, log: list[str]) -> Traffic:
     watching = asyncio.create_task(cluster.watch(), name="watch")
     async with asyncio.TaskGroup() as group:
         group.create_task(traffic.run(CHAOS_S, calls=CALLS))
-        group.create_task(faults.run(CHAOS_S, faults=14))
+        group.create_task(faults.run(CHAOS_S, faults=FAULTS))
     await faults.heal()
     await asyncio.sleep(SETTLE_S)
     billed = await books.mark(cluster)
-    for tenant in TENANTS:
-        for adapter in ["", *adapters_of(tenant)]:
-            call = traffic.plain(tenant)
-            call.adapter = adapter
-            call.is_after_heal = True
-            traffic.begin(call)
-    for tenant in cluster.removed_adapters:
+    good = [(tenant, adapter) for tenant in TENANTS for adapter in ("", *adapters_of(tenant))]
+    for tenant, adapter in [*good, *((tenant, LEAVING_ADAPTER) for tenant in cluster.removed_adapters)]:
         call = traffic.plain(tenant)
-        call.adapter = LEAVING_ADAPTER
+        call.adapter, call.max_tokens = adapter, min(call.max_tokens, HEALED_TOKENS)
         call.is_after_heal = True
         traffic.begin(call)
     await traffic.all_ended(END_S)
@@ -111,7 +109,7 @@ def test_chaos(sim_seed: int) -> None:
     play(sim_seed)
 
 
-@pytest.mark.parametrize("sim_seed", [16, 18])
+@pytest.mark.parametrize("sim_seed", [16, 19])
 def test_a_seed_is_one_run(sim_seed: int) -> None:
     first, second = play(sim_seed), play(sim_seed)
     engines = first.result._cluster.engines

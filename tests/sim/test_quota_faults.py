@@ -19,7 +19,8 @@ from tests.sim.traffic import Call, Traffic
 
 TENANT = "acme"
 RATE, BURST = 60, 120
-CHAOS_S = 14.0
+CHAOS_S = 10.0
+BURSTS = 18
 SETTLE_S = 8.0
 END_S = 60.0
 REST_S = 14.0
@@ -44,14 +45,14 @@ async def contended(seed: int, log: list[str], *, num_faults: int) -> tuple[Traf
     watching = asyncio.create_task(cluster.watch(), name="watch")
 
     async def flood() -> None:
-        for _ in range(25):
+        for _ in range(BURSTS):
             for _ in range(6):
                 traffic.begin(traffic.plain(TENANT))
-            await asyncio.sleep(CHAOS_S / 25)
+            await asyncio.sleep(CHAOS_S / BURSTS)
 
     async with asyncio.TaskGroup() as group:
         group.create_task(flood())
-        group.create_task(traffic.run(CHAOS_S, calls=40))
+        group.create_task(traffic.run(CHAOS_S, calls=28))
         group.create_task(faults.run(CHAOS_S, faults=num_faults))
     await faults.heal()
     await asyncio.sleep(SETTLE_S)
@@ -92,7 +93,7 @@ def _cut_or_refused(calls: list[Call]) -> int:
 def play(seed: int) -> None:
     log: list[str] = []
     try:
-        run(contended(seed, log, num_faults=14), seed=seed, limit_s=600.0, max_events=2_000_000)
+        run(contended(seed, log, num_faults=10), seed=seed, limit_s=600.0, max_events=2_000_000)
     except BaseException:
         print(f"seed {seed} fails; its faults:", *log, sep="\n  ")
         raise
