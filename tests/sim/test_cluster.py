@@ -36,7 +36,7 @@ CALLS = 50
 FAULTS = 10
 """While there are faults; why so many: docs/decisions/0025."""
 HEALED_TOKENS = 12
-"""What each adapter's call may have after healing: longer answers took a fifth of a seed's time."""
+"""What each adapter's call may have after healing: longer answers were a tenth of a seed's events."""
 SETTLE_S = 8.0
 """After healing: time for elections, leases and reconnects, before new calls must all succeed."""
 END_S = 60.0

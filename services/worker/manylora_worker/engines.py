@@ -78,7 +78,7 @@ class Engine:
     """Of the base model, whatever the KV blocks hold: see RequestBounds."""
     max_requests: int
     check: Callable[[Path], AdapterReport] | None
-    """Reads the adapter in a folder as a load would; see EngineParts.validate. None: every adapter is good."""
+    """Reads the adapter in a folder as a load would; see EngineParts.validate. None: it is the fake engine."""
 
 
 def build(config: WorkerConfig) -> tuple[Runtime, AdapterValidator]:
@@ -112,7 +112,10 @@ def build_engine(config: WorkerConfig, notify: Callable[[], None]) -> Engine:
 
 
 def _validator(config: WorkerConfig, check: Callable[[Path], AdapterReport] | None) -> AdapterValidator:
-    return FakeValidator() if config.engine == "fake" or check is None else ThreadValidator(config.adapter_store, check)
+    if config.engine == "fake":
+        return FakeValidator()
+    assert check is not None, "a model's engine has one"
+    return ThreadValidator(config.adapter_store, check)
 
 
 def _build_torch(config: WorkerConfig, notify: Callable[[], None]) -> Engine:
