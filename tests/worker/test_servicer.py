@@ -210,14 +210,14 @@ async def test_a_failed_adapter_is_told_with_the_last_frame() -> None:
 
 
 @pytest.mark.parametrize(
-    ("frames_per_s", "fewest", "most"),
+    ("frames_per_s", "more_than", "less_than"),
     [
         pytest.param(1000, 4, 6, id="one in 32 to 43 ms"),
         pytest.param(4000, 10, 14, id="one in 8 to 11 ms"),
         pytest.param(100, 2, 3, id="one in 150 ms"),
     ],
 )
-def test_frames_are_fewer_than_tokens_when_streams_are_many(frames_per_s: int, fewest: int, most: int) -> None:
+def test_frames_are_fewer_than_tokens_when_streams_are_many(frames_per_s: int, more_than: int, less_than: int) -> None:
     """Of 100 ms, the first token's and the last ones among them."""
 
     async def main() -> None:
@@ -232,7 +232,7 @@ def test_frames_are_fewer_than_tokens_when_streams_are_many(frames_per_s: int, f
             for i, result in enumerate(results):
                 assert result.tokens[0] == reference_tokens([i + 1], None, 3, 0, 100)
             frames = sum(result.token_frames for result in results)
-            assert 32 * fewest <= frames <= 32 * most
+            assert 32 * more_than < frames < 32 * less_than
 
     simulation.run(main(), seed=1)
 
