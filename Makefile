@@ -9,14 +9,15 @@ SHARE_SECONDS ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+COMPILED := $(VENV)/.compiled
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo up test unit oracle soak sim mutants kernels fairness shares check lint types layers format proto compose-test clean
+.PHONY: help install compiled demo up test unit oracle soak sim mutants kernels fairness shares check lint types layers format proto compose-test clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
 
-install: $(STAMP) ## a virtual environment in .venv with everything that the rest needs
+install: $(COMPILED) ## a virtual environment in .venv with everything that the rest needs
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11; name another: make PYTHON=python3.12 ..." >&2; exit 1; }
@@ -25,13 +26,20 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
+compiled: $(COMPILED) ## the scheduler's decisions as compiled code, where there is a C compiler (make install does it)
+
+$(COMPILED): $(STAMP) deploy/compile.py $(wildcard shared/manylora_shared/*.py services/scheduler/manylora_scheduler/*.py)
+	@echo "compiling the scheduler's decisions (most of a minute)" >&2
+	@$(BIN)/python deploy/compile.py --if-possible
+	@touch $@
+
 demo: $(STAMP) ## four tenants, four adapters, three services and etcd, on this machine
 	@$(BIN)/manylora demo
 
-up: $(STAMP) ## a local cluster in the foreground: make up MODEL=/path/to/model
+up: $(COMPILED) ## a local cluster in the foreground: make up MODEL=/path/to/model
 	@$(BIN)/manylora up --model $(MODEL)
 
-test: $(STAMP) ## all tests but the slow, GPU and compose ones
+test: $(COMPILED) ## all tests but the slow, GPU and compose ones
 	@$(BIN)/python -m pytest -q
 
 unit: $(STAMP) ## unit and property tests, on all cores: no clusters, no other processes, no comparisons with PEFT
@@ -45,7 +53,7 @@ oracle: $(STAMP) ## every model family through a running cluster, against transf
 soak: $(STAMP) ## 64 streams, cancels, disconnects and adapter churn for ten minutes: make soak SOAK_SECONDS=600
 	@$(BIN)/python -m pytest -q -s -m slow tests/e2e/test_soak.py --soak-seconds $(SOAK_SECONDS)
 
-sim: $(STAMP) ## the whole cluster simulated under faults, on all cores: make sim SEEDS=1000
+sim: $(COMPILED) ## the whole cluster simulated under faults, on all cores: make sim SEEDS=1000
 	@$(BIN)/python -m pytest -q -n logical --dist worksteal tests/sim --sim-seeds $(SEEDS)
 
 mutants: $(STAMP) ## planted bugs: the simulation finds every one of them, on all cores

@@ -14,6 +14,9 @@ some 300 distinct needs. Costs vary, so the order of flows never repeats. Deadli
 the cost. Python's cycle collector is frozen after the set-up and seldom runs, as in the service. Times are processor
 time of this one process, less what reading the clock costs; a machine that others use makes them longer all the same.
 
+Decisions are made by compiled code where there is some (`make install`), as the service's are, and without it, or with
+`--interpreted`, by interpreted code; `compiled` in a line says which.
+
 In the core's case the clock runs while the core takes events in (`Core.apply`), and at no other time: what the bench
 does for workers and routers (making reports and requests, their books) is not in it, but for what that leaves of the
 processor's caches. In the queue's case the random numbers that it draws are in the time.
@@ -29,7 +32,8 @@ Two more cases, which are not about cost and run where they are named:
 Prints JSON lines with `--json`, else a table. `growth` of the last line of each case is the cost at the largest size
 against the smallest one, `log_growth` what log n would allow.
 
-    python bench/scheduler.py [--json] [--seconds 3] [--repeat 3] [--flows 100,1000,10000,30000,100000] [--workers 1000]
+    python bench/scheduler.py [--json] [--interpreted] [--seconds 3] [--repeat 3] [--flows 100,1000,10000,30000,100000]
+        [--workers 1000]
 """
 
 from __future__ import annotations
@@ -47,6 +51,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from manylora_shared import compiled
+
+IS_COMPILED = "--interpreted" not in sys.argv and not compiled.use()
+"""Said before what is compiled is imported."""
 
 from manylora_scheduler.clock_codec import encode
 from manylora_scheduler.core import Core, CoreLimits
@@ -392,6 +401,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What one scheduling decision costs.")
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each run")
+    parser.add_argument("--interpreted", action="store_true", help="by the sources, also where they were compiled")
     parser.add_argument("--repeat", type=int, default=3, help="runs after one to warm up; the best counts")
     parser.add_argument("--flows", default="100,1000,10000,30000,100000", help="numbers of flows")
     parser.add_argument("--workers", type=int, default=1000)
@@ -426,6 +436,7 @@ def main() -> None:
                 "case": case,
                 "flows": size,
                 "workers": args.workers,
+                "compiled": IS_COMPILED,
                 **what,
             }
             line |= {"queued_per_flow": depth, "ended_per_report": args.batch, "load_before": round(load, 2)}

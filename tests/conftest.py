@@ -12,6 +12,7 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+from manylora_shared import compiled
 
 DEFAULT_SIM_SEEDS = 12
 DEFAULT_FAIR_SCHEDULES = 200
@@ -42,6 +43,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--soak-seconds", type=float, default=60.0, metavar="S", help="how long the soak runs (default 60)"
     )
+    parser.addoption("--compiled", action="store_true", help="run the compiled modules, which deploy/compile.py made")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--compiled") and (why_not := compiled.use()):
+        raise pytest.UsageError(f"--compiled: {why_not}")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -80,6 +80,8 @@ assert Queued._fields[_NEED : _URGENT_US + 1] == ("need", "since_us", "urgent_us
 class Contender(Generic[F, I]):
     """What the contest has of a flow. Its owner sets share, head and the rest; places are the contest's."""
 
+    __deletable__ = ("plain", "boosted")
+    """For mypyc: a compiled class's attributes are for good otherwise."""
     __slots__ = ("base", "boosted", "cap", "fill_us", "fills_at", "head", "is_apart", "is_full", "key", "need",
                  "order", "plain", "served_us")  # fmt: skip
 
@@ -200,7 +202,7 @@ class Contest(Generic[F, I]):
         heapq.heappush(self._filling, (flow.fills_at, flow.order, flow))
         if len(self._filling) > 2 * self.rising.size + _COMPACT_SLACK:
             # Two entries of one flow may be of the same time.
-            self._filling = list(dict.fromkeys(entry for entry in self._filling if entry[0] == entry[2].fills_at))
+            self._filling = list(dict.fromkeys([entry for entry in self._filling if entry[0] == entry[2].fills_at]))
             heapq.heapify(self._filling)
 
     def drop(self, flow: Contender[F, I]) -> None:
@@ -295,15 +297,16 @@ class Contest(Generic[F, I]):
     ) -> Iterator[Contender[F, I]]:
         """Two orders' flows by their boosted tags of now."""
         if not self.full.size:
-            return (place.flow for place in rising)
+            for place in rising:
+                yield place.flow
+            return
         if not self.rising.size:
-            return (place.flow for place in full)
-        aged = self._aging * self.now_us
-        merged = heapq.merge(
-            ((place.key - aged, place.order, place.flow) for place in rising),
-            ((place.key, place.order, place.flow) for place in full),
-        )
-        return (flow for _, _, flow in merged)
+            for place in full:
+                yield place.flow
+            return
+        # Each is read as far as it is needed.
+        for _, _, flow in heapq.merge(_keyed(rising, self._aging * self.now_us), _keyed(full, 0)):
+            yield flow
 
     def _floor(self, fits: Callable[[I], P | None], fitting: dict[Hashable, bool]) -> int:
         """The least tag of a flow that can be started. `fitting` has the needs that were asked for already."""
@@ -336,6 +339,11 @@ class ArrivalContest(Contest[F, I]):
 
     def retag(self, flow: Contender[F, I], tag: int) -> None:
         self.plain.put(flow.plain, tag, flow.need)
+
+
+def _keyed(places: Iterable[Place[Contender[F, I]]], aged: int) -> Iterator[tuple[int, int, Contender[F, I]]]:
+    for place in places:
+        yield place.key - aged, place.order, place.flow
 
 
 def _head(flow: Contender[F, I]) -> I:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 COMPACT_SLACK = 64
 """A heap is rebuilt once it has this many entries more than twice the valid ones."""
@@ -37,24 +37,30 @@ class Place(Generic[F]):
         self.need: Hashable = None
         self.group: Group[F] | None = None
         """None: it stands nowhere."""
-        self.entry: Entry[F] | _Bucket[F] | None = None
-        """The valid one in its group's heap, or the bucket that it lies in: told apart by identity."""
+        self.entry: Any = None
+        """The valid `Entry` in its group's heap, or the bucket that it lies in: told apart by identity."""
         self.floor = 0
         """The least key for which that will do: one that falls below needs another entry."""
 
 
-Entry = tuple[int, int, Place[F]]
-"""(key, order, place)."""
+Entry = Any
+"""(key, order, place), told from others by its identity. So its type is not known: mypyc would keep a tuple of known
+types as so many variables, and make another object of it wherever one is needed."""
 
 
-class _Bucket(list[Place[F]]):
+def _entry(place: Place[F]) -> Entry:
+    return place.key, place.order, place
+
+
+class _Bucket(Generic[F]):
     """Places whose keys are not below `floor`, in no order."""
 
-    __slots__ = ("floor",)
+    __slots__ = ("floor", "places")
 
     def __init__(self, floor: int) -> None:
         self.floor = floor
         """One number for all of them: each place would have its own, and it would be cold when the place moves on."""
+        self.places: list[Place[F]] = []
 
 
 class Group(Generic[F]):
@@ -65,17 +71,17 @@ class Group(Generic[F]):
     def __init__(self, need: Hashable, index: int) -> None:
         self.need = need
         self.index = index
-        self.heap: list[Entry[F]] = []
+        self.heap: list[Entry] = []
         self.size = 0
         """Flows that stand here; entries may be more."""
-        self.entry: GroupEntry[F] | None = None
+        self.entry: GroupEntry = None
         """While it has flows."""
 
     def enter(self, place: Place[F]) -> None:
         """Gives a place that stands here an entry at its key."""
         heap = self.heap
         place.floor = place.key
-        place.entry = entry = (place.key, place.order, place)
+        place.entry = entry = _entry(place)
         heappush(heap, entry)
         if len(heap) > 2 * self.size + COMPACT_SLACK:
             heap[:] = [entry for entry in heap if entry is entry[2].entry]
@@ -86,12 +92,12 @@ class Group(Generic[F]):
         heap = self.heap
         while True:
             entry = heap[0]
-            place = entry[2]
+            place: Place[F] = entry[2]
             if entry is not place.entry:
                 heappop(heap)
             elif entry[0] != place.key:
                 place.floor = place.key
-                place.entry = entry = (place.key, place.order, place)
+                place.entry = entry = _entry(place)
                 heapreplace(heap, entry)
             else:
                 return place
@@ -149,12 +155,12 @@ class Unsorted(Group[F]):
                 self._load()
                 continue
             entry = heap[0]
-            shown, order, place = entry
+            place: Place[F] = entry[2]
             key = place.key
             if entry is not place.entry:
                 heappop(heap)
                 self._num_entries -= 1
-            elif key == shown:
+            elif key == entry[0]:
                 return place
             else:
                 self._num_laid = laid = self._num_laid + 1
@@ -162,7 +168,7 @@ class Unsorted(Group[F]):
                     self._fit_width()  # so much happens in a bucket that is never through
                 elif key >> self._shift <= self._horizon:
                     place.floor = key
-                    place.entry = entry = (key, order, place)
+                    place.entry = entry = _entry(place)
                     heapreplace(heap, entry)
                 else:
                     heappop(heap)
@@ -194,7 +200,7 @@ class Unsorted(Group[F]):
         self._num_entries = 0
 
     def valid(self) -> list[Place[F]]:
-        laid = (place for bucket in self._far.values() for place in bucket if place.entry is bucket)
+        laid = [place for bucket in self._far.values() for place in bucket.places if place.entry is bucket]
         return list(dict.fromkeys(itertools.chain(super().valid(), laid)))
 
     def _lay(self, place: Place[F]) -> None:
@@ -202,14 +208,14 @@ class Unsorted(Group[F]):
         number = key >> self._shift
         if number <= self._horizon:
             place.floor = key
-            place.entry = entry = (key, place.order, place)
+            place.entry = entry = _entry(place)
             heappush(self.heap, entry)
             return
         bucket = self._far.get(number)
         if bucket is None:
             bucket = self._far[number] = _Bucket(number << self._shift)
             heappush(self._numbers, number)
-        bucket.append(place)
+        bucket.places.append(place)
         place.entry = bucket
         place.floor = bucket.floor
 
@@ -218,8 +224,8 @@ class Unsorted(Group[F]):
         self._horizon = number = heappop(self._numbers)
         bucket, heap, shift = self._far.pop(number), self.heap, self._shift
         self._num_loads += 1
-        self._looked_through += len(bucket)
-        for place in bucket:
+        self._looked_through += len(bucket.places)
+        for place in bucket.places:
             if place.entry is not bucket:
                 self._num_entries -= 1
                 continue
@@ -229,7 +235,7 @@ class Unsorted(Group[F]):
                 self._lay(place)
                 continue
             place.floor = key
-            place.entry = entry = (key, place.order, place)
+            place.entry = entry = _entry(place)
             heap.append(entry)
         heapify(heap)
 
@@ -254,13 +260,14 @@ class Unsorted(Group[F]):
             self._lay(place)
 
     def check_invariants(self) -> None:
-        assert self._num_entries == len(self.heap) + sum(map(len, self._far.values()))
+        assert self._num_entries == len(self.heap) + sum(len(bucket.places) for bucket in self._far.values())
         assert sorted(self._numbers) == sorted(self._far)
         assert all(number > self._horizon for number in self._far)
         for number, bucket in self._far.items():
-            assert all(place.key >> self._shift >= number for place in bucket if place.entry is bucket)
+            assert all(place.key >> self._shift >= number for place in bucket.places if place.entry is bucket)
         assert all(entry[0] >> self._shift <= self._horizon for entry in self.heap)
 
 
-GroupEntry = tuple[int, int, int, Group[F]]
-"""(key, order, the group's index, group), of a place at or before the group's first. The unsorted have the index 0."""
+GroupEntry = Any
+"""(key, order, the group's index, group), of a place at or before the group's first; by its identity, as an `Entry`.
+The unsorted have the index 0."""

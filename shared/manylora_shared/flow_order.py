@@ -29,7 +29,7 @@ class FlowOrder(Generic[F]):
         below its floor: a caller with many places may do that itself."""
         self._groups: dict[Hashable, Group[F]] = {}
         """By need."""
-        self._firsts: list[GroupEntry[F]] = []
+        self._firsts: list[GroupEntry] = []
         self._next_index = 1
         self.size = 0
         """Places that stand here. For reading."""
@@ -72,13 +72,13 @@ class FlowOrder(Generic[F]):
         firsts = self._firsts
         while firsts:
             shown = firsts[0]
-            group = shown[3]
+            group: Group[F] = shown[3]
             if shown is not group.entry:
                 heappop(firsts)
                 continue
             place = group.head()
             if place.key != shown[0] or place.order != shown[1]:
-                group.entry = shown = (place.key, place.order, group.index, group)
+                group.entry = shown = _bound(group, place)
                 heapreplace(firsts, shown)
                 if firsts[0] is not shown:
                     continue
@@ -92,7 +92,8 @@ class FlowOrder(Generic[F]):
         if unsorted.size:
             heappush(firsts, _bound(unsorted, unsorted.head()))
         while firsts:
-            key, order, index, group = shown = heappop(firsts)
+            shown = heappop(firsts)
+            key, order, index, group = shown
             if group is unsorted:
                 place = unsorted.head()
                 self._leave(unsorted)
@@ -148,7 +149,7 @@ class FlowOrder(Generic[F]):
         place.group = group
         group.enter(place)
 
-    def _sort_in(self, place: Place[F]) -> GroupEntry[F]:
+    def _sort_in(self, place: Place[F]) -> GroupEntry:
         """Puts a place that has left the unsorted into the group of its need; returns the group's entry."""
         group = self._groups.get(place.need)
         if group is None:
@@ -165,14 +166,14 @@ class FlowOrder(Generic[F]):
                 group.entry = None
                 del self._groups[group.need]
 
-    def _show_if_first(self, group: Group[F], place: Place[F]) -> GroupEntry[F]:
+    def _show_if_first(self, group: Group[F], place: Place[F]) -> GroupEntry:
         """Brings the group's entry down to one of its places; returns it."""
         shown = group.entry
         if shown is None or (place.key, place.order) < shown[:2]:
             return self._show(group, place)
         return shown
 
-    def _show(self, group: Group[F], first: Place[F]) -> GroupEntry[F]:
+    def _show(self, group: Group[F], first: Place[F]) -> GroupEntry:
         """Gives a group the entry of its first place; returns it."""
         shown = group.entry = _bound(group, first)
         heappush(self._firsts, shown)
@@ -198,5 +199,5 @@ class FlowOrder(Generic[F]):
                 assert group.entry[:2] <= first, "a group without a way to its first flow"
 
 
-def _bound(group: Group[F], first: Place[F]) -> GroupEntry[F]:
+def _bound(group: Group[F], first: Place[F]) -> GroupEntry:
     return first.key, first.order, group.index, group

@@ -163,6 +163,14 @@ def test_images_are_slim_and_run_as_an_ordinary_user(cluster: Cluster) -> None:
         assert cluster.engine.docker("exec", cluster.engine.container(service), "id", "-u").strip() == "10001"
 
 
+def test_the_scheduler_decides_by_compiled_code(cluster: Cluster) -> None:
+    use = "from manylora_shared import compiled; print(repr(compiled.use()))"
+    container = cluster.engine.container("scheduler")
+    assert cluster.engine.docker("exec", container, "python", "-c", use).strip() == "''"
+    has_compiler = "import shutil; print(shutil.which('gcc'))"
+    assert cluster.engine.docker("exec", container, "python", "-c", has_compiler).strip() == "None"
+
+
 def test_only_the_router_is_published_and_on_loopback_only(cluster: Cluster) -> None:
     for service in OURS:
         ports = json.loads(inspect(cluster.engine, service, "{{json .NetworkSettings.Ports}}"))

@@ -7,18 +7,19 @@ import functools
 import logging
 import sys
 
-from manylora_shared import logs
+from manylora_shared import compiled, logs
 from manylora_shared.config import load
 from manylora_shared.heap import collect_seldom
-from manylora_shared.service_main import Parts, serve
+from manylora_shared.service_main import App, Parts, serve
 
-from manylora_scheduler.app import SchedulerApp
 from manylora_scheduler.config import SchedulerConfig
 
 _LOG = logging.getLogger("manylora_scheduler")
 
 
-async def build(config: SchedulerConfig, parts: Parts) -> SchedulerApp:
+async def build(config: SchedulerConfig, parts: Parts) -> App:
+    from manylora_scheduler.app import SchedulerApp  # once it is known whether it is to find compiled modules
+
     return SchedulerApp(config, transport=parts.transport, store=parts.store, telemetry=parts.telemetry, rng=parts.rng)
 
 
@@ -26,6 +27,11 @@ def main() -> None:
     config = load(SchedulerConfig)
     logs.setup("scheduler", config.log_level, instance_id=config.scheduler_id)
     collect_seldom()
+    why_not = compiled.use()
+    if why_not:
+        _LOG.info("decisions are made by interpreted code", extra=logs.fields(why=why_not))
+    else:
+        _LOG.info("decisions are made by compiled code")
     try:
         was_told = asyncio.run(
             serve("scheduler", config, functools.partial(build, config), instance_id=config.scheduler_id)

@@ -217,14 +217,17 @@ class Demand:
     def _sample(self) -> Iterator[tuple[_Tenant, float]]:
         """Tenants, and how many each stands for."""
         if len(self._tenants) <= 2 * self._exact:
-            yield from ((tenant, 1.0) for tenant in self._tenants.values())
+            for tenant in self._tenants.values():
+                yield tenant, 1.0
             return
         furthest = dict.fromkeys(self.furthest(self._exact))
-        yield from ((self._tenants[tenant_id], 1.0) for tenant_id in furthest)
+        for tenant_id in furthest:
+            yield self._tenants[tenant_id], 1.0
         stride = -(-len(self._tenants) // self._exact)
         others = [t for t in islice(self._tenants, 0, None, stride) if t not in furthest]
         stands_for = (len(self._tenants) - len(furthest)) / max(1, len(others))
-        yield from ((self._tenants[tenant_id], stands_for) for tenant_id in others)
+        for tenant_id in others:
+            yield self._tenants[tenant_id], stands_for
 
     # ---- books
 

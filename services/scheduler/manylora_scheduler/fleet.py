@@ -147,7 +147,8 @@ class Fleet:
     def spare_workers(self) -> Iterator[WorkerView]:
         """Most spare places first; nothing may be changed meanwhile."""
         self._sort()
-        return (self._workers[worker_id] for _, worker_id in self._by_spare)
+        for _, worker_id in self._by_spare:
+            yield self._workers[worker_id]
 
     @property
     def slotted_sequences(self) -> int:
@@ -164,7 +165,8 @@ class Fleet:
     def open_workers(self) -> Iterator[WorkerView]:
         """Least loaded first; nothing may be changed meanwhile."""
         self._sort()
-        return (load[3] for load in self._by_load)
+        for load in self._by_load:
+            yield load[3]
 
     @property
     def any_serving(self) -> bool:

@@ -182,7 +182,7 @@ class Neighbours:
         if len(waits) < 2 or not queued:
             return []
         worst = max(waits, key=lambda wait: (wait.queued, wait.flow))
-        others_s = statistics.median(wait.oldest_s for wait in waits if wait is not worst)
+        others_s = statistics.median([wait.oldest_s for wait in waits if wait is not worst])
         if 2 * worst.queued < queued or worst.oldest_s < max(SKEW * others_s, MIN_SKEW_S):
             return []
         evidence = {

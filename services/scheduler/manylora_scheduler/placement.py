@@ -79,7 +79,7 @@ def choose_spare(request: QueuedRequest, fleet: Fleet, allowed: Callable[[Worker
     near = dict.fromkeys(islice(fleet.spare_workers(), _MAX_SPARE))
     uid = request.adapter_uid
     if uid is not None:
-        near |= dict.fromkeys(w for w in islice(fleet.holders.of(uid), _MAX_SPARE) if w.serving)
+        near |= dict.fromkeys([w for w in islice(fleet.holders.of(uid), _MAX_SPARE) if w.serving])
     found = [worker for worker in near if worker.can_hold(request) and allowed(worker)]
 
     def rank(worker: WorkerView) -> tuple[bool, int, int, WorkerId]:
@@ -101,7 +101,10 @@ def home(uid: AdapterUid, fleet: Fleet, accepts: Callable[[WorkerView], bool]) -
 
 def in_order(uid: AdapterUid, fleet: Fleet, accepts: Callable[[WorkerView], bool]) -> Iterator[WorkerView]:
     """All workers that `accepts` takes, in the adapter's own order."""
-    return filter(accepts, (_member(fleet, worker_id) for worker_id in fleet.ring.walk(uid)))
+    for worker_id in fleet.ring.walk(uid):
+        worker = _member(fleet, worker_id)
+        if accepts(worker):
+            yield worker
 
 
 def load_cap(fleet: Fleet) -> int:
@@ -114,7 +117,7 @@ def _holders(uid: AdapterUid, fleet: Fleet) -> Iterable[WorkerView]:
     holders = fleet.holders.of(uid)
     if len(holders) <= _MAX_NEAR:
         return holders
-    idle = (w for w in islice(fleet.open_workers(), _MAX_NEAR) if w.residency(uid) is not Residency.ABSENT)
+    idle = [w for w in islice(fleet.open_workers(), _MAX_NEAR) if w.residency(uid) is not Residency.ABSENT]
     return [*idle, *islice(holders, _MAX_NEAR)]
 
 

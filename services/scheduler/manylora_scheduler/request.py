@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from manylora_shared.fair_queue import Rank
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
@@ -159,8 +159,8 @@ class OutputEstimate:
 
     __slots__ = ("_finished", "_tokens")
 
-    _UNIT = 1 << 16
-    _MEMORY = 16
+    _UNIT: ClassVar = 1 << 16
+    _MEMORY: ClassVar = 16
     """Requests after which an old one has faded to a third."""
 
     def __init__(self) -> None:

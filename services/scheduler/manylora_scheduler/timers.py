@@ -16,6 +16,9 @@ K = TypeVar("K", bound=Hashable)
 _COMPACT_SLACK = 64
 """Everything is rebuilt once there are this many entries more than twice the set timers."""
 
+_Entry = Any
+"""(moment, order, key), told from others by its identity: why its type is not known, `flow_group.Entry` says."""
+
 
 class Timers(Generic[K]):
     """A set of (key, moment); setting a key again moves it. Ties are due in the order of setting.
@@ -25,9 +28,9 @@ class Timers(Generic[K]):
     """
 
     def __init__(self) -> None:
-        self._set: dict[K, tuple[float, int, K]] = {}
-        self._heap: list[tuple[float, int, K]] = []
-        self._lanes: dict[float, deque[tuple[float, int, K]]] = {}
+        self._set: dict[K, _Entry] = {}
+        self._heap: list[_Entry] = []
+        self._lanes: dict[float, deque[_Entry]] = {}
         self._num_entries = 0
         """In the heap and the lanes, stale ones included."""
         self._next_order = 0
@@ -66,22 +69,23 @@ class Timers(Generic[K]):
         first = self._first()
         if first is None or first[0] > now:
             return None
-        del self._set[first[2]]
-        return first[2]
+        key: K = first[2]
+        del self._set[key]
+        return key
 
-    def _entry(self, key: K, at: float) -> tuple[float, int, K]:
+    def _entry(self, key: K, at: float) -> _Entry:
         if self._num_entries > 2 * len(self._set) + _COMPACT_SLACK:
             self._compact()
-        entry = self._set[key] = (at, self._next_order, key)
+        entry = self._set[key] = _made(at, self._next_order, key)
         self._next_order += 1
         self._num_entries += 1
         if at < self.not_before:
             self.not_before = at
         return entry
 
-    def _first(self) -> tuple[float, int, K] | None:
-        """The earliest entry that is set. Takes stale ones off the ends on the way."""
-        first: tuple[float, int, K] | None = None
+    def _first(self) -> _Entry:
+        """The earliest entry that is set, or None. Takes stale ones off the ends on the way."""
+        first: _Entry = None
         for lane in self._lanes.values():
             while lane and self._set.get(lane[0][2]) is not lane[0]:
                 lane.popleft()
@@ -106,6 +110,10 @@ class Timers(Generic[K]):
         self._heap = [entry for entry in self._heap if self._set.get(entry[2]) is entry]
         heapq.heapify(self._heap)
         self._num_entries = len(self._heap) + sum(map(len, self._lanes.values()))
+
+
+def _made(at: float, order: int, key: Hashable) -> _Entry:
+    return at, order, key
 
 
 class Timed:
@@ -178,8 +186,12 @@ class Moments(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         """For checks."""
         for lane in self._lanes.values():
-            yield from (thing for thing in lane.things if thing is not None)
-        yield from (thing for _, _, thing in self._heap if thing is not None)
+            for thing in lane.things:
+                if thing is not None:
+                    yield thing
+        for _, _, thing in self._heap:
+            if thing is not None:
+                yield thing
 
     def set(self, thing: T, at: float) -> None:
         if thing.due_in is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 
 from manylora_shared.ids import QosClass, RequestId, RouterId, WorkerId
 from manylora_shared.overload import WARNING_PART, Sample, place_of
@@ -200,7 +200,7 @@ class WaitingBook:
         nothing less than the target counts."""
         number = sum(map(len, self._ready.values()))
         stride = max(1, number // MAX_LOOKED_AT)
-        waiting = (item for flows in self._ready.values() for item in flows.items())
+        waiting = chain.from_iterable(map(dict.items, self._ready.values()))
         for flow, since in islice(waiting, self._offset % stride, None, stride):
             target_s = self._targets.of(flow.qos_class)
             if target_s is not None:
