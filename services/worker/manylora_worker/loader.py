@@ -34,7 +34,7 @@ from manylora_worker.adapters.lora_linear import (
 )
 from manylora_worker.engine.attention import ATTENTION, STEP_KEYWORD, register_attention
 from manylora_worker.engine.kv_cache import KvGeometry
-from manylora_worker.engine.packed_linear import PackedLinear, can_pack
+from manylora_worker.engine.packed_linear import WORTH_PACKING, PackedLinear, can_pack
 
 _LOG = logging.getLogger(__name__)
 
@@ -456,9 +456,9 @@ def _fuse(parent: nn.Module, parent_path: str, members: Sequence[str], index: in
 
 
 def _pack_linears(model: PreTrainedModel) -> None:
-    """Lays out every linear layer for the CPU, the head too (a copy, where it shares the embeddings' weight)."""
+    """Lays out every large linear layer for the CPU, the head too (a copy, where it shares the embeddings' weight)."""
     for path, module in list(model.named_modules()):
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and module.weight.numel() >= WORTH_PACKING:
             parent_path, _, leaf = path.rpartition(".")
             setattr(model.get_submodule(parent_path), leaf, PackedLinear(module.weight, module.bias))
 

@@ -18,6 +18,10 @@ from manylora_worker.engine.api import SequenceChunk, StepBatch
 from manylora_worker.engine.attention import AttentionStep, DecodeRow, PrefillRows
 from manylora_worker.engine.kv_cache import KvCache
 
+_FEW_BLOCKS = 64
+"""A prompt (or a part of one) that reads no more, over all its tokens, is attended to token by token, among the
+sequences that decode: its own operations in every layer would cost more than to read its few blocks once a token."""
+
 
 @dataclass(frozen=True)
 class StepInputs:
@@ -67,8 +71,8 @@ def build_inputs(
         token_ids += chunk.token_ids
         positions += range(start, start + count)
         token_rows += [cache.token_row(table[p // block_size], p % block_size) for p in range(start, start + count)]
-        if count == 1:
-            decodes.append(DecodeRow(first_row, start + 1, table))
+        if count == 1 or count * -(-(start + count) // block_size) <= _FEW_BLOCKS:
+            decodes += [DecodeRow(first_row + k, start + k + 1, table) for k in range(count)]
         else:
             prefills.append(PrefillRows(first_row, first_row + count, start, table))
         if chunk.adapter_uid is not None:
