@@ -32,6 +32,19 @@ def used(answer: Answer) -> int:
     return int(answer.finished.usage.prompt_tokens + answer.finished.usage.completion_tokens)
 
 
+def test_what_an_end_means_to_the_scheduler_travels_in_one_message() -> None:
+    """Its grant is closed and its lease settled: each message costs the scheduler more than to take what it says."""
+
+    async def test(cluster: RouterCluster) -> None:
+        for number in range(1, 4):
+            await cluster.ask(text_request(PROMPT, max_tokens=5))
+            await until(lambda number=number: len(cluster.scheduler.settled) == number)  # type: ignore[misc]
+            assert len(cluster.scheduler.closed) == number
+            assert cluster.scheduler.num_messages == 2 * number, "one as it comes, one as it ends"
+
+    simulate(test)
+
+
 def test_what_was_used_is_settled_once() -> None:
     async def test(cluster: RouterCluster) -> None:
         answers = await asyncio.gather(*(cluster.ask(text_request(PROMPT, max_tokens=n)) for n in (1, 5, 30)))

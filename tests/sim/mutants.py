@@ -368,7 +368,7 @@ def _keys_stand(original: Any) -> Any:
     Mirror,
     "_replace",
     "what changed while the watch was compacted away is not read",
-    first=(10,),
+    first=(21,),
 )
 def _skips(original: Any) -> Any:
     def replace(self: Any, kvs: Any) -> None:
@@ -492,7 +492,7 @@ def _given_twice(original: Any) -> Any:
     QuotaAuthority,
     "_write_off",
     "what a router had when it died stays leased",
-    first=(0,),
+    first=(46,),
 )
 def _dead_routers(original: Any) -> Any:
     def write_off(self: Any, lease: Any) -> None:
@@ -576,7 +576,7 @@ def _uncleared(original: Any) -> Any:
 
 
 @mutant(
-    "memory", "evicted-blocks-leak", BlockTables, "lose", "an evicted sequence keeps a block that it shares", first=(8,)
+    "memory", "evicted-blocks-leak", BlockTables, "lose", "an evicted sequence keeps a block that it shares", first=(9,)
 )
 def _evicted_leak(original: Any) -> Any:
     def lose(self: Any, sequence: Any) -> None:
@@ -593,7 +593,7 @@ def _evicted_leak(original: Any) -> Any:
     Swapper,
     "_num_computed_blocks",
     "of a swapped sequence only full blocks are copied",
-    first=(2,),
+    first=(17,),
 )
 def _last_block(original: Any) -> Any:
     def num_computed_blocks(self: Any, sequence: Any) -> int:
@@ -665,7 +665,7 @@ def _other_tenant(original: Any) -> Any:
     Parking,
     "copy_ended",
     "a sequence that comes back from the host skips a token",
-    first=(2,),
+    first=(16,),
 )
 def _one_off(original: Any) -> Any:
     def copy_ended(self: Any, sequence: Any) -> None:
@@ -743,7 +743,7 @@ def _unfenced(original: Any) -> Any:
     return execute
 
 
-@mutant("readers", "reader-stays-paused", EngineView, "_resume", "who reads again goes on", first=(4,))
+@mutant("readers", "reader-stays-paused", EngineView, "_resume", "who reads again goes on", first=(6,))
 def _stays_paused(original: Any) -> Any:
     def resume(self: Any, stream: Any) -> None:
         stream.is_paused = False
