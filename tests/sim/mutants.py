@@ -608,7 +608,7 @@ def _last_block(original: Any) -> Any:
     Swapper,
     "bring_back",
     "what was found in the cache comes from the host again, a shift away",
-    first=(2,),
+    first=(16,),
 )
 def _wrong_block(original: Any) -> Any:
     def bring_back(self: Any, sequence: Any, num_cached_blocks: int) -> None:
@@ -665,7 +665,7 @@ def _other_tenant(original: Any) -> Any:
     Parking,
     "copy_ended",
     "a sequence that comes back from the host skips a token",
-    first=(16,),
+    first=(2,),
 )
 def _one_off(original: Any) -> Any:
     def copy_ended(self: Any, sequence: Any) -> None:

@@ -214,13 +214,23 @@ async def test_a_failed_adapter_is_told_with_the_last_frame() -> None:
     [
         pytest.param(1000, 4, 6, id="one in 32 to 43 ms"),
         pytest.param(4000, 10, 14, id="one in 8 to 11 ms"),
-        pytest.param(100, 2, 3, id="one in 150 ms"),
     ],
 )
 def test_frames_are_fewer_than_tokens_when_streams_are_many(frames_per_s: int, more_than: int, less_than: int) -> None:
     """Of 100 ms, the first token's and the last ones among them."""
+    frames = sum(frames_of_32_streams(frames_per_s))
+    assert 32 * more_than < frames < 32 * less_than
 
-    async def main() -> None:
+
+def test_each_of_many_streams_has_a_frame_of_first_tokens_and_one_of_the_last_at_least() -> None:
+    """Of 100 ms, at one frame in 150 ms."""
+    assert frames_of_32_streams(frames_per_s=100) == [2] * 32
+
+
+def frames_of_32_streams(frames_per_s: int) -> list[int]:
+    """Frames with tokens of each of 32 streams that begin together, of 100 tokens in steps of a millisecond."""
+
+    async def main() -> list[int]:
         settings = config(sequence_slots=32, frames_per_s=frames_per_s)
         async with running_worker(settings=settings, step_s=0.001) as worker:
             results = await asyncio.gather(
@@ -231,8 +241,23 @@ def test_frames_are_fewer_than_tokens_when_streams_are_many(frames_per_s: int, m
             )
             for i, result in enumerate(results):
                 assert result.tokens[0] == reference_tokens([i + 1], None, 3, 0, 100)
-            frames = sum(result.token_frames for result in results)
-            assert 32 * more_than < frames < 32 * less_than
+            return [result.token_frames for result in results]
+
+    return simulation.run(main(), seed=1).result
+
+
+def test_that_a_request_has_begun_is_told_with_its_first_token_or_before_long() -> None:
+    async def main() -> None:
+        async with running_worker(step_s=0.005) as worker:
+            soon, late = worker.execute(message("soon")), worker.execute(message("late", prompt_token_ids=[1] * 4000))
+            now = asyncio.get_running_loop().time
+            began = now()
+            assert (await soon.read()).HasField("started")
+            told = now()
+            assert (await soon.read()).HasField("tokens")
+            assert now() - told < 0.001, "they leave together"
+            assert (await late.read()).HasField("started")
+            assert 0.02 <= now() - began < 0.03, "its prompt takes more steps than that"
 
     simulation.run(main(), seed=1)
 

@@ -75,6 +75,11 @@ class OutputStream:
         """Whether the engine has let go of the request; unread outputs may be left."""
         return self._end is not None
 
+    async def has_something(self, timeout_s: float) -> None:
+        """Returns when there is something to read, or after so long."""
+        if not self._pending and self._end is None:
+            await self._waiter.wait(asyncio.get_running_loop().time() + timeout_s)
+
     async def read(self, *, interval_s: float = 0.0) -> OutputBatch:
         """All outputs since the last read, at least one of them or the end.
 

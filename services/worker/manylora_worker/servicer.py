@@ -34,6 +34,8 @@ from manylora_worker.validation import AdapterValidator
 
 _MAX_FLUSH_S = 0.15
 """However many streams there are, each gets seven frames a second."""
+_STARTED_S = 0.02
+"""So long the first frame, which says that a request has begun, waits for first tokens to travel with."""
 _MAX_PATH_CHARS = 1024
 
 
@@ -128,6 +130,7 @@ class WorkerServicer:
         ) as spans:
             stream = self._runtime.submit(request)
             try:
+                await stream.has_something(_STARTED_S)
                 yield worker_pb2.ExecuteResponse(frame=0, started=worker_pb2.ExecuteStarted())
                 frame = 1
                 end: StreamEnd | None = None
