@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from manylora.v1 import common_pb2, worker_pb2
 from manylora_shared.errors import Code
-from manylora_shared.ids import AdapterUid, RequestId, TenantId
+from manylora_shared.ids import AdapterUid, TenantId
 from manylora_shared.simulation import loop as simulation
 from manylora_worker.control import ControlSession
 from manylora_worker.engine.api import AdapterTier
@@ -28,7 +27,6 @@ from tests.worker.worker_fakes import (
     config,
     message,
     refused,
-    request,
     running_worker,
 )
 
@@ -101,39 +99,6 @@ async def test_reports_tell_what_befell_tenants_sequences_where_it_grew() -> Non
     view.take(post())
     assert await told(early) == {}
     assert await told(late) == {"a": (1, 2, 3, 9), "b": (1, 0, 0, 0), "c": (0, 0, 2, 0)}
-
-
-def test_what_came_is_told_with_what_its_first_steps_bring_and_what_went_at_once() -> None:
-    async def main() -> None:
-        limits = engine_limits(config())
-        core = EngineCore(FakeRunner(num_blocks=8, block_size=4), FakeAdapterBackend(lambda: 0.0), limits)
-        view = EngineView(core.stats(), 8, lambda command: None)
-        session = ControlSession(view, sequence_slots=8, parked_sequences=0, kv_block_bytes=64)
-        now = asyncio.get_running_loop().time
-        await session.next_report()
-
-        async def told_after(*changes: Callable[[], None]) -> float:
-            """Seconds from the last report to the next one, which tells of all that changed."""
-            began = now()
-            for change in changes:
-                change()
-            report = await session.next_report()
-            assert report is not None
-            assert len(report.started) + len(report.finished_request_ids) == len(changes)
-            return now() - began
-
-        def ends(name: str) -> Callable[[], None]:
-            return lambda: session.ended(RequestId(name))
-
-        def starts(name: str) -> Callable[[], None]:
-            return lambda: session.started(request(name))
-
-        assert await told_after(starts("r1")) == pytest.approx(0.005)
-        assert await told_after(ends("r1")) == pytest.approx(0.002)
-        assert await told_after(starts("r2"), ends("r0")) == pytest.approx(0.002), "the more urgent counts"
-        assert await told_after(ends("r2"), starts("r3")) == pytest.approx(0.002)
-
-    simulation.run(main(), seed=1)
 
 
 async def test_reports_tell_where_adapters_are_where_that_changed() -> None:

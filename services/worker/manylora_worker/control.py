@@ -1,9 +1,8 @@
 """What a scheduler is told over one Control stream, and when.
 
 Owns what happened since the last report. The first report is a snapshot: all there is to know. A further one goes out
-at once where requests went, adapters moved, draining began, or other flows than before have nothing ready, but
-`_GATHER_S` after the last one at the soonest; where requests came, `_STARTED_S` after the last one, for their first
-step's report mostly says so by the way; where only counters moved, `_COUNTERS_S` after it.
+at once where requests came or went, adapters moved, draining began, or other flows than before have nothing ready, but
+`_GATHER_S` after the last one at the soonest; where only counters moved, `_COUNTERS_S` after it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from manylora_worker.requests import QOS_NUMBERS, TIERS
 from manylora_worker.waiter import Waiter
 
 _GATHER_S = 0.002
-_STARTED_S = 0.005
 _COUNTERS_S = 0.05
 
 
@@ -65,8 +63,7 @@ class ControlSession:
         """The messages that were made last, and of what: blocks change with each report, adapters seldom."""
         self._setbacks: dict[TenantId, Setbacks] = {}
         """As last reported."""
-        self._gap_s = 0.0
-        """How long after the last report what has changed is to be told."""
+        self._is_urgent = True
         self._has_changed = True
         self._reported_at = float("-inf")
         self._is_closed = False
@@ -77,11 +74,11 @@ class ControlSession:
         if request.request_id in self._changes[-1].ended:
             self._changes.append(_Changes())
         self._changes[-1].started[request.request_id] = request
-        self._changed(_STARTED_S)
+        self._changed(urgent=True)
 
     def ended(self, request_id: RequestId) -> None:
         self._changes[-1].ended[request_id] = None
-        self._changed(_GATHER_S)
+        self._changed(urgent=True)
 
     def engine_changed(self) -> None:
         is_urgent = self._view.adapters is not self._adapters
@@ -90,11 +87,11 @@ class ControlSession:
             served = {flow: None for flow, load in self._view.loads().items() if not load.ready}
             is_urgent |= served != self._served
             self._served = served
-        self._changed(_GATHER_S if is_urgent else _COUNTERS_S)
+        self._changed(urgent=is_urgent)
 
     def draining(self) -> None:
         self._is_draining = True
-        self._changed(_GATHER_S)
+        self._changed(urgent=True)
 
     def close(self, error: ManyloraError | None) -> None:
         """Ends the stream, with `error` or in order. The first closing counts."""
@@ -110,7 +107,7 @@ class ControlSession:
             if not self._has_changed:
                 await self._waiter.wait()
                 continue
-            due = self._reported_at + self._gap_s
+            due = self._reported_at + (_GATHER_S if self._is_urgent else _COUNTERS_S)
             if loop.time() >= due:
                 break
             await self._waiter.wait(due)
@@ -131,7 +128,7 @@ class ControlSession:
             changes = self._changes.popleft()
         if not self._changes:
             self._changes.append(_Changes())
-            self._has_changed, self._gap_s = False, _COUNTERS_S
+            self._has_changed = self._is_urgent = False
         report = worker_pb2.ControlReport(
             snapshot=is_snapshot,
             sequence_slots=self._sequence_slots,
@@ -212,10 +209,11 @@ class ControlSession:
             known[tenant_id] = setbacks
             report.setbacks.add(tenant_id=tenant_id, **setbacks._asdict())
 
-    def _changed(self, gap_s: float) -> None:
+    def _changed(self, *, urgent: bool) -> None:
+        was_urgent = self._is_urgent
         was_changed, self._has_changed = self._has_changed, True
-        if not was_changed or gap_s < self._gap_s:
-            self._gap_s = min(gap_s, self._gap_s)
+        self._is_urgent = was_urgent or urgent
+        if not was_changed or (urgent and not was_urgent):
             self._waiter.wake()
 
 
