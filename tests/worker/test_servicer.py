@@ -222,7 +222,7 @@ def test_frames_are_fewer_than_tokens_when_streams_are_many(frames_per_s: int, m
     assert 32 * more_than < frames < 32 * less_than
 
 
-def test_each_of_many_streams_has_a_frame_of_first_tokens_and_one_of_the_last_at_least() -> None:
+def test_the_slowest_streams_have_a_frame_of_the_first_token_and_one_of_the_last() -> None:
     """Of 100 ms, at one frame in 150 ms."""
     assert frames_of_32_streams(frames_per_s=100) == [2] * 32
 
