@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 WORTH_PACKING = 1 << 19
-"""Elements of the smallest weight for which it pays. A call of oneDNN costs more than one of the BLAS, whatever is multiplied."""
+"""Elements of the smallest weight for which it pays: a call of oneDNN costs more than one of the BLAS."""
 _LAYOUT_ROWS = 16
 """The number of rows that the layout is chosen for; any other number works, about as fast."""
 
