@@ -30,7 +30,7 @@ OUTPUT_TOKENS = (8, 16)
 """Drawn anew for each request, between these."""
 SETTLE_S = 8.0
 """Until waits, and what flows are preferred for waiting, grow no more."""
-SPREAD_REQUESTS = 6
+SPREAD_REQUESTS = 3
 """How many of its requests a flow may be before or behind its share: what it has running and how far boosts go."""
 PROMISED_SECONDS, PROMISED_ERROR = 60.0, 0.02
 

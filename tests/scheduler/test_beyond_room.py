@@ -115,6 +115,52 @@ def test_a_flow_of_a_greater_weight_has_a_greater_share() -> None:
     assert [bool(desk.enqueue(f"v{i}", tenant="victim")) for i in range(4)] == [True, True, True, False]
 
 
+def heavy_and_light() -> Desk:
+    """Sixteen slots, twelve of a flow of weight 3 and four of one of weight 1, which has a fifth sequence waiting."""
+    desk = Desk()
+    for tenant, weight in (("heavy", 3), ("light", 1)):
+        classes = {qos_class: ClassPolicy(weight) for qos_class in QosClass}
+        desk.apply(PolicyChanged(TenantId(tenant), TenantPolicy(TenantId(tenant), classes)))
+    desk.worker(slots=16, most=32)
+    for tenant, count in (("light", 4), ("heavy", 12)):
+        for i in range(count):
+            desk.enqueue(f"{tenant}{i}", tenant=tenant, max_new_tokens=100)
+    tell(desk, [f"light{i}" for i in range(4)], {"light": (4, 0, 0)}, tenant="light", most=32, slots=16)
+    loads = {"heavy": (12, 0, 0), "light": (4, 0, 0)}
+    counted = {flow("light"): FlowTokens(0, 140)}
+    tell(desk, [f"heavy{i}" for i in range(12)], loads, tenant="heavy", most=32, slots=16, flows=counted)
+    assert grants(desk.enqueue("light4", tenant="light", max_new_tokens=100)) == [("light4", "w0")]
+    loads = {"heavy": (12, 0, 0), "light": (4, 1, 0)}
+    assert tell(desk, ["light4"], loads, tenant="light", most=32, slots=16) == []
+    return desk
+
+
+def test_a_quarter_of_its_share_of_the_slots_waits_on_the_worker() -> None:
+    """Several slots come free in one step, and until the scheduler hears of it the worker has nothing else."""
+    desk = heavy_and_light()
+    assert [bool(desk.enqueue(f"more{i}", tenant="heavy")) for i in range(4)] == [True, True, True, False]
+
+
+def test_who_is_ahead_passes_nobody_who_waits_there_and_has_more_in_the_queue() -> None:
+    """Light flows would else have a slot whenever more come free at once than the heavy one has sequences waiting."""
+    desk = heavy_and_light()
+    for i in range(4):
+        desk.enqueue(f"more{i}", tenant="heavy", prompt_tokens=1, max_new_tokens=1)
+    queue = desk.core._queue
+    assert queue.queued_in(flow("heavy")) == 1
+    # One of the light flow's has ended, and the fifth has its slot: nothing of it waits.
+    loads = {"heavy": (12, 3, 0), "light": (4, 0, 0)}
+    begun = [f"more{i}" for i in range(3)]
+    assert tell(desk, begun, loads, tenant="heavy", most=32, slots=16, finished=["light0"]) == []
+    assert queue.tag_of(flow("heavy")) < queue.tag_of(flow("light"))
+    assert queue.has_come_as_far(flow("heavy"), flow("light")), "or it would not be granted anyway"
+    assert desk.enqueue("light5", tenant="light") == []
+    assert grants(desk.enqueue("late", tenant="late")) == [("late", "w0")], "who is not ahead does not wait for it"
+    ended = [f"heavy{i}" for i in range(3)]
+    loads = {"heavy": (12, 0, 0), "light": (4, 0, 0)}
+    assert tell(desk, [], loads, most=32, slots=16, finished=ended) == ["more3"]
+
+
 def test_the_worker_says_how_many_it_takes() -> None:
     desk = full(most=3)
     assert grants(desk.enqueue("a", tenant="a")) == [("a", "w0")]

@@ -8,16 +8,20 @@ Where nothing fits into free room, a request may be granted *beyond* it (`_beyon
 the workers' decode loop, where slots change hands at each quantum's end: of the first flows in the order, the first
 that on some worker with spare places
 
-* has nothing that waits there for a slot and nothing granted that was not reported yet, or comes to no more sequences
-  there than its share of the slots by weight (more would only be parked), and has held sequences for a quarter of the
-  slots at most;
+* has fewer sequences that wait there for a slot, or were granted and not reported yet, than a quarter of its share of
+  the slots by weight (or none: of a share below four), or comes to no more sequences there than that share (more would
+  only be parked), and has held sequences for a quarter of the slots at most;
+* is not ahead of a flow that would come before it and only has enough waiting there by this rule: what it has comes
+  first, and the flow has more in the queue (light flows would else pass a heavy one whenever more slots came free at
+  once than it had sequences waiting, and the worker cannot know that it was backlogged);
 * is behind, or level: another flow with a slot there has come as far, by the scheduler's clock, as this one would be
   if nothing of it ran (what is in flight takes turns by the worker's quanta), and has no fewer sequences there for its
   weight;
 * is before the request, if any, for which that worker is held;
 * may, where overload control has some flows go before others (`Precedence`).
 
-So a flow comes to as many sequences as it can keep in slots by its share, and one more; flows that are equal take turns
+So a flow comes to as many sequences as it can keep in slots by its share, and as many more as slots come free for it
+while it hears of that; flows that are equal take turns
 as far as there are spare places. The rule is the "admit beyond the slots only the flow with the least virtual
 time that has no ready unit"; admitting more freely fills the KV with parked sequences, and they are computed again.
 """
@@ -76,6 +80,8 @@ class Dispatch:
         """The ticket that was first in order last time, and how often another was granted before it."""
         self._is_behind_hold = False
         """In a search beyond the free room: whether what is asked now comes after the request that holds a worker."""
+        self._claims: dict[WorkerId, int] = {}
+        """In a search beyond the free room: the least tag of a flow that has enough waiting on a worker."""
         self.unreached: dict[tuple[RouterId, WorkerId], _Unreached] = {}
         """Which router could not reach which worker lately; for reading."""
         self._now = 0.0
@@ -98,6 +104,7 @@ class Dispatch:
                 return pick
         if self._goes_beyond and fleet.num_spare:
             self._is_behind_hold = False
+            self._claims = {}
             return self._queue.select_one_by_one(self._beyond, to_us(now), limit=_MAX_BEHIND)
         return None
 
@@ -118,10 +125,16 @@ class Dispatch:
             load, granted = worker.load_of(flow), worker.granted_to(flow)
             if load.held > worker.sequence_slots // 4:
                 return False
-            count = load.unheld + granted
-            waits = load.ready or granted
-            if waits and count + request.sequences > worker.share_of(flow, self._queue.weight_of):
+            claim = self._claims.get(worker.worker_id)
+            if claim is not None and claim < self._queue.tag_of(flow):
                 return False
+            count, waiting = load.unheld + granted, load.ready + granted
+            if waiting:
+                share = worker.share_of(flow, self._queue.weight_of)
+                if count + request.sequences > share and 4 * waiting >= share:
+                    tag = self._queue.tag_of(flow)
+                    self._claims[worker.worker_id] = tag if claim is None else min(claim, tag)
+                    return False
             return self._is_behind(flow, count, worker) and allows(worker)
 
         return choose_spare(request, self._fleet, allowed)
