@@ -196,6 +196,7 @@ class FakeScheduler:
         self.withdrawn: list[str] = []
         self.granted: dict[str, str] = {}
         self.num_grants = 0
+        self.num_messages = 0
         self.closed: list[scheduler_pb2.GrantClosed] = []
         self.hellos: list[str] = []
         self.flows: list[admin_pb2.FlowStatus] = []
@@ -264,6 +265,7 @@ class FakeScheduler:
 
     async def _read(self, requests: AsyncIterator[scheduler_pb2.ScheduleRequest], line: _Line) -> None:
         async for received in requests:
+            self.num_messages += 1
             for request in received.more or (received,):
                 self._take(request, line)
         line.outbox.put_nowait(None)

@@ -32,6 +32,21 @@ def used(answer: Answer) -> int:
     return int(answer.finished.usage.prompt_tokens + answer.finished.usage.completion_tokens)
 
 
+def test_what_an_end_means_to_the_scheduler_travels_with_what_comes_next() -> None:
+    """Its grant is closed and its lease settled: each message costs the scheduler more than to take what it says."""
+
+    async def test(cluster: RouterCluster) -> None:
+        for _ in range(3):
+            await cluster.ask(text_request(PROMPT, max_tokens=5))
+        assert len(cluster.scheduler.closed) == len(cluster.scheduler.settled) == 2, "the third has just ended"
+        assert cluster.scheduler.num_messages == 3, "one as each comes"
+        await until(lambda: len(cluster.scheduler.settled) == 3)
+        assert len(cluster.scheduler.closed) == 3
+        assert cluster.scheduler.num_messages == 4
+
+    simulate(test)
+
+
 def test_what_was_used_is_settled_once() -> None:
     async def test(cluster: RouterCluster) -> None:
         answers = await asyncio.gather(*(cluster.ask(text_request(PROMPT, max_tokens=n)) for n in (1, 5, 30)))

@@ -327,7 +327,7 @@ def _not_again(original: Any) -> Any:
     Election,
     "is_leader",
     "a leader leads until the store tells it that it does not",
-    first=(4,),
+    first=(15,),
 )
 def _leads_on(original: Any) -> Any:
     def is_leader(self: Any, now: float) -> bool:
@@ -593,7 +593,7 @@ def _evicted_leak(original: Any) -> Any:
     Swapper,
     "_num_computed_blocks",
     "of a swapped sequence only full blocks are copied",
-    first=(16,),
+    first=(3,),
 )
 def _last_block(original: Any) -> Any:
     def num_computed_blocks(self: Any, sequence: Any) -> int:
@@ -665,7 +665,7 @@ def _other_tenant(original: Any) -> Any:
     Parking,
     "copy_ended",
     "a sequence that comes back from the host skips a token",
-    first=(17,),
+    first=(14,),
 )
 def _one_off(original: Any) -> Any:
     def copy_ended(self: Any, sequence: Any) -> None:

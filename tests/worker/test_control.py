@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from manylora.v1 import common_pb2, worker_pb2
 from manylora_shared.errors import Code
-from manylora_shared.ids import AdapterUid, TenantId
+from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
 from manylora_shared.simulation import loop as simulation
 from manylora_worker.control import ControlSession
 from manylora_worker.engine.api import AdapterTier
 from manylora_worker.engine.core import EngineCore
 from manylora_worker.engine.counters import Setbacks
 from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner
+from manylora_worker.engine.step_planner import FlowSlots
 from manylora_worker.engine_view import EnginePost, EngineView
 from manylora_worker.engines import engine_limits
 
@@ -27,8 +29,16 @@ from tests.worker.worker_fakes import (
     config,
     message,
     refused,
+    request,
     running_worker,
 )
+
+
+def view_and_session() -> tuple[EngineView, ControlSession]:
+    """Of an engine that does nothing."""
+    core = EngineCore(FakeRunner(num_blocks=8, block_size=4), FakeAdapterBackend(lambda: 0.0), engine_limits(config()))
+    view = EngineView(core.stats(), 8, lambda command: None)
+    return view, ControlSession(view, sequence_slots=8, parked_sequences=0, kv_block_bytes=64)
 
 
 async def test_reports_tell_all_that_happens() -> None:
@@ -59,10 +69,7 @@ async def test_reports_tell_all_that_happens() -> None:
 
 
 async def test_reports_tell_what_tenants_hold_where_it_changed() -> None:
-    limits = engine_limits(config())
-    core = EngineCore(FakeRunner(num_blocks=8, block_size=4), FakeAdapterBackend(lambda: 0.0), limits)
-    view = EngineView(core.stats(), 8, lambda command: None)
-    session = ControlSession(view, sequence_slots=8, parked_sequences=0, kv_block_bytes=64)
+    view, session = view_and_session()
     told = []
     for held in ({"a": 3}, {"a": 4, "b": 1}, {"a": 4}, {}):
         view.kv_blocks = {TenantId(tenant): blocks for tenant, blocks in held.items()}
@@ -101,11 +108,67 @@ async def test_reports_tell_what_befell_tenants_sequences_where_it_grew() -> Non
     assert await told(late) == {"a": (1, 2, 3, 9), "b": (1, 0, 0, 0), "c": (0, 0, 2, 0)}
 
 
+def test_what_came_is_told_with_what_its_first_steps_bring_and_what_went_at_once() -> None:
+    async def main() -> None:
+        _, session = view_and_session()
+        now = asyncio.get_running_loop().time
+        await session.next_report()
+
+        async def told_after(*changes: Callable[[], None]) -> float:
+            """Seconds from the last report to the next one, which tells of all that changed."""
+            began = now()
+            for change in changes:
+                change()
+            report = await session.next_report()
+            assert report is not None
+            assert len(report.started) + len(report.finished_request_ids) == len(changes)
+            return now() - began
+
+        def ends(name: str) -> Callable[[], None]:
+            return lambda: session.ended(RequestId(name))
+
+        def starts(name: str) -> Callable[[], None]:
+            return lambda: session.started(request(name))
+
+        assert await told_after(starts("r1")) == pytest.approx(0.01)
+        assert await told_after(ends("r1")) == pytest.approx(0.002)
+        assert await told_after(starts("r2"), ends("r0")) == pytest.approx(0.002), "the more urgent counts"
+        assert await told_after(ends("r2"), starts("r3")) == pytest.approx(0.002)
+
+    simulation.run(main(), seed=1)
+
+
+def test_that_nothing_of_a_flow_waits_is_told_at_once_where_others_are_beside_it() -> None:
+    """It may have another request granted then; one that is alone has room, or none."""
+
+    async def main() -> None:
+        view, session = view_and_session()
+        now = asyncio.get_running_loop().time
+        await session.next_report()
+
+        async def told_after(**slots: int) -> float:
+            """Seconds from the last report to the next one, when so many sequences of each tenant get slots."""
+            began = now()
+            counts = {(TenantId(t), QosClass.STANDARD): FlowSlots(count) for t, count in slots.items()}
+            view.take(EnginePost((), (), view.stats, {}, {}, {}, None, None, counts))
+            session.engine_changed()
+            assert await session.next_report() is not None
+            return now() - began
+
+        view.open(request("a1", n=2))
+        assert await told_after(acme=1) == pytest.approx(0.05)
+        assert await told_after(acme=2) == pytest.approx(0.05), "it is alone"
+        view.open(request("b1", n=2, tenant_id=TenantId("bolt")))
+        assert await told_after(acme=2, bolt=1) == pytest.approx(0.05), "bolt has one that waits, acme had none before"
+        assert await told_after(acme=2, bolt=2) == pytest.approx(0.002)
+        assert await told_after(acme=1, bolt=2) == pytest.approx(0.05), "acme has one that waits again"
+        assert await told_after(acme=2, bolt=1) == pytest.approx(0.002)
+
+    simulation.run(main(), seed=1)
+
+
 async def test_reports_tell_where_adapters_are_where_that_changed() -> None:
-    limits = engine_limits(config())
-    core = EngineCore(FakeRunner(num_blocks=8, block_size=4), FakeAdapterBackend(lambda: 0.0), limits)
-    view = EngineView(core.stats(), 8, lambda command: None)
-    session = ControlSession(view, sequence_slots=8, parked_sequences=0, kv_block_bytes=64)
+    view, session = view_and_session()
     host, device = AdapterTier.HOST, AdapterTier.DEVICE
     told = []
     for there in ({"a": host}, {"a": device, "b": host}, {"a": device}, {"a": device, "c": host}):

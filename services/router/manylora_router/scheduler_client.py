@@ -54,6 +54,8 @@ _MAX_UNSENT_ENDS = 20_000
 _HELLO_TIMEOUT_S = 3.0
 _MIN_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
+_ENDS_S = 0.005
+"""So long ends of requests are gathered, unless something else is sent before: room is free by the worker's word."""
 _REFUSED_S = 0.1
 """For so long refusals by the overload view are gathered before the scheduler is told."""
 _MAX_MESSAGES = 256
@@ -202,7 +204,8 @@ class SchedulerClient:
             return await waiting.grant
         except asyncio.CancelledError:
             if self._waiting.pop(request_id, None) is not None:
-                self._send_end(scheduler_pb2.ScheduleRequest(withdraw=scheduler_pb2.Withdraw(request_id=request_id)))
+                withdraw = scheduler_pb2.Withdraw(request_id=request_id)
+                self._send_end(scheduler_pb2.ScheduleRequest(withdraw=withdraw), urgent=True)
             elif request_id in self._granted:
                 # The grant came in the same turn of the event loop as the cancellation.
                 self.close_grant(request_id, reached_worker=False)
@@ -237,7 +240,7 @@ class SchedulerClient:
             self._settling[request_id] = lease
             self.counters.settled_tokens += tokens
             settled = scheduler_pb2.Settled(request_id=request_id, tokens=tokens)
-            self._send_end(scheduler_pb2.ScheduleRequest(settled=settled))
+            self._send_end(scheduler_pb2.ScheduleRequest(settled=settled), urgent=False)
 
     def note_refused(self, tenant_id: str, qos_class: common_pb2.QosClass) -> None:
         """A request was refused by `overload`. The scheduler is told with the others of the next moments."""
@@ -461,12 +464,15 @@ class SchedulerClient:
 
     def _close(self, request_id: str, worker_id: str, reached_worker: bool) -> None:
         closed = scheduler_pb2.GrantClosed(request_id=request_id, worker_id=worker_id, reached_worker=reached_worker)
-        self._send_end(scheduler_pb2.ScheduleRequest(grant_closed=closed))
+        self._send_end(scheduler_pb2.ScheduleRequest(grant_closed=closed), urgent=not reached_worker)
 
-    def _send_end(self, message: scheduler_pb2.ScheduleRequest) -> None:
+    def _send_end(self, message: scheduler_pb2.ScheduleRequest, *, urgent: bool) -> None:
         if self._line is not None:
+            if urgent:
+                self._line.wake.set()
+            elif not self._outbox:
+                asyncio.get_running_loop().call_later(_ENDS_S, self._line.wake.set)
             self._outbox.append(message)
-            self._line.wake.set()
         else:
             if len(self._outbox) >= _MAX_UNSENT_ENDS:
                 dropped = self._outbox.popleft()

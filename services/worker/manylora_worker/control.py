@@ -1,8 +1,11 @@
 """What a scheduler is told over one Control stream, and when.
 
 Owns what happened since the last report. The first report is a snapshot: all there is to know. A further one goes out
-at once where requests came or went, adapters moved, draining began, or other flows than before have nothing ready, but
-`_GATHER_S` after the last one at the soonest; where only counters moved, `_COUNTERS_S` after it.
+
+* at once where requests went, adapters moved, draining began, or one of several flows comes to have nothing ready, but
+  `_GATHER_S` after the last one at the soonest;
+* `_STARTED_S` after requests came: who granted them knows of them, and mostly something else is to be said before;
+* where only counters moved, `_COUNTERS_S` after the last one.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from manylora_worker.requests import QOS_NUMBERS, TIERS
 from manylora_worker.waiter import Waiter
 
 _GATHER_S = 0.002
+_STARTED_S = 0.01
 _COUNTERS_S = 0.05
 
 
@@ -63,8 +67,8 @@ class ControlSession:
         """The messages that were made last, and of what: blocks change with each report, adapters seldom."""
         self._setbacks: dict[TenantId, Setbacks] = {}
         """As last reported."""
-        self._is_urgent = True
-        self._has_changed = True
+        self._due_at: float | None = None
+        """When what has changed is to be told, by the event loop's clock; None: nothing has."""
         self._reported_at = float("-inf")
         self._is_closed = False
         self._error: ManyloraError | None = None
@@ -74,24 +78,26 @@ class ControlSession:
         if request.request_id in self._changes[-1].ended:
             self._changes.append(_Changes())
         self._changes[-1].started[request.request_id] = request
-        self._changed(urgent=True)
+        self._tell_at(asyncio.get_running_loop().time() + _STARTED_S)
 
     def ended(self, request_id: RequestId) -> None:
         self._changes[-1].ended[request_id] = None
-        self._changed(urgent=True)
+        self._tell_at(self._reported_at + _GATHER_S)
 
     def engine_changed(self) -> None:
         is_urgent = self._view.adapters is not self._adapters
         if self._view.slots is not self._slots:
             self._slots = self._view.slots
-            served = {flow: None for flow, load in self._view.loads().items() if not load.ready}
-            is_urgent |= served != self._served
+            loads = self._view.loads()
+            served = {flow: None for flow, load in loads.items() if not load.ready}
+            # To a flow that is alone here nothing is granted beyond the slots.
+            is_urgent |= len(loads) > 1 and not served.keys() <= self._served.keys()
             self._served = served
-        self._changed(urgent=is_urgent)
+        self._tell_at(self._reported_at + (_GATHER_S if is_urgent else _COUNTERS_S))
 
     def draining(self) -> None:
         self._is_draining = True
-        self._changed(urgent=True)
+        self._tell_at(self._reported_at + _GATHER_S)
 
     def close(self, error: ManyloraError | None) -> None:
         """Ends the stream, with `error` or in order. The first closing counts."""
@@ -104,13 +110,9 @@ class ControlSession:
         """The next one, when it is due; None at the end. Raises what the session was closed with."""
         loop = asyncio.get_running_loop()
         while not self._is_closed and self._adapters is not None and len(self._changes) == 1:
-            if not self._has_changed:
-                await self._waiter.wait()
-                continue
-            due = self._reported_at + (_GATHER_S if self._is_urgent else _COUNTERS_S)
-            if loop.time() >= due:
+            if self._due_at is not None and loop.time() >= self._due_at:
                 break
-            await self._waiter.wait(due)
+            await self._waiter.wait(self._due_at)
         if self._error is not None:
             raise self._error
         if self._is_closed:
@@ -128,7 +130,7 @@ class ControlSession:
             changes = self._changes.popleft()
         if not self._changes:
             self._changes.append(_Changes())
-            self._has_changed = self._is_urgent = False
+            self._due_at = None
         report = worker_pb2.ControlReport(
             snapshot=is_snapshot,
             sequence_slots=self._sequence_slots,
@@ -209,11 +211,9 @@ class ControlSession:
             known[tenant_id] = setbacks
             report.setbacks.add(tenant_id=tenant_id, **setbacks._asdict())
 
-    def _changed(self, *, urgent: bool) -> None:
-        was_urgent = self._is_urgent
-        was_changed, self._has_changed = self._has_changed, True
-        self._is_urgent = was_urgent or urgent
-        if not was_changed or (urgent and not was_urgent):
+    def _tell_at(self, due_at: float) -> None:
+        if self._due_at is None or due_at < self._due_at:
+            self._due_at = due_at
             self._waiter.wake()
 
 
