@@ -118,7 +118,7 @@ def test_a_flow_of_a_greater_weight_has_a_greater_share() -> None:
 def heavy_and_light() -> Desk:
     """Sixteen slots, twelve of a flow of weight 3 and four of one of weight 1, which has a fifth sequence waiting."""
     desk = Desk()
-    for tenant, weight in (("heavy", 3), ("light", 1)):
+    for tenant, weight in (("heavy", 3), ("light", 1), ("late", 1)):
         classes = {qos_class: ClassPolicy(weight) for qos_class in QosClass}
         desk.apply(PolicyChanged(TenantId(tenant), TenantPolicy(TenantId(tenant), classes)))
     desk.worker(slots=16, most=32)
@@ -159,6 +159,20 @@ def test_who_is_ahead_passes_nobody_who_waits_there_and_has_more_in_the_queue() 
     ended = [f"heavy{i}" for i in range(3)]
     loads = {"heavy": (12, 0, 0), "light": (4, 0, 0)}
     assert tell(desk, [], loads, most=32, slots=16, finished=ended) == ["more3"]
+
+
+def test_who_is_within_its_share_waits_for_nobody_whatever_it_has_reserved() -> None:
+    """A long prompt is reserved in whole, though most of it may turn out to be cached."""
+    desk = heavy_and_light()
+    for i in range(4):
+        desk.enqueue(f"more{i}", tenant="heavy", prompt_tokens=1, max_new_tokens=1)
+    assert desk.enqueue("late0", tenant="late", prompt_tokens=500)
+    loads = {"heavy": (12, 3, 0), "light": (3, 2, 0), "late": (1, 0, 0)}
+    assert tell(desk, ["more0", "more1", "more2", "late0"], loads, most=32, slots=16) == []
+    queue = desk.core._queue
+    assert queue.queued_in(flow("heavy")) == 1
+    assert queue.tag_of(flow("late")) > queue.tag_of(flow("heavy"))
+    assert [bool(desk.enqueue(f"late{i}", tenant="late")) for i in (1, 2, 3)] == [True, True, False]
 
 
 def test_the_worker_says_how_many_it_takes() -> None:

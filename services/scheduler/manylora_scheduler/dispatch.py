@@ -11,9 +11,9 @@ that on some worker with spare places
 * has fewer sequences that wait there for a slot, or were granted and not reported yet, than a quarter of its share of
   the slots by weight (or none: of a share below four), or comes to no more sequences there than that share (more would
   only be parked), and has held sequences for a quarter of the slots at most;
-* is not ahead of a flow that would come before it and only has enough waiting there by this rule: what it has comes
-  first, and the flow has more in the queue (light flows would else pass a heavy one whenever more slots came free at
-  once than it had sequences waiting, and the worker cannot know that it was backlogged);
+* is within its share of the slots, or not ahead of a flow that would come before it and only has enough waiting there
+  by this rule (light flows would else pass a heavy one whenever more slots came free at once than it had sequences
+  waiting, and the worker cannot know that it was backlogged);
 * is behind, or level: another flow with a slot there has come as far, by the scheduler's clock, as this one would be
   if nothing of it ran (what is in flight takes turns by the worker's quanta), and has no fewer sequences there for its
   weight;
@@ -125,16 +125,16 @@ class Dispatch:
             load, granted = worker.load_of(flow), worker.granted_to(flow)
             if load.held > worker.sequence_slots // 4:
                 return False
-            claim = self._claims.get(worker.worker_id)
-            if claim is not None and claim < self._queue.tag_of(flow):
-                return False
             count, waiting = load.unheld + granted, load.ready + granted
-            if waiting:
-                share = worker.share_of(flow, self._queue.weight_of)
-                if count + request.sequences > share and 4 * waiting >= share:
-                    tag = self._queue.tag_of(flow)
-                    self._claims[worker.worker_id] = tag if claim is None else min(claim, tag)
-                    return False
+            claim = self._claims.get(worker.worker_id)
+            if waiting or claim is not None:
+                tag, share = self._queue.tag_of(flow), worker.share_of(flow, self._queue.weight_of)
+                if count + request.sequences > share:
+                    if claim is not None and claim < tag:
+                        return False
+                    if waiting and 4 * waiting >= share:
+                        self._claims[worker.worker_id] = tag
+                        return False
             return self._is_behind(flow, count, worker) and allows(worker)
 
         return choose_spare(request, self._fleet, allowed)
