@@ -20,15 +20,17 @@ import fcntl
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, NamedTuple, Self, TextIO
 
 from manylora_shared import config
 from manylora_shared.coordination import binary, keys
 from manylora_shared.coordination.base import StoreUnavailable
 from manylora_shared.coordination.etcd import EtcdStore
+from manylora_shared.cores import format_cores, usable_cores
 
 from manylora.child import Child, ChildFailed, Notify
 from manylora.client import Client, ClusterStatus, RequestFailed
@@ -70,6 +72,8 @@ class ClusterOptions:
     max_lora_rank: int | None = None
     threads: int | None = None
     """Torch threads a worker; None: the machine's cores but one, which the services take, shared among the workers."""
+    own_cores: bool = True
+    """Engines on the CPU compute on cores of their own, where their threads leave some to the services."""
     worker_flags: tuple[str, ...] = ()
     """Further settings of the workers, as flags (`--block-size=4`), for tests and measurements."""
     router_flags: tuple[str, ...] = ()
@@ -93,6 +97,7 @@ class LocalCluster:
         self._data = options.data.absolute()
         self._lock: TextIO | None = None
         self._etcd = _endpoints(options.etcd)
+        self._cores = _shared_out(options, sorted(usable_cores()))
 
     @property
     def router_addresses(self) -> list[str]:
@@ -205,7 +210,12 @@ class LocalCluster:
             await self._start_etcd()
         starting: list[Child] = [self._service(SCHEDULER, self._scheduler_command)]
         starting += [
-            self._service(f"worker-{i}", functools.partial(self._worker_command, i), worker_environment())
+            self._service(
+                f"worker-{i}",
+                functools.partial(self._worker_command, i),
+                worker_environment(),
+                self._cores.services | self._cores.engines[i],
+            )
             for i in range(self.options.workers)
         ]
         starting += [
@@ -248,6 +258,7 @@ class LocalCluster:
             start_timeout_s=binary.START_TIMEOUT_S,
             probe=functools.partial(_etcd_answers, self._etcd),
             environment={"PATH": os.defpath},  # none of the ETCD_* that configure another etcd
+            cores=self._cores.services,
         )
         self.children[ETCD] = child
         self._notify("starting etcd")
@@ -258,6 +269,7 @@ class LocalCluster:
         name: str,
         command: Callable[[Mapping[str, Any]], list[str]],
         environment: Mapping[str, str] | None = None,
+        cores: AbstractSet[int] | None = None,
     ) -> Child:
         child = Child(
             name,
@@ -266,6 +278,7 @@ class LocalCluster:
             notify=self._notify,
             start_timeout_s=self.options.start_timeout_s,
             environment=environment,
+            cores=self._cores.services if cores is None else cores,
         )
         self.children[name] = child
         return child
@@ -280,7 +293,7 @@ class LocalCluster:
 
     def _worker_command(self, index: int, ready: Mapping[str, Any]) -> list[str]:
         options = self.options
-        devices = [d.strip() for d in options.device.split(",") if d.strip()] or ["cpu"]
+        devices = _devices(options)
         kv_cache_mb = options.kv_cache_mb
         if kv_cache_mb is None and options.workers > len(devices):
             kv_cache_mb = _SHARED_KV_CACHE_MB  # a worker that is told nothing takes all that its GPU has left
@@ -294,7 +307,8 @@ class LocalCluster:
             "adapter-store": self.adapter_store,
             "kv-cache-mb": kv_cache_mb,
             "max-lora-rank": options.max_lora_rank,
-            "threads": options.threads or max(1, ((os.cpu_count() or 1) - 1) // options.workers),
+            "threads": _threads(options, len(usable_cores())),
+            "engine-cores": format_cores(self._cores.engines[index]),
         }
         flags = [f"--{name}={value}" for name, value in settings.items() if value not in ("", None)]
         return [*_python("manylora_worker"), *self._common("127.0.0.1:0"), *flags, *options.worker_flags]
@@ -326,6 +340,35 @@ class LocalCluster:
         except RequestFailed as error:
             return str(error)
         return _incomplete(status, self.options)
+
+
+class _Cores(NamedTuple):
+    """Which cores a cluster's processes use; empty: any."""
+
+    services: AbstractSet[int]
+    engines: Sequence[AbstractSet[int]]
+    """By worker."""
+
+
+def _devices(options: ClusterOptions) -> list[str]:
+    return [d.strip() for d in options.device.split(",") if d.strip()] or ["cpu"]
+
+
+def _threads(options: ClusterOptions, num_cores: int) -> int:
+    """Of one worker's engine."""
+    return options.threads or max(1, (num_cores - 1) // options.workers)
+
+
+def _shared_out(options: ClusterOptions, cores: Sequence[int]) -> _Cores:
+    """Engines that compute on the CPU get a core a thread, the last ones, and the services the others
+    (docs/decisions/0029). Any core is for all where no core would be left to the services, or `own_cores` says so."""
+    threads = _threads(options, len(cores))
+    num_shared = len(cores) - threads * options.workers
+    computes = set(_devices(options)) == {"cpu"} and "--engine=fake" not in options.worker_flags
+    if not (options.own_cores and computes and num_shared > 0 and sys.platform == "linux"):
+        return _Cores(frozenset(), [frozenset()] * options.workers)
+    begins = range(num_shared, len(cores), threads)
+    return _Cores(frozenset(cores[:num_shared]), [frozenset(cores[begin : begin + threads]) for begin in begins])
 
 
 def worker_environment() -> Mapping[str, str]:

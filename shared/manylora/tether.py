@@ -1,4 +1,6 @@
-"""`python -I -S tether.py PARENT_PID COMMAND...`: becomes COMMAND, which the kernel kills when the parent ends.
+"""`python -I -S tether.py PARENT_PID CORES COMMAND...`: becomes COMMAND, which the kernel kills when the parent ends.
+
+CORES: those that it uses, by numbers with commas; empty: any.
 
 Run as a file, with the standard library alone, so that it costs a few milliseconds. On systems without
 PR_SET_PDEATHSIG the command runs untethered; a parent that ends in order still stops its children.
@@ -12,7 +14,9 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    parent_pid, command = int(sys.argv[1]), sys.argv[2:]
+    parent_pid, cores, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    if cores:
+        os.sched_setaffinity(0, map(int, cores.split(",")))
     if sys.platform == "linux":
         import ctypes
 

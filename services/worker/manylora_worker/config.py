@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from manylora_shared.config import ConfigError, check_listen
+from manylora_shared.cores import parse_cores
 
 _ANY_HOST = ("0.0.0.0", "[::]", "::", "")
 
@@ -37,8 +38,15 @@ class WorkerConfig:
     engine_process: Literal["auto", "on", "off"] = field(
         default="auto", metadata={"help": "the engine in a process of its own; auto: where it computes on the CPU"}
     )
+    engine_cores: str = field(
+        default="",
+        metadata={
+            "help": "cores for the engine's process alone, such as 1 or 2-7,9; empty, or without such a process: any"
+        },
+    )
     threads: int = field(
-        default=0, metadata={"help": "compute threads on the CPU; 0: one a core, but for one core that all else takes"}
+        default=0,
+        metadata={"help": "compute threads on the CPU; 0: one for each of engine_cores, or all cores but one"},
     )
 
     kv_cache_mb: int = field(
@@ -96,6 +104,10 @@ class WorkerConfig:
         for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')}: must be greater than 0")
+        try:
+            parse_cores(self.engine_cores)
+        except ValueError as error:
+            raise ConfigError(f"--engine-cores: {error}") from None
         if not 0 <= self.prefix_cache_share <= 1:
             raise ConfigError("--prefix-cache-share: must be 0 to 1")
         if self.host_kv_mb < 0 and self.host_kv_mb != _BY_DEVICE:

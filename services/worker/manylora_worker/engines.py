@@ -6,12 +6,13 @@ Owns nothing. torch is imported only where it is chosen, so a fake worker starts
 from __future__ import annotations
 
 import dataclasses
-import os
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from manylora_shared.cores import parse_cores, usable_cores
 
 from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.config import WorkerConfig
@@ -138,7 +139,7 @@ def _build_torch(config: WorkerConfig, notify: Callable[[], None]) -> Engine:
         host_kv_bytes=config.host_kv_bytes,
         sequence_slots=config.sequence_slots,
         max_batch_tokens=config.max_batch_tokens,
-        threads=config.threads or max(1, (os.cpu_count() or 1) - 1),
+        threads=config.threads or len(parse_cores(config.engine_cores)) or max(1, len(usable_cores()) - 1),
         marks_free=config.debug_fill_freed,
     )
     try:
