@@ -166,7 +166,7 @@ def test_a_request_that_its_tenants_memory_never_holds_is_refused_by_the_first_w
         assert answer.error.retry_after_s is None
         assert list(answer.error.breaches) == [breach]
         await cluster.at_rest()
-        assert [closed.reached_worker for closed in cluster.scheduler.closed] == [False]
+        assert [(c.reached_worker, c.worker_unavailable) for c in cluster.scheduler.closed] == [(False, False)]
 
     simulate(test)
 

@@ -38,8 +38,12 @@ ACME = TenantId("acme")
 W0 = WorkerId("w0")
 
 
-def closed(request_id: str, *, reached: bool, worker: str = "w0", session: int = 1) -> GrantClosed:
-    return GrantClosed(session, ROUTER, RequestId(request_id), WorkerId(worker), reached)
+def closed(
+    request_id: str, *, reached: bool, worker: str = "w0", session: int = 1, is_unavailable: bool | None = None
+) -> GrantClosed:
+    """is_unavailable: None: unless it was reached."""
+    is_unavailable = not reached if is_unavailable is None else is_unavailable
+    return GrantClosed(session, ROUTER, RequestId(request_id), WorkerId(worker), reached, is_unavailable)
 
 
 def refusal(commands: list[object]) -> SendRefusal:
@@ -262,6 +266,15 @@ def test_an_unused_grant_frees_its_room_and_the_request_keeps_its_place() -> Non
     assert desk.enqueue("a") == []
     assert grants(desk.after(0.25, Tick())) == [("a", "w0")]
     assert desk.core.num_queued == 1
+
+
+def test_a_grant_that_nobody_wants_any_more_says_nothing_of_its_worker() -> None:
+    """Its caller left, or its tenant's own bound is passed: whoever comes next is not to wait for that."""
+    desk = Desk()
+    desk.worker("w0", slots=1)
+    desk.enqueue("a")
+    desk.enqueue("b", tenant="other")
+    assert grants(desk.apply(closed("a", reached=False, is_unavailable=False))) == [("b", "w0")]
 
 
 def test_after_an_unreached_worker_another_one_is_tried() -> None:

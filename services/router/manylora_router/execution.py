@@ -193,7 +193,7 @@ class Execution:
             except RpcError as e:
                 if e.code not in NOT_REACHED:
                     raise InternalError(f"worker {grant.worker_id} failed: {e.message}") from e
-                self._leave_worker(reached_worker=False, error=e)
+                self._leave_worker(reached_worker=False, is_unavailable=not e.breaches, error=e)
                 if e.breaches:  # the tenant's own bounds: it is refused everywhere, and nothing was begun
                     self._is_queued = False
                     raise QuotaExceeded(e.message, breaches=e.breaches) from e
@@ -235,7 +235,7 @@ class Execution:
                 self._is_queued = False  # refused: a status alone
                 raise
 
-    def _leave_worker(self, *, reached_worker: bool, error: ManyloraError | None) -> None:
+    def _leave_worker(self, *, reached_worker: bool, is_unavailable: bool = False, error: ManyloraError | None) -> None:
         """Ends the stream, if there is one, and gives the grant back, if there is one."""
         if self._stream is not None:
             is_completed = self.outcome == common_pb2.OUTCOME_COMPLETED
@@ -244,7 +244,9 @@ class Execution:
             self._stream = None
         if self._grant is not None:
             self._grant = None
-            self._scheduler.close_grant(self.job.request_id, reached_worker=reached_worker)
+            self._scheduler.close_grant(
+                self.job.request_id, reached_worker=reached_worker, is_unavailable=is_unavailable
+            )
 
     # Streaming
 

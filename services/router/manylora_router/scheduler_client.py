@@ -213,11 +213,15 @@ class SchedulerClient:
                 waiting.grant.exception()  # a refusal did: it is nobody's any more
             raise
 
-    def close_grant(self, request_id: str, *, reached_worker: bool) -> None:
-        """Gives back what `grant` returned. Exactly once for each."""
+    def close_grant(self, request_id: str, *, reached_worker: bool, is_unavailable: bool = False) -> None:
+        """Gives back what `grant` returned. Exactly once for each.
+
+        Args:
+            is_unavailable: the worker was tried in vain, and not by the request's own doing.
+        """
         worker_id = self._granted.pop(request_id)
         self.counters.grants_closed += 1
-        self._close(request_id, worker_id, reached_worker)
+        self._close(request_id, worker_id, reached_worker=reached_worker, is_unavailable=is_unavailable)
 
     def lease(self, request_id: str) -> Lease:
         """Of a request that was granted and is not settled."""
@@ -404,7 +408,7 @@ class SchedulerClient:
             # Withdrawn meanwhile, or granted by two leaders. The grant in use is never closed by its double.
             if self._granted.get(grant.request_id) != grant.worker_id:
                 self.counters.stray_grants += 1
-                self._close(grant.request_id, grant.worker_id, False)
+                self._close(grant.request_id, grant.worker_id, reached_worker=False)
             return
         self.counters.grants += 1
         self._granted[grant.request_id] = grant.worker_id
@@ -462,8 +466,13 @@ class SchedulerClient:
             if lease.is_known
         ]
 
-    def _close(self, request_id: str, worker_id: str, reached_worker: bool) -> None:
-        closed = scheduler_pb2.GrantClosed(request_id=request_id, worker_id=worker_id, reached_worker=reached_worker)
+    def _close(self, request_id: str, worker_id: str, *, reached_worker: bool, is_unavailable: bool = False) -> None:
+        closed = scheduler_pb2.GrantClosed(
+            request_id=request_id,
+            worker_id=worker_id,
+            reached_worker=reached_worker,
+            worker_unavailable=is_unavailable,
+        )
         self._send_end(scheduler_pb2.ScheduleRequest(grant_closed=closed), urgent=not reached_worker)
 
     def _send_end(self, message: scheduler_pb2.ScheduleRequest, *, urgent: bool) -> None:

@@ -296,7 +296,7 @@ class Core:
         if event.reached_worker:
             if self._dispatch.unreached:
                 self._dispatch.reached(event.router_id, event.worker_id)
-        elif self._fleet.get(event.worker_id) is not None:
+        elif event.is_unavailable and self._fleet.get(event.worker_id) is not None:
             until = self._dispatch.pause(event.router_id, event.worker_id, self._now)
             if until is not None:
                 self._timers.set(("paused", event.router_id, event.worker_id), until)
@@ -312,7 +312,8 @@ class Core:
             self._moments.set_after(ticket, self._now, CLOSING_GRACE_S)
 
     def _return_grant(self, ticket: Ticket) -> None:
-        """A router did not reach the worker with a grant; the request may come again, and then keeps its place."""
+        """A router has no use for a grant, or did not reach the worker; the request may come again, and then keeps its
+        place."""
         self._tickets.release(ticket)
         self._tickets.keep_place(ticket)
         self._timers.set_after(("returned", ticket.request.request_id), self._now, GRANT_TIMEOUT_S)

@@ -57,6 +57,8 @@ class GrantClosed:
     request_id: RequestId
     worker_id: WorkerId
     reached_worker: bool
+    is_unavailable: bool = False
+    """The worker was tried in vain, and not by the request's own doing."""
 
 
 @dataclass(frozen=True, slots=True)

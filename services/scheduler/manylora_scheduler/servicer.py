@@ -97,6 +97,7 @@ class SchedulerServicer:
                         request_id=RequestId(closed.request_id),
                         worker_id=WorkerId(closed.worker_id),
                         reached_worker=closed.reached_worker,
+                        is_unavailable=closed.worker_unavailable,
                     )
                 )
             case "lease_wanted":

@@ -113,14 +113,16 @@ class Withdraw(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class GrantClosed(_message.Message):
-    __slots__ = ("request_id", "worker_id", "reached_worker")
+    __slots__ = ("request_id", "worker_id", "reached_worker", "worker_unavailable")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     REACHED_WORKER_FIELD_NUMBER: _ClassVar[int]
+    WORKER_UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     worker_id: str
     reached_worker: bool
-    def __init__(self, request_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., reached_worker: _Optional[bool] = ...) -> None: ...
+    worker_unavailable: bool
+    def __init__(self, request_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., reached_worker: _Optional[bool] = ..., worker_unavailable: _Optional[bool] = ...) -> None: ...
 
 class ScheduleResponse(_message.Message):
     __slots__ = ("hello", "grant", "refusal", "lease", "lease_refused", "overload", "more")
