@@ -71,7 +71,8 @@ class ClusterOptions:
     kv_cache_mb: int | None = None
     max_lora_rank: int | None = None
     threads: int | None = None
-    """Torch threads a worker; None: the machine's cores but one, which the services take, shared among the workers."""
+    """Torch threads a worker; None: the machine's cores shared among the workers, but for a quarter of them, one at
+    least, which the services take."""
     own_cores: bool = True
     """Engines on the CPU compute on cores of their own, where their threads leave some to the services."""
     worker_flags: tuple[str, ...] = ()
@@ -356,7 +357,7 @@ def _devices(options: ClusterOptions) -> list[str]:
 
 def _threads(options: ClusterOptions, num_cores: int) -> int:
     """Of one worker's engine."""
-    return options.threads or max(1, (num_cores - 1) // options.workers)
+    return options.threads or max(1, (num_cores - max(1, num_cores // 4)) // options.workers)
 
 
 def _shared_out(options: ClusterOptions, cores: Sequence[int]) -> _Cores:

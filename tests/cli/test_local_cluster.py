@@ -38,7 +38,8 @@ async def test_workers_threads_sleep_while_they_wait(
     ("options", "num_cores", "services", "engines"),
     [
         ({}, 2, {0}, [{1}]),
-        ({}, 8, {0}, [set(range(1, 8))]),
+        ({}, 4, {0}, [{1, 2, 3}]),
+        ({}, 16, {0, 1, 2, 3}, [set(range(4, 16))]),
         ({"threads": 3}, 8, {0, 1, 2, 3, 4}, [{5, 6, 7}]),
         ({"workers": 2}, 8, {0, 1}, [{2, 3, 4}, {5, 6, 7}]),
         ({}, 1, set(), [set()]),
