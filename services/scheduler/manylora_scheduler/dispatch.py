@@ -21,9 +21,9 @@ that on some worker with spare places
 * may, where overload control has some flows go before others (`Precedence`).
 
 So a flow comes to as many sequences as it can keep in slots by its share, and as many more as slots come free for it
-while it hears of that; flows that are equal take turns
-as far as there are spare places. The rule is the "admit beyond the slots only the flow with the least virtual
-time that has no ready unit"; admitting more freely fills the KV with parked sequences, and they are computed again.
+while it hears of that; flows that are equal take turns as far as there are spare places. The rule is the "admit beyond
+the slots only the flow with the least virtual time that has no ready unit"; admitting more freely fills the KV with
+parked sequences, and they are computed again.
 """
 
 from __future__ import annotations
