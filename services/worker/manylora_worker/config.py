@@ -105,7 +105,7 @@ class WorkerConfig:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')}: must be greater than 0")
         try:
-            parse_cores(self.engine_cores)
+            _ = self.engine_core_set
         except ValueError as error:
             raise ConfigError(f"--engine-cores: {error}") from None
         if not 0 <= self.prefix_cache_share <= 1:
@@ -119,6 +119,11 @@ class WorkerConfig:
     @property
     def device_adapter_bytes(self) -> int:
         return round(self.device_adapter_mb * (1 << 20))
+
+    @property
+    def engine_core_set(self) -> frozenset[int]:
+        """`engine_cores` by number; empty: any. Raises ValueError, but not once the settings were checked."""
+        return parse_cores(self.engine_cores)
 
     @property
     def has_engine_process(self) -> bool:

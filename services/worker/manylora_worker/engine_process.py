@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora_shared import logs
-from manylora_shared.cores import keep_to, parse_cores
+from manylora_shared.cores import keep_to
 from manylora_shared.heap import freeze_started
 
 from manylora_worker import engines
@@ -144,8 +144,8 @@ def main() -> None:
 
 
 def _run(config: WorkerConfig, line: _Line) -> None:
-    if cores := parse_cores(config.engine_cores):
-        keep_to(cores)
+    if config.engine_core_set:
+        keep_to(config.engine_core_set)
     if config.device == "cpu":
         os.nice(_NICENESS)
     try:

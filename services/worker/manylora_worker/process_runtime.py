@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora_shared.config import environment
-from manylora_shared.cores import format_cores, keep_to, parse_cores, usable_cores
+from manylora_shared.cores import format_cores, keep_to, usable_cores
 from manylora_shared.ids import TenantId
 
 from manylora_worker import engine_process
@@ -192,7 +192,7 @@ def start_engine(config: WorkerConfig) -> ProcessRuntime:
         ValueError: the model cannot be served with this configuration; the message says why.
         OSError: the process could not be started, or has ended; or its cores are not to be had.
     """
-    _leave(parse_cores(config.engine_cores))
+    _leave(config.engine_core_set)
     line, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
