@@ -17,6 +17,7 @@ from manylora_worker.engine.prefix_cache import PrefixKeys, PrefixOptions
 from manylora_worker.engine.step_planner import PlannerLimits
 from manylora_worker.engine.tenant_shares import TenantShare
 
+from tests.properties.engine_rig import compute_prompts_alone
 from tests.properties.engine_suite import CONTEXT, EOS, EOS_ONE_IN, Collector, FaultyAheadRunner, FaultyRunner, expected
 
 _STEMS = (tuple(range(1, 21)), (1, 2, 3, 4, 5, 6, *range(50, 64)), (7,) * 20)
@@ -45,6 +46,7 @@ class EngineMachine(RuleBasedStateMachine):
         clears_freed=st.booleans(),
         num_host_blocks=st.sampled_from([0, 16, 80]),
         copy_polls=st.integers(0, 3),
+        prompts_alone=st.booleans(),
     )
     def start(
         self,
@@ -59,6 +61,7 @@ class EngineMachine(RuleBasedStateMachine):
         clears_freed: bool,
         num_host_blocks: int,
         copy_polls: int,
+        prompts_alone: bool,
     ) -> None:
         self.now = 0.0
         self.broken: dict[AdapterUid, None] = {}
@@ -85,6 +88,8 @@ class EngineMachine(RuleBasedStateMachine):
         )
         prefix = PrefixOptions(PrefixKeys(bytes(32), "model"), cache_share) if cache_share else None
         self.core = EngineCore(self.runner, self.backend, limits, prefix, clears_freed=clears_freed)
+        if prompts_alone:
+            compute_prompts_alone(self.core)
         self.runner.tenant_of = self.core.tenant_of
         self.seen = Collector()
         self.serial = 0
@@ -290,7 +295,7 @@ def test_who_waits_for_copies_is_not_robbed_by_what_is_found_in_the_cache() -> N
     they were cached, until it was copied out for a in its turn: for ever."""
     machine = AheadEngineMachine()
     machine.start(14, 2, slots=4, batch_tokens=0, chunk=1, device=3, load_s=0, cache_share=0.1, clears_freed=False,
-                  num_host_blocks=40, copy_polls=0)  # fmt: skip
+                  num_host_blocks=40, copy_polls=0, prompts_alone=False)  # fmt: skip
     prompt = list(range(1, 12))
     machine.add("a", None, [*prompt, 0], 4, n=1, num_emitted=0, greedy=False, has_stop=False)
     machine.add("b", None, [*prompt, 0, 0], 9, n=4, num_emitted=0, greedy=False, has_stop=False)

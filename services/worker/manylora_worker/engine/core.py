@@ -442,7 +442,7 @@ class EngineCore:
             num_prefill += part.num_new_tokens + part.num_recomputed_tokens
         seconds = now - max(flight.begun_s, self._step_ended_s)
         self._swapper.costs.computed(num_prefill, num_tokens, seconds)
-        self._step_time.measured(num_prefill, seconds)
+        self._step_time.measured(num_prefill, seconds, has_decodes=num_tokens > num_prefill)
         self._step_ended_s = now
 
     def _count_setbacks(self, plan: StepPlan) -> None:

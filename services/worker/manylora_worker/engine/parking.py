@@ -33,7 +33,7 @@ class Parking:
         self._waiting: list[Sequence] = []
         """Oldest first."""
         self.step = 0
-        """The plan that is being made, or was made last."""
+        """The plan that is being made, or was made last; one that left out decodes does not count."""
         self.swapped: list[Sequence] = []
         """In this plan: those that went to the host."""
         self.evicted: list[Sequence] = []

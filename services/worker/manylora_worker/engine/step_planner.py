@@ -16,7 +16,9 @@ quantum of a flow that has more is cut for it (quantum_cuts.py).
 
 A step is filled under `max_batch_tokens`: one token of each quantum, then prefills in the order of the queue, up to
 `prefill_chunk_tokens` each, and in all as many as fit into the time that a step should take (StepTime). A token is kept
-for each decode that could still take a slot, so no prefill holds one up.
+for each decode that could still take a slot, so no prefill holds one up. Nor do decodes hold up a short prompt that is
+behind them (QuantumCuts) where they take most of a step: it is computed without them, as long as they lose little by it
+(StepTime); they keep their slots, and what is left of their quanta.
 
 Blocks are taken when a unit is started: all that it may write; of a sequence without blocks those of all its tokens.
 So what is in a slot never waits for memory, and all that is not can be *evicted*: it frees its blocks and is computed
@@ -223,7 +225,7 @@ class StepPlanner:
             self._force()
         chunks: list[Scheduled] = []
         scheduled: list[Scheduled] = []
-        for unit in self._slots.units:
+        for unit in self._units_of_step():
             unit.step_cost = _cost(unit.chunk)
             unit.cost += unit.step_cost
             if unit.sequence.status is SequenceStatus.DECODE:
@@ -234,6 +236,14 @@ class StepPlanner:
                 chunks.append(unit.chunk)
         yielded = [sequence for sequence in ended if sequence.item is not None]
         return StepPlan(scheduled + chunks, yielded, parking.swapped, parking.evicted)
+
+    def _units_of_step(self) -> SequenceOf[Unit]:
+        """What is in the slots, or the prompts among it alone."""
+        if not self._round.has_prompts_alone:
+            return self._slots.units
+        self._step_time.left_out_decodes()
+        self.parking.step -= 1
+        return [unit for unit in self._slots.units if not unit.ends_at]
 
     def _end_units(self) -> list[Sequence]:
         """Parks the sequences whose units are through, and queues their next ones; what is ENDING has none.
@@ -261,7 +271,18 @@ class StepPlanner:
             elif pick is None:
                 return
             else:
-                self._start(pick)
+                is_alone = self._is_better_alone(pick)
+                if self._round.has_prompts_alone and not is_alone:
+                    return  # it begins in the next step
+                self._start(pick, is_better_alone=is_alone)
+
+    def _is_better_alone(self, pick: Pick[int, _Place]) -> bool:
+        """Whether a unit is a prompt, behind quanta in the slots, that is worth a step without them, with those prompts
+        that this plan has started."""
+        if self._queue.sequence(pick.item).status is SequenceStatus.DECODE:
+            return False
+        num_tokens = self._round.prompt_tokens + pick.place.num_tokens
+        return self._step_time.are_worth_a_step(num_tokens) and self._cuts.is_behind(pick.item)
 
     def _cut_quanta(self) -> list[Sequence]:
         """Where no slot is free, ends quanta for prompts that are not to wait (quantum_cuts.py), which begin in this
@@ -275,11 +296,12 @@ class StepPlanner:
             unit = None if pick is None else self._cuts.unit_for(pick.item)
             if pick is None or unit is None:
                 break
+            is_alone = self._is_better_alone(pick)
             self._slots.leave(unit.sequence)
             self._park(unit)
             self._round.budget += 1
             cut.append(unit.sequence)
-            self._start(pick)
+            self._start(pick, is_better_alone=is_alone)
         return cut
 
     def _force(self) -> None:
@@ -310,7 +332,7 @@ class StepPlanner:
             del self._reclaim.awaited[sequence]
             self.parking.bring_back(sequence)
 
-    def _start(self, pick: Pick[int, _Place]) -> None:
+    def _start(self, pick: Pick[int, _Place], *, is_better_alone: bool = False) -> None:
         """Gives the unit its slot and its blocks."""
         sequence, place = self._queue.sequence(pick.item), pick.place
         for victim in place.room.victims:
@@ -326,8 +348,7 @@ class StepPlanner:
             num_tokens = min(num_tokens, sequence.num_uncomputed_tokens)  # fewer, where some were cached
             chunk = Scheduled(sequence, num_tokens, samples=num_tokens == sequence.num_uncomputed_tokens)
             cost = _cost(chunk)
-            self._round.budget -= num_tokens
-            self._round.prompt_budget -= num_tokens
+            self._round.take_prompt(num_tokens, is_better_alone=is_better_alone)
         self._queue.start(pick, cost)
         self._slots.take(Unit(sequence, pick.item, chunk, num_tokens, ends_at))
 
@@ -471,17 +492,33 @@ class StepPlanner:
 class _Round:
     """What one plan has left, and what it has found out."""
 
-    __slots__ = ("budget", "deferred", "prompt_budget", "refused")
+    __slots__ = ("_are_better_alone", "budget", "deferred", "prompt_budget", "prompt_tokens", "refused")
 
     def __init__(self, budget: int, max_prompt_tokens: int | None) -> None:
         self.budget = budget
         """Tokens of the step."""
         self.prompt_budget = budget if max_prompt_tokens is None else min(budget, max_prompt_tokens)
         """Of these what prompts may have."""
+        self.prompt_tokens = 0
+        """Of those that were started."""
+        self._are_better_alone = True
+        """All of them."""
         self.deferred: tuple[Sequence, Room] | None = None
         """Who gets room when the choice that is being made is over; until then nothing else is chosen."""
         self.refused: dict[int, None] = {}
         """Items that cannot be started in this plan."""
+
+    @property
+    def has_prompts_alone(self) -> bool:
+        """Whether the step leaves out what decodes."""
+        return self.prompt_tokens > 0 and self._are_better_alone
+
+    def take_prompt(self, num_tokens: int, *, is_better_alone: bool) -> None:
+        """A part of a prompt is in the step."""
+        self.budget -= num_tokens
+        self.prompt_budget -= num_tokens
+        self.prompt_tokens += num_tokens
+        self._are_better_alone &= is_better_alone
 
 
 def _cost(item: Scheduled) -> int:
