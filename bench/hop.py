@@ -85,7 +85,7 @@ def through_router(channel: Channel, key: str, max_tokens: int) -> Request:
         first = True
         while (response := await stream.read()) is not None:
             measured.messages += 1
-            if response.WhichOneof("event") == "delta" and response.delta.token_ids:
+            if response.HasField("delta") and response.delta.token_ids:
                 if first:
                     measured.ttft_ms.append((time.perf_counter() - started) * 1e3)
                     first = False

@@ -137,7 +137,7 @@ async def _victim_request(
     try:
         async with asyncio.timeout(max(0.0, ends_at - sent)):
             while (response := await stream.read()) is not None:
-                if response.WhichOneof("event") == "delta" and response.delta.token_ids:
+                if response.HasField("delta") and response.delta.token_ids:
                     now = time.perf_counter()
                     if first_at is None:
                         first_at = now
@@ -146,7 +146,7 @@ async def _victim_request(
                         tokens_at_first = len(response.delta.token_ids)
                     tokens += len(response.delta.token_ids)
                     found.tokens += len(response.delta.token_ids)
-                elif response.WhichOneof("event") == "finished":
+                if response.HasField("finished"):
                     found.queue_ms.append(response.finished.timings.queue_ms)
                     found.finished_prompt_tokens += response.finished.usage.prompt_tokens
                     found.cached_tokens += response.finished.usage.cached_prompt_tokens
@@ -211,7 +211,7 @@ async def _attack_request(
     prompt_tokens = attack.prompt_tokens
     try:
         while (response := await stream.read()) is not None:
-            if response.WhichOneof("event") == "delta" and response.delta.token_ids:
+            if response.HasField("delta") and response.delta.token_ids:
                 tokens[int(time.perf_counter() / BUCKET_S)] += len(response.delta.token_ids) + prompt_tokens
                 prompt_tokens = 0
                 if attack.read_pause_s:

@@ -408,8 +408,16 @@ class KeyedChannel:
 class RouterCluster:
     """One router, its store, a scheduler and two workers, and a client of the router."""
 
-    def __init__(self, *, seed: int = 0, text: TextService | None = None, script: Script | None = None) -> None:
-        self.network = MemoryNetwork(random.Random(seed))
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        text: TextService | None = None,
+        script: Script | None = None,
+        delay_s: float | None = None,
+    ) -> None:
+        delays = {} if delay_s is None else {"min_delay_s": delay_s, "max_delay_s": delay_s}
+        self.network = MemoryNetwork(random.Random(seed), **delays)
         self.store_server = MemoryStoreServer()
         self.store: MemoryStore = self.store_server.client()
         self.files = MemoryAdapterFiles()
@@ -537,11 +545,16 @@ def simulate(
     seed: int = 0,
     text: TextService | None = None,
     script: Script | None = None,
+    delay_s: float | None = None,
 ) -> None:
-    """Runs a test in virtual time, on a started cluster, and looks for leftovers behind it."""
+    """Runs a test in virtual time, on a started cluster, and looks for leftovers behind it.
+
+    Args:
+        delay_s: of each message on its way; None: a drawn one.
+    """
 
     async def main() -> None:
-        cluster = RouterCluster(seed=seed, text=text, script=script)
+        cluster = RouterCluster(seed=seed, text=text, script=script, delay_s=delay_s)
         await cluster.start()
         try:
             await test(cluster)

@@ -117,6 +117,28 @@ def test_a_lease_that_does_not_grow_ends_the_stream_in_order() -> None:
     simulate(test, script=say(LONG))
 
 
+def test_what_may_be_told_does_not_wait_for_tokens_that_may_not() -> None:
+    """The lease covers the prompt alone; a worker's first tokens come with its beginning."""
+
+    async def test(cluster: RouterCluster) -> None:
+        cluster.scheduler.lease_tokens = len(ids_of(PROMPT))
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        stream = cluster.open(text_request(PROMPT, max_tokens=40))
+        cluster.scheduler.answers_wants = False
+        first = await stream.read()
+        assert loop.time() - began < 1.0
+        assert first.HasField("started")
+        assert not first.HasField("delta")
+        await until(lambda: bool(cluster.scheduler.wanted))
+        cluster.scheduler.answer_want(cluster.scheduler.wanted[0])
+        cluster.scheduler.answers_wants = True
+        answer = await read_all(stream, Answer(frames=[first]))
+        assert len(answer.ids_of()) == 40
+
+    simulate(test, script=say(LONG, pause_s=0.0), delay_s=0.001)
+
+
 def test_a_scheduler_that_does_not_answer_ends_the_stream() -> None:
     async def test(cluster: RouterCluster) -> None:
         cluster.scheduler.lease_tokens = len(ids_of(PROMPT)) + 10

@@ -72,6 +72,22 @@ async def eventually(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
+async def test_what_is_known_to_be_there_is_read_without_a_wait(net: Net) -> None:
+    async with net.running() as (_, channel):
+        stream = channel.stream(METHODS["ServerStream"], text("a,b,c"))
+        assert not stream.has_message, "nothing can have come yet"
+        found = []
+        while (message := await stream.read()) is not None:
+            found.append(message.text)
+            while stream.has_message:
+                reading = asyncio.ensure_future(stream.read())
+                await asyncio.sleep(0)
+                assert reading.done()
+                found.append(reading.result().text)
+        assert found == ["a", "b", "c"]
+        assert not stream.has_message
+
+
 async def test_the_four_kinds_of_calls(net: Net) -> None:
     async with net.running() as (_, channel):
         assert (await channel.call(METHODS["Unary"], text("a"))).text == "a"

@@ -140,18 +140,19 @@ def _rest_lost(original: Any) -> Any:
     "frames",
     "terminal-frame-doubles-a-number",
     Execution,
-    "_finish",
-    "behind text that was held back, the last frame has its number",
+    "_take_frames",
+    "of several frames the last has the number of the first",
     first=(2,),
 )
 def _doubled(original: Any) -> Any:
-    def finish(self: Any, outcome: Any) -> Any:
+    def take_frames(self: Any) -> Any:
         before = self._next_frame
-        frames = original(self, outcome)
-        frames[-1].frame = before
+        frames = original(self)
+        for frame in frames[-1:]:
+            frame.frame = before
         return frames
 
-    return finish
+    return take_frames
 
 
 @mutant(
@@ -733,7 +734,7 @@ def _let_go(original: Any) -> Any:
     WorkerServicer,
     "execute",
     "a worker refuses grants of a leader that is over",
-    first=(101,),
+    first=(981,),
 )
 def _unfenced(original: Any) -> Any:
     def execute(self: Any, message: Any, call: Any) -> Any:

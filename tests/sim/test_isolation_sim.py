@@ -153,7 +153,7 @@ async def _victim(cluster: Cluster, traffic: Traffic, calls: list[Call], begin_s
 def _ttft(call: Call) -> float:
     """To the first frame that says what the answer is; it may be empty."""
     frames = zip(call.frame_times, call.frames, strict=True)
-    return next(at for at, frame in frames if not frame.HasField("started")) - call.began_at
+    return next(at for at, frame in frames if frame.HasField("delta") or frame.HasField("finished")) - call.began_at
 
 
 def p95(values: list[float]) -> float:

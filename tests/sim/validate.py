@@ -55,9 +55,10 @@ def check_call(call: Call) -> None:
     """One call's frames and end, by the contract of inference.proto."""
     who = call.describe()
     assert [f.frame for f in call.frames] == list(range(len(call.frames))), f"frames are not dense: {who}"
-    kinds = [f.WhichOneof("event") for f in call.frames]
-    assert "finished" not in kinds[:-1], f"frames after the terminal one: {who}"
-    assert "started" not in kinds[1:], f"started twice: {who}"
+    parts = ("started", "delta", "finished")
+    assert all(any(f.HasField(part) for part in parts) for f in call.frames), f"a frame tells nothing: {who}"
+    assert not any(f.HasField("finished") for f in call.frames[:-1]), f"frames after the terminal one: {who}"
+    assert not any(f.HasField("started") for f in call.frames[1:]), f"started twice: {who}"
     for choice in range(call.n):
         _check_choice(call, choice)
     finished = call.finished
@@ -67,7 +68,7 @@ def check_call(call: Call) -> None:
         assert finished.outcome != common_pb2.OUTCOME_SLOW_READER or is_slow, f"cut off, and it had read on: {who}"
         delivered = sum(len(call.tokens_of(choice)) for choice in range(call.n))
         assert finished.usage.completion_tokens == delivered, f"usage is not what was delivered: {who}"
-        prompt = len(call.prompt) if "started" in kinds else 0
+        prompt = len(call.prompt) if call.frames[0].HasField("started") else 0
         assert finished.usage.prompt_tokens == prompt, (
             f"{finished.usage.prompt_tokens} prompt tokens are metered: {who}"
         )
@@ -142,7 +143,7 @@ def deliveries(calls: Sequence[Call]) -> list[tuple[float, int]]:
     got: list[tuple[float, int]] = []
     for call in calls:
         for at, frame in zip(call.frame_times, call.frames, strict=True):
-            tokens = len(call.prompt) if frame.HasField("started") else len(frame.delta.token_ids)
+            tokens = len(call.prompt) * frame.HasField("started") + len(frame.delta.token_ids)
             got.append((at, tokens))
     return sorted(got)
 

@@ -95,6 +95,8 @@ class Execution:
         self._choices = Choices(detokenizers, job.stop)
         self._measured = _Measured()
         self._next_frame = 0
+        self._untold: list[inference_pb2.GenerateResponse] = []
+        """What the caller does not know yet: each thing in a frame of its own, without a number."""
         self._lease = TokenLease(job, self._choices, scheduler)
         self._grant: Grant | None = None
         self._stream: WorkerStream | None = None
@@ -144,20 +146,20 @@ class Execution:
         """The next frames, at least one unless the request ended."""
         assert not self.ended
         try:
-            frames = await self._next()
-            while not frames and not self.ended:
-                frames = await self._next()
-            return frames
+            while not self.ended and (not self._untold or self._goes_with_next):
+                self._untold += await self._next()
         except ManyloraError as e:
             return self.fail(e)
+        return self._take_frames()
 
     def fail(self, error: ManyloraError) -> list[inference_pb2.GenerateResponse]:
         """Ends the request with an error: the frames that tell it, none where it was never queued."""
         self.error = error
-        if not self._is_queued:
+        if self._is_queued:
+            self._untold += self._finish(_outcome_of(error))
+        else:
             self._end(error)
-            return []
-        return self._finish(_outcome_of(error))
+        return self._take_frames()
 
     def close(self) -> None:
         """Ends everything that still runs for the request. Idempotent."""
@@ -275,7 +277,7 @@ class Execution:
                 return self._on_tokens(message.tokens)
             case "started":
                 self._lease.begin()
-                return [self._frame(started=self._started())]
+                return [inference_pb2.GenerateResponse(started=self._started())]
             case "finished":
                 return self._on_finished(message.finished)
             case _:
@@ -296,10 +298,9 @@ class Execution:
         for index in taken.stopped:
             assert self._stream is not None
             self._stream.stop_choice(index)
-        frames = self._numbered(taken.deltas)
-        if frames and self._measured.ttft_ms == 0.0:
+        if taken.deltas and self._measured.ttft_ms == 0.0:
             self._measured.ttft_ms = self._elapsed_ms()
-        return frames
+        return taken.deltas
 
     def _on_finished(self, finished: worker_pb2.ExecuteFinished) -> list[inference_pb2.GenerateResponse]:
         self._measured.worker = finished
@@ -329,8 +330,8 @@ class Execution:
     # Ending
 
     def _finish(self, outcome: common_pb2.Outcome) -> list[inference_pb2.GenerateResponse]:
-        """The last frames: text that was held back, and the terminal one."""
-        frames = self._numbered(self._choices.rest())
+        """What is told last: text that was held back, and the end."""
+        untold = self._choices.rest()
         measured = self._measured
         finished = inference_pb2.Finished(
             outcome=outcome,
@@ -351,10 +352,10 @@ class Execution:
             worker_id=self._grant.worker_id if self._grant is not None else "",
             degraded=self.job.degraded,
         )
-        frames.append(self._frame(finished=finished))
+        untold.append(inference_pb2.GenerateResponse(finished=finished))
         self.outcome = outcome
         self._end(self.error)
-        return frames
+        return untold
 
     def _end(self, error: ManyloraError | None) -> None:
         self.ended = True
@@ -364,20 +365,30 @@ class Execution:
     def _elapsed_ms(self) -> float:
         return (asyncio.get_running_loop().time() - self.job.received_at) * 1000
 
-    def _frame(
-        self,
-        *,
-        started: inference_pb2.Started | None = None,
-        finished: inference_pb2.Finished | None = None,
-    ) -> inference_pb2.GenerateResponse:
-        number = self._next_frame
-        self._next_frame = number + 1
-        return inference_pb2.GenerateResponse(frame=number, started=started, finished=finished)
+    # Frames
 
-    def _numbered(self, frames: list[inference_pb2.GenerateResponse]) -> list[inference_pb2.GenerateResponse]:
+    @property
+    def _goes_with_next(self) -> bool:
+        """Whether the worker's next message is there, and is told in the same frame: the first tokens with the
+        beginning, the end with the last tokens. A message costs the router, the network and the caller more than what
+        is in it."""
+        is_begun_alone = len(self._untold) == 1 and self._untold[0].HasField("started")
+        is_end_next = self._choices.have_ended and not self._choices.are_cut_short
+        is_there = self._stream is not None and self._stream.has_message
+        return is_there and (is_begun_alone or is_end_next) and self._lease.has_tokens
+
+    def _take_frames(self) -> list[inference_pb2.GenerateResponse]:
+        """All that the caller does not know yet, in as few frames as hold it."""
+        frames: list[inference_pb2.GenerateResponse] = []
+        for event in self._untold:
+            if frames and (event.HasField("finished") or not frames[-1].HasField("delta")):
+                frames[-1].MergeFrom(event)
+            else:
+                frames.append(event)
         for number, frame in enumerate(frames, self._next_frame):
             frame.frame = number
         self._next_frame += len(frames)
+        self._untold = []
         return frames
 
 

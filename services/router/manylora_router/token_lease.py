@@ -52,6 +52,12 @@ class TokenLease:
         """What the tenant's quota is charged: the prompt once a worker has begun, and the tokens handed out."""
         return self.used_prompt_tokens + self._choices.num_tokens
 
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the quota lets on what comes next, or some of it."""
+        tokens = self._scheduler.lease(self._request_id).tokens
+        return tokens is None or tokens > self.used_tokens
+
     def settle(self) -> None:
         """The request has ended. Idempotent."""
         self._scheduler.settle(self._request_id, self.used_tokens)

@@ -115,6 +115,11 @@ class WorkerStream:
         self._next_frame += 1
         return message
 
+    @property
+    def has_message(self) -> bool:
+        """Whether the worker's next message is there, as far as one can know."""
+        return self._stream.has_message
+
     def stop_choice(self, index: int) -> None:
         """Tells the worker that a choice is over, beside the stream."""
 

@@ -7,6 +7,7 @@ before the first frame. Leaving a stream early cancels its call, which frees its
 from __future__ import annotations
 
 import asyncio
+import collections
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ from manylora.client.folder import AdapterFolder
 from manylora.client.messages import (
     adapter_from,
     change_from,
-    event_from,
+    events_from,
     key_from,
     lifted_from,
     models_from,
@@ -136,22 +137,25 @@ class GenerateStream:
         self._deadline = _deadline(timeout_s)
         self._stream: Stream | None = None
         self._collector = Collector()
+        self._told: collections.deque[Event] = collections.deque()
+        """Of the last frame, what was not given out yet."""
         self._ended = False
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Event:
-        while not self._ended:
+        while not self._ended and not self._told:
             message = await self._read()
             if message is None:
                 self._ended = True
-                break
-            event = event_from(message)
-            if event is not None:
-                self._collector.add(event)
-                return event
-        raise StopAsyncIteration
+            else:
+                self._told.extend(events_from(message))
+        if not self._told:
+            raise StopAsyncIteration
+        event = self._told.popleft()
+        self._collector.add(event)
+        return event
 
     async def collect(self) -> Result:
         """Reads to the end. What was read before counts too."""
@@ -166,6 +170,7 @@ class GenerateStream:
     def cancel(self) -> None:
         """Ends the request. Safe to call again, and after the end."""
         self._ended = True
+        self._told.clear()
         if self._stream is not None:
             self._stream.cancel()
 

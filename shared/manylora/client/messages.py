@@ -146,27 +146,28 @@ def key_from(message: admin_pb2.KeyInfo) -> KeyInfo:
     return _scalars(KeyInfo, message, scopes=tuple(message.scopes))
 
 
-def event_from(message: inference_pb2.GenerateResponse) -> Event | None:
-    """None for an event that this client does not know (a newer server's)."""
-    kind = message.WhichOneof("event")
-    if kind == "started":
-        return _scalars(Started, message.started, degraded=_degraded_from(message.started))
-    if kind == "delta":
+def events_from(message: inference_pb2.GenerateResponse) -> list[Event]:
+    """What a frame tells, in order; nothing where this client does not know it (a newer server's)."""
+    events: list[Event] = []
+    if message.HasField("started"):
+        events.append(_scalars(Started, message.started, degraded=_degraded_from(message.started)))
+    if message.HasField("delta"):
         delta = message.delta
-        return _scalars(
-            Delta, delta, token_ids=tuple(delta.token_ids), logprobs=tuple(_logprobs(p) for p in delta.logprobs)
-        )
-    if kind == "finished":
+        logprobs = tuple(_logprobs(p) for p in delta.logprobs)
+        events.append(_scalars(Delta, delta, token_ids=tuple(delta.token_ids), logprobs=logprobs))
+    if message.HasField("finished"):
         finished = message.finished
-        return Finished(
-            outcome=_enum_name(common_pb2.Outcome.DESCRIPTOR, finished.outcome, "OUTCOME_"),
-            choices=tuple(_choice_end(c) for c in finished.choices),
-            usage=_scalars(Usage, finished.usage),
-            timings=_scalars(Timings, finished.timings),
-            worker_id=finished.worker_id,
-            degraded=_degraded_from(finished),
+        events.append(
+            Finished(
+                outcome=_enum_name(common_pb2.Outcome.DESCRIPTOR, finished.outcome, "OUTCOME_"),
+                choices=tuple(_choice_end(c) for c in finished.choices),
+                usage=_scalars(Usage, finished.usage),
+                timings=_scalars(Timings, finished.timings),
+                worker_id=finished.worker_id,
+                degraded=_degraded_from(finished),
+            )
         )
-    return None
+    return events
 
 
 def _enum_name(enum: EnumDescriptor, number: int, prefix: str) -> str:

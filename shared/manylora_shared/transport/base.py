@@ -90,6 +90,10 @@ class Stream(Protocol):
     async def read(self) -> Any:
         """The next response; None after the last. Raises RpcError where the call ended with a status other than OK."""
 
+    @property
+    def has_message(self) -> bool:
+        """Whether a response is known to be there: `read` does not wait then. Where nobody can say, False."""
+
     async def write(self, message: Message) -> None:
         """Sends one request of a client stream. Raises RpcError once the call has ended."""
 

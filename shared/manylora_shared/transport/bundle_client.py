@@ -170,6 +170,10 @@ class _Call:
             self._num_read = 0
         return parse_response(self._method.response_type, response)
 
+    @property
+    def has_message(self) -> bool:
+        return bool(self._responses)
+
     async def write(self, message: Message) -> None:
         raise RpcError(Code.FAILED_PRECONDITION, "the call takes a single request")
 

@@ -309,6 +309,10 @@ class GrpcStream:
         self._answered = not self._method.server_streaming
         return parse_response(self._method.response_type, data)
 
+    @property
+    def has_message(self) -> bool:
+        return False  # grpc does not tell
+
     async def write(self, message: Message) -> None:
         """Goes by grpc's inner call object: its own `write` replaces the status of a call that ended meanwhile with
         INTERNAL, and the caller would never learn why, say, its upload was refused."""

@@ -321,6 +321,10 @@ class MemoryStream:
             raise decode_error(*item.error)
         return None
 
+    @property
+    def has_message(self) -> bool:
+        return self._call.responses.has_message
+
     async def write(self, message: Message) -> None:
         self._check_open()
         data = message.SerializeToString()

@@ -113,6 +113,11 @@ class Pipe:
                 _wake(self._writer)
         return item
 
+    @property
+    def has_message(self) -> bool:
+        """Whether `take` has one that is not the end."""
+        return bool(self._arrived) and isinstance(self._arrived[0], bytes)
+
     def arrival(self) -> asyncio.Future[None]:
         """Is done when `take` may have something."""
         assert self._reader is None or self._reader.done(), "one reader at most"
