@@ -15,6 +15,8 @@ from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.engine.api import EngineRequest, Sampling
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.engine.step_planner import PlannerLimits
+from manylora_worker.engine.step_time import StepTime
+from manylora_worker.engine.tenant_shares import TenantShare
 from manylora_worker.engine_factory import EngineOptions, build_engine_parts
 
 from tests.numerics.conftest import Family, FamilyOf
@@ -24,11 +26,19 @@ pytestmark = pytest.mark.gpu
 MAX_TOKENS = 20
 
 
-@pytest.mark.parametrize("marks_free", [False, True])
+@pytest.mark.parametrize(("marks_free", "prompts_alone"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_core_equals_peft(family_of: FamilyOf, name: str, tmp_path: Path, marks_free: bool) -> None:
+def test_core_equals_peft(
+    family_of: FamilyOf,
+    name: str,
+    tmp_path: Path,
+    marks_free: bool,
+    prompts_alone: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Chunked prefill, a pool too small for all, adapters loaded and evicted meanwhile, graphs of many sizes; the next
-    step is begun beside the last one, and stop tokens are found late."""
+    step is begun beside the last one, and stop tokens are found late. Prompts of a tenant that is behind come in steps
+    of their own, between two of the others' decodes, or not."""
     family = family_of(name)
     uids = {None: None, **family.put_adapters(tmp_path / "objects")}
     adapter_bytes = 3 << 18
@@ -43,24 +53,34 @@ def test_core_equals_peft(family_of: FamilyOf, name: str, tmp_path: Path, marks_
         max_requests=100,
     )
     core = EngineCore(parts.runner, parts.backend, limits, clears_freed=marks_free)
+    left_out: list[StepTime] = []
+    monkeypatch.setattr(StepTime, "are_worth_a_step", lambda *_: prompts_alone)
+    monkeypatch.setattr(StepTime, "left_out_decodes", lambda step_time: left_out.append(step_time))
+    core.set_share(TenantId("t1"), TenantShare(dict.fromkeys(QosClass, 1000)))  # the other has more than its share
     rng = random.Random(name)
     lengths = [(None, 40)] * 6  # wait for no adapter, and have no room together
     lengths += [(adapter, rng.choice((1, 3, 8, 21, 40))) for _ in range(2) for adapter in uids]
     wanted = [(adapter, [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]) for adapter, length in lengths]
     outputs = [family.reference.greedy(prompt, adapter, MAX_TOKENS) for adapter, prompt in wanted]
     stops = [output[9] if i % 3 == 0 else None for i, output in enumerate(outputs)]
+    late: list[EngineRequest] = []
     for i, (adapter, prompt) in enumerate(wanted):
         request = EngineRequest(
-            RequestId(f"r{i}"), TenantId("t"), QosClass("interactive"), uids[adapter], tuple(prompt), MAX_TOKENS,
-            Sampling(seed=i, temperature=0.0), frozenset({stops[i]} - {None}), n=1 + i % 2,
+            RequestId(f"r{i}"), TenantId(f"t{i % 4 // 3}"), QosClass("interactive"), uids[adapter], tuple(prompt),
+            MAX_TOKENS, Sampling(seed=i, temperature=0.0), frozenset({stops[i]} - {None}), n=1 + i % 2,
         )  # fmt: skip
-        core.add(request, now=0.0)
+        if request.tenant_id == "t1":
+            late.append(request)
+        else:
+            core.add(request, now=0.0)
     got: dict[tuple[str, int], list[int]] = {}
     deadline = time.monotonic() + 120
     steps_ahead = 0
     try:
-        while core.has_work():
+        while core.has_work() or late:
             assert time.monotonic() < deadline
+            if late and core.stats().steps % 8 == 7:
+                core.add(late.pop(), now=0.0)
             for output in core.step(now=time.monotonic()):
                 got.setdefault((output.request_id, output.choice), []).extend(output.token_ids)
             steps_ahead += core.num_in_flight
@@ -75,6 +95,7 @@ def test_core_equals_peft(family_of: FamilyOf, name: str, tmp_path: Path, marks_
         stats = core.stats()
         assert stats.evictions > 0
         assert stats.failed_steps == 0
+        assert bool(left_out) is prompts_alone
     finally:
         parts.backend.close()
 
