@@ -14,8 +14,8 @@ from manylora_shared.ids import QosClass, RequestId, TenantId
 from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.engine.api import EngineRequest, Sampling
 from manylora_worker.engine.core import EngineCore, EngineLimits
+from manylora_worker.engine.prompts_alone import PromptsAlone
 from manylora_worker.engine.step_planner import PlannerLimits
-from manylora_worker.engine.step_time import StepTime
 from manylora_worker.engine.tenant_shares import TenantShare
 from manylora_worker.engine_factory import EngineOptions, build_engine_parts
 
@@ -53,9 +53,9 @@ def test_core_equals_peft(
         max_requests=100,
     )
     core = EngineCore(parts.runner, parts.backend, limits, clears_freed=marks_free)
-    left_out: list[StepTime] = []
-    monkeypatch.setattr(StepTime, "are_worth_a_step", lambda *_: prompts_alone)
-    monkeypatch.setattr(StepTime, "left_out_decodes", lambda step_time: left_out.append(step_time))
+    left_out: list[PromptsAlone] = []
+    monkeypatch.setattr(PromptsAlone, "are_worth_a_step", lambda *_: prompts_alone)
+    monkeypatch.setattr(PromptsAlone, "left_out_decodes", lambda prompts: left_out.append(prompts))
     core.set_share(TenantId("t1"), TenantShare(dict.fromkeys(QosClass, 1000)))  # the other has more than its share
     rng = random.Random(name)
     lengths = [(None, 40)] * 6  # wait for no adapter, and have no room together

@@ -130,7 +130,7 @@ class Rig:
 
 def compute_prompts_alone(core: EngineCore) -> None:
     """As on a device where a step of prompts alone takes nothing: none of those that are behind waits for decodes."""
-    core._step_time.are_worth_a_step = lambda num_prompt_tokens: True  # type: ignore[method-assign]
+    core._prompts_alone.are_worth_a_step = lambda num_prompt_tokens: True  # type: ignore[method-assign]
 
 
 def weights(weight: int) -> dict[QosClass, int]:

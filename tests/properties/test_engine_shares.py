@@ -17,13 +17,13 @@ from manylora_worker.engine import step_planner
 from manylora_worker.engine.core import EngineCore
 from manylora_worker.engine.fake_runner import AheadFakeRunner, FakeRunner
 from manylora_worker.engine.parking import Parking
+from manylora_worker.engine.prompts_alone import PromptsAlone
 from manylora_worker.engine.sequence import Sequence
 from manylora_worker.engine.slots import Slots
 from manylora_worker.engine.step_planner import (
     FlowSlots,
     StepPlanner,
 )
-from manylora_worker.engine.step_time import StepTime
 from manylora_worker.engine.tenant_shares import TenantShare, TenantShares
 
 from tests.properties.engine_rig import BLOCK, CHUNK, A, B, C, Rig, assert_all_is_counted_once, fight, weights
@@ -386,12 +386,12 @@ def test_three_tenants_fight_for_a_third_of_what_they_need(seed: int) -> None:
 def test_and_with_prompts_alone(seed: int, make_runner: type[FakeRunner]) -> None:
     left_out = 0
 
-    def count(step_time: StepTime) -> None:
+    def count(prompts: PromptsAlone) -> None:
         nonlocal left_out
         left_out += 1
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepTime, "left_out_decodes", count)
+        patch.setattr(PromptsAlone, "left_out_decodes", count)
         rig = fight(seed, make_runner=make_runner, prompts_alone=True)
     assert left_out > 0
     assert_all_is_counted_once(rig)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from manylora_shared.ids import QosClass, RequestId, TenantId
@@ -12,6 +13,8 @@ from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner
 from manylora_worker.engine.step_planner import PlannerLimits
 from manylora_worker.engine.step_time import LEAST_PROMPT_TOKENS, StepTime
+
+from tests.properties.engine_rig import compute_prompts_alone
 
 DECODE_S, TOKEN_S = 0.005, 0.0001
 TARGET_S = 0.02
@@ -167,72 +170,33 @@ def test_first_steps_that_are_slow_once_hold_no_prompts_up(
     assert counts.index(FULL_CHUNK) <= num_held_up
 
 
-# ---- prompts alone
-
-ALONE_S = 0.002
-"""What a step takes beside its tokens where nothing decodes."""
-
-
-def busy(
-    time: StepTime, *, alone_s: float = ALONE_S, decode_s: float = DECODE_S, steps: int = 200, prompts_in: int = 2
-) -> tuple[float, float, int]:
-    """Steps with decodes, one in `prompts_in` with a prompt; alone, where it is worth it. Returns what decodes lost to
-    prompts alone, how long all took, and how many of these steps followed one another."""
-    lost, total, most, in_a_row = 0.0, 0.0, 0, 0
-    for step in range(steps):
-        count = 16 if step % prompts_in == 0 else 0
-        is_alone = count > 0 and time.are_worth_a_step(count)
-        if is_alone:
-            time.left_out_decodes()
-            lost += alone_s
-        in_a_row = in_a_row + 1 if is_alone else 0
-        most = max(most, in_a_row)
-        took = count * TOKEN_S + (alone_s if is_alone else decode_s)
-        total += took
-        time.measured(count, took, has_decodes=not is_alone)
-    return lost, total, most
-
-
-@pytest.mark.parametrize(
-    ("alone_s", "is_worth"),
-    [(DECODE_S / 4, True), (DECODE_S / 1.6, True), (DECODE_S / 1.4, False), (DECODE_S, False), (2 * DECODE_S, False)],
-)
-def test_prompts_are_worth_a_step_where_it_is_shorter_than_decoding_by_half_of_itself(
-    alone_s: float, is_worth: bool
-) -> None:
-    time = StepTime(TARGET_S)
-    busy(time, alone_s=alone_s, steps=4000, prompts_in=50)
-    assert time.are_worth_a_step(16) is is_worth
-    lost, _, _ = busy(time, alone_s=alone_s, steps=20000)
-    assert is_worth or lost < 20.5 * alone_s, "it is tried once in a thousand steps"
+def test_a_step_that_left_out_decodes_says_nothing_of_what_prompts_add_to_them() -> None:
+    core = EngineCore(
+        FakeRunner(num_blocks=4096, block_size=16),
+        FakeAdapterBackend(lambda: 0.0),
+        EngineLimits(PlannerLimits(512, FULL_CHUNK, 4, TARGET_S), AdapterCacheLimits(1, 1), max_requests=64),
+    )
+    compute_prompts_alone(core)
+    now = 0.0
+    for i in range(3):
+        core.add(replace(_request(f"decodes{i}", 16, 400), tenant_id=TenantId("a")), now)
+    limits = []
+    for step in range(200):
+        if step % 10 == 5:
+            core.add(_request(f"r{step}", 16, 1), now)
+        batch = core.begin_step(now)
+        assert batch is not None
+        core.submit(batch)
+        is_alone = len(batch.chunks) == 1 and step > 2
+        now += ALONE_S if is_alone else seconds(_prompt_tokens(batch))
+        core.end_step(core.wait(), now)
+        limits.append((is_alone, core._step_time.max_prompt_tokens()))
+    assert sum(is_alone for is_alone, _ in limits) >= 15
+    right = (TARGET_S - DECODE_S) / TOKEN_S
+    assert all(limit == pytest.approx(right, rel=0.05) for _, limit in limits[100:])
 
 
-def test_long_prompts_are_worth_no_step_of_their_own() -> None:
-    """They would take long in any step."""
-    time = StepTime(TARGET_S)
-    busy(time, steps=4000, prompts_in=50)
-    assert time.are_worth_a_step(16)
-    assert not time.are_worth_a_step(512)
-
-
-@pytest.mark.parametrize("prompts_in", [1, 5, 50])
-def test_decodes_lose_a_fortieth_of_the_time_at_most_to_prompts_alone(prompts_in: int) -> None:
-    time = StepTime(TARGET_S)
-    busy(time, steps=4000)
-    lost, total, in_a_row = busy(time, steps=5000, prompts_in=prompts_in)
-    assert lost <= total / 40 + 4 * ALONE_S
-    assert in_a_row <= 5
-    assert lost >= 0.9 * min(total / 40, 5000 / prompts_in * ALONE_S), "what may be lost is used"
-
-
-def test_what_decoding_takes_is_known_where_every_step_has_prompts() -> None:
-    """The only steps without prompts were of another time, in which decoding took a fifth."""
-    time = StepTime(TARGET_S)
-    busy(time, decode_s=1.2 * ALONE_S, steps=4000, prompts_in=50)
-    assert not time.are_worth_a_step(16)
-    for _ in range(60):
-        time.measured(16, 6 * ALONE_S + 16 * TOKEN_S)
-    assert time.are_worth_a_step(16)
+ALONE_S = 0.001
 
 
 def _prompt_tokens(batch: StepBatch) -> int:

@@ -53,6 +53,7 @@ from manylora_worker.engine.flights import Flight, Flights, Part, chunk_of, part
 from manylora_worker.engine.outbox import Outbox, RequestEnd
 from manylora_worker.engine.prefix_cache import PrefixOptions
 from manylora_worker.engine.prefixes import Prefixes
+from manylora_worker.engine.prompts_alone import PromptsAlone
 from manylora_worker.engine.request_bounds import RequestBounds
 from manylora_worker.engine.request_table import RequestTable
 from manylora_worker.engine.sequence import Sequence, SequenceGroup, SequenceStatus, sequence_id_of
@@ -101,13 +102,20 @@ class EngineCore:
         )
         self._swapper = Swapper(runner.host_kv if isinstance(runner, SwapRunner) else None, self._pool, self._shares)
         self._step_time = StepTime(limits.planner.target_step_s)
+        self._prompts_alone = PromptsAlone()
         self._planner = StepPlanner(
-            self._pool, limits.planner, self._shares, self._swapper, self._prefixes, self._step_time
+            self._pool,
+            limits.planner,
+            self._shares,
+            self._swapper,
+            self._prefixes,
+            self._step_time,
+            self._prompts_alone,
         )
         self._adapters = AdapterCache(backend, limits.adapters, self._shares.tenant_weight)
         self._requests = RequestTable()
         self._flights = Flights(runner)
-        self._begun: tuple[SequenceOf[Part], BlockWork, float] | None = None
+        self._begun: tuple[StepPlan, SequenceOf[Part], BlockWork, float] | None = None
         """Between `begin_step` and `submit`."""
         self._outbox = Outbox()
         self._endings = Endings(
@@ -266,14 +274,14 @@ class EngineCore:
                 times.first_step_s = now
         work = self._pool.take_work()
         chunks = [chunk_of(item) for item in plan.scheduled]
-        self._begun = ([part_of(item) for item in plan.scheduled], work, now)
+        self._begun = (plan, [part_of(item) for item in plan.scheduled], work, now)
         return StepBatch(chunks, copy_blocks=work.copies, clear_blocks=work.clears)
 
     def submit(self, batch: StepBatch) -> None:
         """Has the model compute what `begin_step` gave: at once, or beside what comes next."""
         assert self._begun is not None
-        (parts, work, begun_s), self._begun = self._begun, None
-        self._flights.submit(batch, parts, work, begun_s)
+        (plan, parts, work, begun_s), self._begun = self._begun, None
+        self._flights.submit(batch, parts, work, begun_s, leaves_out_decodes=plan.leaves_out_decodes)
         for part in parts:
             self._advance(part.scheduled)
 
@@ -442,7 +450,9 @@ class EngineCore:
             num_prefill += part.num_new_tokens + part.num_recomputed_tokens
         seconds = now - max(flight.begun_s, self._step_ended_s)
         self._swapper.costs.computed(num_prefill, num_tokens, seconds)
-        self._step_time.measured(num_prefill, seconds, has_decodes=num_tokens > num_prefill)
+        self._prompts_alone.measured(num_prefill, seconds, has_decodes=num_tokens > num_prefill)
+        if not flight.leaves_out_decodes:
+            self._step_time.measured(num_prefill, seconds)
         self._step_ended_s = now
 
     def _count_setbacks(self, plan: StepPlan) -> None:

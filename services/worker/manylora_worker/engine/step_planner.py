@@ -18,7 +18,7 @@ A step is filled under `max_batch_tokens`: one token of each quantum, then prefi
 `prefill_chunk_tokens` each, and in all as many as fit into the time that a step should take (StepTime). A token is kept
 for each decode that could still take a slot, so no prefill holds one up. Nor do decodes hold up a short prompt that is
 behind them (QuantumCuts) where they take most of a step: it is computed without them, as long as they lose little by it
-(StepTime); they keep their slots, and what is left of their quanta.
+(PromptsAlone); they keep their slots, and what is left of their quanta.
 
 Blocks are taken when a unit is started: all that it may write; of a sequence without blocks those of all its tokens.
 So what is in a slot never waits for memory, and all that is not can be *evicted*: it frees its blocks and is computed
@@ -58,6 +58,7 @@ from manylora_worker.engine.block_pool import BlockPool
 from manylora_worker.engine.block_tables import BlockTables
 from manylora_worker.engine.parking import Parking
 from manylora_worker.engine.prefixes import Prefixes
+from manylora_worker.engine.prompts_alone import PromptsAlone
 from manylora_worker.engine.quantum_cuts import QuantumCuts
 from manylora_worker.engine.reclaim import Reclaim, Room, least_recent
 from manylora_worker.engine.sequence import Sequence, SequenceStatus
@@ -98,6 +99,8 @@ class StepPlan(NamedTuple):
     """Their KV is on its way to the host."""
     evicted: SequenceOf[Sequence]
     """They lost their blocks; one that came in between, more than once."""
+    leaves_out_decodes: bool
+    """There are quanta in the slots, and it has prompts alone."""
 
 
 class FlowSlots(NamedTuple):
@@ -128,10 +131,12 @@ class StepPlanner:
         swapper: Swapper,
         prefixes: Prefixes,
         step_time: StepTime,
+        prompts_alone: PromptsAlone,
     ) -> None:
         self._pool = pool
         self._limits = limits
         self._step_time = step_time
+        self._prompts_alone = prompts_alone
         self._shares = shares
         self._swapper = swapper
         self._prefixes = prefixes
@@ -235,13 +240,13 @@ class StepPlanner:
                 unit.tokens_left = 0
                 chunks.append(unit.chunk)
         yielded = [sequence for sequence in ended if sequence.item is not None]
-        return StepPlan(scheduled + chunks, yielded, parking.swapped, parking.evicted)
+        return StepPlan(scheduled + chunks, yielded, parking.swapped, parking.evicted, self._round.has_prompts_alone)
 
     def _units_of_step(self) -> SequenceOf[Unit]:
         """What is in the slots, or the prompts among it alone."""
         if not self._round.has_prompts_alone:
             return self._slots.units
-        self._step_time.left_out_decodes()
+        self._prompts_alone.left_out_decodes()
         self.parking.step -= 1
         return [unit for unit in self._slots.units if not unit.ends_at]
 
@@ -282,7 +287,7 @@ class StepPlanner:
         if self._queue.sequence(pick.item).status is SequenceStatus.DECODE:
             return False
         num_tokens = self._round.prompt_tokens + pick.place.num_tokens
-        return self._step_time.are_worth_a_step(num_tokens) and self._cuts.is_behind(pick.item)
+        return self._prompts_alone.are_worth_a_step(num_tokens) and self._cuts.is_behind(pick.item)
 
     def _cut_quanta(self) -> list[Sequence]:
         """Where no slot is free, ends quanta for prompts that are not to wait (quantum_cuts.py), which begin in this
