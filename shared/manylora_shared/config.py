@@ -1,6 +1,6 @@
 """Settings: flags, environment and a file become one frozen dataclass, once, in a service's `__main__`.
 
-Owns nothing at run time; the only module that reads `os.environ`. Where a setting comes from, the first wins:
+Owns nothing at run time; the only module that touches `os.environ`. Where a setting comes from, the first wins:
 
     --block-size 16              a flag, the field's name in kebab case; booleans also take --no-<name>
     MANYLORA_BLOCK_SIZE=16       the environment
@@ -84,6 +84,11 @@ def load(config: type[C], argv: Sequence[str] | None = None, env: Mapping[str, s
 def environment() -> Mapping[str, str]:
     """This process's environment, for code outside this module that passes it on."""
     return dict(os.environ)
+
+
+def set_default(variable: str, value: str) -> None:
+    """In this process's environment, for a library that has no other way to be set; what is set already stays."""
+    os.environ.setdefault(variable, value)
 
 
 def parse(config: type[C], argv: Sequence[str], env: Mapping[str, str]) -> C:

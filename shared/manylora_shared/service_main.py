@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import manylora_shared.grpc_polling  # noqa: F401  before anything imports grpc
 from manylora_shared.coordination.base import Store
 from manylora_shared.coordination.etcd import EtcdStore
 from manylora_shared.heap import freeze_started

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import Sequence
 
 import pytest
 from manylora_shared.errors import AlreadyExists, InvalidRequest, Overloaded, ServiceUnavailable
+from manylora_shared.ids import RequestId
 from manylora_shared.simulation import loop as simulation
 from manylora_worker import engine_view
-from manylora_worker.engine.api import AdapterTier, Sampled, StepBatch
+from manylora_worker.engine.api import AdapterTier, Sampled, StepBatch, TokenOutput
 from manylora_worker.engine.fake_runner import AheadFakeRunner, FakeRunner, reference_tokens
 from manylora_worker.output_stream import PAUSE_UNREAD_TOKENS, EndKind, OutputStream, StreamEnd
 from manylora_worker.runtime import LoopRuntime, ThreadRuntime
@@ -216,6 +218,41 @@ def test_reads_gather_what_comes_within_the_interval_but_not_the_first_token_and
         assert last.end is not None
         assert loop.time() == pytest.approx(0.4)
         await engine.runtime.stop()
+
+    simulation.run(main(), seed=1)
+
+
+@pytest.mark.parametrize(("max_tokens", "frames"), [(10, [1, 9]), (11, [1, 6, 4])])
+def test_a_frame_waits_for_an_end_that_is_near(max_tokens: int, frames: list[int]) -> None:
+    async def main() -> None:
+        engine = make_engine(config(), step_s=0.01)
+        engine.runtime.start()
+        stream = engine.runtime.submit(request(max_tokens=max_tokens))
+        sizes: list[int] = []
+        while not stream.is_ended:
+            sizes.append(len((await stream.read(interval_s=0.055)).outputs))  # the second at 5/64 s, with six
+        assert sizes == frames
+        await engine.runtime.stop()
+
+    simulation.run(main(), seed=1)
+
+
+def test_an_end_that_does_not_come_is_waited_for_half_an_interval() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        stream = OutputStream(dataclasses.replace(request(max_tokens=10), n=2))
+
+        def put(position: int, tokens: int) -> None:
+            for choice in range(2):
+                stream.put(TokenOutput(RequestId("r"), choice, position, tuple(range(tokens))))
+
+        put(0, 1)
+        await stream.read(interval_s=0.055)
+        put(1, 6)
+        batch = await stream.read(interval_s=0.055)
+        assert len(batch.outputs) == 2
+        assert batch.end is None
+        assert loop.time() == pytest.approx(4 / 64 + 0.055 / 2), "the next 64th of a second after 0.055, and half of it"
 
     simulation.run(main(), seed=1)
 

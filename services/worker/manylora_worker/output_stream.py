@@ -66,9 +66,14 @@ class OutputStream:
         self._pause_unread_tokens = pause_unread_tokens
         self._pending: list[TokenOutput] = []
         self._pending_tokens = 0
+        self._left_tokens = [request.max_tokens - len(request.emitted_token_ids)] * request.n
+        """By choice: those that may still come."""
         self._end: StreamEnd | None = None
         self._flush_at = float("-inf")
-        self._waiter = Waiter()
+        self._grace_s = 0.0
+        self._news = Waiter()
+        """Something to read, or the end."""
+        self._ending = Waiter()
 
     @property
     def is_ended(self) -> bool:
@@ -78,27 +83,40 @@ class OutputStream:
     async def has_something(self, timeout_s: float) -> None:
         """Returns when there is something to read, or after so long."""
         if not self._pending and self._end is None:
-            await self._waiter.wait(asyncio.get_running_loop().time() + timeout_s)
+            await self._news.wait(asyncio.get_running_loop().time() + timeout_s)
 
     async def read(self, *, interval_s: float = 0.0) -> OutputBatch:
         """All outputs since the last read, at least one of them or the end.
 
         Args:
-            interval_s: outputs are gathered until so long after the last read, and up to a third longer; the end is not
-                waited with.
+            interval_s: until the next read outputs are gathered for so long, and up to a third longer; half as long
+                again where the end is that near. The end is not waited with.
         """
         loop = asyncio.get_running_loop()
+        await self._wait_for_end(self._flush_at)
         while not self._pending and self._end is None:
-            await self._waiter.wait()
-        while self._end is None and loop.time() < self._flush_at:
-            await self._waiter.wait(self._flush_at)
-        self._flush_at = _flush_time(loop.time(), interval_s)
+            await self._news.wait()
+        if self._is_end_near:
+            await self._wait_for_end(self._flush_at + self._grace_s)
+        self._flush_at, self._grace_s = _flush_time(loop.time(), interval_s), interval_s / 2
         batch = OutputBatch(self._pending, self._end)
         self._pending = []
         self._pending_tokens = 0
         if self.is_paused:
             self._when_read(self)
         return batch
+
+    async def _wait_for_end(self, until: float) -> None:
+        """Until then at most."""
+        loop = asyncio.get_running_loop()
+        while self._end is None and loop.time() < until:
+            await self._ending.wait(until)
+
+    @property
+    def _is_end_near(self) -> bool:
+        """Whether half as many tokens as have gathered are the last ones. A frame that another follows so soon costs
+        a router and the caller as much as the other."""
+        return 2 * max(self._left_tokens) * self.request.n <= self._pending_tokens
 
     @property
     def is_full(self) -> bool:
@@ -109,8 +127,11 @@ class OutputStream:
         """From EngineView."""
         if output.finish_reason is not None:
             self.unfinished_choices -= 1
+            self._left_tokens[output.choice] = 0
+        else:
+            self._left_tokens[output.choice] -= len(output.token_ids)
         if not self._pending:
-            self._waiter.wake()
+            self._news.wake()
         self._pending.append(output)
         self._pending_tokens += len(output.token_ids)
 
@@ -118,7 +139,8 @@ class OutputStream:
         """From EngineView."""
         assert self._end is None
         self._end = end
-        self._waiter.wake()
+        self._news.wake()
+        self._ending.wake()
 
 
 def _flush_time(now: float, interval_s: float) -> float:
