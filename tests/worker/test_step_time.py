@@ -18,6 +18,8 @@ from tests.properties.engine_rig import compute_prompts_alone
 
 DECODE_S, TOKEN_S = 0.005, 0.0001
 TARGET_S = 0.02
+ALONE_S = 0.001
+"""A step that leaves out what decodes."""
 
 
 def seconds(num_prompt_tokens: int, fixed_s: float = 0.0) -> float:
@@ -60,6 +62,35 @@ def test_prompts_go_on_where_decoding_alone_takes_longer_than_the_target() -> No
     time.measured(0, 10 * TARGET_S)
     time.measured(512, 20 * TARGET_S)
     assert time.max_prompt_tokens() == LEAST_PROMPT_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("prompts", "of_a_step"),
+    [
+        pytest.param([16] * 4, [32, 32], id="short ones"),
+        pytest.param([40, 16, 16, 16], [40, 32, 16], id="the first is longer than what several get"),
+        pytest.param([150], [64, 64, 22], id="a long one"),
+    ],
+)
+def test_beside_slow_decodes_a_long_prompt_goes_on_faster_than_several_short_ones_together(
+    prompts: list[int], of_a_step: list[int]
+) -> None:
+    limits = EngineLimits(PlannerLimits(512, 256, 8, TARGET_S), AdapterCacheLimits(1, 1), max_requests=64)
+    core = EngineCore(FakeRunner(num_blocks=1024, block_size=16), FakeAdapterBackend(lambda: 0.0), limits)
+    core.add(_request("decodes", 8, 400), 0.0)
+    now, counts = 0.0, []
+    for step in range(40):
+        if step == 20:
+            for i, tokens in enumerate(prompts):
+                core.add(_request(f"r{i}", tokens, 50), now)
+        batch = core.begin_step(now)
+        assert batch is not None
+        counts.append(_prompt_tokens(batch))
+        core.submit(batch)
+        now += 10 * seconds(counts[-1])
+        core.end_step(core.wait(), now)
+        core.take_outputs()
+    assert [count for count in counts[20:] if count] == of_a_step
 
 
 def test_one_step_that_was_held_up_cuts_the_next_ones_by_little() -> None:
@@ -194,9 +225,6 @@ def test_a_step_that_left_out_decodes_says_nothing_of_what_prompts_add_to_them()
     assert sum(is_alone for is_alone, _ in limits) >= 15
     right = (TARGET_S - DECODE_S) / TOKEN_S
     assert all(limit == pytest.approx(right, rel=0.05) for _, limit in limits[100:])
-
-
-ALONE_S = 0.001
 
 
 def _prompt_tokens(batch: StepBatch) -> int:

@@ -63,7 +63,7 @@ from manylora_worker.engine.quantum_cuts import QuantumCuts
 from manylora_worker.engine.reclaim import Reclaim, Room, least_recent
 from manylora_worker.engine.sequence import Sequence, SequenceStatus
 from manylora_worker.engine.slots import Scheduled, Slots, Unit
-from manylora_worker.engine.step_time import StepTime
+from manylora_worker.engine.step_time import LEAST_CHUNK_TOKENS, StepTime
 from manylora_worker.engine.swapping import Swapper
 from manylora_worker.engine.tenant_shares import FlowKey, TenantShares
 from manylora_worker.engine.unit_queue import UnitQueue
@@ -430,7 +430,10 @@ class StepPlanner:
     def _chunk_tokens(self, sequence: Sequence) -> int:
         """Tokens of the next part of a prefill; 0 where the step has none left for it."""
         other_slots = max(0, self._slots.num_free - 1)
-        budget = min(self._round.prompt_budget, self._round.budget - min(self.parking.ready_decodes, other_slots))
+        prompt_budget = self._round.prompt_budget
+        if not self._round.prompt_tokens:
+            prompt_budget = max(prompt_budget, LEAST_CHUNK_TOKENS)
+        budget = min(prompt_budget, self._round.budget - min(self.parking.ready_decodes, other_slots))
         return max(0, min(sequence.num_uncomputed_tokens, self._limits.prefill_chunk_tokens, budget))
 
     # ---- blocks
@@ -503,7 +506,7 @@ class _Round:
         self.budget = budget
         """Tokens of the step."""
         self.prompt_budget = budget if max_prompt_tokens is None else min(budget, max_prompt_tokens)
-        """Of these what prompts may have."""
+        """Of these what prompts may have; the first one LEAST_CHUNK_TOKENS, if that is more."""
         self.prompt_tokens = 0
         """Of those that were started."""
         self._are_better_alone = True

@@ -23,8 +23,11 @@ _FIRST = 8
 """So many steps may be slow once."""
 _MOST = 2.0
 """A step counts as so many times the average at most: one that was held up by others says nothing of the next."""
-LEAST_PROMPT_TOKENS = 64
-"""However slow steps are, prompts go on by so many tokens in each: with few, most of a step's time is its beginning."""
+LEAST_PROMPT_TOKENS = 32
+"""However slow steps are, prompts go on by so many tokens in each."""
+LEAST_CHUNK_TOKENS = 64
+"""And the first of them by so many, if it has them: of a long prompt in small parts, most of the time is their
+beginning. Several short ones are as quick in several steps, and what decodes waits for less at a time."""
 
 
 class StepTime:
