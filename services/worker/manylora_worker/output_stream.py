@@ -89,8 +89,8 @@ class OutputStream:
         """All outputs since the last read, at least one of them or the end.
 
         Args:
-            interval_s: until the next read outputs are gathered for so long, and up to a third longer; half as long
-                again where the end is that near. The end is not waited with.
+            interval_s: until the next read outputs are gathered for so long, up to a third longer, and half as long
+                again where the end is near. The end is not waited with.
         """
         loop = asyncio.get_running_loop()
         await self._wait_for_end(self._flush_at)
