@@ -71,9 +71,11 @@ class OutputStream:
         self._end: StreamEnd | None = None
         self._flush_at = float("-inf")
         self._grace_s = 0.0
+        """So long after `_flush_at` an end that is near is waited for."""
         self._news = Waiter()
         """Something to read, or the end."""
         self._ending = Waiter()
+        """The end alone."""
 
     @property
     def is_ended(self) -> bool:
