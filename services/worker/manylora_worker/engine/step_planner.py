@@ -18,7 +18,9 @@ A step is filled under `max_batch_tokens`: one token of each quantum, then prefi
 `prefill_chunk_tokens` each, and in all as many as fit into the time that a step should take (StepTime). A token is kept
 for each decode that could still take a slot, so no prefill holds one up. Nor do decodes hold up a short prompt that is
 behind them (QuantumCuts) where they take most of a step: it is computed without them, as long as they lose little by it
-(PromptsAlone); they keep their slots, and what is left of their quanta.
+(PromptsAlone); they keep their slots, and what is left of their quanta. Prompts that could all end in one step, so that
+their sequences would end together too, end in one after the other, as long as slots lose little by it (Staggering); but
+for those that are behind.
 
 Blocks are taken when a unit is started: all that it may write; of a sequence without blocks those of all its tokens.
 So what is in a slot never waits for memory, and all that is not can be *evicted*: it frees its blocks and is computed
@@ -63,6 +65,7 @@ from manylora_worker.engine.quantum_cuts import QuantumCuts
 from manylora_worker.engine.reclaim import Reclaim, Room, least_recent
 from manylora_worker.engine.sequence import Sequence, SequenceStatus
 from manylora_worker.engine.slots import Scheduled, Slots, Unit
+from manylora_worker.engine.staggering import Staggering
 from manylora_worker.engine.step_time import LEAST_CHUNK_TOKENS, StepTime
 from manylora_worker.engine.swapping import Swapper
 from manylora_worker.engine.tenant_shares import FlowKey, TenantShares
@@ -144,6 +147,7 @@ class StepPlanner:
         self._queue = UnitQueue(shares)
         self._slots = Slots(limits.sequence_slots, QUANTUM_TOKENS)
         self._cuts = QuantumCuts(self._slots, self._queue, shares)
+        self._staggering = Staggering(limits.sequence_slots, QUANTUM_TOKENS)
         self.parking = Parking(pool, self._tables, swapper, prefixes, self._queue)
         """Of it EngineCore calls `enqueue`, `fork`, `copy_ended` and `release_blocks`."""
         self._late_claims: dict[Sequence, None] = {}
@@ -228,6 +232,9 @@ class StepPlanner:
         ended += self._cut_quanta()
         if not self._slots and self._queue and not is_ahead and not self._swapper.num_copying:
             self._force()
+        if self._slots:
+            held_back = min(self._slots.num_free, len(self.parking.waiting)) if self._round.is_held_back else 0
+            self._staggering.planned(held_back)
         chunks: list[Scheduled] = []
         scheduled: list[Scheduled] = []
         for unit in self._units_of_step():
@@ -353,7 +360,7 @@ class StepPlanner:
             num_tokens = min(num_tokens, sequence.num_uncomputed_tokens)  # fewer, where some were cached
             chunk = Scheduled(sequence, num_tokens, samples=num_tokens == sequence.num_uncomputed_tokens)
             cost = _cost(chunk)
-            self._round.take_prompt(num_tokens, is_better_alone=is_better_alone)
+            self._round.take_prompt(chunk, is_better_alone=is_better_alone)
         self._queue.start(pick, cost)
         self._slots.take(Unit(sequence, pick.item, chunk, num_tokens, ends_at))
 
@@ -428,13 +435,21 @@ class StepPlanner:
         )
 
     def _chunk_tokens(self, sequence: Sequence) -> int:
-        """Tokens of the next part of a prefill; 0 where the step has none left for it."""
+        """Tokens of the next part of a prefill; 0 where the step has none left for it, or it is held back."""
         other_slots = max(0, self._slots.num_free - 1)
         prompt_budget = self._round.prompt_budget
         if not self._round.prompt_tokens:
             prompt_budget = max(prompt_budget, LEAST_CHUNK_TOKENS)
         budget = min(prompt_budget, self._round.budget - min(self.parking.ready_decodes, other_slots))
-        return max(0, min(sequence.num_uncomputed_tokens, self._limits.prefill_chunk_tokens, budget))
+        num_tokens = max(0, min(sequence.num_uncomputed_tokens, self._limits.prefill_chunk_tokens, budget))
+        ends = sequence.is_out and num_tokens == sequence.num_uncomputed_tokens
+        if ends and self._staggering.holds_back(self._round.num_ended) and not self._is_behind(sequence):
+            self._round.is_held_back = True
+            return 0
+        return num_tokens
+
+    def _is_behind(self, sequence: Sequence) -> bool:
+        return sequence.item is not None and self._cuts.is_behind(sequence.item)
 
     # ---- blocks
 
@@ -500,7 +515,16 @@ class StepPlanner:
 class _Round:
     """What one plan has left, and what it has found out."""
 
-    __slots__ = ("_are_better_alone", "budget", "deferred", "prompt_budget", "prompt_tokens", "refused")
+    __slots__ = (
+        "_are_better_alone",
+        "budget",
+        "deferred",
+        "is_held_back",
+        "num_ended",
+        "prompt_budget",
+        "prompt_tokens",
+        "refused",
+    )
 
     def __init__(self, budget: int, max_prompt_tokens: int | None) -> None:
         self.budget = budget
@@ -509,6 +533,10 @@ class _Round:
         """Of these what prompts may have; the first one LEAST_CHUNK_TOKENS, if that is more."""
         self.prompt_tokens = 0
         """Of those that were started."""
+        self.num_ended = 0
+        """Prompts that end in the step."""
+        self.is_held_back = False
+        """Some that could have ended wait for the next one (Staggering)."""
         self._are_better_alone = True
         """All of them."""
         self.deferred: tuple[Sequence, Room] | None = None
@@ -521,11 +549,12 @@ class _Round:
         """Whether the step leaves out what decodes."""
         return self.prompt_tokens > 0 and self._are_better_alone
 
-    def take_prompt(self, num_tokens: int, *, is_better_alone: bool) -> None:
+    def take_prompt(self, chunk: Scheduled, *, is_better_alone: bool) -> None:
         """A part of a prompt is in the step."""
-        self.budget -= num_tokens
-        self.prompt_budget -= num_tokens
-        self.prompt_tokens += num_tokens
+        self.budget -= chunk.num_tokens
+        self.prompt_budget -= chunk.num_tokens
+        self.prompt_tokens += chunk.num_tokens
+        self.num_ended += chunk.samples
         self._are_better_alone &= is_better_alone
 
 
