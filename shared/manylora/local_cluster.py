@@ -215,7 +215,7 @@ class LocalCluster:
                 f"worker-{i}",
                 functools.partial(self._worker_command, i),
                 worker_environment(),
-                self._cores.services | self._cores.engines[i],
+                self._cores.workers | self._cores.engines[i],
             )
             for i in range(self.options.workers)
         ]
@@ -347,6 +347,9 @@ class _Cores(NamedTuple):
     """Which cores a cluster's processes use; empty: any."""
 
     services: AbstractSet[int]
+    """Routers, scheduler and etcd."""
+    workers: AbstractSet[int]
+    """All of these but their engines."""
     engines: Sequence[AbstractSet[int]]
     """By worker."""
 
@@ -361,15 +364,21 @@ def _threads(options: ClusterOptions, num_cores: int) -> int:
 
 
 def _shared_out(options: ClusterOptions, cores: Sequence[int]) -> _Cores:
-    """Engines that compute on the CPU get a core a thread, the last ones, and the services the others
-    (docs/decisions/0029). Any core is for all where no core would be left to the services, or `own_cores` says so."""
+    """Engines that compute on the CPU get a core a thread, the last ones, and workers and services the others; a single
+    one is too little for bursts, so engines of one thread share theirs with the services (docs/decisions/0029). Any
+    core is for all where none would be left to the services, or `own_cores` says so."""
     threads = _threads(options, len(cores))
     num_shared = len(cores) - threads * options.workers
     computes = set(_devices(options)) == {"cpu"} and "--engine=fake" not in options.worker_flags
     if not (options.own_cores and computes and num_shared > 0 and sys.platform == "linux"):
-        return _Cores(frozenset(), [frozenset()] * options.workers)
+        return _Cores(frozenset(), frozenset(), [frozenset()] * options.workers)
+    shared = frozenset(cores[:num_shared])
     begins = range(num_shared, len(cores), threads)
-    return _Cores(frozenset(cores[:num_shared]), [frozenset(cores[begin : begin + threads]) for begin in begins])
+    return _Cores(
+        frozenset() if num_shared == threads == 1 else shared,
+        shared,
+        [frozenset(cores[begin : begin + threads]) for begin in begins],
+    )
 
 
 def worker_environment() -> Mapping[str, str]:

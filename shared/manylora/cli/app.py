@@ -95,7 +95,11 @@ def up(
         int | None, typer.Option(min=1, help="Greatest rank of an adapter; default: the worker's choice.")
     ] = None,
     own_cores: Annotated[
-        bool, typer.Option(help="Engines on the CPU compute on cores of their own, which the services leave to them.")
+        bool,
+        typer.Option(
+            help="Engines on the CPU compute on cores of their own. Workers leave these to them, and so do the other "
+            "services unless a single core is left."
+        ),
     ] = True,
 ) -> None:
     """Run a local cluster in the foreground; prints one JSON line when it serves."""
