@@ -349,7 +349,7 @@ class _Cores(NamedTuple):
     services: AbstractSet[int]
     """Routers, scheduler and etcd."""
     workers: AbstractSet[int]
-    """All of these but their engines."""
+    """Their own processes, without the engines'."""
     engines: Sequence[AbstractSet[int]]
     """By worker."""
 

@@ -66,6 +66,7 @@ def test_engines_on_the_cpu_get_cores_that_the_services_leave(
         assert (cores.services, cores.workers, list(cores.engines)) == (services, workers, engines)
     else:
         assert not cores.services
+        assert not cores.workers
 
 
 @pytest.mark.parametrize(
