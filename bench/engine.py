@@ -37,7 +37,7 @@ from manylora_shared.heap import freeze_started
 from manylora_shared.ids import AdapterUid
 from manylora_worker.adapters.host_memory import HostMemory
 from manylora_worker.adapters.layout import HostAdapter, elements_of, lay_out
-from manylora_worker.device.decoder_weights import read_decoder
+from manylora_worker.decoder_weights import read_decoder
 from manylora_worker.device.runner import DeviceLimits, DeviceModelRunner
 from manylora_worker.engine.api import PENDING_TOKEN, Sampling, SequenceChunk, StepBatch
 from manylora_worker.engine.attention import ATTENTION, register_attention

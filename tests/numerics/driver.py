@@ -14,6 +14,7 @@ from manylora_worker.adapters.source import AdapterBase, AdapterLimits, read_ada
 from manylora_worker.engine.api import Sampling, SequenceChunk, StepBatch
 from manylora_worker.engine.kv_cache import KvCache
 from manylora_worker.engine.model_runner import TorchModelRunner
+from manylora_worker.engine.torch_decoder import trusted_weights
 from manylora_worker.loader import LoadedModel
 
 from tests.numerics.conftest import Family
@@ -37,7 +38,7 @@ def make_runner(
         loaded.spec.kv, num_blocks=num_blocks, block_size=block_size, dtype=loaded.dtype, device=loaded.device
     )
     planner = LoraPlanner(LoraCosts(product_flops, copied_weight=0.0), max_stacked_weights=1 << 24)
-    return TorchModelRunner(loaded, cache, planner, num_host_blocks=num_host_blocks)
+    return TorchModelRunner(loaded, trusted_weights(loaded), cache, planner, num_host_blocks=num_host_blocks)
 
 
 def put_adapter(runner: TorchModelRunner, loaded: LoadedModel, folder: Path) -> AdapterUid:

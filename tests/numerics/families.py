@@ -1,4 +1,4 @@
-"""Tiny random models of every family that is served, and one that the fusion table does not know.
+"""Tiny random models of every family that is served, and two that the fusion table does not know.
 
 Weights are drawn wide, so that attention scores are large: a soft cap, a window or a scale that is ignored shows. All
 windows are shorter than the prompts of the tests.
@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
@@ -73,6 +74,9 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
         **_SHAPE, sliding_window=WINDOW, rope_parameters=_LONGROPE, original_max_position_embeddings=128
     ),
     "olmo2": lambda: Olmo2Config(**_SHAPE),
+    "granite": lambda: GraniteConfig(
+        **_SHAPE, embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0, attention_multiplier=0.2
+    ),
 }  # fmt: skip
 
 

@@ -120,7 +120,7 @@ def test_the_engines_threads_are_its_own(setup: Setup) -> None:
         setup.next_events()
         assert torch.get_num_threads() == 2
         counts: list[int] = []
-        runner = TorchModelRunner(setup.runner._loaded, setup.runner._cache, setup.runner._planner)
+        runner = TorchModelRunner(setup.runner._loaded, None, setup.runner._cache, setup.runner._planner)
 
         def step() -> None:
             Driver(runner).step([Stream([5, 6])])

@@ -31,9 +31,9 @@ from tests.numerics.driver import LIMITS, Driver, Stream, make_runner, mixed_str
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
+from manylora_worker.decoder_weights import read_decoder
 from manylora_worker.device import decoder
 from manylora_worker.device.decoder import buffer_bytes
-from manylora_worker.device.decoder_weights import read_decoder
 from manylora_worker.device.runner import DeviceLimits, DeviceModelRunner
 from manylora_worker.device.step_tables import StepTables
 

@@ -18,6 +18,7 @@ from manylora_worker.engine.kv_cache import KvCache, KvGeometry
 from manylora_worker.engine.model_runner import TorchModelRunner
 from manylora_worker.engine.outbox import RequestEnd
 from manylora_worker.engine.step_planner import PlannerLimits
+from manylora_worker.engine.torch_decoder import trusted_weights
 
 from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.driver import LIMITS, Driver, Stream, make_runner
@@ -33,7 +34,7 @@ def make_marking_runner(family: Family, *, num_blocks: int = 96) -> TorchModelRu
         device=family.loaded.device,
         marks_free=True,
     )
-    return TorchModelRunner(family.loaded, cache, runner._planner)
+    return TorchModelRunner(family.loaded, trusted_weights(family.loaded), cache, runner._planner)
 
 
 def test_blocks_are_marked_until_they_are_entered() -> None:

@@ -23,10 +23,12 @@ from manylora_worker.adapters.lora_linear import LoraCosts, LoraPlanner
 from manylora_worker.adapters.reader import AdapterReader, LocalReader
 from manylora_worker.adapters.reader_pool import ReaderProcesses
 from manylora_worker.adapters.source import AdapterBase, AdapterLimits
+from manylora_worker.decoder_weights import DecoderWeights
 from manylora_worker.engine.api import ModelRunner
 from manylora_worker.engine.kv_cache import MIB, KvCache
 from manylora_worker.engine.model_runner import TorchModelRunner
 from manylora_worker.engine.packed_linear import PackedLinear
+from manylora_worker.engine.torch_decoder import trusted_weights
 from manylora_worker.loader import LoadedModel, ModelRefused, ModelSpec, Quantization, load_model
 from manylora_worker.validation import AdapterReport
 
@@ -110,8 +112,11 @@ def build_engine_parts(options: EngineOptions, *, notify: Callable[[], None] = l
         quantization=options.quantization,
         threads=options.threads,
     )
-    device_runner = _device_runner(loaded, options) if loaded.device.type == "cuda" else None
-    runner = device_runner or _reference_runner(loaded, options)
+    weights = trusted_weights(loaded)
+    device_runner = None
+    if loaded.device.type == "cuda" and weights is not None:
+        device_runner = _device_runner(loaded, weights, options)
+    runner = device_runner or _reference_runner(loaded, weights, options)
     base = AdapterBase.of(loaded)
     reader = _reader(base, options, is_gpu=loaded.device.type == "cuda")
     backend = TorchAdapterBackend(
@@ -144,14 +149,16 @@ def _num_readers() -> int:
     return max(1, min(_MAX_READERS, len(os.sched_getaffinity(0)) - _OTHER_CORES))
 
 
-def _reference_runner(loaded: LoadedModel, options: EngineOptions) -> TorchModelRunner:
+def _reference_runner(loaded: LoadedModel, weights: DecoderWeights | None, options: EngineOptions) -> TorchModelRunner:
     """The runner for the CPU, and on a GPU for a model whose layers the device decoder does not know."""
     planner = LoraPlanner(
         _LORA_COSTS.get(loaded.device.type, _LORA_COSTS["cuda"]),
         max_stacked_weights=_STACKED_ADAPTER_BYTES // loaded.dtype.itemsize,
     )
+    if weights is None:
+        _LOG.warning("%s has parts that our decoders do not know: it runs slowly", loaded.spec.model_type)
     return TorchModelRunner(
-        loaded, _build_cache(loaded, options), planner, num_host_blocks=_host_blocks(loaded, options)
+        loaded, weights, _build_cache(loaded, options), planner, num_host_blocks=_host_blocks(loaded, options)
     )
 
 
@@ -159,15 +166,10 @@ def _host_blocks(loaded: LoadedModel, options: EngineOptions) -> int:
     return loaded.spec.kv.blocks_in(options.host_kv_bytes, options.block_size, loaded.dtype)
 
 
-def _device_runner(loaded: LoadedModel, options: EngineOptions) -> DeviceModelRunner | None:
-    """The runner of fused kernels and CUDA graphs; None where the model has a part that it does not know."""
-    from manylora_worker.device.decoder_weights import read_decoder
+def _device_runner(loaded: LoadedModel, weights: DecoderWeights, options: EngineOptions) -> DeviceModelRunner:
+    """The runner of fused kernels and CUDA graphs."""
     from manylora_worker.device.runner import DeviceLimits, DeviceModelRunner, activation_bytes
 
-    weights = read_decoder(loaded)
-    if weights is None:
-        _LOG.warning("%s has parts that the device decoder does not know: it runs slowly", loaded.spec.model_type)
-        return None
     block_bytes = loaded.spec.kv.token_bytes(loaded.dtype) * options.block_size
     adapter_blocks = options.device_adapter_bytes // block_bytes
     if adapter_blocks < 1:

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from manylora_worker.device.decoder_weights import DecoderWeights, Projection
+from manylora_worker.decoder_weights import DecoderWeights, Projection
 from manylora_worker.kernels.add_norm import add_norm
 from manylora_worker.kernels.attention import DecodeScratch, PagedLayout, attend_decode, attend_prefill
 from manylora_worker.kernels.attention_decode import DecodeAttention
@@ -94,7 +94,7 @@ class _Sizes:
                 "attended": (max_rows, shape.num_heads * shape.head_dim),
                 "gate_up": (max_rows, first.gate_up.out_features),
                 "gated": (max_rows, first.down.in_features),
-                "logits": (max_decode_rows, weights.head.shape[0]),
+                "logits": (max_decode_rows, weights.vocab_size),
                 "lora": (min(max_rows, MOST_ROWS), max(first.qkv.out_features, first.o.out_features)),
             },
             low_rank=most * low_rank_columns(lora_chunks),
@@ -211,7 +211,7 @@ class Decoder:
         if step.logit_rows is not None:
             normed = normed.index_select(0, step.logit_rows)
         logits = self._logits[: normed.shape[0]]
-        linear(normed, self.weights.head, None, logits, self._parts, pdl=self._pdl)
+        linear(normed, self.weights.head.weight, None, logits, self._parts, pdl=self._pdl)
         softcap = self.weights.logit_softcap
         if softcap is not None:
             logits.div_(softcap).tanh_().mul_(softcap)

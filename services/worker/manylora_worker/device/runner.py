@@ -20,9 +20,9 @@ from manylora_shared.ids import AdapterUid
 from torch import Tensor
 
 from manylora_worker.adapters.layout import HostAdapter
+from manylora_worker.decoder_weights import DecoderWeights
 from manylora_worker.device.adapter_arena import AdapterArena
 from manylora_worker.device.decoder import Decoder, DeviceStep, buffer_bytes
-from manylora_worker.device.decoder_weights import DecoderWeights
 from manylora_worker.device.graph_shapes import (
     BUCKETS,
     GREEDY,

@@ -193,15 +193,31 @@ class AttentionStep:
         keys = key[0].transpose(0, 1).reshape(num_rows, -1)
         values = value[0].transpose(0, 1).reshape(num_rows, -1)
         scale = head_dim**-0.5 if scaling is None else scaling
+        attended = self.attend_rows(layer, queries, keys, values, scale, sliding_window, softcap)
+        return attended.reshape(1, num_rows, num_heads, head_dim)
+
+    def attend_rows(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Writes the new tokens' keys and values, and attends.
+
+        queries: [T, kv_heads, query heads of each, head_dim]; keys, values: [T, kv_heads * head_dim] -> as queries.
+        """
         self._cache.write(layer, self._token_rows, keys, values)
-        plan = self._plans.get(sliding_window)
+        plan = self._plans.get(window)
         if plan is None:
-            plan = self._plans[sliding_window] = self._build_plan(sliding_window, query.device)
+            plan = self._plans[window] = self._build_plan(window, queries.device)
         groups = plan.decode_groups
         if len(groups) == 1 and groups[0].rows is None:
-            attended = self._attend_decode(layer, groups[0], queries, scale, softcap)
-            return attended.reshape(1, num_rows, num_heads, head_dim)
-        output = torch.empty_like(queries)
+            return self._attend_decode(layer, groups[0], queries, scale, softcap)
+        output = queries.new_empty(queries.shape)
         for group in groups:
             assert group.rows is not None
             output[group.rows] = self._attend_decode(layer, group, queries.index_select(0, group.rows), scale, softcap)
@@ -209,7 +225,7 @@ class AttentionStep:
             rows = slice(prefill.rows.first_row, prefill.rows.last_row)
             local = (keys[rows], values[rows])
             output[rows] = self._attend_prefill(layer, prefill, queries[rows], local, scale, softcap)
-        return output.view(1, num_rows, num_heads, head_dim)
+        return output
 
     def _attend_decode(
         self, layer: int, group: _DecodeGroup, queries: Tensor, scale: float, softcap: float | None

@@ -26,9 +26,9 @@ sequences that decode: its own operations in every layer would cost more than to
 @dataclass(frozen=True)
 class StepInputs:
     token_ids: Tensor
-    """[1, T]"""
+    """[T]"""
     positions: Tensor
-    """[1, T]"""
+    """[T]"""
     attention: AttentionStep
     segments: Sequence[Segment]
     num_rows: int
@@ -85,8 +85,8 @@ def build_inputs(
     sampling = [i for i, chunk in enumerate(batch.chunks) if chunk.samples]
     num_rows = len(token_ids)
     return StepInputs(
-        token_ids=torch.tensor([token_ids], device=device),
-        positions=torch.tensor([positions], device=device),
+        token_ids=torch.tensor(token_ids, device=device),
+        positions=torch.tensor(positions, device=device),
         attention=AttentionStep(
             cache,
             token_rows=torch.tensor(token_rows, device=device),

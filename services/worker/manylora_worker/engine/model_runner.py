@@ -21,20 +21,35 @@ from torch import Tensor
 
 from manylora_worker.adapters.layout import HostAdapter
 from manylora_worker.adapters.lora_linear import DeviceAdapter, LoraPlanner
+from manylora_worker.decoder_weights import DecoderWeights
 from manylora_worker.engine.api import Sampled, StepBatch
 from manylora_worker.engine.attention import STEP_KEYWORD
 from manylora_worker.engine.host_kv import TensorHostKv
 from manylora_worker.engine.inputs import StepInputs, build_inputs, entered_blocks
 from manylora_worker.engine.kv_cache import KvCache
 from manylora_worker.engine.sampler import sample
+from manylora_worker.engine.torch_decoder import TorchDecoder
 from manylora_worker.loader import LoadedModel
 
 
 class TorchModelRunner:
-    """See api.SwapRunner."""
+    """See api.SwapRunner.
 
-    def __init__(self, loaded: LoadedModel, cache: KvCache, planner: LoraPlanner, *, num_host_blocks: int = 0) -> None:
+    Args:
+        weights: what the model's decoder computes; None: the model runs as transformers wrote it.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        weights: DecoderWeights | None,
+        cache: KvCache,
+        planner: LoraPlanner,
+        *,
+        num_host_blocks: int = 0,
+    ) -> None:
         self._loaded = loaded
+        self._decoder = None if weights is None else TorchDecoder(weights)
         self._cache = cache
         self.host_kv = TensorHostKv(cache.by_block, num_host_blocks)
         self._planner = planner
@@ -108,18 +123,24 @@ class TorchModelRunner:
         loaded = self._loaded
         loaded.switch.batch = self._planner.plan(inputs.segments, inputs.num_rows, loaded.device)
         try:
-            # Where no row samples, the head still runs for one row: models take "no rows" for "all rows".
-            keep = inputs.logit_rows if inputs.sampled else inputs.logit_rows.new_zeros(1)
-            extra = {"logits_to_keep": keep} if loaded.keeps_logits else {}
-            output = loaded.model(
-                input_ids=inputs.token_ids,
-                position_ids=inputs.positions,
-                use_cache=False,
-                **extra,
-                **{STEP_KEYWORD: inputs.attention},
-            )
+            if self._decoder is not None:
+                return self._decoder.forward(inputs.token_ids, inputs.positions, inputs.attention, inputs.logit_rows)
+            return self._forward_by_transformers(inputs)
         finally:
             loaded.switch.batch = None
+
+    def _forward_by_transformers(self, inputs: StepInputs) -> Tensor:
+        loaded = self._loaded
+        # Where no row samples, the head still runs for one row: models take "no rows" for "all rows".
+        keep = inputs.logit_rows if inputs.sampled else inputs.logit_rows.new_zeros(1)
+        extra = {"logits_to_keep": keep} if loaded.keeps_logits else {}
+        output = loaded.model(
+            input_ids=inputs.token_ids[None],
+            position_ids=inputs.positions[None],
+            use_cache=False,
+            **extra,
+            **{STEP_KEYWORD: inputs.attention},
+        )
         logits: Tensor = output.logits[0]
         if not loaded.keeps_logits:
             logits = logits.index_select(0, inputs.logit_rows)

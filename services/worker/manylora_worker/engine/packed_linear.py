@@ -49,7 +49,7 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.weight_bytes = weight.nbytes
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _LAYOUT_ROWS)
-        self._bias = None if bias is None else bias.detach()
+        self.bias = None if bias is None else bias.detach()
         self._product = torch.ops.mkldnn._linear_pointwise.default
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,8 +57,8 @@ class PackedLinear(nn.Module):
         padding = padded_rows(num_rows) - num_rows
         if padding:
             x = F.pad(x, (0, 0, 0, padding))
-        output: Tensor = self._product(x, self._packed, self._bias, "none", [], "")
+        output: Tensor = self._product(x, self._packed, self.bias, "none", [], "")
         return output[..., :num_rows, :] if padding else output
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._bias is not None}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

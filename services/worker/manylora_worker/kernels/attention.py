@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from manylora_worker.decoder_weights import AttentionShape
+
 PREFILL_TILE_FIELDS = 4
 
 
@@ -36,17 +38,6 @@ class PagedLayout:
     stride_token: int
     stride_kv: int
     stride_head: int
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    window: int | None = None
-    """A row sees itself and the window - 1 positions before it."""
-    softcap: float | None = None
 
 
 @triton.jit

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from manylora_worker.kernels.attention import AttentionShape, DecodeScratch, PagedLayout
+from manylora_worker.decoder_weights import AttentionShape
+from manylora_worker.kernels.attention import DecodeScratch, PagedLayout
 from manylora_worker.kernels.cuda_module import CudaKernel, CudaUnavailable, with_instructions
 
 _LOG = logging.getLogger(__name__)

@@ -5,16 +5,13 @@ All arithmetic is in float32 and rounds once, when it is stored. Rows beyond `nu
 
 from __future__ import annotations
 
-from typing import Literal
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from manylora_worker.decoder_weights import Activation
 from manylora_worker.kernels.gemm import load_product
 from manylora_worker.kernels.lora import TILE_ROWS, LoraRows, expand_arguments, expand_pair, load_program
-
-Activation = Literal["silu", "gelu_tanh"]
 
 
 @triton.jit

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from manylora_worker.decoder_weights import Activation
 from manylora_worker.kernels.cuda_module import CudaKernel, CudaUnavailable, with_instructions
-from manylora_worker.kernels.gate import Activation
 from manylora_worker.kernels.lora import CHUNK_RANKS, MAX_SLOTS, TILE_ROWS, LoraRows
 
 _LOG = logging.getLogger(__name__)

@@ -1,25 +1,30 @@
-"""A loaded transformers model seen as what the device decoder computes: matrices, norms, and one shape a layer.
+"""A loaded transformers model seen as what a decoder of our own computes: products, norms, and one shape a layer.
+
+There are two such decoders: device/decoder.py, of fused kernels, and engine/torch_decoder.py, of torch's operators.
 
 `read_decoder` knows no family by name. It reads which modules a layer has (norms before and after, head norms, fused
 projections), and takes what cannot be read off a module (scale, window, soft cap) from the loader's probe. A layer
-that it does not fully understand is a reason to run the model as transformers wrote it: it returns None.
+that it does not fully understand is a reason to run the model as transformers wrote it: it returns None. What a
+module tree does not show, such as a factor in a layer's own code, `torch_decoder.agrees` finds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from manylora_worker.adapters.lora_linear import FusedMember, LoraLinear, Site
-from manylora_worker.kernels.attention import AttentionShape
-from manylora_worker.kernels.gate import Activation
-from manylora_worker.kernels.nf4 import Nf4Linear
+from manylora_worker.engine.packed_linear import PackedLinear
 from manylora_worker.loader import LoadedModel
 
+if TYPE_CHECKING:
+    from manylora_worker.kernels.nf4 import Nf4Linear
+
+Activation = Literal["silu", "gelu_tanh"]
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -29,13 +34,30 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 @dataclass(frozen=True)
-class Projection:
-    """One matrix product: of a weight [out, in] and its bias, or of a module with a weight in 4 bits."""
+class AttentionShape:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    """A row sees itself and the window - 1 positions before it."""
+    softcap: float | None = None
 
+
+@dataclass(frozen=True)
+class Projection:
+    """One matrix product with LoRA on top of it, as a module and as what a kernel reads of it."""
+
+    linear: LoraLinear
     weight: Tensor | None
+    """[out, in], where it is kept as it is."""
     bias: Tensor | None
     nf4: Nf4Linear | None
-    site: Site
+    """The module with a weight in 4 bits, where it is one for a GPU."""
+
+    @property
+    def site(self) -> Site:
+        return self.linear.site
 
     @property
     def in_features(self) -> int:
@@ -69,8 +91,8 @@ class DecoderWeights:
     layers: Sequence[DecoderLayer]
     embed: Callable[[Tensor], Tensor]
     final_norm: Tensor
-    head: Tensor
-    """[vocab, hidden]"""
+    head: nn.Linear | PackedLinear
+    """Without a bias."""
     ropes: Sequence[tuple[Tensor, Tensor]]
     """cos and sin, float32 [positions, rotated / 2]."""
     hidden_size: int
@@ -78,6 +100,11 @@ class DecoderWeights:
     norm_weight_plus_one: bool
     activation: Activation
     logit_softcap: float | None
+
+    @property
+    def vocab_size(self) -> int:
+        num_rows: int = self.head.out_features
+        return num_rows
 
 
 def read_decoder(loaded: LoadedModel) -> DecoderWeights | None:
@@ -87,7 +114,7 @@ def read_decoder(loaded: LoadedModel) -> DecoderWeights | None:
     body = getattr(model, "model", None)
     head = model.get_output_embeddings()
     activation = _ACTIVATIONS.get(str(getattr(config, "hidden_act", getattr(config, "hidden_activation", ""))))
-    if body is None or activation is None or not isinstance(head, nn.Linear) or head.bias is not None:
+    if body is None or activation is None or not isinstance(head, nn.Linear | PackedLinear) or head.bias is not None:
         return None
     norm = _rms_norm(getattr(body, "norm", None))
     if norm is None or not hasattr(body, "layers") or not hasattr(body, "rotary_emb"):
@@ -100,7 +127,7 @@ def read_decoder(loaded: LoadedModel) -> DecoderWeights | None:
         layers=[layer for layer in layers if layer is not None],
         embed=body.embed_tokens,
         final_norm=norm,
-        head=head.weight,
+        head=head,
         ropes=ropes,
         hidden_size=config.hidden_size,
         eps=config.rms_norm_eps,
@@ -135,32 +162,27 @@ def _read_layer(loaded: LoadedModel, layer: nn.Module, index: int, rope: int) ->
     for module, known in ((layer, _KNOWN_LAYER_PARTS), (attention, _KNOWN_ATTENTION_PARTS), (mlp, _KNOWN_MLP_PARTS)):
         if {name for name, _ in module.named_children()} - known:
             return None
-    qkv = _projection(getattr(attention, "qkv_proj", None) or getattr(attention, "q_proj", None))
+    qkv = _fused_projection(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
     o = _projection(attention.o_proj)
-    gate_up = _projection(getattr(mlp, "gate_up_proj", None) or getattr(mlp, "gate_proj", None))
+    gate_up = _fused_projection(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
     down = _projection(mlp.down_proj)
     input_norm = _rms_norm(getattr(layer, "input_layernorm", None))
     after_attention = _rms_norm(getattr(layer, "post_attention_layernorm", None))
-    if any(part is None for part in (qkv, o, gate_up, down, input_norm, after_attention)):
+    if qkv is None or o is None or gate_up is None or down is None or input_norm is None or after_attention is None:
         return None
+    attention_post_norm, ffn_norm, ffn_post_norm = None, after_attention, None
     if hasattr(layer, "pre_feedforward_layernorm"):
-        attention_post_norm = after_attention
-        ffn_norm = _rms_norm(layer.pre_feedforward_layernorm)
-        ffn_post_norm = _rms_norm(layer.post_feedforward_layernorm)
-    else:
-        attention_post_norm, ffn_norm, ffn_post_norm = None, after_attention, None
+        pre_norm = _rms_norm(layer.pre_feedforward_layernorm)
+        attention_post_norm, ffn_post_norm = after_attention, _rms_norm(layer.post_feedforward_layernorm)
+        if pre_norm is None or ffn_post_norm is None:
+            return None
+        ffn_norm = pre_norm
     q_norm = _rms_norm(getattr(attention, "q_norm", None))
     k_norm = _rms_norm(getattr(attention, "k_norm", None))
     traits = loaded.attention_traits[index]
     kv = loaded.spec.kv
     if hasattr(attention, "q_norm") and (q_norm is None or q_norm.shape != (kv.head_dim,)):
         return None  # a norm over all heads together
-    assert qkv is not None
-    assert o is not None
-    assert gate_up is not None
-    assert down is not None
-    assert input_norm is not None
-    assert ffn_norm is not None
     scale = kv.head_dim**-0.5 if traits.scaling is None else traits.scaling
     return DecoderLayer(
         qkv=qkv,
@@ -185,16 +207,35 @@ def _read_layer(loaded: LoadedModel, layer: nn.Module, index: int, rope: int) ->
     )
 
 
-def _projection(module: nn.Module | None) -> Projection | None:
-    """The matrix behind a LoraLinear, or behind the first member of a fused group."""
-    if isinstance(module, FusedMember):
-        module = module.linear
+def _fused_projection(module: nn.Module, whole: str, members: Sequence[str]) -> Projection | None:
+    """The product that makes all of `members`, one after the other: the model's own, or the loader's.
+
+    None where they are products of their own.
+    """
+    if hasattr(module, whole):
+        return _projection(getattr(module, whole))
+    found = [getattr(module, member, None) for member in members]
+    first = found[0]
+    if not all(isinstance(member, FusedMember) for member in found) or not isinstance(first, FusedMember):
+        return None
+    leaves = tuple(slot.path.rpartition(".")[2] for slot in first.linear.site.slots)
+    return _projection(first.linear) if leaves == tuple(members) else None
+
+
+def _projection(module: nn.Module) -> Projection | None:
     if not isinstance(module, LoraLinear):
         return None
     base = module.base
-    if isinstance(base, Nf4Linear):
-        return Projection(None, None, base, module.site)
-    return Projection(base.weight, base.bias, None, module.site) if type(base) is nn.Linear else None
+    if type(base) is nn.Linear:
+        return Projection(module, base.weight, base.bias, None)
+    if isinstance(base, PackedLinear):
+        return Projection(module, None, None, None)
+    return Projection(module, None, None, base) if _is_nf4_linear(base) else None
+
+
+def _is_nf4_linear(module: nn.Module) -> bool:
+    """Its class comes with Triton, which a worker on the CPU has not."""
+    return type(module).__module__ == "manylora_worker.kernels.nf4"
 
 
 def _rms_norm(module: nn.Module | None) -> Tensor | None:
