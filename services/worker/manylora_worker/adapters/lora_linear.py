@@ -128,11 +128,11 @@ class LoraLinear(nn.Module):
         super().__init__()
         self.base = base
         self.site = site
-        self._switch = switch
+        self.switch = switch
 
     def forward(self, x: Tensor) -> Tensor:
         outputs: Tensor = self.base(x)
-        batch = self._switch.batch
+        batch = self.switch.batch
         if batch is not None:
             batch.add(self.site, x.view(-1, x.shape[-1]), outputs.view(-1, outputs.shape[-1]))
         return outputs

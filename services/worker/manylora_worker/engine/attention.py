@@ -97,15 +97,17 @@ class PrefillRows:
 
 @dataclass(frozen=True)
 class _DecodeGroup:
-    rows: Tensor | None
-    """[B] row indices; None: all rows of the step, in order."""
+    rows: slice | Tensor
+    """Row indices, [B] where they are not consecutive."""
     block_rows: Tensor
     """[B * blocks]: cache rows to gather."""
     num_rows: int
     gathered_tokens: int
     """Per row, padding included."""
-    mask: Tensor
-    """[B, 1, 1, gathered_tokens], 0 or -inf."""
+    seen: slice
+    """Of the gathered tokens those that any row sees."""
+    mask: Tensor | None
+    """[B, 1, 1, seen tokens], 0 or -inf; None: every row sees all of them."""
 
 
 @dataclass(frozen=True)
@@ -215,12 +217,11 @@ class AttentionStep:
         if plan is None:
             plan = self._plans[window] = self._build_plan(window, queries.device)
         groups = plan.decode_groups
-        if len(groups) == 1 and groups[0].rows is None:
+        if len(groups) == 1 and groups[0].num_rows == self._num_rows:
             return self._attend_decode(layer, groups[0], queries, scale, softcap)
         output = queries.new_empty(queries.shape)
         for group in groups:
-            assert group.rows is not None
-            output[group.rows] = self._attend_decode(layer, group, queries.index_select(0, group.rows), scale, softcap)
+            output[group.rows] = self._attend_decode(layer, group, queries[group.rows], scale, softcap)
         for prefill in plan.prefills:
             rows = slice(prefill.rows.first_row, prefill.rows.last_row)
             local = (keys[rows], values[rows])
@@ -232,7 +233,9 @@ class AttentionStep:
     ) -> Tensor:
         """queries: [B, kv_heads, group, head_dim] -> the same. The query heads of one kv head stand as its rows."""
         shape = (group.num_rows, group.gathered_tokens, queries.shape[1], queries.shape[3])
-        keys, values = (x.view(shape).transpose(1, 2) for x in self._cache.gather(layer, group.block_rows))
+        keys, values = (
+            x.view(shape)[:, group.seen].transpose(1, 2) for x in self._cache.gather(layer, group.block_rows)
+        )
         return _attend(queries, keys, values, group.mask, scale, softcap)
 
     def _attend_prefill(
@@ -256,7 +259,15 @@ class AttentionStep:
         batched_queries = queries.permute(1, 2, 0, 3)
         batched_keys = keys.transpose(0, 1).unsqueeze(1).expand(-1, group_size, -1, -1)
         batched_values = values.transpose(0, 1).unsqueeze(1).expand(-1, group_size, -1, -1)
-        attended = _attend(batched_queries, batched_keys, batched_values, prefill.mask, scale, softcap)
+        attended = _attend(
+            batched_queries,
+            batched_keys,
+            batched_values,
+            prefill.mask,
+            scale,
+            softcap,
+            is_causal=prefill.block_rows is None,
+        )
         return attended.permute(2, 0, 1, 3)
 
     def _build_plan(self, window: int | None, device: torch.device) -> _Plan:
@@ -271,7 +282,6 @@ class AttentionStep:
         first_blocks = [position // block_size for position in first_positions]
         last_blocks = [-(-d.context_tokens // block_size) for d in self._decodes]
         lengths = [last - first for first, last in zip(first_blocks, last_blocks, strict=True)]
-        covers_step = len(self._decodes) == self._num_rows
         groups = []
         members_of_groups = [
             part
@@ -279,9 +289,7 @@ class AttentionStep:
             for part in _parts(members, lengths[members[0]], self._cache.most_gathered_blocks)
         ]
         for members in members_of_groups:
-            whole = covers_step and len(members_of_groups) == 1
-            if whole:
-                members = list(range(self._num_rows))
+            members = sorted(members, key=lambda i: self._decodes[i].row)
             num_blocks = max(lengths[i] for i in members)
             block_rows, bounds = [], []
             for i in members:
@@ -291,16 +299,21 @@ class AttentionStep:
                 block_rows += [self._cache.block_row(blocks[0])] * (num_blocks - len(blocks))
                 origin = first_blocks[i] * block_size
                 bounds.append((first_positions[i] - origin, row.context_tokens - origin))
-            limits = torch.tensor(bounds, device=device)
-            offsets = torch.arange(num_blocks * block_size, device=device)
-            visible = (offsets >= limits[:, :1]) & (offsets < limits[:, 1:])
+            seen = slice(min(first for first, _ in bounds), max(last for _, last in bounds))
+            mask = None
+            if any(bound != (seen.start, seen.stop) for bound in bounds):
+                limits = torch.tensor(bounds, device=device)
+                offsets = torch.arange(seen.start, seen.stop, device=device)
+                visible = (offsets >= limits[:, :1]) & (offsets < limits[:, 1:])
+                mask = _additive(visible, self._cache.dtype)[:, None, None, :]
             groups.append(
                 _DecodeGroup(
-                    rows=None if whole else torch.tensor([self._decodes[i].row for i in members], device=device),
+                    rows=_index([self._decodes[i].row for i in members], device),
                     block_rows=torch.tensor(block_rows, device=device),
                     num_rows=len(members),
                     gathered_tokens=num_blocks * block_size,
-                    mask=_additive(visible, self._cache.dtype)[:, None, None, :],
+                    seen=seen,
+                    mask=mask,
                 )
             )
         return groups
@@ -326,6 +339,13 @@ class AttentionStep:
         )
 
 
+def _index(rows: list[int], device: torch.device) -> slice | Tensor:
+    """rows: in rising order."""
+    if rows[-1] - rows[0] + 1 == len(rows):
+        return slice(rows[0], rows[-1] + 1)
+    return torch.tensor(rows, device=device)
+
+
 def _first_position(query_position: int, window: int | None) -> int:
     """The first position that the query may see: itself and the window - 1 before it."""
     return 0 if window is None else max(0, query_position - window + 1)
@@ -336,16 +356,26 @@ def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _attend(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    *,
+    is_causal: bool = False,
 ) -> Tensor:
-    """[batch, heads, n, head_dim] over [batch, heads, m, head_dim]; a mask of None means causal with n = m."""
+    """[batch, heads, n, head_dim] over [batch, heads, m, head_dim].
+
+    is_causal: n = m, and each sees itself and what is before it; in place of a mask.
+    """
     if softcap is None:
-        return F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=mask is None and queries.shape[2] > 1, scale=scale
-        )
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=is_causal, scale=scale)
     scores = torch.tanh(torch.matmul(queries, keys.transpose(2, 3)) * (scale / softcap)) * softcap
-    if mask is None:
+    if is_causal:
         n = queries.shape[2]
         mask = _additive(torch.ones(n, n, dtype=torch.bool, device=scores.device).tril_(), scores.dtype)
-    weights = torch.softmax(scores + mask, dim=-1, dtype=torch.float32).to(queries.dtype)
+    if mask is not None:
+        scores = scores + mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(queries.dtype)
     return torch.matmul(weights, values)

@@ -1,7 +1,8 @@
 """From a StepBatch to tensors: where every token stands in the flat batch, and which rows are sampled.
 
 Owns nothing. The flat batch holds the chunks one after the other, ordered by adapter, so that an adapter's rows are
-consecutive; callers see results in the StepBatch's order (`StepInputs.sampled`).
+consecutive, and within one by the length of what they attend to; callers see results in the StepBatch's order
+(`StepInputs.sampled`).
 """
 
 from __future__ import annotations
@@ -38,6 +39,11 @@ class StepInputs:
     """[len(sampled)]: the row whose logits each of them draws from."""
 
 
+def _place(chunk: SequenceChunk) -> tuple[str, bool, int]:
+    """Sorts chunks: what decodes with contexts of like length is to be consecutive, and read in one piece."""
+    return chunk.adapter_uid or "", len(chunk.token_ids) > 1, -chunk.start_position
+
+
 def entered_blocks(chunks: Sequence[SequenceChunk], block_size: int) -> list[int]:
     """Blocks that these chunks begin and leave partly empty: what their unwritten ends hold is stale."""
     blocks = []
@@ -54,7 +60,7 @@ def build_inputs(
 ) -> StepInputs:
     """Lays the batch out. Raises KeyError for an adapter that is not on the device."""
     block_size = cache.block_size
-    order = sorted(range(len(batch.chunks)), key=lambda i: batch.chunks[i].adapter_uid or "")
+    order = sorted(range(len(batch.chunks)), key=lambda i: _place(batch.chunks[i]))
     token_ids: list[int] = []
     positions: list[int] = []
     token_rows: list[int] = []

@@ -10,13 +10,15 @@ TorchDecoder owns nothing but norm weights of its own form; products and their L
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manylora_worker.decoder_weights import DecoderLayer, DecoderWeights, read_decoder
+from manylora_worker.decoder_weights import AttentionShape, DecoderLayer, DecoderWeights, Projection, read_decoder
 from manylora_worker.engine.attention import STEP_KEYWORD, AttentionStep, PrefillRows
 from manylora_worker.engine.kv_cache import KvCache
 from manylora_worker.loader import LoadedModel
@@ -25,16 +27,43 @@ _LOG = logging.getLogger(__name__)
 _CHECKED_TOKENS = 8
 
 
-@dataclass(frozen=True)
-class _Norms:
-    """A layer's norm weights in float32, with Gemma's one added."""
+class _Product:
+    """LoraLinear.forward, without what a call of a module costs: a fifth of a step of one row."""
 
-    input: Tensor
-    attention_post: Tensor | None
-    ffn: Tensor
-    ffn_post: Tensor | None
-    heads: Tensor | None
+    def __init__(self, projection: Projection) -> None:
+        linear = projection.linear
+        self._base: Callable[[Tensor], Tensor] = linear.base.forward
+        if projection.weight is not None:
+            self._base = partial(F.linear, weight=projection.weight, bias=projection.bias)
+        self._site, self._switch = linear.site, linear.switch
+
+    def __call__(self, x: Tensor) -> Tensor:
+        outputs = self._base(x)
+        if self._switch.batch is not None:
+            self._switch.batch.add(self._site, x, outputs)
+        return outputs
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What of a layer is called: products, and norm weights in float32 with Gemma's one added."""
+
+    qkv: _Product
+    o: _Product
+    gate_up: _Product
+    down: _Product
+    input_norm: Tensor
+    attention_post_norm: Tensor | None
+    ffn_norm: Tensor
+    ffn_post_norm: Tensor | None
+    head_norms: Tensor | None
     """[query and kv heads, head_dim]: of every head that is rotated."""
+    qkv_widths: tuple[int, int]
+    """Columns of what is rotated, and of the values."""
+    rotated_heads: tuple[int, int]
+    """Query heads, key heads."""
+    attention: AttentionShape
+    rope: int
 
 
 class TorchDecoder:
@@ -42,7 +71,7 @@ class TorchDecoder:
 
     def __init__(self, weights: DecoderWeights) -> None:
         self._weights = weights
-        self._norms = [self._layer_norms(layer) for layer in weights.layers]
+        self._layers = [self._layer(layer) for layer in weights.layers]
         self._final_norm = self._norm_weight(weights.final_norm)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionStep, logit_rows: Tensor) -> Tensor:
@@ -51,40 +80,30 @@ class TorchDecoder:
         # The embedding's rows are copies, so that the residual may be added to in place.
         residual = weights.embed(token_ids)
         ropes = [_rope_rows(cos, sin, positions, residual.dtype) for cos, sin in weights.ropes]
-        for i, (layer, norms) in enumerate(zip(weights.layers, self._norms, strict=True)):
-            normed = self._norm(residual, norms.input)
-            attended = self._attend(i, layer, norms, layer.qkv.linear(normed), ropes[layer.rope], attention)
-            product = layer.o.linear(attended)
-            if norms.attention_post is not None:
-                product = self._norm(product, norms.attention_post)
+        for i, layer in enumerate(self._layers):
+            normed = self._norm(residual, layer.input_norm)
+            product = layer.o(self._attend(i, layer, layer.qkv(normed), ropes[layer.rope], attention))
+            if layer.attention_post_norm is not None:
+                product = self._norm(product, layer.attention_post_norm)
             residual.add_(product)
-            product = layer.down.linear(self._gate(layer, layer.gate_up.linear(self._norm(residual, norms.ffn))))
-            if norms.ffn_post is not None:
-                product = self._norm(product, norms.ffn_post)
+            product = layer.down(self._gate(layer.gate_up(self._norm(residual, layer.ffn_norm))))
+            if layer.ffn_post_norm is not None:
+                product = self._norm(product, layer.ffn_post_norm)
             residual.add_(product)
         logits: Tensor = weights.head(self._norm(residual.index_select(0, logit_rows), self._final_norm))
         softcap = weights.logit_softcap
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
     def _attend(
-        self,
-        index: int,
-        layer: DecoderLayer,
-        norms: _Norms,
-        qkv: Tensor,
-        rope: tuple[Tensor, Tensor],
-        attention: AttentionStep,
+        self, index: int, layer: _Layer, qkv: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionStep
     ) -> Tensor:
         """qkv: [T, (heads + 2 kv_heads) * head_dim] -> [T, heads * head_dim]."""
         shape = layer.attention
-        num_rotated = shape.num_heads + shape.num_kv_heads
-        rotated, values = qkv.split_with_sizes(
-            (num_rotated * shape.head_dim, shape.num_kv_heads * shape.head_dim), dim=1
-        )
-        heads = rotated.view(-1, num_rotated, shape.head_dim)
-        if norms.heads is not None:
-            heads = self._norm(heads, None, norms.heads)
-        queries, keys = _rotate(heads, *rope).split_with_sizes((shape.num_heads, shape.num_kv_heads), dim=1)
+        rotated, values = qkv.split_with_sizes(layer.qkv_widths, 1)
+        heads = rotated.unflatten(1, (-1, shape.head_dim))
+        if layer.head_norms is not None:
+            heads = (self._norm(heads, None) * layer.head_norms).to(heads.dtype)
+        queries, keys = _rotate(heads, *rope).split_with_sizes(layer.rotated_heads, 1)
         attended = attention.attend_rows(
             index,
             queries.unflatten(1, (shape.num_kv_heads, -1)),
@@ -96,30 +115,36 @@ class TorchDecoder:
         )
         return attended.flatten(1)
 
-    def _gate(self, layer: DecoderLayer, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.split_with_sizes((layer.down.in_features,) * 2, dim=1)
+    def _gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, 1)
         activated = F.silu(gate) if self._weights.activation == "silu" else F.gelu(gate, approximate="tanh")
         return activated.mul_(up)
 
-    def _norm(self, x: Tensor, weight: Tensor | None, scale: Tensor | None = None) -> Tensor:
-        """RMS norm over the last dimension, in float32. scale: a weight that differs between the rows of x."""
-        normed = F.rms_norm(x.float(), x.shape[-1:], weight, self._weights.eps)
-        if scale is not None:
-            normed = normed * scale
-        return normed.to(x.dtype)
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """RMS norm over the last dimension, in float32."""
+        return F.rms_norm(x.float(), x.shape[-1:], weight, self._weights.eps).to(x.dtype)
 
-    def _layer_norms(self, layer: DecoderLayer) -> _Norms:
-        heads = None
+    def _layer(self, layer: DecoderLayer) -> _Layer:
+        shape = layer.attention
+        rotated_heads = (shape.num_heads, shape.num_kv_heads)
+        head_norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
-            shape = layer.attention
             q_norm, k_norm = self._norm_weight(layer.q_norm), self._norm_weight(layer.k_norm)
-            heads = torch.stack([q_norm] * shape.num_heads + [k_norm] * shape.num_kv_heads)
-        return _Norms(
-            input=self._norm_weight(layer.input_norm),
-            attention_post=None if layer.attention_post_norm is None else self._norm_weight(layer.attention_post_norm),
-            ffn=self._norm_weight(layer.ffn_norm),
-            ffn_post=None if layer.ffn_post_norm is None else self._norm_weight(layer.ffn_post_norm),
-            heads=heads,
+            head_norms = torch.stack([q_norm] * shape.num_heads + [k_norm] * shape.num_kv_heads)
+        return _Layer(
+            qkv=_Product(layer.qkv),
+            o=_Product(layer.o),
+            gate_up=_Product(layer.gate_up),
+            down=_Product(layer.down),
+            input_norm=self._norm_weight(layer.input_norm),
+            attention_post_norm=_optional(layer.attention_post_norm, self._norm_weight),
+            ffn_norm=self._norm_weight(layer.ffn_norm),
+            ffn_post_norm=_optional(layer.ffn_post_norm, self._norm_weight),
+            head_norms=head_norms,
+            qkv_widths=(sum(rotated_heads) * shape.head_dim, shape.num_kv_heads * shape.head_dim),
+            rotated_heads=rotated_heads,
+            attention=shape,
+            rope=layer.rope,
         )
 
     def _norm_weight(self, weight: Tensor) -> Tensor:
@@ -164,6 +189,10 @@ def _difference(loaded: LoadedModel, decoder: TorchDecoder) -> float:
         )
         expected = output.logits[0].float()
     return float((found - expected).norm() / expected.norm())
+
+
+def _optional(weight: Tensor | None, form: Callable[[Tensor], Tensor]) -> Tensor | None:
+    return None if weight is None else form(weight)
 
 
 def _rope_rows(cos: Tensor, sin: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
