@@ -290,6 +290,23 @@ TestAheadEngineCore = AheadEngineMachine.TestCase
 TestAheadEngineCore.settings = settings(max_examples=200, stateful_step_count=30, deadline=None, derandomize=True)
 
 
+def test_a_step_that_copies_a_block_has_the_sequence_that_it_is_for() -> None:
+    """Found on a GPU: a quantum began with a copy of the block that two choices shared, in a step that left it out for a
+    prompt alone. Its choice's stop token came meanwhile, and the block was freed while it was being copied to."""
+    machine = AheadEngineMachine()
+    machine.start(24, 3, slots=4, batch_tokens=4, chunk=9, device=3, load_s=0, cache_share=0.0, clears_freed=False,
+                  num_host_blocks=0, copy_polls=0, prompts_alone=True)  # fmt: skip
+    machine.add("b", None, [1, 45, 37, 38], 4, n=2, num_emitted=0, greedy=False, has_stop=True)
+    machine.add("b", None, [13, 37, 41, 21, 33, 9, 47, 2, 34], 7, n=3, num_emitted=0, greedy=False, has_stop=True)
+    machine.add("b", None, [29, 28, 47, 39, 19, 20, 36], 4, n=1, num_emitted=0, greedy=False, has_stop=True)
+    machine.steps(2)
+    machine.add("a", None, [2, 10, 31, 11, 31], 7, n=3, num_emitted=0, greedy=False, has_stop=True)
+    machine.steps(1)
+    machine.add("b", None, [6], 1, n=1, num_emitted=0, greedy=False, has_stop=True)
+    machine.steps(1)
+    machine.teardown()
+
+
 def test_who_waits_for_copies_is_not_robbed_by_what_is_found_in_the_cache() -> None:
     """Found by the machine: a waits for a choice of b to be copied out, and its sibling shared those blocks as soon as
     they were cached, until it was copied out for a in its turn: for ever."""

@@ -237,7 +237,8 @@ class StepPlanner:
             self._staggering.planned(held_back)
         chunks: list[Scheduled] = []
         scheduled: list[Scheduled] = []
-        for unit in self._units_of_step():
+        leaves_out_decodes = self._leaves_out_decodes()
+        for unit in self._units_of_step(leaves_out_decodes=leaves_out_decodes):
             unit.step_cost = _cost(unit.chunk)
             unit.cost += unit.step_cost
             if unit.sequence.status is SequenceStatus.DECODE:
@@ -247,11 +248,16 @@ class StepPlanner:
                 unit.tokens_left = 0
                 chunks.append(unit.chunk)
         yielded = [sequence for sequence in ended if sequence.item is not None]
-        return StepPlan(scheduled + chunks, yielded, parking.swapped, parking.evicted, self._round.has_prompts_alone)
+        return StepPlan(scheduled + chunks, yielded, parking.swapped, parking.evicted, leaves_out_decodes)
 
-    def _units_of_step(self) -> SequenceOf[Unit]:
+    def _leaves_out_decodes(self) -> bool:
+        """Whether the step has prompts alone. Not where it copies a block: the step that copies has the sequence that
+        the copy is for, which holds it until then and ends if the step fails."""
+        return self._round.has_prompts_alone and not self._pool.has_pending_copies
+
+    def _units_of_step(self, *, leaves_out_decodes: bool) -> SequenceOf[Unit]:
         """What is in the slots, or the prompts among it alone."""
-        if not self._round.has_prompts_alone:
+        if not leaves_out_decodes:
             return self._slots.units
         self._prompts_alone.left_out_decodes()
         self.parking.step -= 1
