@@ -291,8 +291,8 @@ TestAheadEngineCore.settings = settings(max_examples=200, stateful_step_count=30
 
 
 def test_a_step_that_copies_a_block_has_the_sequence_that_it_is_for() -> None:
-    """Found on a GPU: a quantum began with a copy of the block that two choices shared, in a step that left it out for a
-    prompt alone. Its choice's stop token came meanwhile, and the block was freed while it was being copied to."""
+    """Found on a GPU: a quantum began with a copy of the block that two choices shared, in a step that left it out for
+    a prompt alone. Its choice's stop token came meanwhile, and the block was freed while it was being copied to."""
     machine = AheadEngineMachine()
     machine.start(24, 3, slots=4, batch_tokens=4, chunk=9, device=3, load_s=0, cache_share=0.0, clears_freed=False,
                   num_host_blocks=0, copy_polls=0, prompts_alone=True)  # fmt: skip
