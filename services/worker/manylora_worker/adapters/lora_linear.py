@@ -86,8 +86,9 @@ class DeviceAdapter:
     sites: Mapping[int, SiteWeights]
     size_bytes: int
 
-    num_products: int = field(init=False)
-    """Matrix products that one segment of rows costs over the whole model."""
+    num_sites: int = field(init=False)
+    num_slots: int = field(init=False)
+    """Over all sites. A segment of rows costs a product a site and one a slot."""
     num_weights: int = field(init=False)
     shape: Hashable = field(init=False, repr=False)
     """Equal for adapters with the same ranks on the same layers."""
@@ -96,7 +97,8 @@ class DeviceAdapter:
         sites = self.sites.values()
         shape = tuple((i, tuple((s.slot, s.stop - s.start) for s in site.slots)) for i, site in self.sites.items())
         object.__setattr__(self, "shape", _Shape(shape))
-        object.__setattr__(self, "num_products", sum(1 + len(site.slots) for site in sites))
+        object.__setattr__(self, "num_sites", len(sites))
+        object.__setattr__(self, "num_slots", sum(len(site.slots) for site in sites))
         object.__setattr__(
             self, "num_weights", sum(site.a_t.numel() + sum(s.b.numel() for s in site.slots) for site in sites)
         )
@@ -321,7 +323,7 @@ class LoraCosts:
     """A device's fixed costs, in floating point operations that take as long.
 
     Attributes:
-        product: starting one small matrix product.
+        product: starting one small matrix product, or a selection or addition of rows.
         copied_weight: copying one weight.
     """
 
@@ -333,9 +335,10 @@ class LoraPlanner:
     """Chooses, step by step, how to compute a batch's adapters, and keeps the stacks of recent sets.
 
     Segments cost a fixed time a product and adapter; a stack costs that once for all adapters of one shape (the same
-    ranks on the same layers), and the rows that it repeats. Stacking copies weights, so a set is stacked only after the
-    steps that it spent as segments have lost as much as the copy costs: whatever comes next, no more than twice the
-    best is spent. Stacks hold at most `max_stacked_weights` elements; the least recently used go first.
+    ranks on the same layers), an addition a slot, and where its rows are not so many of each adapter, one adapter's
+    behind the other's, a selection of rows a product and those that it repeats. Stacking copies weights, so a set is
+    stacked only after the steps that it spent as segments have lost as much as the copy costs: whatever comes next, no
+    more than twice the best is spent. Stacks hold at most `max_stacked_weights` elements; the least recently used go first.
     """
 
     def __init__(self, costs: LoraCosts, *, max_stacked_weights: int) -> None:
@@ -403,5 +406,8 @@ class LoraPlanner:
         counts = [segment.last_row - segment.first_row for segment in alike]
         adapter = alike[0].adapter
         repeated_rows = len(counts) * max(counts) - sum(counts)
-        saved_products = (len(alike) - 1) * adapter.num_products
-        return saved_products * self._costs.product - 2.0 * repeated_rows * adapter.num_weights
+        products = adapter.num_sites + adapter.num_slots
+        saved = (len(alike) - 1) * products - adapter.num_slots
+        if repeated_rows or alike[-1].last_row - alike[0].first_row > sum(counts):
+            saved -= products  # a selection a site, and one a slot
+        return saved * self._costs.product - 2.0 * repeated_rows * adapter.num_weights
