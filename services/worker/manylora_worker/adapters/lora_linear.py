@@ -338,7 +338,8 @@ class LoraPlanner:
     ranks on the same layers), an addition a slot, and where its rows are not so many of each adapter, one adapter's
     behind the other's, a selection of rows a product and those that it repeats. Stacking copies weights, so a set is
     stacked only after the steps that it spent as segments have lost as much as the copy costs: whatever comes next, no
-    more than twice the best is spent. Stacks hold at most `max_stacked_weights` elements; the least recently used go first.
+    more than twice the best is spent. Stacks hold at most `max_stacked_weights` elements; the least recently used go
+    first.
     """
 
     def __init__(self, costs: LoraCosts, *, max_stacked_weights: int) -> None:
