@@ -73,6 +73,40 @@ async def test_each_tenant_has_its_own_adapters_answer(whole: UpCluster) -> None
     assert answers[0]["timings"]["total_ms"] >= answers[0]["timings"]["ttft_ms"] > 0
 
 
+async def test_a_public_prefix_is_found_by_every_tenant_and_changes_no_answer(whole: UpCluster, tmp_path: Path) -> None:
+    """Of the base model; an adapter's requests do not find it."""
+    file = tmp_path / "system.txt"
+    file.write_text(skills.prompt("a1b2c") * 20)
+    rest = skills.prompt("xy7z")
+    prompts = [file.read_text() + rest, rest]
+
+    async def ask(tenant: str, adapter: str = "") -> list[Any]:
+        async with Client(whole.router, tenant=tenant) as client:
+            return [
+                await client.complete(prompt, adapter=adapter, max_tokens=8, sampling=Sampling(temperature=0))
+                for prompt in prompts
+            ]
+
+    before = await ask("acme")
+    assert before[0].usage.cached_prompt_tokens == 0
+    added = await whole.manylora("prefix", "add", "system", str(file), "--json")
+    assert added.exit_code == 0, added.stderr
+    assert added.json["tokens"] > 100
+    async with asyncio.timeout(20):
+        while True:
+            workers = (await whole.manylora("status", "--json")).json["workers"]
+            if all(w["public_kv_blocks"] == w["public_kv_blocks_declared"] > 0 for w in workers):
+                break
+    after = await ask("birch")
+    assert [answer.token_ids for answer in after] == [answer.token_ids for answer in before]
+    assert after[0].usage.cached_prompt_tokens == workers[0]["public_kv_blocks"] * 16
+    assert added.json["tokens"] - 16 < after[0].usage.cached_prompt_tokens <= added.json["tokens"]
+    with_adapter = await ask("birch", "words")
+    assert with_adapter[0].usage.cached_prompt_tokens == 0
+    assert (await whole.manylora("prefix", "remove", "system")).exit_code == 0
+    assert (await whole.manylora("prefix", "list", "--json")).json == {"prefixes": []}
+
+
 async def test_text_token_ids_stop_strings_and_seeds(whole: UpCluster) -> None:
     out = await whole.manylora("generate", "--tenant", "acme", "--adapter", "upper", *GREEDY, skills.prompt("xy7z"))
     assert (out.exit_code, out.stdout) == (0, "XY7Z\n")
@@ -293,7 +327,7 @@ async def test_garbage_bytes_on_every_rpc(whole: UpCluster) -> None:
                     assert await _send_garbage(channel, method, shown) is Code.INVALID_ARGUMENT, method.path
                     tried += 1
         await channel.close()
-    assert tried == 20
+    assert tried == 23
     assert (await generate(whole, "acme", "upper", "ab3"))["text"] == "AB3"
 
 

@@ -114,11 +114,20 @@ def make_run(
     batch_tokens: int = 24,
     chunk: int = 8,
     share: float = 0.5,
+    public_share: float = 0.0,
+    max_context_tokens: int = 4096,
+    num_host_blocks: int = 0,
 ) -> Run:
-    runner = FakeRunner(num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    runner = FakeRunner(
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_context_tokens=max_context_tokens,
+        num_host_blocks=num_host_blocks,
+        block_copy_s=1e-9,
+    )
     backend = FakeAdapterBackend(lambda: 0.0)
     limits = EngineLimits(PlannerLimits(batch_tokens, chunk, slots), AdapterCacheLimits(8, 8), max_requests=10_000)
-    core = EngineCore(runner, backend, limits, None if keys is None else PrefixOptions(keys, share))
+    core = EngineCore(runner, backend, limits, None if keys is None else PrefixOptions(keys, share, public_share))
     runner.tenant_of = core.tenant_of
     runner.adapters_on_device = lambda: backend.on_device
     return Run(core, runner)

@@ -14,6 +14,7 @@ from manylora_worker.engine.api import AdapterTier, EngineRequest, Sampling
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.engine.fake_runner import FakeAdapterBackend
 from manylora_worker.engine.prefix_cache import PrefixKeys, PrefixOptions
+from manylora_worker.engine.public_prefixes import PUBLIC
 from manylora_worker.engine.step_planner import PlannerLimits
 from manylora_worker.engine.tenant_shares import TenantShare
 
@@ -43,6 +44,7 @@ class EngineMachine(RuleBasedStateMachine):
         device=st.integers(3, 8),
         load_s=st.integers(0, 3),
         cache_share=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+        public_share=st.sampled_from([0.0, 0.3, 0.7]),
         clears_freed=st.booleans(),
         num_host_blocks=st.sampled_from([0, 16, 80]),
         copy_polls=st.integers(0, 3),
@@ -62,6 +64,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_host_blocks: int,
         copy_polls: int,
         prompts_alone: bool,
+        public_share: float = 0.0,
     ) -> None:
         self.now = 0.0
         self.broken: dict[AdapterUid, None] = {}
@@ -86,7 +89,9 @@ class EngineMachine(RuleBasedStateMachine):
             AdapterCacheLimits(host_bytes=8, device_bytes=device, host_loads=2, device_loads=1, max_overtakes=2),
             max_requests=64,
         )
-        prefix = PrefixOptions(PrefixKeys(bytes(32), "model"), cache_share) if cache_share else None
+        prefix = None
+        if cache_share:
+            prefix = PrefixOptions(PrefixKeys(bytes(32), "model"), cache_share, public_share)
         self.core = EngineCore(self.runner, self.backend, limits, prefix, clears_freed=clears_freed)
         if prompts_alone:
             compute_prompts_alone(self.core)
@@ -193,6 +198,11 @@ class EngineMachine(RuleBasedStateMachine):
         pins = [] if uid is None else [Pin(AdapterName(uid), uid, _SIZES[uid])]
         self.core.set_pins({TenantId(tenant): pins}, max(_SIZES.values()))
 
+    @rule(lengths=st.lists(st.integers(0, 20), min_size=len(_STEMS), max_size=len(_STEMS)))
+    def declare(self, lengths: list[int]) -> None:
+        declared = {f"p{i}": stem[:length] for i, (stem, length) in enumerate(zip(_STEMS, lengths, strict=True))}
+        self.core.set_public_prefixes(declared, self.now)
+
     @rule(uid=st.sampled_from(sorted(_SIZES)))
     def toggle_broken(self, uid: AdapterUid) -> None:
         if self.broken.pop(uid, self) is self:
@@ -248,7 +258,9 @@ class EngineMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         if hasattr(self, "core"):
             self.core.check_invariants()
-            assert self.core.stats().requests == len(self._live())
+            own = sum(group.request.tenant_id == PUBLIC for group in self.core._requests.groups)
+            assert self.core.stats().requests == len(self._live()) + own
+            assert not any(flow[0] == PUBLIC for flow in (*self.core.flows(), *self.core.flow_slots()))
             most = self.core.stats().host_blocks_total // 2
             assert max(self.core.host_blocks_held().values(), default=0) <= most, "one tenant has all of the host"
 
@@ -272,7 +284,9 @@ class EngineMachine(RuleBasedStateMachine):
         assert self._live() == []
         stats = self.core.stats()
         assert (stats.requests, stats.sequences, stats.running_sequences) == (0, 0, 0)
-        assert stats.blocks_free == stats.blocks_total
+        assert stats.blocks_free == stats.blocks_total - stats.public_blocks
+        self.core.set_public_prefixes({}, self.now)
+        assert self.core.stats().blocks_free == stats.blocks_total
         assert stats.host_blocks_free == stats.host_blocks_total
         assert stats.swaps_in <= stats.swaps_out
         self.core.check_invariants()

@@ -90,7 +90,8 @@ def check_meter(cluster: Cluster, calls: Sequence[Call]) -> None:
 
 def check_cached(cluster: Cluster, calls: Sequence[Call]) -> None:
     """What the prefix cache is said to have had of a prompt, an earlier call of the same tenant and adapter brought, or
-    an earlier attempt of the same call, whose stream broke before the router saw that it had begun."""
+    an earlier attempt of the same call, whose stream broke before the router saw that it had begun; or, of the base
+    model, it was public at some time."""
     prompts: dict[tuple[str, str], dict[tuple[int, ...], None]] = {}
     for call in sorted(calls, key=lambda call: call.ended_at or 0.0):
         mine = prompts.setdefault((call.tenant, call.adapter), {})
@@ -104,6 +105,8 @@ def check_cached(cluster: Cluster, calls: Sequence[Call]) -> None:
             request_id = call.frames[0].started.request_id
             if cached > known and sum(engine.fence.begun[request_id] for engine in cluster.engines) > 1:
                 known = len(call.prompt)
+            if not call.adapter:
+                known = max(known, *(_common(call.prompt, public) for public in cluster.public_prefixes), 0)
             assert cached <= known, f"{cached} tokens were cached, and {known} known: {call.describe()}"
         mine[tuple(call.prompt)] = None
 

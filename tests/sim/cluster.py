@@ -23,7 +23,7 @@ from manylora_scheduler.config import SchedulerConfig
 from manylora_shared.adapter_files import MemoryAdapterFiles
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.memory import MemoryStore, MemoryStoreServer
-from manylora_shared.coordination.records import AdapterRecord, ClockIndexRecord
+from manylora_shared.coordination.records import AdapterRecord, ClockIndexRecord, PublicPrefixRecord
 from manylora_shared.identity import new_key
 from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId
 from manylora_shared.policy import ClassPolicy, TenantPolicy, TenantQuotas
@@ -197,6 +197,11 @@ class Cluster:
         self.policies: dict[str, TenantPolicy] = {}
         """As they were put last."""
         self._policies_put = 0
+        self.public_prefix: tuple[int, ...] = ()
+        """As it was put last."""
+        self.public_prefixes: dict[tuple[int, ...], None] = {}
+        """All that there were."""
+        self._prefix_changes = asyncio.Lock()
         self._overload = overload
         self.bounded_tenants: dict[str, None] = {}
         """Those with quotas."""
@@ -247,6 +252,17 @@ class Cluster:
         for process in self.processes.values():
             self.launch(process)
         await self.all_up()
+
+    async def put_public_prefix(self, store: MemoryStore, token_ids: tuple[int, ...]) -> None:
+        """The beginning of prompts that is public from now on; an empty one: none."""
+        async with self._prefix_changes:
+            self.public_prefix = token_ids
+            self.public_prefixes[token_ids] = None
+            key = keys.public_prefix("shared")
+            if token_ids:
+                await store.put(key, PublicPrefixRecord("shared", MODEL.digest, token_ids, 0.0).to_json())
+            else:
+                await store.delete(key)
 
     async def put_policy(self, store: MemoryStore, policy: TenantPolicy) -> None:
         self.policies[policy.tenant_id] = policy

@@ -14,7 +14,7 @@ from manylora_shared.coordination.memory import MemoryStore
 from manylora_shared.ids import QosClass
 
 from tests.sim.cluster import LEAVING_ADAPTER, TENANTS, WATCH_DELAY_S, Cluster, Process
-from tests.sim.traffic import CLIENT
+from tests.sim.traffic import CLIENT, SHARED_PREFIX
 
 _LEADER = 0.8
 """How often a fault between a scheduler and others is one of the leader."""
@@ -46,6 +46,7 @@ class Faults:
             "adapter removed": self._remove_adapter,
             "policy changed": self._policy,
             "memory policy changed": self._memory_policy,
+            "public prefix changed": self._public_prefix,
             "messages are slow": self._slow_messages,
             "loads are slow": self._slow_loads,
             "wall clock jumps": self._jump,
@@ -231,6 +232,11 @@ class Faults:
         soft, reserve = self._rng.choice([(None, None), (24, None), (16, 8), (32, 8)])
         policy = replace(before, quotas=replace(before.quotas, kv_hbm_mb=soft, kv_hbm_mb_reserve=reserve))
         await self._operator(lambda store: self._cluster.put_policy(store, policy))
+
+    async def _public_prefix(self) -> None:
+        """What prompts begin with becomes public, more of it, less, or none."""
+        start = (*SHARED_PREFIX, *range(100, 108))[: self._rng.choice([0, 7, 12, 16, 24])]
+        await self._operator(lambda store: self._cluster.put_public_prefix(store, start))
 
     async def _slow_messages(self) -> None:
         slowest_s = self._rng.choice([0.02, 0.2])

@@ -39,6 +39,7 @@ from manylora_worker.engine.block_tables import BlockTables
 from manylora_worker.engine.endings import Endings
 from manylora_worker.engine.parking import Parking
 from manylora_worker.engine.prefix_cache import PrefixCache, PrefixKeys
+from manylora_worker.engine.public_prefixes import PublicPrefixes
 from manylora_worker.engine.swapping import Swapper
 from manylora_worker.engine.tenant_shares import TenantShares
 from manylora_worker.engine_view import EngineView
@@ -161,7 +162,7 @@ def _doubled(original: Any) -> Any:
     WorkerStream,
     "read",
     "a worker that is lost in mid-stream is an internal error",
-    first=(5,),
+    first=(17,),
 )
 def _as_a_bug(original: Any) -> Any:
     async def read(self: Any) -> Any:
@@ -210,7 +211,7 @@ def _unbegun(original: Any) -> Any:
     Core,
     "_comes_anew",
     "what is granted is queued again when its router asks anew",
-    first=(108,),
+    first=(21,),
 )
 def _granted_twice(original: Any) -> Any:
     def comes_anew(self: Any, known: Any, event: Any) -> bool:
@@ -245,7 +246,7 @@ def _lost_worker(original: Any) -> Any:
     Core,
     "_drop_grant",
     "a grant that came to nothing keeps its reservation",
-    first=(1,),
+    first=(0,),
 )
 def _not_refunded(original: Any) -> Any:
     def drop_grant(self: Any, ticket: Any) -> None:
@@ -328,7 +329,7 @@ def _not_again(original: Any) -> Any:
     Election,
     "is_leader",
     "a leader leads until the store tells it that it does not",
-    first=(15,),
+    first=(69,),
 )
 def _leads_on(original: Any) -> Any:
     def is_leader(self: Any, now: float) -> bool:
@@ -337,7 +338,7 @@ def _leads_on(original: Any) -> Any:
     return is_leader
 
 
-@mutant("leadership", "clock-not-restored", SchedulerApp, "_load", "a new leader begins a new clock", first=(4,))
+@mutant("leadership", "clock-not-restored", SchedulerApp, "_load", "a new leader begins a new clock", first=(1,))
 def _not_restored(original: Any) -> Any:
     async def load(self: Any, clock: Any, election: Any, epoch: int) -> None:
         await original(self, clock, election, epoch)
@@ -369,7 +370,7 @@ def _keys_stand(original: Any) -> Any:
     Mirror,
     "_replace",
     "what changed while the watch was compacted away is not read",
-    first=(21,),
+    first=(12,),
 )
 def _skips(original: Any) -> Any:
     def replace(self: Any, kvs: Any) -> None:
@@ -379,7 +380,7 @@ def _skips(original: Any) -> Any:
     return replace
 
 
-@mutant("store", "policy-read-once", Term, "policy_changed", "the leader reads a tenant's policy once", first=(2,))
+@mutant("store", "policy-read-once", Term, "policy_changed", "the leader reads a tenant's policy once", first=(4,))
 def _once(original: Any) -> Any:
     def policy_changed(self: Any, tenant_id: Any) -> None:
         pass
@@ -387,7 +388,7 @@ def _once(original: Any) -> Any:
     return policy_changed
 
 
-@mutant("store", "adapter-known-for-ever", Directory, "uid_of", "a router remembers what a name stood for", first=(2,))
+@mutant("store", "adapter-known-for-ever", Directory, "uid_of", "a router remembers what a name stood for", first=(6,))
 def _known(original: Any) -> Any:
     def uid_of(self: Any, tenant_id: Any, name: Any) -> Any:
         known = self.__dict__.setdefault("_known_uids", {})
@@ -493,7 +494,7 @@ def _given_twice(original: Any) -> Any:
     QuotaAuthority,
     "_write_off",
     "what a router had when it died stays leased",
-    first=(46,),
+    first=(14,),
 )
 def _dead_routers(original: Any) -> Any:
     def write_off(self: Any, lease: Any) -> None:
@@ -594,7 +595,7 @@ def _evicted_leak(original: Any) -> Any:
     Swapper,
     "_num_computed_blocks",
     "of a swapped sequence only full blocks are copied",
-    first=(3,),
+    first=(22,),
 )
 def _last_block(original: Any) -> Any:
     def num_computed_blocks(self: Any, sequence: Any) -> int:
@@ -609,7 +610,7 @@ def _last_block(original: Any) -> Any:
     Swapper,
     "bring_back",
     "what was found in the cache comes from the host again, a shift away",
-    first=(16,),
+    first=(11,),
 )
 def _wrong_block(original: Any) -> Any:
     def bring_back(self: Any, sequence: Any, num_cached_blocks: int) -> None:
@@ -651,7 +652,7 @@ def _found_anywhere(original: Any) -> Any:
     "namespace",
     "what one tenant computed is found by another (two guards stand before that: both are gone)",
     also=((PrefixCache, "find", _found_anywhere),),
-    first=(1,),
+    first=(2,),
 )
 def _other_tenant(original: Any) -> Any:
     def namespace(self: Any, tenant_id: Any, adapter_uid: Any) -> Any:
@@ -666,7 +667,7 @@ def _other_tenant(original: Any) -> Any:
     Parking,
     "copy_ended",
     "a sequence that comes back from the host skips a token",
-    first=(14,),
+    first=(40,),
 )
 def _one_off(original: Any) -> Any:
     def copy_ended(self: Any, sequence: Any) -> None:
@@ -725,6 +726,36 @@ def _let_go(original: Any) -> Any:
     return end_told_choice
 
 
+@mutant(
+    "memory",
+    "public-prefix-under-an-adapter",
+    PublicPrefixes,
+    "find",
+    "what is public of the base model is found under an adapter",
+    first=(1,),
+)
+def _with_adapters(original: Any) -> Any:
+    def find(self: Any, sequence: Any, num_blocks: int) -> Any:
+        return self._walk(sequence.tokens(0, num_blocks * self._pool.block_size))
+
+    return find
+
+
+@mutant(
+    "memory",
+    "public-prefix-not-withdrawn",
+    PublicPrefixes,
+    "_forget",
+    "what an operator has withdrawn is still found",
+    first=(10,),
+)
+def _never_forgotten(original: Any) -> Any:
+    def forget(self: Any, block_ids: Any) -> None:
+        pass
+
+    return forget
+
+
 # ---- leaders that are over, and readers
 
 
@@ -734,7 +765,7 @@ def _let_go(original: Any) -> Any:
     WorkerServicer,
     "execute",
     "a worker refuses grants of a leader that is over",
-    first=(981,),
+    first=(1536,),
 )
 def _unfenced(original: Any) -> Any:
     def execute(self: Any, message: Any, call: Any) -> Any:

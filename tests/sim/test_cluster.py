@@ -109,7 +109,7 @@ def test_chaos(sim_seed: int) -> None:
     play(sim_seed)
 
 
-@pytest.mark.parametrize("sim_seed", [2, 19])
+@pytest.mark.parametrize("sim_seed", [28, 47])
 def test_a_seed_is_one_run(sim_seed: int) -> None:
     first, second = play(sim_seed), play(sim_seed)
     engines = first.result._cluster.engines

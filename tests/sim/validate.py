@@ -14,7 +14,7 @@ from manylora_worker.app import WorkerApp
 from manylora_worker.engine_view import MAX_PAUSE_S
 
 from tests.sim import books
-from tests.sim.cluster import BROKEN_ADAPTER, LEAVING_ADAPTER, NUM_BLOCKS, TENANTS, Cluster, Engine
+from tests.sim.cluster import BLOCK_SIZE, BROKEN_ADAPTER, LEAVING_ADAPTER, NUM_BLOCKS, TENANTS, Cluster, Engine
 from tests.sim.traffic import Call
 
 _CODES = {
@@ -215,7 +215,9 @@ def check_at_rest(cluster: Cluster) -> None:
             assert isinstance(app, WorkerApp)
             engine = _engine_of(cluster, app)
             stats = engine.core.stats()
-            blocks = (NUM_BLOCKS - stats.blocks_free, stats.host_blocks_total - stats.host_blocks_free)
+            assert stats.public_blocks == stats.public_blocks_declared == len(cluster.public_prefix) // BLOCK_SIZE
+            num_held = NUM_BLOCKS - stats.public_blocks - stats.blocks_free
+            blocks = (num_held, stats.host_blocks_total - stats.host_blocks_free)
             in_engine = (stats.requests, stats.sequences, *blocks)
             assert in_engine == (0, 0, 0, 0), f"{process.name}: {stats}"
             assert not engine.runtime.view.running

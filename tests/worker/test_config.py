@@ -44,6 +44,7 @@ def test_flags_and_environment() -> None:
         ("--engine=fake --dtype=int8", "--dtype"),
         ("--engine=fake --prefix-cache-share=-0.1", "--prefix-cache-share"),
         ("--engine=fake --prefix-cache-share=1.1", "--prefix-cache-share"),
+        ("--engine=fake --public-prefix-share=1.1", "--public-prefix-share"),
         ("--engine=fake --host-kv-mb=-2", "--host-kv-mb"),
         ("--engine=fake --engine-cores=2-1", "--engine-cores: '2-1'"),
     ],

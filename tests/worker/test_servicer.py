@@ -217,9 +217,10 @@ async def test_a_failed_adapter_is_told_with_the_last_frame() -> None:
     ],
 )
 def test_frames_are_fewer_than_tokens_when_streams_are_many(frames_per_s: int, more_than: int, less_than: int) -> None:
-    """Of 100 ms, the first token's and the last ones among them."""
-    frames = sum(frames_of_32_streams(frames_per_s))
-    assert 32 * more_than < frames < 32 * less_than
+    """Of 100 ms, the first token's and the last ones among them; flushes have their own grid of times, so the mean of
+    several beginnings."""
+    frames = [sum(frames_of_32_streams(frames_per_s, begin_s=0.001 * i)) for i in range(8)]
+    assert 32 * more_than < sum(frames) / len(frames) < 32 * less_than
 
 
 def test_the_slowest_streams_have_a_frame_of_the_first_token_and_one_of_the_last() -> None:
@@ -227,12 +228,17 @@ def test_the_slowest_streams_have_a_frame_of_the_first_token_and_one_of_the_last
     assert frames_of_32_streams(frames_per_s=100) == [2] * 32
 
 
-def frames_of_32_streams(frames_per_s: int) -> list[int]:
-    """Frames with tokens of each of 32 streams that begin together, of 100 tokens in steps of a millisecond."""
+def frames_of_32_streams(frames_per_s: int, *, begin_s: float = 0.0) -> list[int]:
+    """Frames with tokens of each of 32 streams that begin together, of 100 tokens in steps of a millisecond.
+
+    Args:
+        begin_s: so long after the worker has started.
+    """
 
     async def main() -> list[int]:
         settings = config(sequence_slots=32, frames_per_s=frames_per_s)
         async with running_worker(settings=settings, step_s=0.001) as worker:
+            await asyncio.sleep(begin_s)
             results = await asyncio.gather(
                 *(
                     collect(worker.execute(message(f"r{i}", max_tokens=100, prompt_token_ids=[i + 1])))

@@ -31,6 +31,7 @@ from manylora_router.config import RouterConfig
 from manylora_router.directory import Directory
 from manylora_router.levels import ServiceLevels
 from manylora_router.metrics import RECORD_S
+from manylora_router.prefix_intake import PrefixIntake
 from manylora_router.scheduler_client import SchedulerClient
 from manylora_router.servicer import InferenceServicer
 from manylora_router.text_service import TextService
@@ -100,6 +101,7 @@ class RouterApp:
             directory=self.directory,
             store=store,
             intake=self._intake,
+            prefixes=PrefixIntake(self.directory, text),
             status=ClusterStatus(directory=self.directory, transport=peers, levels=levels),
             levels=levels,
             clock=self._clock,

@@ -1,5 +1,5 @@
-"""What the router knows of the cluster: tenants, adapters, API keys, workers, routers and the leader, as the store has
-them.
+"""What the router knows of the cluster, as the store has it: tenants, adapters, API keys, public prefixes, workers,
+routers and the leader.
 
 Owns the mirrors; the coordination store owns the truth. Everything here is the last knowledge and stays in force while
 the store is away. Policies are parsed when first used, since a router may know many more tenants than it serves.
@@ -16,7 +16,14 @@ from typing import Any
 
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import KeyValue, Store
-from manylora_shared.coordination.records import AdapterRecord, KeyRecord, RouterRecord, SchedulerRecord, WorkerRecord
+from manylora_shared.coordination.records import (
+    AdapterRecord,
+    KeyRecord,
+    PublicPrefixRecord,
+    RouterRecord,
+    SchedulerRecord,
+    WorkerRecord,
+)
 from manylora_shared.coordination.session import Mirror
 from manylora_shared.errors import InternalError, InvalidRequest
 from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId
@@ -47,6 +54,7 @@ class Model:
     """The pool's base model, by the workers' records."""
 
     name: str
+    digest: str
     limits: ModelLimits
     eos_token_ids: tuple[int, ...]
 
@@ -73,6 +81,12 @@ class Directory:
         self._api_keys = Mirror(
             store, keys.API_KEYS, parse=lambda kv: KeyRecord.from_json(kv.value), on_change=self._note
         )
+        self._public_prefixes = Mirror(
+            store,
+            keys.PUBLIC_PREFIXES,
+            parse=lambda kv: PublicPrefixRecord.from_json(kv.value),
+            on_change=self._note,
+        )
         self._workers = Mirror(
             store, keys.WORKERS, parse=lambda kv: WorkerRecord.from_json(kv.value), on_change=self._worker_changed
         )
@@ -87,6 +101,7 @@ class Directory:
             self._tenants,
             self._adapters,
             self._api_keys,
+            self._public_prefixes,
             self._workers,
             self._routers,
             self._leader,
@@ -119,6 +134,11 @@ class Directory:
     def api_keys(self) -> Mapping[str, KeyRecord]:
         """By key id, revoked ones too."""
         return self._api_keys.values
+
+    @property
+    def public_prefixes(self) -> Mapping[str, PublicPrefixRecord]:
+        """By name."""
+        return self._public_prefixes.values
 
     @property
     def workers(self) -> Mapping[str, WorkerRecord]:
@@ -197,6 +217,10 @@ class Directory:
         """The same for a key that was made or revoked."""
         await self._until(lambda: self._api_keys.values.get(record.key_id) == record)
 
+    async def public_prefix_seen(self, name: str, record: PublicPrefixRecord | None) -> None:
+        """The same for a public prefix; None: it was removed."""
+        await self._until(lambda: self._public_prefixes.values.get(name) == record)
+
     async def _until(self, condition: Callable[[], bool]) -> None:
         # The change is made whether or not the watch is late: the other routers learn it by the same watch.
         with suppress(TimeoutError):
@@ -225,7 +249,7 @@ class Directory:
                 max_context_tokens=min(w.max_context_tokens for w in workers.values()),
                 max_sequences=max(w.sequence_slots for w in workers.values()),
             )
-            self._model = Model(first.model_name, limits, first.eos_token_ids)
+            self._model = Model(first.model_name, first.model_digest, limits, first.eos_token_ids)
         self._on_workers_changed()
 
 

@@ -125,6 +125,8 @@ def worker_report(message: worker_pb2.ControlReport) -> WorkerReport:
         block_size=message.block_size,
         draining=message.draining,
         generated_tokens=message.generated_tokens,
+        public_kv_blocks=message.public_kv_blocks,
+        public_kv_blocks_declared=message.public_kv_blocks_declared,
         adapters={AdapterUid(a.adapter_uid): _RESIDENCIES.get(a.tier, Residency.ABSENT) for a in message.adapters},
         started=tuple(
             StartedRequest(RequestId(r.request_id), flow_key(r.tenant_id, r.qos_class), r.sequences)
@@ -368,4 +370,6 @@ def worker_status(view: WorkerView) -> admin_pb2.WorkerStatus:
         adapters_on_device=tiers.count(Residency.DEVICE),
         adapters_on_host=len(tiers),
         generated_tokens=view.generated_tokens,
+        public_kv_blocks=view.public_kv_blocks,
+        public_kv_blocks_declared=view.public_kv_blocks_declared,
     )

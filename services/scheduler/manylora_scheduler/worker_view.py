@@ -66,8 +66,9 @@ class WorkerView:
     __slots__ = ("_assigned", "_front", "_granted_blocks", "_granted_sequences", "_holders", "_holds_longest",
                  "_loads", "_max_sequences", "_output_tokens", "_prefetches", "adapters", "address", "block_size",
                  "connected", "device", "draining", "generated_tokens", "granted", "has_reported",
-                 "held_sequences", "kv_blocks_free", "kv_blocks_total", "max_context_tokens", "place", "running",
-                 "running_sequences", "sequence_slots", "standing", "tenant_adapters", "worker_id")  # fmt: skip
+                 "held_sequences", "kv_blocks_free", "kv_blocks_total", "max_context_tokens", "place",
+                 "public_kv_blocks", "public_kv_blocks_declared", "running", "running_sequences", "sequence_slots",
+                 "standing", "tenant_adapters", "worker_id")  # fmt: skip
 
     def __init__(
         self, worker_id: WorkerId, address: str, device: str, max_context_tokens: int, holders: Holders
@@ -86,6 +87,8 @@ class WorkerView:
         self.kv_blocks_free = 0
         self.block_size = 1
         self.generated_tokens = 0
+        self.public_kv_blocks = 0
+        self.public_kv_blocks_declared = 0
         self.adapters: dict[AdapterUid, Residency] = {}
         """Those that are resident."""
         self.tenant_adapters: dict[TenantId, TenantAdapters] = {}
@@ -392,6 +395,8 @@ class WorkerView:
         self._holds_longest = report.kv_blocks_total * self.block_size >= self.max_context_tokens - 1
         self.draining = report.draining
         self.generated_tokens = report.generated_tokens
+        self.public_kv_blocks = report.public_kv_blocks
+        self.public_kv_blocks_declared = report.public_kv_blocks_declared
         if report.snapshot:
             self.tenant_adapters.clear()
         if report.tenant_adapters:

@@ -1,9 +1,9 @@
 """The worker as a whole: serves, registers, drains, stops. Built from ready parts, so the simulation builds it too.
 
 Owns the order of starting and stopping. Started: the engine turns, the server listens, the tenants' policies are in
-force, the record stands in the store, health says SERVING. Stopping: health says NOT_SERVING and the scheduler hears of
-the draining; running requests go on for `drain_s`; what is left ends with OUTCOME_WORKER_LOST; then the engine, the
-record and the server go.
+force, the engine knows the public prefixes, the record stands in the store, health says SERVING. Stopping: health says
+NOT_SERVING and the scheduler hears of the draining; running requests go on for `drain_s`; what is left ends with
+OUTCOME_WORKER_LOST; then the engine, the record and the server go.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from manylora_shared.transport.base import Server, Transport
 
 from manylora_worker.config import WorkerConfig
 from manylora_worker.metrics import EngineMetrics
+from manylora_worker.prefix_watch import PrefixWatch
 from manylora_worker.registration import Registration
 from manylora_worker.runtime import Runtime
 from manylora_worker.servicer import WorkerServicer
@@ -64,6 +65,7 @@ class WorkerApp:
         if telemetry.has_metrics:
             runtime.view.subscribe(EngineMetrics(runtime.view, telemetry, runtime.model.kv_block_bytes))
         self._tenants = TenantWatch(store, runtime)
+        self._prefixes = PrefixWatch(store, runtime)
         self._server: Server | None = None
         self._registration: Registration | None = None
         self._engine_has_failed = asyncio.Event()
@@ -85,7 +87,7 @@ class WorkerApp:
         services = [guarded(self._servicer.service(), self._peer_secret)]
         self._server = await self._transport.serve(self._config.listen, services)
         await self._peer_secret.load(self._store, self._rng.getrandbits)
-        await self._tenants.start()
+        await asyncio.gather(self._tenants.start(), self._prefixes.start())
         self._registration = Registration(self._store, self._record(), lease_ttl_s=self._config.lease_ttl_s)
         await self._registration.start()
         if self._runtime.view.failure is None:
@@ -107,6 +109,7 @@ class WorkerApp:
             async with asyncio.timeout(self._config.drain_s):
                 await self._servicer.wait_quiet()
         await self._tenants.close()
+        await self._prefixes.close()
         await self._runtime.stop()
         if self._registration is not None:
             await self._registration.stop()

@@ -58,6 +58,10 @@ class WorkerConfig:
     prefix_cache_share: float = field(
         default=0.25, metadata={"help": "part of the KV blocks that may keep one tenant's prefixes; 0: no prefix cache"}
     )
+    public_prefix_share: float = field(
+        default=0.1,
+        metadata={"help": "part of the KV blocks that public prefixes may hold; 0, or without a prefix cache: none"},
+    )
     debug_fill_freed: bool = field(
         default=False,
         metadata={"help": "fill blocks with NaN when they are freed: an answer computed from one fails; for debugging"},
@@ -110,6 +114,8 @@ class WorkerConfig:
             raise ConfigError(f"--engine-cores: {error}") from None
         if not 0 <= self.prefix_cache_share <= 1:
             raise ConfigError("--prefix-cache-share: must be 0 to 1")
+        if not 0 <= self.public_prefix_share <= 1:
+            raise ConfigError("--public-prefix-share: must be 0 to 1")
         if self.host_kv_mb < 0 and self.host_kv_mb != _BY_DEVICE:
             raise ConfigError("--host-kv-mb: must be at least 0, or -1")
         for name in _NOT_NEGATIVE:

@@ -140,6 +140,8 @@ class ControlSession:
             block_size=stats.block_size,
             draining=self._is_draining,
             generated_tokens=stats.generated_tokens,
+            public_kv_blocks=stats.public_blocks,
+            public_kv_blocks_declared=stats.public_blocks_declared,
             max_sequences=self._max_sequences,
             finished_request_ids=list(changes.ended),
             kv_block_bytes=self._kv_block_bytes if is_snapshot else 0,

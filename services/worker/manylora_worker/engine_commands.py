@@ -43,6 +43,10 @@ def set_share(tenant_id: TenantId, share: TenantShare | None) -> Command:
     return partial(_set_share, tenant_id, share)
 
 
+def set_public_prefixes(prefixes: Mapping[str, Sequence[int]]) -> Command:
+    return partial(_set_public_prefixes, prefixes)
+
+
 def pause(request_id: RequestId) -> Command:
     return partial(_pause, request_id)
 
@@ -73,6 +77,10 @@ def _set_pins(pins: Mapping[TenantId, Sequence[Pin]], largest_bytes: int, core: 
 
 def _set_share(tenant_id: TenantId, share: TenantShare | None, core: EngineCore, now: float) -> None:
     core.set_share(tenant_id, share)
+
+
+def _set_public_prefixes(prefixes: Mapping[str, Sequence[int]], core: EngineCore, now: float) -> None:
+    core.set_public_prefixes(prefixes, now)
 
 
 def _pause(request_id: RequestId, core: EngineCore, now: float) -> None:

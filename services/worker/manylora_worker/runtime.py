@@ -114,6 +114,10 @@ class Runtime(ABC):
         """What a tenant may have, from the next token boundary on; None: the default."""
         self._send(engine_commands.set_share(tenant_id, share))
 
+    def set_public_prefixes(self, prefixes: Mapping[str, Sequence[int]]) -> None:
+        """Which tokens, by name, are public, from the next token boundary on; as EngineCore.set_public_prefixes."""
+        self._send(engine_commands.set_public_prefixes(prefixes))
+
 
 @dataclass
 class _Mailbox:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import typer
 from manylora_shared.model_files import ModelNotFound, model_folder, model_name
 
+from manylora.cli.files import read_file
 from manylora.cli.output import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -23,7 +24,7 @@ from manylora.cli.output import (
     stderr_console,
     usage_error,
 )
-from manylora.cli.tenants import apply_documents, check_documents, read_file
+from manylora.cli.tenants import apply_documents, check_documents
 from manylora.client import Client
 from manylora.client.credentials import read_key
 from manylora.demo import BASE_FOLDER, BASE_NAME, measure

@@ -201,6 +201,13 @@ def _circuit_row(circuit: CircuitStatus) -> tuple[object, ...]:
     )
 
 
+def _public(worker: WorkerStatus) -> str:
+    held, declared = worker.public_kv_blocks, worker.public_kv_blocks_declared
+    if not declared:
+        return ""
+    return f", {held} public" if held == declared else f", {held} of {declared} public"
+
+
 def _worker_row(worker: WorkerStatus) -> tuple[object, ...]:
     state = "draining" if worker.draining else "connected" if worker.connected else "not connected"
     return (
@@ -209,7 +216,7 @@ def _worker_row(worker: WorkerStatus) -> tuple[object, ...]:
         worker.device,
         state,
         f"{worker.running}/{worker.sequence_slots}",
-        f"{worker.kv_blocks_free}/{worker.kv_blocks_total}",
+        f"{worker.kv_blocks_free}/{worker.kv_blocks_total}{_public(worker)}",
         f"{worker.adapters_on_device} device, {worker.adapters_on_host} host",
         worker.generated_tokens,
     )

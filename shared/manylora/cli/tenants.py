@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import io
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import yaml
 from manylora_shared.errors import InvalidRequest
 from manylora_shared.policy import parse_policy
 
+from manylora.cli.files import name_of, read_file
 from manylora.cli.output import EXIT_FAILED, Target, print_json, print_table, report, say, usage_error, write
 from manylora.client import Client, FieldViolation, PolicyChange, RequestFailed
 
@@ -86,22 +85,8 @@ def _documents(source: str, text: str) -> list[PolicyDocument]:
     return documents
 
 
-def _name_of(file: Path) -> str:
-    return "stdin" if str(file) == "-" else str(file)
-
-
-def read_file(file: Path) -> str:
-    """The file's text, `-`: stdin's. Where it cannot be read, the command was called wrongly."""
-    try:
-        # stdin as bytes too: as text it takes what is no UTF-8, and that cannot be sent.
-        data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
-        return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8").read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise usage_error(f"{_name_of(file)}: cannot be read: {error}") from None
-
-
 async def apply(target: Target, file: Path, expected_version: int | None, *, as_json: bool) -> None:
-    source = _name_of(file)
+    source = name_of(file)
     text = read_file(file)
     if expected_version is not None and len(split_documents(text)) > 1:
         raise usage_error("--expect-version is for a file of one document")
@@ -118,7 +103,7 @@ async def apply(target: Target, file: Path, expected_version: int | None, *, as_
 
 async def diff(target: Target, file: Path, *, as_json: bool) -> None:
     """What `apply` would change, a unified diff for each tenant that it would. Nothing is changed."""
-    source = _name_of(file)
+    source = name_of(file)
     documents = _documents(source, read_file(file))
     changes: list[PolicyChange] = []
     async with target.client() as client:

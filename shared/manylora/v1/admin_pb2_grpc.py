@@ -84,6 +84,21 @@ class AdminServiceStub:
                 request_serializer=manylora_dot_v1_dot_admin__pb2.RevokeKeyRequest.SerializeToString,
                 response_deserializer=manylora_dot_v1_dot_admin__pb2.RevokeKeyResponse.FromString,
                 _registered_method=True)
+        self.AddPublicPrefix = channel.unary_unary(
+                '/manylora.v1.AdminService/AddPublicPrefix',
+                request_serializer=manylora_dot_v1_dot_admin__pb2.AddPublicPrefixRequest.SerializeToString,
+                response_deserializer=manylora_dot_v1_dot_admin__pb2.AddPublicPrefixResponse.FromString,
+                _registered_method=True)
+        self.ListPublicPrefixes = channel.unary_unary(
+                '/manylora.v1.AdminService/ListPublicPrefixes',
+                request_serializer=manylora_dot_v1_dot_admin__pb2.ListPublicPrefixesRequest.SerializeToString,
+                response_deserializer=manylora_dot_v1_dot_admin__pb2.ListPublicPrefixesResponse.FromString,
+                _registered_method=True)
+        self.RemovePublicPrefix = channel.unary_unary(
+                '/manylora.v1.AdminService/RemovePublicPrefix',
+                request_serializer=manylora_dot_v1_dot_admin__pb2.RemovePublicPrefixRequest.SerializeToString,
+                response_deserializer=manylora_dot_v1_dot_admin__pb2.RemovePublicPrefixResponse.FromString,
+                _registered_method=True)
         self.LiftQuarantine = channel.unary_unary(
                 '/manylora.v1.AdminService/LiftQuarantine',
                 request_serializer=manylora_dot_v1_dot_admin__pb2.LiftQuarantineRequest.SerializeToString,
@@ -165,6 +180,27 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddPublicPrefix(self, request, context):
+        """Declares the beginning of prompts public: every worker computes it, and requests to the base model of whichever
+        tenant find it. Of an existing name: ALREADY_EXISTS.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPublicPrefixes(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemovePublicPrefix(self, request, context):
+        """Nobody finds it any more. Requests that have found it go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def LiftQuarantine(self, request, context):
         """Lets every router run a tenant's quarantined prompts again, as if no worker had failed at them.
         """
@@ -231,6 +267,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.RevokeKey,
                     request_deserializer=manylora_dot_v1_dot_admin__pb2.RevokeKeyRequest.FromString,
                     response_serializer=manylora_dot_v1_dot_admin__pb2.RevokeKeyResponse.SerializeToString,
+            ),
+            'AddPublicPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddPublicPrefix,
+                    request_deserializer=manylora_dot_v1_dot_admin__pb2.AddPublicPrefixRequest.FromString,
+                    response_serializer=manylora_dot_v1_dot_admin__pb2.AddPublicPrefixResponse.SerializeToString,
+            ),
+            'ListPublicPrefixes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPublicPrefixes,
+                    request_deserializer=manylora_dot_v1_dot_admin__pb2.ListPublicPrefixesRequest.FromString,
+                    response_serializer=manylora_dot_v1_dot_admin__pb2.ListPublicPrefixesResponse.SerializeToString,
+            ),
+            'RemovePublicPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemovePublicPrefix,
+                    request_deserializer=manylora_dot_v1_dot_admin__pb2.RemovePublicPrefixRequest.FromString,
+                    response_serializer=manylora_dot_v1_dot_admin__pb2.RemovePublicPrefixResponse.SerializeToString,
             ),
             'LiftQuarantine': grpc.unary_unary_rpc_method_handler(
                     servicer.LiftQuarantine,
@@ -513,6 +564,87 @@ class AdminService:
             '/manylora.v1.AdminService/RevokeKey',
             manylora_dot_v1_dot_admin__pb2.RevokeKeyRequest.SerializeToString,
             manylora_dot_v1_dot_admin__pb2.RevokeKeyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddPublicPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/manylora.v1.AdminService/AddPublicPrefix',
+            manylora_dot_v1_dot_admin__pb2.AddPublicPrefixRequest.SerializeToString,
+            manylora_dot_v1_dot_admin__pb2.AddPublicPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPublicPrefixes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/manylora.v1.AdminService/ListPublicPrefixes',
+            manylora_dot_v1_dot_admin__pb2.ListPublicPrefixesRequest.SerializeToString,
+            manylora_dot_v1_dot_admin__pb2.ListPublicPrefixesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemovePublicPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/manylora.v1.AdminService/RemovePublicPrefix',
+            manylora_dot_v1_dot_admin__pb2.RemovePublicPrefixRequest.SerializeToString,
+            manylora_dot_v1_dot_admin__pb2.RemovePublicPrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -168,7 +168,7 @@ class Drain(_message.Message):
     def __init__(self) -> None: ...
 
 class ControlReport(_message.Message):
-    __slots__ = ("snapshot", "sequence_slots", "running_sequences", "kv_blocks_total", "kv_blocks_free", "block_size", "draining", "generated_tokens", "adapters", "started", "finished_request_ids", "flows", "max_sequences", "tenants", "setbacks", "kv_block_bytes")
+    __slots__ = ("snapshot", "sequence_slots", "running_sequences", "kv_blocks_total", "kv_blocks_free", "block_size", "draining", "generated_tokens", "adapters", "started", "finished_request_ids", "flows", "max_sequences", "tenants", "setbacks", "kv_block_bytes", "public_kv_blocks", "public_kv_blocks_declared")
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -185,6 +185,8 @@ class ControlReport(_message.Message):
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     SETBACKS_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_KV_BLOCKS_DECLARED_FIELD_NUMBER: _ClassVar[int]
     snapshot: bool
     sequence_slots: int
     running_sequences: int
@@ -201,7 +203,9 @@ class ControlReport(_message.Message):
     tenants: _containers.RepeatedCompositeFieldContainer[TenantMemory]
     setbacks: _containers.RepeatedCompositeFieldContainer[Setbacks]
     kv_block_bytes: int
-    def __init__(self, snapshot: _Optional[bool] = ..., sequence_slots: _Optional[int] = ..., running_sequences: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., block_size: _Optional[int] = ..., draining: _Optional[bool] = ..., generated_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[ResidentAdapter, _Mapping]]] = ..., started: _Optional[_Iterable[_Union[RunningRequest, _Mapping]]] = ..., finished_request_ids: _Optional[_Iterable[str]] = ..., flows: _Optional[_Iterable[_Union[FlowCounter, _Mapping]]] = ..., max_sequences: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantMemory, _Mapping]]] = ..., setbacks: _Optional[_Iterable[_Union[Setbacks, _Mapping]]] = ..., kv_block_bytes: _Optional[int] = ...) -> None: ...
+    public_kv_blocks: int
+    public_kv_blocks_declared: int
+    def __init__(self, snapshot: _Optional[bool] = ..., sequence_slots: _Optional[int] = ..., running_sequences: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., block_size: _Optional[int] = ..., draining: _Optional[bool] = ..., generated_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[ResidentAdapter, _Mapping]]] = ..., started: _Optional[_Iterable[_Union[RunningRequest, _Mapping]]] = ..., finished_request_ids: _Optional[_Iterable[str]] = ..., flows: _Optional[_Iterable[_Union[FlowCounter, _Mapping]]] = ..., max_sequences: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantMemory, _Mapping]]] = ..., setbacks: _Optional[_Iterable[_Union[Setbacks, _Mapping]]] = ..., kv_block_bytes: _Optional[int] = ..., public_kv_blocks: _Optional[int] = ..., public_kv_blocks_declared: _Optional[int] = ...) -> None: ...
 
 class RunningRequest(_message.Message):
     __slots__ = ("request_id", "tenant_id", "qos_class", "sequences")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from manylora_worker.adapters.cache import AdapterCache
 from manylora_worker.engine.block_pool import BlockPool
 from manylora_worker.engine.flights import Flights
+from manylora_worker.engine.public_prefixes import PUBLIC, PublicPrefixes
 from manylora_worker.engine.request_table import RequestTable
 from manylora_worker.engine.sequence import Sequence, SequenceStatus
 from manylora_worker.engine.step_planner import StepPlanner
@@ -28,14 +29,20 @@ def check_queues(requests: RequestTable, planner: StepPlanner) -> None:
     assert not queued, "a sequence of no request is queued"
 
 
-def check_blocks(requests: RequestTable, pool: BlockPool) -> None:
-    """Every held block is in the table of a sequence of the tenant that holds it."""
+def check_blocks(requests: RequestTable, pool: BlockPool, public: PublicPrefixes) -> None:
+    """Every held block is in the table of a sequence of the tenant that holds it, or public."""
     pool.check_invariants()
-    in_tables: set[int] = set()
+    public.check_invariants()
+    held = public.blocks
     for sequence in requests.sequences:
-        assert all(pool.owner_of(block_id) == sequence.tenant_id for block_id in sequence.block_table)
-        in_tables.update(sequence.block_table)
-    assert len(in_tables) == pool.num_held, "a block is held by no sequence"
+        owners = [pool.owner_of(block_id) for block_id in sequence.block_table]
+        first = 0
+        while sequence.group.request.adapter_uid is None and first < len(owners) and owners[first] == PUBLIC:
+            first += 1
+        assert all(owner == sequence.tenant_id for owner in owners[first:])
+        assert first * pool.block_size <= sequence.num_computed_tokens or sequence.tenant_id == PUBLIC
+        held.update(sequence.block_table)
+    assert len(held) == pool.num_held, "a block is held by no sequence"
 
 
 def check_under_way(requests: RequestTable, flights: Flights, swapper: Swapper) -> None:

@@ -10,9 +10,12 @@ Blocks have one size, so nothing fragments: any free block serves any sequence.
                                                       the copy source of a step stays *parked* until the step is over
                                                       one that lookups may find stays *idle* (prefix_cache.py)
 
+A *kept* block has a reference that is nobody's table's, until it is let go: other owners' sequences may share it, and
+nobody writes it (public_prefixes.py).
+
 Invariants (`check_invariants`): a block is free, idle, parked or held, exactly one of them; a tenant's count is the
-number of blocks with references that it owns; a held block is never shared between tenants, and neither held nor idle
-ones are found by another tenant's lookup.
+number of blocks with references that it owns; but for those that are kept, a held block is not shared between tenants,
+and neither held nor idle ones are found by another tenant's lookup.
 """
 
 from __future__ import annotations
@@ -66,6 +69,7 @@ class BlockPool:
         self._overwritten: dict[int, None] = {}
         """Blocks that were overwritten since the oldest work of `_taken` was taken."""
         self._cache = PrefixCache(max_idle_blocks)
+        self._kept: dict[int, None] = {}
 
     @property
     def num_free(self) -> int:
@@ -133,7 +137,7 @@ class BlockPool:
         return taken
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """One more reference to each; sharing stays inside the owning tenant."""
+        """One more reference to each; but for kept ones, sharing stays inside the owning tenant."""
         for block_id in block_ids:
             assert self._references[block_id] > 0, f"block {block_id} is not held"
             self._references[block_id] += 1
@@ -145,6 +149,22 @@ class BlockPool:
             self._references[block_id] -= 1
             if self._references[block_id] == 0:
                 self._forget(block_id)
+
+    def keep(self, block_id: int) -> None:
+        """A held block is full and computed, and stays until `let_go`, for whoever finds it."""
+        assert block_id not in self._kept
+        assert block_id not in self._unclean
+        assert not self._cache.is_published(block_id)
+        self.share([block_id])
+        self._kept[block_id] = None
+
+    def let_go(self, block_id: int) -> None:
+        """It is kept no longer: free with its last holder."""
+        del self._kept[block_id]
+        self.free([block_id])
+
+    def kept_blocks(self) -> set[int]:
+        return set(self._kept)
 
     def find_cached(self, tenant_id: TenantId, keys: Iterable[bytes]) -> list[int]:
         """The tenant's blocks of these keys, up to the first that there is none of. Changes nothing."""
@@ -208,10 +228,11 @@ class BlockPool:
                 self._overwritten[block_id] = None
 
     def num_lasting(self, block_ids: Iterable[int]) -> int:
-        """How many of a table's first blocks its tenant's lookups find as long as another holder of them lives."""
+        """How many of a table's first blocks lookups find as long as another holder of them lives."""
         count = 0
         for block_id in block_ids:
-            if self._references[block_id] < 2 or not self._cache.is_published(block_id):
+            is_found = block_id in self._kept or self._cache.is_published(block_id)
+            if self._references[block_id] < 2 or not is_found:
                 break
             count += 1
         return count
@@ -265,6 +286,8 @@ class BlockPool:
         assert not free & parked
         assert not idle & (free | held | parked)
         assert len(free) + len(idle) + len(held) + len(parked) == self.num_blocks, "a block is lost"
+        assert self._kept.keys() <= held
+        assert published.keys().isdisjoint(self._kept)
         assert published.keys().isdisjoint(free)
         assert published.keys().isdisjoint(self._unclean)
         assert all(self._owner[block_id] == tenant_id for block_id, tenant_id in published.items())

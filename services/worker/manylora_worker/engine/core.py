@@ -54,6 +54,7 @@ from manylora_worker.engine.outbox import Outbox, RequestEnd
 from manylora_worker.engine.prefix_cache import PrefixOptions
 from manylora_worker.engine.prefixes import Prefixes
 from manylora_worker.engine.prompts_alone import PromptsAlone
+from manylora_worker.engine.public_prefixes import PUBLIC, PublicPrefixes
 from manylora_worker.engine.request_bounds import RequestBounds
 from manylora_worker.engine.request_table import RequestTable
 from manylora_worker.engine.sequence import Sequence, SequenceGroup, SequenceStatus, sequence_id_of
@@ -91,7 +92,12 @@ class EngineCore:
         self._max_requests = limits.max_requests
         max_idle_blocks = 0 if prefix is None else prefix.max_idle_blocks(runner.num_blocks)
         self._pool = BlockPool(runner.num_blocks, runner.block_size, max_idle_blocks, clears_freed=clears_freed)
-        self._prefixes = Prefixes(self._pool, None if prefix is None else prefix.keys)
+        max_public_blocks = 0
+        if prefix is not None:
+            longest = self._pool.blocks_for(runner.max_context_tokens)
+            max_public_blocks = prefix.max_public_blocks(runner.num_blocks, longest)
+        self._public = PublicPrefixes(self._pool, max_public_blocks, runner.max_context_tokens - 1)
+        self._prefixes = Prefixes(self._pool, None if prefix is None else prefix.keys, self._public)
         self._shares = TenantShares(runner.num_blocks)
         self._bounds = RequestBounds(
             runner.max_context_tokens,
@@ -157,7 +163,9 @@ class EngineCore:
         self._shares.accept(tenant_id, max(longest, default=0))
 
     def _request_closed(self, request: EngineRequest) -> None:
-        if self._bounds.longest_blocks(request) == self._shares.hard(request.tenant_id):
+        if request.tenant_id == PUBLIC:
+            self._public.ended(request.request_id)
+        elif self._bounds.longest_blocks(request) == self._shares.hard(request.tenant_id):
             self._note_longest(request.tenant_id)
 
     def add(self, request: EngineRequest, now: float) -> None:
@@ -174,6 +182,9 @@ class EngineCore:
             raise AlreadyExists(f"request_id: {request.request_id} is being executed")
         if len(self._requests) >= self._max_requests:
             raise Overloaded(f"the worker has {len(self._requests)} requests")
+        self._enter(request, now)
+
+    def _enter(self, request: EngineRequest, now: float) -> None:
         group = self._requests.add(request, self._bounds.max_output_tokens(request), now)
         if self._bounds.longest_blocks(request) > self._shares.hard(request.tenant_id):
             self._note_longest(request.tenant_id)
@@ -232,6 +243,13 @@ class EngineCore:
         assert self._begun is None
         self._adapters.set_pins(pins, largest_bytes)
 
+    def set_public_prefixes(self, prefixes: Mapping[str, SequenceOf[int]], now: float) -> None:
+        """Which tokens, by name, are public from now on: see PublicPrefixes. They are computed as soon as they can."""
+        assert self._begun is None
+        if self._public.computing is not None:
+            self.abort(self._public.computing, now)
+        self._public.declare(prefixes)
+
     # -- a step --------------------------------------------------------------------------------------------------
 
     def step(self, now: float) -> list[TokenOutput]:
@@ -264,6 +282,8 @@ class EngineCore:
             return None
         self._pump_adapters(now)
         self._pump_copies()
+        if self._public.is_due:
+            self._enter(self._public.next_request(), now)
         plan = self._planner.plan(is_ahead=bool(self._flights))
         self._count_setbacks(plan)
         if not plan.scheduled:
@@ -326,7 +346,8 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether further steps may do something: some request is not paused, adapters are being loaded, or KV is being
         copied."""
-        return self._requests.num_active > 0 or self._adapters.has_work or self._swapper.num_copying > 0
+        has_requests = self._requests.num_active > 0 or self._public.is_due
+        return has_requests or self._adapters.has_work or self._swapper.num_copying > 0
 
     def rest_s(self) -> float | None:
         """Where no step could begin: when to try again, in seconds, unless there is news (a command, or a load that
@@ -338,7 +359,7 @@ class EngineCore:
         return LOOK_AGAIN_S if self._adapters.is_settled and not self._swapper.num_copying else _POLL_S
 
     def request_ids(self) -> list[RequestId]:
-        """Of the requests in the engine, oldest first."""
+        """Of the requests in the engine, oldest first; its own included."""
         return self._requests.ids
 
     def stats(self) -> EngineStats:
@@ -365,6 +386,8 @@ class EngineCore:
             adapter_version=self._adapters.version,
             tenant_adapters_version=self._adapters.tenants_version,
             slots_version=self._planner.slots_version + self._requests.loading_version,
+            public_blocks=self._public.num_blocks,
+            public_blocks_declared=self._public.num_declared_blocks,
         )
 
     def adapter_tiers(self) -> Mapping[AdapterUid, AdapterTier]:
@@ -380,7 +403,7 @@ class EngineCore:
     def flow_slots(self) -> Mapping[FlowKey, FlowSlots]:
         """Of the flows with a slot, and of those with sequences that cannot use one: their own hard cap keeps them, or
         their adapters are being loaded."""
-        slots = self._planner.flow_slots()
+        slots = {flow: place for flow, place in self._planner.flow_slots().items() if flow[0] != PUBLIC}
         for group in self._requests.loading:
             flow = (group.request.tenant_id, group.request.qos_class)
             known = slots.get(flow, FlowSlots())
@@ -402,8 +425,10 @@ class EngineCore:
         return self._pool.held_by(tenant_id)
 
     def blocks_held(self) -> dict[TenantId, int]:
-        """By each tenant that holds any."""
-        return self._pool.held()
+        """By each tenant that holds any; without what is public."""
+        held = self._pool.held()
+        held.pop(PUBLIC, None)
+        return held
 
     def host_blocks_held(self) -> dict[TenantId, int]:
         """Of host memory, by each tenant that has any."""
@@ -417,7 +442,7 @@ class EngineCore:
         """Asserts that the parts agree; between steps. For tests and idle moments, not for each step."""
         assert self._begun is not None or self._pool.pending_copies() == [], "a copy was planned and not made"
         check_queues(self._requests, self._planner)
-        check_blocks(self._requests, self._pool)
+        check_blocks(self._requests, self._pool, self._public)
         check_under_way(self._requests, self._flights, self._swapper)
         check_adapters(self._requests, self._adapters)
 

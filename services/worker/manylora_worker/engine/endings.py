@@ -16,6 +16,7 @@ from manylora_worker.adapters.cache import AdapterCache
 from manylora_worker.engine.api import EngineRequest, FinishReason
 from manylora_worker.engine.outbox import Outbox, RequestEnd
 from manylora_worker.engine.prefixes import Prefixes
+from manylora_worker.engine.public_prefixes import PUBLIC
 from manylora_worker.engine.request_table import RequestTable
 from manylora_worker.engine.sequence import Sequence, SequenceGroup, SequenceStatus
 from manylora_worker.engine.step_planner import StepPlanner
@@ -99,4 +100,5 @@ class Endings:
         self._adapters.release(end.request_id, end.ended_s)
         self._requests.remove(group)
         self._closed(group.request)
-        self._outbox.request_ended(end)
+        if group.request.tenant_id != PUBLIC:
+            self._outbox.request_ended(end)

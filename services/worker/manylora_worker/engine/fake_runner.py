@@ -32,7 +32,8 @@ from manylora_worker.engine.api import (
     SequenceChunk,
     StepBatch,
 )
-from manylora_worker.engine.fake_host_kv import FakeHostKv
+from manylora_worker.engine.fake_host_kv import COPY_OF_PUBLIC, FakeHostKv
+from manylora_worker.engine.public_prefixes import PUBLIC
 
 _CELL = struct.Struct("<II8s")
 _CELL_BYTES = _CELL.size
@@ -150,8 +151,9 @@ class FakeRunner:
         tag = _adapter_tag(uid)
         tenant = None if self.tenant_of is None else self.tenant_of(chunk.sequence_id)
         if tenant is not None:
+            readable = (tenant, PUBLIC, COPY_OF_PUBLIC) if uid is None else (tenant,)
             for block_id in block_table[: start // size]:
-                if tenants[block_id] != tenant:
+                if tenants[block_id] not in readable:
                     self._fail(f"block {block_id} of {tenants[block_id]} is read by {tenant}")
         position = start
         while position < end:
@@ -166,7 +168,7 @@ class FakeRunner:
                 self._fail(f"block {block_id} is written twice")
             written[block_id] = before | cells
             if tenant is not None:
-                if tenants[block_id] not in (None, tenant):
+                if tenants[block_id] not in (None, tenant, COPY_OF_PUBLIC):
                     self._fail(f"block {block_id} crosses tenants uncleared")
                 tenants[block_id] = tenant
             block = self._blocks[block_id]

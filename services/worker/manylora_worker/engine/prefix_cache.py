@@ -102,17 +102,25 @@ class PrefixOptions:
 
     Attributes:
         tenant_share: of the pool's blocks, how many one tenant's idle ones may be; over 0 and up to 1.
+        public_share: of the pool's blocks, how many public prefixes may hold; 0 up to 1.
     """
 
     keys: PrefixKeys
     tenant_share: float
+    public_share: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0.0 < self.tenant_share <= 1.0:
             raise ValueError("tenant_share must be over 0 and up to 1")
+        if not 0.0 <= self.public_share <= 1.0:
+            raise ValueError("public_share must be 0 up to 1")
 
     def max_idle_blocks(self, num_blocks: int) -> int:
         return max(1, int(self.tenant_share * num_blocks))
+
+    def max_public_blocks(self, num_blocks: int, longest_blocks: int) -> int:
+        """longest_blocks: of a request that fills the model's context: it must be able to run beside them."""
+        return max(0, min(int(self.public_share * num_blocks), num_blocks - longest_blocks))
 
 
 @dataclass(slots=True)
