@@ -14,7 +14,7 @@ from manylora_shared.errors import Code, RpcError
 from manylora_shared.transport.base import Channel, Service, methods_of
 from manylora_shared.transport.bundle import WINDOW
 from manylora_shared.transport.bundle_client import BundlingTransport
-from manylora_shared.transport.bundle_server import UnbundlingTransport
+from manylora_shared.transport.bundle_server import BundleServer, UnbundlingTransport
 from manylora_shared.transport.dispatch import MAX_MESSAGE_BYTES
 from manylora_shared.transport.grpc_transport import GrpcTransport
 from manylora_shared.transport.memory import MemoryNetwork
@@ -343,3 +343,44 @@ async def test_calls_at_random_see_what_they_would_see_one_by_one() -> None:
             await asyncio.gather(*(caller(channel, 100 * wave + i) for i in range(40)))
         await eventually(lambda: running == 0)
     assert net.counting.opened == 1
+
+
+async def test_a_cancellation_that_comes_behind_the_streams_end_interrupts_no_cleaning_up() -> None:
+    """A server that stops ends its streams and cancels their handlers. Where the end was heard of first, the
+    cancellation came while the calls' handlers were being waited for: `stop` returned before they had cleaned up."""
+    cleaning, ended = asyncio.Event(), asyncio.Event()
+
+    async def handler(request: Any, call: Any) -> AsyncIterator[Any]:
+        try:
+            yield text("first")
+            await asyncio.Event().wait()
+        finally:
+            cleaning.set()
+            await asyncio.sleep(0.01)
+            ended.set()
+
+    over = asyncio.Event()
+
+    async def said() -> AsyncIterator[bundle_pb2.CallBundle]:
+        opened = bundle_pb2.CallOpen(method=STREAM.path, request=text("").SerializeToString(), credit=WINDOW)
+        yield bundle_pb2.CallBundle(parts=[bundle_pb2.CallPart(call=1, open=opened)])
+        await over.wait()
+
+    class Call:
+        peer = "a test"
+
+    carry = BundleServer([echo_service(ServerStream=handler)]).service().handlers["Carry"]
+    read = asyncio.Event()
+
+    async def answer() -> None:
+        async for _ in carry(said(), Call()):
+            read.set()
+
+    answering = asyncio.create_task(answer())
+    await read.wait()
+    over.set()
+    await cleaning.wait()
+    answering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await answering
+    assert ended.is_set()

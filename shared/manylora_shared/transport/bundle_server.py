@@ -125,6 +125,11 @@ class BundleServer:
             reader.result()
 
 
+async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
+    if tasks:
+        await asyncio.wait(tasks)
+
+
 class _ServedLine:
     """One Carry stream at its server."""
 
@@ -150,12 +155,20 @@ class _ServedLine:
             self.outgoing.close()
 
     async def stop(self) -> None:
-        """Cancels what runs, and waits for it."""
+        """Cancels what runs, and waits for it. The stream's end may be heard of just before its cancellation: that
+        comes then while this waits, and is raised behind it. Further ones end the waiting."""
         tasks = [run.task for run in self._runs.values() if run.task is not None]
         for task in tasks:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        own = asyncio.current_task()
+        assert own is not None
+        is_first = not own.cancelling()
+        try:
+            await _ended(tasks)
+        except asyncio.CancelledError:
+            if is_first:
+                await _ended(tasks)
+            raise
 
     def _take(self, part: bundle_pb2.CallPart) -> None:
         call_id = part.call
