@@ -259,6 +259,7 @@ class EngineMachine(RuleBasedStateMachine):
         if hasattr(self, "core"):
             self.core.check_invariants()
             own = sum(group.request.tenant_id == PUBLIC for group in self.core._requests.groups)
+            assert self.core._public.num_requests == own
             assert self.core.stats().requests == len(self._live()) + own
             assert not any(flow[0] == PUBLIC for flow in (*self.core.flows(), *self.core.flow_slots()))
             most = self.core.stats().host_blocks_total // 2

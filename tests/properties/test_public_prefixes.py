@@ -6,6 +6,7 @@ import logging
 import random
 
 import pytest
+from manylora_shared.errors import Overloaded
 from manylora_shared.ids import QosClass, RequestId, TenantId
 from manylora_worker.engine import public_prefixes
 from manylora_worker.engine.api import EngineRequest, FinishReason
@@ -139,6 +140,19 @@ def test_declared_anew_in_mid_computing() -> None:
     run.finish()
     assert run.core.stats().public_blocks == 4
     assert ask(run, "r", A, (*other, 1)) == len(other)
+
+
+def test_the_engines_own_request_takes_no_place() -> None:
+    run = public_run(chunk=4, batch_tokens=8)
+    run.core._max_requests = 1
+    run.core.set_public_prefixes({"system": SYSTEM}, 0.0)
+    run.step()
+    assert run.core.stats().requests == 1
+    run.core.add(request_of("r", A, None, (1, 2)), 0.0)
+    with pytest.raises(Overloaded, match="has 1 requests"):
+        run.core.add(request_of("more", A, None, (1, 2)), 0.0)
+    run.finish()
+    assert run.core._public.num_requests == 0
 
 
 def test_it_leaves_room_for_the_longest_request(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from manylora.v1 import admin_pb2, inference_pb2
+from manylora_router import prefix_intake
 from manylora_router.text_service import FakeText, TokenIdsOnlyText
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import PublicPrefixRecord
@@ -78,6 +79,19 @@ def test_what_is_wrong_is_named_and_nothing_is_stored() -> None:
             assert (error.code, [v.field for v in error.violations]) == (Code.INVALID_ARGUMENT, named), fields
         assert not any(key.startswith(keys.PUBLIC_PREFIXES) for key in cluster.store_server.keys)
 
+    simulate(test)
+
+
+def test_a_prefix_is_no_longer_than_the_store_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = PublicPrefixRecord("x", "d" * 64, (10**6,) * prefix_intake.MAX_TOKENS, 1e9 + 0.123456)
+    assert len(longest.to_json()) < 1.4 * 2**20
+
+    async def test(cluster: RouterCluster) -> None:
+        error = await refused(cluster, name="x", text="four")
+        assert [v.description for v in error.violations] == ["must be at most 3 tokens, not 4"]
+        await call(cluster, "AddPublicPrefix", name="x", text="few")
+
+    monkeypatch.setattr(prefix_intake, "MAX_TOKENS", 3)
     simulate(test)
 
 

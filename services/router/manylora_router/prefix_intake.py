@@ -19,6 +19,8 @@ from manylora_router.admission import ChatPrompt, Prompt, RequestInput, TextProm
 from manylora_router.directory import Directory, Model
 from manylora_router.text_service import TextService
 
+MAX_TOKENS = 1 << 17
+"""Of a prefix: its record is then well inside what etcd takes as a value, 1.5 MiB."""
 _CONTINUATIONS = ("a", " b")
 
 
@@ -46,7 +48,7 @@ class PrefixIntake:
             raise InvalidRequest.of_all(found)
         assert prompt is not None
         token_ids = await self._tokenize(prompt)
-        field, most = admission.prompt_field(prompt), model.limits.max_context_tokens - 1
+        field, most = admission.prompt_field(prompt), min(model.limits.max_context_tokens - 1, MAX_TOKENS)
         if not token_ids:
             raise InvalidRequest.of(field, "prompts that begin with it have no token in common")
         if len(token_ids) > most:

@@ -180,8 +180,9 @@ class EngineCore:
         self._bounds.check_model(request)
         if request.request_id in self._requests:
             raise AlreadyExists(f"request_id: {request.request_id} is being executed")
-        if len(self._requests) >= self._max_requests:
-            raise Overloaded(f"the worker has {len(self._requests)} requests")
+        num_requests = len(self._requests) - self._public.num_requests
+        if num_requests >= self._max_requests:
+            raise Overloaded(f"the worker has {num_requests} requests")
         self._enter(request, now)
 
     def _enter(self, request: EngineRequest, now: float) -> None:

@@ -69,6 +69,7 @@ class PublicPrefixes:
         """By parent, or _ROOT, and the block's tokens."""
         self._due: list[_Prefix] = []
         self._computing: _Computing | None = None
+        self._num_begun = 0
         self._num_requests = 0
 
     @property
@@ -89,6 +90,11 @@ class PublicPrefixes:
     def computing(self) -> RequestId | None:
         """The engine's own request."""
         return None if self._computing is None else self._computing.request_id
+
+    @property
+    def num_requests(self) -> int:
+        """Of the engine's own that are there: one, and those that it has given up and that linger."""
+        return self._num_requests
 
     @property
     def is_due(self) -> bool:
@@ -131,8 +137,9 @@ class PublicPrefixes:
         assert self.is_due
         prefix = self._due.pop(0)
         prefix.num_attempts += 1
+        self._num_begun += 1
         self._num_requests += 1
-        request_id = RequestId(f"public prefix {self._num_requests}")
+        request_id = RequestId(f"public prefix {self._num_begun}")
         self._computing = _Computing(prefix, request_id)
         return EngineRequest(
             request_id=request_id,
@@ -165,6 +172,7 @@ class PublicPrefixes:
 
     def ended(self, request_id: RequestId) -> None:
         """Nothing of the engine's own request is left."""
+        self._num_requests -= 1
         computing = self._computing
         if computing is None or computing.request_id != request_id:
             return
