@@ -16,7 +16,18 @@ from manylora_worker.engine.public_prefixes import MAX_ATTEMPTS, PUBLIC, PublicP
 from manylora_worker.engine.sequence import Sequence
 from manylora_worker.engine.tenant_shares import TenantShare
 
-from tests.properties.prefix_suite import ADAPTERS, BLOCK_SIZE, SECRET, TENANTS, A, B, Run, make_run, request_of
+from tests.properties.prefix_suite import (
+    ADAPTERS,
+    BLOCK_SIZE,
+    SECRET,
+    TENANTS,
+    A,
+    B,
+    Run,
+    check_texts,
+    make_run,
+    request_of,
+)
 
 SYSTEM = tuple(range(100, 100 + 6 * BLOCK_SIZE))
 
@@ -247,14 +258,7 @@ def check_random(seed: int) -> int:
         if rng.random() < 0.1:
             run.core.abort(RequestId(f"r{rng.randint(0, i)}"), 0.0)
     run.finish()
-    for name, request in requests.items():
-        for choice in range(request.n):
-            want = reference_tokens(
-                request.prompt_token_ids, request.adapter_uid, request.sampling.seed, choice, request.max_tokens
-            )
-            got = run.tokens.get((name, choice), [])
-            assert got == want[: len(got)], f"{name} of seed {seed} has another text"
-            assert len(got) == len(want) or run.ends[name].reason is FinishReason.ABORTED
+    check_texts(run, requests, seed)
     run.core.set_public_prefixes({}, 0.0)
     run.finish()
     assert run.core.stats().blocks_free == run.core.stats().blocks_total
