@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import random
+import tracemalloc
 
 import pytest
 from manylora_shared.errors import Overloaded
 from manylora_shared.ids import QosClass, RequestId, TenantId
 from manylora_worker.engine import public_prefixes
 from manylora_worker.engine.api import EngineRequest, FinishReason
+from manylora_worker.engine.block_pool import BlockPool
 from manylora_worker.engine.fake_runner import reference_tokens
 from manylora_worker.engine.prefix_cache import PrefixKeys, PrefixOptions
 from manylora_worker.engine.public_prefixes import MAX_ATTEMPTS, PUBLIC, PublicPrefixes
@@ -88,7 +90,7 @@ def test_a_tenants_own_blocks_are_found_behind_it() -> None:
 
 
 def test_a_flood_does_not_take_it() -> None:
-    """Not while anything else could be idle: it is held, used or not."""
+    """It is held, used or not."""
     run = public_run(32)
     run.core.set_public_prefixes({"system": SYSTEM}, 0.0)
     run.finish()
@@ -176,6 +178,20 @@ def test_it_leaves_room_for_the_longest_request(caplog: pytest.LogCaptureFixture
     assert run.core.stats().public_blocks == 4
     assert ask(run, "longest", A, tuple(range(20)), 11) == 0
     assert ask(run, "behind", A, (*SYSTEM, 1), 7) == 4 * BLOCK_SIZE
+
+
+def test_a_long_prefix_takes_memory_by_its_length() -> None:
+    """Each beginning of it was kept as a key: a prefix of 100,000 tokens took gigabytes to declare."""
+    pool = BlockPool(4096, BLOCK_SIZE, 1)
+    public = PublicPrefixes(pool, 4096, 1 << 13)
+    tracemalloc.start()
+    try:
+        public.declare({"long": range(1 << 13)})
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert public.num_declared_blocks == (1 << 13) // BLOCK_SIZE
+    assert peak < 8 << 20
 
 
 def test_options_out_of_range_are_refused() -> None:

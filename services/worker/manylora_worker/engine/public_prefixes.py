@@ -63,7 +63,6 @@ class PublicPrefixes:
         self._pool = pool
         self._max_blocks = max_blocks
         self._max_tokens = max_tokens
-        self._declared: dict[str, tuple[int, ...]] = {}
         self._num_declared_blocks = 0
         self._children: dict[tuple[int, tuple[int, ...]], int] = {}
         """By parent, or _ROOT, and the block's tokens."""
@@ -105,16 +104,18 @@ class PublicPrefixes:
         """These are public from now on, by name, and no others. What stands and is declared still stays; the rest is
         found no more, and free when nobody holds it. Abort `computing` before."""
         self._computing = None
-        self._declared = {name: tuple(token_ids) for name, token_ids in sorted(prefixes.items())}
-        size, wanted = self._pool.block_size, dict[tuple[int, ...], None]()
         self._due = []
-        for name, token_ids in self._declared.items():
-            most = min(len(token_ids), self._max_tokens) // size
-            num_blocks = 0
-            for end in range(size, most * size + 1, size):
-                if token_ids[:end] not in wanted and len(wanted) == self._max_blocks:
+        size = self._pool.block_size
+        wanted: dict[tuple[int, tuple[int, ...]], int] = {}
+        """As `_children`, of blocks that are numbered here."""
+        for name, declared in sorted(prefixes.items()):
+            token_ids = tuple(declared)
+            num_blocks, parent = 0, _ROOT
+            for start in range(0, min(len(token_ids), self._max_tokens) // size * size, size):
+                key = (parent, token_ids[start : start + size])
+                if key not in wanted and len(wanted) == self._max_blocks:
                     break
-                wanted[token_ids[:end]] = None
+                parent = wanted.setdefault(key, len(wanted))
                 num_blocks += 1
             if num_blocks < len(token_ids) // size:
                 kept = fields(prefix=name, tokens=len(token_ids), kept_tokens=num_blocks * size)
@@ -130,7 +131,8 @@ class PublicPrefixes:
         """Of the sequence's first `num_blocks`, all full, those that stand here."""
         if not self._children or sequence.group.request.adapter_uid is not None:
             return []
-        return self._walk(sequence.tokens(0, num_blocks * self._pool.block_size))
+        most = min(num_blocks, len(self._children))  # whoever waits asks in each plan, with a prompt of any length
+        return self._walk(sequence.tokens(0, most * self._pool.block_size))
 
     def next_request(self) -> EngineRequest:
         """Begins to compute a prefix that is due: the request that does it."""
