@@ -9,6 +9,8 @@ import pytest
 from manylora.v1 import scheduler_pb2
 from manylora_scheduler.app import SchedulerApp
 from manylora_scheduler.config import SchedulerConfig
+from manylora_scheduler.events import Tick
+from manylora_shared import service_loop
 from manylora_shared.config import ConfigError, parse
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.memory import MemoryStoreServer
@@ -244,6 +246,46 @@ async def test_over_grpc() -> None:
         await channel.close()
         await app.stop()
         await worker.server.stop(0)
+
+
+def test_a_timer_that_is_due_at_once_on_the_services_loop() -> None:
+    """Such a timer has no `when` there: the leader ended at the second event after one had been set."""
+
+    async def main() -> None:
+        server, transport = MemoryStoreServer(), GrpcTransport()
+        app = SchedulerApp(
+            SchedulerConfig(),
+            transport=transport,
+            store=server.client(),
+            telemetry=Telemetry.disabled(),
+            rng=random.Random(3),
+        )
+        await app.start()
+        worker = ScriptedWorker("w0", transport, slots=1)
+        await worker.start(server.client())
+        try:
+            async with asyncio.timeout(10):
+                await worker.connected.wait()
+                term = app.term
+                assert term is not None
+                now, over = asyncio.get_running_loop().time(), asyncio.Event()
+                wakeups = [now, now, now + 0.001]
+
+                def next_wakeup() -> float | None:
+                    if wakeups:
+                        return wakeups.pop(0)
+                    over.set()
+                    return None
+
+                term.quotas.next_wakeup = next_wakeup  # type: ignore[method-assign]
+                term.post(Tick())
+                term.post(Tick())
+                await over.wait()  # each timer sets the next
+        finally:
+            await app.stop()
+            await worker.server.stop(0)
+
+    service_loop.run(main())
 
 
 def test_who_does_not_show_the_clusters_secret_is_refused() -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from manylora.v1 import worker_pb2
-from manylora_shared import logs
+from manylora_shared import logs, service_loop
 from manylora_shared.adapter_files import LocalAdapterFiles
 from manylora_shared.config import load
 from manylora_shared.model_files import model_folder
@@ -55,7 +55,7 @@ def main() -> None:
     config = load(RouterConfig)
     logs.setup("router", config.log_level, instance_id=config.router_id)
     try:
-        was_told = asyncio.run(
+        was_told = service_loop.run(
             serve(
                 "router",
                 config,

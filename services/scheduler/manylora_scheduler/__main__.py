@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 import sys
 
-from manylora_shared import compiled, logs
+from manylora_shared import compiled, logs, service_loop
 from manylora_shared.config import load
 from manylora_shared.heap import collect_seldom
 from manylora_shared.service_main import App, Parts, serve
@@ -33,7 +32,7 @@ def main() -> None:
     else:
         _LOG.info("decisions are made by compiled code")
     try:
-        was_told = asyncio.run(
+        was_told = service_loop.run(
             serve("scheduler", config, functools.partial(build, config), instance_id=config.scheduler_id)
         )
     except (OSError, ValueError) as e:

@@ -170,6 +170,8 @@ class Term:
         """Workers' lines that are being closed."""
         self._known_tenants: dict[TenantId, None] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        """When it is due; only where there is one."""
         self._clock_pause_s = MIN_CLOCK_PAUSE_S
         self._next_session = 1
         self.num_events = 0
@@ -377,12 +379,12 @@ class Term:
     def _set_timer(self) -> None:
         at = self.quotas.next_wakeup()
         if self._timer is not None:
-            if not self._timer.cancelled() and self._timer.when() == at:
+            if self._timer_at == at:
                 return
             self._timer.cancel()
             self._timer = None
         if at is not None:
-            self._timer = self._loop.call_at(at, self._on_timer)
+            self._timer, self._timer_at = self._loop.call_at(at, self._on_timer), at
 
     def _on_timer(self) -> None:
         self._timer = None

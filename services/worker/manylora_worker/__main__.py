@@ -6,13 +6,12 @@ again), and with 2 on wrong settings.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 import signal
 import sys
 
-from manylora_shared import logs
+from manylora_shared import logs, service_loop
 from manylora_shared.config import load
 from manylora_shared.service_main import Parts, serve
 from manylora_shared.transport.bundle_server import UnbundlingTransport
@@ -46,7 +45,7 @@ def main() -> None:
     try:
         runtime, validator = engines.build(config)
         build_app = functools.partial(build, config, runtime, validator)
-        was_told = asyncio.run(serve("worker", config, build_app, instance_id=config.worker_id))
+        was_told = service_loop.run(serve("worker", config, build_app, instance_id=config.worker_id))
     except (OSError, ValueError) as e:
         _LOG.error("the worker cannot run: %s", e)
         sys.exit(1)
