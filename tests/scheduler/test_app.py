@@ -214,16 +214,20 @@ def test_equal_seeds_give_equal_runs() -> None:
     assert once() == once()
 
 
-async def test_over_grpc() -> None:
-    server = MemoryStoreServer()
-    transport = GrpcTransport()
-    app = SchedulerApp(
+def app_over_grpc(server: MemoryStoreServer, transport: GrpcTransport) -> SchedulerApp:
+    return SchedulerApp(
         SchedulerConfig(),
         transport=transport,
         store=server.client(),
         telemetry=Telemetry.disabled(),
         rng=random.Random(3),
     )
+
+
+async def test_over_grpc() -> None:
+    server = MemoryStoreServer()
+    transport = GrpcTransport()
+    app = app_over_grpc(server, transport)
     await app.start()
     worker = ScriptedWorker("w0", transport, slots=64)
     await worker.start(server.client())
@@ -253,13 +257,7 @@ def test_a_timer_that_is_due_at_once_on_the_services_loop() -> None:
 
     async def main() -> None:
         server, transport = MemoryStoreServer(), GrpcTransport()
-        app = SchedulerApp(
-            SchedulerConfig(),
-            transport=transport,
-            store=server.client(),
-            telemetry=Telemetry.disabled(),
-            rng=random.Random(3),
-        )
+        app = app_over_grpc(server, transport)
         await app.start()
         worker = ScriptedWorker("w0", transport, slots=1)
         await worker.start(server.client())
