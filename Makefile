@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 compiled: $(COMPILED) ## the scheduler's decisions as compiled code, where there is a C compiler (make install does it)
 
-$(COMPILED): $(STAMP) deploy/compile.py $(wildcard shared/manylora_shared/*.py services/scheduler/manylora_scheduler/*.py)
+$(COMPILED): $(STAMP) deploy/compile.py $(wildcard shared/manylora_shared/fairness/*.py shared/manylora_shared/*.py services/scheduler/manylora_scheduler/core/*.py)
 	@echo "compiling the scheduler's decisions (most of a minute)" >&2
 	@$(BIN)/python deploy/compile.py --if-possible
 	@touch $@

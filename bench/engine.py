@@ -33,17 +33,17 @@ from typing import Any, Literal
 import torch
 import transformers
 import triton
-from manylora_shared.heap import freeze_started
 from manylora_shared.ids import AdapterUid
-from manylora_worker.adapters.host_memory import HostMemory
-from manylora_worker.adapters.layout import HostAdapter, elements_of, lay_out
-from manylora_worker.decoder_weights import read_decoder
-from manylora_worker.device.runner import DeviceLimits, DeviceModelRunner
-from manylora_worker.engine.api import PENDING_TOKEN, Sampling, SequenceChunk, StepBatch
-from manylora_worker.engine.attention import ATTENTION, register_attention
-from manylora_worker.engine.kv_cache import KvCache
-from manylora_worker.kernels.nf4 import Nf4Linear
-from manylora_worker.loader import LoadedModel, prepare_model
+from manylora_shared.process.heap import freeze_started
+from manylora_worker.kinds.api import PENDING_TOKEN, Sampling, SequenceChunk, StepBatch
+from manylora_worker.models.cuda.kernels.nf4 import Nf4Linear
+from manylora_worker.models.cuda.runner import DeviceLimits, DeviceModelRunner
+from manylora_worker.models.decoder_weights import read_decoder
+from manylora_worker.models.loader import LoadedModel, prepare_model
+from manylora_worker.models.torch.attention import ATTENTION, register_attention
+from manylora_worker.models.torch.kv_cache import KvCache
+from manylora_worker.weights.host_memory import HostMemory
+from manylora_worker.weights.layout import HostAdapter, elements_of, lay_out
 
 from bench.shapes import SHAPES, random_model
 

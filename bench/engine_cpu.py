@@ -33,13 +33,13 @@ from typing import Any
 
 import torch
 import transformers
-from manylora_shared.adapter_files import adapter_uid
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
+from manylora_shared.stores.adapter_files import adapter_uid
 from manylora_worker.adapters.cache import AdapterCacheLimits
-from manylora_worker.engine.api import EngineRequest, Sampling
 from manylora_worker.engine.core import EngineCore, EngineLimits
-from manylora_worker.engine.step_planner import PlannerLimits
-from manylora_worker.engine_factory import EngineOptions, build_engine_parts
+from manylora_worker.kinds.api import EngineRequest, Sampling
+from manylora_worker.models.build import EngineOptions, build_engine_parts
+from manylora_worker.planning.step_planner import PlannerLimits
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 

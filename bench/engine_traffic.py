@@ -26,18 +26,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from manylora_shared.adapter_files import CONFIG_NAME, WEIGHTS_NAME, adapter_uid
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
-from manylora_worker.adapters.backend import TorchAdapterBackend
+from manylora_shared.stores.adapter_files import CONFIG_NAME, WEIGHTS_NAME, adapter_uid
 from manylora_worker.adapters.cache import AdapterCacheLimits
-from manylora_worker.adapters.host_memory import HostMemory
-from manylora_worker.adapters.reader_pool import ReaderProcesses
-from manylora_worker.adapters.source import AdapterBase, AdapterLimits
-from manylora_worker.device.runner import DeviceModelRunner
-from manylora_worker.engine.api import AdapterTier, EngineRequest, Sampling
 from manylora_worker.engine.core import EngineCore, EngineLimits
-from manylora_worker.engine.step_planner import PlannerLimits
-from manylora_worker.loader import LoadedModel
+from manylora_worker.kinds.api import AdapterTier, EngineRequest, Sampling
+from manylora_worker.models.cuda.runner import DeviceModelRunner
+from manylora_worker.models.loader import LoadedModel
+from manylora_worker.planning.step_planner import PlannerLimits
+from manylora_worker.weights.backend import TorchAdapterBackend
+from manylora_worker.weights.host_memory import HostMemory
+from manylora_worker.weights.reader_pool import ReaderProcesses
+from manylora_worker.weights.source import AdapterBase, AdapterLimits
 from safetensors.torch import save_file
 
 GIB = 1 << 30

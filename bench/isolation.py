@@ -54,8 +54,8 @@ from pathlib import Path
 from manylora.client import Client, RequestFailed
 from manylora.client.credentials import read_key
 from manylora.demo import BASE_FOLDER, BASE_NAME, adapter_folder
-from manylora.local_cluster import ClusterOptions, LocalCluster
-from manylora_shared.costs import QUANTUM_TOKENS
+from manylora.local.cluster import ClusterOptions, LocalCluster
+from manylora_shared.fairness.costs import QUANTUM_TOKENS
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # started as a file, it finds what stands beside it as well
 from bench.isolation_traffic import (

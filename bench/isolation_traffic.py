@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 
 from manylora.v1 import inference_pb2
 from manylora_shared.errors import RpcError
-from manylora_shared.identity import bearer
+from manylora_shared.tenancy.identity import bearer
 from manylora_shared.transport.base import Channel, methods_of
 from manylora_shared.transport.grpc_transport import GrpcTransport
 

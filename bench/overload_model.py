@@ -14,8 +14,8 @@ import itertools
 import random
 from collections.abc import Callable
 
-from manylora_scheduler.core import Core, CoreLimits
-from manylora_scheduler.events import (
+from manylora_scheduler.core.core import Core, CoreLimits
+from manylora_scheduler.core.events import (
     Command,
     Enqueued,
     Event,
@@ -32,12 +32,12 @@ from manylora_scheduler.events import (
     WorkerJoined,
     WorkerReported,
 )
-from manylora_scheduler.overload import OverloadGate
-from manylora_scheduler.quota import QuotaGate
-from manylora_scheduler.request import FlowKey, QueuedRequest
+from manylora_scheduler.core.request import FlowKey, QueuedRequest
+from manylora_scheduler.gates.overload import OverloadGate
+from manylora_scheduler.gates.quota import QuotaGate
 from manylora_shared.ids import QosClass, RequestId, RouterId, TenantId, WorkerId
-from manylora_shared.overload import OverloadView, retry_after_s
-from manylora_shared.policy import TenantPolicy
+from manylora_shared.tenancy.overload import OverloadView, retry_after_s
+from manylora_shared.tenancy.policy import TenantPolicy
 
 from bench.overload_result import Result
 from bench.overload_scenario import Scenario

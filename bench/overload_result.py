@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from manylora_scheduler.request import FlowKey
+from manylora_scheduler.core.request import FlowKey
 from manylora_shared.ids import QosClass, TenantId
 
 from bench.overload_scenario import Scenario

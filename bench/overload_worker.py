@@ -11,11 +11,11 @@ import heapq
 from collections import deque
 from dataclasses import dataclass
 
-from manylora_scheduler.reports import NO_LOAD, FlowLoad, FlowTokens, StartedRequest, WorkerReport
-from manylora_scheduler.request import FlowKey, QueuedRequest
-from manylora_shared.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, QUANTUM_TOKENS
+from manylora_scheduler.core.reports import NO_LOAD, FlowLoad, FlowTokens, StartedRequest, WorkerReport
+from manylora_scheduler.core.request import FlowKey, QueuedRequest
+from manylora_shared.fairness.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, QUANTUM_TOKENS
 from manylora_shared.ids import RequestId, WorkerId
-from manylora_shared.policy import DEFAULT_WEIGHTS
+from manylora_shared.tenancy.policy import DEFAULT_WEIGHTS
 
 CHUNK_TOKENS = 256
 BATCH_TOKENS = 512

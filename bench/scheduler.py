@@ -52,14 +52,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from manylora_shared import compiled
+from manylora_shared.process import compiled
 
 IS_COMPILED = "--interpreted" not in sys.argv and not compiled.use()
 """Said before what is compiled is imported."""
 
-from manylora_scheduler.clock_codec import encode
-from manylora_scheduler.core import Core, CoreLimits
-from manylora_scheduler.events import (
+from manylora_scheduler.core.clock_codec import encode
+from manylora_scheduler.core.core import Core, CoreLimits
+from manylora_scheduler.core.events import (
     Command,
     Enqueued,
     GrantClosed,
@@ -70,13 +70,13 @@ from manylora_scheduler.events import (
     WorkerJoined,
     WorkerReported,
 )
-from manylora_scheduler.flows import AGING_PER_S, Flows
-from manylora_scheduler.reports import FlowTokens, Residency, StartedRequest, WorkerReport
-from manylora_scheduler.request import FlowKey, QueuedRequest
-from manylora_shared.fair_queue import FairQueue, Rank
-from manylora_shared.heap import collect_seldom, collector_paused, freeze_started
+from manylora_scheduler.core.flows import AGING_PER_S, Flows
+from manylora_scheduler.core.reports import FlowTokens, Residency, StartedRequest, WorkerReport
+from manylora_scheduler.core.request import FlowKey, QueuedRequest
+from manylora_shared.fairness.fair_queue import FairQueue, Rank
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
-from manylora_shared.policy import ClassPolicy, TenantPolicy
+from manylora_shared.process.heap import collect_seldom, collector_paused, freeze_started
+from manylora_shared.tenancy.policy import ClassPolicy, TenantPolicy
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # started as a file, it finds what stands beside it as well
 from bench.overload_model import run

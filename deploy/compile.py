@@ -21,11 +21,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"manylora_shared": ROOT / "shared", "manylora_scheduler": ROOT / "services/scheduler"}
 sys.path.insert(0, str(PACKAGES["manylora_shared"]))
-from manylora_shared.compiled import FOLDER, MANIFEST, manifest  # noqa: E402
+from manylora_shared.process.compiled import FOLDER, MANIFEST, manifest  # noqa: E402
 
 MODULES = {
-    "manylora_shared": ("contest", "fair_queue", "flow_group", "flow_order"),
-    "manylora_scheduler": (
+    "manylora_shared.fairness": ("contest", "fair_queue", "flow_group", "flow_order"),
+    "manylora_scheduler.core": (
         "core",
         "core_view",
         "dispatch",
@@ -58,7 +58,7 @@ def missing() -> str | None:
 def compile_into(folder: Path) -> None:
     """Makes `FOLDER` in a folder, unless it is there and of these sources. Raises SystemExit with what mypyc said."""
     sources = {
-        f"{package}.{name}": PACKAGES[package] / package / f"{name}.py"
+        f"{package}.{name}": PACKAGES[package.partition(".")[0]].joinpath(*package.split("."), f"{name}.py")
         for package, names in MODULES.items()
         for name in names
     }
@@ -78,7 +78,7 @@ def compile_into(folder: Path) -> None:
         # A warning tells of code that means something else, or costs more, when it is compiled.
         if ran.returncode or said:
             raise SystemExit("\n".join(said) or ran.stdout[-4000:] + ran.stderr[-4000:])
-        for library in [*work.glob("*.so"), *work.glob("*/*.so"), *work.glob("*.pyd"), *work.glob("*/*.pyd")]:
+        for library in [*work.rglob("*.so"), *work.rglob("*.pyd")]:
             target = made / library.relative_to(work)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(library, target)

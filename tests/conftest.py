@@ -12,7 +12,7 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from manylora_shared import compiled
+from manylora_shared.process import compiled
 
 DEFAULT_SIM_SEEDS = 12
 DEFAULT_FAIR_SCHEDULES = 200

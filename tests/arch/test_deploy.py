@@ -52,7 +52,7 @@ def test_commands_are_settings_of_the_services(compose: dict[str, Any]) -> None:
     """Each service's own loader takes its command line and environment."""
     from manylora_router.config import RouterConfig
     from manylora_scheduler.config import SchedulerConfig
-    from manylora_shared.config import parse
+    from manylora_shared.process.config import parse
     from manylora_worker.config import WorkerConfig
 
     kinds: dict[str, type[Any]] = {"router": RouterConfig, "scheduler": SchedulerConfig, "worker": WorkerConfig}

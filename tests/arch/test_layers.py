@@ -68,12 +68,12 @@ def test_slim_images_import_without_the_torch_stack(packages: list[str], blocked
 
 def test_only_config_reads_the_environment() -> None:
     readers = {str(path.relative_to(ROOT)) for path in python_files() if reads_environment(path)}
-    assert readers <= {"shared/manylora_shared/config.py"}, readers
+    assert readers <= {"shared/manylora_shared/process/config.py"}, readers
 
 
 def test_only_the_wall_clock_module_and_telemetry_read_the_time() -> None:
     """All else takes `now`, or the event loop's time, so that the simulation can own it."""
-    allowed = {"shared/manylora_shared/clock.py", "shared/manylora_shared/telemetry/source.py"}
+    allowed = {"shared/manylora_shared/process/clock.py", "shared/manylora_shared/telemetry/source.py"}
     simulated = [
         path
         for path in python_files()
@@ -103,7 +103,7 @@ DISTRIBUTIONS = {
         ("services/router", "router"),
         ("services/scheduler", "scheduler"),
         ("services/worker", "worker"),
-        ("services/worker/manylora_worker/kernels", "cuda"),
+        ("services/worker/manylora_worker/models/cuda/kernels", "cuda"),
     ],
 )
 def test_what_is_imported_is_declared(folder: str, extra: str | None) -> None:

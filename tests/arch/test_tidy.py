@@ -17,7 +17,7 @@ PACKAGES = [
 CODE = ["shared", "services", "tests", "bench", "examples", "protos", "deploy"]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-FOR_TESTS = ("manylora_shared.simulation", "manylora_shared.transport.memory", "manylora_shared.coordination.memory")
+FOR_TESTS = "manylora_sim"
 """Modules that exist for tests and the simulation."""
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manylora.child import Child, ChildFailed
+from manylora.local.child import Child, ChildFailed
 
 READY = 'import sys; print(\'{"ready": true, "address": "\' + sys.argv[1] + \'"}\', flush=True); '
 SERVE = READY + "import time; time.sleep(60)"
@@ -136,7 +136,7 @@ async def test_a_child_keeps_to_its_cores_whenever_it_is_started(make: Make) -> 
 async def test_children_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = f"""
 import asyncio, pathlib, sys
-from manylora.child import Child
+from manylora.local.child import Child
 async def main():
     command = [sys.executable, "-c", {SERVE!r}, "x"]
     child = Child("svc", lambda ready: command, log_path=pathlib.Path({str(tmp_path)!r}) / "log", notify=print,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from manylora.cli.overview import _ACCOUNT_COLUMNS, _GIVES_UP
 from manylora.client.credentials import remove_note, write_note
-from manylora_shared.overload import Rung
+from manylora_shared.tenancy.overload import Rung
 
 from tests.cli.conftest import Manylora
 from tests.cli.fake_server import VERSION, FakeRouter

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manylora import local_cluster
-from manylora.local_cluster import ClusterOptions, LocalCluster
+from manylora.local import cluster as local_cluster
+from manylora.local.cluster import ClusterOptions, LocalCluster
 
 SERVE = (
     "import json, os, time;"

@@ -164,7 +164,7 @@ def test_images_are_slim_and_run_as_an_ordinary_user(cluster: Cluster) -> None:
 
 
 def test_the_scheduler_decides_by_compiled_code(cluster: Cluster) -> None:
-    use = "from manylora_shared import compiled; print(repr(compiled.use()))"
+    use = "from manylora_shared.process import compiled; print(repr(compiled.use()))"
     container = cluster.engine.container("scheduler")
     assert cluster.engine.docker("exec", container, "python", "-c", use).strip() == "''"
     has_compiler = "import shutil; print(shutil.which('gcc'))"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from manylora.client import Client, ClusterStatus, RequestFailed, TenantAdapters
 from manylora.demo import BASE_FOLDER
-from manylora.local_cluster import ClusterOptions, LocalCluster
+from manylora.local.cluster import ClusterOptions, LocalCluster
 
 pytestmark = pytest.mark.e2e
 

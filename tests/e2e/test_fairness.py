@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from manylora.client import Client, Delta, RequestFailed, Sampling
 from manylora.demo import BASE_FOLDER
-from manylora.local_cluster import ClusterOptions, LocalCluster
-from manylora_worker.engine.fake_runner import reference_tokens
+from manylora.local.cluster import ClusterOptions, LocalCluster
+from manylora_sim.fake_runner import reference_tokens
 
 pytestmark = pytest.mark.e2e
 

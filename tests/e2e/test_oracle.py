@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from manylora.client import Client, Sampling
-from manylora.local_cluster import ClusterOptions, LocalCluster
+from manylora.local.cluster import ClusterOptions, LocalCluster
 
 from tests.numerics.adapters import Reference, recipes, save_adapter
 from tests.numerics.families import FAMILIES, VOCAB_SIZE, make_model

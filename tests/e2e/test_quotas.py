@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from manylora.client import Client, QuotaStatus, RequestFailed, Result, RetryPolicy, Sampling
 from manylora.demo import BASE_FOLDER
-from manylora.local_cluster import ClusterOptions, LocalCluster
+from manylora.local.cluster import ClusterOptions, LocalCluster
 
 pytestmark = pytest.mark.e2e
 

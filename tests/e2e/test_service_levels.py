@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from manylora.client import Client, RequestFailed, Sampling
 from manylora.demo import adapter_folder, skills
-from manylora_router.breaker import ADAPTER_THRESHOLD
+from manylora_router.guard.circuits import ADAPTER_THRESHOLD
 
 from tests.e2e.conftest import UpCluster
 

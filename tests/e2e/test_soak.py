@@ -16,7 +16,7 @@ import psutil
 import pytest
 from manylora.client import Client, Finished, RequestFailed, Sampling
 from manylora.demo import BASE_FOLDER, BASE_NAME, adapter_folder
-from manylora.local_cluster import ClusterOptions, LocalCluster
+from manylora.local.cluster import ClusterOptions, LocalCluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

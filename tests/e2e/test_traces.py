@@ -11,7 +11,7 @@ import pytest
 from manylora.client import Client, Delta, RequestFailed, Sampling
 from manylora.demo import skills
 from manylora_shared.telemetry import Attribute, SpanName
-from manylora_shared.traceparent import trace_id_of
+from manylora_shared.telemetry.traceparent import trace_id_of
 
 from tests.e2e.conftest import UpCluster
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from manylora_shared.adapter_files import CONFIG_NAME, WEIGHTS_NAME, adapter_uid, parse_config
 from manylora_shared.ids import AdapterUid
-from manylora_worker.loader import LoadedModel, load_model
+from manylora_shared.stores.adapter_files import CONFIG_NAME, WEIGHTS_NAME, adapter_uid, parse_config
+from manylora_worker.models.loader import LoadedModel, load_model
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 from manylora_shared.ids import AdapterUid
-from manylora_worker.adapters.lora_linear import LoraCosts, LoraPlanner
-from manylora_worker.adapters.source import AdapterBase, AdapterLimits, read_adapter
-from manylora_worker.engine.api import Sampling, SequenceChunk, StepBatch
-from manylora_worker.engine.kv_cache import KvCache
-from manylora_worker.engine.model_runner import TorchModelRunner
-from manylora_worker.engine.torch_decoder import trusted_weights
-from manylora_worker.loader import LoadedModel
+from manylora_worker.kinds.api import Sampling, SequenceChunk, StepBatch
+from manylora_worker.models.loader import LoadedModel
+from manylora_worker.models.torch.decoder import trusted_weights
+from manylora_worker.models.torch.kv_cache import KvCache
+from manylora_worker.models.torch.lora_linear import LoraCosts, LoraPlanner
+from manylora_worker.models.torch.model_runner import TorchModelRunner
+from manylora_worker.weights.source import AdapterBase, AdapterLimits, read_adapter
 
 from tests.numerics.conftest import Family
 from tests.numerics.families import VOCAB_SIZE

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from manylora_worker.kernels.gate import Activation
-from manylora_worker.kernels.lora import LoraRows, a_field, b_field, num_chunks
-from manylora_worker.kernels.lora_tiles import LoraTiles
+from manylora_worker.models.cuda.kernels.gate import Activation
+from manylora_worker.models.cuda.kernels.lora import LoraRows, a_field, b_field, num_chunks
+from manylora_worker.models.cuda.kernels.lora_tiles import LoraTiles
 
 
 class ReferenceTiles(LoraTiles):

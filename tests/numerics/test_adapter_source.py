@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from manylora_shared.adapter_files import adapter_uid
 from manylora_shared.ids import AdapterUid
-from manylora_worker.adapters import source
-from manylora_worker.adapters.layout import HostAdapter
-from manylora_worker.adapters.packing import Scratch
-from manylora_worker.adapters.peft_config import LoraSettings, ModuleMatcher, PatternTimeout
-from manylora_worker.adapters.source import AdapterBase, AdapterInvalid, AdapterLimits, read_adapter
+from manylora_shared.stores.adapter_files import adapter_uid
+from manylora_worker.weights import source
+from manylora_worker.weights.layout import HostAdapter
+from manylora_worker.weights.packing import Scratch
+from manylora_worker.weights.peft_config import LoraSettings, ModuleMatcher, PatternTimeout
+from manylora_worker.weights.source import AdapterBase, AdapterInvalid, AdapterLimits, read_adapter
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
@@ -359,13 +359,13 @@ def test_all_problems_at_once_and_bounded(folder: Folder) -> None:
 
 
 def test_a_pattern_that_explodes_is_cut_off(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manylora_worker.adapters.peft_config.PATTERN_BUDGET_S", 0.05)
+    monkeypatch.setattr("manylora_worker.weights.peft_config.PATTERN_BUDGET_S", 0.05)
     folder.set(target_modules=r"(\w|\w\w|\.|\w\.)+[789]")
     assert "too long" in folder.problems()["target_modules"]
 
 
 def test_matcher_budget_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manylora_worker.adapters.peft_config.PATTERN_BUDGET_S", -1.0)
+    monkeypatch.setattr("manylora_worker.weights.peft_config.PATTERN_BUDGET_S", -1.0)
     settings = LoraSettings(1, 1.0, False, {}, {}, "x", (), None, ())
     with pytest.raises(PatternTimeout):
         ModuleMatcher(settings).is_targeted("x", is_linear=True)

@@ -15,10 +15,10 @@ import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
 
-from manylora_worker.kernels import attention_decode  # noqa: E402
-from manylora_worker.kernels.attention import AttentionShape, DecodeScratch, PagedLayout  # noqa: E402
-from manylora_worker.kernels.attention_decode import DecodeAttention, Variant  # noqa: E402
-from manylora_worker.kernels.cuda_module import CudaUnavailable  # noqa: E402
+from manylora_worker.models.cuda.kernels import attention_decode  # noqa: E402
+from manylora_worker.models.cuda.kernels.attention import AttentionShape, DecodeScratch, PagedLayout  # noqa: E402
+from manylora_worker.models.cuda.kernels.attention_decode import DecodeAttention, Variant  # noqa: E402
+from manylora_worker.models.cuda.kernels.cuda_module import CudaUnavailable  # noqa: E402
 
 POSITIONS = (0, 1, 14, 15, 16, 17, 47, 63, 100, 130, 5, 31)
 PADDING = 2

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from manylora_shared.ids import AdapterUid
-from manylora_worker.adapters.backend import TorchAdapterBackend
-from manylora_worker.adapters.host_memory import HostMemory
-from manylora_worker.adapters.reader import AdapterReader, LocalReader
-from manylora_worker.adapters.reader_pool import ReaderProcesses
-from manylora_worker.adapters.source import AdapterBase, AdapterLimits
-from manylora_worker.engine.api import AdapterEvent, AdapterTier
-from manylora_worker.engine.model_runner import TorchModelRunner
-from manylora_worker.engine_factory import EngineOptions, build_engine_parts
-from manylora_worker.loader import ModelRefused
+from manylora_worker.kinds.api import AdapterEvent, AdapterTier
+from manylora_worker.models.build import EngineOptions, build_engine_parts
+from manylora_worker.models.loader import ModelRefused
+from manylora_worker.models.torch.model_runner import TorchModelRunner
+from manylora_worker.weights.backend import TorchAdapterBackend
+from manylora_worker.weights.host_memory import HostMemory
+from manylora_worker.weights.reader import AdapterReader, LocalReader
+from manylora_worker.weights.reader_pool import ReaderProcesses
+from manylora_worker.weights.source import AdapterBase, AdapterLimits
 
 from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.driver import LIMITS, Driver, Stream, make_runner, put_adapter
@@ -138,7 +138,7 @@ def test_a_dead_loader_is_told(setup: Setup, monkeypatch: pytest.MonkeyPatch) ->
     def explode(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("manylora_worker.adapters.reader.read_adapter", explode)
+    monkeypatch.setattr("manylora_worker.weights.reader.read_adapter", explode)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     setup.backend.start_host_load(setup.uids["rank-1"])
     assert setup.woken.acquire(timeout=10)

@@ -11,8 +11,8 @@ import random
 import pytest
 import torch
 from manylora_shared.ids import TenantId
-from manylora_worker.engine.block_pool import BlockPool
-from manylora_worker.engine.kv_cache import KvCache, KvGeometry
+from manylora_worker.memory.block_pool import BlockPool
+from manylora_worker.models.torch.kv_cache import KvCache, KvGeometry
 
 TENANTS = [TenantId(f"tenant-{i}") for i in range(7)]
 NUM_BLOCKS = 1024

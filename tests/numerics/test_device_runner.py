@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
-from manylora_worker import loader
+from manylora_sim.fake_runner import FakeAdapterBackend
 from manylora_worker.adapters.cache import AdapterCacheLimits
-from manylora_worker.adapters.layout import HostAdapter, elements_of, lay_out
-from manylora_worker.adapters.source import AdapterBase, read_adapter
-from manylora_worker.engine.api import EngineRequest, Sampling, StepBatch
-from manylora_worker.engine.attention import ATTENTION, register_attention
 from manylora_worker.engine.core import EngineCore, EngineLimits
-from manylora_worker.engine.fake_runner import FakeAdapterBackend
-from manylora_worker.engine.kv_cache import KvCache
-from manylora_worker.engine.step_planner import PlannerLimits
+from manylora_worker.kinds.api import EngineRequest, Sampling, StepBatch
+from manylora_worker.models import loader
+from manylora_worker.models.torch.attention import ATTENTION, register_attention
+from manylora_worker.models.torch.kv_cache import KvCache
+from manylora_worker.planning.step_planner import PlannerLimits
+from manylora_worker.weights.layout import HostAdapter, elements_of, lay_out
+from manylora_worker.weights.source import AdapterBase, read_adapter
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Config
 
 from tests.numerics.conftest import Family, FamilyOf
@@ -31,11 +31,11 @@ from tests.numerics.driver import LIMITS, Driver, Stream, make_runner, mixed_str
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from manylora_worker.decoder_weights import read_decoder
-from manylora_worker.device import decoder
-from manylora_worker.device.decoder import buffer_bytes
-from manylora_worker.device.runner import DeviceLimits, DeviceModelRunner
-from manylora_worker.device.step_tables import StepTables
+from manylora_worker.models.cuda import decoder
+from manylora_worker.models.cuda.decoder import buffer_bytes
+from manylora_worker.models.cuda.runner import DeviceLimits, DeviceModelRunner
+from manylora_worker.models.cuda.step_tables import StepTables
+from manylora_worker.models.decoder_weights import read_decoder
 
 from tests.numerics.interpreter import needs_interpreter
 from tests.numerics.reference_tiles import ReferenceTiles

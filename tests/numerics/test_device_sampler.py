@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from manylora_worker.engine import sampler as oracle
-from manylora_worker.engine.api import Sampled, Sampling, SequenceChunk
+from manylora_worker.kinds.api import Sampled, Sampling, SequenceChunk
+from manylora_worker.models.torch import sampler as oracle
 
 triton = pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
 
 import triton.language as tl  # noqa: E402
-from manylora_worker.kernels import sampling_maths  # noqa: E402
-from manylora_worker.kernels.sampling import DeviceSampler, RowState, SamplingPlan  # noqa: E402
+from manylora_worker.models.cuda.kernels import sampling_maths  # noqa: E402
+from manylora_worker.models.cuda.kernels.sampling import DeviceSampler, RowState, SamplingPlan  # noqa: E402
 
 from tests.numerics.interpreter import DEVICES, INTERPRETED  # noqa: E402
 

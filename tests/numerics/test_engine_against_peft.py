@@ -106,6 +106,6 @@ def test_a_row_of_nan_stays_alone(family_of: FamilyOf, name: str) -> None:
 
 
 def _batch(driver: Driver, streams: list[Stream]):  # type: ignore[no-untyped-def]
-    from manylora_worker.engine.api import StepBatch
+    from manylora_worker.kinds.api import StepBatch
 
     return StepBatch([driver.chunk(s) for s in streams])

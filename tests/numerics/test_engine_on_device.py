@@ -12,12 +12,12 @@ import pytest
 import torch
 from manylora_shared.ids import QosClass, RequestId, TenantId
 from manylora_worker.adapters.cache import AdapterCacheLimits
-from manylora_worker.engine.api import EngineRequest, Sampling
 from manylora_worker.engine.core import EngineCore, EngineLimits
-from manylora_worker.engine.prompts_alone import PromptsAlone
-from manylora_worker.engine.step_planner import PlannerLimits
-from manylora_worker.engine.tenant_shares import TenantShare
-from manylora_worker.engine_factory import EngineOptions, build_engine_parts
+from manylora_worker.kinds.api import EngineRequest, Sampling
+from manylora_worker.memory.tenant_shares import TenantShare
+from manylora_worker.models.build import EngineOptions, build_engine_parts
+from manylora_worker.planning.prompts_alone import PromptsAlone
+from manylora_worker.planning.step_planner import PlannerLimits
 
 from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.families import VOCAB_SIZE
@@ -153,7 +153,7 @@ def test_drawn_tokens_are_those_of_the_cpu(family_of: FamilyOf, tmp_path: Path) 
 
 def test_garbage_does_not_spoil_a_capture(family_of: FamilyOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs of an engine that is gone lie in a cycle, and whoever may run the collector does so during a capture."""
-    from manylora_worker.device.decoder import Decoder  # needs Triton, which is where a GPU is
+    from manylora_worker.models.cuda.decoder import Decoder  # needs Triton, which is where a GPU is
 
     family = family_of("llama")
     expected, _ = draw(family, tmp_path, "cpu")

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
 
-from manylora_worker.kernels.gate import gate
-from manylora_worker.kernels.lora import (
+from manylora_worker.models.cuda.kernels.gate import gate
+from manylora_worker.models.cuda.kernels.lora import (
     LoraRows,
     b_field,
     low_rank_columns,

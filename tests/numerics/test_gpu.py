@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from manylora_worker.loader import load_model
+from manylora_worker.models.loader import load_model
 
 from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.driver import Driver, make_runner, mixed_streams

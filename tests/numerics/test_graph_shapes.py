@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from manylora_worker.engine.api import Sampling
+from manylora_worker.kinds.api import Sampling
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from manylora_worker.device.graph_shapes import (
+from manylora_worker.models.cuda.graph_shapes import (
     BY_ROW,
     MIXED_ROWS,
     NO_LORA,
@@ -19,8 +19,8 @@ from manylora_worker.device.graph_shapes import (
     mixed_shapes,
     room_for_prefill_tiles,
 )
-from manylora_worker.kernels.lora import TILE_ROWS
-from manylora_worker.kernels.sampling import SamplingPlan
+from manylora_worker.models.cuda.kernels.lora import TILE_ROWS
+from manylora_worker.models.cuda.kernels.sampling import SamplingPlan
 
 _SAMPLINGS = [
     Sampling(seed=0, temperature=0.0),

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from manylora_worker.adapters.host_memory import HostMemory
+from manylora_worker.weights.host_memory import HostMemory
 
 _PAGE = 4096
 

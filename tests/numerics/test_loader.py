@@ -11,7 +11,7 @@ import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit
-from manylora_worker.loader import ModelRefused, load_model
+from manylora_worker.models.loader import ModelRefused, load_model
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,

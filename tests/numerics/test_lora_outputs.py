@@ -8,10 +8,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
 
-from manylora_worker.kernels.add_norm import add_norm
-from manylora_worker.kernels.attention import PagedLayout
-from manylora_worker.kernels.lora import LoraRows
-from manylora_worker.kernels.rotate import rotate_store
+from manylora_worker.models.cuda.kernels.add_norm import add_norm
+from manylora_worker.models.cuda.kernels.attention import PagedLayout
+from manylora_worker.models.cuda.kernels.lora import LoraRows
+from manylora_worker.models.cuda.kernels.rotate import rotate_store
 
 from tests.numerics.interpreter import DEVICES
 

@@ -14,10 +14,10 @@ import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
 
-from manylora_worker.kernels import lora_tiles  # noqa: E402
-from manylora_worker.kernels.cuda_module import CudaUnavailable  # noqa: E402
-from manylora_worker.kernels.gate import Activation  # noqa: E402
-from manylora_worker.kernels.lora import (  # noqa: E402
+from manylora_worker.models.cuda.kernels import lora_tiles  # noqa: E402
+from manylora_worker.models.cuda.kernels.cuda_module import CudaUnavailable  # noqa: E402
+from manylora_worker.models.cuda.kernels.gate import Activation  # noqa: E402
+from manylora_worker.models.cuda.kernels.lora import (  # noqa: E402
     LoraRows,
     a_field,
     b_field,
@@ -26,7 +26,7 @@ from manylora_worker.kernels.lora import (  # noqa: E402
     shrink_splits,
     site_fields,
 )
-from manylora_worker.kernels.lora_tiles import SPLIT, LoraTiles, Sizes  # noqa: E402
+from manylora_worker.models.cuda.kernels.lora_tiles import SPLIT, LoraTiles, Sizes  # noqa: E402
 
 from tests.numerics.reference_tiles import ReferenceTiles, activated  # noqa: E402
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 import pytest
 import torch
 from manylora_shared.ids import QosClass, RequestId, TenantId
+from manylora_sim.fake_runner import FakeAdapterBackend
 from manylora_worker.adapters.cache import AdapterCacheLimits
-from manylora_worker.adapters.source import AdapterBase, read_adapter
-from manylora_worker.engine.api import EngineRequest, FinishReason, Sampling
-from manylora_worker.engine.block_pool import BlockPool
 from manylora_worker.engine.core import EngineCore, EngineLimits
-from manylora_worker.engine.fake_runner import FakeAdapterBackend
-from manylora_worker.engine.kv_cache import KvCache, KvGeometry
-from manylora_worker.engine.model_runner import TorchModelRunner
 from manylora_worker.engine.outbox import RequestEnd
-from manylora_worker.engine.step_planner import PlannerLimits
-from manylora_worker.engine.torch_decoder import trusted_weights
+from manylora_worker.kinds.api import EngineRequest, FinishReason, Sampling
+from manylora_worker.memory.block_pool import BlockPool
+from manylora_worker.models.torch.decoder import trusted_weights
+from manylora_worker.models.torch.kv_cache import KvCache, KvGeometry
+from manylora_worker.models.torch.model_runner import TorchModelRunner
+from manylora_worker.planning.step_planner import PlannerLimits
+from manylora_worker.weights.source import AdapterBase, read_adapter
 
 from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.driver import LIMITS, Driver, Stream, make_runner

@@ -18,11 +18,11 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
 
-from manylora_worker.kernels import cuda_module, nf4, nf4_format, nf4_lookup, nf4_rows
-from manylora_worker.kernels.cuda_module import CudaUnavailable
-from manylora_worker.kernels.nf4 import Nf4Linear, Nf4Workspace
-from manylora_worker.kernels.nf4_format import Nf4Weight
-from manylora_worker.kernels.nf4_rows import VARIANTS, Nf4Rows, plan
+from manylora_worker.models.cuda.kernels import cuda_module, nf4, nf4_format, nf4_lookup, nf4_rows
+from manylora_worker.models.cuda.kernels.cuda_module import CudaUnavailable
+from manylora_worker.models.cuda.kernels.nf4 import Nf4Linear, Nf4Workspace
+from manylora_worker.models.cuda.kernels.nf4_format import Nf4Weight
+from manylora_worker.models.cuda.kernels.nf4_rows import VARIANTS, Nf4Rows, plan
 
 from tests.numerics.interpreter import DEVICES, INTERPRETED
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 import pytest
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
+from manylora_sim.fake_runner import FakeAdapterBackend
 from manylora_worker.adapters.cache import AdapterCacheLimits
-from manylora_worker.engine.api import EngineRequest, FinishReason
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.engine.counters import EngineStats
-from manylora_worker.engine.fake_runner import FakeAdapterBackend
-from manylora_worker.engine.prefix_cache import Namespace, PrefixKeys, PrefixOptions
-from manylora_worker.engine.step_planner import PlannerLimits
+from manylora_worker.kinds.api import EngineRequest, FinishReason
+from manylora_worker.memory.prefix_cache import Namespace, PrefixKeys, PrefixOptions
+from manylora_worker.planning.step_planner import PlannerLimits
 
 from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.driver import GREEDY, make_runner, put_adapter

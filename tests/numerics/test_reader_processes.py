@@ -20,11 +20,11 @@ import psutil
 import pytest
 import torch
 from manylora_shared.ids import AdapterUid
-from manylora_worker.adapters import reader_pool
-from manylora_worker.adapters.host_memory import HostMemory
-from manylora_worker.adapters.reader import LocalReader
-from manylora_worker.adapters.reader_pool import ReaderFailed, ReaderProcesses, _Reader
-from manylora_worker.adapters.source import AdapterBase, AdapterInvalid, read_adapter
+from manylora_worker.weights import reader_pool
+from manylora_worker.weights.host_memory import HostMemory
+from manylora_worker.weights.reader import LocalReader
+from manylora_worker.weights.reader_pool import ReaderFailed, ReaderProcesses, _Reader
+from manylora_worker.weights.source import AdapterBase, AdapterInvalid, read_adapter
 from safetensors.torch import load_file, save_file
 
 from tests.numerics.conftest import Family, FamilyOf
@@ -335,8 +335,8 @@ def test_a_reader_that_makes_no_sense_is_ended(
 _WORKER = """
 import pickle, socket, sys
 from pathlib import Path
-import manylora_worker.adapters.reader_pool as reader_pool
-from manylora_worker.adapters.host_memory import HostMemory
+import manylora_worker.weights.reader_pool as reader_pool
+from manylora_worker.weights.host_memory import HostMemory
 
 base, limits, folder, uid = pickle.load(open(sys.argv[1], "rb"))
 listening = socket.create_server(("127.0.0.1", 0))

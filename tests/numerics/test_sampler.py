@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from manylora_worker.engine.api import Sampling, SequenceChunk
-from manylora_worker.engine.sampler import _draw, _exponential_noise, _penalized, _row_key, _thresholds, sample
+from manylora_worker.kinds.api import Sampling, SequenceChunk
+from manylora_worker.models.torch.sampler import _draw, _exponential_noise, _penalized, _row_key, _thresholds, sample
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,

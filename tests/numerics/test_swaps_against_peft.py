@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
+from manylora_sim.fake_runner import FakeAdapterBackend
 from manylora_worker.adapters.cache import AdapterCacheLimits
-from manylora_worker.engine.api import EngineRequest, FinishReason, SwapRunner
 from manylora_worker.engine.core import EngineCore, EngineLimits
-from manylora_worker.engine.fake_runner import FakeAdapterBackend
-from manylora_worker.engine.host_kv import TensorHostKv, runs
-from manylora_worker.engine.prefix_cache import PrefixKeys, PrefixOptions
-from manylora_worker.engine.step_planner import PlannerLimits
-from manylora_worker.engine.tenant_shares import TenantShare
-from manylora_worker.engine_factory import EngineOptions, build_engine_parts
+from manylora_worker.kinds.api import EngineRequest, FinishReason, SwapRunner
+from manylora_worker.memory.prefix_cache import PrefixKeys, PrefixOptions
+from manylora_worker.memory.tenant_shares import TenantShare
+from manylora_worker.models.build import EngineOptions, build_engine_parts
+from manylora_worker.models.torch.host_kv import TensorHostKv, runs
+from manylora_worker.planning.step_planner import PlannerLimits
 
 from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.driver import GREEDY, make_runner, put_adapter

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from manylora_worker.decoder_weights import read_decoder
-from manylora_worker.engine.torch_decoder import trusted_weights
-from manylora_worker.loader import load_model
+from manylora_worker.models.decoder_weights import read_decoder
+from manylora_worker.models.loader import load_model
+from manylora_worker.models.torch.decoder import trusted_weights
 from transformers import AutoModelForCausalLM
 
 from tests.numerics.conftest import FamilyOf

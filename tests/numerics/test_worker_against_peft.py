@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 from manylora.v1 import common_pb2, worker_pb2
-from manylora_shared.adapter_files import CONFIG_NAME, WEIGHTS_NAME, adapter_uid, parse_config
-from manylora_shared.coordination.memory import MemoryStoreServer
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.ids import AdapterUid
-from manylora_shared.peers import PeerSecret, PeerTransport
+from manylora_shared.stores.adapter_files import CONFIG_NAME, WEIGHTS_NAME, adapter_uid, parse_config
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.grpc_transport import GrpcTransport
-from manylora_worker import engines
+from manylora_shared.transport.peers import PeerSecret, PeerTransport
+from manylora_sim.store import MemoryStoreServer
 from manylora_worker.app import WorkerApp
-from manylora_worker.runtime import ThreadRuntime
+from manylora_worker.hosting import engines
+from manylora_worker.hosting.runtime import ThreadRuntime
 
 from tests.numerics.adapters import Reference, recipes, save_adapter
 from tests.numerics.families import VOCAB_SIZE, make_model

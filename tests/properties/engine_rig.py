@@ -5,15 +5,15 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from manylora_shared.costs import OUTPUT_TOKEN_COST, QUANTUM_TOKENS
+from manylora_shared.fairness.costs import OUTPUT_TOKEN_COST, QUANTUM_TOKENS
 from manylora_shared.ids import QosClass, RequestId, TenantId
+from manylora_sim.fake_runner import FakeAdapterBackend, FakeRunner, reference_tokens
 from manylora_worker.adapters.cache import AdapterCacheLimits
-from manylora_worker.engine.api import EngineRequest, FinishReason, Sampling
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.engine.counters import Setbacks
-from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner, reference_tokens
-from manylora_worker.engine.step_planner import PlannerLimits
-from manylora_worker.engine.tenant_shares import TenantShare
+from manylora_worker.kinds.api import EngineRequest, FinishReason, Sampling
+from manylora_worker.memory.tenant_shares import TenantShare
+from manylora_worker.planning.step_planner import PlannerLimits
 
 BLOCK = 4
 A, B, C = TenantId("a"), TenantId("b"), TenantId("c")

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from manylora_shared.ids import QosClass, RequestId, TenantId
-from manylora_worker.adapters.cache import AdapterCacheLimits
-from manylora_worker.engine.api import EngineRequest, FinishReason, Sampled, Sampling, StepBatch, TokenOutput
-from manylora_worker.engine.core import EngineCore, EngineLimits
-from manylora_worker.engine.fake_runner import (
+from manylora_sim.fake_runner import (
     AheadFakeRunner,
     FakeAdapterBackend,
     FakeRunner,
     FakeStep,
     reference_tokens,
 )
+from manylora_worker.adapters.cache import AdapterCacheLimits
+from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.engine.outbox import RequestEnd
-from manylora_worker.engine.step_planner import PlannerLimits
+from manylora_worker.kinds.api import EngineRequest, FinishReason, Sampled, Sampling, StepBatch, TokenOutput
+from manylora_worker.planning.step_planner import PlannerLimits
 
 EOS = 0
 EOS_ONE_IN = 12

@@ -14,8 +14,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from manylora_shared.fair_queue import TAG_SCALE, FairQueue, Rank, Share
-from manylora_shared.queue_succession import Snapshot, restore, resume, take_snapshot
+from manylora_shared.fairness.fair_queue import TAG_SCALE, FairQueue, Rank, Share
+from manylora_shared.fairness.queue_succession import Snapshot, restore, resume, take_snapshot
 
 Queue = FairQueue[str, int]
 QueueClass = Callable[..., Queue]

@@ -12,15 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
+from manylora_sim.fake_runner import FakeAdapterBackend, FakeRunner, reference_tokens
 from manylora_worker.adapters.cache import AdapterCacheLimits
-from manylora_worker.engine.api import EngineRequest, FinishReason, Sampling
 from manylora_worker.engine.core import EngineCore, EngineLimits
-from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner, reference_tokens
 from manylora_worker.engine.outbox import RequestEnd
-from manylora_worker.engine.prefix_cache import PrefixKeys, PrefixOptions
-from manylora_worker.engine.sequence import GroupTimes, SequenceGroup
-from manylora_worker.engine.sequence import Sequence as EngineSequence
-from manylora_worker.engine.step_planner import PlannerLimits
+from manylora_worker.kinds.api import EngineRequest, FinishReason, Sampling
+from manylora_worker.kinds.sequence import GroupTimes, SequenceGroup
+from manylora_worker.kinds.sequence import Sequence as EngineSequence
+from manylora_worker.memory.prefix_cache import PrefixKeys, PrefixOptions
+from manylora_worker.planning.step_planner import PlannerLimits
 
 SECRET = bytes(range(32))
 A, B = TenantId("a"), TenantId("b")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from fractions import Fraction
 
-from manylora_shared.quota import NANOS, FlowAccount, TokenBucket
+from manylora_shared.tenancy.quota import NANOS, FlowAccount, TokenBucket
 
 Account = type[FlowAccount[int]]
 

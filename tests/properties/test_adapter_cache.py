@@ -8,8 +8,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from manylora_shared.adapter_shares import honoured_pins
 from manylora_shared.ids import AdapterName, AdapterUid, RequestId, TenantId
+from manylora_shared.tenancy.adapter_shares import honoured_pins
+from manylora_sim.fake_runner import FakeAdapterBackend
 from manylora_worker.adapters import room as room_module
 from manylora_worker.adapters.cache import (
     AdapterCache,
@@ -17,11 +18,10 @@ from manylora_worker.adapters.cache import (
     CacheUpdate,
     TenantAdapters,
 )
+from manylora_worker.adapters.load_order import Turns
 from manylora_worker.adapters.pins import NO_ROOM_TO_PIN, Pin
 from manylora_worker.adapters.room import Entry, Eviction
-from manylora_worker.adapters.turns import Turns
-from manylora_worker.engine.api import AdapterTier
-from manylora_worker.engine.fake_runner import FakeAdapterBackend
+from manylora_worker.kinds.api import AdapterTier
 
 _SIZES = {AdapterUid(f"uid{i}"): size for i, size in enumerate([1, 1, 2, 3, 4, 6, 9, 40])}
 _UIDS = st.sampled_from(sorted(_SIZES))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manylora_shared.adapter_shares import honoured_pins, max_min, pins_problem
+from manylora_shared.tenancy.adapter_shares import honoured_pins, max_min, pins_problem
 
 _TENANTS = st.integers(1, 6).flatmap(
     lambda n: st.tuples(

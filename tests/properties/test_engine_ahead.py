@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from manylora_shared.ids import QosClass, RequestId, TenantId
-from manylora_worker.engine.api import EngineRequest, FinishReason, Sampling
+from manylora_worker.kinds.api import EngineRequest, FinishReason, Sampling
 
 from tests.properties.engine_suite import (
     EOS,

@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manylora_shared.errors import InvalidRequest
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
+from manylora_sim.fake_runner import FakeAdapterBackend, FakeRunner
 from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.adapters.loading import LOOK_AGAIN_S
-from manylora_worker.engine.api import EngineRequest, FinishReason
 from manylora_worker.engine.core import EngineCore, EngineLimits
-from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner
 from manylora_worker.engine.outbox import RequestEnd
-from manylora_worker.engine.step_planner import PlannerLimits
+from manylora_worker.kinds.api import EngineRequest, FinishReason
+from manylora_worker.planning.step_planner import PlannerLimits
 
 from tests.properties.engine_suite import CONTEXT, Collector, FaultyAheadRunner, FaultyRunner, make_engine, make_request
 

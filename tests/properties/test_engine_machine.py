@@ -7,16 +7,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from manylora_shared.errors import InvalidRequest, QuotaExceeded
 from manylora_shared.ids import AdapterName, AdapterUid, QosClass, RequestId, TenantId
+from manylora_sim.fake_runner import FakeAdapterBackend
 from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.adapters.loading import LOOK_AGAIN_S
 from manylora_worker.adapters.pins import Pin
-from manylora_worker.engine.api import AdapterTier, EngineRequest, Sampling
 from manylora_worker.engine.core import EngineCore, EngineLimits
-from manylora_worker.engine.fake_runner import FakeAdapterBackend
-from manylora_worker.engine.prefix_cache import PrefixKeys, PrefixOptions
-from manylora_worker.engine.public_prefixes import PUBLIC
-from manylora_worker.engine.step_planner import PlannerLimits
-from manylora_worker.engine.tenant_shares import TenantShare
+from manylora_worker.kinds.api import AdapterTier, EngineRequest, Sampling
+from manylora_worker.memory.prefix_cache import PrefixKeys, PrefixOptions
+from manylora_worker.memory.public_prefixes import PUBLIC
+from manylora_worker.memory.tenant_shares import TenantShare
+from manylora_worker.planning.step_planner import PlannerLimits
 
 from tests.properties.engine_rig import compute_prompts_alone
 from tests.properties.engine_suite import CONTEXT, EOS, EOS_ONE_IN, Collector, FaultyAheadRunner, FaultyRunner, expected

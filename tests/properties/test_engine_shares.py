@@ -9,22 +9,22 @@ import random
 from collections.abc import Callable
 
 import pytest
-from manylora_shared.costs import OUTPUT_TOKEN_COST, QUANTUM_TOKENS
 from manylora_shared.errors import QuotaExceeded
-from manylora_shared.fair_queue import FairQueue
+from manylora_shared.fairness.costs import OUTPUT_TOKEN_COST, QUANTUM_TOKENS
+from manylora_shared.fairness.fair_queue import FairQueue
 from manylora_shared.ids import QosClass, TenantId
-from manylora_worker.engine import step_planner
+from manylora_sim.fake_runner import AheadFakeRunner, FakeRunner
 from manylora_worker.engine.core import EngineCore
-from manylora_worker.engine.fake_runner import AheadFakeRunner, FakeRunner
-from manylora_worker.engine.parking import Parking
-from manylora_worker.engine.prompts_alone import PromptsAlone
-from manylora_worker.engine.sequence import Sequence
-from manylora_worker.engine.slots import Slots
-from manylora_worker.engine.step_planner import (
+from manylora_worker.kinds.sequence import Sequence
+from manylora_worker.memory.tenant_shares import TenantShare, TenantShares
+from manylora_worker.planning import step_planner
+from manylora_worker.planning.parking import Parking
+from manylora_worker.planning.prompts_alone import PromptsAlone
+from manylora_worker.planning.slots import Slots
+from manylora_worker.planning.step_planner import (
     FlowSlots,
     StepPlanner,
 )
-from manylora_worker.engine.tenant_shares import TenantShare, TenantShares
 
 from tests.properties.engine_rig import BLOCK, CHUNK, A, B, C, Rig, assert_all_is_counted_once, fight, weights
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manylora_shared.contest import Contender, Contest
-from manylora_shared.fair_queue import TAG_SCALE, ArrivalQueue, FairQueue, FlowBooks, Pick, Rank, Share
-from manylora_shared.flow_group import Place
-from manylora_shared.flow_order import FlowOrder
+from manylora_shared.fairness.contest import Contender, Contest
+from manylora_shared.fairness.fair_queue import TAG_SCALE, ArrivalQueue, FairQueue, FlowBooks, Pick, Rank, Share
+from manylora_shared.fairness.flow_group import Place
+from manylora_shared.fairness.flow_order import FlowOrder
 
 from tests.properties import fair_queue_suite as suite
 from tests.properties.fair_queue_suite import charge, push, start

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manylora_router.breaker import (
+from manylora_router.guard.circuits import (
     ADAPTER_THRESHOLD,
     FORGET_S,
     JITTER,
@@ -19,8 +19,8 @@ from manylora_router.breaker import (
     TENANT_THRESHOLD,
     Breakers,
 )
-from manylora_router.guard import Ended, Fault, Guard, Permit
-from manylora_router.quarantine import MAX_PROMPTS, MEMORY_S, QUARANTINE_S, Quarantine
+from manylora_router.guard.permits import Ended, Fault, Guard, Permit
+from manylora_router.guard.quarantine import MAX_PROMPTS, MEMORY_S, QUARANTINE_S, Quarantine
 from manylora_shared.errors import CircuitOpen, Code, Quarantined
 from manylora_shared.ids import AdapterUid, TenantId
 

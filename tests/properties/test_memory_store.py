@@ -8,8 +8,8 @@ from contextlib import aclosing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manylora_shared.coordination.base import Compare, Delete, EventKind, Put
-from manylora_shared.coordination.memory import MemoryStoreServer
-from manylora_shared.simulation.loop import run
+from manylora_sim.loop import run
+from manylora_sim.store import MemoryStoreServer
 
 KEYS = st.sampled_from(["/a", "/a/1", "/a/2", "/b"])
 CHANGES = st.one_of(

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manylora_scheduler.demand import Demand
-from manylora_scheduler.request import FlowKey
+from manylora_scheduler.core.request import FlowKey
+from manylora_scheduler.gates.demand import Demand
 from manylora_shared.ids import QosClass, TenantId
-from manylora_shared.overload import (
+from manylora_shared.tenancy.overload import (
     ALLOWED_PART,
     HOLD_PART,
     LEVELS,

@@ -7,10 +7,10 @@ import random
 
 import pytest
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
-from manylora_worker.engine.api import FinishReason
-from manylora_worker.engine.block_pool import BlockPool
-from manylora_worker.engine.prefix_cache import Namespace, PrefixCache, PrefixKeys, PrefixOptions
-from manylora_worker.engine.sequence import Sequence
+from manylora_worker.kinds.api import FinishReason
+from manylora_worker.kinds.sequence import Sequence
+from manylora_worker.memory.block_pool import BlockPool
+from manylora_worker.memory.prefix_cache import Namespace, PrefixCache, PrefixKeys, PrefixOptions
 
 from tests.properties import prefix_suite as suite
 from tests.properties.prefix_suite import ADAPTERS, BLOCK_SIZE, SECRET, A, B, Run, make_run, request_of

@@ -9,14 +9,14 @@ import tracemalloc
 import pytest
 from manylora_shared.errors import Overloaded
 from manylora_shared.ids import QosClass, RequestId, TenantId
-from manylora_worker.engine import public_prefixes
-from manylora_worker.engine.api import EngineRequest, FinishReason
-from manylora_worker.engine.block_pool import BlockPool
-from manylora_worker.engine.fake_runner import reference_tokens
-from manylora_worker.engine.prefix_cache import PrefixKeys, PrefixOptions
-from manylora_worker.engine.public_prefixes import MAX_ATTEMPTS, PUBLIC, PublicPrefixes
-from manylora_worker.engine.sequence import Sequence
-from manylora_worker.engine.tenant_shares import TenantShare
+from manylora_sim.fake_runner import reference_tokens
+from manylora_worker.kinds.api import EngineRequest, FinishReason
+from manylora_worker.kinds.sequence import Sequence
+from manylora_worker.memory import public_prefixes
+from manylora_worker.memory.block_pool import BlockPool
+from manylora_worker.memory.prefix_cache import PrefixKeys, PrefixOptions
+from manylora_worker.memory.public_prefixes import MAX_ATTEMPTS, PUBLIC, PublicPrefixes
+from manylora_worker.memory.tenant_shares import TenantShare
 
 from tests.properties.prefix_suite import (
     ADAPTERS,

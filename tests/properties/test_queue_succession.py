@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from manylora_shared.fair_queue import FairQueue, Pick, Share
-from manylora_shared.queue_succession import restore, resume, take_snapshot
+from manylora_shared.fairness.fair_queue import FairQueue, Pick, Share
+from manylora_shared.fairness.queue_succession import restore, resume, take_snapshot
 
 from tests.properties.fair_queue_suite import push, start
 

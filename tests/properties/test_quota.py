@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manylora_scheduler.events import Command, HeldLease, SendLease, SendLeaseRefusal
-from manylora_scheduler.quota import QuotaAuthority
-from manylora_scheduler.request import FlowKey, QueuedRequest
-from manylora_shared import quota
+from manylora_scheduler.core.events import Command, HeldLease, SendLease, SendLeaseRefusal
+from manylora_scheduler.core.request import FlowKey, QueuedRequest
+from manylora_scheduler.gates.quota import QuotaAuthority
 from manylora_shared.ids import QosClass, RequestId, RouterId, TenantId
-from manylora_shared.policy import ClassPolicy, TenantPolicy, TokenRate
-from manylora_shared.quota import FlowAccount
+from manylora_shared.tenancy import quota
+from manylora_shared.tenancy.policy import ClassPolicy, TenantPolicy, TokenRate
+from manylora_shared.tenancy.quota import FlowAccount
 
 from tests.properties import quota_suite as suite
 

@@ -29,8 +29,8 @@ from manylora_shared.errors import (
     WorkerLost,
 )
 from manylora_shared.ids import QosClass, TenantId
-from manylora_shared.policy import MAX_TTFT_MS, Slo
-from manylora_shared.slo import (
+from manylora_shared.tenancy.policy import MAX_TTFT_MS, Slo
+from manylora_shared.tenancy.slo import (
     AVAILABILITY_WINDOW_S,
     LATENCY_WINDOW_S,
     NUM_BUCKETS,

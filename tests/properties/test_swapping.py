@@ -10,18 +10,18 @@ from collections.abc import Callable
 
 import pytest
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
+from manylora_sim.fake_runner import AheadFakeRunner, EngineFault, FakeAdapterBackend, FakeRunner
 from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.adapters.loading import LOOK_AGAIN_S
-from manylora_worker.engine.api import EngineRequest, Sampling
-from manylora_worker.engine.block_pool import BlockPool
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.engine.counters import Setbacks
-from manylora_worker.engine.fake_runner import AheadFakeRunner, EngineFault, FakeAdapterBackend, FakeRunner
-from manylora_worker.engine.parking import Parking
-from manylora_worker.engine.sequence import Sequence, SequenceStatus, SwapStage
-from manylora_worker.engine.step_planner import PlannerLimits
-from manylora_worker.engine.swapping import HostBlocks, SwapCosts, Swapper
-from manylora_worker.engine.tenant_shares import TenantShare, TenantShares
+from manylora_worker.kinds.api import EngineRequest, Sampling
+from manylora_worker.kinds.sequence import Sequence, SequenceStatus, SwapStage
+from manylora_worker.memory.block_pool import BlockPool
+from manylora_worker.memory.swapping import HostBlocks, SwapCosts, Swapper
+from manylora_worker.memory.tenant_shares import TenantShare, TenantShares
+from manylora_worker.planning.parking import Parking
+from manylora_worker.planning.step_planner import PlannerLimits
 
 from tests.properties.engine_rig import Rig, assert_all_is_counted_once, fight
 

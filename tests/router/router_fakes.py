@@ -12,18 +12,18 @@ from typing import Any
 from manylora.v1 import admin_pb2, common_pb2, inference_pb2, scheduler_pb2, worker_pb2
 from manylora_router.app import RouterApp
 from manylora_router.config import RouterConfig
-from manylora_router.text_service import FakeText, TextService
-from manylora_shared.adapter_files import MemoryAdapterFiles
-from manylora_shared.clock import FakeClock
+from manylora_router.text.service import FakeText, TextService
 from manylora_shared.coordination import keys
-from manylora_shared.coordination.memory import MemoryStore, MemoryStoreServer
 from manylora_shared.coordination.records import AdapterRecord, KeyRecord, SchedulerRecord, WorkerRecord
 from manylora_shared.errors import Code, RpcError
-from manylora_shared.identity import bearer, new_key
-from manylora_shared.simulation import loop as simulation
+from manylora_shared.process.clock import FakeClock
+from manylora_shared.stores.adapter_files import MemoryAdapterFiles
 from manylora_shared.telemetry import Telemetry
+from manylora_shared.tenancy.identity import bearer, new_key
 from manylora_shared.transport.base import Channel, Method, Server, ServerCall, Service, Stream, methods_of
-from manylora_shared.transport.memory import MemoryNetwork, MemoryTransport
+from manylora_sim import loop as simulation
+from manylora_sim.network import MemoryNetwork, MemoryTransport
+from manylora_sim.store import MemoryStore, MemoryStoreServer
 
 GENERATE = methods_of(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"])["Generate"]
 LIST_MODELS = methods_of(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"])["ListModels"]

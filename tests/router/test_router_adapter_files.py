@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manylora_shared import adapter_files
-from manylora_shared.adapter_files import (
+from manylora_shared.errors import InvalidRequest
+from manylora_shared.stores import adapter_files
+from manylora_shared.stores.adapter_files import (
     CONFIG_NAME,
     MAX_CHUNK_BYTES,
     WEIGHTS_NAME,
@@ -23,7 +24,6 @@ from manylora_shared.adapter_files import (
     adapter_uid,
     parse_config,
 )
-from manylora_shared.errors import InvalidRequest
 
 CONFIG = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
 WEIGHTS = b"safetensors" * 100

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from manylora.v1 import admin_pb2, common_pb2, inference_pb2, worker_pb2
 from manylora_router import app as app_module
-from manylora_shared.adapter_files import CONFIG_NAME, WEIGHTS_NAME
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import AdapterRecord
 from manylora_shared.errors import Code, RpcError
+from manylora_shared.stores.adapter_files import CONFIG_NAME, WEIGHTS_NAME
 from router_fakes import ADAPTER_BYTES, ADMIN, LIST_MODELS, RouterCluster, say, simulate, text_request, until
 
 CONFIG = json.dumps({"r": 8}).encode()

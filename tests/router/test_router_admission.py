@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from manylora_router.admission import (
+from manylora_router.guard.admission import (
     MAX_TEXT_BYTES,
     ChatPrompt,
     ModelLimits,
@@ -23,7 +23,7 @@ from manylora_router.admission import (
 )
 from manylora_shared.errors import Code, InvalidRequest, NotFound
 from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId
-from manylora_shared.policy import TenantLimits, TenantPolicy
+from manylora_shared.tenancy.policy import TenantLimits, TenantPolicy
 
 MODEL = ModelLimits(vocab_size=100, max_context_tokens=32, max_sequences=4)
 ACME = TenantPolicy(TenantId("acme"))

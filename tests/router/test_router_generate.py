@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from manylora.v1 import common_pb2, inference_pb2, scheduler_pb2, worker_pb2
-from manylora_router.text_service import TokenIdsOnlyText
+from manylora_router.text.service import TokenIdsOnlyText
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import SchedulerRecord
 from manylora_shared.errors import Code, RpcError

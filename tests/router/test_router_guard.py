@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 from manylora.v1 import admin_pb2, common_pb2, scheduler_pb2, worker_pb2
 from manylora_router.app import RouterApp
-from manylora_router.breaker import ADAPTER_THRESHOLD, MIN_OPEN_S
 from manylora_router.config import RouterConfig
+from manylora_router.guard.circuits import ADAPTER_THRESHOLD, MIN_OPEN_S
 from manylora_router.metrics import MAX_FLOWS, RECORD_S, RouterMetrics
-from manylora_router.text_service import FakeText
-from manylora_shared.adapter_files import MemoryAdapterFiles
-from manylora_shared.clock import FakeClock
+from manylora_router.text.service import FakeText
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import RouterRecord
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.ids import QosClass, TenantId
-from manylora_shared.policy import Slo
-from manylora_shared.slo import Verdict
+from manylora_shared.process.clock import FakeClock
+from manylora_shared.stores.adapter_files import MemoryAdapterFiles
 from manylora_shared.telemetry import Attribute, MetricName, Telemetry
+from manylora_shared.tenancy.policy import Slo
+from manylora_shared.tenancy.slo import Verdict
 from router_fakes import (
     ADMIN,
     GENERATE,

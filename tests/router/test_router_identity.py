@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from manylora.v1 import admin_pb2, inference_pb2
-from manylora_router import operator_key
+from manylora_router.admin import operator_key
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import KeyRecord
 from manylora_shared.errors import Code, RpcError
-from manylora_shared.identity import authenticate, bearer, split_key
+from manylora_shared.tenancy.identity import authenticate, bearer, split_key
 from router_fakes import (
     ADMIN,
     GENERATE,

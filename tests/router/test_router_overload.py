@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from manylora.v1 import common_pb2, inference_pb2, scheduler_pb2
-from manylora_router import scheduler_client
+from manylora_router.links import scheduler_client
 from manylora_shared.errors import Code
 from router_fakes import RouterCluster, ids_of, say, simulate, text_request, until
 

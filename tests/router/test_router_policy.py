@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manylora_shared.errors import InvalidRequest
 from manylora_shared.ids import AdapterName, QosClass, TenantId
-from manylora_shared.policy import (
+from manylora_shared.tenancy.policy import (
     DEFAULT_WEIGHTS,
     MAX_DOCUMENT_BYTES,
     ClassPolicy,

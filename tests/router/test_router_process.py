@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from manylora.v1 import admin_pb2, inference_pb2
 from manylora_router.config import RouterConfig
-from manylora_shared.config import ConfigError, parse
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.binary import start_etcd
 from manylora_shared.coordination.etcd import EtcdStore
 from manylora_shared.errors import Code, RpcError
-from manylora_shared.identity import bearer
+from manylora_shared.process.config import ConfigError, parse
+from manylora_shared.tenancy.identity import bearer
 from manylora_shared.transport.grpc_transport import GrpcTransport
 from router_fakes import ADMIN, GENERATE, FakeWorker, read_all, say
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from manylora.v1 import admin_pb2, inference_pb2
-from manylora_router import prefix_intake
-from manylora_router.text_service import FakeText, TokenIdsOnlyText
+from manylora_router.admin import prefix_intake
+from manylora_router.text.service import FakeText, TokenIdsOnlyText
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import PublicPrefixRecord
 from manylora_shared.errors import Code, RpcError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from manylora.v1 import common_pb2, scheduler_pb2, worker_pb2
-from manylora_router.token_lease import LEASE_WAIT_S
+from manylora_router.request.token_lease import LEASE_WAIT_S
 from manylora_shared.errors import Code, QuotaBreach, RpcError
 from router_fakes import (
     STARTED,

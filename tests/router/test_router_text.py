@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manylora_router.text import (
+from manylora_router.text.detokenizer import (
     BytesDetokenizer,
     ChoiceText,
     Detokenizer,

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manylora_router.text import BytesDetokenizer, Detokenizer, WindowDetokenizer
-from manylora_router.text_service import FakeText, HfTextService, TokenIdsOnlyText, read_token_bytes
+from manylora_router.text.detokenizer import BytesDetokenizer, Detokenizer, WindowDetokenizer
+from manylora_router.text.service import FakeText, HfTextService, TokenIdsOnlyText, read_token_bytes
 from manylora_shared.errors import InvalidRequest, Unready
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -196,7 +196,7 @@ def test_router_text_needs_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "import asyncio, pathlib\n"
-        "from manylora_router.text_service import HfTextService\n"
+        "from manylora_router.text.service import HfTextService\n"
         f"service = HfTextService.load(pathlib.Path({str(tmp_path)!r}))\n"
         "print(len(asyncio.run(service.encode('hello'))))\n"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from manylora_router.turns import Turns
+from manylora_router.front.loop_turns import Turns
 
 NO_WEIGHTS: Mapping[str, int] = {}
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from manylora_scheduler.core import Core, CoreLimits, Order
-from manylora_scheduler.events import Command, Enqueued, Event, RouterConnected, SendGrant, WorkerJoined, WorkerReported
-from manylora_scheduler.reports import FlowLoad, FlowTokens, Residency, StartedRequest, WorkerReport
-from manylora_scheduler.request import FlowKey, QueuedRequest
-from manylora_scheduler.succession import ClockSnapshot
+from manylora_scheduler.core.core import Core, CoreLimits, Order
+from manylora_scheduler.core.events import (
+    Command,
+    Enqueued,
+    Event,
+    RouterConnected,
+    SendGrant,
+    WorkerJoined,
+    WorkerReported,
+)
+from manylora_scheduler.core.reports import FlowLoad, FlowTokens, Residency, StartedRequest, WorkerReport
+from manylora_scheduler.core.request import FlowKey, QueuedRequest
+from manylora_scheduler.core.succession import ClockSnapshot
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
 
 ROUTER = RouterId("router")

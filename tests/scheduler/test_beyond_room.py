@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from manylora_scheduler.core import Order
-from manylora_scheduler.dispatch import _Hold
-from manylora_scheduler.events import PolicyChanged, SendGrant, WorkerLeft
-from manylora_scheduler.reports import FlowTokens, Residency
-from manylora_scheduler.request import FlowKey, Phase, need_of
+from manylora_scheduler.core.core import Order
+from manylora_scheduler.core.dispatch import _Hold
+from manylora_scheduler.core.events import PolicyChanged, SendGrant, WorkerLeft
+from manylora_scheduler.core.reports import FlowTokens, Residency
+from manylora_scheduler.core.request import FlowKey, Phase, need_of
 from manylora_shared.ids import QosClass, RequestId, TenantId, WorkerId
-from manylora_shared.policy import ClassPolicy, TenantPolicy
+from manylora_shared.tenancy.policy import ClassPolicy, TenantPolicy
 
 from tests.scheduler.helpers import Desk, flow, grants, started
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from manylora_scheduler.core import (
+from manylora_scheduler.core.core import (
     CLOSING_GRACE_S,
     GRANT_TIMEOUT_S,
     PREFETCHES_PER_WORKER,
     CoreLimits,
 )
-from manylora_scheduler.dispatch import HOLD_AFTER_PASSES
-from manylora_scheduler.events import (
+from manylora_scheduler.core.dispatch import HOLD_AFTER_PASSES
+from manylora_scheduler.core.events import (
     Dropped,
     GrantClosed,
     PolicyChanged,
@@ -27,10 +27,10 @@ from manylora_scheduler.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from manylora_scheduler.reports import FlowTokens, Residency
+from manylora_scheduler.core.reports import FlowTokens, Residency
 from manylora_shared.errors import Code
 from manylora_shared.ids import QosClass, RequestId, TenantId, WorkerId
-from manylora_shared.policy import ClassPolicy, TenantPolicy
+from manylora_shared.tenancy.policy import ClassPolicy, TenantPolicy
 
 from tests.scheduler.helpers import ROUTER, Desk, flow, grants, request, started
 

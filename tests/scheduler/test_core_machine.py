@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from manylora_scheduler.core import Core, CoreLimits
-from manylora_scheduler.events import (
+from manylora_scheduler.core.core import Core, CoreLimits
+from manylora_scheduler.core.events import (
     Command,
     Dropped,
     Enqueued,
@@ -34,11 +34,11 @@ from manylora_scheduler.events import (
     WorkerLeft,
     WorkerReported,
 )
-from manylora_scheduler.reports import FlowLoad, FlowTokens, Residency, StartedRequest
-from manylora_scheduler.request import FlowKey, QueuedRequest
+from manylora_scheduler.core.reports import FlowLoad, FlowTokens, Residency, StartedRequest
+from manylora_scheduler.core.request import FlowKey, QueuedRequest
 from manylora_shared.errors import Code
 from manylora_shared.ids import QosClass, RequestId, RouterId, TenantId, WorkerId
-from manylora_shared.policy import ClassPolicy, TenantPolicy
+from manylora_shared.tenancy.policy import ClassPolicy, TenantPolicy
 
 from tests.scheduler.helpers import report, request
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from manylora_scheduler.core import Core
-from manylora_scheduler.events import GrantClosed, Tick, WorkerDisconnected
-from manylora_scheduler.succession import MAX_WAIT_S
+from manylora_scheduler.core.core import Core
+from manylora_scheduler.core.events import GrantClosed, Tick, WorkerDisconnected
+from manylora_scheduler.core.succession import MAX_WAIT_S
 from manylora_shared.ids import QosClass, RequestId, WorkerId
 
 from tests.scheduler.helpers import ROUTER, Desk, grants, request, started

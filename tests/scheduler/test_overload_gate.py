@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 from helpers import ROUTER, flow, grants, report, request
-from manylora_scheduler.core import Core, CoreLimits
-from manylora_scheduler.events import (
+from manylora_scheduler.core.core import Core, CoreLimits
+from manylora_scheduler.core.events import (
     Command,
     Enqueued,
     Event,
@@ -25,13 +25,13 @@ from manylora_scheduler.events import (
     WorkerLeft,
     WorkerReported,
 )
-from manylora_scheduler.neighbours import FlowWait, Neighbours
-from manylora_scheduler.overload import TICK_S, OverloadGate
-from manylora_scheduler.reports import FlowLoad, StartedRequest
-from manylora_scheduler.waiting import OverloadTargets
+from manylora_scheduler.core.reports import FlowLoad, StartedRequest
+from manylora_scheduler.gates.neighbours import FlowWait, Neighbours
+from manylora_scheduler.gates.overload import TICK_S, OverloadGate
+from manylora_scheduler.gates.queue_delay import OverloadTargets
 from manylora_shared.errors import Code
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
-from manylora_shared.overload import LEVELS, OverloadView, TenantView, output_cap
+from manylora_shared.tenancy.overload import LEVELS, OverloadView, TenantView, output_cap
 
 from bench.overload_model import run
 from bench.overload_result import Result, percentile
@@ -256,7 +256,7 @@ def test_waiting_for_a_slot_on_a_worker_is_waiting() -> None:
 
 
 def test_a_tick_looks_through_some_flows_and_all_get_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manylora_scheduler.waiting.MAX_LOOKED_AT", 4)
+    monkeypatch.setattr("manylora_scheduler.gates.queue_delay.MAX_LOOKED_AT", 4)
     desk = Desk()
     desk.fill([])
     for i in range(40):
@@ -284,7 +284,7 @@ def test_an_admitted_request_that_comes_again_is_not_refused() -> None:
 
 def test_where_everybody_is_above_a_share_it_is_the_clusters_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     def flooded(listed: int) -> Desk:
-        monkeypatch.setattr("manylora_scheduler.overload.MAX_LISTED", listed)
+        monkeypatch.setattr("manylora_scheduler.gates.overload.MAX_LISTED", listed)
         desk = Desk(slots=8)
         for i in range(40):
             desk.enqueue(f"t{i % 8}", INTERACTIVE)

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manylora_scheduler import placement
-from manylora_scheduler.fleet import Fleet
-from manylora_scheduler.placement import choose, home, in_order, load_cap
-from manylora_scheduler.reports import Residency
-from manylora_scheduler.ring import Ring
-from manylora_scheduler.worker_view import WorkerView
+from manylora_scheduler.core import placement
+from manylora_scheduler.core.fleet import Fleet
+from manylora_scheduler.core.placement import choose, home, in_order, load_cap
+from manylora_scheduler.core.reports import Residency
+from manylora_scheduler.core.ring import Ring
+from manylora_scheduler.core.worker_view import WorkerView
 from manylora_shared.ids import AdapterUid, WorkerId
 
 from tests.scheduler.helpers import report, request

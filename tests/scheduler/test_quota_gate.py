@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from helpers import ROUTER, flow, request
-from manylora_scheduler.core import Core
-from manylora_scheduler.events import (
+from manylora_scheduler.core.core import Core
+from manylora_scheduler.core.events import (
     Command,
     Enqueued,
     Event,
@@ -28,11 +28,11 @@ from manylora_scheduler.events import (
     WorkerJoined,
     WorkerReported,
 )
-from manylora_scheduler.quota import ABSENCE_S, EXTENSION_WAIT_S, QuotaGate, QuotaView
-from manylora_scheduler.reports import WorkerReport
+from manylora_scheduler.core.reports import WorkerReport
+from manylora_scheduler.gates.quota import ABSENCE_S, EXTENSION_WAIT_S, QuotaGate, QuotaView
 from manylora_shared.errors import Code
 from manylora_shared.ids import QosClass, RequestId, RouterId, TenantId, WorkerId
-from manylora_shared.policy import ClassPolicy, TenantPolicy, TenantQuotas, TokenRate
+from manylora_shared.tenancy.policy import ClassPolicy, TenantPolicy, TenantQuotas, TokenRate
 
 ACME = TenantId("acme")
 

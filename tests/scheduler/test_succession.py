@@ -7,12 +7,11 @@ import zlib
 from collections.abc import Iterable
 
 import pytest
-from manylora_scheduler import clock_codec, clock_keeper
-from manylora_scheduler import core as core_module
-from manylora_scheduler.clock_codec import decode, encode
-from manylora_scheduler.clock_keeper import ClockKeeper
-from manylora_scheduler.core import Core
-from manylora_scheduler.events import (
+from manylora_scheduler.core import clock_codec
+from manylora_scheduler.core import core as core_module
+from manylora_scheduler.core.clock_codec import decode, encode
+from manylora_scheduler.core.core import Core
+from manylora_scheduler.core.events import (
     Command,
     Enqueued,
     PolicyChanged,
@@ -23,15 +22,17 @@ from manylora_scheduler.events import (
     WorkerLeft,
     WorkerReported,
 )
-from manylora_scheduler.reports import FlowTokens, StartedRequest
-from manylora_scheduler.request import FlowKey, QueuedRequest
-from manylora_scheduler.succession import MAX_WAIT_S, MIN_WAIT_S, ClockSnapshot
+from manylora_scheduler.core.reports import FlowTokens, StartedRequest
+from manylora_scheduler.core.request import FlowKey, QueuedRequest
+from manylora_scheduler.core.succession import MAX_WAIT_S, MIN_WAIT_S, ClockSnapshot
+from manylora_scheduler.serving import clock_keeper
+from manylora_scheduler.serving.clock_keeper import ClockKeeper
 from manylora_shared.coordination import keys
-from manylora_shared.coordination.memory import MemoryStoreServer
+from manylora_shared.fairness.queue_succession import FlowSnapshot, Snapshot
 from manylora_shared.ids import QosClass, RequestId, TenantId, WorkerId
-from manylora_shared.policy import ClassPolicy, TenantPolicy
-from manylora_shared.queue_succession import FlowSnapshot, Snapshot
-from manylora_shared.simulation.loop import run
+from manylora_shared.tenancy.policy import ClassPolicy, TenantPolicy
+from manylora_sim.loop import run
+from manylora_sim.store import MemoryStoreServer
 
 from tests.scheduler.helpers import ROUTER, Desk, flow, grants, report, request, started
 

@@ -5,7 +5,7 @@ import weakref
 
 from hypothesis import given
 from hypothesis import strategies as st
-from manylora_scheduler.timers import Moments, Timed, Timers, earlier
+from manylora_scheduler.core.timers import Moments, Timed, Timers, earlier
 
 
 def drain(timers: Timers[str], now: float) -> list[str]:

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from manylora_shared import compiled
+from manylora_shared.process import compiled
 
 PROGRAM = """
 import sys
 from pathlib import Path
-from manylora_shared import compiled
+from manylora_shared.process import compiled
 sys.path.insert(0, {parent!r})
 {before}
 try:

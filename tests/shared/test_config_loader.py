@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from manylora_shared.config import ConfigError, check_listen, help_text, load, parse
+from manylora_shared.process.config import ConfigError, check_listen, help_text, load, parse
 
 
 class Colour(enum.Enum):

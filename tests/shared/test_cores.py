@@ -8,7 +8,7 @@ import sys
 import threading
 
 import pytest
-from manylora_shared.cores import format_cores, keep_to, parse_cores, usable_cores
+from manylora_shared.process.cores import format_cores, keep_to, parse_cores, usable_cores
 
 linux_alone = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process is kept to some cores")
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from manylora_shared.grpc_polling import EXPERIMENTS
+from manylora_shared.transport.grpc_polling import EXPERIMENTS
 
 FIRST_IMPORT = """
 import importlib, os, sys
@@ -77,4 +77,8 @@ def test_a_library_does_not() -> None:
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts what the kernel tells of threads")
 def test_no_call_wakes_a_thread_beside_the_one_that_tells_the_loop() -> None:
-    assert int(run(CALLS.format(first="manylora_shared.grpc_polling"))) < 300 < int(run(CALLS.format(first="os")))
+    assert (
+        int(run(CALLS.format(first="manylora_shared.transport.grpc_polling")))
+        < 300
+        < int(run(CALLS.format(first="os")))
+    )

@@ -6,7 +6,7 @@ from concurrent import futures
 import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from manylora_shared.healthcheck import main
+from manylora_shared.process.healthcheck import main
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import gc
 import weakref
 
 import pytest
-from manylora_shared.heap import collect_seldom, collector_paused
+from manylora_shared.process.heap import collect_seldom, collector_paused
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -8,11 +8,11 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manylora_shared import identity
 from manylora_shared.coordination.records import KeyRecord
 from manylora_shared.errors import Code, InvalidRequest, PermissionDenied, Unauthenticated
-from manylora_shared.identity import Principal, Scope, authenticate, bearer, is_key, new_key, split_key
 from manylora_shared.ids import TenantId
+from manylora_shared.tenancy import identity
+from manylora_shared.tenancy.identity import Principal, Scope, authenticate, bearer, is_key, new_key, split_key
 
 RNG = random.Random(3)
 MADE = new_key(RNG.getrandbits, tenant_id="acme", scopes=["generate"], name="ci", now_unix_s=5.0)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from manylora_shared.logs import fields, setup
+from manylora_shared.telemetry.logs import fields, setup
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -29,7 +29,7 @@ def lines(stream: io.StringIO) -> list[dict[str, Any]]:
 
 
 def test_a_line_is_an_object_with_fields_and_trace(stream: io.StringIO) -> None:
-    log = logging.getLogger("manylora_worker.runtime")
+    log = logging.getLogger("manylora_worker.hosting.runtime")
     log.debug("not shown")
     log.info("loaded %d\nlayers", 3, extra=fields(traceparent=PARENT, tenant="acme", blocks=4, adapter="", worker=None))
     (line,) = lines(stream)
@@ -38,7 +38,7 @@ def test_a_line_is_an_object_with_fields_and_trace(stream: io.StringIO) -> None:
         "level": "info",
         "service": "worker",
         "instance": "w0",
-        "logger": "manylora_worker.runtime",
+        "logger": "manylora_worker.hosting.runtime",
         "message": "loaded 3\nlayers",
         "tenant": "acme",
         "blocks": 4,

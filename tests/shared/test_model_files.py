@@ -12,8 +12,8 @@ import typer
 from manylora.cli import cluster
 from manylora_router import __main__ as router_main
 from manylora_router.config import RouterConfig
-from manylora_router.text_service import TokenIdsOnlyText
-from manylora_shared.model_files import ModelNotFound, hub_cache, model_folder, model_name
+from manylora_router.text.service import TokenIdsOnlyText
+from manylora_shared.stores.model_files import ModelNotFound, hub_cache, model_folder, model_name
 
 HUB_ID = "acme/tiny-llama"
 REVISION = "0123456789abcdef0123456789abcdef01234567"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from manylora_shared import service_loop
+from manylora_shared.process import loop as service_loop
 
 
 def test_its_time_is_the_monotonic_clock_read_anew() -> None:

@@ -9,8 +9,8 @@ import signal
 from dataclasses import dataclass, field
 
 import pytest
-from manylora_shared import service_main
-from manylora_shared.service_main import Parts, serve
+from manylora_shared.process import main as service_main
+from manylora_shared.process.main import Parts, serve
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from manylora_shared.coordination.base import KeyValue, StoreUnavailable
-from manylora_shared.coordination.memory import MemoryStore, MemoryStoreServer
 from manylora_shared.coordination.session import Election, LeaseSession, Mirror
-from manylora_shared.simulation.loop import run
+from manylora_sim.loop import run
+from manylora_sim.store import MemoryStore, MemoryStoreServer
 
 SEEDS = range(10)
 TTL_S = 2

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manylora_shared.simulation.loop import SimDeadlock, SimLimit, SimLoop, SimWallClock, run
+from manylora_sim.loop import SimDeadlock, SimLimit, SimLoop, SimWallClock, run
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -75,7 +75,7 @@ def test_one_seed_is_one_run_and_seeds_differ() -> None:
 
 def test_runs_are_equal_in_processes_with_other_hash_seeds() -> None:
     program = (
-        "from test_simloop import workload; from manylora_shared.simulation.loop import run; "
+        "from test_simloop import workload; from manylora_sim.loop import run; "
         "r = run(workload(), seed=5); print(r.digest, r.events)"
     )
     found = {

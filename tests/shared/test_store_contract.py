@@ -22,7 +22,7 @@ from manylora_shared.coordination.base import (
 )
 from manylora_shared.coordination.binary import EtcdProcess
 from manylora_shared.coordination.etcd import EtcdStore
-from manylora_shared.coordination.memory import MemoryStoreServer
+from manylora_sim.store import MemoryStoreServer
 
 SOON_S = 8.0
 _NUMBERS = itertools.count()

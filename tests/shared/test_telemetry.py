@@ -10,7 +10,7 @@ import grpc
 import pytest
 from manylora_shared.errors import Code, NotFound
 from manylora_shared.telemetry import Attribute, MetricName, SpanName, Telemetry, exporters, request_attributes, source
-from manylora_shared.traceparent import trace_id_of
+from manylora_shared.telemetry.traceparent import trace_id_of
 from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 

@@ -17,7 +17,7 @@ from manylora_shared.transport.bundle_client import BundlingTransport
 from manylora_shared.transport.bundle_server import BundleServer, UnbundlingTransport
 from manylora_shared.transport.dispatch import MAX_MESSAGE_BYTES
 from manylora_shared.transport.grpc_transport import GrpcTransport
-from manylora_shared.transport.memory import MemoryNetwork
+from manylora_sim.network import MemoryNetwork
 
 from tests.shared.transport_echo import DESCRIPTOR, METHODS, echo_service, text
 

@@ -18,7 +18,7 @@ from manylora_shared.transport.base import Channel, Method, Server, Transport, m
 from manylora_shared.transport.bundle_client import BundlingTransport
 from manylora_shared.transport.bundle_server import UnbundlingTransport
 from manylora_shared.transport.grpc_transport import GrpcTransport
-from manylora_shared.transport.memory import MemoryNetwork
+from manylora_sim.network import MemoryNetwork
 
 from tests.shared.transport_echo import DESCRIPTOR, METHODS, echo_service, text
 

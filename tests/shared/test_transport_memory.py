@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from manylora_shared.errors import Code, RpcError
-from manylora_shared.simulation.loop import SimLoop, SimRun, run
-from manylora_shared.transport.memory import MemoryNetwork
-from manylora_shared.transport.memory_wire import DETECT_MAX_S, DETECT_MIN_S
+from manylora_sim.loop import SimLoop, SimRun, run
+from manylora_sim.network import MemoryNetwork
+from manylora_sim.network_wire import DETECT_MAX_S, DETECT_MIN_S
 
 from tests.shared.transport_echo import METHODS, echo_service, text
 

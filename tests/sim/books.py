@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from manylora_scheduler.request import FlowKey
-from manylora_scheduler.term import Term
-from manylora_shared.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
+from manylora_scheduler.core.request import FlowKey
+from manylora_scheduler.serving.term import Term
+from manylora_shared.fairness.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 from manylora_worker.app import WorkerApp
 from manylora_worker.engine.counters import Setbacks
 

@@ -16,30 +16,30 @@ from typing import Any
 
 from manylora_router.app import RouterApp
 from manylora_router.config import RouterConfig
-from manylora_router.text_service import FakeText
+from manylora_router.text.service import FakeText
 from manylora_scheduler.app import SchedulerApp
-from manylora_scheduler.clock_codec import decode
 from manylora_scheduler.config import SchedulerConfig
-from manylora_shared.adapter_files import MemoryAdapterFiles
+from manylora_scheduler.core.clock_codec import decode
 from manylora_shared.coordination import keys
-from manylora_shared.coordination.memory import MemoryStore, MemoryStoreServer
 from manylora_shared.coordination.records import AdapterRecord, ClockIndexRecord, PublicPrefixRecord
-from manylora_shared.identity import new_key
 from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId
-from manylora_shared.policy import ClassPolicy, TenantPolicy, TenantQuotas
-from manylora_shared.simulation.loop import SimLoop, SimNode, SimWallClock
+from manylora_shared.stores.adapter_files import MemoryAdapterFiles
 from manylora_shared.telemetry import Telemetry
-from manylora_shared.transport.memory import MemoryNetwork, MemoryTransport
-from manylora_worker import engines
+from manylora_shared.tenancy.identity import new_key
+from manylora_shared.tenancy.policy import ClassPolicy, TenantPolicy, TenantQuotas
+from manylora_sim.fake_runner import FakeAdapterBackend, FakeRunner
+from manylora_sim.loop import SimLoop, SimNode, SimWallClock
+from manylora_sim.network import MemoryNetwork, MemoryTransport
+from manylora_sim.store import MemoryStore, MemoryStoreServer
 from manylora_worker.app import WorkerApp
 from manylora_worker.config import WorkerConfig
-from manylora_worker.engine.api import AdapterTier
 from manylora_worker.engine.core import EngineCore
-from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner
-from manylora_worker.engine.sequence import Sequence, SequenceStatus
-from manylora_worker.engine.step_planner import QUANTUM_TOKENS
-from manylora_worker.runtime import LoopRuntime, ModelInfo
-from manylora_worker.validation import FakeValidator
+from manylora_worker.hosting import engines
+from manylora_worker.hosting.runtime import LoopRuntime, ModelInfo
+from manylora_worker.kinds.api import AdapterTier
+from manylora_worker.kinds.sequence import Sequence, SequenceStatus
+from manylora_worker.planning.step_planner import QUANTUM_TOKENS
+from manylora_worker.weights.adapter_check import FakeValidator
 
 from tests.sim.observers import Fence, Meter
 from tests.sim.term_checks import TermChecks

@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-from manylora_shared import compiled
+from manylora_shared.process import compiled
 
 SEEDS = (3, 7, 16, 19, 25)
 FLOWS = 600
@@ -30,7 +30,7 @@ def seed(number: int) -> list[str]:
 
 
 def grants() -> list[str]:
-    from manylora_scheduler.events import Command
+    from manylora_scheduler.core.events import Command
 
     from bench.scheduler import Cluster
 
@@ -59,9 +59,9 @@ def main() -> None:
         why_not = compiled.use(Path(folder))
         assert not why_not, why_not
     decided = {f"seed {number}": digest(seed(number)) for number in SEEDS} | {"grants": digest(grants())}
-    import manylora_scheduler.core
+    import manylora_scheduler.core.core
 
-    print(json.dumps({"core": manylora_scheduler.core.__file__, **decided}))
+    print(json.dumps({"core": manylora_scheduler.core.core.__file__, **decided}))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from typing import Any
 
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import StoreUnavailable
-from manylora_shared.coordination.memory import MemoryStore
 from manylora_shared.ids import QosClass
+from manylora_sim.store import MemoryStore
 
 from tests.sim.cluster import LEAVING_ADAPTER, TENANTS, WATCH_DELAY_S, Cluster, Process
 from tests.sim.traffic import CLIENT, SHARED_PREFIX

@@ -17,34 +17,34 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from manylora_router.directory import Directory
-from manylora_router.execution import Execution
-from manylora_router.scheduler_client import SchedulerClient
-from manylora_router.text import StopStringMatcher
-from manylora_router.token_lease import TokenLease
-from manylora_router.worker_stream import WorkerStream
+from manylora_router.links.directory import Directory
+from manylora_router.links.scheduler_client import SchedulerClient
+from manylora_router.request.execution import Execution
+from manylora_router.request.token_lease import TokenLease
+from manylora_router.request.worker_stream import WorkerStream
+from manylora_router.text.detokenizer import StopStringMatcher
 from manylora_scheduler.app import SchedulerApp
-from manylora_scheduler.core import Core
-from manylora_scheduler.quota import QuotaAuthority
-from manylora_scheduler.term import Term
+from manylora_scheduler.core.core import Core
+from manylora_scheduler.gates.quota import QuotaAuthority
+from manylora_scheduler.serving.term import Term
 from manylora_shared.coordination.session import Election, LeaseSession, Mirror
 from manylora_shared.errors import WorkerLost
-from manylora_shared.fair_queue import FairQueue
-from manylora_shared.quota import FlowAccount
+from manylora_shared.fairness.fair_queue import FairQueue
+from manylora_shared.tenancy.quota import FlowAccount
 from manylora_worker.adapters.cache import AdapterCache
 from manylora_worker.adapters.room import Entry
-from manylora_worker.control import ControlSession
-from manylora_worker.engine.block_pool import BlockPool
-from manylora_worker.engine.block_tables import BlockTables
 from manylora_worker.engine.endings import Endings
-from manylora_worker.engine.parking import Parking
-from manylora_worker.engine.prefix_cache import PrefixCache, PrefixKeys
-from manylora_worker.engine.public_prefixes import PublicPrefixes
-from manylora_worker.engine.swapping import Swapper
-from manylora_worker.engine.tenant_shares import TenantShares
-from manylora_worker.engine_view import EngineView
-from manylora_worker.runtime import Runtime
-from manylora_worker.servicer import WorkerServicer
+from manylora_worker.hosting.runtime import Runtime
+from manylora_worker.hosting.view import EngineView
+from manylora_worker.memory.block_pool import BlockPool
+from manylora_worker.memory.block_tables import BlockTables
+from manylora_worker.memory.prefix_cache import PrefixCache, PrefixKeys
+from manylora_worker.memory.public_prefixes import PublicPrefixes
+from manylora_worker.memory.swapping import Swapper
+from manylora_worker.memory.tenant_shares import TenantShares
+from manylora_worker.planning.parking import Parking
+from manylora_worker.serving.control import ControlSession
+from manylora_worker.serving.servicer import WorkerServicer
 
 Make = Callable[[Any], Any]
 

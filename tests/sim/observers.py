@@ -11,15 +11,15 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
 from manylora.v1 import worker_pb2
-from manylora_router.job import QOS
-from manylora_router.scheduler_client import SchedulerClient
-from manylora_scheduler.request import FlowKey
+from manylora_router.links.scheduler_client import SchedulerClient
+from manylora_router.request.job import QOS
+from manylora_scheduler.core.request import FlowKey
 from manylora_shared.ids import TenantId
 from manylora_shared.transport.base import ServerCall
-from manylora_worker.control import ControlSession
-from manylora_worker.engine.api import EngineRequest
-from manylora_worker.engine_view import EngineView
-from manylora_worker.servicer import WorkerServicer
+from manylora_worker.hosting.view import EngineView
+from manylora_worker.kinds.api import EngineRequest
+from manylora_worker.serving.control import ControlSession
+from manylora_worker.serving.servicer import WorkerServicer
 
 _CLASSES = {number: qos_class for qos_class, number in QOS.items()}
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from manylora_scheduler.core import Core
-from manylora_scheduler.term import Term
+from manylora_scheduler.core.core import Core
+from manylora_scheduler.serving.term import Term
 
 
 class TermChecks:

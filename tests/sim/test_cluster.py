@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 from manylora.v1 import common_pb2
-from manylora_shared.costs import QUANTUM_TOKENS
-from manylora_shared.simulation.loop import SimRun, run
-from manylora_worker.engine.fake_runner import reference_tokens
+from manylora_shared.fairness.costs import QUANTUM_TOKENS
+from manylora_sim.fake_runner import reference_tokens
+from manylora_sim.loop import SimRun, run
 
 from tests.sim import books, validate
 from tests.sim.cluster import (

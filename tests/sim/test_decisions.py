@@ -9,7 +9,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from manylora_shared import compiled
+from manylora_shared.process import compiled
 
 ROOT = Path(__file__).resolve().parents[2]
 

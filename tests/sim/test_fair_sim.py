@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 from manylora_scheduler.app import SchedulerApp
-from manylora_scheduler.core import Core
-from manylora_scheduler.flows import BOOSTS
-from manylora_scheduler.request import FlowKey
-from manylora_shared.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
-from manylora_shared.fair_queue import TAG_SCALE
+from manylora_scheduler.core.core import Core
+from manylora_scheduler.core.flows import BOOSTS
+from manylora_scheduler.core.request import FlowKey
+from manylora_shared.fairness.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
+from manylora_shared.fairness.fair_queue import TAG_SCALE
 from manylora_shared.ids import QosClass, TenantId
-from manylora_shared.policy import ClassPolicy, TenantPolicy
-from manylora_shared.simulation.loop import run
+from manylora_shared.tenancy.policy import ClassPolicy, TenantPolicy
+from manylora_sim.loop import run
 
 from tests.sim import books, validate
 from tests.sim.cluster import TENANTS, Cluster, Process

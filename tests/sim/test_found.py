@@ -7,10 +7,10 @@ import gc
 import random
 import weakref
 
-from manylora_router.channels import WorkerChannels
-from manylora_scheduler.term import Term
-from manylora_shared.simulation.loop import run
-from manylora_shared.transport.memory import MemoryNetwork
+from manylora_router.links.channels import WorkerChannels
+from manylora_scheduler.serving.term import Term
+from manylora_sim.loop import run
+from manylora_sim.network import MemoryNetwork
 
 from tests.sim.cluster import Cluster
 

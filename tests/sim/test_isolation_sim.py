@@ -13,9 +13,9 @@ from collections.abc import Callable
 import pytest
 from manylora.v1 import common_pb2
 from manylora_shared.ids import QosClass, TenantId
-from manylora_shared.policy import ClassPolicy, TenantPolicy
-from manylora_shared.simulation.loop import run
-from manylora_worker.engine.step_planner import QUANTUM_TOKENS
+from manylora_shared.tenancy.policy import ClassPolicy, TenantPolicy
+from manylora_sim.loop import run
+from manylora_worker.planning.step_planner import QUANTUM_TOKENS
 
 from tests.sim import validate
 from tests.sim.cluster import BROKEN_ADAPTER, STEP_S, Cluster, adapters_of

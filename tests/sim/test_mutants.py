@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import pytest
-from manylora_shared.simulation.loop import SimDeadlock, SimLimit
+from manylora_sim.loop import SimDeadlock, SimLimit
 
 from tests.sim import test_cluster, test_quota_faults
 from tests.sim.mutants import IDENTITY, MUTANTS, Mutant

@@ -6,7 +6,7 @@ import asyncio
 
 from manylora.v1 import common_pb2
 from manylora_router.app import RouterApp
-from manylora_shared.simulation.loop import run
+from manylora_sim.loop import run
 
 from tests.sim import validate
 from tests.sim.cluster import TENANTS, Cluster

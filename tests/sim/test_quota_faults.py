@@ -9,8 +9,8 @@ import random
 import pytest
 from manylora.v1 import common_pb2
 from manylora_shared.ids import QosClass, TenantId
-from manylora_shared.policy import ClassPolicy, TenantPolicy, TenantQuotas, TokenRate
-from manylora_shared.simulation.loop import run
+from manylora_shared.tenancy.policy import ClassPolicy, TenantPolicy, TenantQuotas, TokenRate
+from manylora_sim.loop import run
 
 from tests.sim import books, validate
 from tests.sim.cluster import Cluster

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from manylora.v1 import common_pb2, inference_pb2
 from manylora_shared.errors import RpcError
-from manylora_shared.identity import bearer
+from manylora_shared.tenancy.identity import bearer
 from manylora_shared.transport.base import Stream, methods_of
-from manylora_worker.engine.fake_runner import reference_tokens
+from manylora_sim.fake_runner import reference_tokens
 
 from tests.sim.cluster import (
     BROKEN_ADAPTER,

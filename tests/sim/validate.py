@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from manylora.v1 import common_pb2
 from manylora_router.app import RouterApp
 from manylora_scheduler.app import SchedulerApp
-from manylora_scheduler.request import FlowKey
+from manylora_scheduler.core.request import FlowKey
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.ids import QosClass, TenantId
 from manylora_worker.app import WorkerApp
-from manylora_worker.engine_view import MAX_PAUSE_S
+from manylora_worker.hosting.view import MAX_PAUSE_S
 
 from tests.sim import books
 from tests.sim.cluster import BLOCK_SIZE, BROKEN_ADAPTER, LEAVING_ADAPTER, NUM_BLOCKS, TENANTS, Cluster, Engine

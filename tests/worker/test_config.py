@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
-from manylora_shared.config import ConfigError, parse
-from manylora_worker import engines
+from manylora_shared.process.config import ConfigError, parse
 from manylora_worker.config import WorkerConfig
 from manylora_worker.engine.core import EngineCore
-from manylora_worker.runtime import ThreadRuntime
+from manylora_worker.hosting import engines
+from manylora_worker.hosting.runtime import ThreadRuntime
 
 
 def test_flags_and_environment() -> None:

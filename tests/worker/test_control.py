@@ -10,15 +10,15 @@ import pytest
 from manylora.v1 import common_pb2, worker_pb2
 from manylora_shared.errors import Code
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
-from manylora_shared.simulation import loop as simulation
-from manylora_worker.control import ControlSession
-from manylora_worker.engine.api import AdapterTier
+from manylora_sim import loop as simulation
+from manylora_sim.fake_runner import FakeAdapterBackend, FakeRunner
 from manylora_worker.engine.core import EngineCore
 from manylora_worker.engine.counters import Setbacks
-from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner
-from manylora_worker.engine.step_planner import FlowSlots
-from manylora_worker.engine_view import EnginePost, EngineView
-from manylora_worker.engines import engine_limits
+from manylora_worker.hosting.engines import engine_limits
+from manylora_worker.hosting.view import EnginePost, EngineView
+from manylora_worker.kinds.api import AdapterTier
+from manylora_worker.planning.step_planner import FlowSlots
+from manylora_worker.serving.control import ControlSession
 
 from tests.worker.worker_fakes import (
     MODEL,

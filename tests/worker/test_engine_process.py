@@ -15,17 +15,19 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from manylora_shared.cores import format_cores, keep_to, usable_cores
 from manylora_shared.errors import InvalidRequest, QuotaExceeded, ServiceUnavailable
 from manylora_shared.ids import AdapterName, TenantId
-from manylora_worker import engine_commands, engines, process_runtime
+from manylora_shared.process.cores import format_cores, keep_to, usable_cores
+from manylora_sim.fake_runner import reference_tokens
 from manylora_worker.adapters.pins import Pin
-from manylora_worker.engine.fake_runner import reference_tokens
-from manylora_worker.engine.tenant_shares import TenantShare
-from manylora_worker.engine_messages import Checked, Unpacker, packed
-from manylora_worker.output_stream import EndKind, OutputStream, StreamEnd
-from manylora_worker.process_runtime import ProcessRuntime, start_engine
-from manylora_worker.validation import AdapterReport
+from manylora_worker.hosting import commands as engine_commands
+from manylora_worker.hosting import engines
+from manylora_worker.hosting import process as process_runtime
+from manylora_worker.hosting.messages import Checked, Unpacker, packed
+from manylora_worker.hosting.output_stream import EndKind, OutputStream, StreamEnd
+from manylora_worker.hosting.process import ProcessRuntime, start_engine
+from manylora_worker.memory.tenant_shares import TenantShare
+from manylora_worker.weights.adapter_check import AdapterReport
 
 from tests.worker.worker_fakes import UID, config, eventually, request
 
@@ -207,7 +209,7 @@ async def test_a_process_that_hangs_is_killed(start: Start, monkeypatch: pytest.
 
 def test_it_ends_with_a_worker_that_is_killed() -> None:
     code = (
-        "import os, signal; from manylora_worker import config, engines;"
+        "import os, signal; from manylora_worker import config; from manylora_worker.hosting import engines;"
         "runtime, _ = engines.build(config.WorkerConfig(engine='fake', engine_process='on'));"
         "print(runtime.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -7,8 +7,8 @@ import random
 
 import pytest
 from manylora_shared.coordination import keys
-from manylora_shared.coordination.memory import MemoryStoreServer
 from manylora_shared.coordination.records import PublicPrefixRecord
+from manylora_sim.store import MemoryStoreServer
 
 from tests.worker.worker_fakes import MODEL, Scheduler, collect, eventually, message, running_worker
 

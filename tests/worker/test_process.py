@@ -18,9 +18,9 @@ from manylora.v1 import worker_pb2
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.binary import start_etcd
 from manylora_shared.coordination.etcd import EtcdStore
-from manylora_shared.peers import PeerSecret, PeerTransport
 from manylora_shared.transport.grpc_transport import GrpcTransport
-from manylora_worker.engine.fake_runner import reference_tokens
+from manylora_shared.transport.peers import PeerSecret, PeerTransport
+from manylora_sim.fake_runner import reference_tokens
 
 from tests.worker.worker_fakes import EXECUTE, collect, message
 
@@ -91,7 +91,8 @@ async def test_what_cannot_run_ends_with_a_message(tmp_path: Path) -> None:
 
 async def test_the_fake_engine_imports_no_torch() -> None:
     code = (
-        "import sys; import manylora_worker.__main__; from manylora_worker import engines, config;"
+        "import sys; import manylora_worker.__main__; from manylora_worker import config;"
+        "from manylora_worker.hosting import engines;"
         "engines.build(config.WorkerConfig(engine='fake')); assert 'torch' not in sys.modules"
     )
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from manylora_worker.engine.prompts_alone import PromptsAlone
+from manylora_worker.planning.prompts_alone import PromptsAlone
 
 DECODE_S, TOKEN_S = 0.005, 0.0001
 ALONE_S = 0.002

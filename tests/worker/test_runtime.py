@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import pytest
 from manylora_shared.errors import AlreadyExists, InvalidRequest, Overloaded, ServiceUnavailable
 from manylora_shared.ids import RequestId
-from manylora_shared.simulation import loop as simulation
-from manylora_worker import engine_view
-from manylora_worker.engine.api import AdapterTier, Sampled, StepBatch, TokenOutput
-from manylora_worker.engine.fake_runner import AheadFakeRunner, FakeRunner, reference_tokens
-from manylora_worker.output_stream import PAUSE_UNREAD_TOKENS, EndKind, OutputStream, StreamEnd
-from manylora_worker.runtime import LoopRuntime, ThreadRuntime
+from manylora_sim import loop as simulation
+from manylora_sim.fake_runner import AheadFakeRunner, FakeRunner, reference_tokens
+from manylora_worker.hosting import view as engine_view
+from manylora_worker.hosting.output_stream import PAUSE_UNREAD_TOKENS, EndKind, OutputStream, StreamEnd
+from manylora_worker.hosting.runtime import LoopRuntime, ThreadRuntime
+from manylora_worker.kinds.api import AdapterTier, Sampled, StepBatch, TokenOutput
 
 from tests.worker import worker_fakes
 from tests.worker.worker_fakes import UID, Engine, config, eventually, make_engine, request

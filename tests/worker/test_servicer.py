@@ -10,13 +10,13 @@ import pytest
 from manylora.v1 import common_pb2, worker_pb2
 from manylora_shared.errors import Code, FieldViolation
 from manylora_shared.ids import AdapterUid
-from manylora_shared.simulation import loop as simulation
 from manylora_shared.transport.grpc_transport import GrpcTransport
-from manylora_worker import engine_view
-from manylora_worker.engine.api import AdapterTier
-from manylora_worker.engine.fake_runner import reference_tokens
-from manylora_worker.output_stream import PAUSE_UNREAD_TOKENS
-from manylora_worker.validation import FakeValidator
+from manylora_sim import loop as simulation
+from manylora_sim.fake_runner import reference_tokens
+from manylora_worker.hosting import view as engine_view
+from manylora_worker.hosting.output_stream import PAUSE_UNREAD_TOKENS
+from manylora_worker.kinds.api import AdapterTier
+from manylora_worker.weights.adapter_check import FakeValidator
 
 from tests.worker.worker_fakes import (
     OTHER_UID,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import collections
 
 import pytest
-from manylora_shared.costs import QUANTUM_TOKENS
-from manylora_worker.engine.staggering import Staggering
+from manylora_shared.fairness.costs import QUANTUM_TOKENS
+from manylora_worker.planning.staggering import Staggering
 
 from tests.properties.engine_rig import A, B, Rig
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 from manylora_shared.ids import QosClass, RequestId, TenantId
+from manylora_sim.fake_runner import FakeAdapterBackend, FakeRunner
 from manylora_worker.adapters.cache import AdapterCacheLimits
-from manylora_worker.engine.api import EngineRequest, Sampling, StepBatch
 from manylora_worker.engine.core import EngineCore, EngineLimits
-from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner
-from manylora_worker.engine.staggering import Staggering
-from manylora_worker.engine.step_planner import PlannerLimits
-from manylora_worker.engine.step_time import LEAST_PROMPT_TOKENS, StepTime
+from manylora_worker.kinds.api import EngineRequest, Sampling, StepBatch
+from manylora_worker.planning.staggering import Staggering
+from manylora_worker.planning.step_planner import PlannerLimits
+from manylora_worker.planning.step_time import LEAST_PROMPT_TOKENS, StepTime
 
 from tests.properties.engine_rig import compute_prompts_alone
 

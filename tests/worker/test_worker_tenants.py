@@ -8,12 +8,12 @@ import random
 import pytest
 from manylora.v1 import common_pb2, worker_pb2
 from manylora_shared.coordination import keys
-from manylora_shared.coordination.memory import MemoryStoreServer
 from manylora_shared.coordination.records import AdapterRecord
 from manylora_shared.errors import Code
 from manylora_shared.ids import QosClass, TenantId
-from manylora_worker import tenants as tenants_module
+from manylora_sim.store import MemoryStoreServer
 from manylora_worker.adapters.pins import NO_ROOM_TO_PIN
+from manylora_worker.serving import policy_watch as tenants_module
 
 from tests.worker.worker_fakes import (
     OTHER_UID,

@@ -13,21 +13,21 @@ from typing import Any
 import pytest
 from manylora.v1 import common_pb2, worker_pb2
 from manylora_shared.coordination import keys
-from manylora_shared.coordination.memory import MemoryStoreServer
 from manylora_shared.errors import RpcError
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
-from manylora_shared.peers import PeerSecret, PeerTransport
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import Channel, Stream, Transport, methods_of
-from manylora_shared.transport.memory import MemoryNetwork
-from manylora_worker import engines
+from manylora_shared.transport.peers import PeerSecret, PeerTransport
+from manylora_sim.fake_runner import FakeAdapterBackend, FakeRunner
+from manylora_sim.network import MemoryNetwork
+from manylora_sim.store import MemoryStoreServer
 from manylora_worker.app import WorkerApp
 from manylora_worker.config import WorkerConfig
-from manylora_worker.engine.api import AdapterTier, EngineRequest, Sampling, StepBatch
 from manylora_worker.engine.core import EngineCore
-from manylora_worker.engine.fake_runner import FakeAdapterBackend, FakeRunner
-from manylora_worker.runtime import LoopRuntime, ModelInfo, Runtime, ThreadRuntime
-from manylora_worker.validation import FakeValidator
+from manylora_worker.hosting import engines
+from manylora_worker.hosting.runtime import LoopRuntime, ModelInfo, Runtime, ThreadRuntime
+from manylora_worker.kinds.api import AdapterTier, EngineRequest, Sampling, StepBatch
+from manylora_worker.weights.adapter_check import FakeValidator
 
 METHODS = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])
 EXECUTE, STOP_CHOICE = METHODS["Execute"], METHODS["StopChoice"]

@@ -9,16 +9,17 @@ import sys
 from pathlib import Path
 
 from manylora.v1 import worker_pb2
-from manylora_shared import logs, service_loop
-from manylora_shared.adapter_files import LocalAdapterFiles
-from manylora_shared.config import load
-from manylora_shared.model_files import model_folder
-from manylora_shared.service_main import Parts, serve
+from manylora_shared.process import loop as service_loop
+from manylora_shared.process.config import load
+from manylora_shared.process.main import Parts, serve
+from manylora_shared.stores.adapter_files import LocalAdapterFiles
+from manylora_shared.stores.model_files import model_folder
+from manylora_shared.telemetry import logs
 from manylora_shared.transport.bundle_client import BundlingTransport
 
 from manylora_router.app import RouterApp
 from manylora_router.config import RouterConfig
-from manylora_router.text_service import HfTextService, TextService, TokenIdsOnlyText, has_tokenizer
+from manylora_router.text.service import HfTextService, TextService, TokenIdsOnlyText, has_tokenizer
 
 _LOG = logging.getLogger("manylora_router")
 

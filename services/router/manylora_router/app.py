@@ -11,30 +11,30 @@ import logging
 import random
 from pathlib import Path
 
-from manylora_shared.adapter_files import AdapterFiles
-from manylora_shared.clock import SystemClock, WallClock
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Store, StoreUnavailable
 from manylora_shared.coordination.records import AdapterRecord, RouterRecord
 from manylora_shared.coordination.session import LeaseSession
 from manylora_shared.ids import AdapterUid
-from manylora_shared.peers import PeerSecret, PeerTransport
+from manylora_shared.process.clock import SystemClock, WallClock
+from manylora_shared.stores.adapter_files import AdapterFiles
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import Server, Transport
+from manylora_shared.transport.peers import PeerSecret, PeerTransport
 
-from manylora_router import operator_key
-from manylora_router.adapter_intake import AdapterIntake
-from manylora_router.admin import AdminServicer
-from manylora_router.channels import WorkerChannels
-from manylora_router.cluster_status import ClusterStatus
+from manylora_router.admin import operator_key
+from manylora_router.admin.adapters import AdapterIntake
+from manylora_router.admin.prefix_intake import PrefixIntake
+from manylora_router.admin.service_levels import ServiceLevels
+from manylora_router.admin.servicer import AdminServicer
+from manylora_router.admin.status import ClusterStatus
 from manylora_router.config import RouterConfig
-from manylora_router.directory import Directory
-from manylora_router.levels import ServiceLevels
+from manylora_router.front.grpc import InferenceServicer
+from manylora_router.links.channels import WorkerChannels
+from manylora_router.links.directory import Directory
+from manylora_router.links.scheduler_client import SchedulerClient
 from manylora_router.metrics import RECORD_S
-from manylora_router.prefix_intake import PrefixIntake
-from manylora_router.scheduler_client import SchedulerClient
-from manylora_router.servicer import InferenceServicer
-from manylora_router.text_service import TextService
+from manylora_router.text.service import TextService
 
 _LOG = logging.getLogger(__name__)
 

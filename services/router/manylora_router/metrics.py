@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from manylora_shared.policy import Slo
-from manylora_shared.slo import Flow, Verdict
 from manylora_shared.telemetry import Attribute, MetricName, Telemetry
+from manylora_shared.tenancy.policy import Slo
+from manylora_shared.tenancy.slo import Flow, Verdict
 
-from manylora_router.breaker import CircuitState
+from manylora_router.guard.circuits import CircuitState
 
 MAX_FLOWS = 1_000
 """That are named; requests of others with a target are counted in one series without a tenant."""

@@ -6,10 +6,12 @@ import functools
 import logging
 import sys
 
-from manylora_shared import compiled, logs, service_loop
-from manylora_shared.config import load
-from manylora_shared.heap import collect_seldom
-from manylora_shared.service_main import App, Parts, serve
+from manylora_shared.process import compiled
+from manylora_shared.process import loop as service_loop
+from manylora_shared.process.config import load
+from manylora_shared.process.heap import collect_seldom
+from manylora_shared.process.main import App, Parts, serve
+from manylora_shared.telemetry import logs
 
 from manylora_scheduler.config import SchedulerConfig
 

@@ -16,18 +16,18 @@ from manylora_shared.coordination.base import Store, StoreUnavailable
 from manylora_shared.coordination.records import SchedulerRecord, WorkerRecord
 from manylora_shared.coordination.session import Election, Mirror
 from manylora_shared.ids import TenantId, WorkerId
-from manylora_shared.logs import fields
-from manylora_shared.peers import PeerSecret, PeerTransport, guarded
 from manylora_shared.telemetry import Telemetry
+from manylora_shared.telemetry.logs import fields
 from manylora_shared.transport.base import Server, Transport
+from manylora_shared.transport.peers import PeerSecret, PeerTransport, guarded
 
-from manylora_scheduler.clock_keeper import ClockKeeper
 from manylora_scheduler.config import SchedulerConfig
-from manylora_scheduler.core import CoreLimits
-from manylora_scheduler.servicer import SchedulerServicer
-from manylora_scheduler.succession import ClockSnapshot
-from manylora_scheduler.term import Term
-from manylora_scheduler.waiting import OverloadTargets
+from manylora_scheduler.core.core import CoreLimits
+from manylora_scheduler.core.succession import ClockSnapshot
+from manylora_scheduler.gates.queue_delay import OverloadTargets
+from manylora_scheduler.serving.clock_keeper import ClockKeeper
+from manylora_scheduler.serving.servicer import SchedulerServicer
+from manylora_scheduler.serving.term import Term
 
 _LOG = logging.getLogger(__name__)
 _STOP_GRACE_S = 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from manylora_shared.config import ConfigError, check_listen
+from manylora_shared.process.config import ConfigError, check_listen
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,17 @@ import logging
 import signal
 import sys
 
-from manylora_shared import logs, service_loop
-from manylora_shared.config import load
-from manylora_shared.service_main import Parts, serve
+from manylora_shared.process import loop as service_loop
+from manylora_shared.process.config import load
+from manylora_shared.process.main import Parts, serve
+from manylora_shared.telemetry import logs
 from manylora_shared.transport.bundle_server import UnbundlingTransport
 
-from manylora_worker import engines
 from manylora_worker.app import WorkerApp
 from manylora_worker.config import WorkerConfig
-from manylora_worker.runtime import Runtime
-from manylora_worker.validation import AdapterValidator
+from manylora_worker.hosting import engines
+from manylora_worker.hosting.runtime import Runtime
+from manylora_worker.weights.adapter_check import AdapterValidator
 
 _LOG = logging.getLogger("manylora_worker")
 

@@ -15,19 +15,19 @@ from contextlib import suppress
 
 from manylora_shared.coordination.base import Store
 from manylora_shared.coordination.records import WorkerRecord
-from manylora_shared.logs import fields
-from manylora_shared.peers import PeerSecret, guarded
 from manylora_shared.telemetry import Telemetry
+from manylora_shared.telemetry.logs import fields
 from manylora_shared.transport.base import Server, Transport
+from manylora_shared.transport.peers import PeerSecret, guarded
 
 from manylora_worker.config import WorkerConfig
-from manylora_worker.metrics import EngineMetrics
-from manylora_worker.prefix_watch import PrefixWatch
-from manylora_worker.registration import Registration
-from manylora_worker.runtime import Runtime
-from manylora_worker.servicer import WorkerServicer
-from manylora_worker.tenants import TenantWatch
-from manylora_worker.validation import AdapterValidator
+from manylora_worker.hosting.runtime import Runtime
+from manylora_worker.serving.metrics import EngineMetrics
+from manylora_worker.serving.policy_watch import TenantWatch
+from manylora_worker.serving.prefix_watch import PrefixWatch
+from manylora_worker.serving.registration import Registration
+from manylora_worker.serving.servicer import WorkerServicer
+from manylora_worker.weights.adapter_check import AdapterValidator
 
 _LOG = logging.getLogger(__name__)
 _LAST_FRAMES_S = 1.0

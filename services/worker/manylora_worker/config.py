@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from manylora_shared.config import ConfigError, check_listen
-from manylora_shared.cores import parse_cores
+from manylora_shared.process.config import ConfigError, check_listen
+from manylora_shared.process.cores import parse_cores
 
 _ANY_HOST = ("0.0.0.0", "[::]", "::", "")
 

@@ -111,7 +111,7 @@ def up(
 ) -> None:
     """Run a local cluster in the foreground; prints one JSON line when it serves."""
     from manylora.cli import cluster
-    from manylora.local_cluster import ClusterOptions
+    from manylora.local.cluster import ClusterOptions
 
     options = ClusterOptions(
         model=cluster.model_source(model),

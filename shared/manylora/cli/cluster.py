@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import typer
-from manylora_shared.model_files import ModelNotFound, model_folder, model_name
+from manylora_shared.stores.model_files import ModelNotFound, model_folder, model_name
 
 from manylora.cli.files import read_file
 from manylora.cli.output import (
@@ -28,7 +28,7 @@ from manylora.cli.tenants import apply_documents, check_documents
 from manylora.client import Client
 from manylora.client.credentials import read_key
 from manylora.demo import BASE_FOLDER, BASE_NAME, measure
-from manylora.local_cluster import ClusterFailed, ClusterOptions, LocalCluster
+from manylora.local.cluster import ClusterFailed, ClusterOptions, LocalCluster
 
 DEMO_MODEL = "demo"
 DEMO_WORKERS = 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manylora_shared.overload import LEVELS
+from manylora_shared.tenancy.overload import LEVELS
 
 from manylora.cli.output import Target, print_json, print_table, write
 from manylora.client import (

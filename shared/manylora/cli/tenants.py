@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 import yaml
 from manylora_shared.errors import InvalidRequest
-from manylora_shared.policy import parse_policy
+from manylora_shared.tenancy.policy import parse_policy
 
 from manylora.cli.files import name_of, read_file
 from manylora.cli.output import EXIT_FAILED, Target, print_json, print_table, report, say, usage_error, write

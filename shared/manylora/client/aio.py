@@ -18,7 +18,7 @@ from typing import Any, Self
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from manylora_shared.errors import Code, FieldViolation, RpcError
-from manylora_shared.identity import bearer
+from manylora_shared.tenancy.identity import bearer
 from manylora_shared.transport.base import Channel, Method, Stream, Transport, methods_of
 from manylora_shared.transport.grpc_transport import GrpcTransport
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from manylora_shared.config import environment
+from manylora_shared.process.config import environment
 
 KEY_VARIABLE = "MANYLORA_KEY"
 _MAX_KEY_CHARS = 256

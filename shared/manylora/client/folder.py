@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from manylora_shared.adapter_files import FILE_NAMES, MAX_CHUNK_BYTES, open_regular
 from manylora_shared.errors import FieldViolation, InvalidRequest
+from manylora_shared.stores.adapter_files import FILE_NAMES, MAX_CHUNK_BYTES, open_regular
 
 from manylora.client.answers import RequestFailed
 

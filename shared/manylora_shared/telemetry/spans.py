@@ -10,8 +10,8 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags
 
-from manylora_shared import traceparent as w3c
 from manylora_shared.errors import Code, ManyloraError
+from manylora_shared.telemetry import traceparent as w3c
 from manylora_shared.telemetry.names import Attribute, Attributes, AttributeValue
 
 

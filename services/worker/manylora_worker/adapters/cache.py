@@ -27,14 +27,14 @@ from typing import NamedTuple
 
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
+from manylora_worker.adapters.load_order import Turns
 from manylora_worker.adapters.loading import LOOK_AGAIN_S, Loading, Versions
 from manylora_worker.adapters.overtaking import Overtaking
 from manylora_worker.adapters.pins import Pin, PinBook, PinState
 from manylora_worker.adapters.residency import Residency
 from manylora_worker.adapters.room import Entry, Eviction, TierRoom
 from manylora_worker.adapters.standings import Standings
-from manylora_worker.adapters.turns import Turns
-from manylora_worker.engine.api import AdapterBackend, AdapterEvent, AdapterTier
+from manylora_worker.kinds.api import AdapterBackend, AdapterEvent, AdapterTier
 
 _State = tuple[Versions, int]
 _PREFETCH_QUEUE = 64

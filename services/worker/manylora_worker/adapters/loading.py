@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from manylora_shared.ids import TenantId
 
+from manylora_worker.adapters.load_order import Turns
 from manylora_worker.adapters.overtaking import Overtaking
 from manylora_worker.adapters.residency import Residency
 from manylora_worker.adapters.room import Entry, Plan
 from manylora_worker.adapters.standings import Standings
-from manylora_worker.adapters.turns import Turns
-from manylora_worker.engine.api import AdapterTier
+from manylora_worker.kinds.api import AdapterTier
 
 LOOK_AGAIN_S = 0.1
 """How soon room that only time has made is found, where nothing else has changed."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from manylora_shared.adapter_shares import honoured_pins
 from manylora_shared.ids import AdapterName, AdapterUid, TenantId
+from manylora_shared.tenancy.adapter_shares import honoured_pins
 
 NO_ROOM_TO_PIN = "what is pinned exceeds what the worker can keep beside its largest adapter"
 

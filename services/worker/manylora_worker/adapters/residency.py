@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
 from manylora_worker.adapters.room import Entry, Eviction, Plan, TierRoom
-from manylora_worker.engine.api import AdapterBackend, AdapterEvent, AdapterTier
+from manylora_worker.kinds.api import AdapterBackend, AdapterEvent, AdapterTier
 
 _KNOWN_SIZES = 4096
 """Sizes remembered of adapters that are on disk only."""

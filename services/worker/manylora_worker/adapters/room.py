@@ -28,10 +28,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from manylora_shared.adapter_shares import max_min
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
+from manylora_shared.tenancy.adapter_shares import max_min
 
-from manylora_worker.engine.api import AdapterTier
+from manylora_worker.kinds.api import AdapterTier
 
 
 @dataclass(eq=False)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from manylora_shared.ids import TenantId
 
+from manylora_worker.adapters.load_order import Turns
 from manylora_worker.adapters.pins import PinBook
 from manylora_worker.adapters.residency import Residency
 from manylora_worker.adapters.room import Standing
-from manylora_worker.adapters.turns import Turns
-from manylora_worker.engine.api import AdapterTier
+from manylora_worker.kinds.api import AdapterTier
 
 
 class Standings:

@@ -34,8 +34,14 @@ from manylora_shared.ids import AdapterUid, RequestId, TenantId
 from manylora_worker.adapters.cache import AdapterCache, AdapterCacheLimits, TenantAdapters
 from manylora_worker.adapters.loading import LOOK_AGAIN_S
 from manylora_worker.adapters.pins import Pin
-from manylora_worker.engine.agreement import check_adapters, check_blocks, check_queues, check_under_way
-from manylora_worker.engine.api import (
+from manylora_worker.engine.counters import EngineStats, FlowTokens, Setbacks, WorkCounters
+from manylora_worker.engine.endings import Endings
+from manylora_worker.engine.flights import Flight, Flights, Part, chunk_of, part_of
+from manylora_worker.engine.invariants import check_adapters, check_blocks, check_queues, check_under_way
+from manylora_worker.engine.outbox import Outbox, RequestEnd
+from manylora_worker.engine.request_bounds import RequestBounds
+from manylora_worker.engine.request_table import RequestTable
+from manylora_worker.kinds.api import (
     AdapterBackend,
     AdapterTier,
     EngineRequest,
@@ -46,23 +52,17 @@ from manylora_worker.engine.api import (
     SwapRunner,
     TokenOutput,
 )
-from manylora_worker.engine.block_pool import BlockPool, BlockWork
-from manylora_worker.engine.counters import EngineStats, FlowTokens, Setbacks, WorkCounters
-from manylora_worker.engine.endings import Endings
-from manylora_worker.engine.flights import Flight, Flights, Part, chunk_of, part_of
-from manylora_worker.engine.outbox import Outbox, RequestEnd
-from manylora_worker.engine.prefix_cache import PrefixOptions
-from manylora_worker.engine.prefixes import Prefixes
-from manylora_worker.engine.prompts_alone import PromptsAlone
-from manylora_worker.engine.public_prefixes import PUBLIC, PublicPrefixes
-from manylora_worker.engine.request_bounds import RequestBounds
-from manylora_worker.engine.request_table import RequestTable
-from manylora_worker.engine.sequence import Sequence, SequenceGroup, SequenceStatus, sequence_id_of
-from manylora_worker.engine.slots import Scheduled
-from manylora_worker.engine.step_planner import FlowSlots, PlannerLimits, StepPlan, StepPlanner
-from manylora_worker.engine.step_time import StepTime
-from manylora_worker.engine.swapping import Swapper
-from manylora_worker.engine.tenant_shares import FlowKey, TenantShare, TenantShares
+from manylora_worker.kinds.sequence import Sequence, SequenceGroup, SequenceStatus, sequence_id_of
+from manylora_worker.memory.block_pool import BlockPool, BlockWork
+from manylora_worker.memory.prefix_cache import PrefixOptions
+from manylora_worker.memory.prefixes import Prefixes
+from manylora_worker.memory.public_prefixes import PUBLIC, PublicPrefixes
+from manylora_worker.memory.swapping import Swapper
+from manylora_worker.memory.tenant_shares import FlowKey, TenantShare, TenantShares
+from manylora_worker.planning.prompts_alone import PromptsAlone
+from manylora_worker.planning.slots import Scheduled
+from manylora_worker.planning.step_planner import FlowSlots, PlannerLimits, StepPlan, StepPlanner
+from manylora_worker.planning.step_time import StepTime
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from manylora_shared.ids import TenantId
 
-from manylora_worker.engine.public_prefixes import PUBLIC
-from manylora_worker.engine.tenant_shares import FlowKey
+from manylora_worker.memory.public_prefixes import PUBLIC
+from manylora_worker.memory.tenant_shares import FlowKey
 
 
 class FlowTokens(NamedTuple):

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from manylora_worker.adapters.cache import AdapterCache
-from manylora_worker.engine.api import EngineRequest, FinishReason
 from manylora_worker.engine.outbox import Outbox, RequestEnd
-from manylora_worker.engine.prefixes import Prefixes
-from manylora_worker.engine.public_prefixes import PUBLIC
 from manylora_worker.engine.request_table import RequestTable
-from manylora_worker.engine.sequence import Sequence, SequenceGroup, SequenceStatus
-from manylora_worker.engine.step_planner import StepPlanner
+from manylora_worker.kinds.api import EngineRequest, FinishReason
+from manylora_worker.kinds.sequence import Sequence, SequenceGroup, SequenceStatus
+from manylora_worker.memory.prefixes import Prefixes
+from manylora_worker.memory.public_prefixes import PUBLIC
+from manylora_worker.planning.step_planner import StepPlanner
 
 
 class Endings:

@@ -13,10 +13,10 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from manylora_worker.engine.api import AheadRunner, ModelRunner, PendingStep, Sampled, SequenceChunk, StepBatch
-from manylora_worker.engine.block_pool import BlockWork
-from manylora_worker.engine.sequence import SequenceStatus
-from manylora_worker.engine.slots import Scheduled
+from manylora_worker.kinds.api import AheadRunner, ModelRunner, PendingStep, Sampled, SequenceChunk, StepBatch
+from manylora_worker.kinds.sequence import SequenceStatus
+from manylora_worker.memory.block_pool import BlockWork
+from manylora_worker.planning.slots import Scheduled
 
 
 @dataclass(slots=True)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from manylora_shared.ids import RequestId
 
-from manylora_worker.engine.api import FinishReason, Sampled, TokenOutput
-from manylora_worker.engine.public_prefixes import PUBLIC
-from manylora_worker.engine.sequence import GroupTimes, Sequence, SequenceGroup
+from manylora_worker.kinds.api import FinishReason, Sampled, TokenOutput
+from manylora_worker.kinds.sequence import GroupTimes, Sequence, SequenceGroup
+from manylora_worker.memory.public_prefixes import PUBLIC
 
 _CUT_SHORT = (FinishReason.ABORTED, FinishReason.ADAPTER_FAILED, FinishReason.ERROR)
 

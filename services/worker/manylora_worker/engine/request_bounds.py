@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from manylora_shared.errors import InvalidRequest
 
-from manylora_worker.engine.api import EngineRequest
-from manylora_worker.engine.tenant_shares import TenantShares
+from manylora_worker.kinds.api import EngineRequest
+from manylora_worker.memory.tenant_shares import TenantShares
 
 
 class RequestBounds:

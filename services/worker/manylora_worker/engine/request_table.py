@@ -17,9 +17,9 @@ from collections.abc import Set as AbstractSet
 
 from manylora_shared.ids import RequestId
 
-from manylora_worker.engine.api import EngineRequest
 from manylora_worker.engine.outbox import RequestEnd
-from manylora_worker.engine.sequence import GroupTimes, Sequence, SequenceGroup
+from manylora_worker.kinds.api import EngineRequest
+from manylora_worker.kinds.sequence import GroupTimes, Sequence, SequenceGroup
 
 _CHOICES_BOUND = 64
 """Sequence ids: arrival x this + choice."""

@@ -1,0 +1,171 @@
+"""Adapters on their way into the adapter store: their files, and what a worker finds in them.
+
+Owns the uploads that run now. Whatever fails leaves nothing behind: files become an object of the store only when they
+are complete and a worker has validated them. Knows nothing of the registrations, which are AdminServicer's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator
+
+from manylora.v1 import admin_pb2, worker_pb2
+from manylora_shared.coordination.records import AdapterRecord
+from manylora_shared.errors import (
+    Code,
+    DeadlineExceeded,
+    FieldViolation,
+    InvalidRequest,
+    Overloaded,
+    RpcError,
+    ServiceUnavailable,
+)
+from manylora_shared.ids import NAME_PATTERN, AdapterUid, is_valid_name
+from manylora_shared.process.clock import WallClock
+from manylora_shared.stores.adapter_files import AdapterFiles
+from manylora_shared.telemetry.logs import fields
+from manylora_shared.tenancy.identity import Principal, Scope
+from manylora_shared.transport.base import methods_of
+
+from manylora_router.links.channels import WorkerChannels
+from manylora_router.links.directory import Directory
+
+_LOG = logging.getLogger(__name__)
+_VALIDATE_ADAPTER = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])["ValidateAdapter"]
+
+MAX_UPLOADS = 8
+"""Adapters that one router takes in at a time."""
+UPLOAD_IDLE_S = 60.0
+"""An upload that sends nothing for so long is given up."""
+_VALIDATE_TIMEOUT_S = 300.0
+
+
+class AdapterIntake:
+    def __init__(
+        self,
+        *,
+        directory: Directory,
+        files: AdapterFiles,
+        channels: WorkerChannels,
+        clock: WallClock,
+        rng: random.Random,
+    ) -> None:
+        self._directory = directory
+        self._files = files
+        self._channels = channels
+        self._clock = clock
+        self._rng = rng
+        self._num_uploads = 0
+
+    @property
+    def num_uploads(self) -> int:
+        return self._num_uploads
+
+    async def read_header(
+        self, requests: AsyncIterator[admin_pb2.AddAdapterRequest], caller: Principal
+    ) -> admin_pb2.AddAdapterHeader:
+        """The header, its tenant filled in. Raises PermissionDenied and InvalidRequest."""
+        if not (caller.may(Scope.OPERATOR) or caller.may(Scope.ADMIN)):
+            raise caller.denied()
+        first = await self._next(requests)
+        if first is None or first.WhichOneof("part") != "header":
+            raise InvalidRequest.of("header", "must be the first message")
+        header = first.header
+        header.tenant_id = caller.require_tenant(header.tenant_id, [Scope.ADMIN])
+        wrong = [
+            FieldViolation(f"header.{name}", f"must match {NAME_PATTERN}" if value else "is missing")
+            for name, value in (("tenant_id", header.tenant_id), ("name", header.name))
+            if not is_valid_name(value)
+        ]
+        if wrong:
+            raise InvalidRequest.of_all(wrong)
+        return header
+
+    async def take_in(
+        self, header: admin_pb2.AddAdapterHeader, requests: AsyncIterator[admin_pb2.AddAdapterRequest]
+    ) -> AdapterRecord:
+        """Brings the files into the adapter store, if a worker finds them good.
+
+        Raises:
+            InvalidRequest: with all that is wrong.
+            Overloaded: MAX_UPLOADS run already.
+            DeadlineExceeded: nothing came for UPLOAD_IDLE_S.
+            ServiceUnavailable: no worker answers.
+        """
+        if self._num_uploads >= MAX_UPLOADS:
+            raise Overloaded(f"{MAX_UPLOADS} adapters are being added at this router already", retry_after_s=1.0)
+        self._num_uploads += 1
+        try:
+            return await self._take_in(header, requests)
+        finally:
+            self._num_uploads -= 1
+
+    async def _take_in(
+        self, header: admin_pb2.AddAdapterHeader, requests: AsyncIterator[admin_pb2.AddAdapterRequest]
+    ) -> AdapterRecord:
+        incoming = await self._files.begin()
+        try:
+            if header.store_path:
+                await self._no_chunks(requests)
+                await self._files.import_from(incoming, header.store_path)
+            else:
+                await self._receive(requests, incoming)
+            uid = await self._files.finish(incoming)
+            record = await self._validate(header, incoming, uid)
+            await self._files.commit(incoming, uid)
+            return record
+        finally:
+            # Shielded: a caller that goes away must not leave its files behind.
+            await asyncio.shield(self._files.discard(incoming))
+
+    async def _receive(self, requests: AsyncIterator[admin_pb2.AddAdapterRequest], incoming: str) -> None:
+        while (message := await self._next(requests)) is not None:
+            if message.WhichOneof("part") != "chunk":
+                raise InvalidRequest.of("chunk", "must be every message after the first")
+            await self._files.append(incoming, message.chunk.file_name, message.chunk.data)
+
+    async def _no_chunks(self, requests: AsyncIterator[admin_pb2.AddAdapterRequest]) -> None:
+        if await self._next(requests) is not None:
+            raise InvalidRequest.of("chunk", "must not be sent with header.store_path")
+
+    async def _next(self, requests: AsyncIterator[admin_pb2.AddAdapterRequest]) -> admin_pb2.AddAdapterRequest | None:
+        try:
+            async with asyncio.timeout(UPLOAD_IDLE_S):
+                return await anext(requests, None)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the upload sent nothing for {UPLOAD_IDLE_S:g} seconds") from None
+
+    async def _validate(self, header: admin_pb2.AddAdapterHeader, incoming: str, uid: AdapterUid) -> AdapterRecord:
+        """Asks a worker. Raises InvalidRequest with all that is wrong, ServiceUnavailable where no worker answers."""
+        answer = await self._ask_worker(worker_pb2.ValidateAdapterRequest(path=incoming))
+        if answer.problems:
+            raise InvalidRequest.of_all([FieldViolation(p.field, p.description) for p in answer.problems])
+        return AdapterRecord(
+            tenant_id=header.tenant_id,
+            name=header.name,
+            uid=uid,
+            max_lora_rank=answer.max_lora_rank,
+            size_bytes=answer.size_bytes,
+            target_modules=tuple(answer.target_modules),
+            created_unix_s=self._clock.now_unix_s(),
+        )
+
+    async def _ask_worker(self, request: worker_pb2.ValidateAdapterRequest) -> worker_pb2.ValidateAdapterResponse:
+        workers = [record for _, record in sorted(self._directory.workers.items())]
+        self._rng.shuffle(workers)
+        for worker in workers:
+            channel = self._channels.acquire(worker.address)
+            try:
+                answer: worker_pb2.ValidateAdapterResponse = await channel.call(
+                    _VALIDATE_ADAPTER, request, timeout=_VALIDATE_TIMEOUT_S
+                )
+                return answer
+            except RpcError as e:
+                if e.code is Code.INVALID_ARGUMENT:
+                    raise InvalidRequest(e.message, violations=e.violations) from e
+                _LOG.warning("a worker could not validate", extra=fields(worker=worker.worker_id, error=str(e)))
+            finally:
+                self._channels.release(worker.address)
+        raise ServiceUnavailable("no worker could validate the adapter", retry_after_s=1.0)

@@ -1,0 +1,175 @@
+"""How well flows are served, over all routers: what each has counted is asked for when somebody wants to know.
+
+Owns nothing: the counts and circuits are the InferenceServicer's. A router asks the others in its caller's name, so
+each of them decides by the caller's own key what it may see. One that does not answer in time is missing from the sums,
+and the status says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from google.protobuf.message import Message
+from manylora.v1 import admin_pb2
+from manylora_shared.errors import RpcError
+from manylora_shared.ids import QosClass, TenantId
+from manylora_shared.telemetry.logs import fields
+from manylora_shared.tenancy.identity import AUTHORIZATION_KEY
+from manylora_shared.tenancy.slo import Flow, FlowCounts, SloTracker, quantile_ms
+from manylora_shared.transport.base import Method, Transport, methods_of
+
+from manylora_router.guard.permits import Guard
+from manylora_router.links.directory import Directory
+from manylora_router.request.job import QOS
+
+_LOG = logging.getLogger(__name__)
+
+_METHODS = methods_of(admin_pb2.DESCRIPTOR.services_by_name["AdminService"])
+GET_STATUS, LIFT_QUARANTINE = _METHODS["GetStatus"], _METHODS["LiftQuarantine"]
+_TIMEOUT_S = 1.0
+_CLASSES = {number: qos_class for qos_class, number in QOS.items()}
+
+
+class ServiceLevels:
+    def __init__(
+        self, *, router_id: str, directory: Directory, transport: Transport, slo: SloTracker, guard: Guard
+    ) -> None:
+        self._router_id = router_id
+        self._directory = directory
+        self._transport = transport
+        self._slo = slo
+        self._guard = guard
+
+    def local(self, tenant_id: str) -> admin_pb2.GetStatusResponse:
+        """What this router has counted itself; of one tenant, or, where it is empty, of all."""
+        now = asyncio.get_running_loop().time()
+        states = self._guard.circuits(now, tenant_id=tenant_id)
+        return admin_pb2.GetStatusResponse(
+            slo_counts=[_message(flow, counts) for flow, counts in self._slo.counts(now, tenant_id=tenant_id).items()],
+            circuits=[
+                admin_pb2.CircuitStatus(
+                    tenant_id=state.scope[0],
+                    whole_tenant=len(state.scope) == 1,
+                    adapter_version=(state.scope[1] or "") if len(state.scope) == 2 else "",
+                    router_id=self._router_id,
+                    half_open=state.is_half_open,
+                    retry_after_s=state.retry_after_s,
+                    openings=state.openings,
+                )
+                for state in states
+            ],
+            quarantined_prompts=self._guard.num_quarantined(now, tenant_id=tenant_id),
+            quarantines=[
+                admin_pb2.QuarantineStatus(
+                    tenant_id=each, router_id=self._router_id, prompts=prompts, longest_s=longest_s
+                )
+                for each, (prompts, longest_s) in sorted(self._guard.quarantines(now, tenant_id=tenant_id).items())
+            ],
+        )
+
+    async def of_cluster(
+        self, tenant_id: str, metadata: Mapping[str, str]
+    ) -> tuple[admin_pb2.GetStatusResponse, list[str]]:
+        """The same with the sums over all routers as `slos`, and the ids of the routers that they hold.
+
+        Args:
+            tenant_id: as for `local`.
+            metadata: the caller's: its key is shown to the other routers.
+        """
+        heard = await self._ask_others(GET_STATUS, admin_pb2.GetStatusRequest(local_only=True), metadata)
+        parts = [self.local(tenant_id), *(answer for answer in heard.values() if answer is not None)]
+        whole = admin_pb2.GetStatusResponse(
+            slos=self._sums(parts),
+            circuits=[circuit for part in parts for circuit in part.circuits],
+            quarantined_prompts=sum(part.quarantined_prompts for part in parts),
+            quarantines=[quarantine for part in parts for quarantine in part.quarantines],
+        )
+        return whole, [self._router_id, *(router_id for router_id, answer in heard.items() if answer is not None)]
+
+    async def lift_quarantine(
+        self, tenant_id: TenantId, metadata: Mapping[str, str], *, local_only: bool
+    ) -> admin_pb2.LiftQuarantineResponse:
+        """Here, and, but for `local_only`, at all other routers."""
+        prompts = self._guard.lift_quarantine(tenant_id, asyncio.get_running_loop().time())
+        heard: Mapping[str, admin_pb2.LiftQuarantineResponse | None] = {}
+        if not local_only:
+            request = admin_pb2.LiftQuarantineRequest(tenant_id=tenant_id, local_only=True)
+            heard = await self._ask_others(LIFT_QUARANTINE, request, metadata)
+        return admin_pb2.LiftQuarantineResponse(
+            prompts=prompts + sum(answer.prompts for answer in heard.values() if answer is not None),
+            missed_router_ids=[router_id for router_id, answer in heard.items() if answer is None],
+        )
+
+    async def _ask_others(self, method: Method, request: Message, metadata: Mapping[str, str]) -> dict[str, Any]:
+        """The answers of the other routers by their ids, None where there was none in time."""
+        others = {
+            router_id: record.address
+            for router_id, record in sorted(self._directory.routers.items())
+            if router_id != self._router_id
+        }
+        credentials = {AUTHORIZATION_KEY: metadata.get(AUTHORIZATION_KEY, "")}
+        asked = (self._ask(address, method, request, credentials) for address in others.values())
+        return dict(zip(others, await asyncio.gather(*asked), strict=True))
+
+    async def _ask(self, address: str, method: Method, request: Message, credentials: Mapping[str, str]) -> Any:
+        channel = self._transport.connect(address)
+        try:
+            return await channel.call(method, request, timeout=_TIMEOUT_S, metadata=credentials)
+        except RpcError as e:
+            more = fields(address=address, method=method.path, error=str(e))
+            _LOG.warning("a router did not answer another", extra=more)
+            return None
+        finally:
+            await channel.close()
+
+    def _sums(self, parts: Sequence[admin_pb2.GetStatusResponse]) -> list[admin_pb2.SloStatus]:
+        """Sorted by tenant and class."""
+        sums: dict[Flow, FlowCounts] = {}
+        for part in parts:
+            for message in part.slo_counts:
+                if message.qos_class in _CLASSES:
+                    flow = TenantId(message.tenant_id), _CLASSES[message.qos_class]
+                    sums[flow] = sums.get(flow, FlowCounts()) + _counts(message)
+        order = list(QosClass)
+        return [self._status(flow, sums[flow]) for flow in sorted(sums, key=lambda f: (f[0], order.index(f[1])))]
+
+    def _status(self, flow: Flow, counts: FlowCounts) -> admin_pb2.SloStatus:
+        slo = self._directory.slo_of(*flow)
+        target = slo.availability if slo is not None else None
+        return admin_pb2.SloStatus(
+            tenant_id=flow[0],
+            qos_class=QOS[flow[1]],
+            requests=counts.num_counted,
+            failed=counts.bad,
+            availability=counts.availability,
+            availability_target=target,
+            error_budget=counts.error_budget(target) if target is not None else None,
+            measured=counts.num_measured,
+            ttft_p50_ms=quantile_ms(counts.ttft, 0.5),
+            ttft_p95_ms=quantile_ms(counts.ttft, 0.95),
+            ttft_p99_ms=quantile_ms(counts.ttft, 0.99),
+            ttft_p95_target_ms=slo.ttft_p95_ms if slo is not None else None,
+            ttft_met=counts.is_ttft_met,
+            tpot_p50_ms=quantile_ms(counts.tpot, 0.5),
+            tpot_p95_ms=quantile_ms(counts.tpot, 0.95),
+        )
+
+
+def _message(flow: Flow, counts: FlowCounts) -> admin_pb2.SloCounts:
+    return admin_pb2.SloCounts(
+        tenant_id=flow[0],
+        qos_class=QOS[flow[1]],
+        good=counts.good,
+        bad=counts.bad,
+        in_time=counts.in_time,
+        late=counts.late,
+        ttft=counts.ttft,
+        tpot=counts.tpot,
+    )
+
+
+def _counts(message: admin_pb2.SloCounts) -> FlowCounts:
+    return FlowCounts(message.good, message.bad, message.in_time, message.late, dict(message.ttft), dict(message.tpot))

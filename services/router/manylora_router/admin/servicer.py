@@ -1,0 +1,426 @@
+"""AdminService: tenants, keys, adapters, public prefixes, status.
+
+Every change of the store is one transaction guarded by what was read before it, so that routers do not overwrite one
+another. An adapter becomes known only when its files stand in the adapter store and are validated (adapter_intake.py).
+Each handler first asks whether the caller's key permits the call, before it looks anything up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import random
+from collections.abc import AsyncIterator, Sequence
+
+from manylora.v1 import admin_pb2
+from manylora_shared.coordination import keys
+from manylora_shared.coordination.base import Compare, Delete, KeyValue, Put, Store
+from manylora_shared.coordination.records import AdapterRecord, KeyRecord, PublicPrefixRecord
+from manylora_shared.errors import (
+    AlreadyExists,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    ServiceUnavailable,
+    VersionConflict,
+)
+from manylora_shared.ids import TenantId, is_valid_name
+from manylora_shared.process.clock import WallClock
+from manylora_shared.telemetry.logs import fields
+from manylora_shared.tenancy.adapter_shares import pins_problem
+from manylora_shared.tenancy.identity import TENANT_SCOPES, Principal, Scope, authenticate, new_key
+from manylora_shared.tenancy.policy import TenantPolicy, line_of, parse_policy
+from manylora_shared.transport.base import ServerCall, Service
+
+from manylora_router.admin.adapters import AdapterIntake
+from manylora_router.admin.prefix_intake import PrefixIntake
+from manylora_router.admin.service_levels import ServiceLevels
+from manylora_router.admin.status import ClusterStatus
+from manylora_router.links.directory import Directory
+
+_LOG = logging.getLogger(__name__)
+_MAX_CONFLICTS = 8
+"""Times that a change is tried again because somebody else changed the same key."""
+_POLICIES_AT_ONCE = 32
+"""Policies that are parsed before others have their turn on the event loop."""
+_DELETE_BATCH = 100
+"""Keys deleted in one transaction, well inside the store's bound."""
+
+
+class AdminServicer:
+    def __init__(
+        self,
+        *,
+        directory: Directory,
+        store: Store,
+        intake: AdapterIntake,
+        prefixes: PrefixIntake,
+        status: ClusterStatus,
+        levels: ServiceLevels,
+        clock: WallClock,
+        rng: random.Random,
+    ) -> None:
+        self._directory = directory
+        self._store = store
+        self._intake = intake
+        self._prefixes = prefixes
+        self._status = status
+        self._levels = levels
+        self._clock = clock
+        self._rng = rng
+
+    def service(self) -> Service:
+        return Service(
+            admin_pb2.DESCRIPTOR.services_by_name["AdminService"],
+            {
+                "ApplyTenant": self.apply_tenant,
+                "GetTenant": self.get_tenant,
+                "ListTenants": self.list_tenants,
+                "DeleteTenant": self.delete_tenant,
+                "AddAdapter": self.add_adapter,
+                "ListAdapters": self.list_adapters,
+                "RemoveAdapter": self.remove_adapter,
+                "CreateKey": self.create_key,
+                "ListKeys": self.list_keys,
+                "RevokeKey": self.revoke_key,
+                "AddPublicPrefix": self.add_public_prefix,
+                "ListPublicPrefixes": self.list_public_prefixes,
+                "RemovePublicPrefix": self.remove_public_prefix,
+                "LiftQuarantine": self.lift_quarantine,
+                "GetStatus": self.get_status,
+            },
+        )
+
+    def _caller(self, call: ServerCall) -> Principal:
+        """Raises Unauthenticated."""
+        return authenticate(call.metadata, self._directory.key_of)
+
+    # Tenants
+
+    async def apply_tenant(
+        self, request: admin_pb2.ApplyTenantRequest, call: ServerCall
+    ) -> admin_pb2.ApplyTenantResponse:
+        self._caller(call).require(Scope.OPERATOR)
+        policy = parse_policy(request.policy_yaml)
+        if (problem := await self._pins_problem(policy)) is not None:
+            line = line_of(request.policy_yaml, "adapters.pin")
+            raise InvalidRequest.of("adapters.pin", f"line {line}: {problem}")
+        key, value = keys.tenant(policy.tenant_id), policy.to_yaml().encode()
+        for _ in range(_MAX_CONFLICTS):
+            stored = await self._store.get(key)
+            version = stored.version if stored is not None else 0
+            if request.HasField("expected_version") and request.expected_version != version:
+                raise _changed_meanwhile(policy.tenant_id, version, request.expected_version)
+            answer = admin_pb2.ApplyTenantResponse(
+                tenant_id=policy.tenant_id,
+                version=version,
+                policy_yaml=value.decode(),
+                previous_policy_yaml=stored.value.decode() if stored is not None else "",
+            )
+            if request.validate_only or (stored is not None and stored.value == value):
+                return answer
+            before = stored.mod_revision if stored is not None else 0
+            result = await self._store.txn([Compare(key, before)], [Put(key, value)])
+            if result.succeeded:
+                await self._directory.tenant_seen(policy.tenant_id, result.revision)
+                answer.version = version + 1
+                return answer
+        raise _conflict()
+
+    async def _pins_problem(self, policy: TenantPolicy) -> str | None:
+        """Why the policy's pins cannot be kept, as far as is known here; None: nothing speaks against them."""
+        directory = self._directory
+        capacities = [w.device_adapter_bytes for w in directory.workers.values() if w.device_adapter_bytes]
+        if not policy.pinned_adapters or not capacities:
+            return None
+        sizes: dict[TenantId, dict[str, int]] = {}
+        for entry in directory.adapters.values():
+            sizes.setdefault(TenantId(entry.record.tenant_id), {})[entry.record.name] = entry.record.size_bytes
+        policies = {policy.tenant_id: policy}
+        for count, tenant_id in enumerate(t for t in sizes if t != policy.tenant_id):
+            if count % _POLICIES_AT_ONCE == _POLICIES_AT_ONCE - 1:
+                await asyncio.sleep(0)
+            try:
+                known = directory.policy_of(tenant_id)
+            except InternalError:  # logged where it was read
+                known = None
+            policies[tenant_id] = known or TenantPolicy(tenant_id)
+        own = sizes.get(policy.tenant_id, {})
+        return pins_problem(
+            policy.tenant_id,
+            pins={
+                tenant_id: [sizes[tenant_id][name] for name in each.pinned_adapters if name in sizes[tenant_id]]
+                for tenant_id, each in policies.items()
+                if tenant_id in sizes
+            },
+            registered={tenant_id: sum(each.values()) for tenant_id, each in sizes.items()},
+            weights={tenant_id: each.tenant_weight for tenant_id, each in policies.items()},
+            capacity=min(capacities),
+            own_other=max((size for name, size in own.items() if name not in policy.pinned_adapters), default=0),
+            largest=max((max(each.values()) for each in sizes.values()), default=0),
+        )
+
+    async def get_tenant(self, request: admin_pb2.GetTenantRequest, call: ServerCall) -> admin_pb2.GetTenantResponse:
+        tenant_id = self._caller(call).require_tenant(request.tenant_id, [Scope.ADMIN])
+        stored = await self._stored_tenant(tenant_id)
+        adapters = await self._store.list(keys.adapters_of(tenant_id))
+        return admin_pb2.GetTenantResponse(
+            tenant=_tenant_info(tenant_id, stored.value.decode(), stored.version, len(adapters.kvs))
+        )
+
+    async def list_tenants(
+        self, request: admin_pb2.ListTenantsRequest, call: ServerCall
+    ) -> admin_pb2.ListTenantsResponse:
+        self._caller(call).require(Scope.OPERATOR)
+        counts: dict[str, int] = {}
+        for entry in self._directory.adapters.values():
+            counts[entry.record.tenant_id] = counts.get(entry.record.tenant_id, 0) + 1
+        return admin_pb2.ListTenantsResponse(
+            tenants=[
+                _tenant_info(tenant_id, entry.policy_yaml, entry.version, counts.get(tenant_id, 0))
+                for tenant_id, entry in sorted(self._directory.tenants.items())
+            ]
+        )
+
+    async def delete_tenant(
+        self, request: admin_pb2.DeleteTenantRequest, call: ServerCall
+    ) -> admin_pb2.DeleteTenantResponse:
+        self._caller(call).require(Scope.OPERATOR)
+        tenant_id = request.tenant_id
+        removed = 0
+        for _ in range(_MAX_CONFLICTS):
+            stored = await self._stored_tenant(tenant_id)
+            removed += await self._delete_adapters(tenant_id)
+            result = await self._store.txn(
+                [Compare(keys.tenant(tenant_id), stored.mod_revision)], [Delete(keys.tenant(tenant_id))]
+            )
+            if result.succeeded:
+                # Registering an adapter or an API key needs the tenant's record: none comes after this. Some may have
+                # come before it.
+                removed += await self._delete_adapters(tenant_id)
+                await self._delete_keys(tenant_id)
+                await self._directory.tenant_seen(tenant_id, result.revision, deleted=True)
+                return admin_pb2.DeleteTenantResponse(removed_adapters=removed)
+        raise _conflict()
+
+    async def _delete_adapters(self, tenant_id: str) -> int:
+        listing = await self._store.list(keys.adapters_of(tenant_id))
+        await self._delete([kv.key for kv in listing.kvs])
+        return len(listing.kvs)
+
+    async def _delete_keys(self, tenant_id: str) -> None:
+        listing = await self._store.list(keys.API_KEYS)
+        await self._delete([kv.key for kv in listing.kvs if KeyRecord.from_json(kv.value).tenant_id == tenant_id])
+
+    async def _delete(self, names: Sequence[str]) -> None:
+        for start in range(0, len(names), _DELETE_BATCH):
+            await self._store.txn([], [Delete(key) for key in names[start : start + _DELETE_BATCH]])
+
+    async def _stored_tenant(self, tenant_id: str) -> KeyValue:
+        if not tenant_id:
+            raise InvalidRequest.of("tenant_id", "is missing")
+        stored = await self._store.get(keys.tenant(tenant_id)) if is_valid_name(tenant_id) else None
+        if stored is None:
+            raise NotFound(f"tenant_id: tenant {tenant_id[:80]!r} is not known")
+        return stored
+
+    # Keys
+
+    async def create_key(self, request: admin_pb2.CreateKeyRequest, call: ServerCall) -> admin_pb2.CreateKeyResponse:
+        self._caller(call).require(Scope.OPERATOR)
+        made = new_key(
+            self._rng.getrandbits,
+            tenant_id=request.tenant_id,
+            scopes=request.scopes,
+            name=request.name,
+            now_unix_s=self._clock.now_unix_s(),
+        )
+        record = made.record
+        key = keys.api_key(record.key_id)
+        for _ in range(_MAX_CONFLICTS):
+            compares = [Compare(key, 0)]
+            if record.tenant_id:
+                tenant = await self._stored_tenant(record.tenant_id)
+                compares.append(Compare(keys.tenant(record.tenant_id), tenant.mod_revision))
+            if (await self._store.txn(compares, [Put(key, record.to_json())])).succeeded:
+                await self._directory.key_seen(record)
+                _LOG.info("key made", extra=fields(key_id=record.key_id, tenant=record.tenant_id))
+                return admin_pb2.CreateKeyResponse(key=made.key, info=_key_info(record))
+        raise _conflict()
+
+    async def list_keys(self, request: admin_pb2.ListKeysRequest, call: ServerCall) -> admin_pb2.ListKeysResponse:
+        self._caller(call).require(Scope.OPERATOR)
+        found = [r for r in self._directory.api_keys.values() if request.tenant_id in ("", r.tenant_id)]
+        found.sort(key=lambda record: (record.created_unix_s, record.key_id))
+        return admin_pb2.ListKeysResponse(keys=[_key_info(record) for record in found])
+
+    async def revoke_key(self, request: admin_pb2.RevokeKeyRequest, call: ServerCall) -> admin_pb2.RevokeKeyResponse:
+        """Revoking a key again changes nothing. A caller may revoke the key that it calls with."""
+        self._caller(call).require(Scope.OPERATOR)
+        key = keys.api_key(request.key_id)
+        for _ in range(_MAX_CONFLICTS):
+            stored = await self._store.get(key) if is_valid_name(request.key_id) else None
+            if stored is None:
+                raise NotFound(f"key_id: key {request.key_id[:80]!r} is not known")
+            record = KeyRecord.from_json(stored.value)
+            if not record.revoked_unix_s:
+                record = dataclasses.replace(record, revoked_unix_s=self._clock.now_unix_s())
+                result = await self._store.txn([Compare(key, stored.mod_revision)], [Put(key, record.to_json())])
+                if not result.succeeded:
+                    continue
+                _LOG.info("key revoked", extra=fields(key_id=record.key_id, tenant=record.tenant_id))
+            await self._directory.key_seen(record)
+            return admin_pb2.RevokeKeyResponse(info=_key_info(record))
+        raise _conflict()
+
+    # Adapters
+
+    async def add_adapter(
+        self, requests: AsyncIterator[admin_pb2.AddAdapterRequest], call: ServerCall
+    ) -> admin_pb2.AddAdapterResponse:
+        header = await self._intake.read_header(requests, self._caller(call))
+        await self._stored_tenant(header.tenant_id)
+        key = keys.adapter(header.tenant_id, header.name)
+        if await self._store.get(key) is not None:
+            raise _exists(header.name)
+        record = await self._intake.take_in(header, requests)
+        revision = await self._register(record)
+        await self._directory.adapter_seen(record.tenant_id, record.name, revision)
+        return admin_pb2.AddAdapterResponse(adapter=_adapter_info(record))
+
+    async def _register(self, record: AdapterRecord) -> int:
+        """Returns the store's revision. Raises AlreadyExists, or NotFound where the tenant is gone."""
+        key = keys.adapter(record.tenant_id, record.name)
+        for _ in range(_MAX_CONFLICTS):
+            tenant = await self._stored_tenant(record.tenant_id)
+            result = await self._store.txn(
+                [Compare(key, 0), Compare(keys.tenant(record.tenant_id), tenant.mod_revision)],
+                [Put(key, record.to_json())],
+            )
+            if result.succeeded:
+                return result.revision
+            if await self._store.get(key) is not None:
+                raise _exists(record.name)
+        raise _conflict()
+
+    async def list_adapters(
+        self, request: admin_pb2.ListAdaptersRequest, call: ServerCall
+    ) -> admin_pb2.ListAdaptersResponse:
+        tenant_id = self._caller(call).require_tenant(request.tenant_id, TENANT_SCOPES)
+        if tenant_id:
+            await self._stored_tenant(tenant_id)
+            records = self._directory.adapters_of(tenant_id)
+        else:
+            records = [entry.record for _, entry in sorted(self._directory.adapters.items())]
+        return admin_pb2.ListAdaptersResponse(adapters=[_adapter_info(record) for record in records])
+
+    async def remove_adapter(
+        self, request: admin_pb2.RemoveAdapterRequest, call: ServerCall
+    ) -> admin_pb2.RemoveAdapterResponse:
+        """The files stay for a while, for requests that were queued before; RouterApp collects them."""
+        tenant_id = self._caller(call).require_tenant(request.tenant_id, [Scope.ADMIN])
+        await self._stored_tenant(tenant_id)
+        key = keys.adapter(tenant_id, request.name)
+        if not is_valid_name(request.name) or not await self._store.delete(key):
+            raise NotFound(f"name: adapter {request.name[:80]!r} is not known to this tenant")
+        await self._directory.adapter_seen(tenant_id, request.name, 0, deleted=True)
+        return admin_pb2.RemoveAdapterResponse()
+
+    # Public prefixes
+
+    async def add_public_prefix(
+        self, request: admin_pb2.AddPublicPrefixRequest, call: ServerCall
+    ) -> admin_pb2.AddPublicPrefixResponse:
+        self._caller(call).require(Scope.OPERATOR)
+        model, token_ids = await self._prefixes.read(request)
+        record = PublicPrefixRecord(request.name, model.digest, token_ids, self._clock.now_unix_s())
+        key = keys.public_prefix(record.name)
+        if not (await self._store.txn([Compare(key, 0)], [Put(key, record.to_json())])).succeeded:
+            raise AlreadyExists(f"name: there is a public prefix {record.name!r} already")
+        await self._directory.public_prefix_seen(record.name, record)
+        _LOG.info("a prefix is public", extra=fields(prefix=record.name, tokens=len(token_ids)))
+        return admin_pb2.AddPublicPrefixResponse(prefix=_prefix_info(record))
+
+    async def list_public_prefixes(
+        self, request: admin_pb2.ListPublicPrefixesRequest, call: ServerCall
+    ) -> admin_pb2.ListPublicPrefixesResponse:
+        self._caller(call).require(Scope.OPERATOR)
+        records = [record for _, record in sorted(self._directory.public_prefixes.items())]
+        return admin_pb2.ListPublicPrefixesResponse(prefixes=[_prefix_info(record) for record in records])
+
+    async def remove_public_prefix(
+        self, request: admin_pb2.RemovePublicPrefixRequest, call: ServerCall
+    ) -> admin_pb2.RemovePublicPrefixResponse:
+        self._caller(call).require(Scope.OPERATOR)
+        if not is_valid_name(request.name) or not await self._store.delete(keys.public_prefix(request.name)):
+            raise NotFound(f"name: there is no public prefix {request.name[:80]!r}")
+        await self._directory.public_prefix_seen(request.name, None)
+        _LOG.info("a prefix is public no longer", extra=fields(prefix=request.name))
+        return admin_pb2.RemovePublicPrefixResponse()
+
+    # Status
+
+    async def lift_quarantine(
+        self, request: admin_pb2.LiftQuarantineRequest, call: ServerCall
+    ) -> admin_pb2.LiftQuarantineResponse:
+        """Also of a tenant that is gone: it may come back while its prompts are remembered."""
+        self._caller(call).require(Scope.OPERATOR)
+        if not is_valid_name(request.tenant_id):
+            raise InvalidRequest.of("tenant_id", "is missing" if not request.tenant_id else "is not a tenant's name")
+        answer = await self._levels.lift_quarantine(
+            TenantId(request.tenant_id), call.metadata, local_only=request.local_only
+        )
+        _LOG.info("quarantine lifted", extra=fields(tenant=request.tenant_id, prompts=answer.prompts))
+        return answer
+
+    async def get_status(self, request: admin_pb2.GetStatusRequest, call: ServerCall) -> admin_pb2.GetStatusResponse:
+        caller = self._caller(call)
+        tenant_id = "" if caller.may(Scope.OPERATOR) else caller.require_tenant("", TENANT_SCOPES)
+        return await self._status.told(tenant_id, call.metadata, local_only=request.local_only)
+
+
+def _tenant_info(tenant_id: str, policy_yaml: str, version: int, adapters: int) -> admin_pb2.TenantInfo:
+    return admin_pb2.TenantInfo(tenant_id=tenant_id, policy_yaml=policy_yaml, version=version, adapters=adapters)
+
+
+def _adapter_info(record: AdapterRecord) -> admin_pb2.AdapterInfo:
+    return admin_pb2.AdapterInfo(
+        tenant_id=record.tenant_id,
+        name=record.name,
+        version=record.uid,
+        max_lora_rank=record.max_lora_rank,
+        size_bytes=record.size_bytes,
+        target_modules=record.target_modules,
+        created_unix_s=record.created_unix_s,
+    )
+
+
+def _key_info(record: KeyRecord) -> admin_pb2.KeyInfo:
+    return admin_pb2.KeyInfo(
+        key_id=record.key_id,
+        tenant_id=record.tenant_id,
+        scopes=record.scopes,
+        name=record.name,
+        created_unix_s=record.created_unix_s,
+        revoked_unix_s=record.revoked_unix_s,
+    )
+
+
+def _prefix_info(record: PublicPrefixRecord) -> admin_pb2.PublicPrefixInfo:
+    return admin_pb2.PublicPrefixInfo(
+        name=record.name, tokens=len(record.token_ids), created_unix_s=record.created_unix_s
+    )
+
+
+def _exists(name: str) -> AlreadyExists:
+    return AlreadyExists(f"header.name: the tenant has an adapter {name!r} already")
+
+
+def _changed_meanwhile(tenant_id: str, version: int, expected: int) -> VersionConflict:
+    stands = f"is at version {version}" if version else "does not exist"
+    return VersionConflict(f"expected_version: tenant {tenant_id} {stands}, not at {expected}; nothing was changed")
+
+
+def _conflict() -> ServiceUnavailable:
+    return ServiceUnavailable("the tenant was changed by somebody else at the same time; try again", retry_after_s=0.1)

@@ -1,0 +1,143 @@
+"""What AdminService tells of the cluster: to an operator all of it, to a tenant its own part.
+
+Owns nothing: it puts together what the scheduler's leader, the routers and the directory know at this moment. A leader
+that does not answer is missing, and the status says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+
+from manylora.v1 import admin_pb2, scheduler_pb2
+from manylora_shared.errors import RpcError
+from manylora_shared.telemetry.logs import fields
+from manylora_shared.transport.base import Transport
+
+from manylora_router.admin.service_levels import ServiceLevels
+from manylora_router.links.directory import Directory
+from manylora_router.links.scheduler_client import GET_STATUS
+
+_LOG = logging.getLogger(__name__)
+_STATUS_TIMEOUT_S = 2.0
+
+
+class ClusterStatus:
+    def __init__(self, *, directory: Directory, transport: Transport, levels: ServiceLevels) -> None:
+        self._directory = directory
+        self._transport = transport
+        self._levels = levels
+
+    async def told(
+        self, tenant_id: str, metadata: Mapping[str, str], *, local_only: bool
+    ) -> admin_pb2.GetStatusResponse:
+        """
+        Args:
+            tenant_id: to whom; empty: to an operator.
+            metadata: the caller's: its key is shown to the other routers.
+            local_only: what this router has counted itself, and nothing else.
+        """
+        if local_only:
+            return self._levels.local(tenant_id)
+        answer, (levels, routers) = await asyncio.gather(
+            self._scheduler_status(), self._levels.of_cluster(tenant_id, metadata)
+        )
+        if tenant_id:
+            return self._of_tenant(tenant_id, answer, levels)
+        return self._of_all(answer, levels, routers)
+
+    def _of_all(
+        self,
+        answer: scheduler_pb2.GetSchedulerStatusResponse,
+        levels: admin_pb2.GetStatusResponse,
+        routers: Sequence[str],
+    ) -> admin_pb2.GetStatusResponse:
+        directory = self._directory
+        reported = {status.worker_id: status for status in answer.workers}
+        workers: list[admin_pb2.WorkerStatus] = []
+        for worker_id, record in sorted(directory.workers.items()):
+            status = admin_pb2.WorkerStatus(sequence_slots=record.sequence_slots)
+            if worker_id in reported:
+                status = reported[worker_id]
+            status.worker_id, status.address, status.device = worker_id, record.address, record.device
+            workers.append(status)
+        model = directory.model
+        return admin_pb2.GetStatusResponse(
+            base_model=model.name if model is not None else "",
+            scheduler=answer.scheduler,
+            workers=workers,
+            routers=[
+                admin_pb2.RouterStatus(router_id=router_id, address=record.address, answered=router_id in routers)
+                for router_id, record in sorted(directory.routers.items())
+            ],
+            tenants=len(directory.tenants),
+            adapters=len(directory.adapters),
+            slos=levels.slos,
+            circuits=levels.circuits,
+            quarantined_prompts=levels.quarantined_prompts,
+            quarantines=levels.quarantines,
+        )
+
+    def _of_tenant(
+        self,
+        tenant_id: str,
+        answer: scheduler_pb2.GetSchedulerStatusResponse,
+        levels: admin_pb2.GetStatusResponse,
+    ) -> admin_pb2.GetStatusResponse:
+        """What a tenant may know: the model, its own flows and counts. Nothing of other tenants or of the machines."""
+        for circuit in levels.circuits:
+            circuit.router_id = ""
+        for quarantine in levels.quarantines:
+            quarantine.router_id = ""
+        model = self._directory.model
+        return admin_pb2.GetStatusResponse(
+            base_model=model.name if model is not None else "",
+            scheduler=admin_pb2.SchedulerStatus(
+                reachable=answer.scheduler.reachable,
+                flows=[flow for flow in answer.scheduler.flows if flow.tenant_id == tenant_id],
+                quotas=[quota for quota in answer.scheduler.quotas if quota.tenant_id == tenant_id],
+                overload=admin_pb2.OverloadStatus(
+                    level=answer.scheduler.overload.level,
+                    rung=answer.scheduler.overload.rung,
+                    tenants=[each for each in answer.scheduler.overload.tenants if each.tenant_id == tenant_id],
+                ),
+                kv=[kv for kv in answer.scheduler.kv if kv.tenant_id == tenant_id],
+                adapters=[_without_machines(a) for a in answer.scheduler.adapters if a.tenant_id == tenant_id],
+            ),
+            tenants=1 if tenant_id in self._directory.tenants else 0,
+            adapters=len(self._directory.adapters_of(tenant_id)),
+            slos=[slo for slo in levels.slos if slo.tenant_id == tenant_id],
+            circuits=[circuit for circuit in levels.circuits if circuit.tenant_id == tenant_id],
+            quarantined_prompts=levels.quarantined_prompts,
+            quarantines=[each for each in levels.quarantines if each.tenant_id == tenant_id],
+        )
+
+    async def _scheduler_status(self) -> scheduler_pb2.GetSchedulerStatusResponse:
+        """The leader's answer; `reachable` is false where there is none."""
+        address = self._directory.leader_address()
+        if address is None:
+            return scheduler_pb2.GetSchedulerStatusResponse()
+        channel = self._transport.connect(address)
+        try:
+            answer: scheduler_pb2.GetSchedulerStatusResponse = await channel.call(
+                GET_STATUS, scheduler_pb2.GetSchedulerStatusRequest(), timeout=_STATUS_TIMEOUT_S
+            )
+        except RpcError as e:
+            _LOG.warning("the scheduler gave no status", extra=fields(address=address, error=str(e)))
+            answer = scheduler_pb2.GetSchedulerStatusResponse()
+            answer.scheduler.address = address
+            return answer
+        finally:
+            await channel.close()
+        answer.scheduler.reachable = True
+        answer.scheduler.address = address
+        return answer
+
+
+def _without_machines(adapters: admin_pb2.TenantAdapters) -> admin_pb2.TenantAdapters:
+    """As a tenant may see it: neither how many workers there are, nor that others were in its adapters' way."""
+    adapters.displaced = 0
+    for pin in adapters.pins:
+        pin.on_device, pin.workers = int(pin.on_device == pin.workers), 1
+    return adapters

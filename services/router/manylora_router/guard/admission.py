@@ -1,0 +1,415 @@
+"""Admission: may this request be queued, and as what?
+
+Owns no state. `tenant_of` says in whose name a caller asks, `admit_caller` finds the tenant and the adapter, `check`
+reads everything else that can be said before the prompt is tokenized, `admit` what can only be said after it. A request
+is refused with all violations at once, each naming the field as the caller wrote it (`sampling.top_p`,
+`prompt.token_ids[3]`, `x-request-class`). Tenants learn nothing of one another: an adapter that another tenant owns is
+refused in the same bytes as one that does not exist.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from manylora_shared.errors import FieldViolation, InvalidRequest, NotFound, shown
+from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId, is_valid_name
+from manylora_shared.tenancy.identity import Principal, Scope
+from manylora_shared.tenancy.policy import TenantPolicy
+
+TENANT_KEY = "x-tenant-id"
+CLASS_KEY = "x-request-class"
+ADAPTER_KEY = "x-adapter-id"
+PRIORITY_KEY = "x-priority"
+IDEMPOTENCY_KEY = "idempotency-key"
+TRACEPARENT_KEY = "traceparent"
+
+MAX_CHOICES = 8
+MAX_STOP_STRINGS = 16
+MAX_STOP_BYTES = 64
+MAX_STOP_TOKEN_IDS = 64
+MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1024
+MAX_ABS_LOGIT_BIAS = 100.0
+MAX_ABS_PENALTY = 2.0
+MAX_PRIORITY = 100
+MAX_IDEMPOTENCY_KEY_CHARS = 128
+MAX_CHAT_MESSAGES = 4096
+BYTES_PER_CONTEXT_TOKEN = 16
+"""Text longer than this many bytes for each token of the context is refused unread; tokens of real text are shorter."""
+MAX_TEXT_BYTES = 1 << 20
+_MAX_LISTED = 8
+"""Violations listed of one list; what follows is counted."""
+
+
+@dataclass(frozen=True)
+class TextPrompt:
+    text: str
+
+
+@dataclass(frozen=True)
+class TokenPrompt:
+    ids: Sequence[int]
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    messages: Sequence[tuple[str, str]]
+    """(role, content)."""
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True)
+class SamplingInput:
+    """Sampling as the caller gave it; None: absent. Meaning and defaults as in common.proto."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    top_logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RequestInput:
+    """A GenerateRequest and its metadata, as they came. 0 and "" mean absent, as on the wire."""
+
+    prompt: Prompt | None
+    max_tokens: int = 0
+    sampling: SamplingInput = SamplingInput()
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    n: int = 0
+    request_class: str = ""
+    priority: str = ""
+    idempotency_key: str = ""
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What the pool's model can take, by the workers' records."""
+
+    vocab_size: int
+    max_context_tokens: int
+    max_sequences: int
+    """Sequence slots of the largest worker: a request takes one for each choice, all on one worker."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    name: AdapterName
+    uid: AdapterUid
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """What may be queued."""
+
+    qos_class: QosClass
+    priority: int
+    prompt_token_ids: Sequence[int]
+    max_tokens: int
+    """Per choice."""
+    n: int
+
+
+def not_found_tenant(tenant: str) -> NotFound:
+    return NotFound(f"{TENANT_KEY}: tenant {shown(tenant)} is not known")
+
+
+def not_found_adapter(adapter: str) -> NotFound:
+    return NotFound(f"{ADAPTER_KEY}: adapter {shown(adapter)} is not known to this tenant")
+
+
+def tenant_of(principal: Principal, named: str) -> str:
+    """The tenant in whose name a caller asks: its key's. Only a gateway's key lets the request's metadata name it.
+
+    Args:
+        named: x-tenant-id, empty where absent.
+
+    Raises:
+        PermissionDenied: the key is for nobody's requests, or for another tenant's than the one named.
+    """
+    if principal.may(Scope.GATEWAY):
+        return named
+    principal.require(Scope.GENERATE)
+    if principal.tenant_id is None or named not in ("", principal.tenant_id):
+        raise principal.denied()
+    return principal.tenant_id
+
+
+def admit_caller(
+    tenant: str,
+    adapter: str,
+    policy_of: Callable[[TenantId], TenantPolicy | None],
+    uid_of: Callable[[TenantId, AdapterName], AdapterUid | None],
+) -> tuple[TenantPolicy, Adapter | None]:
+    """The caller's policy, and the adapter that it names; None: the base model.
+
+    Args:
+        tenant: what `tenant_of` gave; empty where a gateway names none.
+        adapter: x-adapter-id, empty where absent.
+        policy_of: the policy of a tenant; None: there is no such tenant.
+        uid_of: the content of a tenant's adapter; None: it has none of that name.
+
+    Raises:
+        InvalidRequest: no tenant is named.
+        NotFound: tenant or adapter.
+    """
+    if not tenant:
+        raise InvalidRequest.of(TENANT_KEY, "is missing from the request's metadata")
+    policy = policy_of(TenantId(tenant)) if is_valid_name(tenant) else None
+    if policy is None:
+        raise not_found_tenant(tenant)
+    if not adapter:
+        return policy, None
+    name = AdapterName(adapter)
+    uid = uid_of(policy.tenant_id, name) if is_valid_name(adapter) else None
+    if uid is None:
+        raise not_found_adapter(adapter)
+    return policy, Adapter(name, uid)
+
+
+def check(request: RequestInput, model: ModelLimits) -> list[FieldViolation]:
+    """Everything that is wrong whatever the prompt's tokens are."""
+    found: list[FieldViolation] = []
+    _check_metadata(request, found)
+    _check_prompt(request.prompt, model, found)
+    _check_sampling(request.sampling, model, found)
+    _check_stops(request, model, found)
+    if request.n > MAX_CHOICES:
+        found.append(FieldViolation("n", f"must be at most {MAX_CHOICES}, not {request.n}"))
+    elif request.n > model.max_sequences:
+        found.append(FieldViolation("n", f"must be at most {model.max_sequences} (a worker's slots), not {request.n}"))
+    return found
+
+
+def prompt_field(prompt: Prompt | None) -> str:
+    """The name of the prompt's field, for violations."""
+    match prompt:
+        case TextPrompt():
+            return "prompt.text"
+        case TokenPrompt():
+            return "prompt.token_ids"
+        case ChatPrompt():
+            return "prompt.chat"
+        case None:
+            return "prompt"
+
+
+def admit(
+    request: RequestInput,
+    prompt_token_ids: Sequence[int] | None,
+    violations: Sequence[FieldViolation],
+    policy: TenantPolicy,
+    model: ModelLimits,
+    *,
+    default_max_tokens: int,
+) -> Admitted:
+    """The last word on a request.
+
+    Args:
+        request: the request.
+        prompt_token_ids: the prompt's tokens; None where `check` found the prompt itself wrong.
+        violations: what `check` found.
+        policy: of the tenant.
+        model: the pool's model.
+        default_max_tokens: for a request that names no max_tokens; less where less fits.
+
+    Raises:
+        InvalidRequest: with all violations.
+    """
+    found = list(violations)
+    room_tokens = model.max_context_tokens - 1
+    if prompt_token_ids is not None:
+        room_tokens = _check_length(request, prompt_token_ids, policy, model, found)
+    limit_tokens = policy.limits.max_output_tokens
+    if limit_tokens is not None and request.max_tokens > limit_tokens:
+        found.append(
+            FieldViolation("max_tokens", f"must be at most {limit_tokens} for this tenant, not {request.max_tokens}")
+        )
+    elif request.max_tokens > room_tokens > 0:
+        taken = f" less {len(prompt_token_ids)} prompt tokens" if prompt_token_ids else ""
+        found.append(
+            FieldViolation(
+                "max_tokens",
+                f"must be at most {room_tokens} (the context of {model.max_context_tokens} tokens{taken}), "
+                f"not {request.max_tokens}",
+            )
+        )
+    if found:
+        raise InvalidRequest.of_all(found)
+    assert prompt_token_ids is not None
+    bounds = [default_max_tokens, room_tokens] + ([limit_tokens] if limit_tokens is not None else [])
+    return Admitted(
+        qos_class=QosClass(request.request_class) if request.request_class else QosClass.STANDARD,
+        priority=int(request.priority) if request.priority else 0,
+        prompt_token_ids=prompt_token_ids,
+        max_tokens=request.max_tokens or min(bounds),
+        n=request.n or 1,
+    )
+
+
+def seed_of_key(tenant: str, idempotency_key: str) -> int:
+    """The seed of a request that gives a key and no seed: the same for the same tenant and key, 64 bits."""
+    digest = hashlib.sha256(b"manylora-seed-v1\0" + tenant.encode() + b"\0" + idempotency_key.encode())
+    return int.from_bytes(digest.digest()[:8], "big")
+
+
+def max_text_bytes(model: ModelLimits) -> int:
+    return min(MAX_TEXT_BYTES, BYTES_PER_CONTEXT_TOKEN * model.max_context_tokens)
+
+
+def _check_length(
+    request: RequestInput,
+    prompt_token_ids: Sequence[int],
+    policy: TenantPolicy,
+    model: ModelLimits,
+    found: list[FieldViolation],
+) -> int:
+    """Returns how many tokens the prompt leaves for output; none where it is too long."""
+    name = prompt_field(request.prompt)
+    num_tokens = len(prompt_token_ids)
+    limit_tokens = policy.limits.max_prompt_tokens
+    room_tokens = model.max_context_tokens - num_tokens
+    if num_tokens == 0:
+        found.append(FieldViolation(name, "has no tokens"))
+    elif room_tokens < 1:
+        most = model.max_context_tokens - 1
+        found.append(FieldViolation(name, f"has {num_tokens} tokens; the model's context takes at most {most}"))
+    elif limit_tokens is not None and num_tokens > limit_tokens:
+        found.append(FieldViolation(name, f"has {num_tokens} tokens; this tenant's limit is {limit_tokens}"))
+    elif not isinstance(request.prompt, TokenPrompt) and max(prompt_token_ids) >= model.vocab_size:
+        found.append(FieldViolation(name, f"gives a token beyond the model's vocabulary of {model.vocab_size}"))
+    return room_tokens
+
+
+def _check_metadata(request: RequestInput, found: list[FieldViolation]) -> None:
+    classes = [c.value for c in QosClass]
+    if request.request_class and request.request_class not in classes:
+        message = f"{shown(request.request_class)} is not one of {', '.join(classes)}"
+        found.append(FieldViolation(CLASS_KEY, message))
+    digits = request.priority.removeprefix("-")
+    if request.priority and not (
+        digits.isascii() and digits.isdigit() and len(digits) <= 3 and abs(int(digits)) <= MAX_PRIORITY
+    ):
+        message = f"{shown(request.priority)} is not a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+        found.append(FieldViolation(PRIORITY_KEY, message))
+    key = request.idempotency_key
+    if key and not (len(key) <= MAX_IDEMPOTENCY_KEY_CHARS and key.isascii() and key.isprintable()):
+        message = f"must be 1 to {MAX_IDEMPOTENCY_KEY_CHARS} printable ASCII characters"
+        found.append(FieldViolation(IDEMPOTENCY_KEY, message))
+
+
+def _check_prompt(prompt: Prompt | None, model: ModelLimits, found: list[FieldViolation]) -> None:
+    most_bytes = max_text_bytes(model)
+    match prompt:
+        case None:
+            found.append(FieldViolation("prompt", "is missing: give text, token_ids or chat"))
+        case TextPrompt(text):
+            if not text:
+                found.append(FieldViolation("prompt.text", "is empty"))
+            elif (size_bytes := len(text.encode())) > most_bytes:
+                message = f"has {size_bytes} bytes; at most {most_bytes} are read"
+                found.append(FieldViolation("prompt.text", message))
+        case TokenPrompt(ids):
+            if not ids:
+                found.append(FieldViolation("prompt.token_ids", "is empty"))
+            elif len(ids) < model.max_context_tokens:
+                _check_token_ids("prompt.token_ids", ids, model, found)
+        case ChatPrompt(messages):
+            _check_chat(messages, most_bytes, found)
+
+
+def _check_chat(messages: Sequence[tuple[str, str]], most_bytes: int, found: list[FieldViolation]) -> None:
+    if not messages:
+        found.append(FieldViolation("prompt.chat.messages", "is empty"))
+    if len(messages) > MAX_CHAT_MESSAGES:
+        message = f"has {len(messages)} messages, more than {MAX_CHAT_MESSAGES}"
+        found.append(FieldViolation("prompt.chat.messages", message))
+        return
+    without_role = [index for index, (role, _) in enumerate(messages) if not role]
+    for index in without_role[:_MAX_LISTED]:
+        found.append(FieldViolation(f"prompt.chat.messages[{index}].role", "is empty"))
+    size_bytes = sum(len(role.encode()) + len(content.encode()) for role, content in messages)
+    if size_bytes > most_bytes:
+        found.append(FieldViolation("prompt.chat", f"has {size_bytes} bytes; at most {most_bytes} are read"))
+
+
+def prompt_is_readable(prompt: Prompt | None, violations: Sequence[FieldViolation]) -> bool:
+    """Whether `check` found nothing wrong with the prompt, so that it may be tokenized and measured."""
+    return prompt is not None and not any(v.field == "prompt" or v.field.startswith("prompt.") for v in violations)
+
+
+def _check_token_ids(name: str, ids: Sequence[int], model: ModelLimits, found: list[FieldViolation]) -> None:
+    if max(ids) < model.vocab_size:
+        return
+    wrong = [index for index, token_id in enumerate(ids) if token_id >= model.vocab_size]
+    for index in wrong[:_MAX_LISTED]:
+        message = f"{ids[index]} is outside the model's vocabulary of {model.vocab_size} tokens"
+        found.append(FieldViolation(f"{name}[{index}]", message))
+    if len(wrong) > _MAX_LISTED:
+        found.append(FieldViolation(name, f"{len(wrong) - _MAX_LISTED} more are outside the vocabulary"))
+
+
+def _check_sampling(sampling: SamplingInput, model: ModelLimits, found: list[FieldViolation]) -> None:
+    def check_number(name: str, value: float | None, is_right: bool, description: str) -> None:
+        if value is not None and not (is_right and math.isfinite(value)):
+            found.append(FieldViolation(f"sampling.{name}", f"must be {description}, not {value:g}"))
+
+    s = sampling
+    check_number("temperature", s.temperature, s.temperature is not None and s.temperature >= 0, "0 or more")
+    check_number("top_p", s.top_p, s.top_p is not None and 0 < s.top_p <= 1, "above 0 and at most 1")
+    check_number("min_p", s.min_p, s.min_p is not None and 0 <= s.min_p <= 1, "from 0 to 1")
+    check_number(
+        "repetition_penalty",
+        s.repetition_penalty,
+        s.repetition_penalty is not None and s.repetition_penalty > 0,
+        "above 0",
+    )
+    for name, value in (("presence_penalty", s.presence_penalty), ("frequency_penalty", s.frequency_penalty)):
+        check_number(name, value, value is not None and abs(value) <= MAX_ABS_PENALTY, "from -2 to 2")
+    if s.top_logprobs is not None and s.top_logprobs > MAX_TOP_LOGPROBS:
+        message = f"must be at most {MAX_TOP_LOGPROBS}, not {s.top_logprobs}"
+        found.append(FieldViolation("sampling.top_logprobs", message))
+    if len(s.logit_bias) > MAX_LOGIT_BIASES:
+        message = f"has {len(s.logit_bias)} entries, more than {MAX_LOGIT_BIASES}"
+        found.append(FieldViolation("sampling.logit_bias", message))
+        return
+    listed = 0
+    for token_id, bias in sorted(s.logit_bias.items()):
+        if listed == _MAX_LISTED:
+            break
+        if token_id >= model.vocab_size:
+            message = f"is outside the model's vocabulary of {model.vocab_size} tokens"
+        elif not -MAX_ABS_LOGIT_BIAS <= bias <= MAX_ABS_LOGIT_BIAS:
+            message = f"must be from -100 to 100, not {bias:g}"
+        else:
+            continue
+        listed += 1
+        found.append(FieldViolation(f"sampling.logit_bias[{token_id}]", message))
+
+
+def _check_stops(request: RequestInput, model: ModelLimits, found: list[FieldViolation]) -> None:
+    if len(request.stop) > MAX_STOP_STRINGS:
+        found.append(FieldViolation("stop", f"has {len(request.stop)} strings, more than {MAX_STOP_STRINGS}"))
+    for index, stop in enumerate(request.stop[:MAX_STOP_STRINGS]):
+        size_bytes = len(stop.encode())
+        if not stop:
+            found.append(FieldViolation(f"stop[{index}]", "is empty"))
+        elif size_bytes > MAX_STOP_BYTES:
+            found.append(FieldViolation(f"stop[{index}]", f"has {size_bytes} bytes, more than {MAX_STOP_BYTES}"))
+    if len(request.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        message = f"has {len(request.stop_token_ids)} ids, more than {MAX_STOP_TOKEN_IDS}"
+        found.append(FieldViolation("stop_token_ids", message))
+    elif request.stop_token_ids:
+        _check_token_ids("stop_token_ids", request.stop_token_ids, model, found)

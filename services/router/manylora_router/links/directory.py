@@ -1,0 +1,261 @@
+"""What the router knows of the cluster, as the store has it: tenants, adapters, API keys, public prefixes, workers,
+routers and the leader.
+
+Owns the mirrors; the coordination store owns the truth. Everything here is the last knowledge and stays in force while
+the store is away. Policies are parsed when first used, since a router may know many more tenants than it serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from manylora_shared.coordination import keys
+from manylora_shared.coordination.base import KeyValue, Store
+from manylora_shared.coordination.records import (
+    AdapterRecord,
+    KeyRecord,
+    PublicPrefixRecord,
+    RouterRecord,
+    SchedulerRecord,
+    WorkerRecord,
+)
+from manylora_shared.coordination.session import Mirror
+from manylora_shared.errors import InternalError, InvalidRequest
+from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId
+from manylora_shared.telemetry.logs import fields
+from manylora_shared.tenancy.policy import Slo, TenantPolicy, parse_policy
+
+from manylora_router.guard.admission import ModelLimits
+
+_LOG = logging.getLogger(__name__)
+_CATCH_UP_S = 2.0
+
+
+@dataclass(frozen=True)
+class TenantEntry:
+    policy_yaml: str
+    version: int
+    mod_revision: int
+
+
+@dataclass(frozen=True)
+class AdapterEntry:
+    record: AdapterRecord
+    mod_revision: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """The pool's base model, by the workers' records."""
+
+    name: str
+    digest: str
+    limits: ModelLimits
+    eos_token_ids: tuple[int, ...]
+
+
+class Directory:
+    """Start it, wait until it is `ready`, and read; close it at the end.
+
+    Args:
+        store: the coordination store.
+        on_leader_changed: called after `leader_address` changed.
+        on_workers_changed: called after `workers` changed.
+    """
+
+    def __init__(
+        self, store: Store, *, on_leader_changed: Callable[[], None], on_workers_changed: Callable[[], None]
+    ) -> None:
+        self._on_leader_changed = on_leader_changed
+        self._on_workers_changed = on_workers_changed
+        self._policies: dict[str, tuple[int, TenantPolicy]] = {}
+        self._model: Model | None = None
+        self._changed = asyncio.Event()
+        self._tenants = Mirror(store, keys.TENANTS, parse=_tenant, on_change=self._tenant_changed)
+        self._adapters = Mirror(store, keys.ADAPTERS, parse=_adapter, on_change=self._note)
+        self._api_keys = Mirror(
+            store, keys.API_KEYS, parse=lambda kv: KeyRecord.from_json(kv.value), on_change=self._note
+        )
+        self._public_prefixes = Mirror(
+            store,
+            keys.PUBLIC_PREFIXES,
+            parse=lambda kv: PublicPrefixRecord.from_json(kv.value),
+            on_change=self._note,
+        )
+        self._workers = Mirror(
+            store, keys.WORKERS, parse=lambda kv: WorkerRecord.from_json(kv.value), on_change=self._worker_changed
+        )
+        self._routers = Mirror(store, keys.ROUTERS, parse=lambda kv: RouterRecord.from_json(kv.value))
+        self._leader = Mirror(
+            store,
+            keys.SCHEDULER_LEADER,
+            parse=lambda kv: SchedulerRecord.from_json(kv.value),
+            on_change=self._leader_changed,
+        )
+        self._mirrors: list[Mirror[Any]] = [
+            self._tenants,
+            self._adapters,
+            self._api_keys,
+            self._public_prefixes,
+            self._workers,
+            self._routers,
+            self._leader,
+        ]
+
+    def start(self) -> None:
+        for mirror in self._mirrors:
+            mirror.start()
+
+    async def ready(self) -> None:
+        for mirror in self._mirrors:
+            await mirror.ready()
+
+    async def close(self) -> None:
+        async with AsyncExitStack() as stack:
+            for mirror in self._mirrors:
+                stack.push_async_callback(mirror.close)
+
+    @property
+    def tenants(self) -> Mapping[str, TenantEntry]:
+        """By tenant id."""
+        return self._tenants.values
+
+    @property
+    def adapters(self) -> Mapping[str, AdapterEntry]:
+        """By `tenant/name`."""
+        return self._adapters.values
+
+    @property
+    def api_keys(self) -> Mapping[str, KeyRecord]:
+        """By key id, revoked ones too."""
+        return self._api_keys.values
+
+    @property
+    def public_prefixes(self) -> Mapping[str, PublicPrefixRecord]:
+        """By name."""
+        return self._public_prefixes.values
+
+    @property
+    def workers(self) -> Mapping[str, WorkerRecord]:
+        """By worker id."""
+        return self._workers.values
+
+    @property
+    def routers(self) -> Mapping[str, RouterRecord]:
+        return self._routers.values
+
+    @property
+    def model(self) -> Model | None:
+        """The last model that a worker served; None: no worker was ever seen."""
+        return self._model
+
+    def leader_address(self) -> str | None:
+        leader = self._leader.values.get("")
+        return leader.address if leader is not None else None
+
+    def policy_of(self, tenant_id: TenantId) -> TenantPolicy | None:
+        entry = self._tenants.values.get(tenant_id)
+        if entry is None:
+            return None
+        cached = self._policies.get(tenant_id)
+        if cached is None or cached[0] != entry.mod_revision:
+            try:
+                cached = (entry.mod_revision, parse_policy(entry.policy_yaml))
+            except InvalidRequest as e:
+                # Written past AdminService, or by a version that knows more: what was in force stays in force.
+                _LOG.error("a stored policy cannot be read", extra=fields(tenant=tenant_id, error=e.message))
+                if cached is None:
+                    raise InternalError(f"the stored policy of tenant {tenant_id} cannot be read") from e
+                cached = (entry.mod_revision, cached[1])
+            self._policies[tenant_id] = cached
+        return cached[1]
+
+    def slo_of(self, tenant_id: TenantId, qos_class: QosClass) -> Slo | None:
+        """A flow's targets; None also where the tenant is not known, or its policy cannot be read."""
+        try:
+            policy = self.policy_of(tenant_id)
+        except InternalError:  # logged where it was read
+            return None
+        return policy.classes[qos_class].slo if policy is not None else None
+
+    def uid_of(self, tenant_id: TenantId, name: AdapterName) -> AdapterUid | None:
+        entry = self._adapters.values.get(f"{tenant_id}/{name}")
+        return AdapterUid(entry.record.uid) if entry is not None else None
+
+    def key_of(self, key_id: str) -> KeyRecord | None:
+        return self._api_keys.values.get(key_id)
+
+    def adapters_of(self, tenant_id: str) -> list[AdapterRecord]:
+        """Sorted by name."""
+        found = [entry.record for entry in self._adapters.values.values() if entry.record.tenant_id == tenant_id]
+        return sorted(found, key=lambda record: record.name)
+
+    async def tenant_seen(self, tenant_id: str, revision: int, *, deleted: bool = False) -> None:
+        """Waits a moment until a change of a tenant that was made through this router is known to it too."""
+
+        def is_seen() -> bool:
+            entry = self._tenants.values.get(tenant_id)
+            return entry is None if deleted else entry is not None and entry.mod_revision >= revision
+
+        await self._until(is_seen)
+
+    async def adapter_seen(self, tenant_id: str, name: str, revision: int, *, deleted: bool = False) -> None:
+        """The same for an adapter."""
+
+        def is_seen() -> bool:
+            entry = self._adapters.values.get(f"{tenant_id}/{name}")
+            return entry is None if deleted else entry is not None and entry.mod_revision >= revision
+
+        await self._until(is_seen)
+
+    async def key_seen(self, record: KeyRecord) -> None:
+        """The same for a key that was made or revoked."""
+        await self._until(lambda: self._api_keys.values.get(record.key_id) == record)
+
+    async def public_prefix_seen(self, name: str, record: PublicPrefixRecord | None) -> None:
+        """The same for a public prefix; None: it was removed."""
+        await self._until(lambda: self._public_prefixes.values.get(name) == record)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        # The change is made whether or not the watch is late: the other routers learn it by the same watch.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CATCH_UP_S):
+                while not condition():
+                    await self._changed.wait()
+
+    def _note(self, name: str, value: object) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _tenant_changed(self, name: str, value: TenantEntry | None) -> None:
+        if value is None:
+            self._policies.pop(name, None)
+        self._note(name, value)
+
+    def _leader_changed(self, name: str, value: SchedulerRecord | None) -> None:
+        self._on_leader_changed()
+
+    def _worker_changed(self, name: str, value: WorkerRecord | None) -> None:
+        workers = self._workers.values
+        if workers:
+            first = workers[min(workers)]
+            limits = ModelLimits(
+                vocab_size=min(w.vocab_size for w in workers.values()),
+                max_context_tokens=min(w.max_context_tokens for w in workers.values()),
+                max_sequences=max(w.sequence_slots for w in workers.values()),
+            )
+            self._model = Model(first.model_name, first.model_digest, limits, first.eos_token_ids)
+        self._on_workers_changed()
+
+
+def _tenant(kv: KeyValue) -> TenantEntry:
+    return TenantEntry(kv.value.decode(), kv.version, kv.mod_revision)
+
+
+def _adapter(kv: KeyValue) -> AdapterEntry:
+    return AdapterEntry(AdapterRecord.from_json(kv.value), kv.mod_revision)

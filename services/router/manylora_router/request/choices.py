@@ -1,0 +1,136 @@
+"""The choices of one request: the worker's tokens become deltas of text, until each choice has its end.
+
+Owns each choice's detokenizer, its stop strings, how many of its tokens the caller got, and its end. Knows nothing of
+grants, streams and frames. Synchronous; used by the task that reads the worker's stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from manylora.v1 import common_pb2, inference_pb2, worker_pb2
+from manylora_shared.errors import InternalError
+
+from manylora_router.text.detokenizer import ChoiceText, Detokenizer, StopStrings
+
+
+@dataclass(eq=False, slots=True)
+class _Choice:
+    text: ChoiceText
+    num_tokens: int = 0
+    end: inference_pb2.ChoiceEnd | None = None
+
+
+@dataclass(slots=True)
+class Taken:
+    """What a worker's tokens amount to.
+
+    Attributes:
+        deltas: for the caller, in the worker's order, each in a frame that has no number yet.
+        stopped: choices that met a stop string just now, and that the worker would go on with.
+    """
+
+    deltas: list[inference_pb2.GenerateResponse]
+    stopped: list[int]
+
+
+class Choices:
+    def __init__(self, detokenizers: Sequence[Detokenizer], stop: StopStrings | None) -> None:
+        """
+        Args:
+            detokenizers: a fresh one for each choice.
+        """
+        self._choices = [_Choice(ChoiceText(d, stop)) for d in detokenizers]
+        self._is_cut_short = False
+        self.num_tokens = 0
+        """Of all choices, as the caller got them."""
+
+    def goes_on(self, choice: int) -> bool:
+        """Whether the caller is to get what the worker sends of it."""
+        return choice < len(self._choices) and self._choices[choice].end is None
+
+    @property
+    def have_ended(self) -> bool:
+        return all(choice.end is not None for choice in self._choices)
+
+    @property
+    def are_cut_short(self) -> bool:
+        """All have ended, and not all of them by the worker: it has not said yet that the request is over."""
+        return self._is_cut_short and self.have_ended
+
+    def take(self, chunk: worker_pb2.TokenChunk) -> Taken:
+        """Raises InternalError where tokens are missing, or are of no choice."""
+        taken = Taken([], [])
+        choices = self._choices
+        for tokens in chunk.choices:
+            index, first_position = tokens.choice, tokens.first_position
+            if index >= len(choices):
+                raise InternalError(f"the worker sent tokens of choice {index} of {len(choices)}")
+            choice = choices[index]
+            if choice.end is not None:
+                continue  # its stop string was found; the worker has not heard yet
+            if first_position != choice.num_tokens:
+                raise InternalError(
+                    f"the worker sent position {first_position} of choice {index}, "
+                    f"not {choice.num_tokens}: output was lost"
+                )
+            self._take(choice, index, tokens, taken)
+        return taken
+
+    def rest(self) -> list[inference_pb2.GenerateResponse]:
+        """For a request that ends early: the text that choices without an end still held back, as `Taken.deltas`.
+        Called once."""
+        deltas: list[inference_pb2.GenerateResponse] = []
+        for index, choice in enumerate(self._choices):
+            text = choice.text.finish().text if choice.end is None else ""
+            if text:
+                deltas.append(_delta(index, choice.num_tokens, (), text))
+        return deltas
+
+    def ends(self) -> list[inference_pb2.ChoiceEnd]:
+        """Of every choice; without a reason where it has not ended by itself."""
+        return [choice.end or inference_pb2.ChoiceEnd(choice=i) for i, choice in enumerate(self._choices)]
+
+    def _take(self, choice: _Choice, index: int, tokens: worker_pb2.ChoiceTokens, taken: Taken) -> None:
+        token_ids: Sequence[int] = tokens.token_ids
+        finish_reason = tokens.finish_reason
+        is_last = finish_reason != common_pb2.FINISH_REASON_UNSPECIFIED
+        pushed = choice.text.push(token_ids)
+        num_tokens = pushed.num_tokens
+        text, stop_string = pushed.text, pushed.stop_string
+        if stop_string is None and is_last:
+            rest = choice.text.finish()
+            text, stop_string = text + rest.text, rest.stop_string
+        if stop_string is not None:
+            choice.end = inference_pb2.ChoiceEnd(
+                choice=index, finish_reason=common_pb2.FINISH_REASON_STOP, stop_string=stop_string
+            )
+            if not is_last:
+                self._is_cut_short = True
+                taken.stopped.append(index)
+        elif is_last:
+            choice.end = inference_pb2.ChoiceEnd(choice=index, finish_reason=finish_reason)
+            if tokens.HasField("stop_token_id"):
+                choice.end.stop_token_id = tokens.stop_token_id
+        if num_tokens < len(token_ids):
+            token_ids = token_ids[:num_tokens]
+        if not num_tokens and not text:
+            return
+        frame = _delta(index, choice.num_tokens, token_ids, text)
+        if tokens.logprobs:
+            frame.delta.logprobs.extend(tokens.logprobs[:num_tokens])
+        choice.num_tokens += num_tokens
+        self.num_tokens += num_tokens
+        taken.deltas.append(frame)
+
+
+def _delta(choice: int, first_position: int, token_ids: Sequence[int], text: str) -> inference_pb2.GenerateResponse:
+    """Made in its frame: a message that is given to another is copied."""
+    frame = inference_pb2.GenerateResponse()
+    delta = frame.delta
+    delta.choice = choice
+    delta.first_position = first_position
+    delta.token_ids.extend(token_ids)
+    delta.text = text
+    return frame

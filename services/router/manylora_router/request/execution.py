@@ -1,0 +1,408 @@
+"""One admitted request on its way through the scheduler and a worker, as the frames that its caller reads.
+
+Owns the request's grant, its outcome and the numbers of its frames. The stream of a worker is its WorkerStream's, what
+the tenant's quota lets through its TokenLease's, the text its Choices'. Nothing runs beside the caller: frames are made
+when the caller asks for them (`advance`), so a caller that does not read holds up nothing but its own stream. States:
+
+    waiting --grant--> starting --first frame--> streaming --> ended (`error` says how, None: completed)
+       ^-----------------|  the worker was never reached: its grant is given back, and the request queued again
+
+Every grant is closed exactly once, and a request that was queued has exactly one Finished frame, whatever happens; a
+request that the scheduler refuses has no frame at all. Where its lease of the tenant's quota does not grow the request
+ends there, and what it used is settled exactly once. A caller that goes away calls `close`, which ends everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from manylora.v1 import common_pb2, inference_pb2, scheduler_pb2, worker_pb2
+from manylora_shared.errors import (
+    AdapterFailed,
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    ManyloraError,
+    QuotaExceeded,
+    QuotaExhausted,
+    RpcError,
+    SlowReader,
+    WorkerLost,
+)
+from manylora_shared.telemetry import Attribute, SpanName, Telemetry
+from manylora_shared.telemetry.logs import fields
+
+from manylora_router.guard.permits import Fault
+from manylora_router.links.channels import WorkerChannels
+from manylora_router.links.scheduler_client import Grant, SchedulerClient
+from manylora_router.request.choices import Choices
+from manylora_router.request.deadline import Deadline, deadline_exceeded
+from manylora_router.request.job import QOS, Job
+from manylora_router.request.token_lease import TokenLease
+from manylora_router.request.worker_stream import NOT_REACHED, WorkerStream
+from manylora_router.text.detokenizer import Detokenizer
+
+_LOG = logging.getLogger(__name__)
+MAX_ATTEMPTS = 5
+"""Grants that a request may use up on workers that it does not reach."""
+_MIN_RETRY_S = 0.02
+_MAX_RETRY_S = 0.5
+_FIGURES_TIMEOUT_S = 1.0
+"""For a worker to end a request of which every choice has met its end here: a round trip and the rest of a step."""
+
+
+@dataclass
+class _Measured:
+    queue_ms: float = 0.0
+    ttft_ms: float = 0.0
+    worker: worker_pb2.ExecuteFinished = field(default_factory=worker_pb2.ExecuteFinished)
+
+
+class Execution:
+    """See the module's docstring. Used by one task: `advance` until `ended`, then `close`, always."""
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        scheduler: SchedulerClient,
+        channels: WorkerChannels,
+        detokenizers: Sequence[Detokenizer],
+        telemetry: Telemetry,
+        rng: random.Random,
+    ) -> None:
+        """
+        Args:
+            job: the request.
+            scheduler: gives grants.
+            channels: to the workers.
+            detokenizers: a fresh one for each choice.
+            telemetry: for the spans of waiting and streaming.
+            rng: for the pauses between attempts.
+        """
+        self.job = job
+        self.ended = False
+        self.error: ManyloraError | None = None
+        self.outcome = common_pb2.OUTCOME_UNSPECIFIED
+        self._scheduler = scheduler
+        self._channels = channels
+        self._telemetry = telemetry
+        self._rng = rng
+        self._choices = Choices(detokenizers, job.stop)
+        self._measured = _Measured()
+        self._next_frame = 0
+        self._untold: list[inference_pb2.GenerateResponse] = []
+        """What the caller does not know yet: each thing in a frame of its own, without a number."""
+        self._lease = TokenLease(job, self._choices, scheduler)
+        self._grant: Grant | None = None
+        self._stream: WorkerStream | None = None
+        self._is_queued = False
+        self.worker_id = ""
+        """The worker that has begun it; it stays after the end."""
+        self._is_worker_gone = False
+        """The stream broke off while the worker ran it."""
+
+    @property
+    def fault(self) -> Fault:
+        """What its end says of what it asked for."""
+        if self.outcome == common_pb2.OUTCOME_COMPLETED:
+            return Fault.NONE
+        match self.error:
+            case AdapterFailed():
+                return Fault.ADAPTER
+            case WorkerLost() if self._is_worker_gone:
+                return Fault.WORKER_LOST
+            case InternalError():
+                return Fault.INTERNAL
+            case _:
+                return Fault.NO_VERDICT
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Mean time per output token of a choice after its first, by the worker's clock; None where nobody can say."""
+        intervals = self.completion_tokens / self.job.n - 1
+        decode_ms = self._measured.worker.decode_ms
+        is_known = self.outcome == common_pb2.OUTCOME_COMPLETED and decode_ms > 0.0 and intervals > 0
+        return decode_ms / intervals if is_known else None
+
+    @property
+    def was_queued(self) -> bool:
+        """False: the scheduler refused the request, or was not asked yet."""
+        return self._is_queued
+
+    @property
+    def completion_tokens(self) -> int:
+        return self._choices.num_tokens
+
+    @property
+    def ttft_ms(self) -> float:
+        return self._measured.ttft_ms
+
+    async def advance(self) -> list[inference_pb2.GenerateResponse]:
+        """The next frames, at least one unless the request ended."""
+        assert not self.ended
+        try:
+            while not self.ended and (not self._untold or self._goes_with_next):
+                self._untold += await self._next()
+        except ManyloraError as e:
+            return self.fail(e)
+        return self._take_frames()
+
+    def fail(self, error: ManyloraError) -> list[inference_pb2.GenerateResponse]:
+        """Ends the request with an error: the frames that tell it, none where it was never queued."""
+        self.error = error
+        if self._is_queued:
+            self._untold += self._finish(_outcome_of(error))
+        else:
+            self._end(error)
+        return self._take_frames()
+
+    def close(self) -> None:
+        """Ends everything that still runs for the request. Idempotent."""
+        if self.ended:
+            return
+        self.outcome = common_pb2.OUTCOME_CANCELLED
+        self._end(Cancelled(""))
+
+    async def _next(self) -> list[inference_pb2.GenerateResponse]:
+        if self._stream is None:
+            return self._on_message(await self._start())
+        if self._choices.are_cut_short:
+            await self._hear_figures(self._stream)
+            return self._finish(common_pb2.OUTCOME_COMPLETED)
+        return self._on_message(await self._lease.cover(self._stream.read, self.job.most_tokens))
+
+    # Waiting and starting
+
+    async def _start(self) -> worker_pb2.ExecuteResponse:
+        """The worker's first message, from whichever worker gives one."""
+        attempt = 0
+        while True:
+            attempt += 1
+            grant = await self._wait_for_grant(attempt)
+            self._grant = grant
+            self.job = self.job.as_granted(grant)
+            self._measured.queue_ms += grant.queue_ms
+            self._stream = WorkerStream(self.job, grant, attempt, channels=self._channels, telemetry=self._telemetry)
+            try:
+                first = await self._stream.read()
+                self.worker_id = grant.worker_id
+                return first
+            except RpcError as e:
+                if e.code not in NOT_REACHED:
+                    raise InternalError(f"worker {grant.worker_id} failed: {e.message}") from e
+                self._leave_worker(reached_worker=False, is_unavailable=not e.breaches, error=e)
+                if e.breaches:  # the tenant's own bounds: it is refused everywhere, and nothing was begun
+                    self._is_queued = False
+                    raise QuotaExceeded(e.message, breaches=e.breaches) from e
+                if attempt >= MAX_ATTEMPTS:
+                    message = f"worker {grant.worker_id} was lost, after {attempt} attempts on workers: {e.message}"
+                    raise WorkerLost(message, retry_after_s=1.0) from e
+                _LOG.info(
+                    "worker not reached, queued again",
+                    extra=fields(request=self.job.request_id, worker=grant.worker_id, attempt=attempt, error=str(e)),
+                )
+                pause_s = min(_MIN_RETRY_S * 2**attempt, _MAX_RETRY_S)
+                async with Deadline(self.job.deadline):
+                    await asyncio.sleep(pause_s * (0.5 + self._rng.random()))
+
+    async def _wait_for_grant(self, attempt: int) -> Grant:
+        job = self.job
+        span = self._telemetry.span(SpanName.QUEUE_WAIT, parent=job.traceparent, attributes=job.attributes())
+        with span:
+            span.set(Attribute.ATTEMPT, attempt)
+            request = scheduler_pb2.Enqueue(
+                request_id=job.request_id,
+                tenant_id=job.tenant_id,
+                qos_class=QOS[job.qos_class],
+                priority=job.priority,
+                adapter_uid=job.adapter.uid if job.adapter else "",
+                adapter_id=job.adapter.name if job.adapter else "",
+                prompt_tokens=len(job.prompt_token_ids),
+                max_new_tokens=job.max_tokens * job.n,
+                sequences=job.n,
+                traceparent=span.traceparent,
+            )
+            self._is_queued = True
+            try:
+                async with Deadline(self.job.deadline):
+                    return await self._scheduler.grant(request, job.deadline)
+            except DeadlineExceeded:
+                raise
+            except ManyloraError:
+                self._is_queued = False  # refused: a status alone
+                raise
+
+    def _leave_worker(self, *, reached_worker: bool, is_unavailable: bool = False, error: ManyloraError | None) -> None:
+        """Ends the stream, if there is one, and gives the grant back, if there is one."""
+        if self._stream is not None:
+            is_completed = self.outcome == common_pb2.OUTCOME_COMPLETED
+            self._stream.close(output_tokens=self.completion_tokens, error=error, is_completed=is_completed)
+            self._is_worker_gone = self._stream.is_worker_gone
+            self._stream = None
+        if self._grant is not None:
+            self._grant = None
+            self._scheduler.close_grant(
+                self.job.request_id, reached_worker=reached_worker, is_unavailable=is_unavailable
+            )
+
+    # Streaming
+
+    async def _hear_figures(self, stream: WorkerStream) -> None:
+        """After the last stop string: what the worker measured, which comes with its last message.
+
+        The caller has all of the text by now. A worker that does not end its stream in time, or fails, changes nothing
+        about the answer; its figures are missing then.
+        """
+        try:
+            async with asyncio.timeout(_FIGURES_TIMEOUT_S):
+                message = await stream.read()
+                while message.WhichOneof("event") != "finished":
+                    message = await stream.read()
+        except (ManyloraError, TimeoutError) as e:
+            _LOG.warning(
+                "a stopped request ends without its worker's figures",
+                extra=fields(request=self.job.request_id, error=str(e)),
+            )
+        else:
+            self._measured.worker = message.finished
+
+    def _on_message(self, message: worker_pb2.ExecuteResponse) -> list[inference_pb2.GenerateResponse]:
+        match message.WhichOneof("event"):
+            case "tokens":
+                return self._on_tokens(message.tokens)
+            case "started":
+                self._lease.begin()
+                return [inference_pb2.GenerateResponse(started=self._started())]
+            case "finished":
+                return self._on_finished(message.finished)
+            case _:
+                raise InternalError("a frame of the worker has no event that this router knows")
+
+    def _started(self) -> inference_pb2.Started:
+        job = self.job
+        return inference_pb2.Started(
+            request_id=job.request_id,
+            adapter_version=job.adapter.uid if job.adapter else "",
+            seed=job.sampling.seed,
+            prompt_tokens=len(job.prompt_token_ids),
+            degraded=job.degraded,
+        )
+
+    def _on_tokens(self, chunk: worker_pb2.TokenChunk) -> list[inference_pb2.GenerateResponse]:
+        taken = self._choices.take(chunk)
+        for index in taken.stopped:
+            assert self._stream is not None
+            self._stream.stop_choice(index)
+        if taken.deltas and self._measured.ttft_ms == 0.0:
+            self._measured.ttft_ms = self._elapsed_ms()
+        return taken.deltas
+
+    def _on_finished(self, finished: worker_pb2.ExecuteFinished) -> list[inference_pb2.GenerateResponse]:
+        self._measured.worker = finished
+        assert self._grant is not None
+        worker_id = self._grant.worker_id
+        match finished.outcome:
+            case common_pb2.OUTCOME_COMPLETED:
+                if not self._choices.have_ended:
+                    raise InternalError(f"worker {worker_id} finished the request before all of its choices")
+                return self._finish(common_pb2.OUTCOME_COMPLETED)
+            case common_pb2.OUTCOME_ADAPTER_FAILED:
+                name = self.job.adapter.name if self.job.adapter else ""
+                raise AdapterFailed(f"adapter {name!r} could not be loaded: {finished.message}")
+            case common_pb2.OUTCOME_SLOW_READER if self._lease.was_held_up:
+                raise QuotaExhausted(
+                    "the tenant's quota gave tokens more slowly than they were made", retry_after_s=1.0
+                )
+            case common_pb2.OUTCOME_SLOW_READER:
+                raise SlowReader(finished.message or "the stream was not read fast enough")
+            case common_pb2.OUTCOME_DEADLINE_EXCEEDED:
+                raise deadline_exceeded()
+            case common_pb2.OUTCOME_CANCELLED | common_pb2.OUTCOME_WORKER_LOST:
+                raise WorkerLost(f"worker {worker_id} gave the request up: {finished.message or 'it is stopping'}")
+            case _:
+                raise InternalError(f"worker {worker_id} failed: {finished.message or 'internal error'}")
+
+    # Ending
+
+    def _finish(self, outcome: common_pb2.Outcome) -> list[inference_pb2.GenerateResponse]:
+        """What is told last: text that was held back, and the end."""
+        untold = self._choices.rest()
+        measured = self._measured
+        finished = inference_pb2.Finished(
+            outcome=outcome,
+            choices=self._choices.ends(),
+            usage=common_pb2.Usage(
+                prompt_tokens=self._lease.used_prompt_tokens,
+                completion_tokens=self.completion_tokens,
+                cached_prompt_tokens=measured.worker.cached_prompt_tokens,
+            ),
+            timings=common_pb2.Timings(
+                queue_ms=measured.queue_ms,
+                ttft_ms=measured.ttft_ms,
+                total_ms=self._elapsed_ms(),
+                adapter_wait_ms=measured.worker.adapter_wait_ms,
+                prefill_ms=measured.worker.prefill_ms,
+                decode_ms=measured.worker.decode_ms,
+            ),
+            worker_id=self._grant.worker_id if self._grant is not None else "",
+            degraded=self.job.degraded,
+        )
+        untold.append(inference_pb2.GenerateResponse(finished=finished))
+        self.outcome = outcome
+        self._end(self.error)
+        return untold
+
+    def _end(self, error: ManyloraError | None) -> None:
+        self.ended = True
+        self._leave_worker(reached_worker=True, error=error)
+        self._lease.settle()
+
+    def _elapsed_ms(self) -> float:
+        return (asyncio.get_running_loop().time() - self.job.received_at) * 1000
+
+    # Frames
+
+    @property
+    def _goes_with_next(self) -> bool:
+        """Whether the worker's next message is there, and is told in the same frame: the first tokens with the
+        beginning, the end with the last tokens. A message costs the router, the network and the caller more than what
+        is in it."""
+        is_begun_alone = len(self._untold) == 1 and self._untold[0].HasField("started")
+        is_end_next = self._choices.have_ended and not self._choices.are_cut_short
+        is_there = self._stream is not None and self._stream.has_message
+        return is_there and (is_begun_alone or is_end_next) and self._lease.has_tokens
+
+    def _take_frames(self) -> list[inference_pb2.GenerateResponse]:
+        """All that the caller does not know yet, in as few frames as hold it."""
+        frames: list[inference_pb2.GenerateResponse] = []
+        for event in self._untold:
+            if frames and (event.HasField("finished") or not frames[-1].HasField("delta")):
+                frames[-1].MergeFrom(event)
+            else:
+                frames.append(event)
+        for number, frame in enumerate(frames, self._next_frame):
+            frame.frame = number
+        self._next_frame += len(frames)
+        self._untold = []
+        return frames
+
+
+def _outcome_of(error: ManyloraError) -> common_pb2.Outcome:
+    match error:
+        case DeadlineExceeded():
+            return common_pb2.OUTCOME_DEADLINE_EXCEEDED
+        case WorkerLost():
+            return common_pb2.OUTCOME_WORKER_LOST
+        case AdapterFailed():
+            return common_pb2.OUTCOME_ADAPTER_FAILED
+        case SlowReader():
+            return common_pb2.OUTCOME_SLOW_READER
+        case QuotaExhausted():
+            return common_pb2.OUTCOME_QUOTA_EXHAUSTED
+        case _:
+            return common_pb2.OUTCOME_INTERNAL

@@ -1,0 +1,68 @@
+"""An admitted request, as admission and its grant leave it: everything that does not change while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from manylora.v1 import common_pb2, inference_pb2
+from manylora_shared.ids import QosClass, TenantId
+from manylora_shared.telemetry import request_attributes
+
+from manylora_router.guard.admission import Adapter
+from manylora_router.links.scheduler_client import Grant
+from manylora_router.text.detokenizer import StopStrings
+
+QOS = {
+    QosClass.INTERACTIVE: common_pb2.QOS_CLASS_INTERACTIVE,
+    QosClass.STANDARD: common_pb2.QOS_CLASS_STANDARD,
+    QosClass.BATCH: common_pb2.QOS_CLASS_BATCH,
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    request_id: str
+    tenant_id: TenantId
+    qos_class: QosClass
+    priority: int
+    adapter: Adapter | None
+    prompt_token_ids: Sequence[int]
+    max_tokens: int
+    n: int
+    sampling: common_pb2.SamplingParams
+    """With its seed."""
+    stop: StopStrings | None
+    stop_token_ids: Sequence[int]
+    received_at: float
+    """By the event loop's clock, as is the deadline."""
+    deadline: float | None
+    traceparent: str
+    can_stream: bool = True
+    """False: the caller gets all frames once the request has ended."""
+    degraded: inference_pb2.Degraded | None = None
+    """What overload took from it, with `max_tokens` as it is in force."""
+
+    @property
+    def most_tokens(self) -> int:
+        """Prompt and output of all choices, if each takes all that it may."""
+        return len(self.prompt_token_ids) + self.max_tokens * self.n
+
+    def as_granted(self, grant: Grant) -> Job:
+        """With less output than was asked for, where overload makes it so."""
+        cap = grant.max_output_tokens
+        if cap is None or cap >= self.max_tokens:
+            return self
+        asked = self.degraded.asked_max_tokens if self.degraded is not None else self.max_tokens
+        degraded = inference_pb2.Degraded(max_tokens=cap, asked_max_tokens=asked, overload_level=grant.overload_level)
+        return replace(self, max_tokens=cap, degraded=degraded)
+
+    def attributes(self) -> dict[str, str | bool | int | float]:
+        """What every span of the request carries."""
+        return request_attributes(
+            tenant=self.tenant_id,
+            qos_class=self.qos_class.value,
+            adapter=self.adapter.name if self.adapter else "",
+            adapter_version=self.adapter.uid if self.adapter else "",
+            request_id=self.request_id,
+        )

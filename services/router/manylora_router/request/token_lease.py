@@ -1,0 +1,139 @@
+"""What one request may hand out of its tenant's tokens, and what it has used.
+
+Owns the way of the worker's messages past the lease: tokens go on only as far as it covers them, what it does not cover
+waits for it to grow, and where it does not grow the request ends. The lease itself is the scheduler's (Lease, in
+SchedulerClient); how many tokens the caller got the Choices know. Used by the task that reads the worker's stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from manylora.v1 import worker_pb2
+from manylora_shared.errors import QuotaExhausted
+
+from manylora_router.links.scheduler_client import Lease, SchedulerClient
+from manylora_router.request.choices import Choices
+from manylora_router.request.deadline import Deadline
+from manylora_router.request.job import Job
+
+LEASE_WAIT_S = 10.0
+"""How long a stream whose lease is used up waits for the scheduler's answer: longer than a change of leaders takes."""
+_MIN_LEFT_TOKENS = 16
+"""More is asked for once so little of a lease is left: an answer takes less than a stream takes for these."""
+
+
+class TokenLease:
+    """Of one request, whether it was granted yet or not; `settle`, always."""
+
+    def __init__(self, job: Job, choices: Choices, scheduler: SchedulerClient) -> None:
+        self._request_id = job.request_id
+        self._deadline = job.deadline
+        self._num_prompt_tokens = len(job.prompt_token_ids)
+        self._choices = choices
+        self._scheduler = scheduler
+        self._is_begun = False
+        self._rest: worker_pb2.ExecuteResponse | None = None
+        """What the lease did not cover of the worker's last message."""
+        self.was_held_up = False
+        """The stream waited for its lease, and so did not read from the worker."""
+
+    def begin(self) -> None:
+        """A worker has begun the request: its prompt is used."""
+        self._is_begun = True
+
+    @property
+    def used_prompt_tokens(self) -> int:
+        return self._num_prompt_tokens * self._is_begun
+
+    @property
+    def used_tokens(self) -> int:
+        """What the tenant's quota is charged: the prompt once a worker has begun, and the tokens handed out."""
+        return self.used_prompt_tokens + self._choices.num_tokens
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the quota lets on what comes next, or some of it."""
+        tokens = self._scheduler.lease(self._request_id).tokens
+        return tokens is None or tokens > self.used_tokens
+
+    def settle(self) -> None:
+        """The request has ended. Idempotent."""
+        self._scheduler.settle(self._request_id, self.used_tokens)
+
+    async def cover(
+        self, read: Callable[[], Awaitable[worker_pb2.ExecuteResponse]], most_tokens: int
+    ) -> worker_pb2.ExecuteResponse:
+        """The worker's next message, as far as the lease covers its tokens; what it does not cover is the next one's.
+
+        Args:
+            read: the worker's next message.
+            most_tokens: that the request may come to use.
+
+        Raises:
+            QuotaExhausted: the lease is used up, and does not grow soon, or nobody says whether it does.
+        """
+        message = self._rest if self._rest is not None else await read()
+        self._rest = None
+        lease = self._scheduler.lease(self._request_id)
+        if lease.tokens is None:
+            return message
+        goes_on = self._choices.goes_on
+        coming = sum(len(choice.token_ids) for choice in message.tokens.choices if goes_on(choice.choice))
+        if not coming:
+            return message
+        if lease.tokens <= self.used_tokens:
+            await self._wait_for_tokens(lease)
+            if lease.tokens is None:
+                return message  # the quota was taken away meanwhile
+        left = lease.tokens - self.used_tokens
+        if coming > left:
+            message, self._rest = _split(message, left, goes_on)
+        if lease.tokens < most_tokens and left - coming < _MIN_LEFT_TOKENS:
+            self._scheduler.want_more(self._request_id)
+        return message
+
+    async def _wait_for_tokens(self, lease: Lease) -> None:
+        """Until the lease holds more than was used. Raises QuotaExhausted."""
+        self.was_held_up = True
+        has_asked = False
+        while lease.tokens is not None and lease.tokens <= self.used_tokens:
+            if has_asked and lease.refusal is not None:
+                raise lease.refusal
+            self._scheduler.want_more(self._request_id)
+            has_asked = True
+            try:
+                async with Deadline(self._deadline), asyncio.timeout(LEASE_WAIT_S):
+                    await lease.changed.wait()
+            except TimeoutError:
+                text = "the scheduler did not say whether the tenant's quota has more tokens"
+                raise QuotaExhausted(text, retry_after_s=1.0) from None
+
+
+def _split(
+    message: worker_pb2.ExecuteResponse, tokens: int, goes_on: Callable[[int], bool]
+) -> tuple[worker_pb2.ExecuteResponse, worker_pb2.ExecuteResponse]:
+    """A message's first tokens of choices that go on, and the rest; ends of choices stay behind their last token."""
+    head, rest = worker_pb2.ExecuteResponse(frame=message.frame), worker_pb2.ExecuteResponse(frame=message.frame)
+    for part in message.tokens.choices:
+        if not goes_on(part.choice):
+            continue
+        taken = min(tokens, len(part.token_ids))
+        tokens -= taken
+        if taken == len(part.token_ids):
+            head.tokens.choices.append(part)
+            continue
+        if taken:
+            head.tokens.choices.add(
+                choice=part.choice,
+                first_position=part.first_position,
+                token_ids=part.token_ids[:taken],
+                logprobs=part.logprobs[:taken],
+            )
+        behind = rest.tokens.choices.add()
+        behind.CopyFrom(part)
+        behind.first_position = part.first_position + taken
+        del behind.token_ids[:taken]
+        del behind.logprobs[:taken]
+    return head, rest

@@ -1,0 +1,103 @@
+"""The clock as bytes: compressed lines of JSON. Pure; owns the form.
+
+    {"clock": V}
+    {"flows": [[tenant, class, weight, settled tag, had queued requests], ...]}   weight 0: only its counters are known
+    {"reserved": [[request id, flow, what is left of its reservation], ...]}
+    {"counted": {worker: [[flow, cost], ...], ...}}
+
+in any number and order, but that flows are named before others mention them, by their place among all flows. Many
+short lines, so that a large clock can be written in steps between which other work goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from manylora_shared.fairness.queue_succession import FlowSnapshot, Snapshot
+from manylora_shared.ids import QosClass, RequestId, TenantId
+
+from manylora_scheduler.core.request import FlowKey
+from manylora_scheduler.core.succession import ClockSnapshot
+
+ENTRIES_PER_STEP = 1000
+
+
+def encode(snapshot: ClockSnapshot) -> Iterator[bytes]:
+    """The bytes of a clock, in steps of at most some milliseconds; a step may have none."""
+    compress = zlib.compressobj(level=1)
+    index: dict[FlowKey, int] = {}
+
+    def line(name: str, value: object) -> bytes:
+        return compress.compress(json.dumps({name: value}, separators=(",", ":")).encode() + b"\n")
+
+    def named(flow: FlowKey, unnamed: list[tuple[object, ...]]) -> int:
+        found = index.get(flow)
+        if found is None:
+            found = index[flow] = len(index)
+            unnamed.append((flow.tenant_id, flow.qos_class.value, 0, 0, False))
+        return found
+
+    yield line("clock", snapshot.clock)
+    for known in _steps(iter(snapshot.flows)):
+        for entry in known:
+            index[entry.flow] = len(index)
+        yield line("flows", [(f.tenant_id, f.qos_class.value, w, settled, queued) for f, w, settled, queued in known])
+    for left in _steps(iter(snapshot.reserved)):
+        unnamed: list[tuple[object, ...]] = []
+        values = [(request_id, named(flow, unnamed), cost) for request_id, flow, cost in left]
+        yield line("flows", unnamed) + line("reserved", values)
+    for worker_id, counted in snapshot.counted.items():
+        for totals in _steps(iter(counted.items())) if counted else [[]]:
+            unnamed = []
+            costs = [(named(flow, unnamed), total) for flow, total in totals]
+            yield (line("flows", unnamed) if unnamed else b"") + line("counted", {worker_id: costs})
+    yield compress.flush()
+
+
+def decode(data: bytes) -> ClockSnapshot:
+    """Raises ValueError on anything that `encode` did not make."""
+    clock: int | None = None
+    flows: list[FlowKey] = []
+    known: list[FlowSnapshot[FlowKey]] = []
+    reserved: list[tuple[RequestId, FlowKey, int]] = []
+    counted: dict[str, dict[FlowKey, int]] = {}
+    try:
+        for text in zlib.decompress(data).splitlines():
+            ((name, value),) = json.loads(text).items()
+            match name:
+                case "clock":
+                    clock = int(value)
+                case "flows":
+                    for tenant, qos_class, weight, settled, queued in value:
+                        flow = FlowKey(TenantId(str(tenant)), QosClass(qos_class))
+                        flows.append(flow)
+                        if weight:
+                            known.append(FlowSnapshot(flow, int(weight), int(settled), bool(queued)))
+                case "reserved":
+                    reserved += [(RequestId(str(r)), _flow(flows, i), int(left)) for r, i, left in value]
+                case "counted":
+                    for worker_id, totals in value.items():
+                        of_worker = counted.setdefault(worker_id, {})
+                        of_worker.update((_flow(flows, i), int(total)) for i, total in totals)
+                case other:
+                    raise ValueError(f"{other} is not known")
+    except (zlib.error, TypeError, AttributeError, IndexError) as e:
+        raise ValueError(f"this is no clock: {e}") from e
+    if clock is None:
+        raise ValueError("this is no clock: it has no time")
+    return Snapshot(clock, tuple(known), tuple(reserved), counted)
+
+
+def _flow(flows: list[FlowKey], index: int) -> FlowKey:
+    if index < 0:
+        raise ValueError("a flow is not named")
+    return flows[index]
+
+
+def _steps(entries: Iterator[Any]) -> Iterator[list[Any]]:
+    while step := list(islice(entries, ENTRIES_PER_STEP)):
+        yield step

@@ -1,0 +1,258 @@
+"""What is granted next, and where: the fair queue's order, placement's choice, and what stands between the two.
+
+Pure; written by the core alone. Owns the held worker (a request that was passed over `HOLD_AFTER_PASSES` times because
+nothing had room for it gets one worker reserved until it fits, or until one of equal need that is before it in the
+order by then does), which workers a router could not reach lately, and which flows have held sequences on some worker.
+
+Where nothing fits into free room, a request may be granted *beyond* it (`_beyond`), so that whoever is behind gets into
+the workers' decode loop, where slots change hands at each quantum's end: of the first flows in the order, the first
+that on some worker with spare places
+
+* has fewer sequences that wait there for a slot, or were granted and not reported yet, than a quarter of its share of
+  the slots by weight (or none: of a share below four), or comes to no more sequences there than that share (more would
+  only be parked), and has held sequences for a quarter of the slots at most;
+* is within its share of the slots, or not ahead of a flow that would come before it and only has enough waiting there
+  by this rule (light flows would else pass a heavy one whenever more slots came free at once than it had sequences
+  waiting, and the worker cannot know that it was backlogged);
+* is behind, or level: another flow with a slot there has come as far, by the scheduler's clock, as this one would be
+  if nothing of it ran (what is in flight takes turns by the worker's quanta), and has no fewer sequences there for its
+  weight;
+* is before the request, if any, for which that worker is held;
+* may, where overload control has some flows go before others (`Precedence`).
+
+So a flow comes to as many sequences as it can keep in slots by its share, and as many more as slots come free for it
+while it hears of that; flows that are equal take turns as far as there are spare places. The rule is the "admit beyond
+the slots only the flow with the least virtual time that has no ready unit"; admitting more freely fills the KV with
+parked sequences, and they are computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from manylora_shared.fairness.fair_queue import FairQueue, Pick
+from manylora_shared.ids import RouterId, WorkerId
+
+from manylora_scheduler.core.fleet import Fleet
+from manylora_scheduler.core.flows import Precedence
+from manylora_scheduler.core.placement import choose, choose_spare
+from manylora_scheduler.core.request import FlowKey, Need, QueuedRequest, Ticket, need_of, to_us
+from manylora_scheduler.core.worker_view import WorkerView
+
+UNREACHED_PAUSE_S = (0.25, 0.5, 1.0, 2.0)
+"""How long a worker gets nothing from a router that could not reach it, by failures in a row."""
+HOLD_AFTER_PASSES = 16
+_MAX_BEHIND = 8
+"""So many flows are asked whether one of them is to be granted beyond the free room."""
+
+
+@dataclass(slots=True)
+class _Unreached:
+    """A worker that a router could not reach."""
+
+    failures: int
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Hold:
+    ticket: Ticket
+    worker_id: WorkerId
+    need: Need
+
+
+class Dispatch:
+    """
+    Args:
+        goes_beyond: whether requests are granted beyond free room.
+    """
+
+    def __init__(self, queue: FairQueue[FlowKey, Ticket], fleet: Fleet, *, goes_beyond: bool = True) -> None:
+        self._goes_beyond = goes_beyond
+        self.held: dict[FlowKey, dict[WorkerId, None]] = {}
+        """Flows with held sequences, and where; for reading."""
+        self._held_on: dict[WorkerId, dict[FlowKey, None]] = {}
+        self._queue = queue
+        self._fleet = fleet
+        self._hold: _Hold | None = None
+        self._passed_over: tuple[Ticket | None, int] = (None, 0)
+        """The ticket that was first in order last time, and how often another was granted before it."""
+        self._is_behind_hold = False
+        """In a search beyond the free room: whether what is asked now comes after the request that holds a worker."""
+        self._claims: dict[WorkerId, int] = {}
+        """In a search beyond the free room: the least tag of a flow that has enough waiting on a worker."""
+        self.unreached: dict[tuple[RouterId, WorkerId], _Unreached] = {}
+        """Which router could not reach which worker lately; for reading."""
+        self._now = 0.0
+        self.precedence: Precedence | None = None
+
+    def next_pick(self, now: float) -> Pick[Ticket, WorkerView] | None:
+        """The ticket that is to be granted next and its worker; None where nothing more can be granted now."""
+        fleet = self._fleet
+        self._now = now
+        if not self._queue.num_queued:
+            return None
+        if fleet.num_open:
+            # The only open worker is asked itself, as `choose` would do: a busy cluster's usual case.
+            only = fleet.only_open if self._hold is None and not self.unreached else None
+            place = self._place if only is None else only.place_ticket
+            pick = self._queue.select(place, to_us(now))
+            if pick is not None:
+                if pick.passed_over is not None:
+                    self._count_pass(pick.passed_over)
+                return pick
+        if self._goes_beyond and fleet.num_spare:
+            self._is_behind_hold = False
+            self._claims = {}
+            return self._queue.select_one_by_one(self._beyond, to_us(now), limit=_MAX_BEHIND)
+        return None
+
+    def _place(self, ticket: Ticket) -> WorkerView | None:
+        """The worker on which a ticket could start now."""
+        request = ticket.request
+        return choose(request, self._fleet, self._allows(request))
+
+    def _beyond(self, flow: FlowKey, ticket: Ticket) -> WorkerView | None:
+        """The worker on which a ticket may be granted though nothing is free for it."""
+        if self.precedence is not None and not self.precedence.goes_beyond(flow):
+            return None
+        request = ticket.request
+        self._is_behind_hold |= self._hold is not None and self._hold.ticket is ticket
+        allows = self._allows(request, heeds_hold=self._is_behind_hold)
+
+        def allowed(worker: WorkerView) -> bool:
+            load, granted = worker.load_of(flow), worker.granted_to(flow)
+            if load.held > worker.sequence_slots // 4:
+                return False
+            count, waiting = load.unheld + granted, load.ready + granted
+            claim = self._claims.get(worker.worker_id)
+            if waiting or claim is not None:
+                tag, share = self._queue.tag_of(flow), worker.share_of(flow, self._queue.weight_of)
+                if count + request.sequences > share:
+                    if claim is not None and claim < tag:
+                        return False
+                    if waiting and 4 * waiting >= share:
+                        self._claims[worker.worker_id] = tag
+                        return False
+            return self._is_behind(flow, count, worker) and allows(worker)
+
+        return choose_spare(request, self._fleet, allowed)
+
+    def _is_behind(self, flow: FlowKey, count: int, worker: WorkerView) -> bool:
+        """Whether another flow with a slot there has come as far and has no fewer sequences there for its weight.
+
+        Args:
+            count: of the flow's sequences there.
+        """
+        queue, weight = self._queue, self._queue.weight_of(flow)
+
+        def is_before(other: FlowKey) -> bool:
+            has_fewer = worker.load_of(other).unheld * weight < count * queue.weight_of(other)
+            return not has_fewer and queue.has_come_as_far(other, flow)
+
+        front = worker.front(queue.tag_of)
+        if front is None or (front != flow and not queue.has_come_as_far(front, flow)):
+            return False
+        return any(other != flow and is_before(other) for other in worker.slotted_flows())
+
+    def _allows(self, request: QueuedRequest, *, heeds_hold: bool = True) -> Callable[[WorkerView], bool]:
+        """Whether a request may go to a worker, were there room."""
+        hold, unreached = self._hold if heeds_hold else None, self.unreached
+        if hold is None and not unreached:
+            return _allow_all
+
+        def allowed(worker: WorkerView) -> bool:
+            if hold is not None and hold.worker_id == worker.worker_id and hold.need != need_of(request):
+                return False
+            pause = unreached.get((request.router_id, worker.worker_id))
+            return pause is None or pause.until <= self._now
+
+        return allowed
+
+    def _count_pass(self, first: Ticket) -> None:
+        """Another ticket than the first in order is granted. Holds a worker for that once it was too often."""
+        if self._hold is not None:
+            return
+        ticket, passes = self._passed_over
+        self._passed_over = (first, passes + 1 if ticket is first else 1)
+        if self._passed_over[1] < HOLD_AFTER_PASSES:
+            return
+        request = first.request
+        allowed = self._allows(request)
+        able = [w for w in self._fleet.workers if w.serving and allowed(w) and w.could_ever_run(request)]
+        if able:
+
+            def missing(worker: WorkerView) -> tuple[int, int, WorkerId]:
+                return max(0, request.sequences - worker.free_sequences), -worker.free_blocks, worker.worker_id
+
+            self._hold = _Hold(first, min(able, key=missing).worker_id, need_of(request))
+
+    # ---- what others tell it
+
+    def note_held(self, worker_id: WorkerId, flows: Iterable[FlowKey]) -> None:
+        """The flows that have held sequences on a worker, as of now. They are placed by themselves: what room there is
+        depends on them (`WorkerView.can_take`). A flow that has none left anywhere begins at the clock: while it was
+        held up by its own doing it was not backlogged, and it keeps no credit of that time."""
+        before = self._held_on.pop(worker_id, {})
+        now = dict.fromkeys(flows)
+        if now:
+            self._held_on[worker_id] = now
+        for flow in now:
+            if flow not in before:
+                self.held.setdefault(flow, {})[worker_id] = None
+                self._queue.set_apart(flow, is_apart=True)
+        for flow in before:
+            if flow not in now:
+                del self.held[flow][worker_id]
+                if not self.held[flow]:
+                    del self.held[flow]
+                    self._queue.set_apart(flow, is_apart=False)
+                    self._queue.forgo(flow)
+
+    def left_queue(self, ticket: Ticket) -> None:
+        if self._hold is not None and self._hold.ticket is ticket:
+            self._hold = None
+
+    def check_hold(self) -> None:
+        """Nothing is held on a worker that takes no requests."""
+        if self._hold is not None:
+            worker = self._fleet.get(self._hold.worker_id)
+            if worker is None or not worker.serving:
+                self._hold = None
+
+    def pause(self, router_id: RouterId, worker_id: WorkerId, now: float) -> float | None:
+        """The router could not reach the worker. Returns until when it is not sent there, unless that was known."""
+        found = self.unreached.setdefault((router_id, worker_id), _Unreached(0, now))
+        if found.until > now:
+            return None
+        found.until = now + UNREACHED_PAUSE_S[min(found.failures, len(UNREACHED_PAUSE_S) - 1)]
+        found.failures += 1
+        return found.until
+
+    def reached(self, router_id: RouterId, worker_id: WorkerId) -> None:
+        self.unreached.pop((router_id, worker_id), None)
+
+    def forget_paused(
+        self, *, router_id: RouterId | None = None, worker_id: WorkerId | None = None
+    ) -> list[tuple[RouterId, WorkerId]]:
+        """Of a router or a worker that is gone. Returns whom it had paused."""
+        gone = [key for key in self.unreached if key[0] == router_id or key[1] == worker_id]
+        for key in gone:
+            del self.unreached[key]
+        return gone
+
+    def check_invariants(self, queued: set[Ticket]) -> None:
+        if self._hold is not None:
+            assert self._hold.ticket in queued
+            assert self._fleet.get(self._hold.worker_id) is not None
+        assert {w.worker_id: dict.fromkeys(w.held_flows()) for w in self._fleet.workers if w.held_flows()} == (
+            self._held_on
+        )
+        held = {(flow, worker_id) for worker_id, flows in self._held_on.items() for flow in flows}
+        assert held == {(flow, worker_id) for flow, workers in self.held.items() for worker_id in workers}
+        assert all(self.held.values())
+
+
+def _allow_all(worker: WorkerView) -> bool:
+    return True

@@ -1,0 +1,127 @@
+"""Which worker runs a request: where its adapter is, while that does not crowd one worker. Pure; keeps nothing.
+
+Among the open workers (a free sequence slot), with n of them and `total` sequences in flight on these, a worker is
+*under the cap* while
+
+    load + 1 <= min(slots, max(ceil(1.25 * (total + 1) / n), slots // 4))
+
+(bounded load: Mirrokni, Thorup, Zadimoghaddam 2018; never above the real slots, and a lightly loaded worker is not left
+for the sake of balance). Of those with room for the request (a slot for each sequence, KV blocks for the prompt), in
+this order, least loaded first:
+
+    1. the adapter is on the device, under the cap          2. on the host, under the cap
+    3. it is arriving there, under the cap                  4. the first under the cap in the adapter's own order
+    5. any
+
+The adapter's own order is the ring's. Requests for the base model go to the least loaded. A request with no worker
+here stays in the queue. A choice costs O(log n) but for what cannot be used: it looks through workers until one fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+
+from manylora_shared.ids import AdapterUid, WorkerId
+
+from manylora_scheduler.core.fleet import Fleet
+from manylora_scheduler.core.reports import Residency
+from manylora_scheduler.core.request import QueuedRequest
+from manylora_scheduler.core.worker_view import WorkerView
+
+_MAX_NEAR = 32
+"""Of an adapter that more workers have, so many are looked at: the least loaded open workers first."""
+_MAX_SPARE = 8
+"""So many workers with spare places are looked at, and as many that have the adapter."""
+_FEW = 16
+"""So many open workers are compared by their distance; of more, the ring is walked."""
+
+
+def choose(request: QueuedRequest, fleet: Fleet, allowed: Callable[[WorkerView], bool]) -> WorkerView | None:
+    """The worker for a request among those that `allowed` accepts; None where none of them has room."""
+    only = fleet.only_open
+    if only is not None:  # a busy cluster's usual case, and then there is nothing to compare
+        return only if only.can_take(request) and allowed(only) else None
+    if fleet.most_free_kv <= request.prompt_tokens:
+        return None
+
+    uid = request.adapter_uid
+    if uid is not None:
+        cap = load_cap(fleet)
+
+        def under_cap(worker: WorkerView) -> bool:
+            slots = worker.sequence_slots
+            return (
+                worker.slotted_sequences < min(slots, max(cap, slots // 4))
+                and worker.serving
+                and worker.can_take(request)
+                and allowed(worker)
+            )
+
+        near = [worker for worker in _holders(uid, fleet) if under_cap(worker)]
+        if near:
+            return min(near, key=lambda w: (-w.residency(uid), w.slotted_sequences / w.sequence_slots, w.worker_id))
+        found = home(uid, fleet, under_cap)
+        if found is not None:
+            return found
+    for worker in fleet.open_workers():
+        if worker.can_take(request) and allowed(worker):
+            return worker
+    return None
+
+
+def choose_spare(request: QueuedRequest, fleet: Fleet, allowed: Callable[[WorkerView], bool]) -> WorkerView | None:
+    """The worker that is to take a request beyond its free room, among those that `allowed` accepts; None: none does.
+
+    First one with blocks for its prompt, then one that has its adapter, then the one with most spare places. Looks at
+    the first few alone.
+    """
+    near = dict.fromkeys(islice(fleet.spare_workers(), _MAX_SPARE))
+    uid = request.adapter_uid
+    if uid is not None:
+        near |= dict.fromkeys([w for w in islice(fleet.holders.of(uid), _MAX_SPARE) if w.serving])
+    found = [worker for worker in near if worker.can_hold(request) and allowed(worker)]
+
+    def rank(worker: WorkerView) -> tuple[bool, int, int, WorkerId]:
+        residency = 0 if uid is None else worker.residency(uid)
+        return not worker.has_blocks_for(request), -residency, -worker.spare_sequences, worker.worker_id
+
+    return min(found, key=rank, default=None)
+
+
+def home(uid: AdapterUid, fleet: Fleet, accepts: Callable[[WorkerView], bool]) -> WorkerView | None:
+    """The first open worker in the adapter's own order that `accepts` takes."""
+    if fleet.num_open <= _FEW:
+        found = [worker for worker in fleet.open_workers() if accepts(worker)]
+        if len(found) == 1:
+            return found[0]
+        return min(found, key=lambda w: (fleet.ring.distance(uid, w.worker_id), w.worker_id), default=None)
+    return next(in_order(uid, fleet, accepts), None)
+
+
+def in_order(uid: AdapterUid, fleet: Fleet, accepts: Callable[[WorkerView], bool]) -> Iterator[WorkerView]:
+    """All workers that `accepts` takes, in the adapter's own order."""
+    for worker_id in fleet.ring.walk(uid):
+        worker = _member(fleet, worker_id)
+        if accepts(worker):
+            yield worker
+
+
+def load_cap(fleet: Fleet) -> int:
+    """ceil(1.25 * (total + 1) / n) over the open workers, of which there is one at least."""
+    return -(-5 * (fleet.slotted_sequences + 1) // (4 * fleet.num_open))
+
+
+def _holders(uid: AdapterUid, fleet: Fleet) -> Iterable[WorkerView]:
+    """Workers that have the adapter, or will; some of them where they are many."""
+    holders = fleet.holders.of(uid)
+    if len(holders) <= _MAX_NEAR:
+        return holders
+    idle = [w for w in islice(fleet.open_workers(), _MAX_NEAR) if w.residency(uid) is not Residency.ABSENT]
+    return [*idle, *islice(holders, _MAX_NEAR)]
+
+
+def _member(fleet: Fleet, worker_id: WorkerId) -> WorkerView:
+    worker = fleet.get(worker_id)
+    assert worker is not None, "the ring has members only"
+    return worker

@@ -1,0 +1,117 @@
+"""What a worker says of itself, as plain data; meaning as in worker.proto. Owns nothing."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from manylora_shared.ids import AdapterUid, RequestId, TenantId
+
+from manylora_scheduler.core.request import FlowKey
+
+
+class Residency(enum.IntEnum):
+    """Where an adapter's weights are on a worker, nearest last."""
+
+    ABSENT = 0
+    ARRIVING = 1
+    """A request for it was granted, or a prefetch was sent, and the worker has not reported it yet."""
+    HOST = 2
+    DEVICE = 3
+
+
+ABSENT = Residency.ABSENT
+"""At hand: asking an enum for a member takes longer than a call."""
+
+
+class StartedRequest(NamedTuple):
+    request_id: RequestId
+    flow: FlowKey
+    sequences: int
+
+
+class FlowTokens(NamedTuple):
+    """Cumulative since the worker's start."""
+
+    prompt_tokens: int
+    output_tokens: int
+
+
+class FlowLoad(NamedTuple):
+    """A flow's unfinished sequences on a worker."""
+
+    slotted: int
+    ready: int
+    """Without a slot, and others are why."""
+    held: int
+    """Without a slot and unable to use one, by their own tenant's doing (worker.proto)."""
+
+    @property
+    def unheld(self) -> int:
+        return self.slotted + self.ready
+
+
+NO_LOAD = FlowLoad(0, 0, 0)
+
+
+class PinView(NamedTuple):
+    """One name of a policy's `adapters.pin` on a worker."""
+
+    name: str
+    uid: str
+    """Empty: no adapter has this name."""
+    on_device: bool
+    problem: str
+
+
+class TenantAdapters(NamedTuple):
+    """A tenant's part of a worker's adapter memory. Meaning as in worker.proto's TenantMemory."""
+
+    device_bytes: int = 0
+    host_bytes: int = 0
+    evictions: int = 0
+    displaced: int = 0
+    pins: tuple[PinView, ...] = ()
+
+
+NO_ADAPTERS = TenantAdapters()
+
+
+class Setbacks(NamedTuple):
+    """What befell a tenant's sequences on a worker, cumulative since its start. Meaning as in worker.proto."""
+
+    preemptions: int
+    swaps_out: int
+    evictions: int
+    recomputed_tokens: int
+
+
+@dataclass(slots=True)
+class WorkerReport:
+    """One report of a worker. Meaning as in worker.proto. Never changed; not frozen, which would double the time that
+    making one takes."""
+
+    snapshot: bool
+    sequence_slots: int
+    running_sequences: int
+    kv_blocks_total: int
+    kv_blocks_free: int
+    block_size: int
+    draining: bool = False
+    generated_tokens: int = 0
+    public_kv_blocks: int = 0
+    public_kv_blocks_declared: int = 0
+    adapters: Mapping[AdapterUid, Residency] = field(default_factory=dict)
+    """HOST, DEVICE or ABSENT, of the adapters that changed; in a snapshot of all that are resident."""
+    started: tuple[StartedRequest, ...] = ()
+    finished: tuple[RequestId, ...] = ()
+    flows: Mapping[FlowKey, FlowTokens] = field(default_factory=dict)
+    max_sequences: int = 0
+    loads: Mapping[FlowKey, FlowLoad] = field(default_factory=dict)
+    """Of the flows that changed; in a snapshot of all that have some."""
+    tenants: Mapping[TenantId, int] = field(default_factory=dict)
+    """KV blocks of tenants where they changed."""
+    tenant_adapters: Mapping[TenantId, TenantAdapters] = field(default_factory=dict)
+    """Of tenants where they changed; in a snapshot of all that have any."""

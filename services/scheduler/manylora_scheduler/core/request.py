@@ -1,0 +1,186 @@
+"""What the scheduler knows of one request, and its life here.
+
+    queued --grant--> granted --the worker reports it--> running --the worker reports its end--> gone
+      |                  |--given back unused; not reported in time; worker lost------------------> gone
+      |--withdrawn; refused (deadline, no worker, full queue); its router's stream lost----------> gone
+
+A request is enqueued again (with the same id) by its router when a grant could not be used, or after the router's
+stream was lost; that is a new attempt with a new ticket. Sizes and names only: prompts and tokens never come here.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from manylora_shared.fairness.fair_queue import Rank
+from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
+
+from manylora_scheduler.core.timers import Timed
+
+if TYPE_CHECKING:
+    from manylora_scheduler.core.flows import KnownFlow
+
+PATIENCE_S = 60.0
+"""A request without a deadline takes its place in its flow as if it had this one."""
+
+
+class FlowKey(NamedTuple):
+    """What fairness is between."""
+
+    tenant_id: TenantId
+    qos_class: QosClass
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedRequest:
+    request_id: RequestId
+    router_id: RouterId
+    flow: FlowKey
+    prompt_tokens: int
+    max_new_tokens: int
+    """Over all choices."""
+    sequences: int = 1
+    """Slots that it takes on a worker."""
+    priority: int = 0
+    """Higher is sooner, inside its flow."""
+    adapter_uid: AdapterUid | None = None
+    adapter_id: str = ""
+    """The adapter's name in its tenant's namespace, for traces."""
+    deadline: float | None = None
+    """By the clock that `Core.apply` is given."""
+    traceparent: str = ""
+    enqueued_ns: int = 0
+    """Unix time of its arrival, for traces; 0 while they are off."""
+
+
+class Phase(enum.Enum):
+    QUEUED = "queued"
+    GRANTED = "granted"
+    """Sent to the router; the worker has not reported it yet."""
+    CLOSING = "closing"
+    """As GRANTED, but the router is done with it: the worker may still report it, or may never have seen it."""
+    RUNNING = "running"
+    """Reported by the worker. Only the worker's own word ends it."""
+
+
+QUEUED, GRANTED, CLOSING, RUNNING = Phase
+"""At hand: asking an enum for a member takes longer than a call."""
+
+
+class Ticket(Timed):
+    """One attempt at one request: what the core's books, the fair queue among them, have as their item."""
+
+    __slots__ = ("attempt", "blocks", "enqueued_at", "granted_at", "is_wanted", "known", "order", "phase", "request",
+                 "session", "waits_since", "worker_id")  # fmt: skip
+
+    def __init__(
+        self,
+        request: QueuedRequest,
+        known: KnownFlow,
+        session: int,
+        order: int,
+        attempt: int,
+        enqueued_at: float,
+        waits_since: float,
+    ) -> None:
+        self.request = request
+        self.known = known
+        """What is known of its flow: read by `Flows.known_of`."""
+        self.session = session
+        """The router's stream that asked for it, or that its grant was last sent on."""
+        self.order = order
+        """Its place inside its flow, which grows with each ticket; an attempt after an unused grant keeps the first's
+        place."""
+        self.attempt = attempt
+        self.enqueued_at = enqueued_at
+        self.waits_since = waits_since
+        """When the first of its attempts was enqueued."""
+        self.phase = QUEUED
+        self.is_wanted = True
+        """Whether it stands for its request: its router is not done with it. Written by `Tickets` alone."""
+        self.due_in = None
+        self.worker_id: WorkerId | None = None
+        self.blocks = 0
+        """While it is granted: KV blocks that it takes on its worker to begin with."""
+        self.granted_at = 0.0
+
+
+class Need(NamedTuple):
+    """What it takes to start a request. Requests of equal need are placed alike."""
+
+    sequences: int
+    prompt_tokens: int
+    """Rounded up to three significant bits more than the leading one, so that there are few distinct needs."""
+    router_id: RouterId
+    """A router may be unable to reach a worker."""
+
+
+def need_of(request: QueuedRequest) -> Need:
+    prompt_tokens = request.prompt_tokens
+    if prompt_tokens > 15:
+        step = 1 << (prompt_tokens.bit_length() - 4)
+        prompt_tokens = -(-prompt_tokens // step) * step
+    return _need(request.sequences, prompt_tokens, request.router_id)
+
+
+@functools.lru_cache(maxsize=16_384)
+def _need(sequences: int, prompt_tokens: int, router_id: RouterId) -> Need:
+    """One object for all that are equal: every queued request has one."""
+    return Need(sequences, prompt_tokens, router_id)
+
+
+def to_us(seconds: float) -> int:
+    """A moment of the core's clock in the fair queue's whole microseconds."""
+    return int(1e6 * seconds)
+
+
+def rank_of(ticket: Ticket) -> Rank:
+    """The ticket's place in its flow: priority, then earliest deadline, then the order of coming."""
+    deadline = ticket.request.deadline
+    due = ticket.waits_since + PATIENCE_S
+    if deadline is not None and deadline < due:
+        due = deadline
+    return tuple.__new__(Rank, (-ticket.request.priority, int(1e6 * due), ticket.order))  # one a request: no call more
+
+
+def urgent_us_of(ticket: Ticket) -> int | None:
+    """When the request becomes urgent: once half of the time that its caller gave it has gone by in the queue."""
+    deadline = ticket.request.deadline
+    if deadline is None:
+        return None
+    return int(1e6 * (ticket.enqueued_at + (deadline - ticket.enqueued_at) / 2))
+
+
+class OutputEstimate:
+    """How many output tokens a flow's requests have had lately: two sums that fade with each finished request."""
+
+    __slots__ = ("_finished", "_tokens")
+
+    _UNIT: ClassVar = 1 << 16
+    _MEMORY: ClassVar = 16
+    """Requests after which an old one has faded to a third."""
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._finished = 0
+
+    def count_tokens(self, tokens: int) -> None:
+        self._tokens += tokens * self._UNIT
+
+    def count_finished(self) -> None:
+        self._finished += self._UNIT
+        if self._finished > self._MEMORY * self._UNIT:
+            self._tokens -= self._tokens // self._MEMORY
+            self._finished -= self._finished // self._MEMORY
+
+    def expect(self, max_new_tokens: int) -> int:
+        """Output tokens to reserve for a request: never more than it may have, and that where nothing is known yet."""
+        if not self._finished:
+            return max_new_tokens
+        expected = -(-self._tokens // self._finished)
+        if expected < 1:
+            return min(1, max_new_tokens)
+        return expected if expected < max_new_tokens else max_new_tokens

@@ -1,0 +1,501 @@
+"""One worker as the scheduler sees it: folded from its record in the coordination store and from its reports.
+
+Owns what it said last and what was granted to it since and is not part of a report yet. Room is always the worker's
+word minus those grants, so a grant counts exactly once. Written by the core alone, but for what its `Fleet` writes of
+it: where it stands among the others. `Holders` follows what workers have of adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
+
+from manylora_shared.ids import AdapterUid, RequestId, TenantId, WorkerId
+
+from manylora_scheduler.core.reports import (
+    ABSENT,
+    NO_ADAPTERS,
+    NO_LOAD,
+    FlowLoad,
+    Residency,
+    TenantAdapters,
+    WorkerReport,
+)
+from manylora_scheduler.core.request import FlowKey, QueuedRequest, Ticket
+
+# A worker's standing: bits, because an enum's are combined by calls, and this is asked twice a decision.
+AWAY = 0
+CONNECTED = 1
+SERVING = 2
+OPEN = 4
+SPARE = 8
+IS_FULL = CONNECTED | SERVING
+IS_OPEN = IS_FULL | OPEN
+
+
+class Holders:
+    """For each adapter the workers that have it or will, in the order in which they came to it."""
+
+    def __init__(self) -> None:
+        self._workers: dict[AdapterUid, dict[WorkerId, WorkerView]] = {}
+
+    def of(self, uid: AdapterUid) -> Collection[WorkerView]:
+        found = self._workers.get(uid)
+        return found.values() if found is not None else ()
+
+    def note(self, uid: AdapterUid, worker: WorkerView) -> None:
+        """The worker's residency for this adapter may have changed."""
+        if worker.has_or_awaits(uid):
+            self.add(uid, worker)
+        else:
+            self.forget(uid, worker)
+
+    def add(self, uid: AdapterUid, worker: WorkerView) -> None:
+        """The worker has the adapter, or awaits it."""
+        found = self._workers.get(uid)
+        if found is None:
+            self._workers[uid] = {worker.worker_id: worker}
+        else:
+            found[worker.worker_id] = worker
+
+    def forget(self, uid: AdapterUid, worker: WorkerView) -> None:
+        found = self._workers.get(uid)
+        if found is not None and found.pop(worker.worker_id, None) is not None and not found:
+            del self._workers[uid]
+
+    def uids_of(self, worker: WorkerView) -> set[AdapterUid]:
+        """For checks."""
+        return {uid for uid, workers in self._workers.items() if worker.worker_id in workers}
+
+
+class WorkerView:
+    """One worker. It takes requests while it is connected (the present stream brought a snapshot) and not draining."""
+
+    __slots__ = ("_assigned", "_front", "_granted_blocks", "_granted_sequences", "_holders", "_holds_longest",
+                 "_loads", "_max_sequences", "_output_tokens", "_prefetches", "adapters", "address", "block_size",
+                 "connected", "device", "draining", "generated_tokens", "granted", "has_reported",
+                 "held_sequences", "kv_blocks_free", "kv_blocks_total", "max_context_tokens", "place",
+                 "public_kv_blocks", "public_kv_blocks_declared", "running", "running_sequences", "sequence_slots",
+                 "standing", "tenant_adapters", "worker_id")  # fmt: skip
+
+    def __init__(
+        self, worker_id: WorkerId, address: str, device: str, max_context_tokens: int, holders: Holders
+    ) -> None:
+        self.worker_id = worker_id
+        self.address = address
+        self.device = device
+        self.max_context_tokens = max_context_tokens
+        self.connected = False
+        self.has_reported = False
+        """Over this stream or an earlier one."""
+        self.draining = False
+        self.sequence_slots = 0
+        self.running_sequences = 0
+        self.kv_blocks_total = 0
+        self.kv_blocks_free = 0
+        self.block_size = 1
+        self.generated_tokens = 0
+        self.public_kv_blocks = 0
+        self.public_kv_blocks_declared = 0
+        self.adapters: dict[AdapterUid, Residency] = {}
+        """Those that are resident."""
+        self.tenant_adapters: dict[TenantId, TenantAdapters] = {}
+        """Of tenants that have any, had, or pin some."""
+        self._prefetches: dict[AdapterUid, None] = {}
+        """Sent and not yet answered by residency."""
+        self.running: dict[RequestId, Ticket | None] = {}
+        """What the worker reported; without a ticket, what an earlier leader granted."""
+        self.granted: dict[RequestId, Ticket] = {}
+        """Granted and not yet reported."""
+        self._output_tokens: dict[FlowKey, int] = {}
+        """The worker's counters of output tokens, as of its last report."""
+        self._holders = holders
+        self._granted_sequences = 0
+        self._granted_blocks = 0
+        self._max_sequences = 0
+        self._loads: dict[FlowKey, FlowLoad] = {}
+        """Of the flows that have unfinished sequences there."""
+        self.held_sequences = 0
+        """For reading, and so are the properties."""
+        self._front: FlowKey | None = None
+        self._assigned: dict[AdapterUid, int] = {}
+        """Live tickets by adapter."""
+        self._holds_longest = False
+        """Whether its KV holds a sequence that is as long as its context can be."""
+        self.standing = AWAY
+        """As of its last `Fleet.update`. Written by `Fleet` alone, and so is its place."""
+        self.place = NOWHERE
+        """Where the fleet's orders have it; they may be behind."""
+
+    # ---- room
+
+    @property
+    def serving(self) -> bool:
+        return self.connected and not self.draining
+
+    @property
+    def used_sequences(self) -> int:
+        """All that are there or granted."""
+        return self.running_sequences + self._granted_sequences
+
+    @property
+    def slotted_sequences(self) -> int:
+        """Those that use a slot, or could: all but the held ones."""
+        return self.running_sequences + self._granted_sequences - self.held_sequences
+
+    @property
+    def free_sequences(self) -> int:
+        """Slots that are free. Sequences whose own tenants hold them up use none."""
+        free = min(self.sequence_slots - self.slotted_sequences, self.spare_sequences)
+        return free if free > 0 else 0
+
+    @property
+    def spare_sequences(self) -> int:
+        """How many more sequences it takes, in slots or parked."""
+        return max(self._max_sequences, self.sequence_slots) - self.running_sequences - self._granted_sequences
+
+    @property
+    def parks(self) -> bool:
+        """Whether it takes sequences beyond its slots at all."""
+        return self._max_sequences > self.sequence_slots
+
+    def load_of(self, flow: FlowKey) -> FlowLoad:
+        return self._loads.get(flow, NO_LOAD)
+
+    def granted_to(self, flow: FlowKey) -> int:
+        """Sequences of the flow that were granted and are not reported yet."""
+        return sum(ticket.request.sequences for ticket in self.granted.values() if ticket.request.flow == flow)
+
+    def share_of(self, flow: FlowKey, weight_of: Callable[[FlowKey], int]) -> int:
+        """How many of its slots are the flow's by weight, among the flows that have sequences there or are granted."""
+        sharing = {ticket.request.flow for ticket in self.granted.values()}
+        sharing.update(other for other, load in self._loads.items() if load.unheld)
+        sharing.add(flow)
+        return self.sequence_slots * weight_of(flow) // sum(map(weight_of, sharing))
+
+    def held_flows(self) -> list[FlowKey]:
+        """Flows with held sequences there."""
+        return [flow for flow, load in self._loads.items() if load.held]
+
+    def front(self, tag_of: Callable[[FlowKey], int]) -> FlowKey | None:
+        """Of the flows with a slot the one with the greatest tag, as of the last report; None: nobody has one."""
+        if self._front is None:
+            self._front = max(self.slotted_flows(), key=tag_of, default=None)
+        return self._front
+
+    def slotted_flows(self) -> list[FlowKey]:
+        """Those with a slot, as of the last report."""
+        return [flow for flow, load in self._loads.items() if load.slotted]
+
+    @property
+    def free_blocks(self) -> int:
+        free = self.kv_blocks_free - self._granted_blocks
+        return free if free > 0 else 0
+
+    def blocks_for(self, request: QueuedRequest) -> int:
+        """KV blocks to begin with: the prompt and the first token, and one more for each further choice."""
+        return -(-(request.prompt_tokens + 1) // self.block_size) + request.sequences - 1
+
+    def can_take(self, request: QueuedRequest) -> bool:
+        """Whether there is room for it now. An earlier attempt that is still here has to end first."""
+        sequences, request_id = request.sequences, request.request_id
+        free = self.sequence_slots - self.running_sequences - self._granted_sequences
+        if self.held_sequences:
+            # Others may use the slots of held sequences; to their own flow they count as used.
+            held = self.held_sequences - self.load_of(request.flow).held
+            free = min(free + held, self.spare_sequences)
+        # With room for its beginning it has slots and blocks enough to be able to run at all, but for its end. The
+        # blocks are `blocks_for`'s: this is asked twice a decision.
+        return (
+            free >= sequences
+            and self.kv_blocks_free - self._granted_blocks
+            >= -(-(request.prompt_tokens + 1) // self.block_size) + sequences - 1
+            and request_id not in self.granted
+            and request_id not in self.running
+            and (self._holds_longest or self._could_end(request))
+        )
+
+    def place_ticket(self, ticket: Ticket) -> WorkerView | None:
+        """The worker itself, if there is room for the ticket now: what the fair queue asks where no other is open."""
+        return self if self.can_take(ticket.request) else None
+
+    def can_hold(self, request: QueuedRequest) -> bool:
+        """Whether it can be taken beyond the room that is free: parked, or waiting for blocks that others give up."""
+        request_id = request.request_id
+        return (
+            self.parks
+            and self.spare_sequences >= request.sequences
+            and request_id not in self.granted
+            and request_id not in self.running
+            and self.could_ever_run(request)
+        )
+
+    def has_blocks_for(self, request: QueuedRequest) -> bool:
+        """Whether its prompt's KV fits beside all that is there."""
+        return self.free_blocks >= self.blocks_for(request)
+
+    def could_ever_run(self, request: QueuedRequest) -> bool:
+        """Whether it could if it were empty: slots, and KV for one choice at its longest (its last token has none)."""
+        return (
+            self.sequence_slots >= request.sequences
+            and self.kv_blocks_total >= self.blocks_for(request)
+            and (self._holds_longest or self._could_end(request))
+        )
+
+    def _could_end(self, request: QueuedRequest) -> bool:
+        longest = request.prompt_tokens + request.max_new_tokens // request.sequences
+        if longest > self.max_context_tokens:
+            longest = self.max_context_tokens
+        return self.kv_blocks_total * self.block_size >= longest - 1
+
+    def residency(self, adapter_uid: AdapterUid) -> Residency:
+        found = self.adapters.get(adapter_uid, ABSENT)
+        if not found and self.has_or_awaits(adapter_uid):
+            return Residency.ARRIVING
+        return found
+
+    def has_or_awaits(self, uid: AdapterUid) -> bool:
+        """Whether an adapter's residency is any but ABSENT."""
+        return bool(self.adapters.get(uid)) or uid in self._assigned or uid in self._prefetches
+
+    def standing_now(self) -> int:
+        """What of `CONNECTED`, `SERVING`, `OPEN` and `SPARE` it is."""
+        if not self.connected:
+            return AWAY
+        if self.draining:
+            return CONNECTED
+        slots, most = self.sequence_slots, self._max_sequences
+        used = self.running_sequences + self._granted_sequences
+        if most <= slots:
+            return IS_OPEN if used < slots else IS_FULL
+        if used >= most:
+            return IS_FULL
+        return IS_OPEN | SPARE if used - self.held_sequences < slots else IS_FULL | SPARE
+
+    def place_now(self) -> FleetPlace:
+        """Where the fleet's orders are to have it, by its standing."""
+        standing = self.standing
+        if not standing & (OPEN | SPARE):
+            return NOWHERE
+        spare = self.spare_sequences if standing & SPARE else 0
+        if not standing & OPEN:
+            return FleetPlace(spare=spare)
+        free_blocks, slotted = self.free_blocks, self.slotted_sequences
+        # Free blocks change with every report: eighths are fine enough to tell two workers of equal load apart.
+        eighths = 8 * free_blocks // max(1, self.kv_blocks_total)
+        load = (slotted / self.sequence_slots, -eighths, self.worker_id, self)
+        return FleetPlace(slotted, load, free_blocks * self.block_size, spare)
+
+    # ---- grants
+
+    def grant(self, ticket: Ticket) -> None:
+        request = ticket.request
+        assert request.request_id not in self.granted
+        self.granted[request.request_id] = ticket
+        ticket.blocks = blocks = self.blocks_for(request)
+        self._granted_blocks += blocks
+        self._granted_sequences += request.sequences
+        uid = request.adapter_uid
+        if uid is not None:
+            count = self._assigned.get(uid)
+            if count is None:
+                self._assigned[uid] = 1
+                self._holders.add(uid, self)
+            else:
+                self._assigned[uid] = count + 1
+
+    def drop_grant(self, ticket: Ticket) -> None:
+        """A grant that came to nothing, or whose end was reported together with its start."""
+        request = ticket.request
+        del self.granted[request.request_id]
+        self._granted_sequences -= request.sequences
+        self._granted_blocks -= ticket.blocks
+        self._unassign(ticket)
+
+    def start(self, request_id: RequestId) -> Ticket | None:
+        """The worker reported a request as running. Returns its ticket where it was granted from here."""
+        ticket = self.granted.pop(request_id, None)
+        if ticket is None:
+            return self.running.setdefault(request_id, None)
+        self._granted_sequences -= ticket.request.sequences
+        self._granted_blocks -= ticket.blocks
+        self.running[request_id] = ticket
+        return ticket
+
+    def finish(self, request_id: RequestId) -> Ticket | None:
+        """The worker reported a request's end. Returns its ticket where it was granted from here."""
+        if request_id in self.running:
+            ticket = self.running.pop(request_id)
+            if ticket is not None:
+                self._unassign(ticket)
+            return ticket
+        ticket = self.granted.get(request_id)
+        if ticket is not None:
+            self.drop_grant(ticket)
+        return ticket
+
+    def tickets(self) -> list[Ticket]:
+        """Of all live grants."""
+        return [ticket for ticket in self.running.values() if ticket is not None] + list(self.granted.values())
+
+    def _unassign(self, ticket: Ticket) -> None:
+        uid = ticket.request.adapter_uid
+        if uid is None:
+            return
+        count = self._assigned[uid]
+        if count > 1:
+            self._assigned[uid] = count - 1
+        else:
+            del self._assigned[uid]
+            if uid not in self.adapters:
+                self._holders.note(uid, self)
+
+    # ---- prefetches
+
+    @property
+    def num_prefetches(self) -> int:
+        return len(self._prefetches)
+
+    def send_prefetch(self, uid: AdapterUid) -> None:
+        self._prefetches[uid] = None
+        self._holders.note(uid, self)
+
+    def forget_prefetch(self, uid: AdapterUid) -> None:
+        """It was answered, or is not waited for any more."""
+        if uid in self._prefetches:
+            del self._prefetches[uid]
+            self._holders.note(uid, self)
+
+    def disconnect(self) -> None:
+        """The control stream broke; prefetches that were sent over it may be lost."""
+        self.connected = False
+        for uid in list(self._prefetches):
+            self.forget_prefetch(uid)
+
+    def leave(self) -> None:
+        """The worker is gone, and with it all that it held."""
+        for uid in self._residents():
+            self._holders.forget(uid, self)
+
+    def _residents(self) -> set[AdapterUid]:
+        return {*self.adapters, *self._assigned, *self._prefetches}
+
+    # ---- reports
+
+    def fold_capacity(self, report: WorkerReport, *, with_loads: bool = True) -> None:
+        """Takes over everything of a report but its requests and counters.
+
+        Args:
+            with_loads: also what its flows have there; without, every sequence counts as one that uses a slot.
+        """
+        if report.block_size != self.block_size:
+            self.block_size = max(1, report.block_size)
+            for ticket in self.granted.values():
+                ticket.blocks = self.blocks_for(ticket.request)
+            self._granted_blocks = sum(ticket.blocks for ticket in self.granted.values())
+        self.sequence_slots = report.sequence_slots
+        self._max_sequences = report.max_sequences
+        self.running_sequences = report.running_sequences
+        if with_loads:
+            self._fold_loads(report)
+        self.kv_blocks_total = report.kv_blocks_total
+        self.kv_blocks_free = report.kv_blocks_free
+        self._holds_longest = report.kv_blocks_total * self.block_size >= self.max_context_tokens - 1
+        self.draining = report.draining
+        self.generated_tokens = report.generated_tokens
+        self.public_kv_blocks = report.public_kv_blocks
+        self.public_kv_blocks_declared = report.public_kv_blocks_declared
+        if report.snapshot:
+            self.tenant_adapters.clear()
+        if report.tenant_adapters:
+            for tenant_id, adapters in report.tenant_adapters.items():
+                if adapters == NO_ADAPTERS:
+                    self.tenant_adapters.pop(tenant_id, None)
+                else:
+                    self.tenant_adapters[tenant_id] = adapters
+        if report.snapshot:
+            self._fold_adapters({**dict.fromkeys(self.adapters, ABSENT), **report.adapters})
+        elif report.adapters:
+            self._fold_adapters(report.adapters)
+        self.has_reported = True
+        if report.snapshot:
+            self.connected = True
+
+    def _fold_adapters(self, changed: Mapping[AdapterUid, Residency]) -> None:
+        adapters, holders, prefetches = self.adapters, self._holders, self._prefetches
+        for uid, residency in changed.items():
+            if residency is ABSENT:
+                if adapters.pop(uid, None) is not None and not self.has_or_awaits(uid):
+                    holders.forget(uid, self)
+                continue
+            if uid not in adapters and uid not in self._assigned:
+                holders.add(uid, self)
+            adapters[uid] = residency
+            if prefetches:
+                prefetches.pop(uid, None)
+
+    def _fold_loads(self, report: WorkerReport) -> None:
+        self._front = None
+        if report.snapshot:
+            self._loads.clear()
+            self.held_sequences = 0
+        if not report.loads:
+            return
+        for flow, load in report.loads.items():
+            before = self._loads.pop(flow, NO_LOAD)
+            if load != NO_LOAD:
+                self._loads[flow] = load
+            self.held_sequences += load.held - before.held
+
+    def fold_outputs(self, report: WorkerReport) -> list[tuple[FlowKey, int]]:
+        """Output tokens by flow since the last report; nothing for the worker's first. Counters that fell back belong
+        to a new process and count from zero."""
+        before, grown = self._output_tokens, []
+        if report.snapshot and any(
+            flow not in report.flows or report.flows[flow].output_tokens < tokens for flow, tokens in before.items()
+        ):
+            before.clear()
+        for flow, (_, output_tokens) in report.flows.items():
+            more = output_tokens - before.get(flow, 0)
+            if more < 0:
+                before.clear()
+                grown = [(flow, tokens.output_tokens) for flow, tokens in report.flows.items()]
+                before.update(grown)
+                break
+            grown.append((flow, more))
+            before[flow] = output_tokens
+        return grown if self.has_reported else []
+
+    def check_invariants(self) -> None:
+        assert self._granted_sequences == sum(t.request.sequences for t in self.granted.values())
+        assert all(t.blocks == self.blocks_for(t.request) for t in self.granted.values())
+        assert self._granted_blocks == sum(t.blocks for t in self.granted.values())
+        assert self.held_sequences == sum(load.held for load in self._loads.values())
+        counts: dict[AdapterUid, int] = {}
+        for ticket in self.tickets():
+            assert ticket.worker_id == self.worker_id
+            if ticket.request.adapter_uid is not None:
+                counts[ticket.request.adapter_uid] = counts.get(ticket.request.adapter_uid, 0) + 1
+        assert counts == self._assigned
+        assert ABSENT not in self.adapters.values()
+        held = {uid for uid in self._residents() if self.residency(uid) is not ABSENT}
+        assert self._holders.uids_of(self) == held
+
+
+class FleetPlace(NamedTuple):
+    """Where the fleet's orders have a worker."""
+
+    slotted_sequences: int = 0
+    """While it is open."""
+    load: Load | None = None
+    """None: it is not open."""
+    free_kv: int = 0
+    spare: int = 0
+
+
+Load = tuple[float, int, WorkerId, WorkerView]
+"""Least loaded first: the part of the slots that is used, the eighths of the KV that are free (negated). Loads differ
+by the worker's id at the latest, so views are never compared."""
+
+
+NOWHERE = FleetPlace()

@@ -1,0 +1,321 @@
+"""How much each tenant asks for, against what its share of the cluster is. Pure; time is passed in.
+
+Owns sums of cost that fade with DEMAND_WINDOW_S: what each tenant's requests of each class would cost that came lately
+(those that routers refused included), and what was granted lately over all. A tenant's *share* is what max-min fairness
+by weight gives it of what was granted: nobody's share is larger than its demand while another's is not met. Where all
+demand is met, the largest demand by weight counts as one share, so that nobody is above its share.
+
+All sums fade alike, so they are kept as of one moment (`_epoch`), to which what comes later is projected back, larger
+(forward decay: Cormode, Shkapenyuk, Srivastava, Xu, ICDE 2009). So nothing has to be faded, and who asks for more than
+whom changes with requests alone: tenants stand in buckets by demand per weight, a bucket's tenants within a twelfth of
+each other, and a share is found from the buckets' sums. What it costs does not grow with the number of tenants, but
+for looking through the buckets that a choice falls into, up to self._exact tenants.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from manylora_shared.ids import QosClass, TenantId
+from manylora_shared.tenancy.overload import STACK, STACK_INDEX
+
+from manylora_scheduler.core.request import FlowKey
+
+DEMAND_WINDOW_S = 10.0
+CAPACITY_MEMORY_S = 60.0
+"""What the cluster can do is the most that it did in a window, and fades with this: while it gives up more than it
+must, it does less than it can, and that must not make shares look smaller."""
+MAX_TENANTS = 10_000
+"""Of which the demand is known; the one that came first is forgotten first, and counts as one within its share."""
+SLACK = 1.1
+"""Demand that is so little above what was granted counts as met: both are sums over the same window, not of the same
+requests."""
+DEFAULT_COST = 256.0
+"""Of a request of which a router told only that it refused it, while none of its flow has come here."""
+_MEMORY = 0.1
+"""The weight of the last request in a flow's mean cost."""
+_NEGLIGIBLE = 1.0
+_NO_DEMAND = (0.0, 0.0, 0.0)
+_STANDARD = STACK_INDEX[QosClass.STANDARD]
+_BUCKETS_PER_OCTAVE = 8
+_MAX_EXPONENT = 512.0
+"""Sums are projected to a new moment before they are 2 to this times what they count."""
+_FORGOTTEN_AT_ONCE = 256
+
+
+class _Tenant:
+    __slots__ = ("bucket", "cost", "costs", "means", "weight", "weights")
+
+    def __init__(self, weights: tuple[int, ...]) -> None:
+        self.costs = [0.0] * len(STACK)
+        """By class, as of the epoch."""
+        self.means = [0.0] * len(STACK)
+        """Cost of a request; 0: none has come."""
+        self.weights = weights
+        self.cost = 0.0
+        """Over all classes."""
+        self.weight = 0
+        """Of the flows that it uses."""
+        self.bucket: int | None = None
+        self.add_up()
+
+    def add_up(self) -> None:
+        """After a change of its costs or weights."""
+        self.cost = sum(self.costs)
+        used = sum(weight for weight, cost in zip(self.weights, self.costs, strict=True) if cost)
+        self.weight = used or self.weights[_STANDARD]
+
+    @property
+    def by_weight(self) -> float:
+        return self.cost / self.weight
+
+
+class _Bucket:
+    """Tenants whose demand by weight is from 2 ** (index / _BUCKETS_PER_OCTAVE) to the next bucket's."""
+
+    __slots__ = ("cost", "tenants", "weight")
+
+    def __init__(self) -> None:
+        self.cost = 0.0
+        self.weight = 0
+        self.tenants: dict[TenantId, _Tenant] = {}
+
+
+class Demand:
+    """
+    Args:
+        weight_of: a flow's weight.
+        exact: of so many tenants, or fewer, everything is exact. Of a bucket with more the mean stands for each, and a
+            limit is found from the so many that ask for most and a sample of as many of the others.
+    """
+
+    def __init__(self, weight_of: Callable[[FlowKey], int], exact: int = 256) -> None:
+        self._weight_of = weight_of
+        self._exact = exact
+        self._tenants: dict[TenantId, _Tenant] = {}
+        self._buckets: dict[int, _Bucket] = {}
+        self._epoch = 0.0
+        self._granted = 0.0
+        self._granted_at = 0.0
+        self._most = 0.0
+        """The largest `_granted` of late."""
+        self._most_at = 0.0
+        self._unit = math.inf
+        """Cost of one share, by unit of weight, as of the epoch: the tenants' sums are compared with it."""
+
+    def __len__(self) -> int:
+        return len(self._tenants)
+
+    def tenants(self) -> Iterator[TenantId]:
+        """Those with demand."""
+        return iter(self._tenants)
+
+    def furthest(self, count: int) -> list[TenantId]:
+        """The tenants furthest above their share, or nearest to it, the furthest first. Which ones of a bucket that
+        holds more than `exact` are among them, and in which order, says nothing."""
+        found: list[TenantId] = []
+        for index in sorted(self._buckets, reverse=True):
+            tenants = self._buckets[index].tenants
+            if len(tenants) <= self._exact:
+                found += sorted(tenants, key=lambda t: (-tenants[t].by_weight, t))
+            else:
+                found += islice(tenants, count)
+            if len(found) >= count:
+                break
+        return found[:count]
+
+    def came(self, flow: FlowKey, cost: float, now: float) -> None:
+        """A request asks to be queued."""
+        tenant, index = self._tenant(flow.tenant_id), STACK_INDEX[flow.qos_class]
+        self._add(flow.tenant_id, tenant, index, cost, now)
+        mean = tenant.means[index]
+        tenant.means[index] = mean + _MEMORY * (cost - mean) if mean else cost
+
+    def was_refused(self, flow: FlowKey, requests: int, now: float) -> None:
+        """Routers refused so many requests, whose sizes they do not know."""
+        tenant, index = self._tenant(flow.tenant_id), STACK_INDEX[flow.qos_class]
+        self._add(flow.tenant_id, tenant, index, requests * (tenant.means[index] or DEFAULT_COST), now)
+
+    def was_granted(self, cost: float, now: float) -> None:
+        self._granted = self._granted * _faded(now - self._granted_at) + cost
+        self._granted_at = now
+        self._most = max(self._most * math.exp(-(now - self._most_at) / CAPACITY_MEMORY_S), self._granted)
+        self._most_at = now
+
+    def reweigh(self, tenant_id: TenantId) -> None:
+        """The tenant's weights have changed."""
+        tenant = self._tenants.get(tenant_id)
+        if tenant is not None:
+            self._leave(tenant_id, tenant)
+            tenant.weights = self._weights(tenant_id)
+            self._enter(tenant_id, tenant)
+
+    def weigh(self, now: float) -> None:
+        """Finds out anew what a share is."""
+        self._forget_negligible(self._scale(now))
+        self._unit = self._find_unit(now)
+
+    def _find_unit(self, now: float) -> float:
+        if not self._buckets:
+            return math.inf
+        left = SLACK * self._most * math.exp(-(now - self._most_at) / CAPACITY_MEMORY_S)
+        anything = left > _NEGLIGIBLE
+        left *= self._scale(now)
+        weights = sum(bucket.weight for bucket in self._buckets.values())
+        most = 0.0
+        for index in sorted(self._buckets):
+            bucket = self._buckets[index]
+            if len(bucket.tenants) <= self._exact:
+                demands = sorted((t.by_weight, t.cost, t.weight) for t in bucket.tenants.values())
+            else:
+                demands = [(bucket.cost / bucket.weight, bucket.cost, bucket.weight)]
+            for by_weight, cost, weight in demands:
+                if anything and by_weight * weights > left:
+                    return left / weights
+                left -= cost
+                weights -= weight
+                most = max(most, by_weight)
+        # All demand is met; or nothing was granted yet, and nobody can be said to be above its share.
+        return most
+
+    def tops(self, tenant_id: TenantId) -> tuple[float, float, float]:
+        """The tenant's demand in the shares of the last `weigh`: interactive, that and standard, all."""
+        tenant = self._tenants.get(tenant_id)
+        return self._tops(tenant) if tenant is not None else _NO_DEMAND
+
+    def _tops(self, tenant: _Tenant) -> tuple[float, float, float]:
+        share = self._unit * tenant.weight
+        if share <= 0.0:
+            return _NO_DEMAND  # nothing came for so long that it counts for nothing, and nothing was weighed since
+        interactive, standard, batch = tenant.costs
+        return interactive / share, (interactive + standard) / share, (interactive + standard + batch) / share
+
+    def limit(self, qos_class: QosClass, part: float) -> float:
+        """The height below which `part` of the class's demand is, over all tenants."""
+        index = STACK_INDEX[qos_class]
+        bends: list[tuple[float, float]] = []  # at each height, by how much more cost there is in a share
+        total = 0.0
+        for tenant, stands_for in self._sample():
+            tops = self._tops(tenant)
+            below, top = tops[index - 1] if index else 0.0, tops[index]
+            if top > below:
+                share = self._unit * tenant.weight * stands_for
+                bends += [(below, share), (top, -share)]
+                total += (top - below) * share
+        bends.sort()
+        wanted, height, density = part * total, 0.0, 0.0
+        for bend, change in bends:
+            step = density * (bend - height)
+            if step >= wanted and density > 0.0:
+                return height + wanted / density
+            wanted -= step
+            height, density = bend, density + change
+        return height
+
+    def _sample(self) -> Iterator[tuple[_Tenant, float]]:
+        """Tenants, and how many each stands for."""
+        if len(self._tenants) <= 2 * self._exact:
+            for tenant in self._tenants.values():
+                yield tenant, 1.0
+            return
+        furthest = dict.fromkeys(self.furthest(self._exact))
+        for tenant_id in furthest:
+            yield self._tenants[tenant_id], 1.0
+        stride = -(-len(self._tenants) // self._exact)
+        others = [t for t in islice(self._tenants, 0, None, stride) if t not in furthest]
+        stands_for = (len(self._tenants) - len(furthest)) / max(1, len(others))
+        for tenant_id in others:
+            yield self._tenants[tenant_id], stands_for
+
+    # ---- books
+
+    def _weights(self, tenant_id: TenantId) -> tuple[int, ...]:
+        return tuple(self._weight_of(FlowKey(tenant_id, qos_class)) for qos_class in STACK)
+
+    def _tenant(self, tenant_id: TenantId) -> _Tenant:
+        tenant = self._tenants.get(tenant_id)
+        if tenant is None:
+            if len(self._tenants) >= MAX_TENANTS:
+                self._forget(next(iter(self._tenants)))
+            tenant = self._tenants[tenant_id] = _Tenant(self._weights(tenant_id))
+            self._enter(tenant_id, tenant)
+        return tenant
+
+    def _add(self, tenant_id: TenantId, tenant: _Tenant, index: int, cost: float, now: float) -> None:
+        scale = self._scale(now)
+        self._leave(tenant_id, tenant)
+        tenant.costs[index] += cost * scale
+        self._enter(tenant_id, tenant)
+
+    def _forget(self, tenant_id: TenantId) -> None:
+        self._leave(tenant_id, self._tenants.pop(tenant_id))
+
+    def _forget_negligible(self, scale: float) -> None:
+        """Some of those whose demand has faded away: they are in the lowest buckets."""
+        end = _bucket_of(_NEGLIGIBLE * scale)
+        looked_at = 0
+        for index in sorted(index for index in self._buckets if index <= end):
+            tenants = self._buckets[index].tenants
+            some = list(islice(tenants, _FORGOTTEN_AT_ONCE - looked_at))
+            looked_at += len(some)
+            for tenant_id in some:
+                if tenants[tenant_id].cost < _NEGLIGIBLE * scale:
+                    self._forget(tenant_id)
+
+    def _enter(self, tenant_id: TenantId, tenant: _Tenant) -> None:
+        tenant.add_up()
+        tenant.bucket = _bucket_of(tenant.by_weight)
+        bucket = self._buckets.get(tenant.bucket)
+        if bucket is None:
+            bucket = self._buckets[tenant.bucket] = _Bucket()
+        bucket.tenants[tenant_id] = tenant
+        bucket.cost += tenant.cost
+        bucket.weight += tenant.weight
+
+    def _leave(self, tenant_id: TenantId, tenant: _Tenant) -> None:
+        assert tenant.bucket is not None
+        bucket = self._buckets[tenant.bucket]
+        del bucket.tenants[tenant_id]
+        bucket.cost -= tenant.cost
+        bucket.weight -= tenant.weight
+        if not bucket.tenants:
+            del self._buckets[tenant.bucket]  # and with it what rounding left in its sum
+
+    def _scale(self, now: float) -> float:
+        """What cost of this moment counts in the sums."""
+        exponent = (now - self._epoch) / (DEMAND_WINDOW_S * math.log(2.0))
+        if exponent > _MAX_EXPONENT:
+            shift = math.floor(exponent)
+            self._epoch += shift * DEMAND_WINDOW_S * math.log(2.0)
+            self._unit = math.ldexp(self._unit, -shift)
+            self._buckets.clear()
+            for tenant_id, tenant in self._tenants.items():
+                tenant.costs = [math.ldexp(cost, -shift) for cost in tenant.costs]
+                self._enter(tenant_id, tenant)
+            exponent -= shift
+        return float(2.0**exponent)
+
+    def check_invariants(self) -> None:
+        """The buckets against the tenants."""
+        assert sum(len(bucket.tenants) for bucket in self._buckets.values()) == len(self._tenants)
+        for index, bucket in self._buckets.items():
+            assert bucket.tenants
+            assert bucket.weight == sum(tenant.weight for tenant in bucket.tenants.values())
+            assert math.isclose(
+                bucket.cost, sum(sum(t.costs) for t in bucket.tenants.values()), rel_tol=1e-6, abs_tol=1e-6
+            )
+            for tenant_id, tenant in bucket.tenants.items():
+                assert self._tenants[tenant_id] is tenant
+                assert tenant.bucket == index == _bucket_of(tenant.by_weight)
+
+
+def _bucket_of(by_weight: float) -> int:
+    if by_weight <= 0.0:
+        return -1_000_000
+    return math.floor(_BUCKETS_PER_OCTAVE * math.log2(by_weight))
+
+
+def _faded(seconds: float) -> float:
+    return math.exp(-seconds / DEMAND_WINDOW_S)

@@ -1,0 +1,84 @@
+"""Keeps the leader's clock in the coordination store, and reads the last leader's. Moves bytes; decides nothing.
+
+A clock is written whole or not at all: its parts go to the bank that the index does not name, then the index names it.
+Every write holds only while the leader's key has this term's revision, so a leader that was replaced writes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from manylora_shared.coordination import keys
+from manylora_shared.coordination.base import Compare, Put, Store
+from manylora_shared.coordination.records import ClockIndexRecord
+from manylora_shared.telemetry.logs import fields
+
+from manylora_scheduler.core.clock_codec import decode, encode
+from manylora_scheduler.core.succession import ClockSnapshot
+
+_LOG = logging.getLogger(__name__)
+PART_BYTES = 512 * 1024
+"""Of one value; the store takes 1.5 MiB in a request."""
+
+
+class ClockKeeper:
+    """One term's. `save` is called by one task, one call after the other.
+
+    Args:
+        epoch: the term's: the revision of the leader's key.
+    """
+
+    def __init__(self, store: Store, epoch: int) -> None:
+        self._store = store
+        self._epoch = epoch
+        self._bank = 0
+        self._saved: bytes | None = None
+
+    async def load(self) -> ClockSnapshot | None:
+        """The clock that was kept last; None where there is none that can be read. Raises StoreUnavailable."""
+        kv = await self._store.get(keys.SCHEDULER_CLOCK)
+        if kv is None:
+            return None
+        try:
+            index = ClockIndexRecord.from_json(kv.value)
+            self._bank = 1 - index.bank
+            parts = [await self._store.get(keys.scheduler_clock_part(index.bank, i)) for i in range(index.parts)]
+            data = b"".join(part.value for part in parts if part is not None)
+            if len(data) != index.size_bytes:
+                raise ValueError(f"{len(data)} of {index.size_bytes} bytes are there")
+            return decode(data)
+        except ValueError as e:
+            # Fairness begins anew then, as in a new cluster; requests are served all the same.
+            _LOG.error("the last leader's clock cannot be read", extra=fields(error=str(e)))
+            return None
+
+    async def save(self, snapshot: ClockSnapshot) -> bool:
+        """Writes a clock, unless it is the one that was written last.
+
+        Returns:
+            False where another leads by now, and nothing was written.
+
+        Raises:
+            StoreUnavailable
+        """
+        steps = []
+        for step in encode(snapshot):
+            steps.append(step)
+            await asyncio.sleep(0)  # a large clock takes a while, and grants go out meanwhile
+        data = b"".join(steps)
+        if data == self._saved:
+            return True
+        parts = [data[i : i + PART_BYTES] for i in range(0, len(data), PART_BYTES)]
+        for i, part in enumerate(parts):
+            if not await self._put(keys.scheduler_clock_part(self._bank, i), part):
+                return False
+        index = ClockIndexRecord(bank=self._bank, parts=len(parts), size_bytes=len(data))
+        if not await self._put(keys.SCHEDULER_CLOCK, index.to_json()):
+            return False
+        self._bank, self._saved = 1 - self._bank, data
+        return True
+
+    async def _put(self, key: str, value: bytes) -> bool:
+        leading = [Compare(keys.SCHEDULER_LEADER, self._epoch)]
+        return (await self._store.txn(leading, [Put(key, value)])).succeeded

@@ -1,0 +1,62 @@
+"""What a leader's metrics say: what is given up, who disturbs others, and what becomes of adapters.
+
+Owns what was counted last. Recorded whenever the term's clock is saved: so they are a second old at most while that is
+small. No metric names a tenant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from manylora_shared.ids import QosClass, WorkerId
+from manylora_shared.telemetry import Attribute, MetricName, Telemetry
+
+from manylora_scheduler.core.worker_view import WorkerView
+from manylora_scheduler.gates.neighbours import NOISY_KINDS
+from manylora_scheduler.gates.overload import OverloadState
+
+
+class TermMetrics:
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+        self._given_up: dict[tuple[QosClass, str], int] = {}
+        """By class and stage."""
+        self._evicted: dict[tuple[WorkerId, str], int] = {}
+        """By worker and kind."""
+
+    def record(self, state: OverloadState, workers: Iterable[WorkerView]) -> None:
+        telemetry = self._telemetry
+        if not telemetry.has_metrics:
+            return
+        telemetry.gauge(MetricName.OVERLOAD_LEVEL, state.view.level)
+        telemetry.gauge(MetricName.OVERLOAD_TENANTS, sum(tenant.level > 0 for tenant in state.view.tenants.values()))
+        for qos_class, counts in state.counts.items():
+            for stage, total in counts.by_stage().items():
+                grown = total - self._given_up.get((qos_class, stage), 0)
+                if grown:
+                    self._given_up[qos_class, stage] = total
+                    labels = {Attribute.QOS_CLASS: qos_class.value, Attribute.STAGE: stage}
+                    telemetry.count(MetricName.OVERLOAD_GIVEN_UP, grown, labels)
+        for kind in NOISY_KINDS:
+            noisy = {noisy.tenant_id for noisy in state.noisy if noisy.kind == kind}
+            telemetry.gauge(MetricName.NOISY_NEIGHBOURS, len(noisy), {Attribute.KIND: kind})
+        self._record_adapters(workers)
+
+    def _record_adapters(self, workers: Iterable[WorkerView]) -> None:
+        """A worker's counts fall when it is another process: that is a new beginning, not a loss."""
+        unmet = 0
+        counted: dict[tuple[WorkerId, str], int] = {}
+        for worker in workers:
+            displaced = sum(adapters.displaced for adapters in worker.tenant_adapters.values())
+            evictions = sum(adapters.evictions for adapters in worker.tenant_adapters.values())
+            unmet += worker.connected and sum(
+                not pin.on_device for adapters in worker.tenant_adapters.values() for pin in adapters.pins
+            )
+            for kind, total in (("own", evictions - displaced), ("displaced", displaced)):
+                before = self._evicted.get((worker.worker_id, kind), 0)
+                counted[worker.worker_id, kind] = total
+                grown = total - before if total >= before else total
+                if grown:
+                    self._telemetry.count(MetricName.ADAPTER_EVICTIONS, grown, {Attribute.KIND: kind})
+        self._evicted = counted
+        self._telemetry.gauge(MetricName.UNMET_PINS, unmet)

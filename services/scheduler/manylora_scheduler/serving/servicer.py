@@ -1,0 +1,137 @@
+"""SchedulerService: the routers' end. Moves messages between the streams and the present term; decides nothing.
+
+Without a term (a standby, or a leader whose lease is in doubt) every call ends with UNAVAILABLE, and the router asks
+the coordination store who leads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from manylora.v1 import scheduler_pb2
+from manylora_shared.errors import Code, InvalidRequest, ManyloraError, ServiceUnavailable
+from manylora_shared.ids import RequestId, RouterId, WorkerId
+from manylora_shared.telemetry import Telemetry
+from manylora_shared.transport.base import ServerCall, Service
+
+from manylora_scheduler.core.events import Enqueued, GrantClosed, LeaseWanted, Settled, Withdrawn
+from manylora_scheduler.serving.term import RouterLine, Term
+from manylora_scheduler.serving.wire import MAX_ID_LENGTH, held_lease, queued_request, refused_flows
+
+_DESCRIPTOR = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
+
+
+class SchedulerServicer:
+    """`term` is set and taken away by the app."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self.term: Term | None = None
+        self.address = ""
+        self._telemetry = telemetry
+
+    def service(self) -> Service:
+        return Service(_DESCRIPTOR, {"Schedule": self.schedule, "GetSchedulerStatus": self.get_scheduler_status})
+
+    async def get_scheduler_status(
+        self, request: scheduler_pb2.GetSchedulerStatusRequest, call: ServerCall
+    ) -> scheduler_pb2.GetSchedulerStatusResponse:
+        term = self._leading_term()
+        return scheduler_pb2.GetSchedulerStatusResponse(
+            scheduler=term.scheduler_status(self.address), workers=term.worker_statuses()
+        )
+
+    async def schedule(
+        self, requests: AsyncIterator[scheduler_pb2.ScheduleRequest], call: ServerCall
+    ) -> AsyncIterator[scheduler_pb2.ScheduleResponse]:
+        term = self._leading_term()
+        first = await anext(aiter(requests), None)
+        if first is None:
+            return
+        router_id = first.hello.router_id
+        if not first.HasField("hello") or not 1 <= len(router_id) <= MAX_ID_LENGTH:
+            raise InvalidRequest.of("hello", f"must come first, with a router_id of 1 to {MAX_ID_LENGTH} characters")
+        leases = tuple(held_lease(lease) for lease in first.hello.leases)
+        if not term.is_leading:
+            raise _not_leading()
+        line = term.connect_router(RouterId(router_id), leases)
+        reader = asyncio.create_task(self._read_all(term, line, requests), name=f"router {router_id}")
+        try:
+            yield scheduler_pb2.ScheduleResponse(hello=scheduler_pb2.SchedulerHello(epoch=term.epoch))
+            while (message := await line.next()) is not None:
+                yield message
+        finally:
+            term.disconnect_router(line)
+            reader.cancel()
+            await asyncio.wait([reader])
+            if not reader.cancelled():
+                reader.result()
+
+    async def _read_all(
+        self, term: Term, line: RouterLine, requests: AsyncIterator[scheduler_pb2.ScheduleRequest]
+    ) -> None:
+        """Until the router has no more to say; then its line is ended."""
+        try:
+            async for received in requests:
+                for message in received.more or (received,):
+                    self._take(term, line, message)
+            line.close()
+        except ManyloraError as e:
+            line.close(e)
+        except Exception:
+            line.close(ServiceUnavailable("the stream failed"))
+            raise
+
+    def _take(self, term: Term, line: RouterLine, message: scheduler_pb2.ScheduleRequest) -> None:
+        match message.WhichOneof("event"):
+            case "enqueue":
+                self._enqueue(term, line, message.enqueue)
+            case "withdraw":
+                term.post(Withdrawn(line.session, RequestId(message.withdraw.request_id)))
+            case "grant_closed":
+                closed = message.grant_closed
+                term.post(
+                    GrantClosed(
+                        session=line.session,
+                        router_id=line.router_id,
+                        request_id=RequestId(closed.request_id),
+                        worker_id=WorkerId(closed.worker_id),
+                        reached_worker=closed.reached_worker,
+                        is_unavailable=closed.worker_unavailable,
+                    )
+                )
+            case "lease_wanted":
+                request_id = RequestId(message.lease_wanted.request_id)
+                term.post(LeaseWanted(line.session, line.router_id, request_id))
+            case "settled":
+                settled = message.settled
+                term.post(Settled(line.router_id, RequestId(settled.request_id), settled.tokens))
+            case "refused":
+                refused = refused_flows(message.refused)
+                for flow, _ in refused.flows:
+                    term.learn_tenant(flow.tenant_id)
+                term.post(refused)
+            case other:
+                raise InvalidRequest.of("event", f"{other or 'nothing'} is not expected here")
+
+    def _enqueue(self, term: Term, line: RouterLine, message: scheduler_pb2.Enqueue) -> None:
+        now = asyncio.get_running_loop().time()
+        try:
+            request = queued_request(message, line.router_id, now=now, enqueued_ns=self._telemetry.now_ns())
+        except InvalidRequest as e:
+            refusal = scheduler_pb2.Refusal(
+                request_id=message.request_id, code=int(Code.INVALID_ARGUMENT), message=e.message
+            )
+            line.send(scheduler_pb2.ScheduleResponse(refusal=refusal))
+            return
+        term.learn_tenant(request.flow.tenant_id)
+        term.post(Enqueued(line.session, request))
+
+    def _leading_term(self) -> Term:
+        if self.term is None or not self.term.is_leading:
+            raise _not_leading()
+        return self.term
+
+
+def _not_leading() -> ServiceUnavailable:
+    return ServiceUnavailable("this scheduler is not the leader", retry_after_s=1.0)

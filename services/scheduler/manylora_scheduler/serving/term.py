@@ -1,0 +1,423 @@
+"""One term of leadership: a core and all that hangs on it, from election to loss.
+
+Owns the core, its one timer, the routers' lines and the workers' lines. Everything goes through `post`: events in, then
+the core's commands out, in one turn of the event loop without awaits, so that a grant leaves in the turn in which its
+room appeared. Once leadership is not certain any more nothing is posted, and the term is closed soon after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from manylora.v1 import admin_pb2, scheduler_pb2, worker_pb2
+from manylora_shared.coordination.base import StoreUnavailable
+from manylora_shared.coordination.records import WorkerRecord
+from manylora_shared.errors import Code, InvalidRequest, ManyloraError, Overloaded, ServiceUnavailable
+from manylora_shared.ids import RouterId, TenantId, WorkerId
+from manylora_shared.process.heap import collector_paused
+from manylora_shared.telemetry import Telemetry
+from manylora_shared.telemetry.logs import fields
+from manylora_shared.tenancy.policy import TenantPolicy, parse_policy
+from manylora_shared.transport.base import Transport
+
+from manylora_scheduler.core.core import Core, CoreLimits, Order
+from manylora_scheduler.core.events import (
+    Command,
+    Dropped,
+    Event,
+    HeldLease,
+    PolicyChanged,
+    RouterConnected,
+    RouterDisconnected,
+    SendGrant,
+    SendLease,
+    SendLeaseRefusal,
+    SendOverload,
+    SendPrefetch,
+    SendRefusal,
+    Tick,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerReported,
+)
+from manylora_scheduler.core.succession import ClockSnapshot
+from manylora_scheduler.gates.overload import OverloadGate
+from manylora_scheduler.gates.queue_delay import OverloadTargets
+from manylora_scheduler.gates.quota import QuotaGate
+from manylora_scheduler.serving.clock_keeper import ClockKeeper
+from manylora_scheduler.serving.metrics import TermMetrics
+from manylora_scheduler.serving.spans import QueueSpans
+from manylora_scheduler.serving.wire import (
+    flow_status,
+    grant_message,
+    kv_statuses,
+    lease_message,
+    neighbour_status,
+    overload_message,
+    overload_status,
+    quota_status,
+    refusal_message,
+    setback_statuses,
+    tenant_adapter_statuses,
+    worker_status,
+)
+from manylora_scheduler.serving.worker_line import WorkerLine
+
+_LOG = logging.getLogger(__name__)
+
+MAX_UNREAD = 100_000
+"""Answers that a router may leave unread; one that leaves more loses its stream."""
+_MAX_MESSAGES = 256
+"""That are sent at once."""
+MIN_CLOCK_PAUSE_S = 1.0
+CLOCK_ENTRIES_PER_S = 10_000
+"""A large clock is saved less often, so that saving it takes a few percent of the time."""
+LAST_SAVE_TIMEOUT_S = 0.5
+
+
+class RouterLine:
+    """The sending end of one router's stream: what it is still to be sent, in order, and then its end."""
+
+    def __init__(self, router_id: RouterId, session: int) -> None:
+        self.router_id = router_id
+        self.session = session
+        self._outbox: deque[scheduler_pb2.ScheduleResponse] = deque()
+        self._news = asyncio.Event()
+        self._error: ManyloraError | None = None
+        self._closed = False
+
+    def send(self, message: scheduler_pb2.ScheduleResponse) -> None:
+        if self._closed:
+            return
+        if len(self._outbox) >= MAX_UNREAD:
+            self.close(Overloaded(f"{MAX_UNREAD} answers of the scheduler were not read"))
+            return
+        self._outbox.append(message)
+        self._news.set()
+
+    def close(self, error: ManyloraError | None = None) -> None:
+        """Ends the stream after what was sent before; the first call counts."""
+        if not self._closed:
+            self._closed = True
+            self._error = error
+            self._news.set()
+
+    async def next(self) -> scheduler_pb2.ScheduleResponse | None:
+        """All that is to be sent now, as one message; None at a good end. Raises what `close` was given."""
+        while not self._outbox:
+            if self._closed:
+                if self._error is not None:
+                    raise self._error
+                return None
+            self._news.clear()
+            await self._news.wait()
+        messages = [self._outbox.popleft() for _ in range(min(len(self._outbox), _MAX_MESSAGES))]
+        return messages[0] if len(messages) == 1 else scheduler_pb2.ScheduleResponse(more=messages)
+
+
+class Term:
+    """See the module's docstring.
+
+    Args:
+        epoch: the fencing epoch, on every grant and every control stream.
+        is_leading: whether nobody else can be leader at a moment of the event loop's clock.
+        policies: the tenants' policy documents; each is read when the tenant's first request comes.
+        clock: keeps this term's clock.
+        predecessor: the clock that was kept last.
+        order: see Core.
+        overload: whether anything is given up under overload.
+        targets: of time in the queue.
+    """
+
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        scheduler_id: str,
+        is_leading: Callable[[float], bool],
+        policies: Mapping[str, str],
+        limits: CoreLimits,
+        order: Order,
+        overload: bool,
+        targets: OverloadTargets,
+        clock: ClockKeeper,
+        predecessor: ClockSnapshot | None,
+        transport: Transport,
+        telemetry: Telemetry,
+        rng: random.Random,
+    ) -> None:
+        self.epoch = epoch
+        self._scheduler_id = scheduler_id
+        self._is_leading = is_leading
+        self._policies = policies
+        self._transport = transport
+        self._telemetry = telemetry
+        self._metrics = TermMetrics(telemetry)
+        self._spans = QueueSpans(telemetry, scheduler_id, epoch)
+        self._rng = rng
+        self._loop = asyncio.get_running_loop()
+        self.core = Core(limits, predecessor, order)
+        self._clock = clock
+        self.overload = OverloadGate(self.core, targets, enabled=overload)
+        self.quotas = QuotaGate(self.overload, self._loop.time())
+        self._routers: dict[RouterId, RouterLine] = {}
+        self._workers: dict[WorkerId, WorkerLine] = {}
+        self._ending: dict[asyncio.Task[None], None] = {}
+        """Workers' lines that are being closed."""
+        self._known_tenants: dict[TenantId, None] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        """When it is due; only where there is one."""
+        self._clock_pause_s = MIN_CLOCK_PAUSE_S
+        self._next_session = 1
+        self.num_events = 0
+        """Applied so far; nothing else changes the core, the overload gate and the quotas."""
+        self._closed = False
+        self._failure: asyncio.Future[None] = self._loop.create_future()
+        self._keeping = asyncio.create_task(self._keep_clock(), name="clock")
+        self._keeping.add_done_callback(self._keeping_ended)
+        self.post(Tick())
+
+    @property
+    def is_leading(self) -> bool:
+        return not self._closed and self._is_leading(self._loop.time())
+
+    @property
+    def num_routers(self) -> int:
+        return len(self._routers)
+
+    @property
+    def num_workers(self) -> int:
+        return len(self._workers)
+
+    def post(self, event: Event) -> None:
+        """Applies one event and sends what follows from it."""
+        now = self._loop.time()
+        if self._closed or not self._is_leading(now):
+            return
+        began_ns = self._telemetry.now_ns()
+        self.num_events += 1
+        for command in self.quotas.apply(event, now):
+            self._send(command, began_ns)
+        self._set_timer()
+
+    async def failed(self) -> None:
+        """Waits for ever, unless a bug ends a part of the term: then raises what it raised."""
+        await asyncio.shield(self._failure)
+
+    async def close(self) -> None:
+        """Ends all streams: routers are told to look for the leader, workers go on with what they have."""
+        was_leading = self.is_leading
+        self._closed = True
+        self._keeping.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        for router in list(self._routers.values()):
+            # One each: an error that is raised keeps the frames that it came through.
+            router.close(ServiceUnavailable("this scheduler is not the leader any more"))
+        self._routers.clear()
+        for worker_id in list(self._workers):
+            self._end_line(worker_id)
+        while self._ending:
+            await asyncio.wait(list(self._ending))
+        await asyncio.wait([self._keeping])
+        if was_leading:
+            await self._save_last()
+        if not self._failure.done():
+            self._failure.cancel()
+
+    # ---- routers
+
+    def connect_router(self, router_id: RouterId, leases: tuple[HeldLease, ...] = ()) -> RouterLine:
+        """A new stream of a router; an earlier one that is not over yet is ended."""
+        line = RouterLine(router_id, self._next_session)
+        self._next_session += 1
+        before = self._routers.get(router_id)
+        if before is not None:
+            before.close(ServiceUnavailable("another stream of this router took over"))
+        self._routers[router_id] = line
+        for tenant_id in dict.fromkeys(lease.flow.tenant_id for lease in leases):
+            self.learn_tenant(tenant_id)
+        self.post(RouterConnected(router_id, line.session, leases))
+        return line
+
+    def disconnect_router(self, line: RouterLine) -> None:
+        if self._routers.get(line.router_id) is line:
+            del self._routers[line.router_id]
+        self.post(RouterDisconnected(line.router_id, line.session))
+
+    def learn_tenant(self, tenant_id: TenantId) -> None:
+        """Before a tenant's request: the core knows its policy."""
+        if tenant_id not in self._known_tenants:
+            self._known_tenants[tenant_id] = None
+            self._post_policy(tenant_id)
+
+    def policy_changed(self, tenant_id: TenantId) -> None:
+        if tenant_id in self._known_tenants:
+            self._post_policy(tenant_id)
+
+    def _post_policy(self, tenant_id: TenantId) -> None:
+        text = self._policies.get(tenant_id)
+        policy: TenantPolicy | None = None
+        if text is not None:
+            try:
+                policy = parse_policy(text)
+            except InvalidRequest as e:
+                # What was in force stays in force; where nothing was, routers refuse the tenant.
+                _LOG.error("a stored policy cannot be read", extra=fields(tenant=tenant_id, error=str(e)))
+                return
+        self.post(PolicyChanged(tenant_id, policy))
+
+    # ---- workers
+
+    def worker_changed(self, worker_id: WorkerId, record: WorkerRecord | None) -> None:
+        """A worker's record came, changed, or went."""
+        line = self._workers.get(worker_id)
+        if line is not None and (record is None or record.address != line.address):
+            self._end_line(worker_id)
+            self.post(WorkerLeft(worker_id))
+        if record is not None and worker_id not in self._workers:
+            self.post(WorkerJoined(worker_id, record.address, record.device, record.max_context_tokens))
+            self._workers[worker_id] = WorkerLine(
+                worker_id,
+                record.address,
+                hello=worker_pb2.ControlHello(epoch=self.epoch, scheduler_id=self._scheduler_id),
+                transport=self._transport,
+                post=self._post_of_worker,
+                rng=self._rng,
+                failed=self._fail,
+            )
+
+    def _post_of_worker(self, event: Event) -> None:
+        """Work is charged by its tenant's weight. After a takeover workers may tell of work before a router tells of
+        its tenant."""
+        if isinstance(event, WorkerReported):
+            for tenant_id in self.core.view.tenants_charged(event):
+                self.learn_tenant(tenant_id)
+        self.post(event)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._failure.done():
+            self._failure.set_exception(error)
+
+    def _end_line(self, worker_id: WorkerId) -> None:
+        task = asyncio.create_task(self._workers.pop(worker_id).close(), name=f"end control {worker_id}")
+        self._ending[task] = None
+        task.add_done_callback(self._line_ended)
+
+    def _line_ended(self, task: asyncio.Task[None]) -> None:
+        del self._ending[task]
+
+    # ---- the clock
+
+    async def _keep_clock(self) -> None:
+        """Saves the clock again and again; how often depends on how large it is."""
+        while True:
+            await asyncio.sleep(self._clock_pause_s)
+            self._metrics.record(self.overload.state(), self.core.workers)
+            if self.core.is_restoring:
+                continue
+            try:
+                if not await self._clock.save(self._take_clock()):
+                    return  # another leads; the election says so soon
+            except StoreUnavailable as e:
+                _LOG.warning("the clock was not saved", extra=fields(error=str(e)))
+
+    async def _save_last(self) -> None:
+        """The planned end of a term: the next leader begins exactly where this one ended."""
+        if self.core.is_restoring:
+            return
+        try:
+            async with asyncio.timeout(LAST_SAVE_TIMEOUT_S):
+                await self._clock.save(self._take_clock())
+        except (StoreUnavailable, TimeoutError) as e:
+            _LOG.warning("the last clock was not saved", extra=fields(error=str(e)))
+
+    def _take_clock(self) -> ClockSnapshot:
+        with collector_paused():
+            snapshot = self.core.clock_snapshot()
+        self._clock_pause_s = max(MIN_CLOCK_PAUSE_S, snapshot.size / CLOCK_ENTRIES_PER_S)
+        return snapshot
+
+    def _keeping_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    # ---- status
+
+    def scheduler_status(self, address: str) -> admin_pb2.SchedulerStatus:
+        now = self._loop.time()
+        flows = [flow_status(view) for view in self.core.view.flow_views(now)]
+        quotas = [quota_status(view) for view in self.quotas.authority.views(now)]
+        overload = self.overload.state()
+        return admin_pb2.SchedulerStatus(
+            reachable=True,
+            address=address,
+            epoch=self.epoch,
+            flows=flows,
+            quotas=quotas,
+            overload=overload_status(overload),
+            neighbours=[neighbour_status(noisy) for noisy in overload.noisy],
+            adapters=tenant_adapter_statuses(self.core.workers),
+            kv=kv_statuses(
+                (self.overload.kv_blocks(worker.worker_id), self._workers[worker.worker_id].kv_block_bytes)
+                for worker in self.core.workers
+                if worker.connected and worker.worker_id in self._workers
+            ),
+            setbacks=setback_statuses(line.setbacks for line in self._workers.values()),
+        )
+
+    def worker_statuses(self) -> list[admin_pb2.WorkerStatus]:
+        return [worker_status(view) for view in self.core.workers]
+
+    # ---- the inside
+
+    def _set_timer(self) -> None:
+        at = self.quotas.next_wakeup()
+        if self._timer is not None:
+            if self._timer_at == at:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if at is not None:
+            self._timer, self._timer_at = self._loop.call_at(at, self._on_timer), at
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.post(Tick())
+
+    def _send(self, command: Command, began_ns: int) -> None:
+        match command:
+            case SendGrant():
+                self._spans.granted(command, began_ns, self.core.num_queued)
+                self._send_to_router(command, grant_message(command, self.epoch))
+            case SendRefusal():
+                self._spans.ended(command.request, command.code, command.message)
+                self._send_to_router(command, refusal_message(command))
+            case SendLease() | SendLeaseRefusal():
+                line = self._routers.get(command.router_id)
+                if line is not None and line.session == command.session:
+                    line.send(lease_message(command))
+            case SendOverload():
+                self._send_overload(command)
+            case SendPrefetch():
+                worker = self._workers.get(command.worker_id)
+                if worker is not None:
+                    worker.prefetch(command.adapter_uid, command.tenant_id)
+            case Dropped():
+                self._spans.ended(command.request, Code.CANCELLED, "withdrawn")
+
+    def _send_overload(self, command: SendOverload) -> None:
+        message = overload_message(command.view)
+        for line in list(self._routers.values()):
+            if command.router_id in (None, line.router_id):
+                line.send(message)
+
+    def _send_to_router(self, command: SendGrant | SendRefusal, message: scheduler_pb2.ScheduleResponse) -> None:
+        line = self._routers.get(command.request.router_id)
+        if line is not None and line.session == command.session:
+            line.send(message)

@@ -1,0 +1,382 @@
+"""Between protobuf messages and the core's plain data. Owns no state; messages stop here."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping
+
+from manylora.v1 import admin_pb2, common_pb2, scheduler_pb2, worker_pb2
+from manylora_shared.errors import InvalidRequest, QuotaBreach
+from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, is_valid_name
+from manylora_shared.stores.adapter_files import is_uid
+from manylora_shared.tenancy.overload import OverloadView, rung_of
+
+from manylora_scheduler.core.core_view import FlowView
+from manylora_scheduler.core.events import (
+    HeldLease,
+    RoutersRefused,
+    SendGrant,
+    SendLease,
+    SendLeaseRefusal,
+    SendRefusal,
+)
+from manylora_scheduler.core.reports import (
+    FlowLoad,
+    FlowTokens,
+    PinView,
+    Residency,
+    Setbacks,
+    StartedRequest,
+    TenantAdapters,
+    WorkerReport,
+)
+from manylora_scheduler.core.request import FlowKey, QueuedRequest
+from manylora_scheduler.core.worker_view import WorkerView
+from manylora_scheduler.gates.neighbours import Noisy
+from manylora_scheduler.gates.overload import OverloadState
+from manylora_scheduler.gates.quota import QuotaView
+
+MAX_ID_LENGTH = 256
+MAX_SEQUENCES = 1024
+_KEPT_FLOWS = 16_384
+"""Each report names the same ones again."""
+
+_QOS_CLASSES: dict[int, QosClass] = {
+    common_pb2.QOS_CLASS_UNSPECIFIED: QosClass.STANDARD,
+    common_pb2.QOS_CLASS_INTERACTIVE: QosClass.INTERACTIVE,
+    common_pb2.QOS_CLASS_STANDARD: QosClass.STANDARD,
+    common_pb2.QOS_CLASS_BATCH: QosClass.BATCH,
+}
+_QOS_NUMBERS = {
+    QosClass.INTERACTIVE: common_pb2.QOS_CLASS_INTERACTIVE,
+    QosClass.STANDARD: common_pb2.QOS_CLASS_STANDARD,
+    QosClass.BATCH: common_pb2.QOS_CLASS_BATCH,
+}
+_RESIDENCIES = {
+    worker_pb2.ADAPTER_TIER_HOST: Residency.HOST,
+    worker_pb2.ADAPTER_TIER_DEVICE: Residency.DEVICE,
+}
+
+
+@functools.lru_cache(maxsize=_KEPT_FLOWS)
+def flow_key(tenant_id: str, qos_class: int) -> FlowKey:
+    """A class of a later version counts as STANDARD."""
+    return FlowKey(TenantId(tenant_id), _QOS_CLASSES.get(qos_class, QosClass.STANDARD))
+
+
+def _check_id(field: str, value: str) -> None:
+    """Raises InvalidRequest."""
+    if not 1 <= len(value) <= MAX_ID_LENGTH:
+        raise InvalidRequest.of(field, f"must have 1 to {MAX_ID_LENGTH} characters")
+
+
+def _check_tenant(field: str, value: str) -> None:
+    """A tenant of another name has neither policy nor account, and workers refuse it. Raises InvalidRequest."""
+    if not is_valid_name(value):
+        raise InvalidRequest.of(field, "is not a tenant's name")
+
+
+def queued_request(
+    message: scheduler_pb2.Enqueue, router_id: RouterId, *, now: float, enqueued_ns: int
+) -> QueuedRequest:
+    """Raises InvalidRequest. `now` by the event loop's clock, `enqueued_ns` in unix time."""
+    _check_id("request_id", message.request_id)
+    _check_tenant("tenant_id", message.tenant_id)
+    if message.adapter_uid and not is_uid(message.adapter_uid):
+        raise InvalidRequest.of("adapter_uid", "must be a sha256 in hex")
+    if message.sequences > MAX_SEQUENCES:
+        raise InvalidRequest.of("sequences", f"must be at most {MAX_SEQUENCES}")
+    deadline = None
+    if message.HasField("timeout_s"):
+        if math.isnan(message.timeout_s):
+            raise InvalidRequest.of("timeout_s", "is not a number")
+        deadline = now + max(0.0, message.timeout_s)
+    return QueuedRequest(
+        request_id=RequestId(message.request_id),
+        router_id=router_id,
+        flow=flow_key(message.tenant_id, message.qos_class),
+        prompt_tokens=message.prompt_tokens,
+        max_new_tokens=message.max_new_tokens,
+        sequences=max(1, message.sequences),
+        priority=message.priority,
+        adapter_uid=AdapterUid(message.adapter_uid) if message.adapter_uid else None,
+        adapter_id=message.adapter_id,
+        deadline=deadline if deadline != math.inf else None,
+        traceparent=message.traceparent,
+        enqueued_ns=enqueued_ns,
+    )
+
+
+def worker_report(message: worker_pb2.ControlReport) -> WorkerReport:
+    flows: dict[FlowKey, FlowTokens] = {}
+    loads: dict[FlowKey, FlowLoad] = {}
+    for each in message.flows:
+        flow = flow_key(each.tenant_id, each.qos_class)
+        # As FlowTokens(...) and FlowLoad(...), without a Python call: these are made for each flow of each report.
+        flows[flow] = tuple.__new__(FlowTokens, (each.prompt_tokens, each.output_tokens))
+        load = each.slotted_sequences, each.ready_sequences, each.held_sequences
+        loads[flow] = tuple.__new__(FlowLoad, load)
+    tenants: dict[TenantId, int] = {}
+    tenant_adapters: dict[TenantId, TenantAdapters] = {}
+    for memory in message.tenants:
+        tenant_id = TenantId(memory.tenant_id)
+        tenants[tenant_id] = memory.kv_blocks
+        tenant_adapters[tenant_id] = _tenant_adapters(memory)
+    return WorkerReport(
+        snapshot=message.snapshot,
+        sequence_slots=message.sequence_slots,
+        running_sequences=message.running_sequences,
+        kv_blocks_total=message.kv_blocks_total,
+        kv_blocks_free=message.kv_blocks_free,
+        block_size=message.block_size,
+        draining=message.draining,
+        generated_tokens=message.generated_tokens,
+        public_kv_blocks=message.public_kv_blocks,
+        public_kv_blocks_declared=message.public_kv_blocks_declared,
+        adapters={AdapterUid(a.adapter_uid): _RESIDENCIES.get(a.tier, Residency.ABSENT) for a in message.adapters},
+        started=tuple(
+            StartedRequest(RequestId(r.request_id), flow_key(r.tenant_id, r.qos_class), r.sequences)
+            for r in message.started
+        ),
+        finished=tuple(RequestId(request_id) for request_id in message.finished_request_ids),
+        flows=flows,
+        max_sequences=message.max_sequences,
+        loads=loads,
+        tenants=tenants,
+        tenant_adapters=tenant_adapters,
+    )
+
+
+def _tenant_adapters(message: worker_pb2.TenantMemory) -> TenantAdapters:
+    return TenantAdapters(
+        device_bytes=message.adapter_device_bytes,
+        host_bytes=message.adapter_host_bytes,
+        evictions=message.adapter_evictions,
+        displaced=message.adapter_displaced,
+        pins=tuple(PinView(p.name, p.adapter_uid, p.on_device, p.problem) for p in message.pins),
+    )
+
+
+def setbacks_of(message: worker_pb2.ControlReport) -> dict[TenantId, Setbacks]:
+    """Nothing is decided by these, so they are no part of a WorkerReport."""
+    return {
+        TenantId(each.tenant_id): Setbacks(each.preemptions, each.swaps_out, each.evictions, each.recomputed_tokens)
+        for each in message.setbacks
+    }
+
+
+def grant_message(grant: SendGrant, epoch: int) -> scheduler_pb2.ScheduleResponse:
+    return scheduler_pb2.ScheduleResponse(
+        grant=scheduler_pb2.Grant(
+            request_id=grant.request.request_id,
+            worker_id=grant.worker_id,
+            worker_address=grant.worker_address,
+            epoch=epoch,
+            queue_ms=1000 * grant.queue_s,
+            max_output_tokens=grant.max_output_tokens,
+            overload_level=grant.overload_level,
+        )
+    )
+
+
+def refusal_message(refusal: SendRefusal) -> scheduler_pb2.ScheduleResponse:
+    return scheduler_pb2.ScheduleResponse(
+        refusal=scheduler_pb2.Refusal(
+            request_id=refusal.request.request_id,
+            code=int(refusal.code),
+            message=refusal.message,
+            retry_after_s=refusal.retry_after_s,
+            breaches=[_breach(breach) for breach in refusal.breaches],
+        )
+    )
+
+
+def held_lease(message: scheduler_pb2.HeldLease) -> HeldLease:
+    """Raises InvalidRequest."""
+    _check_id("hello.leases.request_id", message.request_id)
+    _check_tenant("hello.leases.tenant_id", message.tenant_id)
+    return HeldLease(
+        request_id=RequestId(message.request_id),
+        flow=flow_key(message.tenant_id, message.qos_class),
+        tokens=message.tokens if message.HasField("tokens") else None,
+        max_tokens=message.max_tokens,
+    )
+
+
+def lease_message(lease: SendLease | SendLeaseRefusal) -> scheduler_pb2.ScheduleResponse:
+    if isinstance(lease, SendLease):
+        return scheduler_pb2.ScheduleResponse(
+            lease=scheduler_pb2.Lease(request_id=lease.request_id, tokens=lease.tokens)
+        )
+    return scheduler_pb2.ScheduleResponse(
+        lease_refused=scheduler_pb2.LeaseRefused(
+            request_id=lease.request_id,
+            message=lease.message,
+            retry_after_s=lease.retry_after_s,
+            breaches=[_breach(breach) for breach in lease.breaches],
+        )
+    )
+
+
+def overload_message(view: OverloadView) -> scheduler_pb2.ScheduleResponse:
+    overload = scheduler_pb2.Overload(level=view.level, limit_shares=_finite(view.limit))
+    for tenant_id, tenant in view.tenants.items():
+        interactive, standard, batch = tenant.tops
+        overload.tenants.add(
+            tenant_id=tenant_id,
+            level=tenant.level,
+            interactive_shares=interactive,
+            standard_shares=standard,
+            batch_shares=batch,
+            limit_shares=_finite(tenant.limit),
+        )
+    return scheduler_pb2.ScheduleResponse(overload=overload)
+
+
+def _finite(limit: float) -> float | None:
+    return limit if math.isfinite(limit) else None
+
+
+def refused_flows(message: scheduler_pb2.Refused) -> RoutersRefused:
+    """Raises InvalidRequest."""
+    for flow in message.flows:
+        _check_tenant("refused.flows.tenant_id", flow.tenant_id)
+    return RoutersRefused(tuple((flow_key(f.tenant_id, f.qos_class), f.requests) for f in message.flows))
+
+
+def overload_status(state: OverloadState) -> admin_pb2.OverloadStatus:
+    targets_ms = {
+        QosClass.INTERACTIVE: 1000 * state.targets.interactive_s,
+        QosClass.STANDARD: 1000 * state.targets.standard_s,
+    }
+    view = state.view
+    return admin_pb2.OverloadStatus(
+        level=view.level,
+        rung=rung_of(view.level).value,
+        classes=[
+            admin_pb2.ClassOverload(
+                qos_class=_QOS_NUMBERS[qos_class],
+                late_part=state.late_parts[qos_class],
+                target_ms=targets_ms.get(qos_class),
+                refused_by_routers=counts.refused_by_routers,
+                refused=counts.refused,
+                shed=counts.shed,
+                capped=counts.capped,
+            )
+            for qos_class, counts in state.counts.items()
+        ],
+        tenants=[
+            admin_pb2.TenantOverloadStatus(
+                tenant_id=tenant_id,
+                level=tenant.level,
+                rung=rung_of(tenant.level).value,
+                demand_shares=state.demand[tenant_id],
+            )
+            for tenant_id, tenant in view.tenants.items()
+            if tenant.level or state.demand[tenant_id] > 1.0
+        ],
+    )
+
+
+def neighbour_status(noisy: Noisy) -> admin_pb2.NoisyNeighbour:
+    return admin_pb2.NoisyNeighbour(
+        kind=noisy.kind, tenant_id=noisy.tenant_id, worker_id=noisy.worker_id, evidence=dict(noisy.evidence)
+    )
+
+
+def quota_status(view: QuotaView) -> admin_pb2.QuotaStatus:
+    return admin_pb2.QuotaStatus(
+        tenant_id=view.flow.tenant_id,
+        qos_class=_QOS_NUMBERS[view.flow.qos_class],
+        requests=view.requests,
+        leased_tokens=view.leased_tokens,
+        settled_tokens=view.settled_tokens,
+        level_tokens=view.level_tokens,
+    )
+
+
+def _breach(breach: QuotaBreach) -> scheduler_pb2.QuotaBreach:
+    return scheduler_pb2.QuotaBreach(
+        quota=breach.quota, tenant_id=breach.tenant_id, limit=breach.limit, description=breach.description
+    )
+
+
+def flow_status(view: FlowView) -> admin_pb2.FlowStatus:
+    return admin_pb2.FlowStatus(
+        tenant_id=view.flow.tenant_id,
+        qos_class=_QOS_NUMBERS[view.flow.qos_class],
+        queued=view.queued,
+        running=view.running,
+        oldest_wait_s=view.oldest_wait_s,
+        served_cost=view.served_cost,
+    )
+
+
+def tenant_adapter_statuses(workers: Iterable[WorkerView]) -> list[admin_pb2.TenantAdapters]:
+    """Sums over the connected workers; pins as the first of them tells that has them."""
+    found: dict[TenantId, admin_pb2.TenantAdapters] = {}
+    for worker in workers:
+        for tenant_id, adapters in worker.tenant_adapters.items() if worker.connected else ():
+            status = found.setdefault(tenant_id, admin_pb2.TenantAdapters(tenant_id=tenant_id))
+            status.device_bytes += adapters.device_bytes
+            status.host_bytes += adapters.host_bytes
+            status.evictions += adapters.evictions
+            status.displaced += adapters.displaced
+            pins = {pin.name: pin for pin in status.pins}
+            for view in adapters.pins:
+                pin = pins.get(view.name)
+                if pin is None:
+                    pin = status.pins.add(name=view.name, adapter_version=view.uid)
+                pin.workers += 1
+                pin.on_device += view.on_device
+                if view.problem and not pin.problem:
+                    pin.problem = view.problem
+    return [found[tenant_id] for tenant_id in sorted(found)]
+
+
+def kv_statuses(workers: Iterable[tuple[Mapping[TenantId, int], int]]) -> list[admin_pb2.TenantKv]:
+    """
+    Args:
+        workers: the KV blocks that tenants hold on each, and the bytes of one.
+    """
+    found: dict[TenantId, admin_pb2.TenantKv] = {}
+    for tenants, block_bytes in workers:
+        for tenant_id, blocks in tenants.items():
+            status = found.setdefault(tenant_id, admin_pb2.TenantKv(tenant_id=tenant_id))
+            status.device_bytes += blocks * block_bytes
+            status.most_bytes = max(status.most_bytes, blocks * block_bytes)
+    return [found[tenant_id] for tenant_id in sorted(found)]
+
+
+def setback_statuses(workers: Iterable[Mapping[TenantId, Setbacks]]) -> list[admin_pb2.TenantSetbacks]:
+    """Sums over workers."""
+    found: dict[TenantId, admin_pb2.TenantSetbacks] = {}
+    for worker in workers:
+        for tenant_id, setbacks in worker.items():
+            status = found.setdefault(tenant_id, admin_pb2.TenantSetbacks(tenant_id=tenant_id))
+            status.preemptions += setbacks.preemptions
+            status.swaps_out += setbacks.swaps_out
+            status.evictions += setbacks.evictions
+            status.recomputed_tokens += setbacks.recomputed_tokens
+    return [found[tenant_id] for tenant_id in sorted(found)]
+
+
+def worker_status(view: WorkerView) -> admin_pb2.WorkerStatus:
+    tiers = list(view.adapters.values())
+    return admin_pb2.WorkerStatus(
+        worker_id=view.worker_id,
+        address=view.address,
+        device=view.device,
+        connected=view.connected,
+        draining=view.draining,
+        sequence_slots=view.sequence_slots,
+        running=view.running_sequences,
+        kv_blocks_total=view.kv_blocks_total,
+        kv_blocks_free=view.kv_blocks_free,
+        adapters_on_device=tiers.count(Residency.DEVICE),
+        adapters_on_host=len(tiers),
+        generated_tokens=view.generated_tokens,
+        public_kv_blocks=view.public_kv_blocks,
+        public_kv_blocks_declared=view.public_kv_blocks_declared,
+    )

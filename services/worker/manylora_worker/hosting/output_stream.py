@@ -1,0 +1,158 @@
+"""The outputs of one request on their way to its one reader.
+
+Owns what is not read yet, and how much that is: a stream that is full has its request paused, which EngineView does. On
+the event loop alone. Knows nothing of the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from manylora_worker.engine.outbox import RequestEnd
+from manylora_worker.hosting.waiter import Waiter
+from manylora_worker.kinds.api import EngineRequest, TokenOutput
+
+PAUSE_UNREAD_TOKENS = 1024
+"""Of one request, over its choices. A unit of each choice and what is on its way from the engine come on top."""
+
+
+class EndKind(enum.Enum):
+    COMPLETED = "completed"
+    ABORTED = "aborted"
+    ADAPTER_FAILED = "adapter_failed"
+    ERROR = "error"
+    SLOW_READER = "slow_reader"
+
+
+@dataclass(frozen=True)
+class StreamEnd:
+    kind: EndKind
+    message: str = ""
+    request_end: RequestEnd | None = None
+    """None where the engine failed and could not tell."""
+
+
+class OutputBatch(NamedTuple):
+    outputs: Sequence[TokenOutput]
+    """In order; several of one choice may follow one another."""
+    end: StreamEnd | None = None
+    """Set on the last batch."""
+
+
+class OutputStream:
+    """The outputs of one request, for one reader.
+
+    Args:
+        when_read: called after each read that found something, while the stream is paused.
+        pause_unread_tokens: with so many unread it is full.
+    """
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        when_read: Callable[[OutputStream], None] = lambda stream: None,
+        pause_unread_tokens: int = PAUSE_UNREAD_TOKENS,
+    ) -> None:
+        self.request = request
+        self.unfinished_choices = request.n
+        self.is_paused = False
+        self.is_too_slow = False
+        self._when_read = when_read
+        self._pause_unread_tokens = pause_unread_tokens
+        self._pending: list[TokenOutput] = []
+        self._pending_tokens = 0
+        self._left_tokens = [request.max_tokens - len(request.emitted_token_ids)] * request.n
+        """By choice: those that may still come."""
+        self._end: StreamEnd | None = None
+        self._flush_at = float("-inf")
+        self._grace_s = 0.0
+        """So long after `_flush_at` an end that is near is waited for."""
+        self._news = Waiter()
+        """Something to read, or the end."""
+        self._ending = Waiter()
+        """The end alone."""
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the engine has let go of the request; unread outputs may be left."""
+        return self._end is not None
+
+    async def has_something(self, timeout_s: float) -> None:
+        """Returns when there is something to read, or after so long."""
+        if not self._pending and self._end is None:
+            await self._news.wait(asyncio.get_running_loop().time() + timeout_s)
+
+    async def read(self, *, interval_s: float = 0.0) -> OutputBatch:
+        """All outputs since the last read, at least one of them or the end.
+
+        Args:
+            interval_s: until the next read outputs are gathered for so long, up to a third longer, and half as long
+                again where the end is near. The end is not waited with.
+        """
+        loop = asyncio.get_running_loop()
+        await self._wait_for_end(self._flush_at)
+        while not self._pending and self._end is None:
+            await self._news.wait()
+        if self._is_end_near:
+            await self._wait_for_end(self._flush_at + self._grace_s)
+        self._flush_at, self._grace_s = _flush_time(loop.time(), interval_s), interval_s / 2
+        batch = OutputBatch(self._pending, self._end)
+        self._pending = []
+        self._pending_tokens = 0
+        if self.is_paused:
+            self._when_read(self)
+        return batch
+
+    async def _wait_for_end(self, until: float) -> None:
+        """Until then at most."""
+        loop = asyncio.get_running_loop()
+        while self._end is None and loop.time() < until:
+            await self._ending.wait(until)
+
+    @property
+    def _is_end_near(self) -> bool:
+        """Whether half as many tokens as have gathered are the last ones. A frame that another follows so soon costs
+        a router and the caller as much as the other."""
+        return 2 * max(self._left_tokens) * self.request.n <= self._pending_tokens
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much is unread that the request is to be paused."""
+        return self._pending_tokens >= self._pause_unread_tokens
+
+    def put(self, output: TokenOutput) -> None:
+        """From EngineView."""
+        if output.finish_reason is not None:
+            self.unfinished_choices -= 1
+            self._left_tokens[output.choice] = 0
+        else:
+            self._left_tokens[output.choice] -= len(output.token_ids)
+        if not self._pending:
+            self._news.wake()
+        self._pending.append(output)
+        self._pending_tokens += len(output.token_ids)
+
+    def end(self, end: StreamEnd) -> None:
+        """From EngineView."""
+        assert self._end is None
+        self._end = end
+        self._news.wake()
+        self._ending.wake()
+
+
+def _flush_time(now: float, interval_s: float) -> float:
+    """When a stream that was read at `now` is read again: on a grid, so that the frames of many streams leave together.
+
+    Their reader then wakes once for all of them. The grid is the power of two that is a sixth to a third of the
+    interval, so that it stays the same while streams come and go.
+    """
+    if interval_s <= 0.0:
+        return now
+    # interval_s / 3 is m * 2**e with m from 0.5 to 1: the power of two below it is 2**(e - 1).
+    grid_s = math.ldexp(0.5, math.frexp(interval_s / 3)[1])
+    return math.ceil((now + interval_s) / grid_s) * grid_s

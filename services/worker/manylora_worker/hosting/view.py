@@ -1,0 +1,248 @@
+"""The engine as the event loop knows it: one post behind at most.
+
+Owns the open output streams, the last counters, and which requests are paused because nobody reads them. Touched on the
+event loop alone; whoever turns the engine sends posts, and is sent commands.
+
+A request is in `EngineView.running` from `open` until the engine has let go of all that it held. A request of which
+PAUSE_UNREAD_TOKENS wait for their reader is paused: it gives its slot up at its unit's end, until the reader reads.
+One that is not read for MAX_PAUSE_S is aborted, and its stream ends with SLOW_READER.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from manylora_shared.errors import AlreadyExists, Overloaded, ServiceUnavailable
+from manylora_shared.ids import AdapterUid, RequestId, TenantId
+
+from manylora_worker.adapters.cache import TenantAdapters
+from manylora_worker.engine.counters import EngineStats, FlowTokens, Setbacks
+from manylora_worker.engine.outbox import RequestEnd
+from manylora_worker.hosting.commands import Command, abort, pause, resume
+from manylora_worker.hosting.output_stream import PAUSE_UNREAD_TOKENS, EndKind, OutputStream, StreamEnd
+from manylora_worker.kinds.api import AdapterTier, EngineRequest, FinishReason, TokenOutput
+from manylora_worker.memory.tenant_shares import FlowKey
+from manylora_worker.planning.step_planner import FlowSlots
+
+MAX_PAUSE_S = 15.0
+"""Longer than a router waits for a stream's token lease (10 s), during which it does not read either."""
+
+_END_KINDS = {
+    FinishReason.STOP: EndKind.COMPLETED,
+    FinishReason.LENGTH: EndKind.COMPLETED,
+    FinishReason.ABORTED: EndKind.ABORTED,
+    FinishReason.ADAPTER_FAILED: EndKind.ADAPTER_FAILED,
+    FinishReason.ERROR: EndKind.ERROR,
+}
+
+
+class EngineListener(Protocol):
+    """Told by EngineView, on the event loop. Must not block or raise."""
+
+    def request_started(self, request: EngineRequest) -> None: ...
+
+    def request_ended(self, request_id: RequestId) -> None: ...
+
+    def engine_changed(self) -> None:
+        """Counters, blocks or adapters."""
+
+
+class EnginePost(NamedTuple):
+    """What one turn of the engine has to tell."""
+
+    outputs: Sequence[TokenOutput]
+    ends: Sequence[RequestEnd]
+    stats: EngineStats
+    flows: Mapping[FlowKey, FlowTokens]
+    setbacks: Mapping[TenantId, Setbacks]
+    """Of the tenants whose counts grew."""
+    kv_blocks: Mapping[TenantId, int]
+    adapters: Mapping[AdapterUid, AdapterTier] | None
+    """None: unchanged."""
+    tenant_adapters: Mapping[TenantId, TenantAdapters] | None
+    """None: unchanged."""
+    slots: Mapping[FlowKey, FlowSlots] | None
+    """None: unchanged."""
+
+
+class FlowLoad(NamedTuple):
+    """A flow's unfinished sequences, as in worker.proto's FlowCounter."""
+
+    slotted: int = 0
+    ready: int = 0
+    held: int = 0
+
+
+class EngineView:
+    """The engine as the event loop knows it: one post behind at most.
+
+    Args:
+        send: takes commands for the engine.
+        pause_unread_tokens: of one request that its reader may leave before it is paused.
+    """
+
+    def __init__(
+        self,
+        stats: EngineStats,
+        max_requests: int,
+        send: Callable[[Command], None],
+        pause_unread_tokens: int = PAUSE_UNREAD_TOKENS,
+    ) -> None:
+        self.stats = stats
+        self.slots: Mapping[FlowKey, FlowSlots] = {}
+        """Never changed in place."""
+        self._send = send
+        self._unfinished: dict[FlowKey, int] = {}
+        """Sequences of each flow, waiting ones included."""
+        self._paused: dict[RequestId, asyncio.TimerHandle] = {}
+        """Requests that their readers keep from going on, and what ends them."""
+        self.adapters: Mapping[AdapterUid, AdapterTier] = {}
+        self.tenant_adapters: Mapping[TenantId, TenantAdapters] = {}
+        """Never changed in place."""
+        self.flows: dict[FlowKey, FlowTokens] = {}
+        self.setbacks: dict[TenantId, Setbacks] = {}
+        """Whose counts grew last stands last."""
+        self.kv_blocks: Mapping[TenantId, int] = {}
+        """That tenants' sequences hold; those that hold none are absent."""
+        self.running: dict[RequestId, OutputStream] = {}
+        self.failure: str | None = None
+        """Why the engine is no more; None while it lives."""
+        self._is_closed = False
+        self._max_requests = max_requests
+        self._pause_unread_tokens = pause_unread_tokens
+        self._listeners: list[EngineListener] = []
+        self._failure_callbacks: list[Callable[[str], None]] = []
+
+    @property
+    def unfinished_sequences(self) -> int:
+        """Waiting ones included."""
+        return sum(self._unfinished.values())
+
+    def loads(self) -> dict[FlowKey, FlowLoad]:
+        """Of all flows with unfinished sequences."""
+        paused: dict[FlowKey, int] = {}
+        for request_id in self._paused:
+            stream = self.running[request_id]
+            flow = _flow(stream.request)
+            paused[flow] = paused.get(flow, 0) + stream.unfinished_choices
+        loads: dict[FlowKey, FlowLoad] = {}
+        for flow, unfinished in self._unfinished.items():
+            num_slots, is_capped, num_loading = self.slots.get(flow, _NO_SLOTS)
+            # A paused sequence may have its slot for some steps yet.
+            slotted = num_slots if num_slots < unfinished else unfinished
+            held = without = unfinished - slotted
+            if without and not is_capped:
+                held = min(without, paused.get(flow, 0) + num_loading)
+            loads[flow] = tuple.__new__(FlowLoad, (slotted, without - held, held))  # without a Python call
+        return loads
+
+    def subscribe(self, listener: EngineListener) -> None:
+        self._listeners.append(listener)
+
+    def when_failed(self, callback: Callable[[str], None]) -> None:
+        """Calls back with the reason once the engine has failed, after its streams have ended."""
+        self._failure_callbacks.append(callback)
+
+    def close(self) -> None:
+        """Opens no further stream."""
+        self._is_closed = True
+
+    def open(self, request: EngineRequest) -> OutputStream:
+        """A stream for a request that is about to be given to the engine."""
+        if self.failure is not None:
+            raise ServiceUnavailable(f"the engine has failed: {self.failure}")
+        if self._is_closed:
+            raise ServiceUnavailable("the engine has stopped")
+        if request.request_id in self.running:
+            raise AlreadyExists(f"request_id: {request.request_id} is being executed")
+        if len(self.running) >= self._max_requests:
+            raise Overloaded(f"the worker has {len(self.running)} requests")
+        stream = self.running[request.request_id] = OutputStream(request, self._resume, self._pause_unread_tokens)
+        self._count(request, request.n)
+        for listener in self._listeners:
+            listener.request_started(request)
+        return stream
+
+    def take(self, post: EnginePost) -> None:
+        """Hands out a post, and pauses the requests that are not read."""
+        for output in post.outputs:
+            stream = self.running.get(output.request_id)
+            if stream is not None:
+                if output.finish_reason is not None:
+                    self._count(stream.request, -1)
+                stream.put(output)
+                if stream.is_full and not stream.is_paused:
+                    self._pause(stream)
+        self.stats = post.stats
+        self.flows.update(post.flows)
+        for tenant_id, setbacks in post.setbacks.items():
+            self.setbacks.pop(tenant_id, None)
+            self.setbacks[tenant_id] = setbacks
+        self.kv_blocks = post.kv_blocks
+        if post.adapters is not None:
+            self.adapters = post.adapters
+        if post.tenant_adapters is not None:
+            self.tenant_adapters = post.tenant_adapters
+        if post.slots is not None:
+            self.slots = post.slots
+        for end in post.ends:
+            self._end(end.request_id, StreamEnd(_END_KINDS[end.reason], end.message, end))
+        for listener in self._listeners:
+            listener.engine_changed()
+
+    def fail(self, message: str) -> None:
+        """The engine is no more: every stream ends."""
+        self.failure = message
+        for request_id in list(self.running):
+            self._end(request_id, StreamEnd(EndKind.ERROR, f"the engine has failed: {message}"))
+        for callback in self._failure_callbacks:
+            callback(message)
+
+    def _end(self, request_id: RequestId, end: StreamEnd) -> None:
+        stream = self.running.pop(request_id, None)
+        if stream is None:
+            return
+        if (timer := self._paused.pop(request_id, None)) is not None:
+            timer.cancel()
+        self._count(stream.request, -stream.unfinished_choices)
+        if stream.is_too_slow:
+            message = f"{self._pause_unread_tokens} tokens and more were not read for {MAX_PAUSE_S:g} s"
+            end = StreamEnd(EndKind.SLOW_READER, message, end.request_end)
+        stream.end(end)
+        for listener in self._listeners:
+            listener.request_ended(request_id)
+
+    def _pause(self, stream: OutputStream) -> None:
+        request_id = stream.request.request_id
+        stream.is_paused = True
+        self._send(pause(request_id))
+        self._paused[request_id] = asyncio.get_running_loop().call_later(MAX_PAUSE_S, self._give_up, stream)
+
+    def _resume(self, stream: OutputStream) -> None:
+        """Its reader reads again."""
+        stream.is_paused = False
+        timer = self._paused.pop(stream.request.request_id, None)
+        if timer is not None:
+            timer.cancel()
+            self._send(resume(stream.request.request_id))
+
+    def _give_up(self, stream: OutputStream) -> None:
+        stream.is_too_slow = True
+        self._send(abort(stream.request.request_id))
+
+    def _count(self, request: EngineRequest, sequences: int) -> None:
+        flow = _flow(request)
+        left = self._unfinished.get(flow, 0) + sequences
+        if left:
+            self._unfinished[flow] = left
+        else:
+            self._unfinished.pop(flow, None)
+
+
+_NO_SLOTS = FlowSlots()
+
+
+def _flow(request: EngineRequest) -> FlowKey:
+    return (request.tenant_id, request.qos_class)

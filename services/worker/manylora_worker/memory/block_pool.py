@@ -1,0 +1,336 @@
+"""Who holds which KV block.
+
+Owns every block's reference count, the tenant that last held it, and two lists of work for the model runner: blocks to
+clear because they come from another tenant, and blocks to copy because a shared one is about to be written. Written by
+EngineCore and StepPlanner alone, on the engine's thread. Knows ids and tenants, never tensors.
+
+Blocks have one size, so nothing fragments: any free block serves any sequence.
+
+    free --allocate--> held (1 reference) --share--> held (n) --free, n times--> free
+                                                      the copy source of a step stays *parked* until the step is over
+                                                      one that lookups may find stays *idle* (prefix_cache.py)
+
+A *kept* block has a reference that is nobody's table's, until it is let go: other owners' sequences may share it, and
+nobody writes it (public_prefixes.py).
+
+Invariants (`check_invariants`): a block is free, idle, parked or held, exactly one of them; a tenant's count is the
+number of blocks with references that it owns; but for those that are kept, a held block is not shared between tenants,
+and neither held nor idle ones are found by another tenant's lookup.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+from manylora_shared.ids import TenantId
+
+from manylora_worker.memory.prefix_cache import PrefixCache
+
+
+class BlockWork(NamedTuple):
+    """What a step does to blocks before its pass."""
+
+    clears: SequenceOf[int] = ()
+    """To be cleared before anything else."""
+    copies: SequenceOf[tuple[int, int]] = ()
+    """(from, to), after the clears."""
+
+
+class BlockPool:
+    """A fixed number of blocks of `block_size` tokens.
+
+    Work for the runner collects in `pending_clears` and `pending_copies` until a step takes it (`take_work`), and ends
+    with that step: `commit` where it was done, `reject` where the step failed. Then its clears are due again, and its
+    copies, whose targets end with the step's sequences, are not. A target is held until then.
+
+    With `clears_freed`, a block is due to be cleared whenever it becomes free, whoever gets it next.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, max_idle_blocks: int = 0, *, clears_freed: bool = False
+    ) -> None:
+        assert num_blocks > 0
+        assert block_size > 0
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._clears_freed = clears_freed
+        self._references = [0] * num_blocks
+        self._owner: list[TenantId | None] = [None] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._held_by: dict[TenantId, int] = {}
+        self._unclean: dict[int, None] = {}
+        self._copies: dict[int, int] = {}
+        self._copies_from: dict[int, int] = {}
+        """Copies of a block that are due, or in a step that is not over."""
+        self._taken: list[BlockWork] = []
+        self._overwritten: dict[int, None] = {}
+        """Blocks that were overwritten since the oldest work of `_taken` was taken."""
+        self._cache = PrefixCache(max_idle_blocks)
+        self._kept: dict[int, None] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can give, idle ones included."""
+        return len(self._free) + self._cache.num_idle
+
+    @property
+    def num_idle(self) -> int:
+        """Blocks without references whose KV lookups may find."""
+        return self._cache.num_idle
+
+    def idle_of(self, tenant_id: TenantId) -> int:
+        return self._cache.idle_of(tenant_id)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks with references."""
+        return sum(self._held_by.values())
+
+    def held_by(self, tenant_id: TenantId) -> int:
+        """Blocks that count against the tenant; one that several of its sequences share counts once."""
+        return self._held_by.get(tenant_id, 0)
+
+    def held(self) -> dict[TenantId, int]:
+        """`held_by` of every tenant that holds any."""
+        return dict(self._held_by)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def is_shared(self, block_id: int) -> bool:
+        return self._references[block_id] > 1
+
+    def is_freed_by_holder(self, block_id: int) -> bool:
+        """Whether the block is free at once when one holder lets go: nobody else holds it, and no copy of it is due."""
+        return self._references[block_id] == 1 and block_id not in self._copies_from
+
+    def owner_of(self, block_id: int) -> TenantId | None:
+        """The tenant that holds the block, or the last one that did; None where nobody ever has."""
+        return self._owner[block_id]
+
+    def allocate(self, tenant_id: TenantId, count: int) -> list[int]:
+        """Takes `count` free blocks (ask `num_free` first), each with one reference.
+
+        Idle ones are taken last: the tenant's own first where it is, held and idle together, above its share of the
+        cache.
+        """
+        assert 0 <= count <= self.num_free, f"{count} blocks wanted, {self.num_free} are free"
+        if count == 0:
+            return []
+        rest = max(0, len(self._free) - count)
+        taken = self._free[rest:][::-1]
+        del self._free[rest:]
+        footprint = self.held_by(tenant_id) + self._cache.idle_of(tenant_id) + count
+        own_first = footprint > self._cache.max_idle_blocks
+        while len(taken) < count:
+            taken.append(self._cache.evict(tenant_id, own_first=own_first))
+        for block_id in taken:
+            previous = self._owner[block_id]
+            if previous is not None and (previous != tenant_id or self._clears_freed):
+                self._unclean[block_id] = None
+            self._owner[block_id] = tenant_id
+            self._references[block_id] = 1
+        self._held_by[tenant_id] = self._held_by.get(tenant_id, 0) + count
+        return taken
+
+    def share(self, block_ids: Iterable[int]) -> None:
+        """One more reference to each; but for kept ones, sharing stays inside the owning tenant."""
+        for block_id in block_ids:
+            assert self._references[block_id] > 0, f"block {block_id} is not held"
+            self._references[block_id] += 1
+
+    def free(self, block_ids: SequenceOf[int]) -> None:
+        """Drops one reference of each. The last of a table is idle first, so a prefix is evicted from its end on."""
+        for block_id in reversed(block_ids):
+            assert self._references[block_id] > 0, f"block {block_id} is not held"
+            self._references[block_id] -= 1
+            if self._references[block_id] == 0:
+                self._forget(block_id)
+
+    def keep(self, block_id: int) -> None:
+        """A held block is full and computed, and stays until `let_go`, for whoever finds it."""
+        assert block_id not in self._kept
+        assert block_id not in self._unclean
+        assert not self._cache.is_published(block_id)
+        self.share([block_id])
+        self._kept[block_id] = None
+
+    def let_go(self, block_id: int) -> None:
+        """It is kept no longer: free with its last holder."""
+        del self._kept[block_id]
+        self.free([block_id])
+
+    def kept_blocks(self) -> set[int]:
+        return set(self._kept)
+
+    def find_cached(self, tenant_id: TenantId, keys: Iterable[bytes]) -> list[int]:
+        """The tenant's blocks of these keys, up to the first that there is none of. Changes nothing."""
+        found: list[int] = []
+        for key in keys:
+            block_id = self._cache.find(tenant_id, key)
+            if block_id is None or not (self._references[block_id] or self._cache.is_idle(block_id)):
+                break  # a parked one is not there: it is being given up
+            assert self._owner[block_id] == tenant_id
+            found.append(block_id)
+        return found
+
+    def num_idle_among(self, block_ids: Iterable[int]) -> int:
+        """How many of them `take_cached` takes from `num_free`."""
+        return sum(self._references[block_id] == 0 for block_id in block_ids)
+
+    def take_cached(self, block_ids: Iterable[int]) -> None:
+        """One more reference to each of what `find_cached` found, idle ones included."""
+        for block_id in block_ids:
+            if self._references[block_id] == 0:
+                self._cache.wake(block_id)
+                owner = self._owner[block_id]
+                assert owner is not None
+                self._held_by[owner] = self._held_by.get(owner, 0) + 1
+            self._references[block_id] += 1
+
+    def publish(self, block_id: int, key: bytes) -> None:
+        """A held block is full and computed: its tenant's lookups may find it. It is not written from then on."""
+        owner = self._owner[block_id]
+        assert self._references[block_id] > 0
+        assert owner is not None
+        assert block_id not in self._unclean
+        self._cache.publish(owner, key, block_id)
+
+    def unpublish(self, block_ids: Iterable[int]) -> None:
+        """Held blocks that lookups no longer find: they are about to be written, or what is in them is in doubt."""
+        for block_id in block_ids:
+            assert self._references[block_id] > 0
+            self._cache.unpublish(block_id)
+
+    def copy_on_write(self, block_id: int) -> int:
+        """Trades one reference of a shared block for a block of its own; the content is copied by the coming step.
+
+        The source keeps its content until `commit`, even where its other holders free it before.
+        """
+        assert self.is_shared(block_id), f"block {block_id} can be written in place"
+        tenant_id = self._owner[block_id]
+        assert tenant_id is not None
+        (copy,) = self.allocate(tenant_id, 1)
+        self._copies[copy] = block_id
+        self._copies_from[block_id] = self._copies_from.get(block_id, 0) + 1
+        self._references[block_id] -= 1
+        return copy
+
+    def overwrite(self, block_ids: Iterable[int]) -> None:
+        """Held blocks whose whole content is being replaced by their owner's: there is nothing to clear any more."""
+        for block_id in block_ids:
+            assert self._references[block_id] > 0
+            self._unclean.pop(block_id, None)
+            if self._taken:
+                self._overwritten[block_id] = None
+
+    def num_lasting(self, block_ids: Iterable[int]) -> int:
+        """How many of a table's first blocks lookups find as long as another holder of them lives."""
+        count = 0
+        for block_id in block_ids:
+            is_found = block_id in self._kept or self._cache.is_published(block_id)
+            if self._references[block_id] < 2 or not is_found:
+                break
+            count += 1
+        return count
+
+    def pending_clears(self) -> list[int]:
+        """Held blocks that still have another tenant's content: to be cleared before anything else. With `clears_freed`
+        also free ones."""
+        return [block_id for block_id in self._unclean if self._clears_freed or self._references[block_id] > 0]
+
+    @property
+    def has_pending_copies(self) -> bool:
+        return bool(self._copies)
+
+    def pending_copies(self) -> list[tuple[int, int]]:
+        """(from, to), to be copied after the clears and before the pass."""
+        return [(source, copy) for copy, source in self._copies.items()]
+
+    def take_work(self) -> BlockWork:
+        """All that is pending, for a step that is started now."""
+        work = BlockWork(self.pending_clears(), self.pending_copies())
+        for block_id in work.clears:
+            del self._unclean[block_id]
+        self._copies.clear()
+        if work.clears or work.copies:
+            self._taken.append(work)
+        return work
+
+    def commit(self, work: BlockWork) -> None:
+        """The step that took it is over."""
+        if work.clears or work.copies:
+            self._taken.remove(work)
+            for source, _ in work.copies:
+                self._drop_source(source)
+            if not self._taken:
+                self._overwritten.clear()
+
+    def reject(self, work: BlockWork) -> None:
+        """The step that took it failed: nothing of it may have been done."""
+        self._unclean.update((block_id, None) for block_id in work.clears if block_id not in self._overwritten)
+        self.commit(work)
+
+    def check_invariants(self) -> None:
+        self._cache.check_invariants()
+        free = set(self._free)
+        idle, published = self._cache.idle_blocks(), self._cache.published_blocks()
+        parked = {source for source in self._copies_from if self._references[source] == 0}
+        assert min(self._references) >= 0
+        held = set(itertools.compress(range(self.num_blocks), self._references))
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not free & held
+        assert not free & parked
+        assert not idle & (free | held | parked)
+        assert len(free) + len(idle) + len(held) + len(parked) == self.num_blocks, "a block is lost"
+        assert self._kept.keys() <= held
+        assert published.keys().isdisjoint(self._kept)
+        assert published.keys().isdisjoint(free)
+        assert published.keys().isdisjoint(self._unclean)
+        assert all(self._owner[block_id] == tenant_id for block_id, tenant_id in published.items())
+        counts: dict[TenantId, int] = {}
+        for block_id in held:
+            owner = self._owner[block_id]
+            assert owner is not None
+            counts[owner] = counts.get(owner, 0) + 1
+        assert counts == self._held_by, "the tenants' counts are wrong"
+        sources: dict[int, int] = {}
+        taken = [(copy, source) for work in self._taken for source, copy in work.copies]
+        for copy, source in [*self._copies.items(), *taken]:
+            assert self._references[copy] > 0, "a copy is due into a block that nobody holds"
+            assert self._owner[copy] == self._owner[source]
+            sources[source] = sources.get(source, 0) + 1
+        assert sources == self._copies_from
+        assert not parked & self._unclean.keys(), "a copy's source is about to be cleared"
+
+    def _forget(self, block_id: int) -> None:
+        """The last reference is gone."""
+        owner = self._owner[block_id]
+        assert owner is not None
+        self._held_by[owner] -= 1
+        if self._held_by[owner] == 0:
+            del self._held_by[owner]
+        if block_id in self._copies:
+            self._drop_copy(block_id)
+        if block_id not in self._copies_from:
+            self._put_back(block_id)
+
+    def _put_back(self, block_id: int) -> None:
+        given_up = self._cache.rest(block_id) if self._cache.is_published(block_id) else block_id
+        if given_up is not None:
+            self._free.append(given_up)
+            if self._clears_freed:
+                self._unclean[given_up] = None
+
+    def _drop_copy(self, copy: int) -> None:
+        self._drop_source(self._copies.pop(copy))
+
+    def _drop_source(self, source: int) -> None:
+        self._copies_from[source] -= 1
+        if self._copies_from[source] == 0:
+            del self._copies_from[source]
+            if self._references[source] == 0:
+                self._put_back(source)

@@ -1,0 +1,64 @@
+"""What stands in a sequence's block table: every block that a sequence is given, shares, or loses.
+
+Written through Parking alone, for whom StepPlanner has made the room. Knows tokens and blocks; neither the queue, slots
+nor shares of tenants.
+"""
+
+from __future__ import annotations
+
+from manylora_worker.kinds.sequence import Sequence
+from manylora_worker.memory.block_pool import BlockPool
+from manylora_worker.memory.prefixes import Prefixes
+
+
+class BlockTables:
+    def __init__(self, pool: BlockPool, prefixes: Prefixes) -> None:
+        self._pool = pool
+        self._prefixes = prefixes
+
+    def missing(self, sequence: Sequence, end: int) -> int:
+        """Blocks that the sequence takes to write its tokens up to `end`, the copy of a shared one included."""
+        missing = max(0, self._pool.blocks_for(end) - len(sequence.block_table))
+        return missing + self._writes_shared_block(sequence)
+
+    def _writes_shared_block(self, sequence: Sequence) -> bool:
+        """Only the first block that is written can be shared: those behind it are the sequence's own."""
+        index = sequence.num_computed_tokens // self._pool.block_size
+        return index < len(sequence.block_table) and self._pool.is_shared(sequence.block_table[index])
+
+    def extend(self, sequence: Sequence, end: int) -> None:
+        """Gives a sequence with blocks those up to position `end`.
+
+        They are counted anew: the victims that made the room may have been who shared a block.
+        """
+        num_blocks = self.missing(sequence, end)
+        index = sequence.num_computed_tokens // self._pool.block_size
+        if num_blocks and self._writes_shared_block(sequence):
+            sequence.block_table[index] = self._pool.copy_on_write(sequence.block_table[index])
+            num_blocks -= 1
+        else:  # a further choice whose siblings are gone writes the prompt's last token anew, in a block that is cached
+            self._pool.unpublish(sequence.block_table[index : index + 1])
+        sequence.block_table += self._pool.allocate(sequence.tenant_id, num_blocks)
+
+    def fill(self, sequence: Sequence) -> int:
+        """Gives a sequence without blocks those of all its tokens. Returns how many of them were cached."""
+        cached = self._prefixes.find(sequence)
+        num_blocks = self._pool.blocks_for(sequence.num_tokens) - len(cached)
+        self._pool.take_cached(cached)
+        sequence.block_table = cached + self._pool.allocate(sequence.tenant_id, num_blocks)
+        sequence.has_worked = False
+        return len(cached)
+
+    def share(self, leader: Sequence, sequence: Sequence, num_tokens: int) -> None:
+        """Gives a sequence without blocks those of the leader's first `num_tokens`, which are the leader's prompt."""
+        shared = leader.block_table[: self._pool.blocks_for(num_tokens)]
+        self._pool.share(shared)
+        sequence.block_table = shared
+        sequence.block_keys = list(leader.block_keys)  # so far of prompt blocks alone
+        sequence.num_computed_tokens = num_tokens
+
+    def lose(self, sequence: Sequence) -> None:
+        """Frees all that the sequence holds."""
+        self._pool.free(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_holdings += 1

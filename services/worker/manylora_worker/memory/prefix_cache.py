@@ -1,0 +1,258 @@
+"""Which full blocks of KV can be found again, and by whom.
+
+PrefixKeys makes the names of blocks. Its secret is drawn when the worker starts and kept nowhere:
+
+    namespace = HMAC-SHA256(secret, tenant, adapter's content digest or none, model's digest)
+    key(i)    = HMAC-SHA256(namespace, key(i - 1), the token ids of block i)
+
+So a key says: this tenant, adapter and model, and these tokens from position 0 on. Nothing that a request carries but
+its tokens enters it, and who does not know the secret can neither compute a key nor search for colliding ones.
+
+PrefixCache maps keys to blocks, each tenant's apart: no lookup reads another tenant's index. It is a part of BlockPool,
+which alone writes it and tells it when a block's last reference goes. A block that has a key is *published*; one that
+is published and has no references is *idle*: its KV is kept, and it counts as free.
+
+    held --publish--> held, published --last reference goes--> idle --evict--> free
+                           ^------------taken by a lookup--------'
+
+Which idle block goes when one is wanted and none is free depends on counts alone, never on what another tenant looked
+up or when: see `evict`. Neither class knows references, tensors or time.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import struct
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from manylora_shared.ids import AdapterUid, TenantId
+
+from manylora_worker.kinds.sequence import Sequence
+
+SECRET_BYTES = 32
+_NO_PARENT = bytes(32)
+_KEPT_NAMESPACES = 1024
+_SHA256_BLOCK_BYTES = 64
+
+
+class PrefixKeys:
+    """Names blocks; the keys of a sequence are kept with it (`Sequence.block_keys`), for its tokens never change.
+
+    Args:
+        secret: `SECRET_BYTES` random bytes.
+    """
+
+    def __init__(self, secret: bytes, model_digest: str) -> None:
+        assert len(secret) == SECRET_BYTES
+        self._secret = secret
+        self._model_digest = model_digest
+        self._kept_namespace = functools.lru_cache(maxsize=_KEPT_NAMESPACES)(self._make_namespace)
+
+    def key_at(self, sequence: Sequence, index: int, block_size: int) -> bytes:
+        """The key of the sequence's block `index`, all of whose tokens are known."""
+        keys = sequence.block_keys
+        if index >= len(keys):
+            namespace = self.namespace(sequence.tenant_id, sequence.group.request.adapter_uid)
+            for i in range(len(keys), index + 1):
+                tokens = sequence.tokens(i * block_size, (i + 1) * block_size)
+                assert len(tokens) == block_size, f"block {i} is not full"
+                keys.append(self.key(namespace, keys[-1] if keys else _NO_PARENT, tokens))
+        return keys[index]
+
+    def namespace(self, tenant_id: TenantId, adapter_uid: AdapterUid | None) -> Namespace:
+        return self._kept_namespace(tenant_id, adapter_uid)
+
+    def _make_namespace(self, tenant_id: TenantId, adapter_uid: AdapterUid | None) -> Namespace:
+        fields = [tenant_id.encode(), self._model_digest.encode()]
+        if adapter_uid is not None:
+            fields.append(adapter_uid.encode())
+        # With each field's length, no two lists of fields are the same bytes.
+        message = b"".join(len(each).to_bytes(4, "little") + each for each in fields)
+        return Namespace(hmac.digest(self._secret, message, "sha256"))
+
+    def key(self, namespace: Namespace, parent: bytes, token_ids: tuple[int, ...]) -> bytes:
+        return namespace.mac(parent + struct.pack(f"<{len(token_ids)}I", *token_ids))
+
+
+class Namespace:
+    """HMAC-SHA256 (RFC 2104) under one key: its two pads are hashed once and not for each message, which is most of
+    what a short message costs."""
+
+    __slots__ = ("_inner", "_outer")
+
+    def __init__(self, key: bytes) -> None:
+        assert len(key) <= _SHA256_BLOCK_BYTES
+        padded = key.ljust(_SHA256_BLOCK_BYTES, b"\0")
+        self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
+        self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
+
+    def mac(self, message: bytes) -> bytes:
+        inner, outer = self._inner.copy(), self._outer.copy()
+        inner.update(message)
+        outer.update(inner.digest())
+        return outer.digest()
+
+
+@dataclass(frozen=True)
+class PrefixOptions:
+    """A prefix cache for EngineCore.
+
+    Attributes:
+        tenant_share: of the pool's blocks, how many one tenant's idle ones may be; over 0 and up to 1.
+        public_share: of the pool's blocks, how many public prefixes may hold; 0 up to 1.
+    """
+
+    keys: PrefixKeys
+    tenant_share: float
+    public_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.tenant_share <= 1.0:
+            raise ValueError("tenant_share must be over 0 and up to 1")
+        if not 0.0 <= self.public_share <= 1.0:
+            raise ValueError("public_share must be 0 up to 1")
+
+    def max_idle_blocks(self, num_blocks: int) -> int:
+        return max(1, int(self.tenant_share * num_blocks))
+
+    def max_public_blocks(self, num_blocks: int, longest_blocks: int) -> int:
+        """longest_blocks: of a request that fills the model's context: it must be able to run beside them."""
+        return max(0, min(int(self.public_share * num_blocks), num_blocks - longest_blocks))
+
+
+@dataclass(slots=True)
+class _Tenant:
+    published: dict[bytes, int] = field(default_factory=dict)
+    idle: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    """The one that is idle for longest first."""
+
+
+class PrefixCache:
+    """At most one block a key, and one key a block; so it holds no more than the pool has blocks.
+
+    Args:
+        max_idle_blocks: of one tenant. 0: no block is published.
+    """
+
+    def __init__(self, max_idle_blocks: int) -> None:
+        self.max_idle_blocks = max_idle_blocks
+        self._tenants: dict[TenantId, _Tenant] = {}
+        self._names: dict[int, tuple[TenantId, bytes]] = {}
+        self._num_idle = 0
+        self._by_num_idle: dict[int, dict[TenantId, None]] = {}
+        self._most_idle = 0
+        """The greatest count of a tenant's idle blocks."""
+
+    @property
+    def num_idle(self) -> int:
+        return self._num_idle
+
+    def idle_of(self, tenant_id: TenantId) -> int:
+        tenant = self._tenants.get(tenant_id)
+        return 0 if tenant is None else len(tenant.idle)
+
+    def find(self, tenant_id: TenantId, key: bytes) -> int | None:
+        tenant = self._tenants.get(tenant_id)
+        return None if tenant is None else tenant.published.get(key)
+
+    def is_published(self, block_id: int) -> bool:
+        return block_id in self._names
+
+    def is_idle(self, block_id: int) -> bool:
+        name = self._names.get(block_id)
+        return name is not None and block_id in self._tenants[name[0]].idle
+
+    def published_blocks(self) -> dict[int, TenantId]:
+        """With whose lookups may find them. Walks them all, as `idle_blocks` does."""
+        return {block_id: tenant_id for block_id, (tenant_id, _) in self._names.items()}
+
+    def idle_blocks(self) -> set[int]:
+        return {block_id for tenant in self._tenants.values() for block_id in tenant.idle}
+
+    def publish(self, tenant_id: TenantId, key: bytes, block_id: int) -> None:
+        """Makes a held block findable. The first block of a key keeps it: another with the same KV is of no use."""
+        assert self.max_idle_blocks > 0
+        if block_id in self._names:
+            assert self._names[block_id] == (tenant_id, key), f"block {block_id} has another key"
+            return
+        tenant = self._tenants.setdefault(tenant_id, _Tenant())
+        if key not in tenant.published:
+            tenant.published[key] = block_id
+            self._names[block_id] = (tenant_id, key)
+
+    def unpublish(self, block_id: int) -> None:
+        """Nobody finds the held block any more. Of one that is not published: nothing."""
+        name = self._names.pop(block_id, None)
+        if name is None:
+            return
+        tenant_id, key = name
+        tenant = self._tenants[tenant_id]
+        assert block_id not in tenant.idle
+        del tenant.published[key]
+        if not tenant.published:
+            del self._tenants[tenant_id]
+
+    def rest(self, block_id: int) -> int | None:
+        """The last reference of a published block went. Returns the block that its tenant gives up for it, if any."""
+        tenant_id, _ = self._names[block_id]
+        tenant = self._tenants[tenant_id]
+        assert block_id not in tenant.idle
+        tenant.idle[block_id] = None
+        self._count(tenant_id, len(tenant.idle) - 1, len(tenant.idle))
+        if len(tenant.idle) <= self.max_idle_blocks:
+            return None
+        return self._evict_of(tenant_id)
+
+    def wake(self, block_id: int) -> None:
+        """An idle block has a reference again."""
+        tenant_id, _ = self._names[block_id]
+        idle = self._tenants[tenant_id].idle
+        del idle[block_id]
+        self._count(tenant_id, len(idle) + 1, len(idle))
+
+    def evict(self, tenant_id: TenantId, *, own_first: bool) -> int:
+        """Gives up an idle block for one that `tenant_id` allocates; ask `num_idle` first.
+
+        It is one of its own where `own_first` and it has one, else one of the tenant that has the most. So a tenant
+        loses nothing to others while one of them keeps more idle blocks than it does. Of a tenant's idle blocks, the
+        one that is idle for longest goes.
+        """
+        if not own_first or self.idle_of(tenant_id) == 0:
+            tenant_id = next(iter(self._by_num_idle[self._most_idle]))
+        return self._evict_of(tenant_id)
+
+    def check_invariants(self) -> None:
+        published = {
+            block: (tenant, key) for tenant, each in self._tenants.items() for key, block in each.published.items()
+        }
+        assert published == self._names, "a block has two names, or a name two blocks"
+        assert all(each.published for each in self._tenants.values()), "an empty tenant was kept"
+        counts = {tenant: len(each.idle) for tenant, each in self._tenants.items() if each.idle}
+        assert sum(counts.values()) == self._num_idle
+        assert max(counts.values(), default=0) == self._most_idle <= self.max_idle_blocks
+        ranked = {tenant: count for count, tenants in self._by_num_idle.items() for tenant in tenants}
+        assert ranked == counts
+        for tenant, each in self._tenants.items():
+            assert all(published[block][0] == tenant for block in each.idle)
+
+    def _evict_of(self, tenant_id: TenantId) -> int:
+        block_id = next(iter(self._tenants[tenant_id].idle))
+        self.wake(block_id)
+        self.unpublish(block_id)
+        return block_id
+
+    def _count(self, tenant_id: TenantId, before: int, after: int) -> None:
+        """Counts change by one, so the greatest is found in constant time."""
+        self._num_idle += after - before
+        if before:
+            ranks = self._by_num_idle[before]
+            del ranks[tenant_id]
+            if not ranks:
+                del self._by_num_idle[before]
+        if after:
+            self._by_num_idle.setdefault(after, {})[tenant_id] = None
+        if after > self._most_idle or (before == self._most_idle and before not in self._by_num_idle):
+            self._most_idle = after

@@ -1,0 +1,153 @@
+"""What each tenant may have of this worker: weights of its flows (its share of adapter memory goes by these too), and
+KV blocks.
+
+Owns the tenants' shares as their policies give them. Written by EngineCore alone; `check` may be called from any
+thread: what it reads is replaced, never changed in place. Knows limits, never who holds what: that is BlockPool's.
+
+Of KV blocks a tenant has up to three bounds:
+
+    reserve    always its own: given back to it within one quantum of asking, and never reclaimed for others' sake
+    soft       what it may hold while others want memory; what it holds above is reclaimed first
+    hard       what it never passes
+
+Reserves are promises that all hold at once, so together they take half of the pool at most: more than that is scaled
+down in proportion. Unused reserve is lent out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from manylora_shared.errors import QuotaBreach, QuotaExceeded
+from manylora_shared.ids import QosClass, TenantId
+from manylora_shared.tenancy.policy import DEFAULT_WEIGHTS, TenantPolicy
+
+FlowKey = tuple[TenantId, QosClass]
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class TenantShare:
+    """None: unbounded."""
+
+    weights: Mapping[QosClass, int] = field(default_factory=lambda: DEFAULT_WEIGHTS)
+    soft_blocks: int | None = None
+    hard_blocks: int | None = None
+    reserve_blocks: int = 0
+    hard_mb: int = 0
+    reserve_mb: int = 0
+    """As the policy gives them, for refusals to name."""
+
+    @staticmethod
+    def of(policy: TenantPolicy, block_bytes: int) -> TenantShare:
+        """A policy's part that a worker enforces, whose KV blocks have `block_bytes` each.
+
+        Bounds are rounded down to whole blocks, the reserve up.
+        """
+        quotas = policy.quotas
+
+        def blocks(mib: int | None) -> int | None:
+            return None if mib is None else mib * _MIB // block_bytes
+
+        return TenantShare(
+            weights={qos_class: policy.weight(qos_class) for qos_class in QosClass},
+            soft_blocks=blocks(quotas.kv_hbm_mb),
+            hard_blocks=blocks(quotas.kv_hbm_mb_hard),
+            reserve_blocks=-(-(quotas.kv_hbm_mb_reserve or 0) * _MIB // block_bytes),
+            hard_mb=quotas.kv_hbm_mb_hard or 0,
+            reserve_mb=quotas.kv_hbm_mb_reserve or 0,
+        )
+
+
+_DEFAULT = TenantShare()
+
+
+class TenantShares:
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._shares: dict[TenantId, TenantShare] = {}
+        self._reserves: dict[TenantId, int] = {}
+        """As scaled; of tenants with a reserve alone."""
+        self._reserved_blocks = 0
+        self._has_caps = False
+        self._has_soft = False
+        self._accepted: dict[TenantId, int] = {}
+        """Blocks of the longest request that a tenant had here when its bounds fell below that."""
+
+    def set(self, tenant_id: TenantId, share: TenantShare | None) -> None:
+        """None: the tenant has the default weights and no bounds."""
+        shares = dict(self._shares)
+        shares.pop(tenant_id, None)
+        if share is not None:
+            shares[tenant_id] = share
+        wanted = {tenant: each.reserve_blocks for tenant, each in shares.items() if each.reserve_blocks}
+        total, most = sum(wanted.values()), self._num_blocks // 2
+        if total > most:
+            wanted = {tenant: blocks * most // total for tenant, blocks in wanted.items()}
+        self._shares, self._reserves, self._reserved_blocks = shares, wanted, sum(wanted.values())
+        self._has_soft = any(each.soft_blocks is not None for each in shares.values())
+        self._has_caps = any(each.hard_blocks is not None for each in shares.values())
+
+    def accept(self, tenant_id: TenantId, longest_blocks: int) -> None:
+        """The tenant's longest request here may come to hold so many blocks. A request that was accepted under wider
+        bounds runs to its end: until then the tenant's hard cap is what that request needs, if that is more."""
+        share = self._shares.get(tenant_id)
+        if share is not None and share.hard_blocks is not None and longest_blocks > share.hard_blocks:
+            self._accepted[tenant_id] = longest_blocks
+        else:
+            self._accepted.pop(tenant_id, None)
+
+    def weight(self, flow: FlowKey) -> int:
+        return self._shares.get(flow[0], _DEFAULT).weights[flow[1]]
+
+    def tenant_weight(self, tenant_id: TenantId) -> int:
+        """Of the tenant as a whole: what its flows have together."""
+        return sum(self._shares.get(tenant_id, _DEFAULT).weights.values())
+
+    def soft(self, tenant_id: TenantId) -> int:
+        blocks = self._shares.get(tenant_id, _DEFAULT).soft_blocks
+        return self._num_blocks if blocks is None else blocks
+
+    def hard(self, tenant_id: TenantId) -> int:
+        blocks = self._shares.get(tenant_id, _DEFAULT).hard_blocks
+        return self._num_blocks if blocks is None else max(blocks, self._accepted.get(tenant_id, 0))
+
+    def reserve(self, tenant_id: TenantId) -> int:
+        return self._reserves.get(tenant_id, 0)
+
+    @property
+    def reserves(self) -> Mapping[TenantId, int]:
+        """Of the tenants that have one; never changed in place."""
+        return self._reserves
+
+    @property
+    def has_caps(self) -> bool:
+        """Whether some tenant has a hard cap."""
+        return self._has_caps
+
+    @property
+    def has_soft(self) -> bool:
+        """Whether some tenant has a soft share."""
+        return self._has_soft
+
+    def check(self, tenant_id: TenantId, longest_blocks: int, block_size: int) -> None:
+        """Whether a request that may come to hold so many blocks can count on them. From any thread.
+
+        Raises:
+            QuotaExceeded: it cannot, now or later: past its hard cap, or more than others' reserves leave.
+        """
+        share = self._shares.get(tenant_id, _DEFAULT)
+        others = self._reserved_blocks - self._reserves.get(tenant_id, 0)
+        left = self._num_blocks - others
+        needs = f"the request may come to hold KV of {longest_blocks * block_size} tokens"
+        if share.hard_blocks is not None and longest_blocks > share.hard_blocks:
+            quota, limit = "quotas.kv_hbm_mb_hard", share.hard_mb
+            description = f"{needs}, the tenant's hard cap is {share.hard_blocks * block_size} on a worker"
+        elif longest_blocks > left:
+            quota, limit = "quotas.kv_hbm_mb_reserve", share.reserve_mb
+            description = f"{needs}, other tenants' reserves leave {left * block_size} on a worker"
+        else:
+            return
+        breach = QuotaBreach(quota, tenant_id, limit, description)
+        raise QuotaExceeded(f"{quota}: {description}", breaches=[breach])

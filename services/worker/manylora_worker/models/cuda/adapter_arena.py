@@ -1,0 +1,230 @@
+"""Adapters on the device: their weights in blocks of the arena, and the table by which kernels find them.
+
+An adapter's matrices are cut in chunks of CHUNK_RANKS ranks (kernels/lora.py). Chunks that follow one another in the
+host buffer go into one block as long as they fit, so an adapter is one copy a block; nothing is padded to a common
+rank, and any free blocks serve any adapter.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from manylora_shared.ids import AdapterUid
+from torch import Tensor
+
+from manylora_worker.models.cuda.kernels.lora import (
+    CHUNK_ALIGNMENT,
+    CHUNK_RANKS,
+    a_field,
+    b_field,
+    num_chunks,
+    site_fields,
+)
+from manylora_worker.weights.layout import HostAdapter, PlacedSite
+
+_BLOCKS_AT_ONCE = 4
+_LAYOUTS = 64
+_KNOWN_ADAPTERS = 1 << 16
+
+
+class NoRoom(Exception):
+    """Too few free blocks or adapter slots."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Elements [start, start + length) of the host buffer, in one block."""
+
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How an adapter is laid out over blocks, before any block is chosen."""
+
+    runs: Sequence[_Run]
+    chunks: np.ndarray
+    """int64 [chunks, 4]: site, field of its entry, run, elements from the run's begin."""
+    ranks: np.ndarray
+    """int64 [slots, 3]: site, field, rank."""
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.runs)
+
+
+def place(adapter: HostAdapter, block_elements: int, chunks: int) -> Placement:
+    """Cuts an adapter into runs of at most `block_elements`.
+
+    Raises:
+        ValueError: one chunk of it is larger than a block, or its matrices' widths are odd.
+    """
+    pieces: list[tuple[int, int, int, int]] = []  # start, length, site, field
+    ranks: list[tuple[int, int, int]] = []
+    for placed in adapter.layout:
+        for slot, start, stop, b in placed.slots:
+            ranks.append((placed.site, slot, stop - start))
+            for chunk in range(num_chunks(stop - start)):
+                first = chunk * CHUNK_RANKS
+                rows = min(CHUNK_RANKS, stop - start - first)
+                a_start = placed.a.start + (start + first) * placed.a.columns
+                pieces.append((a_start, rows * placed.a.columns, placed.site, a_field(slot, chunk, chunks)))
+                b_start = b.start + first * b.columns
+                pieces.append((b_start, rows * b.columns, placed.site, b_field(slot, chunk, chunks)))
+    runs: list[_Run] = []
+    cut: list[tuple[int, int, int, int]] = []
+    for start, length, site, field in sorted(pieces):
+        if length > block_elements:
+            raise ValueError(f"{length} weights of one matrix do not fit in a block of {block_elements}")
+        if start % CHUNK_ALIGNMENT or length % CHUNK_ALIGNMENT or block_elements % CHUNK_ALIGNMENT:
+            raise ValueError(f"the width of a matrix is no multiple of {CHUNK_ALIGNMENT}")
+        if runs and runs[-1].start + runs[-1].length == start and start + length - runs[-1].start <= block_elements:
+            runs[-1] = _Run(runs[-1].start, start + length - runs[-1].start)
+        else:
+            runs.append(_Run(start, length))
+        cut.append((site, field, len(runs) - 1, start - runs[-1].start))
+    return Placement(runs, np.array(cut, dtype=np.int64), np.array(ranks, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class _Place:
+    slot: int
+    blocks: Sequence[int]
+    placement: Placement
+    freed: torch.cuda.Event | None
+    """When the blocks' last readers are done."""
+
+
+class AdapterArena:
+    """The adapter half of the arena, and the table of who stands where. Slot 0 is "no adapter".
+
+    Args:
+        arena: [elements], flat; block b begins at b * block_elements.
+        blocks: those that adapters may use.
+        num_slots: adapters that may be on the device at once.
+        num_sites: LoRA sites of the model.
+        max_rank: largest rank served.
+        clear: blocks that an adapter gives back, [n]; None: they keep what is in them.
+    """
+
+    def __init__(
+        self,
+        arena: Tensor,
+        block_elements: int,
+        blocks: Sequence[int],
+        *,
+        num_slots: int,
+        num_sites: int,
+        max_rank: int,
+        clear: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        self._clear = clear
+        self.chunks = num_chunks(max_rank)
+        self.block_elements = block_elements
+        fields = site_fields(self.chunks)
+        self.sites = torch.zeros(num_sites, num_slots + 1, fields, dtype=torch.int64, device=arena.device)
+        self._by_block = arena.view(-1, block_elements)
+        self._block_bytes: int = block_elements * arena.element_size()
+        self._free_blocks = list(reversed(blocks))
+        self._free_slots = list(range(num_slots, 0, -1))
+        self._places: dict[AdapterUid, _Place] = {}
+        self._placements: OrderedDict[tuple[PlacedSite, ...], Placement] = OrderedDict()
+        self._known: OrderedDict[AdapterUid, Placement] = OrderedDict()
+        """Most adapters of a model have one of a few layouts; to work one out takes milliseconds."""
+        self._lock = threading.Lock()
+
+    def slot_of(self, uid: AdapterUid) -> int:
+        return self._places[uid].slot
+
+    def holds(self, uid: AdapterUid) -> bool:
+        return uid in self._places
+
+    def size_bytes(self, adapter: HostAdapter) -> int:
+        """What it takes on the device: whole blocks. From any thread."""
+        return self._placement(adapter).num_blocks * self._block_bytes
+
+    def reserve(self, adapter: HostAdapter) -> None:
+        """Takes blocks and a slot for it. The engine's thread; the weights come with `fill`.
+
+        Raises:
+            NoRoom: it does not fit now.
+        """
+        assert adapter.uid not in self._places
+        placement = self._placement(adapter)
+        if placement.num_blocks > len(self._free_blocks) or not self._free_slots:
+            raise NoRoom(f"the adapter takes {placement.num_blocks} blocks, {len(self._free_blocks)} are free")
+        blocks = [self._free_blocks.pop() for _ in placement.runs]
+        # The blocks' last readers are steps that were started before: the copy comes after them.
+        freed = None
+        if self.sites.is_cuda:
+            freed = torch.cuda.Event()
+            freed.record()
+        self._places[adapter.uid] = _Place(self._free_slots.pop(), blocks, placement, freed)
+
+    def fill(self, adapter: HostAdapter) -> None:
+        """Copies the weights in, and returns when steps may use them. May run on a thread of its own."""
+        with torch.inference_mode():
+            self._fill(adapter)
+
+    def _fill(self, adapter: HostAdapter) -> None:
+        if not self.sites.is_cuda:
+            self._copy(adapter, self._places[adapter.uid])
+            return
+        stream = torch.cuda.Stream(self.sites.device)
+        with torch.cuda.stream(stream):
+            place = self._places[adapter.uid]
+            assert place.freed is not None
+            stream.wait_event(place.freed)
+            self._copy(adapter, place)
+        stream.synchronize()
+
+    def drop(self, uid: AdapterUid) -> None:
+        """Gives its blocks and its slot back. Unknown ids are ignored."""
+        place = self._places.pop(uid, None)
+        if place is not None:
+            self._free_slots.append(place.slot)
+            self._free_blocks += place.blocks
+            if self._clear is not None:  # behind all steps that may read them, and before the next copy into them
+                self._clear(torch.tensor(place.blocks, device=self.sites.device))
+
+    def _copy(self, adapter: HostAdapter, place: _Place) -> None:
+        behind: torch.cuda.Event | None = None
+        for i, (run, block) in enumerate(zip(place.placement.runs, place.blocks, strict=True)):
+            source = adapter.buffer[run.start : run.start + run.length]
+            self._by_block[block, : run.length].copy_(source, non_blocking=True)
+            if self.sites.is_cuda and i % _BLOCKS_AT_ONCE == _BLOCKS_AT_ONCE - 1:
+                # A device does copies in the order asked, a step's metadata among them: with the whole adapter under
+                # way, a step would wait for all of it.
+                event = torch.cuda.Event()
+                event.record()
+                if behind is not None:
+                    behind.synchronize()
+                behind = event
+        entry = torch.zeros(self.sites.shape[0], self.sites.shape[2], dtype=torch.int64)
+        if self.sites.is_cuda:
+            entry = entry.pin_memory()
+        ranks, chunks = place.placement.ranks, place.placement.chunks
+        entry.numpy()[ranks[:, 0], ranks[:, 1]] = ranks[:, 2]
+        blocks = np.array(place.blocks, dtype=np.int64)
+        entry.numpy()[chunks[:, 0], chunks[:, 1]] = blocks[chunks[:, 2]] * self.block_elements + chunks[:, 3]
+        self.sites[:, place.slot].copy_(entry, non_blocking=True)
+
+    def _placement(self, adapter: HostAdapter) -> Placement:
+        with self._lock:
+            known = self._known.get(adapter.uid)
+        if known is not None:
+            return known
+        placement = self._placements.get(adapter.layout) or place(adapter, self.block_elements, self.chunks)
+        with self._lock:
+            self._placements[adapter.layout] = self._known[adapter.uid] = placement
+            if len(self._placements) > _LAYOUTS:
+                self._placements.popitem(last=False)
+            if len(self._known) > _KNOWN_ADAPTERS:
+                self._known.popitem(last=False)
+        return placement

@@ -1,0 +1,376 @@
+"""One forward pass of a decoder, as a fixed sequence of kernels over preallocated buffers.
+
+The pass has no host decision in it that depends on the batch's content: which rows, blocks and adapters it is about
+stands in device tensors (DeviceStep), so the whole pass can be captured in a CUDA graph and replayed for other
+batches of the same shape. What differs in shape (rows, whether there is LoRA, how a context is split) makes another
+graph.
+
+Per layer: norm | qkv product, shrink beside it | rotate and store | attention | o product, shrink beside it | add and
+norm | gate-up product, shrink beside it | gate | down product, shrink beside it | add and norm (the next layer's). In
+steps of some hundred rows that are computed by tile (kernels/lora_tiles.py), shrink and expand come before the product.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from manylora_worker.models.cuda.kernels.add_norm import add_norm
+from manylora_worker.models.cuda.kernels.attention import DecodeScratch, PagedLayout, attend_decode, attend_prefill
+from manylora_worker.models.cuda.kernels.attention_decode import DecodeAttention
+from manylora_worker.models.cuda.kernels.gate import gate
+from manylora_worker.models.cuda.kernels.gemm import MOST_SPLIT_ROWS, MOST_SPLITS, linear
+from manylora_worker.models.cuda.kernels.lora import LoraRows, low_rank_columns, num_chunks, shrink, shrink_splits
+from manylora_worker.models.cuda.kernels.lora_tiles import FEWEST_ROWS, MOST_ROWS, LoraTiles
+from manylora_worker.models.cuda.kernels.rotate import rotate_store
+from manylora_worker.models.decoder_weights import DecoderWeights, Projection
+
+MAX_SPLITS = 32
+
+
+@dataclass(frozen=True)
+class LoraStep:
+    """The adapters of a step's rows; formats in kernels/lora.py."""
+
+    tiles: Tensor
+    num_tiles: int
+    """0: by row."""
+    row_adapters: Tensor
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """What one pass is about. All tensors are on the device; `rows` of each are looked at.
+
+    Rows [0, decode_rows) decode; the rest are chunks of prompts, cut in `prefill_tiles`.
+    """
+
+    rows: int
+    num_rows: Tensor
+    """int32 scalar: rows that are there; those behind are padding."""
+    token_ids: Tensor
+    positions: Tensor
+    """int32"""
+    tables: Tensor
+    """int32 [sequences, blocks]"""
+    table_rows: Tensor
+    """int32: each row's sequence in `tables`."""
+    decode_rows: int
+    splits: int
+    prefill_tiles: Tensor | None = None
+    num_prefill_tiles: int = 0
+    lora: LoraStep | None = None
+    logit_rows: Tensor | None = None
+    """int64: rows whose logits are wanted; None: all, in order."""
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Elements of the pass's buffers: [rows, columns], or flat ones of float32."""
+
+    rows: Mapping[str, tuple[int, int]]
+    low_rank: int
+    parts: int
+
+    @classmethod
+    def of(cls, weights: DecoderWeights, *, lora_chunks: int, max_rows: int, max_decode_rows: int) -> _Sizes:
+        first = weights.layers[0]
+        shape = first.attention
+        out_features = [p.out_features for p in (first.qkv, first.o, first.gate_up)]
+        widths = {p.in_features for p in (first.qkv, first.o, first.down)}
+        most = max(shrink_splits(width, rows) * rows for width in widths for rows in range(1, max_rows + 1))
+        return cls(
+            rows={
+                "residual": (max_rows, weights.hidden_size),
+                "normed": (max_rows, weights.hidden_size),
+                "delta": (max_rows, weights.hidden_size),
+                "qkv": (max_rows, first.qkv.out_features),
+                "q": (max_rows, shape.num_heads * shape.head_dim),
+                "attended": (max_rows, shape.num_heads * shape.head_dim),
+                "gate_up": (max_rows, first.gate_up.out_features),
+                "gated": (max_rows, first.down.in_features),
+                "logits": (max_decode_rows, weights.vocab_size),
+                "lora": (min(max_rows, MOST_ROWS), max(first.qkv.out_features, first.o.out_features)),
+            },
+            low_rank=most * low_rank_columns(lora_chunks),
+            parts=MOST_SPLITS * MOST_SPLIT_ROWS * max(out_features),
+        )
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        by_rows = sum(rows * columns for rows, columns in self.rows.values())
+        return by_rows * dtype.itemsize + 4 * (self.low_rank + self.parts)
+
+
+def buffer_bytes(
+    weights: DecoderWeights, dtype: torch.dtype, *, max_rank: int, max_rows: int, max_decode_rows: int
+) -> int:
+    """What a Decoder takes on the device beside weights and arena."""
+    sizes = _Sizes.of(weights, lora_chunks=num_chunks(max_rank), max_rows=max_rows, max_decode_rows=max_decode_rows)
+    return sizes.bytes(dtype)
+
+
+class Decoder:
+    """The model's pass over one arena.
+
+    Args:
+        arena: every block of KV and adapters, flat.
+        layer_offsets: where each layer's keys begin inside a block, in elements.
+        sites: int64 [sites, adapter slots, fields]; see kernels/lora.py.
+        max_rows: of one step.
+        max_decode_rows: rows that may decode in one step.
+        pdl: whether kernels may start while those before them end; see the kernels package.
+    """
+
+    def __init__(
+        self,
+        weights: DecoderWeights,
+        *,
+        arena: Tensor,
+        layout: PagedLayout,
+        layer_offsets: Sequence[int],
+        sites: Tensor,
+        lora_chunks: int,
+        max_rows: int,
+        max_decode_rows: int,
+        pdl: bool,
+    ) -> None:
+        self.weights = weights
+        self._arena = arena
+        self._layout = layout
+        self._layer_caches = [arena[offset:] for offset in layer_offsets]
+        self._sites = sites
+        self._lora_chunks = lora_chunks
+        device, dtype = arena.device, arena.dtype
+        sizes = _Sizes.of(weights, lora_chunks=lora_chunks, max_rows=max_rows, max_decode_rows=max_decode_rows)
+
+        def buffer(name: str) -> Tensor:
+            return torch.zeros(sizes.rows[name], dtype=dtype, device=device)
+
+        self._residual = buffer("residual")
+        self._normed = buffer("normed")
+        self._delta = buffer("delta")
+        self._qkv = buffer("qkv")
+        self._q = buffer("q")
+        self._attended = buffer("attended")
+        self._gate_up = buffer("gate_up")
+        self._gated = buffer("gated")
+        self._logits = buffer("logits")
+        self._lora = buffer("lora")
+        self._lora_tiles = LoraTiles.where_it_runs(lora_chunks, dtype, device)
+        self._low_rank = torch.zeros(sizes.low_rank, device=device)
+        self._parts = torch.empty(sizes.parts, device=device)
+        self._counters = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._pdl = pdl
+        self._scratch = DecodeScratch(max_decode_rows, weights.layers[0].attention, MAX_SPLITS, device)
+        self._decode_attention = {
+            shape: DecodeAttention.where_it_runs(shape, layout.block_size, dtype, device)
+            for shape in {layer.attention for layer in weights.layers}
+        }
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @property
+    def logits_buffer(self) -> Tensor:
+        """[max decode rows, vocab]: the logits of the last pass without `logit_rows`."""
+        return self._logits
+
+    def forward(self, step: DeviceStep) -> Tensor:
+        """[wanted rows, vocab], in a buffer that the next pass overwrites."""
+        self.run_layers(step)
+        return self.head(step)
+
+    def run_layers(self, step: DeviceStep) -> None:
+        """All but the head."""
+        weights = self.weights
+        rows = step.rows
+        residual, normed, delta = self._residual[:rows], self._normed[:rows], self._delta[:rows]
+        residual.copy_(weights.embed(step.token_ids[:rows]))
+        self._norm(None, residual, normed, None, weights.layers[0].input_norm, step, None)
+        for i, layer in enumerate(weights.layers):
+            q, attended = self._q[:rows], self._attended[:rows]
+            qkv, lora = self._product(layer.qkv, normed, self._qkv[:rows], step)
+            self._rotate(i, qkv, q, step, lora)
+            self._attend(i, q, attended, step)
+            product, lora = self._product(layer.o, attended, delta, step)
+            self._norm(product, residual, normed, layer.attention_post_norm, layer.ffn_norm, step, lora)
+            gated = self._gated[:rows]
+            gate_up, lora = self._product(layer.gate_up, normed, self._gate_up[:rows], step, expands=False)
+            self._gate(layer.gate_up, gate_up, gated, step, lora)
+            product, lora = self._product(layer.down, gated, delta, step)
+            is_last = i + 1 == len(weights.layers)
+            next_norm = weights.final_norm if is_last else weights.layers[i + 1].input_norm
+            self._norm(product, residual, normed, layer.ffn_post_norm, next_norm, step, lora)
+
+    def head(self, step: DeviceStep) -> Tensor:
+        """As `forward`, of the step whose layers ran last."""
+        normed = self._normed[: step.rows]
+        if step.logit_rows is not None:
+            normed = normed.index_select(0, step.logit_rows)
+        logits = self._logits[: normed.shape[0]]
+        linear(normed, self.weights.head.weight, None, logits, self._parts, pdl=self._pdl)
+        softcap = self.weights.logit_softcap
+        if softcap is not None:
+            logits.div_(softcap).tanh_().mul_(softcap)
+        return logits
+
+    def _product(
+        self, projection: Projection, x: Tensor, out: Tensor, step: DeviceStep, *, expands: bool = True
+    ) -> tuple[Tensor, LoraRows | None]:
+        """The base product [parts, rows, out] (see gemm.linear), and the low-rank values of rows with adapters.
+
+        expands: whether LoRA's outputs may be computed beside the product, not by its reader.
+        """
+        if step.lora is None:
+            return self._linear(projection, x, out), None
+        lora = LoraRows(
+            weights=self._arena,
+            sites=self._sites[projection.site.index],
+            tiles=step.lora.tiles,
+            num_tiles=step.lora.num_tiles,
+            row_adapters=step.lora.row_adapters,
+            low_rank=self._low_rank_of(x),
+            chunks=self._lora_chunks,
+        )
+        slots = projection.site.slots
+        tiles = self._tiles_for(lora, x)
+        if tiles is None:
+            with self._beside():
+                shrink(x, lora, num_slots=len(slots), num_rows=step.num_rows, pdl=self._pdl)
+            product = self._linear(projection, x, out)
+            if self._side is not None:
+                torch.cuda.current_stream().wait_stream(self._side)
+            return product, lora
+        # So many rows' product leaves no room beside it: what starts there only waits in its way.
+        tiles.shrink(x, lora, num_slots=len(slots), pdl=self._pdl)
+        if expands:
+            outputs = self._lora.view(-1)[: x.shape[0] * projection.out_features].view(x.shape[0], -1)
+            tiles.expand(lora, outputs, widths=[slot.stop - slot.start for slot in slots], pdl=self._pdl)
+            lora = replace(lora, outputs=outputs)
+        return self._linear(projection, x, out), lora
+
+    def _linear(self, projection: Projection, x: Tensor, out: Tensor) -> Tensor:
+        if projection.nf4 is not None:
+            return projection.nf4.parts(x, pdl=self._pdl)
+        return linear(x, projection.weight, projection.bias, out, self._parts, pdl=self._pdl)
+
+    def _tiles_for(self, lora: LoraRows, x: Tensor) -> LoraTiles | None:
+        return self._lora_tiles if lora.num_tiles and FEWEST_ROWS <= x.shape[0] <= MOST_ROWS else None
+
+    def _gate(
+        self, projection: Projection, gate_up: Tensor, gated: Tensor, step: DeviceStep, lora: LoraRows | None
+    ) -> None:
+        num_slots, activation = len(projection.site.slots), self.weights.activation
+        tiles = None if lora is None or gate_up.shape[0] > 1 else self._tiles_for(lora, gated)
+        if tiles is not None and lora is not None:
+            tiles.gate(gate_up, gated, activation=activation, lora=lora, num_slots=num_slots, pdl=self._pdl)
+            return
+        gate(
+            gate_up,
+            gated,
+            activation=activation,
+            num_rows=step.num_rows,
+            lora=lora,
+            num_slots=num_slots,
+            pdl=self._pdl,
+        )
+
+    def _low_rank_of(self, x: Tensor) -> Tensor:
+        """[splits, rows, columns]"""
+        splits = shrink_splits(x.shape[1], x.shape[0])
+        columns = low_rank_columns(self._lora_chunks)
+        return self._low_rank[: splits * x.shape[0] * columns].view(splits, x.shape[0], columns)
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Work that runs beside what the main stream does next, until the main stream waits for `_side`."""
+        if self._side is None:
+            yield
+            return
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            yield
+
+    def _norm(
+        self,
+        delta: Tensor | None,
+        residual: Tensor,
+        normed: Tensor,
+        post: Tensor | None,
+        pre: Tensor,
+        step: DeviceStep,
+        lora: LoraRows | None,
+    ) -> None:
+        add_norm(
+            delta,
+            residual,
+            normed,
+            post_weight=post,
+            pre_weight=pre,
+            eps=self.weights.eps,
+            weight_plus_one=self.weights.norm_weight_plus_one,
+            num_rows=step.num_rows,
+            counters=self._counters,
+            lora=lora,
+            pdl=self._pdl,
+        )
+
+    def _rotate(self, index: int, qkv: Tensor, q: Tensor, step: DeviceStep, lora: LoraRows | None) -> None:
+        layer = self.weights.layers[index]
+        cos, sin = self.weights.ropes[layer.rope]
+        rotate_store(
+            qkv,
+            q,
+            self._layer_caches[index],
+            tables=step.tables,
+            table_rows=step.table_rows,
+            positions=step.positions,
+            cos=cos,
+            sin=sin,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=self.weights.eps,
+            weight_plus_one=self.weights.norm_weight_plus_one,
+            num_heads=layer.attention.num_heads,
+            num_kv_heads=layer.attention.num_kv_heads,
+            head_dim=layer.attention.head_dim,
+            layout=self._layout,
+            num_rows=step.num_rows,
+            lora=lora,
+            num_slots=len(layer.qkv.site.slots),
+            pdl=self._pdl,
+        )
+
+    def _attend(self, index: int, q: Tensor, attended: Tensor, step: DeviceStep) -> None:
+        shape = self.weights.layers[index].attention
+        cache = self._layer_caches[index]
+        if step.decode_rows:
+            compiled = self._decode_attention[shape]
+            attend = compiled.attend if compiled is not None else partial(attend_decode, shape=shape)
+            attend(
+                q,
+                cache,
+                attended,
+                tables=step.tables,
+                table_rows=step.table_rows[: step.decode_rows],
+                positions=step.positions,
+                num_rows=step.num_rows,
+                layout=self._layout,
+                scratch=self._scratch,
+                splits=step.splits,
+                pdl=self._pdl,
+            )
+        if step.prefill_tiles is not None:
+            attend_prefill(
+                q,
+                cache,
+                attended,
+                tables=step.tables,
+                tiles=step.prefill_tiles,
+                num_tiles=step.num_prefill_tiles,
+                shape=shape,
+                layout=self._layout,
+            )

@@ -1,0 +1,142 @@
+"""Code values of NF4 in registers: how a kernel turns a word of eight codes into eight numbers.
+
+The lookup is what such a kernel spends its time on. A step at half of bf16's time reads 3 TB/s of codes, 6e12
+weights/s, or 26 a clock on each of 132 multiprocessors at 1.75 GHz, where integer units give 64 lane operations a
+clock: 2.5 an element. What the ways cost there, an element:
+
+- a tree of selects: 15, and the bits to select by;
+- tl.gather: a shuffle, or a round trip through shared memory, at 32 lanes a clock: 1 and its address (2 integer);
+- a load from a 64-byte table: 16 entries in 16 banks of one L1 line, so free of conflicts, at 32 lanes a clock: 1,
+  and 2 integer operations for the address;
+- byte permutes: a register pair holds 8 table bytes and `prmt` picks 4 of them at once. 16 entries of 2 bytes need 3
+  permutes (lower half, upper half, choice by bit 3) for each byte of 4 results, then 2 to interleave the bytes: 21
+  operations for 8 elements with all masks, 2.6 an element, and no memory pipe. With float32 results 25, or 3.1.
+
+So `prmt` it is, here. Triton's interpreter cannot run PTX and takes the loads. With all that belongs to it an element
+takes 3.3 integer operations of one row's 5.2, so a multiprocessor does about 19 a clock: 2.3 TB/s of codes, 1.5 ms for
+7 G weights, where the memory alone would take 0.9 ms.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from manylora_worker.models.cuda.kernels.nf4_format import CODEBOOK
+
+
+def _bf16_bits(value: float) -> int:
+    return int(torch.tensor(value, dtype=torch.float32).bfloat16().view(torch.int16).item()) & 0xFFFF
+
+
+def _repeated_bits(value: float) -> int:
+    """The 16 bits 'hi lo' for which the float32 'hi lo lo lo' is nearest to the value: one permute then makes a
+    float32."""
+    near = _bf16_bits(value)
+    candidates = [bits for bits in (near - 1, near, near + 1) if 0 <= bits <= 0xFFFF and bits >> 15 == near >> 15]
+    return min(candidates, key=lambda bits: abs(_repeated_value(bits) - value)) if value else 0
+
+
+def _repeated_value(bits: int) -> float:
+    low = bits & 0xFF
+    word = bits << 16 | low << 8 | low
+    return float(torch.tensor(word - (1 << 32) if word >> 31 else word, dtype=torch.int32).view(torch.float32).item())
+
+
+PAIR_BITS = tuple(_bf16_bits(value) for value in CODEBOOK)
+REPEATED_BITS = tuple(_repeated_bits(value) for value in CODEBOOK)
+REDUCTION_CODEBOOK = tuple(_repeated_value(bits) for bits in REPEATED_BITS)
+"""What `_reduction_kernel` multiplies by: within half a bf16 step of the codebook."""
+
+
+def _table_words(entries: tuple[int, ...], shift: int) -> list[int]:
+    """Four 32-bit words with byte `shift / 8` of the 16 entries."""
+    chosen = [entry >> shift & 0xFF for entry in entries]
+    return [sum(chosen[4 * word + i] << 8 * i for i in range(4)) for word in range(4)]
+
+
+def _lookup_asm(entries: tuple[int, ...], word: str, registers: tuple[str, ...]) -> list[str]:
+    """PTX that looks 8 codes up: low bytes into l0, l1 and high bytes into h0, h1, in the order of the word's nibbles.
+
+    `prmt` takes a byte's number in 3 bits of a nibble; bit 3 of the nibble must be clear (else it copies signs).
+    Bit 3 of the code chooses between both halves of the table: result byte i comes from byte i or byte 4 + i. The
+    instruction takes one immediate, so every second table word comes in a register (`register_words`); as
+    constants the assembler would load them anew for each permute.
+    """
+    lines = [
+        ".reg .b32 m0, m1, s0, s1, p, q, l0, l1, h0, h1;",
+        f"and.b32 m0, {word}, 0x77777777;",
+        f"shr.b32 s0, {word}, 1;",
+        "lop3.b32 s0, s0, 0x44444444, 0x32103210, 0xea;",  # (a & b) | c
+        "shr.b32 m1, m0, 16;",
+        "shr.b32 s1, s0, 16;",
+    ]
+    for half in (0, 1):
+        for i, (name, shift) in enumerate((("l", 0), ("h", 8))):
+            table = _table_words(entries, shift)
+            lines += [
+                f"prmt.b32 p, {registers[2 * i]}, {table[1]:#010x}, m{half};",
+                f"prmt.b32 q, {registers[2 * i + 1]}, {table[3]:#010x}, m{half};",
+                f"prmt.b32 {name}{half}, p, q, s{half};",
+            ]
+    return lines
+
+
+def register_words(entries: tuple[int, ...]) -> list[int]:
+    low, high = _table_words(entries, 0), _table_words(entries, 8)
+    return [low[0], low[2], high[0], high[2]]
+
+
+# Little-endian words and high nibble first: element e of a word is nibble e ^ 1.
+_PAIR_SELECTORS = (0x4051, 0x6273)
+_FLOAT_SELECTORS = (0x5111, 0x4000, 0x7333, 0x6222)
+
+
+def _floats_asm() -> str:
+    """$0..$7: 8 float32 of the word $8; $9..$12 table words."""
+    lines = _lookup_asm(REPEATED_BITS, "$8", ("$9", "$10", "$11", "$12"))
+    lines += [f"prmt.b32 ${e}, l{e // 4}, h{e // 4}, {_FLOAT_SELECTORS[e % 4]:#06x};" for e in range(8)]
+    return "{ " + " ".join(lines) + " }"
+
+
+def _scaled_pairs_asm() -> str:
+    """$0..$7: 8 bf16 of the word $8, multiplied by $13 (float32, rounded to bf16 first); $9..$12 table words."""
+    lines = [".reg .b32 r, scale;", "cvt.rn.bf16x2.f32 scale, $13, $13;"]
+    lines += _lookup_asm(PAIR_BITS, "$8", ("$9", "$10", "$11", "$12"))
+    for pair in range(4):
+        half = pair // 2
+        lines.append(f"prmt.b32 r, l{half}, h{half}, {_PAIR_SELECTORS[pair % 2]:#06x};")
+        lines.append("mul.rn.bf16x2 r, r, scale;")
+        lines.append(f"mov.b32 {{${2 * pair}, ${2 * pair + 1}}}, r;")
+    return "{ " + " ".join(lines) + " }"
+
+
+FLOATS_ASM = tl.constexpr(_floats_asm())
+FLOATS_CONSTRAINTS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 5))
+PAIRS_ASM = tl.constexpr(_scaled_pairs_asm())
+PAIRS_CONSTRAINTS = tl.constexpr(",".join(["=h"] * 8 + ["r"] * 6))
+
+
+@triton.jit
+def table_values(words, table_ptr):
+    """Eight tensors of table entries, by element, for a tensor of words."""
+    return (
+        tl.load(table_ptr + ((words >> 4) & 15)),
+        tl.load(table_ptr + (words & 15)),
+        tl.load(table_ptr + ((words >> 12) & 15)),
+        tl.load(table_ptr + ((words >> 8) & 15)),
+        tl.load(table_ptr + ((words >> 20) & 15)),
+        tl.load(table_ptr + ((words >> 16) & 15)),
+        tl.load(table_ptr + ((words >> 28) & 15)),
+        tl.load(table_ptr + ((words >> 24) & 15)),
+    )
+
+
+@triton.jit
+def interleave(v0, v1, v2, v3, v4, v5, v6, v7):
+    """[..., 2, 2, 2] whose last three dimensions are the element's number in binary."""
+    return tl.join(
+        tl.join(tl.join(v0, v4), tl.join(v2, v6)),
+        tl.join(tl.join(v1, v5), tl.join(v3, v7)),
+    )

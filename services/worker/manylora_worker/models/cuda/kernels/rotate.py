@@ -1,0 +1,262 @@
+"""From the fused q, k, v product to attention: LoRA, head norms, rotary embedding; keys and values go to the cache.
+
+All arithmetic is in float32 and rounds once, when it is stored. Rows beyond `num_rows` are left alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from manylora_worker.models.cuda.kernels.attention import PagedLayout
+from manylora_worker.models.cuda.kernels.gemm import load_product
+from manylora_worker.models.cuda.kernels.lora import (
+    TILE_ROWS,
+    LoraRows,
+    expand,
+    expand_arguments,
+    expand_pair,
+    load_program,
+)
+
+
+@triton.jit
+def _rotate_store_kernel(
+    qkv_ptr,
+    q_ptr,
+    cache_ptr,
+    tables_ptr,
+    table_rows_ptr,
+    positions_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    num_rows_ptr,
+    outputs_ptr,
+    tiles_ptr,
+    row_adapters_ptr,
+    low_rank_ptr,
+    weights_ptr,
+    sites_ptr,
+    stride_part,
+    stride_table,
+    stride_block,
+    stride_token,
+    stride_kv,
+    stride_head,
+    stride_low_rank,
+    stride_split,
+    stride_site,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PARTS: tl.constexpr,
+    HEAD_NORM: tl.constexpr,
+    WEIGHT_PLUS_ONE: tl.constexpr,
+    HAS_OUTPUTS: tl.constexpr,
+    HAS_LORA: tl.constexpr,
+    BY_TILE: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One head of BLOCK_M rows: its rotated halves `one` and `two`, and the `rest` that is not rotated."""
+    head = tl.program_id(0)
+    first_row, count, adapter = load_program(
+        tl.program_id(1), num_rows_ptr, tiles_ptr, row_adapters_ptr, BLOCK_M, BY_TILE, HAS_LORA
+    )
+    offsets = tl.arange(0, BLOCK_M)
+    rows = first_row + offsets
+    row_mask = offsets < count
+    WIDTH: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    start = head * HEAD_DIM
+    halves = tl.arange(0, BLOCK_HALF)
+    half_mask = halves < HALF
+    mask = row_mask[:, None] & half_mask[None, :]
+    rests = tl.arange(0, BLOCK_REST)
+    rest_mask = rests < REST
+    is_query = head < NUM_HEADS
+    is_value = head >= NUM_HEADS + NUM_KV_HEADS
+    if PDL and HAS_LORA:
+        tl.extra.cuda.gdc_wait()
+    position = tl.load(positions_ptr + rows, mask=row_mask, other=0)
+    angle = position[:, None].to(tl.int64) * HALF + halves[None, :]
+    cos = tl.load(cos_ptr + angle, mask=mask & (not is_value), other=1.0)
+    sin = tl.load(sin_ptr + angle, mask=mask & (not is_value), other=0.0)
+    table = tl.load(table_rows_ptr + rows, mask=row_mask, other=0).to(tl.int64)
+    block = tl.load(tables_ptr + table * stride_table + position // BLOCK_SIZE, mask=row_mask, other=0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if count <= 0:
+        return
+    row_at = rows[:, None].to(tl.int64) * WIDTH + start
+    at = qkv_ptr + row_at
+    one = load_product(at + halves[None, :], stride_part, mask, PARTS)
+    two = load_product(at + HALF + halves[None, :], stride_part, mask, PARTS)
+    if REST > 0:
+        both = row_mask[:, None] & rest_mask[None, :]
+        rest = load_product(at + 2 * HALF + rests[None, :], stride_part, both, PARTS)
+    if HAS_OUTPUTS:
+        more = outputs_ptr + row_at
+        one += tl.load(more + halves[None, :], mask=mask, other=0.0).to(tl.float32)
+        two += tl.load(more + HALF + halves[None, :], mask=mask, other=0.0).to(tl.float32)
+        if REST > 0:
+            rest += tl.load(more + 2 * HALF + rests[None, :], mask=both, other=0.0).to(tl.float32)
+    if HAS_LORA:
+        site = sites_ptr + adapter.to(tl.int64) * stride_site
+        if NUM_SLOTS == 1:
+            slot = head * 0
+            column = start
+            slot_columns = slot + WIDTH
+        else:
+            slot = tl.where(is_query, 0, tl.where(is_value, 2, 1))
+            column = start - tl.where(is_query, 0, tl.where(is_value, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS) * HEAD_DIM)
+            slot_columns = tl.where(is_query, NUM_HEADS, NUM_KV_HEADS) * HEAD_DIM
+        one, two = expand_pair(
+            one, two, low_rank_ptr, stride_low_rank, stride_split, weights_ptr, site, slot, slot, rows, row_mask,
+            column + halves, column + HALF + halves, half_mask, slot_columns, BLOCK_M, CHUNKS, SPLIT_K, BLOCK_S,
+        )  # fmt: skip
+        if REST > 0:
+            rest = expand(
+                rest, low_rank_ptr, stride_low_rank, stride_split, weights_ptr, site, slot, rows, row_mask,
+                column + 2 * HALF + rests, rest_mask, slot_columns, BLOCK_M, CHUNKS, SPLIT_K, BLOCK_S,
+            )  # fmt: skip
+    if HEAD_NORM:  # noqa: SIM102 (the one is a constant of the compilation, the other is not)
+        if head < NUM_HEADS + NUM_KV_HEADS:
+            total = tl.sum(one * one, 1) + tl.sum(two * two, 1)
+            if REST > 0:
+                total += tl.sum(rest * rest, 1)
+            scale = tl.rsqrt(total / HEAD_DIM + eps)[:, None]
+            weight_ptr = q_norm_ptr if is_query else k_norm_ptr
+            w_one = tl.load(weight_ptr + halves, mask=half_mask, other=0.0).to(tl.float32)
+            w_two = tl.load(weight_ptr + HALF + halves, mask=half_mask, other=0.0).to(tl.float32)
+            if WEIGHT_PLUS_ONE:
+                w_one += 1.0
+                w_two += 1.0
+            one = one * scale * w_one[None, :]
+            two = two * scale * w_two[None, :]
+            if REST > 0:
+                w_rest = tl.load(weight_ptr + 2 * HALF + rests, mask=rest_mask, other=0.0).to(tl.float32)
+                if WEIGHT_PLUS_ONE:
+                    w_rest += 1.0
+                rest = rest * scale * w_rest[None, :]
+    turned = one * cos - two * sin
+    two = two * cos + one * sin
+    one = turned
+    if is_query:
+        out = q_ptr + rows[:, None].to(tl.int64) * (NUM_HEADS * HEAD_DIM) + start
+        tl.store(out + halves[None, :], one, mask=mask)
+        tl.store(out + HALF + halves[None, :], two, mask=mask)
+        if REST > 0:
+            tl.store(out + 2 * HALF + rests[None, :], rest, mask=row_mask[:, None] & rest_mask[None, :])
+    else:
+        kv_head = head - NUM_HEADS - tl.where(is_value, NUM_KV_HEADS, 0)
+        token = block.to(tl.int64) * stride_block + (position % BLOCK_SIZE) * stride_token
+        kv = cache_ptr + token[:, None] + tl.where(is_value, stride_kv, 0) + kv_head * stride_head
+        tl.store(kv + halves[None, :], one, mask=mask)
+        tl.store(kv + HALF + halves[None, :], two, mask=mask)
+        if REST > 0:
+            tl.store(kv + 2 * HALF + rests[None, :], rest, mask=row_mask[:, None] & rest_mask[None, :])
+
+
+def rotate_store(
+    qkv: Tensor,
+    q: Tensor,
+    cache: Tensor,
+    *,
+    tables: Tensor,
+    table_rows: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    weight_plus_one: bool,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    layout: PagedLayout,
+    num_rows: Tensor,
+    lora: LoraRows | None,
+    num_slots: int,
+    pdl: bool,
+) -> None:
+    """From the fused projection to rotated queries in `q` and keys and values in the cache.
+
+    Args:
+        qkv: [parts, rows, (heads + 2 kv heads) * head_dim], from gemm.linear.
+        q: [rows, heads * head_dim], written.
+        cache: the arena from the layer's first element on.
+        tables, table_rows, positions: which token of which sequence a row is; see attention.py.
+        cos, sin: float32 [positions, rotated / 2]; the rotation pairs a dimension with the one half a rotation on.
+        lora: of the projection, with `num_slots` 3 (q, k, v) or 1 (a family that fuses them itself).
+    """
+    rows = qkv.shape[1]
+    num_all_heads = num_heads + 2 * num_kv_heads
+    outputs = None if lora is None else lora.outputs
+    lora = lora if outputs is None else None
+    by_tile = lora is not None and lora.num_tiles > 0
+    if by_tile:
+        block_m = TILE_ROWS
+    elif lora is not None:
+        block_m = 1
+    else:  # programs of one head and one row are small: not more of them than keep the device busy
+        block_m = min(16, triton.next_power_of_2(max(1, rows * num_all_heads // 2048)))
+    half = cos.shape[1]
+    rest = head_dim - 2 * half
+    any_tensor = qkv
+    grid = (num_all_heads, lora.num_tiles if lora is not None and by_tile else triton.cdiv(rows, block_m))
+    _rotate_store_kernel[grid](
+        qkv,
+        q,
+        cache,
+        tables,
+        table_rows,
+        positions,
+        cos,
+        sin,
+        any_tensor if q_norm is None else q_norm,
+        any_tensor if k_norm is None else k_norm,
+        num_rows,
+        any_tensor if outputs is None else outputs,
+        **expand_arguments(lora, num_rows),
+        tiles_ptr=num_rows if lora is None else lora.tiles,
+        stride_part=qkv.stride(0),
+        stride_table=tables.stride(0),
+        stride_block=layout.stride_block,
+        stride_token=layout.stride_token,
+        stride_kv=layout.stride_kv,
+        stride_head=layout.stride_head,
+        eps=eps,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        HALF=half,
+        BLOCK_HALF=max(16, triton.next_power_of_2(half)),
+        REST=rest,
+        BLOCK_REST=max(16, triton.next_power_of_2(max(rest, 1))),
+        BLOCK_SIZE=layout.block_size,
+        BLOCK_M=block_m,
+        PARTS=qkv.shape[0],
+        HEAD_NORM=q_norm is not None,
+        WEIGHT_PLUS_ONE=weight_plus_one,
+        HAS_OUTPUTS=outputs is not None,
+        BY_TILE=by_tile,
+        NUM_SLOTS=num_slots,
+        PDL=pdl,
+        num_warps=1 if block_m <= 2 or by_tile else 4,
+        launch_pdl=pdl,
+    )

@@ -1,0 +1,63 @@
+"""A step that was started on the device: its tokens, on their way to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from manylora_worker.kinds.api import Logprobs, Sampled, SequenceChunk
+from manylora_worker.models.cuda.kernels.sampling import SampledRows
+
+
+class PendingStep:
+    """A step on its way; `result` waits for it."""
+
+    def __init__(self, chunks: Sequence[SequenceChunk], rows: Sequence[int], drawn: SampledRows | None) -> None:
+        """
+        Args:
+            chunks: those that sample.
+            rows: each one's row in `drawn`.
+            drawn: device tensors; None where no chunk samples.
+        """
+        self._chunks = chunks
+        self._rows = rows
+        self._host: list[Tensor] = []
+        self._event: torch.cuda.Event | None = None
+        if drawn is not None:
+            count = max(rows) + 1
+            wanted = (drawn.token_ids, drawn.sound, drawn.logprobs, drawn.top_values, drawn.top_ids)
+            self._host = [_to_host(tensor[:count]) for tensor in wanted if tensor is not None]
+        if torch.cuda.is_available() and (drawn is None or drawn.token_ids.is_cuda):
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def result(self) -> Sequence[Sampled]:
+        """One Sampled for each chunk that samples, in the batch's order."""
+        if self._event is not None:
+            self._event.synchronize()
+        if not self._host:
+            return []
+        token_ids, sound, *logprobs = (tensor.tolist() for tensor in self._host)
+        results = []
+        for i, chunk in zip(self._rows, self._chunks, strict=True):
+            if not sound[i]:
+                error = "the model's logits for this token are not finite"
+                results.append(Sampled(chunk.sequence_id, 0, error=error))
+                continue
+            found = None
+            wanted = chunk.sampling.top_logprobs
+            if wanted is not None:
+                own, values, ids = (column[i] for column in logprobs)
+                found = Logprobs(own, tuple(zip(ids[:wanted], values[:wanted], strict=True)))
+            results.append(Sampled(chunk.sequence_id, token_ids[i], found))
+        return results
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy on its way to the host."""
+    if not tensor.is_cuda:
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -1,0 +1,398 @@
+"""ModelRunner for a CUDA device: steps replay CUDA graphs, but for large ones with prompts, which run kernel by kernel.
+
+DeviceModelRunner owns the arena (KV blocks and adapter blocks in one tensor), the last token of every sequence on the
+device, and the captured graphs. The host uploads a step's metadata in one copy (step_packing.py); a row whose token the
+host does not know yet (PENDING_TOKEN) takes what its sequence drew last, on the device.
+
+Blocks are cleared, copied and written in stream order, so a block that a later step takes over is never touched by an
+earlier one. Copies of blocks to the host and back go beside that, on a stream of their own (engine/host_kv.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from manylora_shared.ids import AdapterUid
+from manylora_shared.process.heap import collector_paused
+from torch import Tensor
+
+from manylora_worker.kinds.api import Sampled, SequenceChunk, StepBatch
+from manylora_worker.models.cuda.adapter_arena import AdapterArena
+from manylora_worker.models.cuda.decoder import Decoder, DeviceStep, buffer_bytes
+from manylora_worker.models.cuda.graph_shapes import (
+    BUCKETS,
+    GREEDY,
+    MIXED_ROWS,
+    NO_LORA,
+    SAMPLING_PLANS,
+    DecodeShape,
+    MixedShape,
+    decode_shape,
+    decode_shapes,
+    mixed_shape,
+    mixed_shapes,
+    room_for_prefill_tiles,
+)
+from manylora_worker.models.cuda.kernels.attention import PagedLayout, prefill_block_m
+from manylora_worker.models.cuda.kernels.sampling import DeviceSampler, SampledRows, SamplingPlan
+from manylora_worker.models.cuda.pending_step import PendingStep
+from manylora_worker.models.cuda.sampler_rows import SamplerRows
+from manylora_worker.models.cuda.step_packing import PackedStep, StepPacker
+from manylora_worker.models.cuda.step_tables import StepTables, to_device
+from manylora_worker.models.decoder_weights import DecoderWeights
+from manylora_worker.models.loader import LoadedModel
+from manylora_worker.models.torch.host_kv import TensorHostKv
+from manylora_worker.models.torch.kv_cache import KvCache
+from manylora_worker.weights.layout import HostAdapter
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    max_rows: int
+    """Of one step."""
+    max_sequences: int
+    """Rows that sample in one step."""
+    adapter_slots: int
+    max_rank: int
+
+
+def activation_bytes(loaded: LoadedModel, weights: DecoderWeights, limits: DeviceLimits) -> int:
+    """What a DeviceModelRunner takes on the device beside weights and arena, graphs included."""
+    rows, vocab_size = limits.max_sequences, loaded.spec.vocab_size
+    decoder = buffer_bytes(
+        weights, loaded.dtype, max_rank=limits.max_rank, max_rows=limits.max_rows, max_decode_rows=rows
+    )
+    # Scores, penalties, a bias and, while logprobs are taken, two distributions: float32 of the vocabulary each.
+    sampler = rows * vocab_size * 4 * 5
+    graphs = sum(1 for _ in decode_shapes(rows)) + sum(1 for _ in mixed_shapes(limits.max_rows, rows))
+    return decoder + sampler + graphs * len(weights.layers) * _GRAPH_BYTES_A_LAYER + _WORKSPACE_BYTES
+
+
+_GRAPH_BYTES_A_LAYER = 400_000
+"""Measured: 337 graphs of 32 layers take 3.4 GiB."""
+_WORKSPACE_BYTES = 1 << 30
+"""Kernels, and cuBLAS' workspaces."""
+
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    graph: torch.cuda.CUDAGraph
+    drawn: SampledRows
+    """What each replay writes."""
+
+
+class DeviceModelRunner:
+    """See api.AheadRunner and api.SwapRunner.
+
+    Args:
+        cache: its blocks from `num_kv_blocks` on hold adapters.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        weights: DecoderWeights,
+        cache: KvCache,
+        limits: DeviceLimits,
+        *,
+        num_kv_blocks: int,
+        num_host_blocks: int = 0,
+    ) -> None:
+        self._loaded = loaded
+        self._cache = cache
+        self._limits = limits
+        self._num_kv_blocks = num_kv_blocks
+        self.host_kv = TensorHostKv(cache.by_block, num_host_blocks)
+        self._capture = loaded.device.type == "cuda"  # the interpreter of the tests has no graphs
+        geometry = cache.geometry
+        bs, row = cache.block_size, geometry.row_elements
+        self._layout = PagedLayout(
+            block_size=bs,
+            stride_block=2 * geometry.num_layers * bs * row,
+            stride_token=row,
+            stride_kv=bs * row,
+            stride_head=geometry.head_dim,
+        )
+        self._adapters = AdapterArena(
+            cache.flat,
+            self._layout.stride_block,
+            range(num_kv_blocks, cache.num_blocks),
+            num_slots=limits.adapter_slots,
+            num_sites=len(loaded.sites),
+            max_rank=limits.max_rank,
+            clear=cache.clear_blocks if cache.marks_free else None,
+        )
+        pdl = loaded.device.type == "cuda" and torch.cuda.get_device_capability(loaded.device) >= (9, 0)
+        self._decoder = Decoder(
+            weights,
+            arena=cache.flat,
+            layout=self._layout,
+            layer_offsets=[2 * i * bs * row for i in range(geometry.num_layers)],
+            sites=self._adapters.sites,
+            lora_chunks=self._adapters.chunks,
+            max_rows=limits.max_rows,
+            max_decode_rows=limits.max_sequences,
+            pdl=pdl,
+        )
+        self._packer = StepPacker(
+            self._adapters,
+            loaded.device,
+            max_rows=limits.max_rows,
+            max_sequences=limits.max_sequences,
+            block_size=bs,
+            max_blocks=-(-loaded.spec.max_context_tokens // bs),
+            prefill_rows=prefill_block_m(weights.layers[0].attention),
+            num_kv_heads=geometry.num_kv_heads,
+        )
+        self._device = self._packer.tables.device
+        self._last_tokens = torch.zeros(self._packer.padding_row + 1, dtype=torch.int32, device=self._device)
+        """By row of the block tables: what its sequence drew last."""
+        self._recordings: dict[DecodeShape, _Recorded] = {}
+        self._mixed_graphs: dict[MixedShape, torch.cuda.CUDAGraph] = {}
+        self._pool = None
+        self._sampler = DeviceSampler(
+            limits.max_sequences, loaded.spec.vocab_size, loaded.device, penalty_slots=limits.max_sequences
+        )
+        self._sampler_rows = SamplerRows(self._sampler)
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_kv_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self._cache.block_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self._loaded.spec.vocab_size
+
+    @property
+    def max_context_tokens(self) -> int:
+        return self._loaded.spec.max_context_tokens
+
+    def execute(self, batch: StepBatch) -> Sequence[Sampled]:
+        """See api.ModelRunner.execute."""
+        return self.submit(batch).result()
+
+    def submit(self, batch: StepBatch) -> PendingStep:
+        """See api.AheadRunner.submit."""
+        with torch.inference_mode():
+            self._use_device()
+            self._prepare_blocks(batch)
+            if not batch.chunks:
+                return PendingStep([], [], None)
+            sampled = [chunk for chunk in batch.chunks if chunk.samples]
+            plan = self._packer.pack(batch.chunks)
+            rows = [plan.row_of[chunk.sequence_id] for chunk in sampled]
+            needed = SamplingPlan.of([chunk.sampling for chunk in sampled])
+            if not sampled:
+                self._run_logits(plan, rows)
+                return PendingStep([], [], None)
+            if plan.is_decode and self._capture and not needed.penalties:
+                return PendingStep(sampled, rows, self._replay(plan, sampled, rows, needed))
+            logits = self._run_logits(plan, rows)
+            drawn = self._draw(logits, sampled, needed)
+            self._keep_tokens(plan, rows, drawn.token_ids)
+            return PendingStep(sampled, range(len(sampled)), drawn)
+
+    def warm_up(self) -> int:
+        """Compiles what steps may need and captures every graph, so that none waits for that. Returns how many."""
+        with torch.inference_mode():
+            self._use_device()
+            for shape in decode_shapes(self._limits.max_sequences) if self._capture else ():
+                self._decode_graph(shape)
+            self._warm_up_prefill()
+            self._warm_up_penalties()
+        return len(self._recordings) + len(self._mixed_graphs)
+
+    def _warm_up_prefill(self) -> None:
+        """The graphs, and of what runs without one the kernels: they are compiled for ranges of rows, and apart for
+        multiples of 16."""
+        most, most_decodes = self._limits.max_rows, self._limits.max_sequences
+        for shape in mixed_shapes(most, most_decodes) if self._capture else ():
+            self._mixed_graph(shape)
+        powers = [1 << exponent for exponent in range(1, most.bit_length() + 1)]
+        sizes = {min(most, size) for power in powers for size in (power, power + 1)}
+        decodes = [bucket for bucket in BUCKETS if bucket <= min(most - 2, most_decodes)]
+        with self._packer.mixed_tables.blanked({"table_rows": self._packer.padding_row}):
+            for lora_tiles in (NO_LORA, 16, 17):
+                for rows in sorted(size for size in sizes if size > max(MIXED_ROWS)):
+                    self._run_blank(rows, 0, lora_tiles)
+                for decode_rows in decodes if most > max(MIXED_ROWS) else ():
+                    self._run_blank(most, decode_rows, lora_tiles)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize()
+
+    def _run_blank(self, rows: int, decode_rows: int, lora_tiles: int) -> None:
+        step = self._packer.device_step(self._packer.mixed_tables, rows, decode_rows, lora_tiles, 1)
+        logit_rows = torch.zeros(1, dtype=torch.long, device=self._device)
+        self._decoder.forward(replace(step, token_ids=self._token_ids(step), logit_rows=logit_rows))
+
+    def _warm_up_penalties(self) -> None:
+        logits = self._decoder.logits_buffer[:1]
+        for variant in (plan for plan in SAMPLING_PLANS if plan.top_logprobs is None):
+            self._sampler.sample(logits, replace(variant, penalties=True))
+        self._sampler_rows.clear()
+
+    def logits(self, batch: StepBatch) -> Tensor:
+        """The pass without the draw: [chunks that sample, vocab], float32, in the batch's order. For tests."""
+        with torch.inference_mode():
+            self._use_device()
+            self._prepare_blocks(batch)
+            plan = self._packer.pack(batch.chunks)
+            return self._run_logits(plan, [plan.row_of[c.sequence_id] for c in batch.chunks if c.samples]).float()
+
+    def holds_adapter(self, uid: AdapterUid) -> bool:
+        return self._adapters.holds(uid)
+
+    def adapter_bytes(self, adapter: HostAdapter) -> int:
+        """See backend.AdapterTarget."""
+        return self._adapters.size_bytes(adapter)
+
+    def reserve_adapter(self, adapter: HostAdapter) -> None:
+        """See backend.AdapterTarget."""
+        self._adapters.reserve(adapter)
+
+    def fill_adapter(self, adapter: HostAdapter) -> None:
+        """See backend.AdapterTarget."""
+        self._use_device()
+        self._adapters.fill(adapter)
+
+    def drop_adapter(self, uid: AdapterUid) -> None:
+        """See backend.AdapterTarget."""
+        self._adapters.drop(uid)
+
+    def graph_of(self, batch: StepBatch) -> torch.cuda.CUDAGraph:
+        """The graph that serves a batch of decoding, greedy rows, captured if it is not there yet. For benches."""
+        with torch.inference_mode():
+            return self._recorded(self._packer.pack(batch.chunks), GREEDY).graph
+
+    def _run_logits(self, plan: PackedStep, rows: Sequence[int]) -> Tensor:
+        """[len(rows), vocab]"""
+        logit_rows = to_device(rows, torch.long, self._device)
+        if plan.is_decode and self._capture:
+            self._recorded(plan, GREEDY).graph.replay()
+            self._sampler_rows.clear()
+            return self._decoder.logits_buffer[logit_rows]
+        step, limits = plan.step, self._limits
+        shape = mixed_shape(
+            step.rows, step.decode_rows, step.num_prefill_tiles, plan.lora_tiles, limits.max_rows, limits.max_sequences
+        )
+        if shape is None or not self._capture:
+            self._decoder.run_layers(replace(plan.step, token_ids=self._token_ids(plan.step)))
+        else:
+            self._mixed_graph(shape).replay()
+        return self._decoder.head(replace(plan.step, logit_rows=logit_rows))
+
+    def _replay(
+        self, plan: PackedStep, sampled: Sequence[SequenceChunk], rows: Sequence[int], needed: SamplingPlan
+    ) -> SampledRows:
+        """The captured step; its tokens are kept for the next by the graph itself."""
+        recorded = self._recorded(plan, needed)
+        if needed == GREEDY:
+            self._sampler_rows.clear()
+        else:
+            self._sampler_rows.write(sampled, rows)
+        recorded.graph.replay()
+        return recorded.drawn
+
+    def _draw(self, logits: Tensor, sampled: Sequence[SequenceChunk], needed: SamplingPlan) -> SampledRows:
+        """Row i for the chunk i; not in a graph, where rows of padding would count for whose penalties they had."""
+        if needed.draws or needed.penalties:
+            self._sampler_rows.write(sampled, range(len(sampled)))
+        else:
+            self._sampler_rows.clear()
+        return self._sampler.sample(logits, needed)
+
+    def _keep_tokens(self, plan: PackedStep, rows: Sequence[int], tokens: Tensor) -> None:
+        """For the next step, which may not have them from the host."""
+        index = to_device(rows, torch.long, self._device)
+        self._last_tokens.index_copy_(0, plan.step.table_rows[index].long(), tokens.int())
+
+    def _token_ids(self, step: DeviceStep) -> Tensor:
+        """The step's tokens, those of the step before filled in."""
+        given = step.token_ids[: step.rows]
+        last = self._last_tokens.index_select(0, step.table_rows[: step.rows])
+        return torch.where(given < 0, last, given)
+
+    def _recorded(self, plan: PackedStep, needed: SamplingPlan) -> _Recorded:
+        return self._decode_graph(decode_shape(plan.step.rows, plan.lora_tiles, needed, self._limits.max_sequences))
+
+    def _decode_graph(self, shape: DecodeShape) -> _Recorded:
+        if shape not in self._recordings:
+            self._recordings[shape] = self._record(shape)
+        return self._recordings[shape]
+
+    def _mixed_graph(self, shape: MixedShape) -> torch.cuda.CUDAGraph:
+        if shape not in self._mixed_graphs:
+            self._mixed_graphs[shape] = self._record_mixed(shape)
+        return self._mixed_graphs[shape]
+
+    def _record(self, shape: DecodeShape) -> _Recorded:
+        """Captures a step of decoding rows: pass, draw, and the tokens to where the next step finds them."""
+        bucket, lora_tiles, variant = shape
+        step = self._packer.device_step(self._packer.decode_tables, bucket, bucket, lora_tiles, 0)
+
+        def run() -> SampledRows:
+            logits = self._decoder.forward(replace(step, token_ids=self._token_ids(step)))
+            drawn = self._sampler.sample(logits, variant)
+            # Rows of padding write to a table row of their own, that no sequence has.
+            self._last_tokens.index_copy_(0, step.table_rows[:bucket].long(), drawn.token_ids.int())
+            return drawn
+
+        graph, drawn = self._graph_of(self._packer.decode_tables, run)
+        self._sampler_rows.clear()
+        return _Recorded(graph, drawn)
+
+    def _record_mixed(self, shape: MixedShape) -> torch.cuda.CUDAGraph:
+        """Captures the layers of a step with prompts. Rows behind those that decode may be taken for such, which comes
+        to the same: their keys and values are written by then."""
+        tiles = room_for_prefill_tiles(shape.rows)
+        step = self._packer.device_step(
+            self._packer.mixed_tables, shape.rows, shape.decode_rows, shape.lora_tiles, tiles
+        )
+
+        def run() -> None:
+            self._decoder.run_layers(replace(step, token_ids=self._token_ids(step)))
+
+        graph, _ = self._graph_of(self._packer.mixed_tables, run)
+        return graph
+
+    def _graph_of(self, tables: StepTables, run: Callable[[], _Result]) -> tuple[torch.cuda.CUDAGraph, _Result]:
+        # The first run must not touch what steps in flight draw: it has rows of padding alone.
+        with tables.blanked({"table_rows": self._packer.padding_row}):
+            torch.cuda.synchronize()
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                run()  # compiles the kernels, and lets cuBLAS make its workspaces
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            # thread_local: the loader's thread may allocate and copy meanwhile. The collector may not run: it may find
+            # another engine's graphs, and to free them while a stream captures spoils the capture.
+            with (
+                collector_paused(),
+                torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+            ):
+                result = run()
+            self._pool = graph.pool()
+        return graph, result
+
+    def _use_device(self) -> None:
+        """Streams, graphs and Triton go to the thread's current device: it has to be ours."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
+    def _prepare_blocks(self, batch: StepBatch) -> None:
+        device = self._loaded.device
+        if batch.clear_blocks:
+            self._cache.clear_blocks(to_device(batch.clear_blocks, torch.long, device))
+        if batch.copy_blocks:
+            sources, targets = to_device(batch.copy_blocks, torch.long, device).unbind(1)
+            self._cache.copy_blocks(sources, targets)

@@ -1,0 +1,73 @@
+"""Which sequence each row of the sampler has, and which sequences have their tokens counted there."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from manylora_worker.kinds.api import SequenceChunk
+from manylora_worker.models.cuda.kernels.sampling import DeviceSampler, RowState
+
+
+class SamplerRows:
+    """The parameters that the sampler's rows have, as of the last step."""
+
+    def __init__(self, sampler: DeviceSampler) -> None:
+        self._sampler = sampler
+        self._penalty_slots = _PenaltySlots(sampler)
+        self._owners: dict[int, tuple[int, int]] = {}
+        """By row: the sequence whose parameters it has, and the output index that it draws next."""
+
+    def clear(self) -> None:
+        """The rows have drawn for others, or what they have is not known."""
+        self._owners.clear()
+
+    def write(self, sampled: Sequence[SequenceChunk], rows: Sequence[int]) -> None:
+        """Tells the sampler of the rows that changed hands; those that go on it advances by itself."""
+        slots = self._penalty_slots.of(sampled)
+        changed = {
+            row: RowState(chunk.sampling, chunk.choice, chunk.output_index, slots.get(chunk.sequence_id, -1))
+            for chunk, row in zip(sampled, rows, strict=True)
+            if self._owners.get(row) != (chunk.sequence_id, chunk.output_index)
+        }
+        self._sampler.write_rows(changed)
+        self._owners = {
+            row: (chunk.sequence_id, chunk.output_index + 1) for chunk, row in zip(sampled, rows, strict=True)
+        }
+
+
+class _PenaltySlots:
+    """Which sequences have their tokens counted in the sampler, for penalties; the one drawn for longest ago goes.
+
+    A sequence whose last token is pending drew in the step before, so its slot is still its own.
+    """
+
+    def __init__(self, sampler: DeviceSampler) -> None:
+        self._sampler = sampler
+        self._slots: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        """By sequence: the slot, and the output index that it draws next."""
+
+    def of(self, sampled: Sequence[SequenceChunk]) -> dict[int, int]:
+        """The slots of those of a step's sequences that need one, filled."""
+        wanted = [chunk for chunk in sampled if chunk.sampling.adjusts_logits]
+        found: dict[int, int] = {}
+        for chunk in wanted:
+            slot, next_index = self._slots.pop(chunk.sequence_id, (-1, -1))
+            if slot >= 0:
+                self._slots[chunk.sequence_id] = (slot, chunk.output_index + 1)
+                if next_index == chunk.output_index:
+                    found[chunk.sequence_id] = slot
+        for chunk in wanted:
+            if chunk.sequence_id in found:
+                continue
+            assert chunk.output_index == len(chunk.output_token_ids), "its tokens are not known"
+            if chunk.sequence_id in self._slots:
+                slot, _ = self._slots[chunk.sequence_id]
+            elif len(self._slots) < self._sampler.penalty_slots:
+                slot = len(self._slots)
+            else:
+                _, (slot, _) = self._slots.popitem(last=False)
+            self._slots[chunk.sequence_id] = (slot, chunk.output_index + 1)
+            self._sampler.write_penalty_slot(slot, chunk.sampling, chunk.prompt_token_ids, chunk.output_token_ids)
+            found[chunk.sequence_id] = slot
+        return found

@@ -1,0 +1,63 @@
+"""Which row of the device's block tables belongs to which sequence, and what of it has to be sent."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manylora_worker.kinds.api import SequenceChunk
+from manylora_worker.models.cuda.step_tables import to_device
+
+
+class TableUpdates:
+    """Entries of the block tables that changed: [table row, entry] = block."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.entries: list[int] = []
+        self.blocks: list[int] = []
+
+    def apply(self, tables: Tensor) -> None:
+        if self.rows:
+            packed = to_device([self.rows, self.entries, self.blocks], torch.int64, tables.device)
+            tables.index_put_((packed[0], packed[1]), packed[2].int())
+
+
+class SequenceSlots:
+    """Which row of the device's block tables belongs to which sequence; those not seen for longest make room.
+
+    A sequence's entries before the one that its step writes do not change while it keeps its row, so only that one
+    and those behind it are compared.
+    """
+
+    def __init__(self, num_slots: int, max_blocks: int) -> None:
+        self._rows: OrderedDict[int, int] = OrderedDict()
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._mirror = np.zeros((num_slots, max_blocks), dtype=np.int32)
+        self._known = [0] * num_slots
+        self.padding_row = num_slots
+        """A row of the tables that no sequence has."""
+
+    def take(self, chunk: SequenceChunk, block_size: int, updates: TableUpdates) -> int:
+        row = self._rows.pop(chunk.sequence_id, None)
+        if row is None:
+            if not self._free:
+                _, freed = self._rows.popitem(last=False)
+                self._free.append(freed)
+            row = self._free.pop()
+            self._known[row] = 0
+        self._rows[chunk.sequence_id] = row
+        table, mirror = chunk.block_table, self._mirror[row]
+        first = min(self._known[row], chunk.start_position // block_size)
+        for entry in range(first, len(table)):
+            block = table[entry]
+            if entry >= self._known[row] or mirror[entry] != block:
+                mirror[entry] = block
+                updates.rows.append(row)
+                updates.entries.append(entry)
+                updates.blocks.append(block)
+        self._known[row] = len(table)
+        return row

@@ -1,0 +1,274 @@
+"""A loaded transformers model seen as what a decoder of our own computes: products, norms, and one shape a layer.
+
+There are two such decoders: device/decoder.py, of fused kernels, and engine/torch_decoder.py, of torch's operators.
+
+`read_decoder` knows no family by name. It reads which modules a layer has (norms before and after, head norms, fused
+projections), and takes what cannot be read off a module (scale, window, soft cap) from the loader's probe. A layer
+that it does not fully understand is a reason to run the model as transformers wrote it: it returns None. What a
+module tree does not show, such as a factor in a layer's own code, `torch_decoder.agrees` finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from manylora_worker.models.loader import LoadedModel
+from manylora_worker.models.torch.lora_linear import FusedMember, LoraLinear, Site
+from manylora_worker.models.torch.packed_linear import PackedLinear
+
+if TYPE_CHECKING:
+    from manylora_worker.models.cuda.kernels.nf4 import Nf4Linear
+
+Activation = Literal["silu", "gelu_tanh"]
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_tanh": "gelu_tanh",
+}
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    """A row sees itself and the window - 1 positions before it."""
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One matrix product with LoRA on top of it, as a module and as what a kernel reads of it."""
+
+    linear: LoraLinear
+    weight: Tensor | None
+    """[out, in], where it is kept as it is."""
+    bias: Tensor | None
+    nf4: Nf4Linear | None
+    """The module with a weight in 4 bits, where it is one for a GPU."""
+
+    @property
+    def site(self) -> Site:
+        return self.linear.site
+
+    @property
+    def in_features(self) -> int:
+        return self.site.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.site.slots[-1].stop
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    qkv: Projection
+    o: Projection
+    gate_up: Projection
+    down: Projection
+    input_norm: Tensor
+    attention_post_norm: Tensor | None
+    """Over the attention's output, before it joins the residual."""
+    ffn_norm: Tensor
+    ffn_post_norm: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    attention: AttentionShape
+    rope: int
+    """Index into DecoderWeights.ropes."""
+
+
+@dataclass(frozen=True)
+class DecoderWeights:
+    layers: Sequence[DecoderLayer]
+    embed: Callable[[Tensor], Tensor]
+    final_norm: Tensor
+    head: nn.Linear | PackedLinear
+    """Without a bias."""
+    ropes: Sequence[tuple[Tensor, Tensor]]
+    """cos and sin, float32 [positions, rotated / 2]."""
+    hidden_size: int
+    eps: float
+    norm_weight_plus_one: bool
+    activation: Activation
+    logit_softcap: float | None
+
+    @property
+    def vocab_size(self) -> int:
+        num_rows: int = self.head.out_features
+        return num_rows
+
+
+def read_decoder(loaded: LoadedModel) -> DecoderWeights | None:
+    """The model's weights in place (nothing is copied), or None where a part of it is of a kind not known here."""
+    model = loaded.model
+    config = model.config.get_text_config()
+    body = getattr(model, "model", None)
+    head = model.get_output_embeddings()
+    activation = _ACTIVATIONS.get(str(getattr(config, "hidden_act", getattr(config, "hidden_activation", ""))))
+    if body is None or activation is None or not isinstance(head, nn.Linear | PackedLinear) or head.bias is not None:
+        return None
+    norm = _rms_norm(getattr(body, "norm", None))
+    if norm is None or not hasattr(body, "layers") or not hasattr(body, "rotary_emb"):
+        return None
+    ropes, rope_of = _rope_tables(loaded, body.rotary_emb, config)
+    layers = [_read_layer(loaded, layer, i, rope_of(i)) for i, layer in enumerate(body.layers)]
+    if any(layer is None for layer in layers):
+        return None
+    return DecoderWeights(
+        layers=[layer for layer in layers if layer is not None],
+        embed=body.embed_tokens,
+        final_norm=norm,
+        head=head,
+        ropes=ropes,
+        hidden_size=config.hidden_size,
+        eps=config.rms_norm_eps,
+        norm_weight_plus_one=_adds_one(body.norm),
+        activation=activation,
+        logit_softcap=getattr(config, "final_logit_softcapping", None),
+    )
+
+
+_KNOWN_LAYER_PARTS = frozenset(
+    {
+        "self_attn",
+        "mlp",
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+        "resid_attn_dropout",
+        "resid_mlp_dropout",
+    }
+)
+_KNOWN_ATTENTION_PARTS = frozenset(
+    {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
+)
+_KNOWN_MLP_PARTS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"})
+
+
+def _read_layer(loaded: LoadedModel, layer: nn.Module, index: int, rope: int) -> DecoderLayer | None:
+    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    if attention is None or mlp is None:
+        return None
+    for module, known in ((layer, _KNOWN_LAYER_PARTS), (attention, _KNOWN_ATTENTION_PARTS), (mlp, _KNOWN_MLP_PARTS)):
+        if {name for name, _ in module.named_children()} - known:
+            return None
+    qkv = _fused_projection(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
+    o = _projection(attention.o_proj)
+    gate_up = _fused_projection(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
+    down = _projection(mlp.down_proj)
+    input_norm = _rms_norm(getattr(layer, "input_layernorm", None))
+    after_attention = _rms_norm(getattr(layer, "post_attention_layernorm", None))
+    if qkv is None or o is None or gate_up is None or down is None or input_norm is None or after_attention is None:
+        return None
+    attention_post_norm, ffn_norm, ffn_post_norm = None, after_attention, None
+    if hasattr(layer, "pre_feedforward_layernorm"):
+        pre_norm = _rms_norm(layer.pre_feedforward_layernorm)
+        attention_post_norm, ffn_post_norm = after_attention, _rms_norm(layer.post_feedforward_layernorm)
+        if pre_norm is None or ffn_post_norm is None:
+            return None
+        ffn_norm = pre_norm
+    q_norm = _rms_norm(getattr(attention, "q_norm", None))
+    k_norm = _rms_norm(getattr(attention, "k_norm", None))
+    traits = loaded.attention_traits[index]
+    kv = loaded.spec.kv
+    if hasattr(attention, "q_norm") and (q_norm is None or q_norm.shape != (kv.head_dim,)):
+        return None  # a norm over all heads together
+    scale = kv.head_dim**-0.5 if traits.scaling is None else traits.scaling
+    return DecoderLayer(
+        qkv=qkv,
+        o=o,
+        gate_up=gate_up,
+        down=down,
+        input_norm=input_norm,
+        attention_post_norm=attention_post_norm,
+        ffn_norm=ffn_norm,
+        ffn_post_norm=ffn_post_norm,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        attention=AttentionShape(
+            num_heads=traits.num_heads,
+            num_kv_heads=kv.num_kv_heads,
+            head_dim=kv.head_dim,
+            scale=scale,
+            window=traits.sliding_window,
+            softcap=traits.softcap,
+        ),
+        rope=rope,
+    )
+
+
+def _fused_projection(module: nn.Module, whole: str, members: Sequence[str]) -> Projection | None:
+    """The product that makes all of `members`, one after the other: the model's own, or the loader's.
+
+    None where they are products of their own.
+    """
+    if hasattr(module, whole):
+        return _projection(getattr(module, whole))
+    found = [getattr(module, member, None) for member in members]
+    first = found[0]
+    if not all(isinstance(member, FusedMember) for member in found) or not isinstance(first, FusedMember):
+        return None
+    leaves = tuple(slot.path.rpartition(".")[2] for slot in first.linear.site.slots)
+    return _projection(first.linear) if leaves == tuple(members) else None
+
+
+def _projection(module: nn.Module) -> Projection | None:
+    if not isinstance(module, LoraLinear):
+        return None
+    base = module.base
+    if type(base) is nn.Linear:
+        return Projection(module, base.weight, base.bias, None)
+    if isinstance(base, PackedLinear):
+        return Projection(module, None, None, None)
+    return Projection(module, None, None, base) if _is_nf4_linear(base) else None
+
+
+def _is_nf4_linear(module: nn.Module) -> bool:
+    """Its class comes with Triton, which a worker on the CPU has not."""
+    return type(module).__module__ == "manylora_worker.models.cuda.kernels.nf4"
+
+
+def _rms_norm(module: nn.Module | None) -> Tensor | None:
+    if module is None or not type(module).__name__.endswith("RMSNorm"):
+        return None
+    weight = module.weight
+    return weight if isinstance(weight, Tensor) else None
+
+
+def _adds_one(norm: nn.Module) -> bool:
+    """Gemma's norms scale by 1 + weight: seen by what a norm does to a constant input."""
+    x = torch.ones(1, norm.weight.shape[0], dtype=torch.float32, device=norm.weight.device).to(norm.weight.dtype)
+    with torch.inference_mode():
+        scaled = norm(x)[0].float()
+    weight = norm.weight.float()
+    return bool((scaled - (1 + weight)).abs().sum() < (scaled - weight).abs().sum())
+
+
+def _rope_tables(
+    loaded: LoadedModel, rotary: nn.Module, config: Any
+) -> tuple[list[tuple[Tensor, Tensor]], Callable[[int], int]]:
+    """One table for all layers, or one a layer type; and the table of each layer."""
+    positions = torch.arange(loaded.spec.max_context_tokens, device=loaded.device)[None]
+    like = torch.empty(1, dtype=torch.float32, device=loaded.device)
+    types = getattr(rotary, "layer_types", None)
+
+    def table(*layer_type: str) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode():
+            cos, sin = rotary(like, positions, *layer_type)
+        half = cos.shape[-1] // 2
+        return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+
+    if types is None:
+        return [table()], lambda layer: 0
+    names = list(types)
+    return [table(name) for name in names], lambda layer: names.index(config.layer_types[layer])

@@ -1,0 +1,491 @@
+"""Loading a base model: checks that it can be served exactly, then puts our attention and LoRA-aware linears into it.
+
+A LoadedModel is owned by the model runner from then on. Nothing here is family code but FUSED_PROJECTIONS; whatever
+else a model does differently (windows, soft caps, scales, head counts) is learned by one probing pass, in which a
+recorder stands in for the attention and notes what each layer hands over. A model that the engine could only serve
+wrongly is refused with ModelRefused, whose message says why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from manylora_shared.stores.model_files import ModelNotFound, model_folder, model_name
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.pytorch_utils import Conv1D
+
+from manylora_worker.models.torch.attention import ATTENTION, STEP_KEYWORD, register_attention
+from manylora_worker.models.torch.kv_cache import KvGeometry
+from manylora_worker.models.torch.lora_linear import (
+    FusedMember,
+    FusedProjection,
+    LoraLinear,
+    LoraSwitch,
+    Site,
+    Slot,
+)
+from manylora_worker.models.torch.packed_linear import WORTH_PACKING, PackedLinear, can_pack
+
+_LOG = logging.getLogger(__name__)
+
+Quantization = Literal["none", "nf4"]
+
+FUSED_PROJECTIONS: Mapping[str, Mapping[str, Sequence[Sequence[str]]]] = {
+    family: {"self_attn": (("q_proj", "k_proj", "v_proj"),), "mlp": (("gate_proj", "up_proj"),)}
+    for family in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
+}
+"""Model type -> module name -> groups of its linear layers that read the same input and become one product.
+
+A family that is absent (phi3, whose projections are fused by itself, and any that nobody has looked at) runs as it is.
+"""
+
+_ATTENTION_KEYWORDS_WITHOUT_EFFECT = frozenset({"position_ids", "use_cache", "cache_position", "position_embeddings"})
+_MAX_HEADER_BYTES = 100 << 20
+
+
+class ModelRefused(Exception):
+    """The base model cannot be served; the message names the model and says why."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What the rest of the worker may know about the base model.
+
+    Attributes:
+        name: as it is served; adapters name it in base_model_name_or_path.
+        source_name: last component of the path or hub id that it came from.
+        digest: sha256 (hex) over config.json and the weight files' names, sizes and headers.
+        modules: path -> (in, out) of every linear layer that an adapter may target.
+        head_modules: paths of the embeddings and the output head, which it may not.
+        other_modules: paths of everything else in the module tree.
+    """
+
+    name: str
+    source_name: str
+    digest: str
+    model_type: str
+    vocab_size: int
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    kv: KvGeometry
+    modules: Mapping[str, tuple[int, int]] = field(repr=False)
+    head_modules: frozenset[str] = field(repr=False)
+    other_modules: frozenset[str] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class AttentionTraits:
+    """What one layer hands to its attention beside the tensors."""
+
+    num_heads: int
+    scaling: float | None
+    sliding_window: int | None
+    softcap: float | None
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """The model, its LoRA sites, and the switch that turns a step's adapters on."""
+
+    model: PreTrainedModel
+    spec: ModelSpec
+    sites: Sequence[Site]
+    switch: LoraSwitch
+    dtype: torch.dtype
+    device: torch.device
+    num_threads: int
+    keeps_logits: bool
+    """Whether forward() takes the rows whose logits are wanted."""
+    attention_traits: Sequence[AttentionTraits]
+    """By layer."""
+
+
+def load_model(
+    path: str,
+    *,
+    name: str = "",
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    quantization: Quantization = "none",
+    threads: int = 1,
+) -> LoadedModel:
+    """Loads a causal language model and makes it ready for TorchModelRunner.
+
+    Args:
+        path: a folder, or a hub id whose files are in the local cache.
+        name: the name to serve it under; default: the last component of `path`.
+        dtype: of weights and computation (with nf4: of computation).
+        quantization: "nf4" keeps linear weights in 4 bits (double quantization).
+        threads: CPU threads of one operation.
+
+    Raises:
+        ModelRefused: the model cannot be served, or its files are not there.
+    """
+    folder = _folder(path)
+    source_name = model_name(path)
+    torch.set_num_threads(threads)
+    config = _checked_config(folder)
+    register_attention()
+    # bitsandbytes' layers serve the CPU; a GPU takes kernels of our own, for which the weights are loaded as they are.
+    by_bitsandbytes = quantization == "nf4" and torch.device(device).type != "cuda"
+    model = _instantiate(folder, config, dtype, device, "nf4" if by_bitsandbytes else "none")
+    return prepare_model(
+        model,
+        name=name or source_name,
+        source_name=source_name,
+        digest=_digest(folder),
+        quantization=quantization,
+        threads=threads,
+    )
+
+
+def prepare_model(
+    model: PreTrainedModel,
+    *,
+    name: str,
+    source_name: str = "",
+    digest: str = "",
+    quantization: Quantization = "none",
+    threads: int = 1,
+) -> LoadedModel:
+    """Puts the engine's attention and linear layers into a model in memory, instantiated with ATTENTION.
+
+    Raises:
+        ModelRefused: the model cannot be served.
+    """
+    dtype, device = model.dtype, torch.device(model.device)
+    modules = _linear_modules(model)
+    head_modules = _head_modules(model)
+    all_modules = {module_path for module_path, _ in model.named_modules() if module_path}
+    switch = LoraSwitch()
+    sites = _install_linears(model, modules, switch, fused=quantization == "none" or device.type == "cuda")
+    if quantization == "nf4" and device.type == "cuda":
+        _quantize_linears(model)
+    if quantization == "none" and can_pack(dtype, device):
+        _pack_linears(model)
+    probe = _probe(model)
+    spec = ModelSpec(
+        name=name,
+        source_name=source_name or name,
+        digest=digest,
+        model_type=model.config.model_type,
+        vocab_size=probe.vocab_size,
+        max_context_tokens=_max_context_tokens(model.config),
+        eos_token_ids=_eos_token_ids(model),
+        kv=probe.kv,
+        modules={p: shape for p, shape in modules.items() if p not in head_modules},
+        head_modules=frozenset(head_modules),
+        other_modules=frozenset(all_modules - set(modules) - head_modules),
+    )
+    return LoadedModel(
+        model=model,
+        spec=spec,
+        sites=sites,
+        switch=switch,
+        dtype=dtype,
+        device=device,
+        num_threads=threads,
+        keeps_logits="logits_to_keep" in inspect.signature(model.forward).parameters,
+        attention_traits=probe.attention_traits,
+    )
+
+
+def _folder(path: str) -> Path:
+    try:
+        return model_folder(path)
+    except ModelNotFound as error:
+        raise ModelRefused(str(error)) from error
+
+
+def _checked_config(folder: Path) -> PretrainedConfig:
+    """The model's config. Refuses what cannot be served, as far as the config tells."""
+    config_file = folder / "config.json"
+    try:
+        raw = json.loads(config_file.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelRefused(f"{config_file}: not a readable model config ({error})") from error
+    if raw.get("auto_map"):
+        raise ModelRefused(f"{folder}: auto_map: the model brings its own code, which is not run")
+    if not any(folder.glob("*.safetensors")):
+        raise ModelRefused(f"{folder}: no *.safetensors weights (pickled weights are not read)")
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, KeyError) as error:
+        raise ModelRefused(f"{folder}: {error}") from error
+    if config.is_encoder_decoder or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ModelRefused(f"{folder}: model_type {config.model_type} is not a causal language model")
+    for rope in _rope_parameters(config):
+        rope_type = rope.get("rope_type", "default")
+        if "dynamic" in rope_type:
+            raise ModelRefused(
+                f"{folder}: rope_type {rope_type}: its frequencies depend on the longest sequence of a batch, "
+                "so one request would change another's answer"
+            )
+    return config
+
+
+def _rope_parameters(config: PretrainedConfig) -> list[Mapping[str, Any]]:
+    """Every set of rotary parameters in the config: one, or one a layer type."""
+    parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    nested: list[Mapping[str, Any]] = [value for value in parameters.values() if isinstance(value, dict)]
+    return nested or [parameters]
+
+
+def _max_context_tokens(config: PretrainedConfig) -> int:
+    """Positions that the model is served for.
+
+    longrope switches all sequences of a batch to other frequencies once one of them passes the original length; up to
+    there it is a fixed table, so there is where the context ends.
+    """
+    limit: int = config.max_position_embeddings
+    for rope in _rope_parameters(config):
+        if rope.get("rope_type") == "longrope":
+            original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+            if original < limit:
+                _LOG.warning("longrope: the context ends at its original length, %d tokens, not %d", original, limit)
+                limit = original
+    return limit
+
+
+def _instantiate(
+    folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: str, quantization: Quantization
+) -> PreTrainedModel:
+    options: dict[str, Any] = {}
+    if quantization == "nf4":
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+        options["device_map"] = {"": device}
+    try:
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **options,
+        )
+    except (ValueError, OSError) as error:
+        raise ModelRefused(f"{folder}: {error}") from error
+    if loading["missing_keys"] or loading["mismatched_keys"]:
+        absent = sorted([*loading["missing_keys"], *(str(key) for key in loading["mismatched_keys"])])
+        raise ModelRefused(f"{folder}: {len(absent)} weights are missing or misshapen, such as {absent[0]}")
+    if quantization == "none":
+        model = model.to(device)
+    else:
+        from bitsandbytes.nn import Linear4bit
+
+        for module in model.modules():
+            # On some CPUs bitsandbytes repacks weights at their first use, with rounded scales and not for every shape.
+            if isinstance(module, Linear4bit):
+                module.support_avx512bf16_for_cpu = False
+    model.eval().requires_grad_(False)
+    return model
+
+
+def _linear_modules(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
+    """Path -> (in, out) of every linear layer, the head included."""
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear):  # bitsandbytes' Linear4bit is one
+            found[path] = (module.in_features, module.out_features)
+        elif isinstance(module, Conv1D):
+            found[path] = (module.nx, module.nf)
+    return found
+
+
+def _head_modules(model: PreTrainedModel) -> set[str]:
+    heads = [model.get_input_embeddings(), model.get_output_embeddings()]
+    return {
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Embedding) or any(module is head for head in heads)
+    }
+
+
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    generation = model.generation_config
+    eos = generation.eos_token_id if generation is not None else None
+    if eos is None:
+        eos = getattr(model.config, "eos_token_id", None)
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+@dataclass
+class _Recorder:
+    """Stands in for the attention in the probing pass. See attention.Attends."""
+
+    layers: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    """layer -> (kv heads, key head dim, value head dim)"""
+    traits: dict[int, AttentionTraits] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        sliding_window: int | None,
+        softcap: float | None,
+        others: dict[str, Any],
+    ) -> Tensor:
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int) or layer in self.layers:
+            self.problems.append(f"attention of {type(module).__name__} has no layer index of its own")
+            layer = -len(self.problems)
+        if not getattr(module, "is_causal", True):
+            self.problems.append(f"{type(module).__name__} attends in both directions")
+        effective = {k: v for k, v in others.items() if k not in _ATTENTION_KEYWORDS_WITHOUT_EFFECT}
+        strange = sorted(k for k, v in effective.items() if isinstance(v, Tensor) or v)
+        if strange:
+            self.problems.append(f"its attention uses {', '.join(strange)}, which is not supported")
+        self.layers[layer] = (key.shape[1], key.shape[3], value.shape[3])
+        self.traits[layer] = AttentionTraits(query.shape[1], scaling, sliding_window, softcap)
+        _, num_heads, num_rows, _ = query.shape
+        return query.new_zeros(1, num_rows, num_heads, value.shape[3])
+
+
+@dataclass(frozen=True)
+class _Probe:
+    kv: KvGeometry
+    vocab_size: int
+    attention_traits: Sequence[AttentionTraits]
+
+
+def _probe(model: PreTrainedModel) -> _Probe:
+    """One pass over two tokens, to see that every layer attends through our function, and how."""
+    recorder = _Recorder()
+    label = f"{type(model).__name__}"
+    try:
+        with torch.inference_mode():
+            output = model(
+                input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device),
+                position_ids=torch.arange(2, device=model.device)[None],
+                use_cache=False,
+                **{STEP_KEYWORD: recorder},
+            )
+    except (TypeError, KeyError, AttributeError) as error:  # its code looks into what we replaced, or drops keywords
+        raise ModelRefused(
+            f"{label}: does not work with other linear layers, or does not hand keywords on to its attention ({error})"
+        ) from error
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if sorted(recorder.layers) != list(range(num_layers)):
+        recorder.problems.append(
+            f"{len(recorder.layers)} of {num_layers} layers go through transformers' attention interface"
+        )
+    shapes = set(recorder.layers.values())
+    if len(shapes) > 1:
+        recorder.problems.append(f"key and value heads differ from layer to layer: {sorted(shapes)}")
+    elif any(key_dim != value_dim for _, key_dim, value_dim in shapes):
+        recorder.problems.append(f"keys and values have different head sizes: {sorted(shapes)}")
+    if recorder.problems:
+        raise ModelRefused(f"{label}: " + "; ".join(dict.fromkeys(recorder.problems)))
+    num_kv_heads, head_dim, _ = recorder.layers[0]
+    return _Probe(
+        KvGeometry(num_layers, num_kv_heads, head_dim),
+        vocab_size=output.logits.shape[-1],
+        attention_traits=[recorder.traits[i] for i in range(num_layers)],
+    )
+
+
+def _install_linears(
+    model: PreTrainedModel, modules: Mapping[str, tuple[int, int]], switch: LoraSwitch, *, fused: bool
+) -> list[Site]:
+    """Puts a LoraLinear in the place of every linear layer but the head, fused where the table says so."""
+    heads = _head_modules(model)
+    roles = FUSED_PROJECTIONS.get(model.config.model_type, {}) if fused else {}
+    sites: list[Site] = []
+    done: set[str] = set(heads)
+    for path, module in list(model.named_modules()):
+        for group in roles.get(path.rpartition(".")[2], ()):
+            sites.append(_fuse(module, path, group, len(sites), switch))
+            done |= {f"{path}.{member}" for member in group}
+    for path, (in_features, out_features) in modules.items():
+        if path not in done:
+            parent_path, _, leaf = path.rpartition(".")
+            parent = model.get_submodule(parent_path)
+            site = Site(len(sites), in_features, (Slot(path, 0, out_features),))
+            setattr(parent, leaf, LoraLinear(getattr(parent, leaf), site, switch))
+            sites.append(site)
+    return sites
+
+
+def _fuse(parent: nn.Module, parent_path: str, members: Sequence[str], index: int, switch: LoraSwitch) -> Site:
+    """Replaces `members` of `parent` by one product over the same input; their own weights are freed."""
+    layers = [getattr(parent, member) for member in members]
+    biases = [layer.bias for layer in layers]
+    assert all(type(layer) is nn.Linear for layer in layers)
+    fused = nn.Linear(1, 1, bias=False, device="meta")
+    fused.in_features = layers[0].in_features
+    fused.out_features = sum(layer.out_features for layer in layers)
+    fused.weight = nn.Parameter(torch.cat([layer.weight.data for layer in layers]), requires_grad=False)
+    if any(bias is not None for bias in biases):
+        parts = [
+            layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.data for layer in layers
+        ]
+        fused.bias = nn.Parameter(torch.cat(parts), requires_grad=False)
+    slots = []
+    start = 0
+    for member, layer in zip(members, layers, strict=True):
+        slots.append(Slot(f"{parent_path}.{member}", start, start + layer.out_features))
+        start += layer.out_features
+    site = Site(index, fused.in_features, tuple(slots))
+    projection = FusedProjection(LoraLinear(fused, site, switch))
+    for i, member in enumerate(members):
+        setattr(parent, member, FusedMember(projection, i))
+    return site
+
+
+def _pack_linears(model: PreTrainedModel) -> None:
+    """Lays out every large linear layer for the CPU, the head too (a copy, where it shares the embeddings' weight)."""
+    for path, module in list(model.named_modules()):
+        if type(module) is nn.Linear and module.weight.numel() >= WORTH_PACKING:
+            parent_path, _, leaf = path.rpartition(".")
+            setattr(model.get_submodule(parent_path), leaf, PackedLinear(module.weight, module.bias))
+
+
+def _quantize_linears(model: PreTrainedModel) -> None:
+    """Keeps the weight of every linear layer but the head in 4 bits, layer by layer."""
+    from manylora_worker.models.cuda.kernels.nf4 import Nf4Linear, Nf4Workspace
+    from manylora_worker.models.cuda.kernels.nf4_format import BLOCK_SIZE
+
+    workspace = Nf4Workspace(model.device)
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            linear = module.base
+            if type(linear) is not nn.Linear or linear.in_features % BLOCK_SIZE:
+                raise ModelRefused(f"{path}: nf4 needs a linear layer whose inputs are a multiple of {BLOCK_SIZE}")
+            module.base = Nf4Linear.from_weight(linear.weight.data, linear.bias, workspace)
+
+
+def _digest(folder: Path) -> str:
+    """sha256 over config.json and, for each weight file in name order, its name, size and safetensors header."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            length_bytes = stream.read(8)
+            header_bytes = int.from_bytes(length_bytes, "little")
+            if header_bytes > _MAX_HEADER_BYTES:
+                raise ModelRefused(f"{file}: not a safetensors file (header of {header_bytes} bytes)")
+            digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
+            digest.update(stream.read(header_bytes))
+    return digest.hexdigest()

@@ -1,0 +1,215 @@
+"""A decoder's pass in torch's own operators: what the CPU runs of a model whose layers are known (decoder_weights.py).
+
+transformers' modules compute the same in two to three times as many operators, each of which costs a few microseconds
+of Python and dispatch however few rows a step has. Here a norm is one call, keys and queries are rotated together, and
+a residual is added in place.
+
+TorchDecoder owns nothing but norm weights of its own form; products and their LoRA are the loaded model's modules.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from manylora_worker.models.decoder_weights import (
+    AttentionShape,
+    DecoderLayer,
+    DecoderWeights,
+    Projection,
+    read_decoder,
+)
+from manylora_worker.models.loader import LoadedModel
+from manylora_worker.models.torch.attention import STEP_KEYWORD, AttentionStep, PrefillRows
+from manylora_worker.models.torch.kv_cache import KvCache
+
+_LOG = logging.getLogger(__name__)
+_CHECKED_TOKENS = 8
+
+
+class _Product:
+    """LoraLinear.forward, without what a call of a module costs: a fifth of a step of one row."""
+
+    def __init__(self, projection: Projection) -> None:
+        linear = projection.linear
+        self._base: Callable[[Tensor], Tensor] = linear.base.forward
+        if projection.weight is not None:
+            self._base = partial(F.linear, weight=projection.weight, bias=projection.bias)
+        self._site, self._switch = linear.site, linear.switch
+
+    def __call__(self, x: Tensor) -> Tensor:
+        outputs = self._base(x)
+        if self._switch.batch is not None:
+            self._switch.batch.add(self._site, x, outputs)
+        return outputs
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What of a layer is called: products, and norm weights in float32 with Gemma's one added."""
+
+    qkv: _Product
+    o: _Product
+    gate_up: _Product
+    down: _Product
+    input_norm: Tensor
+    attention_post_norm: Tensor | None
+    ffn_norm: Tensor
+    ffn_post_norm: Tensor | None
+    head_norms: Tensor | None
+    """[query and kv heads, head_dim]: of every head that is rotated."""
+    qkv_widths: tuple[int, int]
+    """Columns of what is rotated, and of the values."""
+    rotated_heads: tuple[int, int]
+    """Query heads, key heads."""
+    attention: AttentionShape
+    rope: int
+
+
+class TorchDecoder:
+    """The model's pass over a flat batch of T tokens. Stateless between calls."""
+
+    def __init__(self, weights: DecoderWeights) -> None:
+        self._weights = weights
+        self._layers = [self._layer(layer) for layer in weights.layers]
+        self._final_norm = self._norm_weight(weights.final_norm)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionStep, logit_rows: Tensor) -> Tensor:
+        """[len(logit_rows), vocab]: the logits of these rows. token_ids, positions: [T]."""
+        weights = self._weights
+        # The embedding's rows are copies, so that the residual may be added to in place.
+        residual = weights.embed(token_ids)
+        ropes = [_rope_rows(cos, sin, positions, residual.dtype) for cos, sin in weights.ropes]
+        for i, layer in enumerate(self._layers):
+            normed = self._norm(residual, layer.input_norm)
+            product = layer.o(self._attend(i, layer, layer.qkv(normed), ropes[layer.rope], attention))
+            if layer.attention_post_norm is not None:
+                product = self._norm(product, layer.attention_post_norm)
+            residual.add_(product)
+            product = layer.down(self._gate(layer.gate_up(self._norm(residual, layer.ffn_norm))))
+            if layer.ffn_post_norm is not None:
+                product = self._norm(product, layer.ffn_post_norm)
+            residual.add_(product)
+        logits: Tensor = weights.head(self._norm(residual.index_select(0, logit_rows), self._final_norm))
+        softcap = weights.logit_softcap
+        return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+    def _attend(
+        self, index: int, layer: _Layer, qkv: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionStep
+    ) -> Tensor:
+        """qkv: [T, (heads + 2 kv_heads) * head_dim] -> [T, heads * head_dim]."""
+        shape = layer.attention
+        rotated, values = qkv.split_with_sizes(layer.qkv_widths, 1)
+        heads = rotated.unflatten(1, (-1, shape.head_dim))
+        if layer.head_norms is not None:
+            heads = (self._norm(heads, None) * layer.head_norms).to(heads.dtype)
+        queries, keys = _rotate(heads, *rope).split_with_sizes(layer.rotated_heads, 1)
+        attended = attention.attend_rows(
+            index,
+            queries.unflatten(1, (shape.num_kv_heads, -1)),
+            keys.flatten(1),
+            values,
+            shape.scale,
+            shape.window,
+            shape.softcap,
+        )
+        return attended.flatten(1)
+
+    def _gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, 1)
+        activated = F.silu(gate) if self._weights.activation == "silu" else F.gelu(gate, approximate="tanh")
+        return activated.mul_(up)
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """RMS norm over the last dimension, in float32."""
+        return F.rms_norm(x.float(), x.shape[-1:], weight, self._weights.eps).to(x.dtype)
+
+    def _layer(self, layer: DecoderLayer) -> _Layer:
+        shape = layer.attention
+        rotated_heads = (shape.num_heads, shape.num_kv_heads)
+        head_norms = None
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q_norm, k_norm = self._norm_weight(layer.q_norm), self._norm_weight(layer.k_norm)
+            head_norms = torch.stack([q_norm] * shape.num_heads + [k_norm] * shape.num_kv_heads)
+        return _Layer(
+            qkv=_Product(layer.qkv),
+            o=_Product(layer.o),
+            gate_up=_Product(layer.gate_up),
+            down=_Product(layer.down),
+            input_norm=self._norm_weight(layer.input_norm),
+            attention_post_norm=_optional(layer.attention_post_norm, self._norm_weight),
+            ffn_norm=self._norm_weight(layer.ffn_norm),
+            ffn_post_norm=_optional(layer.ffn_post_norm, self._norm_weight),
+            head_norms=head_norms,
+            qkv_widths=(sum(rotated_heads) * shape.head_dim, shape.num_kv_heads * shape.head_dim),
+            rotated_heads=rotated_heads,
+            attention=shape,
+            rope=layer.rope,
+        )
+
+    def _norm_weight(self, weight: Tensor) -> Tensor:
+        return weight.detach().float() + (1.0 if self._weights.norm_weight_plus_one else 0.0)
+
+
+def trusted_weights(loaded: LoadedModel) -> DecoderWeights | None:
+    """What the model's decoder computes, seen to agree with transformers' own pass; None: run the model as it is.
+
+    The comparison finds what `read_decoder` cannot see: a family whose layers have known parts, and code of its own
+    between them (Granite's factors, say).
+    """
+    weights = read_decoder(loaded)
+    if weights is None:
+        return None
+    difference = _difference(loaded, TorchDecoder(weights))
+    tolerance = 1e-3 if loaded.dtype is torch.float32 else 0.05
+    if not difference <= tolerance:  # not a number: neither
+        _LOG.warning(
+            "%s: read as a decoder, its logits are off by a share of %.3g: it runs as transformers wrote it",
+            loaded.spec.model_type, difference,
+        )  # fmt: skip
+        return None
+    return weights
+
+
+def _difference(loaded: LoadedModel, decoder: TorchDecoder) -> float:
+    """|decoder's logits - transformers'| over |transformers'|, for a prompt of a few tokens."""
+    device = loaded.device
+    cache = KvCache(loaded.spec.kv, num_blocks=1, block_size=_CHECKED_TOKENS, dtype=loaded.dtype, device=device)
+    rows = torch.arange(_CHECKED_TOKENS, device=device)
+    token_ids = rows * (loaded.spec.vocab_size // _CHECKED_TOKENS)
+
+    def attention() -> AttentionStep:
+        prefill = PrefillRows(0, _CHECKED_TOKENS, start_position=0, block_table=[0])
+        return AttentionStep(cache, token_rows=rows, num_rows=_CHECKED_TOKENS, decodes=[], prefills=[prefill])
+
+    with torch.inference_mode():
+        found = decoder.forward(token_ids, rows, attention(), rows).float()
+        output = loaded.model(
+            input_ids=token_ids[None], position_ids=rows[None], use_cache=False, **{STEP_KEYWORD: attention()}
+        )
+        expected = output.logits[0].float()
+    return float((found - expected).norm() / expected.norm())
+
+
+def _optional(weight: Tensor | None, form: Callable[[Tensor], Tensor]) -> Tensor | None:
+    return None if weight is None else form(weight)
+
+
+def _rope_rows(cos: Tensor, sin: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[T, 1, rotated] each: cos twice, and sin with the sign that the two halves take it with."""
+    cos, sin = cos.index_select(0, positions).to(dtype), sin.index_select(0, positions).to(dtype)
+    return torch.cat((cos, cos), dim=1).unsqueeze(1), torch.cat((-sin, sin), dim=1).unsqueeze(1)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of [T, heads, head_dim]; what of a head lies behind `rotated` stays."""
+    rotated = cos.shape[2]
+    turned = x[..., :rotated]
+    result = torch.addcmul(turned * cos, torch.roll(turned, rotated // 2, -1), sin)
+    return result if rotated == x.shape[2] else torch.cat((result, x[..., rotated:]), dim=2)

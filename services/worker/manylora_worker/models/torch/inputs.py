@@ -1,0 +1,107 @@
+"""From a StepBatch to tensors: where every token stands in the flat batch, and which rows are sampled.
+
+Owns nothing. The flat batch holds the chunks one after the other, ordered by adapter, so that an adapter's rows are
+consecutive, and within one by the length of what they attend to; callers see results in the StepBatch's order
+(`StepInputs.sampled`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from manylora_shared.ids import AdapterUid
+from torch import Tensor
+
+from manylora_worker.kinds.api import SequenceChunk, StepBatch
+from manylora_worker.models.torch.attention import AttentionStep, DecodeRow, PrefillRows
+from manylora_worker.models.torch.kv_cache import KvCache
+from manylora_worker.models.torch.lora_linear import DeviceAdapter, Segment
+
+_FEW_BLOCKS = 64
+"""A prompt (or a part of one) that reads no more, over all its tokens, is attended to token by token, among the
+sequences that decode: its own operations in every layer would cost more than to read its few blocks once a token."""
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    token_ids: Tensor
+    """[T]"""
+    positions: Tensor
+    """[T]"""
+    attention: AttentionStep
+    segments: Sequence[Segment]
+    num_rows: int
+    sampled: Sequence[SequenceChunk]
+    """The chunks that sample, in the StepBatch's order."""
+    logit_rows: Tensor
+    """[len(sampled)]: the row whose logits each of them draws from."""
+
+
+def _place(chunk: SequenceChunk) -> tuple[str, bool, int]:
+    """Sorts chunks: what decodes with contexts of like length is to be consecutive, and read in one piece."""
+    return chunk.adapter_uid or "", len(chunk.token_ids) > 1, -chunk.start_position
+
+
+def entered_blocks(chunks: Sequence[SequenceChunk], block_size: int) -> list[int]:
+    """Blocks that these chunks begin and leave partly empty: what their unwritten ends hold is stale."""
+    blocks = []
+    for chunk in chunks:
+        end = chunk.start_position + len(chunk.token_ids)
+        last_block = (end - 1) // block_size
+        if last_block * block_size >= chunk.start_position and end % block_size:
+            blocks.append(chunk.block_table[last_block])
+    return blocks
+
+
+def build_inputs(
+    batch: StepBatch, cache: KvCache, adapters: Mapping[AdapterUid, DeviceAdapter], device: torch.device
+) -> StepInputs:
+    """Lays the batch out. Raises KeyError for an adapter that is not on the device."""
+    block_size = cache.block_size
+    order = sorted(range(len(batch.chunks)), key=lambda i: _place(batch.chunks[i]))
+    token_ids: list[int] = []
+    positions: list[int] = []
+    token_rows: list[int] = []
+    decodes: list[DecodeRow] = []
+    prefills: list[PrefillRows] = []
+    segments: list[Segment] = []
+    last_rows = [0] * len(batch.chunks)
+    for i in order:
+        chunk = batch.chunks[i]
+        first_row = len(token_ids)
+        count = len(chunk.token_ids)
+        assert count > 0
+        start, table = chunk.start_position, chunk.block_table
+        token_ids += chunk.token_ids
+        positions += range(start, start + count)
+        token_rows += [cache.token_row(table[p // block_size], p % block_size) for p in range(start, start + count)]
+        if count == 1 or count * -(-(start + count) // block_size) <= _FEW_BLOCKS:
+            decodes += [DecodeRow(first_row + k, start + k + 1, table) for k in range(count)]
+        else:
+            prefills.append(PrefillRows(first_row, first_row + count, start, table))
+        if chunk.adapter_uid is not None:
+            adapter = adapters[chunk.adapter_uid]
+            if segments and segments[-1].adapter is adapter:
+                segments[-1] = Segment(segments[-1].first_row, first_row + count, adapter)
+            else:
+                segments.append(Segment(first_row, first_row + count, adapter))
+        last_rows[i] = first_row + count - 1
+    sampling = [i for i, chunk in enumerate(batch.chunks) if chunk.samples]
+    num_rows = len(token_ids)
+    return StepInputs(
+        token_ids=torch.tensor(token_ids, device=device),
+        positions=torch.tensor(positions, device=device),
+        attention=AttentionStep(
+            cache,
+            token_rows=torch.tensor(token_rows, device=device),
+            num_rows=num_rows,
+            decodes=decodes,
+            prefills=prefills,
+        ),
+        segments=segments,
+        num_rows=num_rows,
+        sampled=[batch.chunks[i] for i in sampling],
+        logit_rows=torch.tensor([last_rows[i] for i in sampling], dtype=torch.long, device=device),
+    )

@@ -1,0 +1,164 @@
+"""One forward pass: from a StepBatch to the tokens that it samples.
+
+TorchModelRunner owns the KV tensor (KvCache), the adapters on the device and the step's LoRA choice; the model's
+weights are the loader's. It runs on the engine's one thread. It knows nothing of requests: every chunk says where it
+stands, and the result of a chunk depends on that chunk alone.
+
+One other thread touches `adapters`, by single dict operations only: the loader's, which publishes a finished
+DeviceAdapter (`fill_adapter`, see backend.py); the engine learns of it through an event before it may use it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from manylora_shared.ids import AdapterUid
+from torch import Tensor
+
+from manylora_worker.kinds.api import Sampled, StepBatch
+from manylora_worker.models.decoder_weights import DecoderWeights
+from manylora_worker.models.loader import LoadedModel
+from manylora_worker.models.torch.attention import STEP_KEYWORD
+from manylora_worker.models.torch.decoder import TorchDecoder
+from manylora_worker.models.torch.host_kv import TensorHostKv
+from manylora_worker.models.torch.inputs import StepInputs, build_inputs, entered_blocks
+from manylora_worker.models.torch.kv_cache import KvCache
+from manylora_worker.models.torch.lora_linear import DeviceAdapter, LoraPlanner
+from manylora_worker.models.torch.sampler import sample
+from manylora_worker.weights.layout import HostAdapter
+
+
+class TorchModelRunner:
+    """See api.SwapRunner.
+
+    Args:
+        weights: what the model's decoder computes; None: the model runs as transformers wrote it.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        weights: DecoderWeights | None,
+        cache: KvCache,
+        planner: LoraPlanner,
+        *,
+        num_host_blocks: int = 0,
+    ) -> None:
+        self._loaded = loaded
+        self._decoder = None if weights is None else TorchDecoder(weights)
+        self._cache = cache
+        self.host_kv = TensorHostKv(cache.by_block, num_host_blocks)
+        self._planner = planner
+        self._thread_id: int | None = None
+        self.adapters: dict[AdapterUid, DeviceAdapter] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        return self._cache.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self._cache.block_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self._loaded.spec.vocab_size
+
+    @property
+    def max_context_tokens(self) -> int:
+        return self._loaded.spec.max_context_tokens
+
+    def execute(self, batch: StepBatch) -> Sequence[Sampled]:
+        """See api.ModelRunner.execute. Order inside a step: clear, copy, write and attend, sample."""
+        with torch.inference_mode():
+            self._prepare_thread()
+            self._prepare_blocks(batch)
+            if not batch.chunks:
+                return []
+            inputs = build_inputs(batch, self._cache, self.adapters, self._loaded.device)
+            logits = self._forward(inputs)
+            return sample(logits, inputs.sampled) if inputs.sampled else []
+
+    def logits(self, batch: StepBatch) -> Tensor:
+        """The pass without the draw: [chunks that sample, vocab], float32, in the batch's order. For tests."""
+        with torch.inference_mode():
+            self._prepare_thread()
+            self._prepare_blocks(batch)
+            return self._forward(build_inputs(batch, self._cache, self.adapters, self._loaded.device)).float()
+
+    def adapter_bytes(self, adapter: HostAdapter) -> int:
+        """See backend.AdapterTarget."""
+        return adapter.size_bytes
+
+    def reserve_adapter(self, adapter: HostAdapter) -> None:
+        """See backend.AdapterTarget: room is the allocator's business here."""
+
+    def fill_adapter(self, adapter: HostAdapter) -> None:
+        """See backend.AdapterTarget."""
+        device = self._loaded.device
+        if device.type != "cuda":
+            if self._cache.marks_free:  # the host tier's memory is not to be marked with the device's
+                adapter = replace(adapter, buffer=adapter.buffer.clone())
+            self.adapters[adapter.uid] = adapter.on(device)
+            return
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            on_device = adapter.on(device)
+        stream.synchronize()
+        self.adapters[adapter.uid] = on_device
+
+    def drop_adapter(self, uid: AdapterUid) -> None:
+        """See backend.AdapterTarget. Copies in stacks go too."""
+        adapter = self.adapters.pop(uid, None)
+        self._planner.forget(uid)
+        if adapter is not None and self._cache.marks_free:
+            for weights in adapter.weights():
+                weights.fill_(math.nan)
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        loaded = self._loaded
+        loaded.switch.batch = self._planner.plan(inputs.segments, inputs.num_rows, loaded.device)
+        try:
+            if self._decoder is not None:
+                return self._decoder.forward(inputs.token_ids, inputs.positions, inputs.attention, inputs.logit_rows)
+            return self._forward_by_transformers(inputs)
+        finally:
+            loaded.switch.batch = None
+
+    def _forward_by_transformers(self, inputs: StepInputs) -> Tensor:
+        loaded = self._loaded
+        # Where no row samples, the head still runs for one row: models take "no rows" for "all rows".
+        keep = inputs.logit_rows if inputs.sampled else inputs.logit_rows.new_zeros(1)
+        extra = {"logits_to_keep": keep} if loaded.keeps_logits else {}
+        output = loaded.model(
+            input_ids=inputs.token_ids[None],
+            position_ids=inputs.positions[None],
+            use_cache=False,
+            **extra,
+            **{STEP_KEYWORD: inputs.attention},
+        )
+        logits: Tensor = output.logits[0]
+        if not loaded.keeps_logits:
+            logits = logits.index_select(0, inputs.logit_rows)
+        return logits
+
+    def _prepare_thread(self) -> None:
+        """Torch counts its compute threads per calling thread: the first call on a new one sets them."""
+        if self._thread_id != threading.get_ident():
+            self._thread_id = threading.get_ident()
+            torch.set_num_threads(self._loaded.num_threads)
+
+    def _prepare_blocks(self, batch: StepBatch) -> None:
+        device = self._loaded.device
+        if batch.clear_blocks:
+            self._cache.clear_blocks(torch.tensor(batch.clear_blocks, device=device))
+        if batch.copy_blocks:
+            sources, targets = torch.tensor(batch.copy_blocks, device=device).unbind(1)
+            self._cache.copy_blocks(sources, targets)
+        stale = entered_blocks(batch.chunks, self._cache.block_size)
+        if stale:
+            self._cache.zero_blocks(torch.tensor(stale, device=device))

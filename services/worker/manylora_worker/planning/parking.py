@@ -1,0 +1,177 @@
+"""The sequences without a slot: those that are parked, with blocks, and those that wait for blocks.
+
+Owns these two sets, and makes every move between them: blocks are taken, freed, copied away and back. Who moves, and
+when, is StepPlanner's to decide, and who comes and ends EngineCore's; nobody else writes here. Where a move changes
+what a sequence's next unit is, that is queued anew (UnitQueue).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence as SequenceOf
+
+from manylora_worker.kinds.sequence import Sequence, SequenceStatus, SwapStage
+from manylora_worker.memory.block_pool import BlockPool
+from manylora_worker.memory.block_tables import BlockTables
+from manylora_worker.memory.prefixes import Prefixes
+from manylora_worker.memory.swapping import Swapper
+from manylora_worker.planning.unit_queue import UnitQueue
+
+
+class Parking:
+    def __init__(
+        self, pool: BlockPool, tables: BlockTables, swapper: Swapper, prefixes: Prefixes, queue: UnitQueue
+    ) -> None:
+        self._pool = pool
+        self._tables = tables
+        self._swapper = swapper
+        self._prefixes = prefixes
+        self._queue = queue
+        self._parked: dict[Sequence, None] = {}
+        self.parked = self._parked.keys()
+        """With blocks."""
+        self._waiting: list[Sequence] = []
+        """Oldest first."""
+        self.step = 0
+        """The plan that is being made, or was made last; one that left out decodes does not count."""
+        self.swapped: list[Sequence] = []
+        """In this plan: those that went to the host."""
+        self.evicted: list[Sequence] = []
+        """In this plan: those that lost their blocks."""
+        self.ready_decodes = 0
+        """Parked sequences that could decode, since they were counted."""
+
+    @property
+    def waiting(self) -> SequenceOf[Sequence]:
+        """Without blocks that could be computed in: swapped ones too; oldest first."""
+        return self._waiting
+
+    def begin_plan(self) -> None:
+        self.step += 1
+        self.swapped, self.evicted = [], []
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """A sequence in WAITING, for admission."""
+        assert sequence.status is SequenceStatus.WAITING
+        bisect.insort(self._waiting, sequence, key=_order)
+        self._queue.push(sequence)
+
+    def fork(self, leader: Sequence, others: SequenceOf[Sequence]) -> None:
+        """Parks `others` behind the leader, sharing its blocks of the prompt but the last prompt token's place.
+
+        Each computes that token itself and draws its own first token from it; the block where it stands is copied
+        before it is written (only where another holder is left by then).
+        """
+        num_shared_tokens = len(leader.group.request.prompt_token_ids) - 1
+        for sequence in others:
+            self._tables.share(leader, sequence, num_shared_tokens)
+            sequence.move_to(SequenceStatus.PREFILL)
+            self.park(sequence)
+            self._queue.push(sequence)
+
+    def leave(self, sequence: Sequence) -> bool:
+        """Takes a finished sequence out of the queue and out of here; its blocks it keeps. Returns whether it was
+        here."""
+        if not self._queue.remove(sequence, is_parked=sequence in self._parked):
+            return False
+        if sequence in self._parked:
+            del self._parked[sequence]
+        else:
+            self._leave_waiting(sequence)
+        return True
+
+    def release_blocks(self, sequence: Sequence) -> None:
+        """Frees what a sequence holds that was removed."""
+        self._tables.lose(sequence)
+        self._swapper.forget(sequence)
+
+    def copy_ended(self, sequence: Sequence) -> None:
+        """Its KV is on the host now, or back on the device. It is not finished."""
+        assert sequence.swap is not None
+        resumes_as, num_blocks = sequence.swap.resumes_as, len(sequence.swap.host_blocks)
+        if self._swapper.ended(sequence) is SwapStage.LEAVING:
+            self._tables.lose(sequence)
+        else:
+            self._leave_waiting(sequence)
+            sequence.move_to(resumes_as)
+            # Its first blocks are as they were before it left: what follows them is found behind them again.
+            end = min(num_blocks * self._pool.block_size, sequence.num_computed_tokens)
+            self._prefixes.publish(sequence, 0, end)
+            self.park(sequence)
+        self._queue.requeue(sequence)
+
+    def count_ready_decodes(self) -> None:
+        self.ready_decodes = sum(s.status is SequenceStatus.DECODE and s.item is not None for s in self._parked)
+
+    def leave_for_slot(self, sequence: Sequence, end: int) -> None:
+        """It takes a slot, and the blocks up to position `end`; without blocks, those of all its tokens."""
+        if sequence.status is SequenceStatus.WAITING:
+            self.admit(sequence)
+        else:
+            self._tables.extend(sequence, end)
+        self._unpark(sequence)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Gives a sequence without blocks those of all its tokens, and parks it.
+
+        What is cached of its tokens it takes, but the last token is always computed. The order does not depend on what
+        is cached.
+        """
+        self._leave_waiting(sequence)
+        self._queue.end_capped(sequence.flow)
+        num_cached = self._tables.fill(sequence)
+        sequence.start_behind(num_cached * self._pool.block_size)
+        sequence.move_to(SequenceStatus.PREFILL)
+        self.park(sequence)
+
+    def bring_back(self, sequence: Sequence) -> None:
+        """Gives a swapped sequence the blocks of all its tokens, and starts the copy into those that are not cached."""
+        self._queue.end_capped(sequence.flow)
+        num_cached = self._tables.fill(sequence)
+        self._swapper.bring_back(sequence, num_cached)
+        self._queue.requeue(sequence)
+
+    def swap_or_evict(self, sequence: Sequence) -> None:
+        """Has a parked sequence give up its blocks: at once, or when they are copied."""
+        if not self._swapper.pays(sequence):
+            self.evict(sequence)
+            return
+        self._swapper.leave(sequence)
+        self._leave_parked(sequence)
+        self.swapped.append(sequence)
+        sequence.move_to(SequenceStatus.SWAPPED)
+        self._queue.requeue(sequence)
+
+    def evict(self, sequence: Sequence) -> None:
+        """Frees a parked sequence's blocks; it is computed again, and not charged for that."""
+        self._leave_parked(sequence)
+        self._tables.lose(sequence)
+        sequence.num_computed_tokens = 0
+        sequence.move_to(SequenceStatus.WAITING)
+        self._queue.requeue(sequence)
+        sequence.group.num_evictions += 1
+        self.evicted.append(sequence)
+
+    def _leave_parked(self, sequence: Sequence) -> None:
+        """What was done for it stays charged, and is not charged again."""
+        assert not sequence.num_steps_in_flight
+        self._unpark(sequence)
+        is_decoding = sequence.status is SequenceStatus.DECODE
+        done = sequence.num_tokens if is_decoding else sequence.num_computed_tokens
+        sequence.num_charged_tokens = max(sequence.num_charged_tokens, done)
+        bisect.insort(self._waiting, sequence, key=_order)
+
+    def park(self, sequence: Sequence) -> None:
+        sequence.parked_at = self.step
+        self._parked[sequence] = None
+
+    def _unpark(self, sequence: Sequence) -> None:
+        del self._parked[sequence]
+        self.ready_decodes -= sequence.status is SequenceStatus.DECODE and sequence.item is not None
+
+    def _leave_waiting(self, sequence: Sequence) -> None:
+        del self._waiting[bisect.bisect_left(self._waiting, sequence.order, key=_order)]
+
+
+def _order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.order

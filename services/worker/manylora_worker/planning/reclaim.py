@@ -1,0 +1,240 @@
+"""Whose blocks a sequence gets that needs some.
+
+Owns what is kept for whom in one plan. Chooses, and takes nothing: that is StepPlanner's, which asks. Knows sequences
+with their flows' tags, blocks and shares; neither steps nor slots.
+
+A sequence takes blocks that are free; then from parked ones, in this order:
+
+1. of its own tenant, the least recently run first;
+2. of tenants above their soft share, for one within its own, proportionally to what each holds above it;
+3. of other flows, the greatest tag first;
+
+never so that a tenant falls below its reserve, and never past the taker's hard cap. Where a sequence without blocks
+takes (3), the other's flow must lead by THETA times what is to be computed again, so eviction costs a bounded share of
+the work; where victims are swapped, it costs less. Who asks for no more than its reserve takes from any that holds more
+than its own. Paused sequences go first in 1 and 3, whatever the tags.
+
+A victim that is in a step in flight keeps its blocks: who would take them waits for the next plan, and nothing else is
+started before it, so the order holds. A victim that is copied to the host keeps them until that is over: who waits for
+that *awaits* its blocks. Those that are free and those that come free are kept for it from who is after it in the
+order, and who needs no more than is left goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+from manylora_shared.fairness.costs import PROMPT_TOKEN_COST
+from manylora_shared.fairness.fair_queue import TAG_SCALE, FairQueue
+from manylora_shared.ids import TenantId
+
+from manylora_worker.kinds.sequence import Sequence
+from manylora_worker.memory.block_pool import BlockPool
+from manylora_worker.memory.swapping import Swapper
+from manylora_worker.memory.tenant_shares import FlowKey, TenantShares
+
+THETA = 3
+"""Lower follows the shares faster, higher computes less again."""
+_WATERMARK_DIVISOR = 25
+"""A twenty-fifth of all blocks stays free when a sequence is admitted beside others, for these to grow into. With a
+hundredth, nearly twice as much is computed again."""
+
+
+class Room(NamedTuple):
+    """How a sequence comes to blocks."""
+
+    num_blocks: int
+    victims: SequenceOf[Sequence]
+    """Who gives its own up."""
+    is_now: bool = True
+    """They are there as soon as the victims are evicted. If not: when copies to the host are over."""
+
+
+class Reclaim:
+    """See the module.
+
+    Args:
+        queue: for the flows' tags.
+        parked: sequences that can give up blocks; the owner's own, read as it stands.
+        paused: those that give way to anybody, likewise.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        shares: TenantShares,
+        swapper: Swapper,
+        queue: FairQueue[FlowKey, int],
+        parked: Iterable[Sequence],
+        paused: Set[Sequence],
+    ) -> None:
+        self._pool = pool
+        self._shares = shares
+        self._swapper = swapper
+        self._queue = queue
+        self._parked = parked
+        self._paused = paused
+        self.claims: dict[TenantId, int] = {}
+        """Blocks that are kept for a tenant's reserve."""
+        self.awaited: dict[Sequence, int] = {}
+        """Blocks that are kept for sequences that wait for copies to be over."""
+        self.waits = False
+        """Who is next takes the blocks of a sequence in a step in flight: nothing is started in this plan any more."""
+        self.is_forced = False
+        """Whoever asks gets what it asks for, reserves and leads aside."""
+        self._is_short = False
+        """A sequence without blocks was refused those of others."""
+
+    def begin_plan(self) -> None:
+        """What was kept in the last plan is kept no longer: who still wants it asks again."""
+        self.claims, self.awaited = {}, {}
+        self.waits = self.is_forced = self._is_short = False
+
+    def will_hold(self, tenant_id: TenantId) -> int:
+        """What the tenant holds, without what is on its way to the host."""
+        return self._pool.held_by(tenant_id) - self._swapper.num_leaving_of(tenant_id)
+
+    def room(
+        self, taker: Sequence, num_blocks: int, *, may_evict: bool, may_swap: bool, is_beside_others: bool
+    ) -> Room | None:
+        """How `taker` comes to `num_blocks`; None: not by anything that this plan can do. Nothing is taken by it.
+
+        Args:
+            may_swap: victims may take the time to be copied to the host.
+            is_beside_others: other sequences have blocks: a new one leaves them some to grow into.
+        """
+        victims = self._choose_victims(taker, num_blocks, may_evict=may_evict, is_beside_others=is_beside_others)
+        if victims is None:
+            return None
+        if any(victim.num_steps_in_flight for victim in victims):
+            self.waits = True
+            return None
+        if self.is_forced or not num_blocks:
+            return Room(num_blocks, victims)
+        if may_swap and any(self._swapper.pays(victim) for victim in victims):
+            return Room(num_blocks, victims, is_now=False)
+        freed = sum(self._freed_by(victim) for victim in victims)
+        freed_own = sum(self._freed_by(victim) for victim in victims if victim.tenant_id == taker.tenant_id)
+        pool = self._pool
+        held = pool.held_by(taker.tenant_id) + num_blocks - freed_own
+        is_now = num_blocks <= pool.num_free + freed and held <= self._shares.hard(taker.tenant_id)
+        return Room(num_blocks, victims, is_now)
+
+    def _choose_victims(
+        self, taker: Sequence, num_blocks: int, *, may_evict: bool, is_beside_others: bool
+    ) -> list[Sequence] | None:
+        """In the module's order, also who is in a step in flight; None: it is not possible."""
+        pool, shares = self._pool, self._shares
+        tenant_id = taker.tenant_id
+        held = self.will_hold(tenant_id)
+        is_new = taker.is_out
+        kept = sum(blocks for claimer, blocks in self.claims.items() if claimer != tenant_id) if self.claims else 0
+        kept += sum(blocks for other, blocks in self.awaited.items() if other is not taker) if self.awaited else 0
+        is_within_reserve = held + num_blocks <= shares.reserve(tenant_id)
+        if is_new and not is_within_reserve and is_beside_others:
+            kept += pool.num_blocks // _WATERMARK_DIVISOR
+        over = held + num_blocks - shares.hard(tenant_id)
+        short = num_blocks + kept - pool.num_free - self._swapper.num_leaving if num_blocks else 0
+        if over <= 0 and short <= 0:
+            return []
+        if not may_evict or not num_blocks:
+            return None
+        first = (self._queue.tag_of(taker.flow), taker.order)
+        own: list[Sequence] = []
+        others: list[Sequence] = []
+        for parked in self._parked:
+            if parked is taker:
+                continue
+            if parked.tenant_id != tenant_id:
+                others.append(parked)
+            elif self.is_forced or parked in self._paused or (self._queue.tag_of(parked.flow), parked.order) > first:
+                own.append(parked)
+        victims: list[Sequence] = []
+        own.sort(key=lambda s: (s not in self._paused, least_recent(s)))
+        for victim in own:
+            if over <= 0 and short <= 0:
+                return victims
+            freed = self._freed_by(victim)
+            over, short = over - freed, short - freed
+            victims.append(victim)
+        if over > 0 and not self.is_forced:
+            return None
+        # Who comes later in the order leads by less, so after one refusal there is nothing for them. Only a soft share
+        # gives a right that does not follow the order, and only paused sequences give way to anybody.
+        follows_order = is_new and not (is_within_reserve or shares.has_soft or self._paused or self.is_forced)
+        if short > 0 and not (follows_order and self._is_short):
+            is_within_soft = held + num_blocks <= shares.soft(tenant_id)
+            short = self._take_from_others(
+                taker, others, short, victims, is_within_reserve=is_within_reserve, is_within_soft=is_within_soft
+            )
+        self._is_short |= follows_order and short > 0
+        # Blocks that victims share with one another come free only with the last of them, and are not counted: where
+        # nothing else runs, all of them go.
+        return victims if self.is_forced or (over <= 0 and short <= 0) else None
+
+    def _take_from_others(
+        self,
+        taker: Sequence,
+        others: SequenceOf[Sequence],
+        short: int,
+        victims: list[Sequence],
+        *,
+        is_within_reserve: bool,
+        is_within_soft: bool,
+    ) -> int:
+        """Adds victims of other tenants until nothing is short. Returns what still is."""
+        left = {tenant: self.will_hold(tenant) for tenant in {s.tenant_id: None for s in others}}
+        excess = {tenant: held - self._shares.soft(tenant) for tenant, held in left.items()}
+        taken = dict.fromkeys(left, 0)
+        tags = {flow: self._queue.tag_of(flow) for flow in {s.flow: None for s in others}}
+        eligible = others if self.is_forced else []
+        if not self.is_forced:
+            tag = self._queue.tag_of(taker.flow)
+            eligible = [
+                other
+                for other in others
+                if is_within_reserve
+                or other in self._paused
+                or (is_within_soft and excess[other.tenant_id] > 0 and other.has_worked)
+                or self._is_behind(other, tags[other.flow], taker, tag)
+            ]
+        # Stable: inside a tenant, paused ones first, then the flow with the greatest tag, and of that the youngest.
+        eligible = sorted(eligible, key=lambda s: (s in self._paused, tags[s.flow], s.order), reverse=True)
+        while short > 0 and eligible:
+            # Proportional: next is the tenant of whose excess the least share was taken, then the greatest excess.
+            above = [s for s in eligible if excess[s.tenant_id] > taken[s.tenant_id]]
+            victim = (
+                min(above, key=lambda s: (taken[s.tenant_id] / excess[s.tenant_id], -excess[s.tenant_id]))
+                if above
+                else eligible[0]
+            )
+            eligible.remove(victim)
+            freed = self._freed_by(victim)
+            tenant, reserve = victim.tenant_id, self._shares.reserve(victim.tenant_id)
+            # Between two reserves the sequence is the grain: one that stands partly above its tenant's may go.
+            is_protected = left[tenant] <= reserve if is_within_reserve else left[tenant] - freed < reserve
+            if reserve and is_protected and not self.is_forced:
+                continue
+            victims.append(victim)
+            left[tenant] -= freed
+            taken[tenant] += freed
+            short -= freed
+        return short
+
+    def _is_behind(self, other: Sequence, other_tag: int, taker: Sequence, tag: int) -> bool:
+        """Whether the order of flows alone lets `taker` take from `other`."""
+        if not taker.is_out:
+            return (other_tag, other.order) > (tag, taker.order)
+        recompute = other.num_computed_tokens * PROMPT_TOKEN_COST
+        return other_tag - tag > THETA * recompute * TAG_SCALE // self._shares.weight(other.flow)
+
+    def _freed_by(self, sequence: Sequence) -> int:
+        return sum(self._pool.is_freed_by_holder(block_id) for block_id in sequence.block_table)
+
+
+def least_recent(sequence: Sequence) -> tuple[int, int, int]:
+    """Least recently run first, then the youngest."""
+    arrival, choice = sequence.order
+    return (sequence.parked_at, -arrival, -choice)

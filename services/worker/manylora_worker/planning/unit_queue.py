@@ -1,0 +1,172 @@
+"""Whose turn it is: the sequences that could begin their next unit, in the order of their flows' tags.
+
+Owns the fair queue of a worker, which unit of it is whose, and who is kept out of it by its own tenant's doing: a
+*paused* sequence stands in no queue, and a *capped* flow begins at the clock when it may go on. Written by StepPlanner,
+which says who can be started, and its Parking alone. Knows neither slots nor blocks.
+
+Inside a flow a sequence that has blocks goes before one that has none, and then the older before the younger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from collections.abc import Set as AbstractSet
+from typing import TypeVar
+
+from manylora_shared.fairness.fair_queue import FairQueue, Pick, Rank, Share
+from manylora_shared.ids import QosClass, TenantId
+
+from manylora_worker.kinds.sequence import Sequence
+from manylora_worker.memory.tenant_shares import FlowKey, TenantShares
+
+PlaceT = TypeVar("PlaceT")
+
+
+class UnitQueue:
+    def __init__(self, shares: TenantShares) -> None:
+        self._shares = shares
+        self._fair: FairQueue[FlowKey, int] = FairQueue()
+        self._sequences: dict[int, Sequence] = {}
+        """By item: sequences that are parked or wait for blocks."""
+        self._next_item = 0
+        self._paused: dict[Sequence, None] = {}
+        self._capped: dict[FlowKey, None] = {}
+        self._capped_version = 0
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def fair(self) -> FairQueue[FlowKey, int]:
+        """For reading."""
+        return self._fair
+
+    @property
+    def paused(self) -> AbstractSet[Sequence]:
+        """Sequences without a unit because their reader does not read."""
+        return self._paused.keys()
+
+    @property
+    def capped(self) -> AbstractSet[FlowKey]:
+        """Flows whose first unit its tenant's own hard cap kept from starting, when it was asked for last."""
+        return self._capped.keys()
+
+    @property
+    def capped_version(self) -> int:
+        """Grows with each change of `capped`."""
+        return self._capped_version
+
+    def sequence(self, item: int) -> Sequence:
+        return self._sequences[item]
+
+    @property
+    def sequences(self) -> Collection[Sequence]:
+        """Those with a queued unit."""
+        return self._sequences.values()
+
+    def shares_changed(self, tenant_id: TenantId) -> None:
+        """The tenant's weights have another value from now on."""
+        for qos_class in QosClass:
+            flow = (tenant_id, qos_class)
+            self._fair.set_share(flow, Share(self._shares.weight(flow)))
+
+    # ---- who waits
+
+    def push(self, sequence: Sequence) -> None:
+        """Queues the sequence's next unit; of a paused one there is none."""
+        if sequence.group.is_paused:
+            self._paused[sequence] = None
+            return
+        self._next_item += 1
+        sequence.item = self._next_item
+        self._sequences[self._next_item] = sequence
+        flow = sequence.flow
+        if flow in self._capped:
+            self._fair.forgo(flow)  # this unit may be one that can start
+        # Each unit is offered by itself: what it takes to start it is never quite what another takes.
+        self._fair.push(
+            self._next_item,
+            flow,
+            share=Share(self._shares.weight(flow)),
+            need=self._next_item,
+            rank=Rank(sequence.is_out + sequence.is_copying, 0, sequence.sequence_id),
+        )
+
+    def requeue(self, sequence: Sequence) -> None:
+        """Its place in its flow has changed. The flow is backlogged all the while."""
+        before = sequence.item
+        if before is None:
+            return  # it is paused
+        self.push(sequence)
+        self._fair.remove(before)
+        del self._sequences[before]
+
+    def remove(self, sequence: Sequence, *, is_parked: bool) -> bool:
+        """Takes a sequence out, paused or not. Returns whether it was here.
+
+        Args:
+            is_parked: it has blocks and no slot.
+        """
+        if sequence in self._paused:
+            del self._paused[sequence]
+            return True
+        if sequence.item is None:
+            return False
+        self._take_out(sequence, is_parked=is_parked)
+        return True
+
+    def pause(self, sequence: Sequence, *, is_parked: bool) -> None:
+        """Its unit is queued no longer, until `resume`. Of one that has none: nothing."""
+        if sequence.item is not None:
+            self._take_out(sequence, is_parked=is_parked)
+            self._paused[sequence] = None
+
+    def resume(self, sequence: Sequence) -> None:
+        """Of one that is not paused: nothing."""
+        if sequence in self._paused:
+            del self._paused[sequence]
+            self.push(sequence)
+
+    def _take_out(self, sequence: Sequence, *, is_parked: bool) -> None:
+        assert sequence.item is not None
+        self._fair.remove(sequence.item)
+        del self._sequences[sequence.item]
+        sequence.item = None
+        # It may have been what the cap held back; if another is, that is found out when it is asked for.
+        if not is_parked or not self._fair.queued_in(sequence.flow):
+            self.end_capped(sequence.flow)
+
+    # ---- who is started
+
+    def select(self, place_of: Callable[[int], PlaceT | None]) -> Pick[int, PlaceT] | None:
+        """The first unit that has a place; changes nothing."""
+        return self._fair.select(place_of, 0)
+
+    def start(self, pick: Pick[int, PlaceT], cost: int) -> None:
+        """The unit leaves the queue for a slot. cost: reserved, until `settle`."""
+        self._fair.dispatch(pick, cost)
+        self._sequences.pop(pick.item).item = None
+
+    def settle(self, item: int, cost: int) -> None:
+        """A unit that was started is through; what it cost."""
+        self._fair.settle(item, cost)
+
+    def note_capped(self, flow: FlowKey) -> None:
+        """Its next sequence would pass its own tenant's hard cap."""
+        if flow not in self._capped:
+            self._capped[flow] = None
+            self._capped_version += 1
+
+    def end_capped(self, flow: FlowKey) -> None:
+        """The flow can go on, or has nothing to start. It was not backlogged meanwhile: it begins at the clock."""
+        if flow in self._capped:
+            del self._capped[flow]
+            self._fair.forgo(flow)
+            self._capped_version += 1
+
+    def check_invariants(self) -> None:
+        self._fair.check_invariants()
+        assert self._fair.num_queued == len(self._sequences)
+        assert all(sequence.item == item for item, sequence in self._sequences.items())
+        assert all(s.item is None and s.group.is_paused for s in self._paused)
+        assert all(self._fair.queued_in(flow) for flow in self._capped)

@@ -1,0 +1,150 @@
+"""The tenants' policies, as far as a worker enforces them: weights of flows, bounds on KV memory, pinned adapters.
+
+Owns mirrors of the policies and of the adapters' registrations in the coordination store, and hands each change to the
+engine for its next token boundary. While the store is away, what was last known stays in force. A policy that cannot be
+read changes nothing. A pinned name stands for what is registered under it at the moment. Pins whose load failed are
+tried again after PIN_RETRY_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from manylora_shared.coordination import keys
+from manylora_shared.coordination.base import Store
+from manylora_shared.coordination.records import AdapterRecord
+from manylora_shared.coordination.session import Mirror
+from manylora_shared.errors import InvalidRequest
+from manylora_shared.ids import AdapterName, AdapterUid, RequestId, TenantId
+from manylora_shared.telemetry.logs import fields
+from manylora_shared.tenancy.policy import parse_policy
+
+from manylora_worker.adapters.cache import TenantAdapters
+from manylora_worker.adapters.pins import NO_ROOM_TO_PIN, Pin
+from manylora_worker.hosting.runtime import Runtime
+from manylora_worker.kinds.api import EngineRequest
+from manylora_worker.memory.tenant_shares import TenantShare
+
+_LOG = logging.getLogger(__name__)
+PIN_RETRY_S = 5.0
+
+
+class TenantWatch:
+    """Also the engine's listener: it hears there how the pins stand."""
+
+    def __init__(self, store: Store, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._tenants = Mirror(
+            store, keys.TENANTS, parse=lambda kv: kv.value.decode(errors="replace"), on_change=self._tenant_changed
+        )
+        self._adapters = Mirror(
+            store, keys.ADAPTERS, parse=lambda kv: AdapterRecord.from_json(kv.value), on_change=self._adapter_changed
+        )
+        self._pinned: dict[TenantId, tuple[AdapterName, ...]] = {}
+        self._is_ready = False
+        """Until then a name that nothing stands for may only be not known yet."""
+        self._has_pins = False
+        """Whether the engine was told of any."""
+        self._due: asyncio.Handle | None = None
+        """Of telling it; changes of one moment are told together."""
+        self._retry: asyncio.TimerHandle | None = None
+        self._seen: Mapping[TenantId, TenantAdapters] = runtime.view.tenant_adapters
+        self._problems: dict[tuple[TenantId, AdapterName], str] = {}
+        """As logged."""
+        runtime.view.subscribe(self)
+
+    async def start(self) -> None:
+        """Returns when every policy that stands in the store is in force, through any outage. Pinned adapters may still
+        be on their way."""
+        self._tenants.start()
+        self._adapters.start()
+        await self._tenants.ready()
+        await self._adapters.ready()
+        self._is_ready = True
+        self._tell_soon()
+
+    async def close(self) -> None:
+        for handle in (self._due, self._retry):
+            if handle is not None:
+                handle.cancel()
+        await self._tenants.close()
+        await self._adapters.close()
+
+    # -- EngineListener
+
+    def request_started(self, request: EngineRequest) -> None: ...
+
+    def request_ended(self, request_id: RequestId) -> None: ...
+
+    def engine_changed(self) -> None:
+        """Logs pins that are not kept, once for each reason, and has them tried again."""
+        if self._runtime.view.tenant_adapters is self._seen:
+            return
+        self._seen = self._runtime.view.tenant_adapters
+        known, self._problems = self._problems, {}
+        has_failed = False
+        for tenant_id, adapters in self._seen.items():
+            for state in adapters.pins:
+                if state.is_ready:
+                    continue
+                name, problem = state.pin.name, state.problem
+                before = known.get((tenant_id, name), "")
+                if problem and problem != before:
+                    _LOG.warning("a pin is not kept", extra=fields(tenant=tenant_id, adapter=name, error=problem))
+                self._problems[tenant_id, name] = problem or before
+                has_failed |= state.pin.uid is not None and problem not in ("", NO_ROOM_TO_PIN)
+        if has_failed and self._retry is None:
+            self._retry = asyncio.get_running_loop().call_later(PIN_RETRY_S, self._try_again)
+
+    # -- changes
+
+    def _tenant_changed(self, tenant: str, text: str | None) -> None:
+        tenant_id = TenantId(tenant)
+        if text is None:
+            self._runtime.set_share(tenant_id, None)
+            self._set_pinned(tenant_id, ())
+            return
+        try:
+            policy = parse_policy(text)
+        except InvalidRequest as e:
+            _LOG.error("a stored policy cannot be read", extra=fields(tenant=tenant, error=str(e)))
+            return
+        self._runtime.set_share(tenant_id, TenantShare.of(policy, self._runtime.model.kv_block_bytes))
+        self._set_pinned(tenant_id, policy.pinned_adapters)
+
+    def _set_pinned(self, tenant_id: TenantId, names: tuple[AdapterName, ...]) -> None:
+        if names == self._pinned.get(tenant_id, ()):
+            return
+        self._pinned.pop(tenant_id, None)
+        if names:
+            self._pinned[tenant_id] = names
+        self._tell_soon()
+
+    def _adapter_changed(self, path: str, record: AdapterRecord | None) -> None:
+        if self._pinned:
+            self._tell_soon()
+
+    def _tell_soon(self) -> None:
+        if self._due is None:
+            self._due = asyncio.get_running_loop().call_soon(self._tell)
+
+    def _try_again(self) -> None:
+        self._retry = None
+        self._tell_soon()
+
+    def _tell(self) -> None:
+        self._due = None
+        if not self._is_ready or not (self._pinned or self._has_pins):
+            return
+        self._has_pins = bool(self._pinned)
+        pins = {tenant_id: [self._pin(tenant_id, name) for name in names] for tenant_id, names in self._pinned.items()}
+        largest_bytes = max((record.size_bytes for record in self._adapters.values.values()), default=0)
+        self._runtime.set_pins(pins, largest_bytes)
+
+    def _pin(self, tenant_id: TenantId, name: AdapterName) -> Pin:
+        record = self._adapters.values.get(f"{tenant_id}/{name}")
+        if record is None:
+            return Pin(name, None)
+        return Pin(name, AdapterUid(record.uid), record.size_bytes)

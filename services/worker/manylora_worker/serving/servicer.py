@@ -1,0 +1,236 @@
+"""WorkerService: requests of routers, commands of the scheduler.
+
+Owns the fencing epoch, whether the worker drains, and the one Control session. What runs, and what it holds, is the
+runtime's. All on the event loop.
+
+Fencing: a Control stream's epoch is the greatest so far or it is refused; it ends the session before it. An Execute
+whose grant is of a lower epoch is refused. Execute itself never raises the epoch.
+
+The errors before an Execute's first frame mean that nothing was begun: InvalidRequest (a field), QuotaExceeded (more KV
+memory than its tenant can ever have; no worker would take it), AlreadyExists (the id runs), Unready (an older epoch),
+Overloaded (too many requests), ServiceUnavailable (draining, or a failed engine). After the first frame all ends with a
+`finished` frame; cancelling the call frees its work at the next token boundary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from manylora.v1 import worker_pb2
+from manylora_shared.errors import InvalidRequest, ServiceUnavailable, Unready
+from manylora_shared.ids import AdapterUid, RequestId, TenantId
+from manylora_shared.stores.adapter_files import is_uid
+from manylora_shared.telemetry import Telemetry
+from manylora_shared.transport.base import ServerCall, Service
+
+from manylora_worker.hosting.output_stream import OutputStream, StreamEnd
+from manylora_worker.hosting.runtime import Runtime
+from manylora_worker.kinds.api import EngineRequest
+from manylora_worker.serving.control import ControlSession
+from manylora_worker.serving.spans import ExecuteSpans
+from manylora_worker.serving.wire import engine_request, execute_finished, tokens_frame
+from manylora_worker.weights.adapter_check import AdapterValidator
+
+_MAX_FLUSH_S = 0.15
+"""However many streams there are, each gets seven frames a second."""
+_STARTED_S = 0.02
+"""So long the first frame, which says that a request has begun, waits for first tokens to travel with."""
+_MAX_PATH_CHARS = 1024
+
+
+class WorkerServicer:
+    """The handlers of WorkerService, and the engine's listener."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        validator: AdapterValidator,
+        telemetry: Telemetry,
+        *,
+        worker_id: str,
+        sequence_slots: int,
+        parked_sequences: int,
+        frames_per_s: int,
+    ) -> None:
+        """
+        Args:
+            frames_per_s: over all streams; what comes faster is gathered. A request's first token never waits.
+        """
+        self._runtime = runtime
+        self._frames_per_s = frames_per_s
+        self._validator = validator
+        self._telemetry = telemetry
+        self._worker_id = worker_id
+        self._sequence_slots = sequence_slots
+        self._parked_sequences = parked_sequences
+        self._epoch = 0
+        self._is_draining = False
+        self._session: ControlSession | None = None
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        runtime.view.subscribe(self)
+        runtime.view.when_failed(lambda message: self.drain())
+
+    def service(self) -> Service:
+        return Service(
+            worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
+            {
+                "Execute": self.execute,
+                "StopChoice": self.stop_choice,
+                "ValidateAdapter": self.validate_adapter,
+                "Control": self.control,
+            },
+        )
+
+    def drain(self) -> None:
+        """Takes no further request; the running ones go on."""
+        self._is_draining = True
+        if self._session is not None:
+            self._session.draining()
+
+    async def wait_quiet(self) -> None:
+        """Until no request runs."""
+        await self._quiet.wait()
+
+    def end_control(self) -> None:
+        """Ends the scheduler's stream: the worker goes."""
+        if self._session is not None:
+            self._session.close(ServiceUnavailable(f"worker {self._worker_id} has stopped"))
+
+    # -- EngineListener
+
+    def request_started(self, request: EngineRequest) -> None:
+        self._quiet.clear()
+        if self._session is not None:
+            self._session.started(request)
+
+    def request_ended(self, request_id: RequestId) -> None:
+        if not self._runtime.view.running:
+            self._quiet.set()
+        if self._session is not None:
+            self._session.ended(request_id)
+
+    def engine_changed(self) -> None:
+        if self._session is not None:
+            self._session.engine_changed()
+
+    # -- handlers
+
+    async def execute(
+        self, message: worker_pb2.ExecuteRequest, call: ServerCall
+    ) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+        request = engine_request(message, self._runtime.model)
+        if message.epoch < self._epoch:
+            raise Unready(f"the grant is of epoch {message.epoch}, the scheduler's is {self._epoch}")
+        if self._is_draining:
+            raise ServiceUnavailable(f"worker {self._worker_id} is draining")
+        with ExecuteSpans(
+            self._telemetry, request, call.metadata, worker_id=self._worker_id, now_s=self._runtime.now()
+        ) as spans:
+            stream = self._runtime.submit(request)
+            try:
+                await stream.has_something(_STARTED_S)
+                yield worker_pb2.ExecuteResponse(frame=0, started=worker_pb2.ExecuteStarted())
+                frame = 1
+                end: StreamEnd | None = None
+                while end is None:
+                    batch = await stream.read(interval_s=self._flush_interval_s())
+                    end = batch.end
+                    if end is not None:
+                        spans.end(end)
+                    tokens = tokens_frame(frame, batch.outputs)
+                    if tokens is not None:
+                        spans.count(batch.outputs)
+                        yield tokens
+                        frame += 1
+                yield worker_pb2.ExecuteResponse(frame=frame, finished=execute_finished(end))
+            finally:
+                self._let_go(stream)
+
+    async def stop_choice(
+        self, message: worker_pb2.StopChoiceRequest, call: ServerCall
+    ) -> worker_pb2.StopChoiceResponse:
+        """Of a request that has ended already there is nothing to stop: that is no error."""
+        stream = self._runtime.view.running.get(RequestId(message.request_id))
+        if stream is not None:
+            if message.choice >= stream.request.n:
+                raise InvalidRequest.of("choice", f"the request has {stream.request.n} choices")
+            self._runtime.stop_choice(stream.request.request_id, message.choice)
+        return worker_pb2.StopChoiceResponse()
+
+    async def validate_adapter(
+        self, message: worker_pb2.ValidateAdapterRequest, call: ServerCall
+    ) -> worker_pb2.ValidateAdapterResponse:
+        if not 0 < len(message.path) <= _MAX_PATH_CHARS:
+            raise InvalidRequest.of("path", f"must be 1 to {_MAX_PATH_CHARS} characters")
+        report = await self._validator.validate(message.path)
+        problems = [worker_pb2.AdapterProblem(field=p.field, description=p.description) for p in report.problems]
+        if problems:
+            return worker_pb2.ValidateAdapterResponse(problems=problems)
+        return worker_pb2.ValidateAdapterResponse(
+            max_lora_rank=report.max_lora_rank,
+            size_bytes=report.size_bytes,
+            target_modules=report.target_modules,
+        )
+
+    async def control(
+        self, commands: AsyncIterator[worker_pb2.ControlCommand], call: ServerCall
+    ) -> AsyncIterator[worker_pb2.ControlReport]:
+        hello = await anext(commands, None)
+        if hello is None or hello.WhichOneof("command") != "hello":
+            raise InvalidRequest.of("hello", "must come first")
+        session = self._begin_session(hello.hello.epoch)
+        reader = asyncio.create_task(self._obey(commands, session), name="control-commands")
+        try:
+            while (report := await session.next_report()) is not None:
+                yield report
+        finally:
+            if self._session is session:
+                self._session = None
+            reader.cancel()
+            await asyncio.wait([reader])
+        reader.result()
+
+    def _begin_session(self, epoch: int) -> ControlSession:
+        if epoch < self._epoch:
+            raise Unready(f"epoch {epoch} is over: the scheduler's is {self._epoch}")
+        if self._session is not None:
+            self._session.close(Unready(f"another stream of epoch {epoch} has taken over"))
+        self._epoch = epoch
+        self._session = ControlSession(
+            self._runtime.view,
+            sequence_slots=self._sequence_slots,
+            parked_sequences=self._parked_sequences,
+            kv_block_bytes=self._runtime.model.kv_block_bytes,
+        )
+        if self._is_draining:
+            self._session.draining()
+        return self._session
+
+    async def _obey(self, commands: AsyncIterator[worker_pb2.ControlCommand], session: ControlSession) -> None:
+        """Ends the session with what was wrong with a command, or when the scheduler sends no more."""
+        try:
+            async for command in commands:
+                match command.WhichOneof("command"):
+                    case "prefetch":
+                        if not is_uid(command.prefetch.adapter_uid):
+                            raise InvalidRequest.of("prefetch.adapter_uid", "must be a sha256 in hex")
+                        tenant_id = TenantId(command.prefetch.tenant_id) or None
+                        self._runtime.prefetch(AdapterUid(command.prefetch.adapter_uid), tenant_id)
+                    case "drain":
+                        self.drain()
+                    case _:
+                        raise InvalidRequest.of("command", "must be a prefetch or a drain after the hello")
+        except InvalidRequest as error:
+            session.close(error)
+        finally:
+            session.close(None)
+
+    def _flush_interval_s(self) -> float:
+        """Least time between two frames of one stream."""
+        return min(len(self._runtime.view.running) / self._frames_per_s, _MAX_FLUSH_S)
+
+    def _let_go(self, stream: OutputStream) -> None:
+        if not stream.is_ended:
+            self._runtime.abort(stream.request.request_id)

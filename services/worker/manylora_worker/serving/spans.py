@@ -1,0 +1,114 @@
+"""The trace of one Execute: the whole while it runs, and its phases when their times are known.
+
+Owns the request's open span. The phases (adapter_load, prefill, decode) are told afterwards from the engine's times,
+which are on the runtime's clock, not the wall's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from manylora_shared.errors import Code
+from manylora_shared.telemetry import Attribute, SpanName, Telemetry, request_attributes
+
+from manylora_worker.engine.outbox import RequestEnd
+from manylora_worker.hosting.output_stream import EndKind, StreamEnd
+from manylora_worker.kinds.api import EngineRequest, TokenOutput
+
+_CODES = {
+    EndKind.ABORTED: Code.UNAVAILABLE,
+    EndKind.ADAPTER_FAILED: Code.FAILED_PRECONDITION,
+    EndKind.ERROR: Code.INTERNAL,
+    EndKind.SLOW_READER: Code.RESOURCE_EXHAUSTED,
+}
+
+
+class ExecuteSpans:
+    """A context manager around the handler's work; where it is left early, the span says why.
+
+    Args:
+        metadata: the call's: the parent's traceparent, and the adapter's name.
+        now_s: the runtime's clock at the start.
+    """
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        request: EngineRequest,
+        metadata: Mapping[str, str],
+        *,
+        worker_id: str,
+        now_s: float,
+    ) -> None:
+        self._telemetry = telemetry
+        self._has_adapter = request.adapter_uid is not None
+        self._attributes = request_attributes(
+            tenant=request.tenant_id,
+            qos_class=request.qos_class.value,
+            adapter=metadata.get("x-adapter-id", ""),
+            adapter_version=request.adapter_uid or "",
+            request_id=request.request_id,
+        )
+        self._attributes[Attribute.WORKER_ID] = worker_id
+        self._output_tokens = 0
+        self._started_ns = telemetry.now_ns()
+        self._started_s = now_s
+        self._span = telemetry.span(
+            SpanName.EXECUTE,
+            parent=metadata.get("traceparent"),
+            attributes=self._attributes | {Attribute.PROMPT_TOKENS: len(request.prompt_token_ids)},
+            start_ns=self._started_ns,
+            server=True,
+        )
+
+    def __enter__(self) -> Self:
+        self._span.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._span.set(Attribute.OUTPUT_TOKENS, self._output_tokens)
+        self._span.__exit__(kind, error, traceback)
+
+    def count(self, outputs: Sequence[TokenOutput]) -> None:
+        """Outputs that are about to be sent."""
+        self._output_tokens += sum(len(output.token_ids) for output in outputs)
+
+    def end(self, end: StreamEnd) -> None:
+        """How the request ended; the span itself ends with the `with` block."""
+        self._span.set(Attribute.OUTCOME, end.kind.value)
+        if end.request_end is not None:
+            self._span.set(Attribute.KV_SWAPPED, end.request_end.num_swaps)
+            self._span.set(Attribute.KV_EVICTED, end.request_end.num_evictions)
+        if end.kind is EndKind.COMPLETED:
+            self._span.ok()
+        else:
+            self._span.fail(_CODES[end.kind], end.message)
+        if end.request_end is not None and self._telemetry.enabled:
+            self._tell_phases(end.request_end, failed=end.kind is EndKind.ADAPTER_FAILED)
+
+    def _tell_phases(self, end: RequestEnd, *, failed: bool) -> None:
+        times = end.times
+        if self._has_adapter:
+            self._tell(SpanName.ADAPTER_LOAD, times.added_s, times.adapter_ready_s, end, failed=failed)
+        if times.first_step_s is not None:
+            self._tell(SpanName.PREFILL, times.first_step_s, times.first_token_s, end)
+        if times.first_token_s is not None:
+            self._tell(SpanName.DECODE, times.first_token_s, None, end)
+
+    def _tell(self, name: str, start_s: float, end_s: float | None, end: RequestEnd, *, failed: bool = False) -> None:
+        """A phase from `start_s` to `end_s`, or to the request's end where it was not left."""
+        span = self._telemetry.span(
+            name, parent=self._span.traceparent, attributes=self._attributes, start_ns=self._ns(start_s)
+        )
+        if failed:
+            span.fail(Code.FAILED_PRECONDITION, end.message)
+        else:
+            span.ok()
+        span.end(self._ns(end.ended_s if end_s is None else end_s))
+
+    def _ns(self, at_s: float) -> int:
+        return self._started_ns + round((at_s - self._started_s) * 1e9)

@@ -1,0 +1,178 @@
+"""Messages of worker.proto into the engine's dataclasses and back. Owns nothing; decides only what is well-formed.
+
+Routers have validated what their callers sent, but a worker believes nobody: every field of an ExecuteRequest is
+checked here, and all that is wrong is named at once.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from manylora.v1 import common_pb2, worker_pb2
+from manylora_shared.errors import FieldViolation, InvalidRequest
+from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId, is_valid_name
+from manylora_shared.stores.adapter_files import is_uid
+
+from manylora_worker.hosting.output_stream import EndKind, StreamEnd
+from manylora_worker.hosting.runtime import ModelInfo
+from manylora_worker.kinds.api import AdapterTier, EngineRequest, FinishReason, Sampling, TokenOutput
+
+MAX_CHOICES = 8
+MAX_STOP_TOKENS = 256
+"""A caller's 64, and the model's own."""
+MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIASES = 4096
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+QOS_CLASSES = {
+    common_pb2.QOS_CLASS_INTERACTIVE: QosClass.INTERACTIVE,
+    common_pb2.QOS_CLASS_STANDARD: QosClass.STANDARD,
+    common_pb2.QOS_CLASS_BATCH: QosClass.BATCH,
+}
+QOS_NUMBERS = {qos_class: number for number, qos_class in QOS_CLASSES.items()}
+TIERS = {
+    AdapterTier.DISK: worker_pb2.ADAPTER_TIER_DISK,
+    AdapterTier.HOST: worker_pb2.ADAPTER_TIER_HOST,
+    AdapterTier.DEVICE: worker_pb2.ADAPTER_TIER_DEVICE,
+}
+_FINISH_REASONS = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+}
+_OUTCOMES = {
+    EndKind.COMPLETED: common_pb2.OUTCOME_COMPLETED,
+    EndKind.ABORTED: common_pb2.OUTCOME_WORKER_LOST,
+    EndKind.ADAPTER_FAILED: common_pb2.OUTCOME_ADAPTER_FAILED,
+    EndKind.ERROR: common_pb2.OUTCOME_INTERNAL,
+    EndKind.SLOW_READER: common_pb2.OUTCOME_SLOW_READER,
+}
+"""ABORTED by nobody's cancelling: only a worker that stops does that to a stream which is still read."""
+
+
+class _Violations:
+    def __init__(self) -> None:
+        self.found: list[FieldViolation] = []
+
+    def check(self, condition: bool, field: str, description: str) -> bool:
+        if not condition:
+            self.found.append(FieldViolation(field, description))
+        return condition
+
+
+def engine_request(message: worker_pb2.ExecuteRequest, model: ModelInfo) -> EngineRequest:
+    """Raises InvalidRequest naming every field at fault."""
+    found = _Violations()
+    check = found.check
+    check(
+        _REQUEST_ID.fullmatch(message.request_id) is not None,
+        "request_id",
+        "must be 1 to 128 printable ASCII characters",
+    )
+    check(is_valid_name(message.tenant_id), "tenant_id", "is not a tenant's name")
+    check(message.qos_class in QOS_CLASSES, "qos_class", "must be set")
+    check(not message.adapter_uid or is_uid(message.adapter_uid), "adapter_uid", "must be empty or a sha256 in hex")
+    prompt = tuple(message.prompt_token_ids)
+    emitted = tuple(message.emitted_token_ids)
+    check(len(prompt) > 0, "prompt_token_ids", "must not be empty")
+    _check_token_ids(check, "prompt_token_ids", prompt, model)
+    check(1 <= message.n <= MAX_CHOICES, "n", f"must be 1 to {MAX_CHOICES}")
+    check(1 <= message.max_tokens <= model.max_context_tokens, "max_tokens", f"must be 1 to {model.max_context_tokens}")
+    if emitted:
+        check(message.n == 1, "emitted_token_ids", "can be resumed with n = 1 only")
+        check(len(emitted) < message.max_tokens, "emitted_token_ids", "must be fewer than max_tokens")
+        _check_token_ids(check, "emitted_token_ids", emitted, model)
+    check(len(message.stop_token_ids) <= MAX_STOP_TOKENS, "stop_token_ids", f"at most {MAX_STOP_TOKENS}")
+    _check_token_ids(check, "stop_token_ids", message.stop_token_ids, model)
+    sampling = _sampling(message.sampling, model, check)
+    if found.found:
+        raise InvalidRequest.of_all(found.found)
+    return EngineRequest(
+        request_id=RequestId(message.request_id),
+        tenant_id=TenantId(message.tenant_id),
+        qos_class=QOS_CLASSES[message.qos_class],
+        adapter_uid=AdapterUid(message.adapter_uid) if message.adapter_uid else None,
+        prompt_token_ids=prompt,
+        max_tokens=message.max_tokens,
+        sampling=sampling,
+        stop_token_ids=frozenset(message.stop_token_ids),
+        n=message.n,
+        emitted_token_ids=emitted,
+    )
+
+
+def _check_token_ids(
+    check: Callable[[bool, str, str], bool], field: str, token_ids: Sequence[int], model: ModelInfo
+) -> None:
+    largest = max(token_ids, default=0)
+    check(largest < model.vocab_size, field, f"token {largest} is not in the vocabulary of {model.vocab_size}")
+
+
+def _sampling(
+    message: common_pb2.SamplingParams, model: ModelInfo, check: Callable[[bool, str, str], bool]
+) -> Sampling:
+    def number(name: str, default: float, is_good: Callable[[float], bool], meaning: str) -> float:
+        value: float = getattr(message, name) if message.HasField(name) else default
+        check(math.isfinite(value) and is_good(value), f"sampling.{name}", f"must be {meaning}")
+        return value
+
+    check(message.HasField("seed"), "sampling.seed", "must be set")
+    if message.HasField("top_logprobs"):
+        check(message.top_logprobs <= MAX_TOP_LOGPROBS, "sampling.top_logprobs", f"must be 0 to {MAX_TOP_LOGPROBS}")
+    check(len(message.logit_bias) <= MAX_LOGIT_BIASES, "sampling.logit_bias", f"at most {MAX_LOGIT_BIASES} tokens")
+    _check_token_ids(check, "sampling.logit_bias", tuple(message.logit_bias), model)
+    biases = message.logit_bias.values()
+    check(all(-100 <= bias <= 100 for bias in biases), "sampling.logit_bias", "must be -100 to 100 for each token")
+    return Sampling(
+        seed=message.seed,
+        temperature=number("temperature", 1.0, lambda v: v >= 0, "0 or more"),
+        top_k=message.top_k,
+        top_p=number("top_p", 1.0, lambda v: 0 < v <= 1, "over 0 and up to 1"),
+        min_p=number("min_p", 0.0, lambda v: 0 <= v <= 1, "0 to 1"),
+        repetition_penalty=number("repetition_penalty", 1.0, lambda v: v > 0, "over 0"),
+        presence_penalty=number("presence_penalty", 0.0, lambda v: -2 <= v <= 2, "-2 to 2"),
+        frequency_penalty=number("frequency_penalty", 0.0, lambda v: -2 <= v <= 2, "-2 to 2"),
+        top_logprobs=message.top_logprobs if message.HasField("top_logprobs") else None,
+        logit_bias=dict(message.logit_bias),
+    )
+
+
+def tokens_frame(number: int, outputs: Iterable[TokenOutput]) -> worker_pb2.ExecuteResponse | None:
+    """One entry a choice, in the order in which the choices first appear; None where there would be none. Choices that
+    were cut short have no finish reason: the request's outcome says why."""
+    frame: worker_pb2.ExecuteResponse | None = None
+    entries: dict[int, worker_pb2.ChoiceTokens] = {}
+    for output in outputs:
+        # None stands for what ends with the request and is told there.
+        finish_reason = None if output.finish_reason is None else _FINISH_REASONS.get(output.finish_reason)
+        entry = entries.get(output.choice)
+        if entry is None:
+            if not output.token_ids and finish_reason is None:
+                continue
+            if frame is None:
+                frame = worker_pb2.ExecuteResponse(frame=number)
+            entry = entries[output.choice] = frame.tokens.choices.add()
+            entry.choice = output.choice
+            entry.first_position = output.first_position
+        entry.token_ids.extend(output.token_ids)
+        for logprobs in output.logprobs:
+            position = entry.logprobs.add(logprob=logprobs.logprob)
+            for token_id, logprob in logprobs.top:
+                position.top.add(token_id=token_id, logprob=logprob)
+        if finish_reason is not None:
+            entry.finish_reason = finish_reason
+        if output.stop_token_id is not None:
+            entry.stop_token_id = output.stop_token_id
+    return frame
+
+
+def execute_finished(end: StreamEnd) -> worker_pb2.ExecuteFinished:
+    message = "the worker is shutting down" if end.kind is EndKind.ABORTED else end.message
+    finished = worker_pb2.ExecuteFinished(outcome=_OUTCOMES[end.kind], message=message)
+    if end.request_end is not None:
+        finished.cached_prompt_tokens = end.request_end.cached_prompt_tokens
+        finished.adapter_wait_ms = end.request_end.adapter_wait_s * 1e3
+        finished.prefill_ms = end.request_end.prefill_s * 1e3
+        finished.decode_ms = end.request_end.decode_s * 1e3
+    return finished

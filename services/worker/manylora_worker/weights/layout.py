@@ -1,0 +1,106 @@
+"""Where an adapter's matrices lie in host memory: one flat buffer, A stacked by site, B transposed and scaled.
+
+A HostAdapter is immutable: the buffer in the model's compute type, and its layout. Going to the device is one copy of
+the buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from manylora_shared.ids import AdapterUid
+from torch import Tensor
+
+from manylora_worker.models.torch.lora_linear import DeviceAdapter, Site, SiteWeights, SlotWeights
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A matrix in the buffer: elements [start, start + rows * columns)."""
+
+    start: int
+    rows: int
+    columns: int
+
+    def of(self, buffer: Tensor) -> Tensor:
+        # One call, for it is made hundreds of times an adapter beside the engine's steps.
+        return buffer.as_strided((self.rows, self.columns), (self.columns, 1), buffer.storage_offset() + self.start)
+
+
+@dataclass(frozen=True)
+class PlacedSite:
+    site: int
+    a: Placed
+    slots: tuple[tuple[int, int, int, Placed], ...]
+    """(slot, first column, last column of the stacked A product, B)"""
+
+
+Layout = tuple[PlacedSite, ...]
+"""Where an adapter's matrices lie in its buffer: a function of the base model's sites and the adapter's ranks."""
+
+
+@dataclass(frozen=True)
+class HostAdapter:
+    uid: AdapterUid
+    buffer: Tensor
+    layout: Layout
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self.buffer.nbytes)
+
+    def on(self, device: torch.device) -> DeviceAdapter:
+        """The adapter on `device`; on the host itself it shares the buffer."""
+        buffer = self.buffer.to(device, non_blocking=True)
+        sites = {
+            placed.site: SiteWeights(
+                a_t=placed.a.of(buffer).t(),
+                slots=tuple(SlotWeights(slot, start, stop, b.of(buffer)) for slot, start, stop, b in placed.slots),
+            )
+            for placed in self.layout
+        }
+        return DeviceAdapter(self.uid, sites, buffer.nbytes)
+
+
+def lay_out(sites: Sequence[Site], ranks: Mapping[str, int]) -> Layout:
+    """One site after the other. ranks: by module path; a module that is absent is not adapted."""
+    layout: list[PlacedSite] = []
+    for site in sites:
+        placed = _place_site(site, ranks, elements_of(layout))
+        if placed is not None:
+            layout.append(placed)
+    return tuple(layout)
+
+
+def elements_of(layout: Sequence[PlacedSite]) -> int:
+    """The length of the buffer."""
+    if not layout:
+        return 0
+    last = layout[-1].slots[-1][3]
+    return last.start + last.rows * last.columns
+
+
+def ranks_by_slot(layout: Layout, sites: Sequence[Site]) -> list[int]:
+    """The rank at each slot of each site, one after the other; 0 where there is none."""
+    ranks = {(placed.site, slot): stop - start for placed in layout for slot, start, stop, _ in placed.slots}
+    return [ranks.get((site.index, slot), 0) for site in sites for slot in range(len(site.slots))]
+
+
+def _place_site(site: Site, ranks: Mapping[str, int], start: int) -> PlacedSite | None:
+    """The site's place in the buffer from element `start` on: A of all its slots, then each slot's B."""
+    ranked = [(i, ranks[slot.path], slot) for i, slot in enumerate(site.slots) if slot.path in ranks]
+    if not ranked:
+        return None
+    total_rank = sum(rank for _, rank, _ in ranked)
+    a = Placed(start, total_rank, site.in_features)
+    slots = []
+    next_start = start + total_rank * site.in_features
+    column = 0
+    for i, rank, slot in ranked:
+        b = Placed(next_start, rank, slot.stop - slot.start)
+        slots.append((i, column, column + rank, b))
+        next_start += rank * (slot.stop - slot.start)
+        column += rank
+    return PlacedSite(site.index, a, tuple(slots))

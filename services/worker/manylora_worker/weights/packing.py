@@ -1,0 +1,186 @@
+"""How a weight file becomes an adapter's buffer: what is copied from where to where.
+
+Most adapters of a base model are made alike: one configuration, one header, other weights. A Packing holds for all
+files of such a kind, so a reader keeps the last ones (Scratch), and the next file of the kind needs no checks but those
+of its content: that it has its digest, and no NaN.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from manylora_shared.ids import AdapterUid
+from torch import Tensor
+
+from manylora_worker.models.torch.lora_linear import Site
+from manylora_worker.weights.layout import HostAdapter, Layout, elements_of, lay_out
+
+_KEPT_SCRATCH_BYTES = 256 << 20
+_KEPT_PACKINGS = 16
+"""A thread's; each takes some hundred bytes a matrix."""
+
+
+class StoredMatrix(NamedTuple):
+    """A matrix in a weight file, row by row."""
+
+    dtype: torch.dtype
+    rows: int
+    columns: int
+    first_byte: int
+
+
+class ModuleWeights(NamedTuple):
+    """Of one of the model's linear layers, as they are stored."""
+
+    a: StoredMatrix
+    """[rank, in]"""
+    b: StoredMatrix
+    """[out, rank]"""
+    scale: float
+    """Of their product."""
+
+
+class _Copy(NamedTuple):
+    """A matrix's way into the buffer, [shape] in both, where `strides` are the file's."""
+
+    dtype: torch.dtype
+    shape: tuple[int, int]
+    strides: tuple[int, int]
+    first_byte: int
+    start: int
+    """In elements of the buffer."""
+    scale: float
+    is_scaled_there: bool
+    """A product of two such numbers is rounded once there, as from float32."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """For all weight files of one kind; built by `of`."""
+
+    config: dict[str, Any]
+    """The kind's adapter_config.json."""
+    layout: Layout
+    dtype: torch.dtype
+    """The buffer's."""
+    copies: Sequence[_Copy]
+
+    @classmethod
+    def of(
+        cls, config: dict[str, Any], modules: Mapping[str, ModuleWeights], sites: Sequence[Site], dtype: torch.dtype
+    ) -> Packing:
+        """
+        Args:
+            modules: by path. Each belongs to a site, and its shapes fit.
+        """
+        layout = lay_out(sites, {path: weights.a.rows for path, weights in modules.items()})
+        copies: list[_Copy] = []
+        for placed in layout:
+            for slot, start, _, b in placed.slots:
+                stored_a, stored_b, scale = modules[sites[placed.site].slots[slot].path]
+                a_start = placed.a.start + start * placed.a.columns
+                a_shape, b_shape = (stored_a.rows, stored_a.columns), (stored_b.columns, stored_b.rows)
+                is_scaled_there = stored_b.dtype is dtype and _is_exact(scale, dtype)
+                copies += (
+                    _Copy(stored_a.dtype, a_shape, (stored_a.columns, 1), stored_a.first_byte, a_start, 1.0, True),
+                    _Copy(
+                        stored_b.dtype,
+                        b_shape,
+                        (1, stored_b.columns),
+                        stored_b.first_byte,
+                        b.start,
+                        scale,
+                        is_scaled_there,
+                    ),
+                )
+        return cls(config, layout, dtype, copies)
+
+    def pack(self, content: Tensor, uid: AdapterUid, allocate: Callable[[int, torch.dtype], Tensor]) -> HostAdapter:
+        """
+        Args:
+            content: the whole file, [bytes] uint8.
+            allocate: see source.read_adapter.
+        """
+        buffer = allocate(elements_of(self.layout), self.dtype)
+        origin = buffer.storage_offset()
+        wholes = {dtype: _whole(content, dtype) for dtype in {copy.dtype for copy in self.copies}}
+        # In two calls for all matrices: hundreds of short ones would each wait for the interpreter, and hold up steps.
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        scaled: dict[float, list[Tensor]] = defaultdict(list)
+        for dtype, shape, strides, first_byte, start, scale, is_scaled_there in self.copies:
+            rows, columns = shape
+            first, rest = divmod(first_byte, dtype.itemsize)
+            if rest == 0:
+                whole = wholes[dtype]
+                source = whole.as_strided(shape, strides, whole.storage_offset() + first)
+            else:
+                last_byte = first_byte + rows * columns * dtype.itemsize
+                source = content[first_byte:last_byte].clone().view(dtype).as_strided(shape, strides)
+            target = buffer.as_strided(shape, (columns, 1), origin + start)
+            if scale != 1.0:
+                if is_scaled_there:
+                    scaled[scale].append(target)
+                else:
+                    source = source.float() * scale
+            sources.append(source)
+            targets.append(target)
+        torch._foreach_copy_(targets, sources)
+        for scale, matrices in scaled.items():
+            torch._foreach_mul_(matrices, scale)
+        return HostAdapter(uid, buffer, self.layout)
+
+
+def _whole(content: Tensor, dtype: torch.dtype) -> Tensor:
+    """As many numbers as the content has room for."""
+    return content[: content.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+
+
+def _is_exact(value: float, dtype: torch.dtype) -> bool:
+    return bool(torch.tensor(value, dtype=dtype).item() == value)
+
+
+class Scratch(threading.local):
+    """What a thread keeps from one read to the next.
+
+    A buffer for files, so that the next one finds its memory there already: to map a file, or to take memory anew, is a
+    page fault for every 4 KiB, and giving it back interrupts all threads of the process. And the last packings.
+    """
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+        self._packings: OrderedDict[bytes, Packing] = OrderedDict()
+
+    def take(self, size_bytes: int) -> Tensor:
+        """[size_bytes] uint8; the thread's next call gives it out again."""
+        if self._buffer is None or self._buffer.numel() < size_bytes:
+            buffer = torch.empty(size_bytes, dtype=torch.uint8)
+            if size_bytes > _KEPT_SCRATCH_BYTES:
+                return buffer
+            self._buffer = buffer
+        return self._buffer[:size_bytes]
+
+    def packing(self, kind: bytes) -> Packing | None:
+        packing = self._packings.get(kind)
+        if packing is not None:
+            self._packings.move_to_end(kind)
+        return packing
+
+    def keep(self, kind: bytes, packing: Packing) -> None:
+        self._packings[kind] = packing
+        if len(self._packings) > _KEPT_PACKINGS:
+            self._packings.popitem(last=False)
+
+
+def kind_of(config: bytes, header: bytes, size_bytes: int) -> bytes:
+    """Of an adapter: equal for those of the same configuration, header and size."""
+    digest = hashlib.sha256(b"%d %d " % (len(config), size_bytes))
+    digest.update(config)
+    digest.update(header)
+    return digest.digest()

@@ -1,0 +1,143 @@
+"""The processes that read adapters: `python -m manylora_worker.weights.reader_process CONTROL_FD BASE_FD
+MEMORY_FD`.
+
+One process, the fork server, imports torch and forks a reader for each socket that it is sent, so the readers share its
+pages and start in milliseconds. It stays single-threaded: a fork takes no other thread's locks along. Neither it nor a
+reader ever touches a device; they write weights into the host tier's memory, which all of them map.
+
+A reader answers one request after the other. Messages are JSON objects, for the worker must not unpickle what a process
+says that parses tenants' files:
+
+    reader    {"pid"}                       once, when it is there
+    worker    {"folder", "uid", "keeps"}    uid: what the content must have, or null; keeps: put the weights in memory
+    reader    {"elements"}                  with keeps, when all but the weights' values has been checked
+    worker    {"offset"}                    in bytes, in MEMORY_FD's memory; -1: a descriptor of other memory follows
+    reader    {"ranks"}                     the adapter is there: the rank at each of the model's slots, 0 for none
+              {"violations"}                or it is refused: [field, description] of each
+              {"error"}                     or it could not be read: why
+
+Both end when their socket does, and so with the worker, however that ends; readers also at once with the fork server,
+in the middle of a read too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import pickle
+import signal
+import socket
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from manylora_shared.errors import ManyloraError
+from manylora_shared.ids import AdapterUid
+from torch import Tensor
+
+from manylora_worker.weights.layout import ranks_by_slot
+from manylora_worker.weights.packing import Scratch
+from manylora_worker.weights.source import AdapterBase, AdapterInvalid, AdapterLimits, read_adapter
+
+_PR_SET_PDEATHSIG = 1
+_NICENESS = 10
+"""Where cores are few, the engine comes first. A reader holds no lock that it waits for."""
+
+
+def main() -> None:
+    control_fd, base_fd, memory_fd = map(int, sys.argv[1:])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # meant for the worker, which may drain: the end of its socket is the end
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a reader
+    torch.set_num_threads(1)
+    os.nice(_NICENESS)
+    control = socket.socket(fileno=control_fd)
+    with open(base_fd, "rb") as file:
+        file.seek(0)  # the position is the worker's too, which has written it
+        base, limits = pickle.load(file)
+    memory = _mapped(memory_fd)
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not message:
+            return
+        if os.fork() == 0:
+            control.close()
+            _run(Connection(descriptors[0]), base, limits, memory)
+        os.close(descriptors[0])
+
+
+def _mapped(fd: int) -> Tensor:
+    """[bytes] uint8, the whole file; closes `fd`."""
+    memory = torch.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), dtype=torch.uint8)
+    os.close(fd)
+    return memory
+
+
+def _run(connection: Connection, base: AdapterBase, limits: AdapterLimits, memory: Tensor) -> NoReturn:
+    """A reader's life. Never returns into the fork server's code."""
+    try:
+        _end_with_parent()
+        _Reader(connection, base, limits, memory).serve()
+    except (EOFError, ConnectionError):
+        os._exit(0)  # the worker has ended, or wants no more of this one
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
+
+
+def _end_with_parent() -> None:
+    parent = os.getppid()
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+    if os.getppid() != parent:
+        raise EOFError
+
+
+class _Reader:
+    def __init__(self, connection: Connection, base: AdapterBase, limits: AdapterLimits, memory: Tensor) -> None:
+        self._connection = connection
+        self._base = base
+        self._limits = limits
+        self._memory = memory
+        self._scratch = Scratch()
+
+    def serve(self) -> NoReturn:
+        self._say({"pid": os.getpid()})
+        while True:
+            request = json.loads(self._connection.recv_bytes())
+            self._say(self._answer(Path(request["folder"]), request["uid"], keeps=request["keeps"]))
+
+    def _say(self, message: dict[str, Any]) -> None:
+        self._connection.send_bytes(json.dumps(message).encode())
+
+    def _answer(self, folder: Path, uid: AdapterUid | None, *, keeps: bool) -> dict[str, Any]:
+        allocate = {"allocate": self._allocate} if keeps else {}
+        try:
+            adapter = read_adapter(
+                folder, self._base, self._limits, expected_uid=uid, scratch=self._scratch, **allocate
+            )
+        except AdapterInvalid as invalid:
+            return {"violations": [[v.field, v.description] for v in invalid.violations]}
+        except ConnectionError:
+            raise
+        except (ManyloraError, OSError, RuntimeError, ValueError, MemoryError) as error:
+            return {"error": str(error)}
+        return {"ranks": ranks_by_slot(adapter.layout, self._base.sites)}
+
+    def _allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
+        self._say({"elements": elements})
+        offset = json.loads(self._connection.recv_bytes())["offset"]
+        memory = self._memory
+        if offset < 0:
+            memory, offset = _mapped(recv_handle(self._connection)), 0
+        return memory[offset : offset + elements * dtype.itemsize].view(dtype)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,402 @@
+"""Reading a PEFT adapter folder: all that is wrong with it, or its weights packed for the engine.
+
+Owns nothing between calls, and imports no more than it needs: reader_process.py runs it in processes of its own. Only
+adapter_config.json and adapter_model.safetensors are read, never a pickle, and never through a symlink; sizes are
+bounded before anything is parsed. An adapter is used whole or not at all: every module that the config targets must
+have its A and B, every tensor in the file must belong to such a module, and shapes must fit the base model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import stat
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from manylora_shared.errors import FieldViolation, InvalidRequest
+from manylora_shared.ids import AdapterUid
+from manylora_shared.stores.adapter_files import (
+    CONFIG_NAME,
+    MAX_CONFIG_BYTES,
+    WEIGHTS_NAME,
+    adapter_uid_of,
+    parse_config,
+)
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from manylora_worker.models.torch.lora_linear import Site
+from manylora_worker.weights.layout import HostAdapter
+from manylora_worker.weights.packing import ModuleWeights, Packing, Scratch, StoredMatrix, kind_of
+from manylora_worker.weights.peft_config import (
+    LoraSettings,
+    ModuleMatcher,
+    PatternTimeout,
+    Problems,
+    parse_settings,
+)
+
+if TYPE_CHECKING:
+    from manylora_worker.models.loader import LoadedModel
+
+PICKLE_NAME = "adapter_model.bin"
+MAX_HEADER_BYTES = 16 << 20
+MAX_REPORTED = 32
+"""Problems listed for one adapter; the last then says how many more there are."""
+
+_KEY_PREFIX = "base_model.model."
+_MATRICES = {".lora_A.weight": "A", ".lora_B.weight": "B"}
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_LENGTH_BYTES = 8
+"""Of a safetensors header, in front of it."""
+_CHANGED = "changed while it was read"
+
+
+class AdapterInvalid(InvalidRequest):
+    """The adapter cannot be served on this base model; `violations` holds every reason."""
+
+
+@dataclass(frozen=True)
+class AdapterLimits:
+    max_rank: int
+    max_file_bytes: int = 4 << 30
+
+
+@dataclass(frozen=True)
+class AdapterBase:
+    """What reading an adapter has to know of the base model. Another process can be told it."""
+
+    names: tuple[str, ...]
+    """Under which adapters may mean it, the one that it is served as first."""
+    modules: Mapping[str, tuple[int, int]]
+    """See loader.ModelSpec, also for the next two."""
+    head_modules: frozenset[str]
+    other_modules: frozenset[str]
+    sites: Sequence[Site]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, loaded: LoadedModel) -> AdapterBase:
+        spec = loaded.spec
+        return cls(
+            names=(spec.name, spec.source_name),
+            modules=spec.modules,
+            head_modules=spec.head_modules,
+            other_modules=spec.other_modules,
+            sites=tuple(loaded.sites),
+            dtype=loaded.dtype,
+        )
+
+
+@dataclass(frozen=True)
+class _TensorInfo:
+    dtype: str
+    shape: tuple[int, ...]
+    first_byte: int
+    """In the file."""
+
+    @property
+    def stored(self) -> StoredMatrix:
+        """Of a tensor of a known type, with two dimensions."""
+        rows, columns = self.shape
+        return StoredMatrix(_DTYPES[self.dtype], rows, columns, self.first_byte)
+
+
+def _empty(elements: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(elements, dtype=dtype)
+
+
+def read_adapter(
+    folder: Path,
+    base: AdapterBase,
+    limits: AdapterLimits,
+    *,
+    expected_uid: AdapterUid | None = None,
+    allocate: Callable[[int, torch.dtype], Tensor] = _empty,
+    scratch: Scratch | None = None,
+) -> HostAdapter:
+    """Reads, checks and packs the adapter in `folder`.
+
+    Args:
+        expected_uid: refuse the adapter unless its content has this uid.
+        allocate: memory for the weights, [elements]; called once, last of what can fail but the weights' values.
+        scratch: of reads with the same base and limits, which may then be quicker; None: nothing is kept.
+
+    Raises:
+        AdapterInvalid: with every reason found, MAX_REPORTED at most.
+    """
+    problems = Problems()
+    scratch = scratch or Scratch()
+    config_text = _read_config(folder, problems)
+    with ExitStack() as files:
+        weights = _open_weights(folder, limits, files, problems)
+        kind = packing = None
+        if config_text is not None and weights is not None:
+            kind = kind_of(config_text, weights.header, weights.size_bytes)
+            packing = scratch.packing(kind)
+        if packing is None:
+            packing = _check(folder, config_text, weights, base, limits, problems)
+        _raise_if_any(problems)
+        assert kind is not None
+        assert packing is not None
+        assert weights is not None
+        content = weights.read(scratch, problems)
+    _raise_if_any(problems)
+    assert content is not None
+    uid = adapter_uid_of(packing.config, memoryview(content.numpy()))
+    if expected_uid is not None and uid != expected_uid:
+        problems.add(WEIGHTS_NAME, f"the content is not what was registered: its uid is {uid}, not {expected_uid}")
+        _raise_if_any(problems)
+    adapter = packing.pack(content, uid, allocate)
+    if adapter.buffer.numel() and not all(math.isfinite(extreme) for extreme in torch.aminmax(adapter.buffer)):
+        _name_unsound(adapter, base, problems)
+        _raise_if_any(problems)
+    scratch.keep(kind, packing)
+    return adapter
+
+
+def _raise_if_any(problems: Problems) -> None:
+    found = problems.violations
+    if len(found) > MAX_REPORTED:
+        rest = len(found) - MAX_REPORTED + 1
+        found = [*found[: MAX_REPORTED - 1], FieldViolation("adapter", f"... and {rest} more problems")]
+    if found:
+        raise AdapterInvalid.of_all(found)
+
+
+def _regular_file_bytes(path: Path, problems: Problems, *, missing: str = "missing") -> int | None:
+    """The file's size if it is a plain file, reached without a symlink; else None and a problem."""
+    try:
+        status = path.lstat()
+    except OSError:
+        problems.add(path.name, missing)
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a symlink" if stat.S_ISLNK(status.st_mode) else "not a plain file"
+        problems.add(path.name, f"is {kind}")
+        return None
+    return status.st_size
+
+
+def _read_config(folder: Path, problems: Problems) -> bytes | None:
+    if folder.is_symlink():
+        problems.add("path", "is a symlink")
+        return None
+    if not folder.is_dir():
+        problems.add("path", "is not a folder")
+        return None
+    size_bytes = _regular_file_bytes(folder / CONFIG_NAME, problems)
+    if size_bytes is None:
+        return None
+    if size_bytes > MAX_CONFIG_BYTES:
+        problems.add(CONFIG_NAME, f"has {size_bytes} bytes; the limit is {MAX_CONFIG_BYTES}")
+        return None
+    try:
+        return (folder / CONFIG_NAME).read_bytes()
+    except OSError as error:
+        problems.add(CONFIG_NAME, f"is not readable ({error})")
+    return None
+
+
+@dataclass(frozen=True)
+class _WeightFile:
+    """Open, and not larger than it may be."""
+
+    stream: BufferedReader
+    size_bytes: int
+    header: bytes
+    """The JSON of it."""
+
+    def read(self, scratch: Scratch, problems: Problems) -> Tensor | None:
+        """The whole file, [bytes] uint8: valid until the thread takes from `scratch` again."""
+        try:
+            content = scratch.take(self.size_bytes)
+            self.stream.seek(0)
+            if self.stream.readinto(content.numpy()) == self.size_bytes and not self.stream.read(1):
+                start = _LENGTH_BYTES + len(self.header)
+                if content[_LENGTH_BYTES:start].numpy().tobytes() == self.header:
+                    return content
+            problems.add(WEIGHTS_NAME, _CHANGED)
+        except OSError as error:
+            problems.add(WEIGHTS_NAME, f"is not readable ({error})")
+        return None
+
+
+def _open_weights(folder: Path, limits: AdapterLimits, files: ExitStack, problems: Problems) -> _WeightFile | None:
+    """The weight file, which `files` closes."""
+    path = folder / WEIGHTS_NAME
+    if folder.is_symlink() or not folder.is_dir():
+        return None
+    missing = "missing"
+    if (folder / PICKLE_NAME).exists():
+        missing = f"missing; {PICKLE_NAME} is a pickle, which is never loaded: save the adapter as safetensors"
+    size_bytes = _regular_file_bytes(path, problems, missing=missing)
+    if size_bytes is None:
+        return None
+    if size_bytes > limits.max_file_bytes:
+        problems.add(WEIGHTS_NAME, f"has {size_bytes} bytes; the limit is {limits.max_file_bytes}")
+        return None
+    try:
+        stream = files.enter_context(path.open("rb"))
+        header_bytes = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+        if header_bytes <= MAX_HEADER_BYTES:
+            return _WeightFile(stream, size_bytes, stream.read(header_bytes))
+        problems.add(WEIGHTS_NAME, f"its header has {header_bytes} bytes; the limit is {MAX_HEADER_BYTES}")
+    except OSError as error:
+        problems.add(WEIGHTS_NAME, f"is not readable ({error})")
+    return None
+
+
+def _check(
+    folder: Path,
+    config_text: bytes | None,
+    weights: _WeightFile | None,
+    base: AdapterBase,
+    limits: AdapterLimits,
+    problems: Problems,
+) -> Packing | None:
+    """How files of this kind are packed, if nothing is wrong with them. All but the weights' values is looked at."""
+    config = settings = None
+    if config_text is not None:
+        try:
+            config = parse_config(config_text)
+            settings = parse_settings(config, base_names=base.names, max_rank=limits.max_rank, problems=problems)
+        except InvalidRequest as error:
+            problems.violations += error.violations
+    tensors = None if weights is None else _tensors_of(folder / WEIGHTS_NAME, weights, problems)
+    scales = {} if tensors is None else _check_tensors(tensors, settings, base, problems)
+    if problems.violations:
+        return None
+    assert config is not None
+    assert tensors is not None
+    modules = {}
+    for path, scale in scales.items():
+        a, b = (tensors[f"{_KEY_PREFIX}{path}.lora_{matrix}.weight"].stored for matrix in _MATRICES.values())
+        modules[path] = ModuleWeights(a, b, scale)
+    return Packing.of(config, modules, base.sites, base.dtype)
+
+
+def _tensors_of(path: Path, weights: _WeightFile, problems: Problems) -> dict[str, _TensorInfo] | None:
+    """What the header says of the tensors, once the safetensors library has opened the file and found it sound."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            views = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+            seen = {key: (view.get_dtype(), list(view.get_shape())) for key, view in views.items()}
+    except (OSError, SafetensorError) as error:
+        problems.add(WEIGHTS_NAME, f"is not a readable safetensors file ({str(error)[:200]})")
+        return None
+    try:
+        entries = json.loads(weights.header)
+        entries.pop("__metadata__", None)
+        start = _LENGTH_BYTES + len(weights.header)
+        found = {key: (entry["dtype"], entry["shape"]) for key, entry in entries.items()}
+        if found == seen and all(_lies_in(weights.size_bytes - start, entry) for entry in entries.values()):
+            return {
+                key: _TensorInfo(entry["dtype"], tuple(entry["shape"]), start + entry["data_offsets"][0])
+                for key, entry in entries.items()
+            }
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    problems.add(WEIGHTS_NAME, _CHANGED)
+    return None
+
+
+def _lies_in(data_bytes: int, entry: Mapping[str, Any]) -> bool:
+    """Whether a tensor of a type that is read has its bytes inside the file's data: what lies behind them in the
+    reader's memory may be another tenant's."""
+    dtype = _DTYPES.get(entry["dtype"])
+    first, last = entry["data_offsets"]
+    return dtype is None or (
+        0 <= first <= last <= data_bytes and last - first == math.prod(entry["shape"]) * dtype.itemsize
+    )
+
+
+def _check_tensors(
+    tensors: Mapping[str, _TensorInfo], settings: LoraSettings | None, base: AdapterBase, problems: Problems
+) -> dict[str, float]:
+    """Every tensor belongs to a targeted module, every targeted module has both, and all shapes fit. Returns the
+    modules' scales, by path; without problems they are whole."""
+    found: dict[str, dict[str, _TensorInfo]] = defaultdict(dict)
+    for key, info in sorted(tensors.items()):
+        path, matrix = _parse_key(key)
+        if info.dtype not in _DTYPES:
+            problems.add(key, f"has type {info.dtype}; F32, F16 and BF16 are read")
+        if matrix is None:
+            problems.add(key, "is not a LoRA A or B matrix of a linear layer, and nothing else can be used")
+        elif path in base.head_modules:
+            problems.add(key, "adapts the embeddings or the output head, which is not supported")
+        elif path not in base.modules:
+            problems.add(key, f"the base model has no linear layer {path}")
+        else:
+            found[path][matrix] = info
+    for path, matrices in found.items():
+        for absent in sorted({"A", "B"} - set(matrices)):
+            problems.add(f"{_KEY_PREFIX}{path}.lora_{absent}.weight", "missing: its partner is there")
+    if settings is not None:
+        try:
+            return _check_targets(found, ModuleMatcher(settings), base, problems)
+        except PatternTimeout:
+            problems.add("target_modules", "its patterns take too long to match")
+    return {}
+
+
+def _check_targets(
+    found: Mapping[str, Mapping[str, _TensorInfo]], matcher: ModuleMatcher, base: AdapterBase, problems: Problems
+) -> dict[str, float]:
+    """The scales of `found`, by path."""
+    scales: dict[str, float] = {}
+    targeted = [path for path in base.modules if matcher.is_targeted(path, is_linear=True)]
+    heads = [path for path in sorted(base.head_modules) if matcher.is_targeted(path, is_linear=False)]
+    others = [path for path in sorted(base.other_modules) if matcher.is_targeted(path, is_linear=False)]
+    if heads:
+        problems.add("target_modules", f"targets {_some(heads)}: embeddings and the output head cannot be adapted")
+    if others:
+        problems.add("target_modules", f"targets {_some(others)}, not a linear layer")
+    if not targeted:
+        problems.add("target_modules", "matches no linear layer of the base model")
+    bare = [path for path in targeted if path not in found]
+    if bare:
+        problems.add("target_modules", f"targets {_some(bare)}, for which {WEIGHTS_NAME} has no weights")
+    wanted = set(targeted)
+    for path, matrices in found.items():
+        if path not in wanted:
+            problems.add(f"{_KEY_PREFIX}{path}", "has weights, but target_modules does not target it")
+            continue
+        rank, scales[path] = matcher.rank_and_scale(path)
+        in_features, out_features = base.modules[path]
+        for matrix, shape in (("A", (rank, in_features)), ("B", (out_features, rank))):
+            info = matrices.get(matrix)
+            if info is not None and info.shape != shape:
+                key = f"{_KEY_PREFIX}{path}.lora_{matrix}.weight"
+                problems.add(key, f"has shape {list(info.shape)}, but {list(shape)} fits its rank and the base model")
+    return scales
+
+
+def _some(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+
+
+def _parse_key(key: str) -> tuple[str, str | None]:
+    """(module path, "A" or "B"), or (key, None) where the key is no LoRA matrix."""
+    for suffix, matrix in _MATRICES.items():
+        if key.startswith(_KEY_PREFIX) and key.endswith(suffix):
+            return key[len(_KEY_PREFIX) : -len(suffix)], matrix
+    return key, None
+
+
+def _name_unsound(adapter: HostAdapter, base: AdapterBase, problems: Problems) -> None:
+    buffer = adapter.buffer
+    for placed in adapter.layout:
+        for slot, start, stop, b in placed.slots:
+            path = base.sites[placed.site].slots[slot].path
+            for matrix, packed in (("A", placed.a.of(buffer)[start:stop]), ("B", b.of(buffer))):
+                if not bool(torch.isfinite(packed).all()):
+                    key = f"{_KEY_PREFIX}{path}.lora_{matrix}.weight"
+                    problems.add(key, "holds NaN or infinite values (or overflows the model's number type)")

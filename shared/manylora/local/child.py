@@ -1,0 +1,226 @@
+"""One supervised child process of a local cluster.
+
+States: new -> starting -> ready -> (ended -> waiting -> starting -> ready)* -> stopped. The first start must succeed;
+later ends of the process are answered by starting it again, after a delay that doubles while it keeps ending early. A
+child's output goes to its log file; of its stdout, the first JSON line with `"ready": true` is what `start` waits for
+(where the child speaks so), and is kept in `ready`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from manylora_shared.process.cores import format_cores
+
+from manylora.local import tether
+
+FIRST_BACKOFF_S = 0.2
+MAX_BACKOFF_S = 5.0
+STEADY_AFTER_S = 10.0
+"""A process that lived this long ended for a new reason: the backoff starts over."""
+LOG_TAIL_LINES = 15
+MAX_READY_LINE_BYTES = 1 << 16
+
+Notify = Callable[[str], None]
+Probe = Callable[[], Awaitable[bool]]
+
+
+class ChildFailed(Exception):
+    """The process ended, or was not ready in time; the message holds the end of its log."""
+
+
+class Child:
+    """
+    Args:
+        command: gives the argument list of each start, from what the last start reported as ready (empty at first).
+        probe: for a process without a ready line: whether it serves. Asked until it says so.
+        notify: told, in a line, of every unexpected end and new start.
+        environment: the process's; None: this one's.
+        cores: that the process uses; empty: those of this one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Callable[[Mapping[str, Any]], Sequence[str]],
+        *,
+        log_path: Path,
+        notify: Notify,
+        start_timeout_s: float,
+        probe: Probe | None = None,
+        environment: Mapping[str, str] | None = None,
+        cores: AbstractSet[int] = frozenset(),
+    ) -> None:
+        self.name = name
+        self.log_path = log_path
+        self.ready: Mapping[str, Any] = {}
+        self.starts = 0
+        self._command = command
+        self._notify = notify
+        self._start_timeout_s = start_timeout_s
+        self._probe = probe
+        self._environment = environment
+        self._cores = cores
+        self._process: asyncio.subprocess.Process | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._output: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs, or ran last; 0 before the first start."""
+        return self._process.pid if self._process is not None else 0
+
+    async def start(self) -> None:
+        """Raises ChildFailed; the process is gone then."""
+        assert self._supervisor is None
+        await self._spawn()
+        self._supervisor = asyncio.create_task(self._supervise(), name=f"supervise {self.name}")
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM, and SIGKILL after `grace_s` seconds. Idempotent; safe in any state."""
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.wait([self._supervisor])
+        await self._end_process(grace_s)
+
+    def kill(self) -> None:
+        """SIGKILL, at once; the supervisor will notice."""
+        self._signal(signal.SIGKILL)
+
+    def log_tail(self) -> str:
+        try:
+            lines = self.log_path.read_text(errors="replace").splitlines()
+        except FileNotFoundError:
+            return ""
+        return "\n".join(lines[-LOG_TAIL_LINES:])
+
+    async def _supervise(self) -> None:
+        loop = asyncio.get_running_loop()
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            process = self._process
+            assert process is not None
+            started = loop.time()
+            await process.wait()
+            if loop.time() - started > STEADY_AFTER_S:
+                backoff_s = FIRST_BACKOFF_S
+            self._notify(f"{self.name} (pid {process.pid}) {_how(process.returncode)}; it is started again")
+            while True:
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(MAX_BACKOFF_S, backoff_s * 2)
+                try:
+                    await self._spawn()
+                except (ChildFailed, OSError) as error:
+                    self._notify(str(error))
+                else:
+                    self._notify(f"{self.name} serves again (pid {self.pid})")
+                    break
+
+    async def _spawn(self) -> None:
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        await self._end_output()
+        with self.log_path.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *_tethered(self._command(self.ready), self._cores),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env=self._environment,
+                limit=MAX_READY_LINE_BYTES,
+                # The terminal's Ctrl-C is for the parent, which stops its children in order. Not a session of its own:
+                # Linux shares the cores among sessions first (sched_autogroup), so niceness would say nothing.
+                process_group=0,
+            )
+        self.starts += 1
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                await self._wait_ready(self._process)
+        except TimeoutError:
+            await self._end_process(0)
+            reason = f"was not ready after {self._start_timeout_s:g} s"
+            raise ChildFailed(self._describe(reason)) from None
+        except BaseException:
+            await asyncio.shield(self._end_process(0))
+            raise
+
+    async def _wait_ready(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        if self._probe is not None:
+            self._output = asyncio.create_task(self._log_output(process.stdout))
+            while not await self._probe():
+                if process.returncode is not None:
+                    raise ChildFailed(self._describe(_how(process.returncode)))
+                await asyncio.sleep(0.02)
+            return
+        while line := await process.stdout.readline():
+            ready = _ready_line(line)
+            if ready is not None:
+                self.ready = ready
+                self._output = asyncio.create_task(self._log_output(process.stdout))
+                return
+            with self.log_path.open("ab") as log:
+                log.write(line)
+        raise ChildFailed(self._describe(_how(await process.wait())))
+
+    async def _log_output(self, stdout: asyncio.StreamReader) -> None:
+        with self.log_path.open("ab") as log:
+            await _copy(stdout, log)
+
+    def _describe(self, reason: str) -> str:
+        tail = self.log_tail()
+        return f"{self.name} {reason}" + (f"; the end of {self.log_path}:\n{tail}" if tail else "")
+
+    async def _end_process(self, grace_s: float) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._signal(signal.SIGTERM if grace_s > 0 else signal.SIGKILL)
+            try:
+                async with asyncio.timeout(grace_s if grace_s > 0 else None):
+                    await self._process.wait()
+            except TimeoutError:
+                self._signal(signal.SIGKILL)
+                await self._process.wait()
+        await self._end_output()
+
+    async def _end_output(self) -> None:
+        if self._output is not None:
+            self._output.cancel()
+            await asyncio.wait([self._output])
+            self._output = None
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+
+def _tethered(command: Sequence[str], cores: AbstractSet[int]) -> list[str]:
+    return [sys.executable, "-I", "-S", str(tether.__file__), str(os.getpid()), format_cores(cores), *command]
+
+
+def _ready_line(line: bytes) -> Mapping[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) and value.get("ready") is True else None
+
+
+async def _copy(stdout: asyncio.StreamReader, log: BinaryIO) -> None:
+    while data := await stdout.read(1 << 16):
+        log.write(data)
+        log.flush()
+
+
+def _how(returncode: int | None) -> str:
+    if returncode is not None and returncode < 0:
+        return f"was ended by {signal.Signals(-returncode).name}"
+    return f"ended with exit code {returncode}"

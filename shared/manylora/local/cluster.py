@@ -1,0 +1,427 @@
+"""A whole cluster on this machine: etcd, scheduler, routers and workers as supervised child processes.
+
+Owns its children and the data folder (locked against a second cluster):
+
+    <data>/etcd/        the coordination store          <data>/adapters/   the adapter store
+    <data>/logs/        one file a process              <data>/lock
+    <data>/operator.key the operator's key, readable by its owner alone
+
+Clients of the same user find that key by the router's address (client/credentials.py).
+
+A child that dies is started again with its id and data, and a router at its address, so that what a client or a test
+sees is what it would see of a real cluster under a process supervisor. All listen on loopback. Children end with their
+parent, even where it is killed (tether.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import functools
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TextIO
+
+from manylora_shared.coordination import binary, keys
+from manylora_shared.coordination.base import StoreUnavailable
+from manylora_shared.coordination.etcd import EtcdStore
+from manylora_shared.process import config
+from manylora_shared.process.cores import format_cores, usable_cores
+
+from manylora.client import Client, ClusterStatus, RequestFailed
+from manylora.client.credentials import read_key, remove_note, write_note
+from manylora.local.child import Child, ChildFailed, Notify
+
+ETCD = "etcd"
+SCHEDULER = "scheduler"
+CONNECT_TIMEOUT_S = 60.0
+POLL_S = 0.05
+
+
+class ClusterFailed(Exception):
+    """The cluster could not be started; the message says which part and why."""
+
+
+_SHARED_KV_CACHE_MB = 512
+"""Of each worker, where several share a device."""
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """What `manylora up` takes. Empty strings and None leave a setting to the service's own default."""
+
+    model: Path | str
+    """A folder, or a hub id in the local cache."""
+    model_name: str
+    data: Path
+    workers: int = 1
+    routers: int = 1
+    device: str = "cpu"
+    """Several, comma-separated, are dealt to the workers in turn."""
+    port: int = 0
+    """Of the first router; 0: a free one."""
+    etcd: str = ""
+    """`host:port[,host:port]`, with or without http://; empty: one is started."""
+    dtype: str = ""
+    quantization: str = "none"
+    kv_cache_mb: int | None = None
+    max_lora_rank: int | None = None
+    threads: int | None = None
+    """Torch threads a worker; None: the machine's cores shared among the workers, but for a quarter of them, one at
+    least, which the services take."""
+    own_cores: bool = True
+    """Engines on the CPU compute on cores of their own, where their threads leave some to the services."""
+    worker_flags: tuple[str, ...] = ()
+    """Further settings of the workers, as flags (`--block-size=4`), for tests and measurements."""
+    router_flags: tuple[str, ...] = ()
+    scheduler_flags: tuple[str, ...] = ()
+    start_timeout_s: float = 900.0
+    """For each process; a large model takes its time to load."""
+    grace_s: float = 10.0
+    """For each process, to end in order."""
+
+
+class LocalCluster:
+    """
+    Args:
+        notify: told, in a line each, of what starts, dies and is started again.
+    """
+
+    def __init__(self, options: ClusterOptions, *, notify: Notify = lambda line: None) -> None:
+        self.options = options
+        self.children: dict[str, Child] = {}
+        self._notify = notify
+        self._data = options.data.absolute()
+        self._lock: TextIO | None = None
+        self._etcd = _endpoints(options.etcd)
+        self._cores = _shared_out(options, sorted(usable_cores()))
+
+    @property
+    def router_addresses(self) -> list[str]:
+        return [str(c.ready["address"]) for name, c in self.children.items() if name.startswith("router-")]
+
+    @property
+    def router(self) -> str:
+        """The first router's address."""
+        return self.router_addresses[0]
+
+    @property
+    def etcd_address(self) -> str:
+        return self._etcd
+
+    @property
+    def adapter_store(self) -> Path:
+        return self._data / "adapters"
+
+    @property
+    def key_file(self) -> Path:
+        return self._data / "operator.key"
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return {name: child.pid for name, child in self.children.items()}
+
+    def describe(self) -> dict[str, Any]:
+        """The line that `manylora up` prints."""
+        return {
+            "ready": True,
+            "router": self.router,
+            "routers": self.router_addresses,
+            "etcd": self._etcd,
+            "data": str(self._data),
+            "key_file": str(self.key_file),
+            "pids": self.pids,
+        }
+
+    async def start(self) -> None:
+        """Returns when every router serves and has every worker connected behind it.
+
+        Raises:
+            ClusterFailed: nothing runs any more then.
+        """
+        self._take_lock()
+        try:
+            await self._start_all()
+        except BaseException as error:
+            await asyncio.shield(self.stop())
+            if isinstance(error, ChildFailed | binary.EtcdNotFound | OSError):
+                raise ClusterFailed(str(error)) from error
+            raise
+
+    async def stop(self) -> None:
+        """Ends all children, the store last. Idempotent."""
+        self._forget_key()
+        services = [child for name, child in self.children.items() if name != ETCD]
+        await asyncio.gather(*(child.stop(self.options.grace_s) for child in services))
+        if ETCD in self.children:
+            await self.children[ETCD].stop(self.options.grace_s)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def kill(self) -> None:
+        """SIGKILL to all children, at once, for an impatient operator; `stop` still has to run."""
+        for child in self.children.values():
+            child.kill()
+
+    async def wait_connected(self, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        """Until every router serves, reaches the scheduler, and that one has all workers. Raises ClusterFailed."""
+        key = read_key(self.key_file)
+        for address in self.router_addresses:
+            async with Client(address, key=key, retry=None) as client:
+                seen = "it does not answer"
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        while True:
+                            seen = await self._what_is_missing(client)
+                            if not seen:
+                                break
+                            await asyncio.sleep(POLL_S)
+                except TimeoutError:
+                    reason = f"the router at {address} is not ready after {timeout_s:g} s: {seen}"
+                    raise ClusterFailed(reason) from None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    def _take_lock(self) -> None:
+        try:
+            for folder in ("adapters", "logs"):
+                (self._data / folder).mkdir(parents=True, exist_ok=True)
+            lock = (self._data / "lock").open("w")
+        except OSError as error:
+            raise ClusterFailed(f"{self._data}: {error.strerror}") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise ClusterFailed(f"{self._data} is in use by another cluster; give another --data") from None
+        self._lock = lock
+
+    async def _start_all(self) -> None:
+        if not self._etcd:
+            await self._start_etcd()
+        starting: list[Child] = [self._service(SCHEDULER, self._scheduler_command)]
+        starting += [
+            self._service(
+                f"worker-{i}",
+                functools.partial(self._worker_command, i),
+                worker_environment(),
+                self._cores.workers | self._cores.engines[i],
+            )
+            for i in range(self.options.workers)
+        ]
+        starting += [
+            self._service(f"router-{i}", functools.partial(self._router_command, i))
+            for i in range(self.options.routers)
+        ]
+        self._notify(f"starting {', '.join(child.name for child in starting)}")
+        async with _FirstFailure(), asyncio.TaskGroup() as tasks:
+            for child in starting:
+                tasks.create_task(child.start())
+        await self.wait_connected()
+        self._note_key()
+
+    def _note_key(self) -> None:
+        try:
+            for address in self.router_addresses:
+                write_note(address, self.key_file)
+        except OSError as error:
+            self._notify(
+                f"clients will not find the key by themselves ({error}): set MANYLORA_KEY from {self.key_file}"
+            )
+
+    def _forget_key(self) -> None:
+        try:
+            for child in self.children.values():
+                if "address" in child.ready:
+                    remove_note(str(child.ready["address"]), self.key_file)
+        except OSError as error:
+            self._notify(f"the note of the key file stays behind: {error}")
+
+    async def _start_etcd(self) -> None:
+        port = binary.free_port()
+        self._etcd = f"127.0.0.1:{port}"
+        command = [str(binary.find_etcd()), *binary.member_flags(self._data / ETCD, self._etcd)]
+        child = Child(
+            ETCD,
+            lambda ready: command,
+            log_path=self._log(ETCD),
+            notify=self._notify,
+            start_timeout_s=binary.START_TIMEOUT_S,
+            probe=functools.partial(_etcd_answers, self._etcd),
+            environment={"PATH": os.defpath},  # none of the ETCD_* that configure another etcd
+            cores=self._cores.services,
+        )
+        self.children[ETCD] = child
+        self._notify("starting etcd")
+        await child.start()
+
+    def _service(
+        self,
+        name: str,
+        command: Callable[[Mapping[str, Any]], list[str]],
+        environment: Mapping[str, str] | None = None,
+        cores: AbstractSet[int] | None = None,
+    ) -> Child:
+        child = Child(
+            name,
+            command,
+            log_path=self._log(name),
+            notify=self._notify,
+            start_timeout_s=self.options.start_timeout_s,
+            environment=environment,
+            cores=self._cores.services if cores is None else cores,
+        )
+        self.children[name] = child
+        return child
+
+    def _scheduler_command(self, ready: Mapping[str, Any]) -> list[str]:
+        return [
+            *_python("manylora_scheduler"),
+            *self._common("127.0.0.1:0"),
+            f"--scheduler-id={SCHEDULER}",
+            *self.options.scheduler_flags,
+        ]
+
+    def _worker_command(self, index: int, ready: Mapping[str, Any]) -> list[str]:
+        options = self.options
+        devices = _devices(options)
+        kv_cache_mb = options.kv_cache_mb
+        if kv_cache_mb is None and options.workers > len(devices):
+            kv_cache_mb = _SHARED_KV_CACHE_MB  # a worker that is told nothing takes all that its GPU has left
+        settings = {
+            "worker-id": f"worker-{index}",
+            "model": options.model,
+            "model-name": options.model_name,
+            "device": devices[index % len(devices)],
+            "dtype": options.dtype,
+            "quantization": options.quantization,
+            "adapter-store": self.adapter_store,
+            "kv-cache-mb": kv_cache_mb,
+            "max-lora-rank": options.max_lora_rank,
+            "threads": _threads(options, len(usable_cores())),
+            "engine-cores": format_cores(self._cores.engines[index]),
+        }
+        flags = [f"--{name}={value}" for name, value in settings.items() if value not in ("", None)]
+        return [*_python("manylora_worker"), *self._common("127.0.0.1:0"), *flags, *options.worker_flags]
+
+    def _router_command(self, index: int, ready: Mapping[str, Any]) -> list[str]:
+        port = self.options.port if index == 0 else 0
+        listen = str(ready.get("address") or f"127.0.0.1:{port}")
+        return [
+            *_python("manylora_router"),
+            *self._common(listen),
+            f"--router-id=router-{index}",
+            f"--model={self.options.model}",
+            f"--adapter-store={self.adapter_store}",
+            *([f"--operator-key-file={self.key_file}"] if index == 0 else []),
+            *self.options.router_flags,
+        ]
+
+    def _common(self, listen: str) -> list[str]:
+        return [f"--listen={listen}", f"--etcd={self._etcd}"]
+
+    def _log(self, name: str) -> Path:
+        return self._data / "logs" / f"{name}.log"
+
+    async def _what_is_missing(self, client: Client) -> str:
+        """Why a router's cluster is not complete; empty where it is."""
+        try:
+            await client.wait_until_serving(2.0)
+            status = await client.status(timeout_s=2.0)
+        except RequestFailed as error:
+            return str(error)
+        return _incomplete(status, self.options)
+
+
+class _Cores(NamedTuple):
+    """Which cores a cluster's processes use; empty: any."""
+
+    services: AbstractSet[int]
+    """Routers, scheduler and etcd."""
+    workers: AbstractSet[int]
+    """Their own processes, without the engines'."""
+    engines: Sequence[AbstractSet[int]]
+    """By worker."""
+
+
+def _devices(options: ClusterOptions) -> list[str]:
+    return [d.strip() for d in options.device.split(",") if d.strip()] or ["cpu"]
+
+
+def _threads(options: ClusterOptions, num_cores: int) -> int:
+    """Of one worker's engine."""
+    return options.threads or max(1, (num_cores - max(1, num_cores // 4)) // options.workers)
+
+
+def _shared_out(options: ClusterOptions, cores: Sequence[int]) -> _Cores:
+    """Engines that compute on the CPU get a core a thread, the last ones, and workers and services the others; a single
+    one is too little for bursts, so engines of one thread share theirs with the services (docs/decisions/0029). Any
+    core is for all where none would be left to the services, or `own_cores` says so."""
+    threads = _threads(options, len(cores))
+    num_shared = len(cores) - threads * options.workers
+    computes = set(_devices(options)) == {"cpu"} and "--engine=fake" not in options.worker_flags
+    if not (options.own_cores and computes and num_shared > 0 and sys.platform == "linux"):
+        return _Cores(frozenset(), frozenset(), [frozenset()] * options.workers)
+    shared = frozenset(cores[:num_shared])
+    begins = range(num_shared, len(cores), threads)
+    return _Cores(
+        frozenset() if num_shared == threads == 1 else shared,
+        shared,
+        [frozenset(cores[begin : begin + threads]) for begin in begins],
+    )
+
+
+def worker_environment() -> Mapping[str, str]:
+    """This process's environment, with what a worker needs beside other processes and the user did not set."""
+    # By default OpenMP's threads spin while they wait for each other at the end of every parallel region. Where another
+    # process has one of their cores, the others spin for its whole time slice, and a worker of two threads is 10 to 25
+    # times slower. Sleeping costs microseconds a region.
+    return {"OMP_WAIT_POLICY": "PASSIVE", **config.environment()}
+
+
+def _incomplete(status: ClusterStatus, options: ClusterOptions) -> str:
+    if not status.scheduler.reachable:
+        return "it does not reach the scheduler"
+    connected = {w.worker_id for w in status.workers if w.connected}
+    missing = sorted({f"worker-{i}" for i in range(options.workers)} - connected)
+    return f"the scheduler is not connected to {', '.join(missing)}" if missing else ""
+
+
+def _endpoints(url: str) -> str:
+    """`http://a:1,b:2` as `a:1,b:2`, which the services take."""
+    return ",".join(part.strip().removeprefix("http://").rstrip("/") for part in url.split(",") if part.strip())
+
+
+def _python(module: str) -> list[str]:
+    return [sys.executable, "-m", module]
+
+
+async def _etcd_answers(endpoint: str) -> bool:
+    store = EtcdStore([endpoint])
+    try:
+        await store.get(keys.SCHEDULER_LEADER)
+    except StoreUnavailable:
+        return False
+    finally:
+        await store.close()
+    return True
+
+
+class _FirstFailure:
+    """Unwraps a task group's group of exceptions: the first one is what the operator needs."""
+
+    async def __aenter__(self) -> None: ...
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, BaseExceptionGroup):
+            raise error.exceptions[0] from None

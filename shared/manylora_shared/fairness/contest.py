@@ -1,0 +1,351 @@
+"""Whose turn it is: flows with queued items in the order of their boosted tags, and the choice among them.
+
+Pure; written by its `FairQueue` alone, whose docstring has the rules. Owns every backlogged flow's places in the orders
+and when boosts reach their caps. Knows nothing of running items, counters or the clock V.
+
+Aging is in proportion to the weight, so all boosts that still rise do so at one pace, and the order of these flows
+stands still: a flow changes orders once, when its boost reaches its cap.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, Final, Generic, NamedTuple, TypeVar
+
+from manylora_shared.fairness.flow_group import Place
+from manylora_shared.fairness.flow_order import FlowOrder
+
+_US_PER_S = 1_000_000
+NEVER_US = 1 << 62
+_COMPACT_SLACK = 64
+"""A heap is rebuilt once it has this many entries more than twice the valid ones."""
+
+F = TypeVar("F", bound=Hashable)
+I = TypeVar("I", bound=Hashable)  # noqa: E741
+P = TypeVar("P")
+
+TAG_SCALE = 1 << 40
+"""Virtual time of one unit of cost at weight 1. Weights are far smaller, so TAG_SCALE // weight is as good as exact."""
+
+
+class Rank(NamedTuple):
+    """An item's place inside its flow: lowest first."""
+
+    urgency: int
+    """The negated priority that its owner gave it."""
+    due_us: int
+    order: int
+    """Unique inside the flow."""
+
+
+class Pick(NamedTuple, Generic[I, P]):
+    """What `select` chose; `dispatch` takes it."""
+
+    item: I
+    place: P
+    """What the test returned for it."""
+    floor: int
+    """The least un-boosted tag of a flow that could have been started."""
+    passed_over: I | None
+    """The item that would have been chosen if it could be started."""
+
+
+class Queued(NamedTuple, Generic[I]):
+    """A queued item, and its entry in its flow's heap: the first four compare. One object an item: there may be a
+    hundred thousand, all of them cold, and the garbage collector walks them."""
+
+    urgency: int
+    due_us: int
+    order: int
+    serial: int
+    """Unique."""
+    item: I
+    need: Hashable
+    since_us: int
+    urgent_us: int
+    """When its flow's boost is at its cap, however short it waited; NEVER_US: not before that is by its age."""
+    flow: Any
+    """Its `Contender`."""
+
+
+_NEED: Final = 5
+_SINCE_US: Final = 6
+_URGENT_US: Final = 7
+"""Where these are in a `Queued`."""
+assert Queued._fields[_NEED : _URGENT_US + 1] == ("need", "since_us", "urgent_us")
+
+
+class Contender(Generic[F, I]):
+    """What the contest has of a flow. Its owner sets share, head and the rest; places are the contest's."""
+
+    __deletable__ = ("plain", "boosted")
+    """For mypyc: a compiled class's attributes are for good otherwise."""
+    __slots__ = ("base", "boosted", "cap", "fill_us", "fills_at", "head", "is_apart", "is_full", "key", "need",
+                 "order", "plain", "served_us")  # fmt: skip
+
+    def __init__(self, key: F, order: int) -> None:
+        self.key = key
+        self.order = order
+        """Unique; decides between equal tags."""
+        self.base = 0
+        self.cap = 0
+        """The boost that it has from the beginning, and the largest, in tag units."""
+        self.fill_us = NEVER_US
+        """How long it waits until its age alone has brought the boost to the cap."""
+        self.served_us = -NEVER_US
+        """When an item of it was dispatched last: what it waited before that is no part of its age."""
+        self.is_apart = False
+        self.head: Queued[I] | None = None
+        """The first queued item, as it stands in the contest; None: the flow does not."""
+        self.need: Hashable = None
+        """What it takes to start its first item; of a flow apart that is its own."""
+        self.plain: Place[Contender[F, I]] = Place(self, order)
+        """Its key is the tag by which it stands there."""
+        self.boosted: Place[Contender[F, I]] = Place(self, order)
+        self.is_full = False
+        """Whether `boosted` is in the order of those whose boost is at its cap."""
+        self.fills_at = NEVER_US
+        """The time of its valid entry among the flows whose boost is going to reach its cap: no later than that."""
+
+
+class Contest(Generic[F, I]):
+    """See the module's docstring. Times are whole microseconds of one clock."""
+
+    def __init__(self, aging_per_s: int) -> None:
+        self._aging = aging_per_s * TAG_SCALE // _US_PER_S
+        """In tag units per microsecond."""
+        self.now_us = 0
+        """As of the last choice."""
+        self.plain: FlowOrder[Contender[F, I]] = FlowOrder()
+        """By tag."""
+        self.rising: FlowOrder[Contender[F, I]] = FlowOrder()
+        """Flows whose boost still grows, by what their boosted tag would have been at time 0."""
+        self.full: FlowOrder[Contender[F, I]] = FlowOrder()
+        """Those whose boost is at its cap, by their boosted tag."""
+        self._filling: list[tuple[int, int, Contender[F, I]]] = []
+        """(when, order, flow) of the rising flows; as in `FlowOrder`, entries may be early, or left behind."""
+
+    def fill_us(self, base: int, cap: int) -> int:
+        """How long an item waits until its age has brought a boost from base to cap (tag units)."""
+        if cap <= base:
+            return -NEVER_US
+        return -((base - cap) // self._aging) if self._aging else NEVER_US
+
+    def put(self, flow: Contender[F, I], tag: int) -> None:
+        """Takes note of a flow's tag, share and first item, any of which may have changed."""
+        head = flow.head
+        assert head is not None
+        # By their names they cost four times as much, and all at once are touched in memory, the others too.
+        need, since_us, full_us = head[_NEED], head[_SINCE_US], head[_URGENT_US]
+        if since_us < flow.served_us:
+            since_us = flow.served_us
+        if flow.is_apart:
+            need = (flow.key, need)
+        flow.need = need
+        order, place = self.plain, flow.plain
+        # Mostly the flow stands unsorted and its tag rises. Then that is all, in both orders. It is written out, in
+        # `retag` too: with calls of `FlowOrder.put` in all four places, and this case asked for first there, a
+        # decision of the scheduler has 1.1 % more instructions (docs/decisions/0022, the fifth round).
+        if place.group is order.unsorted:
+            place.key, place.need = tag, need
+            if tag < place.floor:
+                order.unsorted.enter(place)
+        else:
+            order.put(place, tag, need)
+
+        # Among those that rise, or among those that have their cap.
+        aged_us = since_us + flow.fill_us
+        if aged_us < full_us:
+            full_us = aged_us
+        place, is_full = flow.boosted, full_us <= self.now_us
+        if is_full is not flow.is_full:
+            if place.group is not None:
+                (self.full if flow.is_full else self.rising).drop(place)
+            flow.is_full = is_full
+        if is_full:
+            order, key = self.full, tag - flow.cap
+        else:
+            order, key = self.rising, tag - flow.base + self._aging * since_us
+            if full_us < flow.fills_at:
+                flow.fills_at = full_us
+                self._fill_later(flow)
+        if place.group is order.unsorted:
+            place.key, place.need = key, need
+            if key < place.floor:
+                order.unsorted.enter(place)
+        else:
+            order.put(place, key, need)
+
+    def retag(self, flow: Contender[F, I], tag: int) -> None:
+        """As `put`, for a flow that stands in the contest and of which nothing but its tag has changed: its first item,
+        which may lie cold in memory, is not looked at. (When its boost comes to its cap is up to the time alone.)"""
+        order, place = self.plain, flow.plain
+        grown = tag - place.key
+        if place.group is order.unsorted:
+            place.key = tag
+            if tag < place.floor:
+                order.unsorted.enter(place)
+        else:
+            order.put(place, tag, place.need)
+        order, place = self.full if flow.is_full else self.rising, flow.boosted
+        key = place.key + grown
+        if place.group is order.unsorted:
+            place.key = key
+            if key < place.floor:
+                order.unsorted.enter(place)
+        else:
+            order.put(place, key, place.need)
+
+    def _fill_later(self, flow: Contender[F, I]) -> None:
+        heapq.heappush(self._filling, (flow.fills_at, flow.order, flow))
+        if len(self._filling) > 2 * self.rising.size + _COMPACT_SLACK:
+            # Two entries of one flow may be of the same time.
+            self._filling = list(dict.fromkeys([entry for entry in self._filling if entry[0] == entry[2].fills_at]))
+            heapq.heapify(self._filling)
+
+    def drop(self, flow: Contender[F, I]) -> None:
+        """Takes a flow out that stands in the contest."""
+        self.plain.drop(flow.plain)
+        (self.full if flow.is_full else self.rising).drop(flow.boosted)
+        flow.head = None
+        flow.fills_at = NEVER_US
+
+    def forget(self, flow: Contender[F, I]) -> None:
+        """A flow that is not to be put again, whether it stands in the contest or not."""
+        if flow.head is not None:
+            self.drop(flow)
+        del flow.plain, flow.boosted  # they refer to the flow
+
+    # ---- the choice
+
+    def select(self, fits: Callable[[I], P | None], now_us: int) -> Pick[I, P] | None:
+        """The first item of the flow with the least boosted tag whose first item `fits`."""
+        assert now_us >= self.now_us, "time falls"
+        self.now_us = now_us
+        if self._filling and self._filling[0][0] <= now_us:
+            self._fill_boosts()
+        first = self._first_boosted()
+        if first is None or first.head is None:
+            return None
+        # Nearly always the first flow can be started, and so can the one with the least tag.
+        item = first.head.item
+        place = fits(item)
+        if place is not None:
+            least = self.plain.first()
+            assert least is not None
+            if least.flow is first or least.flow.need == first.need or fits(_head(least.flow)) is not None:
+                return tuple.__new__(Pick, (item, place, least.key, None))  # as Pick(...), without a Python call
+            return Pick(item, place, self._floor(fits, {first.need: True, least.flow.need: False}), None)
+        fitting = {first.need: False}
+        for flow in self._in_order(self.rising.heads(), self.full.heads()):
+            if flow.need not in fitting:
+                place = fits(_head(flow))
+                fitting[flow.need] = place is not None
+                if place is not None:
+                    return Pick(_head(flow), place, self._floor(fits, fitting), item)
+        return None
+
+    def select_one_by_one(self, fits: Callable[[F, I], P | None], now_us: int, *, limit: int) -> Pick[I, P] | None:
+        """As `select`, for a test that depends on the flow: asks for the first `limit` flows, one after the other."""
+        assert now_us >= self.now_us, "time falls"
+        self.now_us = now_us
+        if self._filling and self._filling[0][0] <= now_us:
+            self._fill_boosts()
+        for flow in self._first_in_order(limit):
+            item = _head(flow)
+            place = fits(flow.key, item)
+            if place is not None:
+                least = self.plain.first()
+                assert least is not None
+                return Pick(item, place, least.key, None)
+        return None
+
+    def _fill_boosts(self) -> None:
+        """Moves the flows on whose boost has reached its cap by now."""
+        while self._filling and self._filling[0][0] <= self.now_us:
+            at_us, _, flow = heapq.heappop(self._filling)
+            if at_us == flow.fills_at:
+                flow.fills_at = NEVER_US
+                if flow.head is not None and not flow.is_full:
+                    self.put(flow, flow.plain.key)
+
+    def _first_boosted(self) -> Contender[F, I] | None:
+        rising = self.rising.first()
+        if not self.full.size:
+            return rising.flow if rising is not None else None
+        full = self.full.first()
+        assert full is not None
+        if rising is None:
+            return full.flow
+        key = rising.key - self._aging * self.now_us
+        is_full_first = full.key < key or (full.key == key and full.order < rising.order)
+        return full.flow if is_full_first else rising.flow
+
+    def _first_in_order(self, limit: int) -> list[Contender[F, I]]:
+        """As `_in_order`, the first `limit`."""
+        if not self.full.size:
+            return [place.flow for place in self.rising.first_places(limit)]
+        if not self.rising.size:
+            return [place.flow for place in self.full.first_places(limit)]
+        in_order = self._in_order(self.rising.first_places(limit), self.full.first_places(limit))
+        return list(itertools.islice(in_order, limit))
+
+    def _in_order(
+        self, rising: Iterable[Place[Contender[F, I]]], full: Iterable[Place[Contender[F, I]]]
+    ) -> Iterator[Contender[F, I]]:
+        """Two orders' flows by their boosted tags of now."""
+        if not self.full.size:
+            for place in rising:
+                yield place.flow
+            return
+        if not self.rising.size:
+            for place in full:
+                yield place.flow
+            return
+        # Each is read as far as it is needed.
+        for _, _, flow in heapq.merge(_keyed(rising, self._aging * self.now_us), _keyed(full, 0)):
+            yield flow
+
+    def _floor(self, fits: Callable[[I], P | None], fitting: dict[Hashable, bool]) -> int:
+        """The least tag of a flow that can be started. `fitting` has the needs that were asked for already."""
+        first = self.plain.first()
+        assert first is not None
+        for place in itertools.chain((first,), self.plain.heads()):
+            flow = place.flow
+            if flow.need not in fitting:
+                fitting[flow.need] = fits(_head(flow)) is not None
+            if fitting[flow.need]:
+                return place.key
+        raise AssertionError("one flow was found to fit")
+
+    def check_invariants(self) -> None:
+        for order in (self.plain, self.rising, self.full):
+            order.check_invariants()
+        assert self.plain.size == self.rising.size + self.full.size
+
+
+class ArrivalContest(Contest[F, I]):
+    """First come, first served: of the flows whose first item can be started, the one whose first item came first."""
+
+    def put(self, flow: Contender[F, I], tag: int) -> None:
+        head = flow.head
+        assert head is not None
+        flow.need = (flow.key, head.need) if flow.is_apart else head.need
+        flow.is_full = True
+        self.plain.put(flow.plain, tag, flow.need)
+        self.full.put(flow.boosted, head.order, flow.need)
+
+    def retag(self, flow: Contender[F, I], tag: int) -> None:
+        self.plain.put(flow.plain, tag, flow.need)
+
+
+def _keyed(places: Iterable[Place[Contender[F, I]]], aged: int) -> Iterator[tuple[int, int, Contender[F, I]]]:
+    for place in places:
+        yield place.key - aged, place.order, place.flow
+
+
+def _head(flow: Contender[F, I]) -> I:
+    assert flow.head is not None, "only flows with queued items stand in the contest"
+    return flow.head.item

@@ -1,0 +1,573 @@
+"""TWFQ-Q, the fair-scheduling policy: who is next, by one virtual clock. Pure; one writer, its owner.
+
+Start-time fair queuing (Goyal, Vin, Cheng 1996; with several servers SFQ(D), Jin, Chase, Kaur 2004) over token costs,
+generalised to costs that are known only afterwards, refunds, and capped boosts. The scheduler dispatches requests by
+it; a worker can choose whose quantum or prefill chunk is next by it (docs/decisions/0008). Whatever is dispatched is an
+*item* here.
+
+Owns, of every flow f with items, its weight phi_f, its settled tag a_f (charges per weight, plus lifts), the cost R_f
+that its running items have reserved and not used yet, and its queue; the clock V; and what each source has counted.
+The tag by which flows are compared is
+
+    vt_f = a_f + R_f / phi_f                      exact integers: a cost c counts c * (TAG_SCALE // phi_f)
+
+    push      on a flow without queued items:     V = max(V, a_g of the other queued flow g with the least vt_g), and
+                                                  vt_f = max(vt_f, V), so that idling saves nothing up
+    select    argmin of vt_f - boost_f / phi_f over the flows whose first item can be started now
+    dispatch  V = max(V, min of vt_f over those same flows), un-boosted and before the charge; then R_f += reserve
+    count     a source's cumulative counter grew by c: min(c, R_f) moves from R_f to a_f, the rest is added to a_f
+    settle    an item ended: what is left of its reservation leaves R_f, once; a cost that no counter names joins a_f
+    share     a new weight leaves vt_f as it is: R_f counts by the new weight, and a_f makes up for the difference
+    idle      a flow without items and with vt_f <= V is forgotten; when no item is left at all, V passes every tag
+
+    boost_f = min(cap_f, base_f + aging * phi_f * wait)      and cap_f from the moment the first item is urgent
+
+Aging is in proportion to the weight, so all tags that still rise do so at one pace, and their order stands still. A
+flow waits from when its first item came or, where that is later, from its last dispatch: the items of a flood are old
+by its own doing, and would bring it before those that come anew though it is served all the time.
+
+The bound. Call f *startable* while its first item is accepted by `select`'s test. Let c_f be f's largest reservation,
+R_f its largest reserved sum, beta_f its cap, and U_f the most that its running items could come to cost beyond R_f
+(0 where a reservation is the most that its item can cost). In any interval in which f and g are startable throughout,
+with W the work really done in it (counted already or not) and L_f = max(0, V - vt_f) at its beginning,
+
+    | W_f / phi_f - W_g / phi_g |  <=  (R_f + c_f + beta_f + U_f) / phi_f + L_f  +  the same of g
+
+Proof. a_f(t) <= vt_f(tau-) + (c_f + U_f) / phi_f with tau f's last dispatch before t. If g was startable at tau, then
+vt_f(tau-) <= vt_g(tau) + beta_f / phi_f by the choice; and if it was not, vt_f(tau-) <= V + beta_f / phi_f, and g came
+back at vt_g >= V - L_g. In the other direction vt_g <= a_g + R_g / phi_g. Exchange f and g, and subtract the values at
+both ends of the interval. L counts only for a flow that was denied since it became backlogged: one that was passed over
+because its first item fitted nowhere keeps the credit of what it was denied. For all others it is 0.
+
+With several choosers that hear late of each other, or a clock rebuilt from a snapshot, E_f / phi_f + E_V joins: the
+errors of the tags and of the clock that were used. A change of f's weight begins an interval, and joins with what a_f
+made up for, R_f * |1 / phi_f - 1 / phi_f'|, if that work is never done, and, where the weight rises, with what the one
+before allowed the tag to be ahead, (c_f + beta_f + U_f) * (1 / phi_f - 1 / phi_f').
+
+Counters name a flow and not an item, so what they count eats the flow's reservations oldest first. A source is one
+worker's counting: cumulative, so that a report that comes twice, or late, or not at all changes nothing in the end.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+
+from manylora_shared.fairness.contest import NEVER_US, TAG_SCALE, ArrivalContest, Contender, Contest, Pick, Queued, Rank
+
+__all__ = ["TAG_SCALE", "ArrivalQueue", "FairQueue", "FlowBooks", "Pick", "Rank", "Share"]
+
+_COMPACT_SLACK = 64
+"""A heap is rebuilt once it has this many entries more than twice the live ones."""
+
+_MAX_SHARES = 4096
+"""So many different shares are known at a time."""
+
+F = TypeVar("F", bound=Hashable)
+I = TypeVar("I", bound=Hashable)  # noqa: E741
+P = TypeVar("P")
+
+
+class Share(NamedTuple):
+    """What a flow is entitled to.
+
+    Boosts are in units of cost. `cap` is the most by which a flow is ever preferred beyond its tag, and exactly what
+    its boosts add to the bound; `base` is there from the beginning.
+    """
+
+    weight: int
+    base: int = 0
+    cap: int = 0
+
+
+class FlowBooks(Contender[F, I]):
+    """One flow's books. `queue` is a heap in which items that were removed may linger."""
+
+    __slots__ = ("inverse", "num_queued", "num_running", "queue", "reserved", "settled", "share", "unspent")
+
+    def __init__(self, key: F, order: int) -> None:
+        super().__init__(key, order)
+        self.share = Share(1)
+        self.inverse = TAG_SCALE
+        self.settled = 0
+        self.reserved = 0
+        self.unspent: dict[I, int] = {}
+        """Running items that have some of their reservation left, in the order of their dispatch."""
+        self.queue: list[Queued[I]] = []
+        self.num_queued = 0
+        self.num_running = 0
+
+    @property
+    def tag(self) -> int:
+        return self.settled + self.reserved * self.inverse
+
+    @property
+    def idle(self) -> bool:
+        return not self.num_queued and not self.num_running
+
+
+class FairQueue(Generic[F, I]):
+    """Queued items in flows, and the choice among them. Not thread-safe. Times are whole microseconds of one clock.
+
+    An item is queued (push), then either removed, or dispatched and settled. `need` is what it takes to start an item:
+    items of equal need are offered to `select`'s test through one of them only, so that a decision costs O(log n) in
+    the number of flows plus, where the first in order does not fit, the number of distinct needs.
+
+    A flow's tag may change several times between two choices (counters, ends, refunds). Its place in the contest is
+    brought up to date once, before the next choice.
+
+    Args:
+        aging_per_s: units of cost per unit of weight by which a waiting flow's boost grows in a second, up to its cap.
+    """
+
+    _contest_type: ClassVar[type[Contest[Any, Any]]] = Contest
+
+    def __init__(self, *, aging_per_s: int = 0) -> None:
+        self._contest: Contest[F, I] = self._contest_type(aging_per_s)
+        # What queue_succession.py takes over, for a successor and from a predecessor; for all others to read:
+        self.virtual_time = 0
+        """The clock V. Never falls."""
+        self.books: dict[F, FlowBooks[F, I]] = {}
+        """Of the flows that are remembered."""
+        self.counted: dict[str, dict[F, int]] = {}
+        """By source: its counters as they were settled last."""
+        self.returning: dict[F, None] | None = None
+        """While a rebuilt clock waits for `resume`: the flows that were backlogged when the snapshot was taken. Nothing
+        is dispatched or forgotten until then, and whoever comes back of these keeps its tag."""
+        self._items: dict[I, Any] = {}
+        """A queued item's entry in its flow's queue, a running one's flow: one book, so that a dispatch changes one."""
+        self.num_queued = 0
+        """For reading; items in all, and so are those that run."""
+        self.num_running = 0
+        self._moved: dict[FlowBooks[F, I], bool] = {}
+        """Flows whose place in the contest is to be brought up to date, and whether more than their tag has changed."""
+        self._resting: list[tuple[int, int, F]] = []
+        """Idle flows ahead of the clock, by tag; stale entries linger."""
+        self._follows: dict[Share, tuple[int, int, int, int]] = {}
+        """What follows from a share (inverse, base, cap, fill_us), once for all flows that have it: numbers of each
+        flow's own would be cold whenever its turn comes."""
+        self._next_order = 0
+        self._next_serial = 0
+
+    # ---- reading
+
+    @property
+    def num_flows(self) -> int:
+        """Flows that are remembered."""
+        return len(self.books)
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether it waits for `resume`."""
+        return self.returning is not None
+
+    def tag_of(self, flow: F) -> int:
+        """The flow's tag; a flow that is not remembered would start at the clock."""
+        found = self.books.get(flow)
+        return found.tag if found is not None else self.virtual_time
+
+    def has_come_as_far(self, flow: F, as_other: F) -> bool:
+        """Whether a flow's tag is no less than another's settled one, which is that one's tag if nothing of it ran."""
+        found, other = self.books.get(flow), self.books.get(as_other)
+        return found is not None and found.tag >= (self.virtual_time if other is None else other.settled)
+
+    def weight_of(self, flow: F) -> int:
+        """1 for a flow that is not remembered."""
+        found = self.books.get(flow)
+        return found.share.weight if found is not None else 1
+
+    def reserved_by(self, flow: F) -> int:
+        """Cost that the flow's running items reserved and have not used."""
+        found = self.books.get(flow)
+        return found.reserved if found is not None else 0
+
+    def queued_in(self, flow: F) -> int:
+        found = self.books.get(flow)
+        return found.num_queued if found is not None else 0
+
+    def running_in(self, flow: F) -> int:
+        found = self.books.get(flow)
+        return found.num_running if found is not None else 0
+
+    def flows(self) -> list[F]:
+        """Flows with queued or running items, in the order in which they came."""
+        return [flow.key for flow in self.books.values() if not flow.idle]
+
+    # ---- items
+
+    def push(
+        self,
+        item: I,
+        flow: F,
+        *,
+        share: Share,
+        need: Hashable,
+        rank: Rank,
+        since_us: int = 0,
+        urgent_us: int | None = None,
+    ) -> None:
+        """Queues an item that waits since `since_us` and has its flow's full boost from `urgent_us` on."""
+        assert item not in self._items, f"{item} is queued or runs"
+        known = self.books.get(flow)
+        is_newcomer = known is None or not known.num_queued
+        if is_newcomer:
+            self._catch_up(flow)
+        entry = self.remember(flow, share)
+        if is_newcomer and (self.returning is None or flow not in self.returning):
+            self._lift(entry)
+        urgency, due_us, order = rank
+        if urgent_us is None:
+            urgent_us = NEVER_US
+        serial = self._next_serial
+        # As Queued(...), which would be a call of a Python function.
+        queued = tuple.__new__(Queued, (urgency, due_us, order, serial, item, need, since_us, urgent_us, entry))
+        self._next_serial = serial + 1
+        self._items[item] = queued
+        self.num_queued += 1
+        heapq.heappush(entry.queue, queued)
+        entry.num_queued += 1
+        if entry.queue[0] is queued:
+            self._moved[entry] = True
+
+    def remove(self, item: I) -> None:
+        """Forgets a queued item."""
+        flow = self._take(item)
+        del self._items[item]
+        self._move(flow)
+        self.rest(flow)
+
+    def select(self, fits: Callable[[I], P | None], now_us: int) -> Pick[I, P] | None:
+        """The item to start next: the first of the flow with the least boosted tag whose first item `fits`.
+
+        `fits` returns where the item would start, or None. Changes nothing but the time.
+        """
+        self._show_moved()
+        return self._contest.select(fits, now_us)
+
+    def select_one_by_one(self, fits: Callable[[F, I], P | None], now_us: int, *, limit: int) -> Pick[I, P] | None:
+        """As `select`, for a test that depends on the flow: asks for the first items of the first `limit` flows, one
+        after the other. The clock passes nobody by it: its floor is the least tag of all that are queued."""
+        self._show_moved()
+        return self._contest.select_one_by_one(fits, now_us, limit=limit)
+
+    def dispatch(self, pick: Pick[I, P], reserve: int) -> None:
+        """Starts what `select` chose just before, and reserves its cost."""
+        assert reserve >= 0
+        assert self.returning is None, "a rebuilt clock is resumed first"
+        item, _, _, _ = pick
+        self._advance_clock(pick)
+        flow = self._take(item)
+        self._run(item, flow)
+        self._reserve(flow, item, reserve)
+        flow.served_us = self._contest.now_us
+        self._moved[flow] = True
+        if self._resting and self._resting[0][0] <= self.virtual_time:
+            self._forget_passed()
+
+    def adopt(self, item: I, flow: F, *, share: Share, reserve: int) -> None:
+        """An item that a predecessor dispatched is running, with `reserve` left of what it had reserved."""
+        assert item not in self._items, f"{item} is queued or runs"
+        entry = self.remember(flow, share)
+        self._run(item, entry)
+        self._reserve(entry, item, reserve)
+        self._move(entry)
+
+    def settle(self, item: I, cost: int = 0) -> None:
+        """A running item has ended, however it did: what it reserved and did not use is given back.
+
+        Args:
+            cost: what it used and no counter names. A worker that settles its quanta one by one says it here; the
+                scheduler hears it from the counters and leaves it out.
+        """
+        assert cost >= 0
+        flow: FlowBooks[F, I] = self._items.pop(item)
+        assert isinstance(flow, FlowBooks), f"{item} was not dispatched"
+        self.num_running -= 1
+        self._refund(flow, item)
+        if cost:
+            flow.settled += cost * flow.inverse
+        flow.num_running -= 1
+        if flow.num_queued:
+            self._moved.setdefault(flow, False)
+        else:
+            self.rest(flow)
+
+    def set_share(self, flow: F, share: Share) -> None:
+        """A new share for a remembered flow. Its tag stays: V may have come to it, reservations included, and a flow
+        that fell behind V as its weight rose would go before all newcomers until it has come there again."""
+        found = self.books.get(flow)
+        if found is not None and found.share != share:
+            self._share(found, share)
+
+    def forgo(self, flow: F) -> None:
+        """The flow had queued items and could not start one by its own doing (a bound of its own): it was not
+        backlogged, so it keeps no credit of what it was denied and begins at the clock."""
+        found = self.books.get(flow)
+        if found is not None:
+            self._catch_up(flow)
+            self._lift(found)
+            self._move(found)
+
+    def set_apart(self, flow: F, *, is_apart: bool) -> None:
+        """Whether the flow's items are offered to `select`'s test by themselves, not through another of equal need,
+        because something of the flow's own may keep them from starting. Lasts until the flow is forgotten."""
+        found = self.books.get(flow)
+        if found is not None and found.is_apart != is_apart:
+            found.is_apart = is_apart
+            self._move(found)
+
+    # ---- counters
+
+    def count(
+        self, source: str, totals: Mapping[F, int], share_of: Callable[[F], Share], *, are_all: bool = False
+    ) -> list[tuple[F, int]]:
+        """Settles what a source's cumulative counters grew by; returns (flow, cost) for each that grew.
+
+        Counters are of the whole life of one process. One that fell back is a new process's, and then all of the
+        source's begin at zero.
+
+        Args:
+            share_of: asked for each flow that grew, and in force from then on.
+            are_all: whether `totals` are all that the source has, so that a counter that is missing fell back to zero.
+        """
+        counted = self.counted.get(source)
+        if counted is None:
+            counted = self.counted[source] = {}
+        elif are_all and any(before > totals.get(flow, 0) for flow, before in counted.items()):
+            counted.clear()
+        grown: list[tuple[F, int]] = []
+        for flow, total in totals.items():
+            cost = total - counted.get(flow, 0)
+            if cost > 0:
+                counted[flow] = total
+                grown.append((flow, cost))
+            elif cost:
+                counted.clear()
+                grown = [(flow, total) for flow, total in totals.items() if total]
+                counted.update(grown)
+                break
+        for flow, cost in grown:
+            self._charge(self.remember(flow, share_of(flow)), cost)
+        return grown
+
+    def begin_counting(self, source: str, totals: Mapping[F, int]) -> None:
+        """A source is new, and what it has counted until now is not to be charged."""
+        self.counted[source] = dict(totals)
+
+    def counted_by(self, source: str) -> Mapping[F, int]:
+        """The counters of a source as they were settled last; for reading, until the next call."""
+        return self.counted.get(source, {})
+
+    def knows_source(self, source: str) -> bool:
+        return source in self.counted
+
+    def forget_source(self, source: str) -> None:
+        """The source is gone for good."""
+        self.counted.pop(source, None)
+
+    # ---- the rules; the property tests break each of them to see that it is noticed
+
+    def _catch_up(self, newcomer: F) -> None:
+        """The other queued flow with the least tag may have been charged, since the last dispatch, for work that it had
+        not reserved. V passes what it was charged for: a newcomer has no claim to the time in which that was done."""
+        if self.returning is not None:
+            return
+        self._show_moved()
+        for place in self._contest.plain.first_places(2):
+            other: FlowBooks[F, I] = place.flow  # type: ignore[assignment]
+            if other.key != newcomer:
+                if other.settled > self.virtual_time:
+                    self.virtual_time = other.settled
+                    self._forget_passed()
+                break
+
+    def _lift(self, flow: FlowBooks[F, I]) -> None:
+        flow.settled += max(0, self.virtual_time - flow.tag)
+
+    def _advance_clock(self, pick: Pick[I, P]) -> None:
+        if pick.floor > self.virtual_time:
+            self.virtual_time = pick.floor
+
+    def _reserve(self, flow: FlowBooks[F, I], item: I, cost: int) -> None:
+        if cost:
+            flow.unspent[item] = cost
+            flow.reserved += cost
+
+    def _refund(self, flow: FlowBooks[F, I], item: I) -> None:
+        flow.reserved -= flow.unspent.pop(item, 0)
+
+    def _cap(self, flow: FlowBooks[F, I]) -> int:
+        """The flow's largest boost, in tag units."""
+        return flow.share.cap * flow.inverse
+
+    def _charge(self, flow: FlowBooks[F, I], cost: int) -> None:
+        """Counts work that was done for a flow, whether it has items here or not; it eats reservations oldest first."""
+        flow.settled += cost * flow.inverse
+        unspent = flow.unspent
+        while cost and unspent:
+            item, left = next(iter(unspent.items()))
+            if cost < left:
+                unspent[item] = left - cost
+                flow.reserved -= cost
+                break
+            del unspent[item]
+            flow.reserved -= left
+            cost -= left
+        if flow.num_queued:
+            self._moved.setdefault(flow, False)
+        else:
+            self.rest(flow)
+
+    # ---- books
+
+    def remember(self, flow: F, share: Share) -> FlowBooks[F, I]:
+        """The flow's books, with this share from now on; new ones begin at the clock."""
+        entry = self.books.get(flow)
+        if entry is None:
+            entry = self.books[flow] = FlowBooks(flow, self._next_order)
+            self._next_order += 1
+            self._share(entry, share)
+            self._lift(entry)
+        elif entry.share is not share and entry.share != share:
+            self._share(entry, share)
+        return entry
+
+    def _share(self, flow: FlowBooks[F, I], share: Share) -> None:
+        flow.share = share
+        inverse_before = flow.inverse
+        follows = self._follows.get(share)
+        if follows is None:
+            assert share.weight >= 1
+            assert 0 <= share.base <= share.cap
+            flow.inverse = TAG_SCALE // share.weight
+            base, cap = share.base * flow.inverse, self._cap(flow)
+            if len(self._follows) >= _MAX_SHARES:
+                self._follows.clear()
+            follows = self._follows[share] = flow.inverse, base, cap, self._contest.fill_us(base, cap)
+        flow.inverse, flow.base, flow.cap, flow.fill_us = follows
+        flow.settled += flow.reserved * (inverse_before - flow.inverse)
+        self._move(flow)
+
+    def _take(self, item: I) -> FlowBooks[F, I]:
+        """Takes a queued item out of its flow's queue."""
+        queued: Queued[I] = self._items[item]
+        flow: FlowBooks[F, I] = queued.flow
+        self.num_queued -= 1
+        flow.num_queued -= 1
+        if flow.queue[0] is queued:
+            heapq.heappop(flow.queue)
+        elif len(flow.queue) > 2 * flow.num_queued + _COMPACT_SLACK:
+            flow.queue = [entry for entry in flow.queue if self._items.get(entry.item) is entry]
+            heapq.heapify(flow.queue)
+        return flow
+
+    def _run(self, item: I, flow: FlowBooks[F, I]) -> None:
+        self._items[item] = flow
+        flow.num_running += 1
+        self.num_running += 1
+
+    def _move(self, flow: FlowBooks[F, I]) -> None:
+        """The flow's queue, tag or share has changed."""
+        self._moved[flow] = True
+
+    def _show_moved(self) -> None:
+        """Brings the contest up to date."""
+        contest = self._contest
+        for flow, is_more in self._moved.items():
+            if not is_more:
+                contest.retag(flow, flow.settled + flow.reserved * flow.inverse)
+            elif flow.num_queued:
+                queue = flow.queue
+                while len(queue) > flow.num_queued and self._items.get(queue[0].item) is not queue[0]:
+                    heapq.heappop(queue)
+                flow.head = queue[0]
+                contest.put(flow, flow.settled + flow.reserved * flow.inverse)
+            else:
+                flow.queue.clear()
+                if flow.head is not None:
+                    contest.drop(flow)
+        self._moved.clear()
+
+    def rest(self, flow: FlowBooks[F, I]) -> None:
+        """Forgets a flow that has become idle, or remembers to once the clock has passed it."""
+        if flow.num_running or flow.num_queued or self.returning is not None:
+            return
+        if not self._items:
+            self.virtual_time = max(self.virtual_time, max(f.tag for f in self.books.values()))
+            for known in list(self.books.values()):
+                self._forget(known)
+            self._resting.clear()
+        elif flow.tag <= self.virtual_time:
+            self._forget(flow)
+        else:
+            heapq.heappush(self._resting, (flow.tag, flow.order, flow.key))
+            if len(self._resting) > 2 * len(self.books) + _COMPACT_SLACK:
+                self._resting = [(f.tag, f.order, f.key) for f in self.books.values() if f.idle]
+                heapq.heapify(self._resting)
+
+    def _forget_passed(self) -> None:
+        while self._resting and self._resting[0][0] <= self.virtual_time:
+            tag, order, key = heapq.heappop(self._resting)
+            flow = self.books.get(key)
+            if flow is not None and flow.idle and flow.order == order and flow.tag == tag:
+                self._forget(flow)
+
+    def _forget(self, flow: FlowBooks[F, I]) -> None:
+        """Cuts what refers to the flow from its own parts: then its memory is free without a garbage collection."""
+        del self.books[flow.key]
+        self._moved.pop(flow, None)
+        flow.queue.clear()
+        self._contest.forget(flow)
+
+    def check_invariants(self) -> None:
+        """Every derived number against what it is derived from; for tests and for idle moments."""
+        self._show_moved()
+        self._contest.check_invariants()
+        queued: dict[F, int] = {}
+        running: dict[F, int] = {}
+        for found in self._items.values():
+            if isinstance(found, Queued):
+                queued[found.flow.key] = queued.get(found.flow.key, 0) + 1
+            else:
+                running[found.key] = running.get(found.key, 0) + 1
+        assert (self.num_queued, self.num_running) == (sum(queued.values()), sum(running.values()))
+        assert self._contest.plain.size == sum(flow.num_queued > 0 for flow in self.books.values())
+        for flow in self.books.values():
+            assert flow.num_queued == queued.get(flow.key, 0)
+            assert flow.num_running == running.get(flow.key, 0)
+            assert flow.reserved == sum(flow.unspent.values())
+            assert all(left > 0 and self._items[item] is flow for item, left in flow.unspent.items())
+            assert flow.num_running or not flow.reserved
+            assert not flow.idle or flow.tag > self.virtual_time or self.returning is not None
+            if flow.num_queued:
+                first = min(entry for entry in flow.queue if self._items.get(entry.item) is entry)
+                assert flow.head is first
+                assert flow.plain.key == flow.tag
+            else:
+                assert flow.head is None
+
+
+class ArrivalQueue(FairQueue[F, I]):
+    """First come, first served, with the books of the fair queue: what fair queuing is compared with.
+
+    Weights, boosts, priorities and deadlines count for nothing (`ArrivalContest`). Tags, reservations, counters and
+    snapshots go on, so that an owner may change from the one queue to the other. Ranks' `order` must be unique over all
+    flows and grow as items come.
+    """
+
+    _contest_type = ArrivalContest
+
+    def push(
+        self,
+        item: I,
+        flow: F,
+        *,
+        share: Share,
+        need: Hashable,
+        rank: Rank,
+        since_us: int = 0,
+        urgent_us: int | None = None,
+    ) -> None:
+        rank = Rank(0, 0, rank.order)
+        super().push(item, flow, share=share, need=need, rank=rank, since_us=since_us, urgent_us=urgent_us)

@@ -1,0 +1,44 @@
+"""`python -m manylora_shared.process.healthcheck HOST:PORT [--timeout SECONDS]`: exits with 0 when a server serves.
+
+Asks grpc.health.v1 for the whole server (the empty service name); the containers' health checks use it.
+Exit codes: 0 serving, 1 not serving or not reached, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+
+def check(address: str, timeout_s: float) -> str:
+    """The answer: SERVING, NOT_SERVING or UNKNOWN. Raises grpc.RpcError where there is none within `timeout_s`."""
+    with grpc.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        response = stub.Check(health_pb2.HealthCheckRequest(service=""), timeout=timeout_s, wait_for_ready=True)
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="manylora_shared.process.healthcheck", description="Asks a server whether it serves."
+    )
+    parser.add_argument("address", metavar="HOST:PORT")
+    parser.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS")
+    arguments = parser.parse_args(argv)
+    try:
+        answer = check(arguments.address, arguments.timeout)
+    except grpc.RpcError as error:
+        print(f"{arguments.address}: {error.code().name}: {error.details()}", file=sys.stderr)
+        return 1
+    if answer != "SERVING":
+        print(f"{arguments.address}: {answer}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""The life of a service's process: its parts, its signals, its ready line, and its end in order.
+
+Owns the store and the telemetry that every service is given, and the answer to SIGTERM and SIGINT. Knows nothing of
+what a service does: that is the App's, which a service's `__main__` builds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import random
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import manylora_shared.transport.grpc_polling  # noqa: F401  before anything imports grpc
+from manylora_shared.coordination.base import Store
+from manylora_shared.coordination.etcd import EtcdStore
+from manylora_shared.process.heap import freeze_started
+from manylora_shared.telemetry import Telemetry
+from manylora_shared.transport.base import Transport
+from manylora_shared.transport.grpc_transport import GrpcTransport
+
+_LOG = logging.getLogger(__name__)
+
+
+class App(Protocol):
+    """A service as one object."""
+
+    @property
+    def instance_id(self) -> str: ...
+
+    @property
+    def address(self) -> str:
+        """Where others dial it, once it is started."""
+
+    async def start(self) -> None:
+        """Returns when it serves."""
+
+    async def failed(self) -> str | None:
+        """Waits until it cannot go on. Returns why, or raises what a bug raised."""
+
+    async def stop(self) -> None:
+        """Ends in order; also what was started in part."""
+
+
+class Settings(Protocol):
+    """What the runner reads of a service's config."""
+
+    @property
+    def etcd(self) -> str: ...
+
+    @property
+    def otlp_endpoint(self) -> str: ...
+
+    @property
+    def trace_file(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an App is built from. They are the runner's to close."""
+
+    transport: Transport
+    store: Store
+    telemetry: Telemetry
+    rng: random.Random
+
+
+async def serve(
+    service: str,
+    settings: Settings,
+    build: Callable[[Parts], Awaitable[App]],
+    *,
+    instance_id: str = "",
+    acceptors: int = 1,
+) -> bool:
+    """Runs a service until SIGTERM or SIGINT, or until it cannot go on. Called once, as a process's main task.
+
+    Args:
+        service: router, scheduler or worker.
+        build: makes the App. What it raises ends the process before anything is started.
+        instance_id: the configured one, for the telemetry; empty: none is.
+        acceptors: see GrpcTransport.
+
+    Returns:
+        Whether it ended because it was told to.
+    """
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    stop_wanted = asyncio.create_task(stopping.wait(), name="stop signal")
+    async with contextlib.AsyncExitStack() as ending:
+        ending.callback(stop_wanted.cancel)
+        store = EtcdStore(settings.etcd.split(","))
+        telemetry = Telemetry(
+            service,
+            instance_id=instance_id,
+            otlp_endpoint=settings.otlp_endpoint,
+            trace_file=settings.trace_file,
+        )
+        ending.push_async_callback(asyncio.to_thread, telemetry.shutdown)
+        ending.push_async_callback(store.close)
+        app = await build(Parts(GrpcTransport(acceptors=acceptors), store, telemetry, random.SystemRandom()))
+        ending.push_async_callback(app.stop)
+        return await _until_stopped(service, app, stop_wanted)
+
+
+async def _until_stopped(service: str, app: App, stop_wanted: asyncio.Task[bool]) -> bool:
+    starting = asyncio.create_task(app.start(), name="start")
+    await asyncio.wait([starting, stop_wanted], return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await starting
+        return True
+    starting.result()
+    freeze_started()
+    print(json.dumps({"ready": True, "service": service, "id": app.instance_id, "address": app.address}), flush=True)
+    failing = asyncio.create_task(app.failed(), name="failure")
+    await asyncio.wait([failing, stop_wanted], return_when=asyncio.FIRST_COMPLETED)
+    if failing.done():
+        _LOG.critical("the %s cannot go on: %s", service, failing.result())
+        return False
+    failing.cancel()
+    return True

@@ -1,1 +1,0 @@
-"""The deterministic simulation: virtual time, seeded order, many processes in one thread."""

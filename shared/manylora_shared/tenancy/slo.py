@@ -1,0 +1,299 @@
+"""How well flows are served, against what their tenants' policies promise: time to first token, time per output token,
+availability and the error budget, each over a sliding window.
+
+Owns the counts of the flows that one observer (a router) has seen, and which ends of a request count against
+availability. Knows no policies: the target of a request is told with it, and the targets of a report with the report.
+Time is passed in, in seconds of one clock that never falls. What is older than a window is forgotten, and at most
+`max_flows` flows are kept: the one that was idle longest goes first.
+
+A window is a ring of `NUM_SLICES` slices that fall out of it whole, so it covers between `window_s` less one slice and
+`window_s`. Durations are counted in fixed buckets, each `RATIO` times as wide as the one below it (Prometheus' and
+HDR's histograms do the same), so a quantile costs the same at any load, and reads up to `RATIO` times its true value,
+never below it. Whether a target was met is not read off the buckets: late requests are counted one by one.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from manylora_shared.errors import (
+    AdapterFailed,
+    Code,
+    ManyloraError,
+    Quarantined,
+    QuotaExceeded,
+    QuotaExhausted,
+    SlowReader,
+)
+from manylora_shared.ids import QosClass, TenantId
+from manylora_shared.tenancy.policy import Slo
+
+Flow = tuple[TenantId, QosClass]
+
+LATENCY_WINDOW_S = 300.0
+AVAILABILITY_WINDOW_S = 3600.0
+NUM_SLICES = 60
+MAX_FLOWS = 10_000
+RATIO = 1.1
+MIN_MS = 0.1
+"""The upper bound of the first bucket."""
+NUM_BUCKETS = 184
+"""The last bucket's upper bound is beyond an hour; what is longer counts in it."""
+TTFT_QUANTILE = 0.95
+"""Of `Slo.ttft_p95_ms`."""
+PATIENCE_MS = 10_000.0
+"""How long a caller must have given a request without a TTFT target, for its deadline to count against the service."""
+
+_GOOD, _BAD = 0, 1
+_IN_TIME, _LATE = 0, 1
+_EXCUSED = frozenset(
+    {
+        Code.CANCELLED,
+        Code.INVALID_ARGUMENT,
+        Code.NOT_FOUND,
+        Code.ALREADY_EXISTS,
+        Code.PERMISSION_DENIED,
+        Code.FAILED_PRECONDITION,
+        Code.ABORTED,
+        Code.OUT_OF_RANGE,
+        Code.UNIMPLEMENTED,
+        Code.UNAUTHENTICATED,
+    }
+)
+
+
+class Verdict(enum.Enum):
+    """How a request's end counts for availability."""
+
+    GOOD = "good"
+    BAD = "bad"
+    EXCUSED = "excused"
+    """Not the service's doing: it counts neither way."""
+
+
+def verdict_of(error: Exception | None, *, given_ms: float, has_answered: bool, slo: Slo | None) -> Verdict:
+    """Whose doing a request's end was.
+
+    The caller's are requests that are wrong, may not be made or name what is not there, cancellations, streams that it
+    does not read, and what its quotas refuse or cut short. A deadline is the caller's too, unless it passed before the
+    first token although the caller had given at least the TTFT target (PATIENCE_MS without one). All else is the
+    service's: lost workers, adapters that do not load, refusals for the service's own bounds and by open breakers.
+
+    Args:
+        error: what ended the request; None: it completed. What is no ManyloraError is a bug, so the service's.
+        given_ms: from the request's arrival to its end.
+        has_answered: whether the caller got a token.
+        slo: the flow's targets.
+    """
+    match error:
+        case None:
+            return Verdict.GOOD
+        case AdapterFailed() | Quarantined():
+            return Verdict.BAD
+        case SlowReader() | QuotaExceeded() | QuotaExhausted():
+            return Verdict.EXCUSED
+        case ManyloraError(code=Code.DEADLINE_EXCEEDED):
+            patience_ms = PATIENCE_MS if slo is None or slo.ttft_p95_ms is None else slo.ttft_p95_ms
+            is_stuck = not has_answered and given_ms >= patience_ms
+            return Verdict.BAD if is_stuck else Verdict.EXCUSED
+        case ManyloraError():
+            return Verdict.EXCUSED if error.code in _EXCUSED else Verdict.BAD
+        case _:
+            return Verdict.BAD
+
+
+def bucket_of(duration_ms: float) -> int:
+    """The first bucket whose upper bound is not below the duration."""
+    if duration_ms <= MIN_MS:
+        return 0
+    bucket = math.ceil(math.log(duration_ms / MIN_MS) / math.log(RATIO))
+    if upper_ms(bucket - 1) >= duration_ms:  # the logarithm was rounded up over a whole number
+        bucket -= 1
+    return min(bucket, NUM_BUCKETS - 1)
+
+
+def upper_ms(bucket: int) -> float:
+    return float(MIN_MS * RATIO**bucket)
+
+
+def quantile_ms(counts: Mapping[int, int], share: float) -> float | None:
+    """The upper bound of the bucket that holds the value of rank ceil(share * n) of n; None of none.
+
+    Args:
+        counts: by bucket.
+        share: above 0, up to 1.
+    """
+    total = sum(counts.values())
+    if not total:
+        return None
+    rank = math.ceil(share * total)
+    for bucket in sorted(counts):
+        rank -= counts[bucket]
+        if rank <= 0:
+            return upper_ms(bucket)
+    raise AssertionError("the ranks end with the last bucket")
+
+
+class SlidingCounts:
+    """Counts by key over the last `window_s` seconds."""
+
+    def __init__(self, window_s: float) -> None:
+        self._slice_s = window_s / NUM_SLICES
+        self._slices: deque[tuple[int, dict[int, int]]] = deque()
+        """Numbered by their time, oldest first; empty ones are left out."""
+        self._totals: dict[int, int] = {}
+
+    def add(self, key: int, now: float) -> None:
+        number = self._expire(now)
+        if not self._slices or self._slices[-1][0] != number:
+            self._slices.append((number, {}))
+        counts = self._slices[-1][1]
+        counts[key] = counts.get(key, 0) + 1
+        self._totals[key] = self._totals.get(key, 0) + 1
+
+    def totals(self, now: float) -> Mapping[int, int]:
+        """Of keys that were counted in the window. Valid until the next call."""
+        self._expire(now)
+        return self._totals
+
+    def _expire(self, now: float) -> int:
+        """Returns the number of the slice that `now` is in."""
+        number = math.floor(now / self._slice_s)
+        while self._slices and self._slices[0][0] <= number - NUM_SLICES:
+            for key, count in self._slices.popleft()[1].items():
+                left = self._totals[key] - count
+                if left:
+                    self._totals[key] = left
+                else:
+                    del self._totals[key]
+        return number
+
+
+@dataclass(frozen=True)
+class FlowCounts:
+    """What the windows of one flow hold. Counts of several observers add up."""
+
+    good: int = 0
+    bad: int = 0
+    in_time: int = 0
+    """First tokens within the TTFT target that the flow had then."""
+    late: int = 0
+    ttft: Mapping[int, int] = field(default_factory=dict)
+    """By bucket."""
+    tpot: Mapping[int, int] = field(default_factory=dict)
+
+    def __add__(self, other: FlowCounts) -> FlowCounts:
+        return FlowCounts(
+            good=self.good + other.good,
+            bad=self.bad + other.bad,
+            in_time=self.in_time + other.in_time,
+            late=self.late + other.late,
+            ttft=_sum(self.ttft, other.ttft),
+            tpot=_sum(self.tpot, other.tpot),
+        )
+
+    @property
+    def num_counted(self) -> int:
+        """Requests that count for availability."""
+        return self.good + self.bad
+
+    @property
+    def num_measured(self) -> int:
+        """Requests with a first token."""
+        return sum(self.ttft.values())
+
+    @property
+    def availability(self) -> float:
+        """1 where nothing was counted."""
+        return 1.0 - self.bad / self.num_counted if self.num_counted else 1.0
+
+    def error_budget(self, target: float) -> float:
+        """What is left of the failures that `target` permits among so many requests: 1 all of it, 0 none, below 0
+        overspent. (Google's SRE book, "Embracing Risk": error budgets.)"""
+        return 1.0 - self.bad / ((1.0 - target) * self.num_counted) if self.num_counted else 1.0
+
+    @property
+    def is_ttft_met(self) -> bool | None:
+        """Whether the TTFT's quantile is within its target, by the same rank as `quantile_ms`, but exactly. None: no
+        measured request had a target."""
+        total = self.in_time + self.late
+        return self.in_time >= math.ceil(TTFT_QUANTILE * total) if total else None
+
+
+def _sum(a: Mapping[int, int], b: Mapping[int, int]) -> dict[int, int]:
+    return {key: a.get(key, 0) + b.get(key, 0) for key in a.keys() | b.keys()}
+
+
+class _FlowWindows:
+    __slots__ = ("ends", "targets", "tpot", "ttft")
+
+    def __init__(self) -> None:
+        self.ends = SlidingCounts(AVAILABILITY_WINDOW_S)
+        self.targets = SlidingCounts(LATENCY_WINDOW_S)
+        self.ttft = SlidingCounts(LATENCY_WINDOW_S)
+        self.tpot = SlidingCounts(LATENCY_WINDOW_S)
+
+    def counts(self, now: float) -> FlowCounts:
+        ends, targets = self.ends.totals(now), self.targets.totals(now)
+        return FlowCounts(
+            good=ends.get(_GOOD, 0),
+            bad=ends.get(_BAD, 0),
+            in_time=targets.get(_IN_TIME, 0),
+            late=targets.get(_LATE, 0),
+            ttft=dict(self.ttft.totals(now)),
+            tpot=dict(self.tpot.totals(now)),
+        )
+
+
+class SloTracker:
+    def __init__(self, max_flows: int = MAX_FLOWS) -> None:
+        self._max_flows = max_flows
+        self._flows: dict[Flow, _FlowWindows] = {}
+        """The one that was idle longest first."""
+
+    def __len__(self) -> int:
+        return len(self._flows)
+
+    def ended(
+        self,
+        flow: Flow,
+        verdict: Verdict,
+        now: float,
+        *,
+        ttft_ms: float | None = None,
+        tpot_ms: float | None = None,
+        slo: Slo | None = None,
+    ) -> None:
+        """A request has ended; told once for each.
+
+        Args:
+            flow: whose.
+            verdict: how it counts for availability.
+            now: the present.
+            ttft_ms: None: it has no first token.
+            tpot_ms: None: it did not complete, or has one token.
+            slo: the flow's targets as they stand.
+        """
+        if verdict is Verdict.EXCUSED and ttft_ms is None:
+            return
+        windows = self._flows.pop(flow, None) or _FlowWindows()
+        self._flows[flow] = windows
+        if len(self._flows) > self._max_flows:
+            del self._flows[next(iter(self._flows))]
+        if verdict is not Verdict.EXCUSED:
+            windows.ends.add(_GOOD if verdict is Verdict.GOOD else _BAD, now)
+        if ttft_ms is not None:
+            windows.ttft.add(bucket_of(ttft_ms), now)
+            if slo is not None and slo.ttft_p95_ms is not None:
+                windows.targets.add(_LATE if ttft_ms > slo.ttft_p95_ms else _IN_TIME, now)
+        if tpot_ms is not None:
+            windows.tpot.add(bucket_of(tpot_ms), now)
+
+    def counts(self, now: float, *, tenant_id: str = "") -> dict[Flow, FlowCounts]:
+        """Of flows with anything in their windows; of one tenant, or of all."""
+        found = {flow: windows.counts(now) for flow, windows in self._flows.items() if tenant_id in ("", flow[0])}
+        return {flow: counts for flow, counts in found.items() if counts.num_counted or counts.num_measured}
