@@ -1,6 +1,6 @@
 """Everything that can go wrong with a request, as one tree of exceptions.
 
-    ManyloraError                     has one gRPC code and one low-cardinality label
+    ManyloraError                     has one gRPC code, one HTTP answer and one low-cardinality label
     |-- Rejected                      before the request was queued: nothing was done, nothing is owed
     |   |-- InvalidRequest            INVALID_ARGUMENT     the request is wrong whatever the state (field violations)
     |   |-- NotFound                  NOT_FOUND            tenant or adapter; foreign and absent answer alike
@@ -23,14 +23,16 @@
         |-- SlowReader                RESOURCE_EXHAUSTED   the caller did not read its stream
         `-- InternalError             INTERNAL
 
-Programmer errors are asserts, not members of this tree. No module but the transport maps them to gRPC types.
+Programmer errors are asserts, not members of this tree. Only the transport and the fronts turn them into wire formats.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class Code(enum.IntEnum):
@@ -53,6 +55,40 @@ class Code(enum.IntEnum):
     UNAVAILABLE = 14
     DATA_LOSS = 15
     UNAUTHENTICATED = 16
+
+
+class HttpError(NamedTuple):
+    """How an error answers over HTTP."""
+
+    status: int
+    type: str
+    """`error.type` of the body, in OpenAI's words."""
+
+
+HTTP_OF_CODE: Mapping[Code, HttpError] = {
+    Code.CANCELLED: HttpError(499, "cancelled_error"),
+    Code.UNKNOWN: HttpError(500, "server_error"),
+    Code.INVALID_ARGUMENT: HttpError(400, "invalid_request_error"),
+    Code.DEADLINE_EXCEEDED: HttpError(504, "timeout_error"),
+    Code.NOT_FOUND: HttpError(404, "not_found_error"),
+    Code.ALREADY_EXISTS: HttpError(409, "conflict_error"),
+    Code.PERMISSION_DENIED: HttpError(403, "permission_error"),
+    Code.RESOURCE_EXHAUSTED: HttpError(429, "rate_limit_error"),
+    Code.FAILED_PRECONDITION: HttpError(400, "invalid_request_error"),
+    Code.ABORTED: HttpError(409, "conflict_error"),
+    Code.OUT_OF_RANGE: HttpError(400, "invalid_request_error"),
+    Code.UNIMPLEMENTED: HttpError(501, "server_error"),
+    Code.INTERNAL: HttpError(500, "server_error"),
+    Code.UNAVAILABLE: HttpError(503, "server_error"),
+    Code.DATA_LOSS: HttpError(500, "server_error"),
+    Code.UNAUTHENTICATED: HttpError(401, "authentication_error"),
+}
+"""The answer of every error that has none of its own (`ManyloraError.own_http`)."""
+
+
+def retry_after_header(retry_after_s: float | None) -> str | None:
+    """The value of Retry-After: whole seconds, rounded up, one at least; None where there is no hint."""
+    return None if retry_after_s is None else str(max(1, math.ceil(retry_after_s)))
 
 
 MAX_SHOWN = 80
@@ -96,6 +132,8 @@ class ManyloraError(Exception):
 
     code: Code = Code.INTERNAL
     label: str = "internal"
+    own_http: HttpError | None = None
+    """Where its code's answer would mislead."""
 
     def __init__(
         self,
@@ -110,6 +148,10 @@ class ManyloraError(Exception):
         self.violations = tuple(violations)
         self.retry_after_s = retry_after_s
         self.breaches = tuple(breaches)
+
+    @property
+    def http(self) -> HttpError:
+        return self.own_http or HTTP_OF_CODE[self.code]
 
 
 class Rejected(ManyloraError):
@@ -155,6 +197,7 @@ class Unready(Rejected):
 class Overloaded(Rejected):
     code = Code.RESOURCE_EXHAUSTED
     label = "overloaded"
+    own_http = HttpError(503, "overloaded_error")
 
 
 class QuotaExceeded(Rejected):
@@ -219,6 +262,7 @@ class QuotaExhausted(Interrupted):
 class SlowReader(Interrupted):
     code = Code.RESOURCE_EXHAUSTED
     label = "slow_reader"
+    own_http = HttpError(408, "timeout_error")
 
 
 class InternalError(Interrupted):
