@@ -1,7 +1,7 @@
 """Generates the committed stubs from protos/: run it after every change (`make proto`); a test fails when they drift.
 
-protos/manylora/v1/*.proto -> shared/manylora/v1/                (messages, gRPC stubs, type stubs)
-protos/etcd/rpc.proto      -> shared/manylora_shared/coordination/rpc_pb2.py   (messages alone)
+protos/manylora/v1/*.proto -> shared/manylora/v1/                (messages and their types)
+protos/etcd/rpc.proto      -> shared/manylora_shared/coordination/rpc_pb2.py   (likewise)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def generate(root: Path) -> None:
     shared = root / "shared"
     coordination = shared / "manylora_shared" / "coordination"
     runs = [
-        [*common, f"-I{PROTOS}", f"--python_out={shared}", f"--pyi_out={shared}", f"--grpc_python_out={shared}", *ours],
+        [*common, f"-I{PROTOS}", f"--python_out={shared}", f"--pyi_out={shared}", *ours],
         [*common, f"-I{PROTOS / 'etcd'}", f"--python_out={coordination}", f"--pyi_out={coordination}", "rpc.proto"],
     ]
     coordination.mkdir(parents=True, exist_ok=True)

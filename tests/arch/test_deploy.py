@@ -15,7 +15,8 @@ import yaml
 from manylora_shared.telemetry import Attribute, SpanName
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCKERFILES = [*(ROOT / "services").glob("*/Dockerfile"), ROOT / "deploy/etcd/Dockerfile"]
+SERVICES = ("router", "scheduler", "worker")
+DOCKERFILES = [ROOT / "deploy/Dockerfile", ROOT / "deploy/etcd/Dockerfile"]
 CLUSTER = {"etcd", "scheduler", "router", "worker-0", "worker-1"}
 OBSERVABILITY = {"otel-collector", "jaeger", "prometheus", "grafana"}
 
@@ -74,8 +75,9 @@ def default_of(value: str) -> str:
 
 
 def test_threads_of_cpu_workers_sleep_while_they_wait(compose: dict[str, Any]) -> None:
-    """The image says so, and nothing takes it back."""
-    assert "ENV OMP_WAIT_POLICY=PASSIVE" in (ROOT / "services/worker/Dockerfile").read_text().splitlines()
+    """The worker's image says so, and nothing takes it back."""
+    assert "ENV OMP_WAIT_POLICY=PASSIVE" in stages(ROOT / "deploy/Dockerfile")["worker"]
+    assert (ROOT / "deploy/Dockerfile").read_text().count("ENV OMP_WAIT_POLICY") == 1
     workers = [service for name, service in compose["services"].items() if name.startswith("worker-")]
     assert all("OMP_WAIT_POLICY" not in service["environment"] for service in workers)
 
@@ -87,16 +89,42 @@ def test_configuration_files_that_compose_mounts_exist(compose: dict[str, Any]) 
             assert source in compose["volumes"] or (ROOT / source).exists(), source
 
 
+def stages(dockerfile: Path) -> dict[str, list[str]]:
+    """The lines of each stage by its name; the last one, which is the image, has none."""
+    found: dict[str, list[str]] = {}
+    for line in dockerfile.read_text().splitlines():
+        if line.startswith("FROM "):
+            lines = found.setdefault(line.partition(" AS ")[2], [])
+        elif found:
+            lines.append(line)
+    return found
+
+
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.parent.name)
 def test_images_run_as_an_ordinary_user(dockerfile: Path) -> None:
-    lines = dockerfile.read_text().splitlines()
-    last_stage = lines[max(i for i, line in enumerate(lines) if line.startswith("FROM ")) :]
-    assert "USER 10001:10001" in last_stage
-    assert any(line.startswith("ENTRYPOINT [") for line in last_stage)
-    assert any(line.startswith("ARG BASE_IMAGE=python:3.11-slim-bookworm") for line in lines)
+    assert "USER 10001:10001" in stages(dockerfile)[""]
+    assert "ARG BASE_IMAGE=python:3.11-slim-bookworm" in dockerfile.read_text().splitlines()
 
 
-@pytest.mark.parametrize("extra", ["router", "scheduler", "worker"])
+def test_one_dockerfile_makes_the_images_of_the_services(compose: dict[str, Any]) -> None:
+    by_name = stages(ROOT / "deploy/Dockerfile")
+    for service in SERVICES:
+        assert f'ENTRYPOINT ["python", "-m", "manylora_{service}"]' in by_name[service]
+    for name in CLUSTER - {"etcd"}:
+        build = compose["services"][name]["build"]
+        assert build["dockerfile"] == "deploy/Dockerfile"
+        assert build["args"]["SERVICE"] == name.partition("-")[0]
+        assert build["args"].items() >= compose["services"]["etcd"]["build"]["args"].items()
+
+
+def test_the_simulation_is_in_no_wheel_and_no_image() -> None:
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    wheel = {Path(package).name for package in build["targets"]["wheel"]["packages"]}
+    assert wheel == {"manylora", "manylora_shared", *(f"manylora_{service}" for service in SERVICES)}
+    assert "shared/manylora_sim" in (ROOT / ".dockerignore").read_text().splitlines()
+
+
+@pytest.mark.parametrize("extra", SERVICES)
 def test_image_requirements_follow_the_project_file(extra: str) -> None:
     printed = subprocess.run(
         [sys.executable, "deploy/requirements.py", extra], cwd=ROOT, capture_output=True, text=True, check=True
