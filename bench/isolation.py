@@ -216,7 +216,6 @@ async def bench_cluster(order: str, arguments: argparse.Namespace) -> AsyncItera
             device=arguments.device,
             worker_flags=tuple(flags),
             scheduler_flags=(f"--order={order}", "--no-overload"),  # what the queue is worth by itself
-            own_cores=arguments.own_cores,
         )
         async with (
             LocalCluster(options, notify=lambda line: print(line, file=sys.stderr)) as running,
@@ -272,7 +271,6 @@ def report(name: str, cases: dict[str, Case], arguments: argparse.Namespace) -> 
         "target_step_ms": arguments.target_step_ms,
         "num_blocks": arguments.num_blocks,
         "engine_process": arguments.engine_process,
-        "own_cores": arguments.own_cores,
         "frames_per_s": arguments.frames_per_s,
         "victim_reserve_mb": arguments.victim_reserve_mb,
     }
@@ -375,9 +373,6 @@ def parse() -> argparse.Namespace:
         help="what a step should take; 0: any time; without it 8 for the torch engine on the CPU, else 25",
     )
     parser.add_argument("--engine-process", choices=("auto", "on", "off"), default="auto", help="as the worker's")
-    parser.add_argument(
-        "--own-cores", action=argparse.BooleanOptionalAction, default=True, help="as of a local cluster (manylora up)"
-    )
     parser.add_argument("--frames-per-s", type=int, default=0, help="as the worker's")
     parser.add_argument(
         "--num-blocks", type=int, default=0, help="KV blocks of 16 tokens; 0: the longest request fits in every slot"

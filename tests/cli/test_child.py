@@ -119,20 +119,6 @@ async def test_a_child_hears_no_ctrl_c_and_shares_its_parents_session(make: Make
     assert os.getsid(child.pid) == os.getsid(0)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process is kept to some cores")
-async def test_a_child_keeps_to_its_cores_whenever_it_is_started(make: Make) -> None:
-    one = {min(os.sched_getaffinity(0))}
-    child = make(SERVE, cores=one)
-    await child.start()
-    assert os.sched_getaffinity(child.pid) == one
-    os.kill(child.pid, signal.SIGKILL)
-    await _until(lambda: child.starts == 2 and child.ready["address"] == "first++")
-    assert os.sched_getaffinity(child.pid) == one
-    anywhere = make(SERVE)
-    await anywhere.start()
-    assert os.sched_getaffinity(anywhere.pid) == os.sched_getaffinity(0)
-
-
 async def test_children_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = f"""
 import asyncio, pathlib, sys

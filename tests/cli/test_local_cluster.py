@@ -35,38 +35,14 @@ async def test_workers_threads_sleep_while_they_wait(
 
 
 @pytest.mark.parametrize(
-    ("options", "num_cores", "services", "workers", "engines"),
-    [
-        ({}, 2, set(), {0}, [{1}]),
-        ({"workers": 2}, 3, set(), {0}, [{1}, {2}]),
-        ({}, 4, {0}, {0}, [{1, 2, 3}]),
-        ({"threads": 1}, 4, {0, 1, 2}, {0, 1, 2}, [{3}]),
-        ({}, 16, {0, 1, 2, 3}, {0, 1, 2, 3}, [set(range(4, 16))]),
-        ({"threads": 3}, 8, {0, 1, 2, 3, 4}, {0, 1, 2, 3, 4}, [{5, 6, 7}]),
-        ({"workers": 2}, 8, {0, 1}, {0, 1}, [{2, 3, 4}, {5, 6, 7}]),
-        ({}, 1, set(), set(), [set()]),
-        ({"workers": 2}, 2, set(), set(), [set(), set()]),
-        ({"threads": 2}, 2, set(), set(), [set()]),
-        ({"own_cores": False}, 2, set(), set(), [set()]),
-        ({"device": "cuda"}, 8, set(), set(), [set()]),
-        ({"worker_flags": ("--engine=fake",)}, 8, set(), set(), [set()]),
-    ],
+    ("options", "cores", "threads"),
+    [({}, 1, 1), ({}, 2, 1), ({}, 16, 12), ({"workers": 2}, 2, 1), ({"workers": 2}, 8, 3), ({"threads": 3}, 2, 3)],
 )
-def test_engines_on_the_cpu_get_cores_that_the_services_leave(
-    options: dict[str, Any],
-    num_cores: int,
-    services: set[int],
-    workers: set[int],
-    engines: list[set[int]],
-    tmp_path: Path,
+def test_engines_leave_a_quarter_of_the_cores_to_the_services(
+    options: dict[str, Any], cores: int, threads: int, tmp_path: Path
 ) -> None:
     cluster = ClusterOptions(model=tmp_path, model_name="m", data=tmp_path, **options)
-    cores = local_cluster._shared_out(cluster, range(num_cores))
-    if sys.platform == "linux":
-        assert (cores.services, cores.workers, list(cores.engines)) == (services, workers, engines)
-    else:
-        assert not cores.services
-        assert not cores.workers
+    assert local_cluster._threads(cluster, cores) == threads
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,6 @@ def test_flags_and_environment() -> None:
         ("--engine=fake --prefix-cache-share=1.1", "--prefix-cache-share"),
         ("--engine=fake --public-prefix-share=1.1", "--public-prefix-share"),
         ("--engine=fake --host-kv-mb=-2", "--host-kv-mb"),
-        ("--engine=fake --engine-cores=2-1", "--engine-cores: '2-1'"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(flags: str, named: str) -> None:

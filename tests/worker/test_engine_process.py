@@ -11,13 +11,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 from manylora_shared.errors import InvalidRequest, QuotaExceeded, ServiceUnavailable
 from manylora_shared.ids import AdapterName, TenantId
-from manylora_shared.process.cores import format_cores, keep_to, usable_cores
 from manylora_sim.fake_runner import reference_tokens
 from manylora_worker.adapters.pins import Pin
 from manylora_worker.hosting import commands as engine_commands
@@ -59,43 +58,6 @@ async def drain(stream: OutputStream) -> tuple[list[int], StreamEnd]:
             tokens += output.token_ids
         if batch.end is not None:
             return tokens, batch.end
-
-
-@pytest.fixture
-def _cores_are_given_back() -> Iterator[None]:
-    """An engine's worker leaves cores, and here that is this process."""
-    before = usable_cores()
-    yield
-    keep_to(before)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process is kept to some cores")
-@pytest.mark.usefixtures("_cores_are_given_back")
-async def test_an_engine_has_its_cores_to_itself(start: Start) -> None:
-    before = usable_cores()
-    if len(before) < 2:
-        pytest.skip("there is one core")
-    own = frozenset([max(before)])
-    runtime = start(engine_cores=format_cores(own))
-    assert os.sched_getaffinity(runtime.pid) == own
-    assert usable_cores() == before - own
-    tokens, _ = await drain(runtime.submit(request(prompt_token_ids=(1, 2, 3))))
-    assert tokens == reference_tokens((1, 2, 3), None, 3, 0, 8)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process is kept to some cores")
-@pytest.mark.usefixtures("_cores_are_given_back")
-async def test_an_engine_that_takes_all_cores_shares_them(start: Start) -> None:
-    before = usable_cores()
-    runtime = start(engine_cores=format_cores(before))
-    assert os.sched_getaffinity(runtime.pid) == usable_cores() == before
-
-
-def test_cores_that_are_not_there_are_named() -> None:
-    before = usable_cores()
-    with pytest.raises(OSError, match=r"--engine-cores: 1023 is none of those that may be used"):
-        start_engine(config(engine_process="on", engine_cores=f"{min(before)},1023"))
-    assert usable_cores() == before
 
 
 async def test_outputs_are_the_references_and_nothing_is_left(start: Start) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 from manylora_shared.process.config import ConfigError, check_listen
-from manylora_shared.process.cores import parse_cores
 
 _ANY_HOST = ("0.0.0.0", "[::]", "::", "")
 
@@ -38,16 +37,7 @@ class WorkerConfig:
     engine_process: Literal["auto", "on", "off"] = field(
         default="auto", metadata={"help": "the engine in a process of its own; auto: where it computes on the CPU"}
     )
-    engine_cores: str = field(
-        default="",
-        metadata={
-            "help": "cores for the engine's process alone, such as 1 or 2-7,9; empty, or without such a process: any"
-        },
-    )
-    threads: int = field(
-        default=0,
-        metadata={"help": "compute threads on the CPU; 0: one for each of engine_cores, or all cores but one"},
-    )
+    threads: int = field(default=0, metadata={"help": "compute threads on the CPU; 0: one for each core but one"})
 
     kv_cache_mb: int = field(
         default=0,
@@ -108,10 +98,6 @@ class WorkerConfig:
         for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')}: must be greater than 0")
-        try:
-            _ = self.engine_core_set
-        except ValueError as error:
-            raise ConfigError(f"--engine-cores: {error}") from None
         if not 0 <= self.prefix_cache_share <= 1:
             raise ConfigError("--prefix-cache-share: must be 0 to 1")
         if not 0 <= self.public_prefix_share <= 1:
@@ -125,11 +111,6 @@ class WorkerConfig:
     @property
     def device_adapter_bytes(self) -> int:
         return round(self.device_adapter_mb * (1 << 20))
-
-    @property
-    def engine_core_set(self) -> frozenset[int]:
-        """`engine_cores` by number; empty: any. Raises ValueError, but not once the settings were checked."""
-        return parse_cores(self.engine_cores)
 
     @property
     def has_engine_process(self) -> bool:

@@ -101,13 +101,6 @@ def up(
     max_lora_rank: Annotated[
         int | None, typer.Option(min=1, help="Greatest rank of an adapter; default: the worker's choice.")
     ] = None,
-    own_cores: Annotated[
-        bool,
-        typer.Option(
-            help="Engines on the CPU compute on cores of their own. Workers leave these to them, and so do the other "
-            "services unless a single core is left."
-        ),
-    ] = True,
 ) -> None:
     """Run a local cluster in the foreground; prints one JSON line when it serves."""
     from manylora.cli import cluster
@@ -126,7 +119,6 @@ def up(
         quantization=quantization.value,
         kv_cache_mb=kv_cache_mb,
         max_lora_rank=max_lora_rank,
-        own_cores=own_cores,
     )
     run(cluster.up(options, tenants), as_json=False)
 

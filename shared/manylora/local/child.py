@@ -15,11 +15,8 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, BinaryIO
-
-from manylora_shared.process.cores import format_cores
 
 from manylora.local import tether
 
@@ -45,7 +42,6 @@ class Child:
         probe: for a process without a ready line: whether it serves. Asked until it says so.
         notify: told, in a line, of every unexpected end and new start.
         environment: the process's; None: this one's.
-        cores: that the process uses; empty: those of this one.
     """
 
     def __init__(
@@ -58,7 +54,6 @@ class Child:
         start_timeout_s: float,
         probe: Probe | None = None,
         environment: Mapping[str, str] | None = None,
-        cores: AbstractSet[int] = frozenset(),
     ) -> None:
         self.name = name
         self.log_path = log_path
@@ -69,7 +64,6 @@ class Child:
         self._start_timeout_s = start_timeout_s
         self._probe = probe
         self._environment = environment
-        self._cores = cores
         self._process: asyncio.subprocess.Process | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._output: asyncio.Task[None] | None = None
@@ -130,7 +124,7 @@ class Child:
         await self._end_output()
         with self.log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *_tethered(self._command(self.ready), self._cores),
+                *_tethered(self._command(self.ready)),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
@@ -202,8 +196,8 @@ class Child:
                 self._process.send_signal(number)
 
 
-def _tethered(command: Sequence[str], cores: AbstractSet[int]) -> list[str]:
-    return [sys.executable, "-I", "-S", str(tether.__file__), str(os.getpid()), format_cores(cores), *command]
+def _tethered(command: Sequence[str]) -> list[str]:
+    return [sys.executable, "-I", "-S", str(tether.__file__), str(os.getpid()), *command]
 
 
 def _ready_line(line: bytes) -> Mapping[str, Any] | None:

@@ -20,17 +20,16 @@ import fcntl
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TextIO
+from typing import Any, Self, TextIO
 
 from manylora_shared.coordination import binary, keys
 from manylora_shared.coordination.base import StoreUnavailable
 from manylora_shared.coordination.etcd import EtcdStore
 from manylora_shared.process import config
-from manylora_shared.process.cores import format_cores, usable_cores
+from manylora_shared.process.cores import num_cores
 
 from manylora.client import Client, ClusterStatus, RequestFailed
 from manylora.client.credentials import read_key, remove_note, write_note
@@ -73,8 +72,6 @@ class ClusterOptions:
     threads: int | None = None
     """Torch threads a worker; None: the machine's cores shared among the workers, but for a quarter of them, one at
     least, which the services take."""
-    own_cores: bool = True
-    """Engines on the CPU compute on cores of their own, where their threads leave some to the services."""
     worker_flags: tuple[str, ...] = ()
     """Further settings of the workers, as flags (`--block-size=4`), for tests and measurements."""
     router_flags: tuple[str, ...] = ()
@@ -98,7 +95,6 @@ class LocalCluster:
         self._data = options.data.absolute()
         self._lock: TextIO | None = None
         self._etcd = _endpoints(options.etcd)
-        self._cores = _shared_out(options, sorted(usable_cores()))
 
     @property
     def router_addresses(self) -> list[str]:
@@ -211,12 +207,7 @@ class LocalCluster:
             await self._start_etcd()
         starting: list[Child] = [self._service(SCHEDULER, self._scheduler_command)]
         starting += [
-            self._service(
-                f"worker-{i}",
-                functools.partial(self._worker_command, i),
-                worker_environment(),
-                self._cores.workers | self._cores.engines[i],
-            )
+            self._service(f"worker-{i}", functools.partial(self._worker_command, i), worker_environment())
             for i in range(self.options.workers)
         ]
         starting += [
@@ -259,7 +250,6 @@ class LocalCluster:
             start_timeout_s=binary.START_TIMEOUT_S,
             probe=functools.partial(_etcd_answers, self._etcd),
             environment={"PATH": os.defpath},  # none of the ETCD_* that configure another etcd
-            cores=self._cores.services,
         )
         self.children[ETCD] = child
         self._notify("starting etcd")
@@ -270,7 +260,6 @@ class LocalCluster:
         name: str,
         command: Callable[[Mapping[str, Any]], list[str]],
         environment: Mapping[str, str] | None = None,
-        cores: AbstractSet[int] | None = None,
     ) -> Child:
         child = Child(
             name,
@@ -279,7 +268,6 @@ class LocalCluster:
             notify=self._notify,
             start_timeout_s=self.options.start_timeout_s,
             environment=environment,
-            cores=self._cores.services if cores is None else cores,
         )
         self.children[name] = child
         return child
@@ -308,8 +296,7 @@ class LocalCluster:
             "adapter-store": self.adapter_store,
             "kv-cache-mb": kv_cache_mb,
             "max-lora-rank": options.max_lora_rank,
-            "threads": _threads(options, len(usable_cores())),
-            "engine-cores": format_cores(self._cores.engines[index]),
+            "threads": _threads(options, num_cores()),
         }
         flags = [f"--{name}={value}" for name, value in settings.items() if value not in ("", None)]
         return [*_python("manylora_worker"), *self._common("127.0.0.1:0"), *flags, *options.worker_flags]
@@ -343,42 +330,13 @@ class LocalCluster:
         return _incomplete(status, self.options)
 
 
-class _Cores(NamedTuple):
-    """Which cores a cluster's processes use; empty: any."""
-
-    services: AbstractSet[int]
-    """Routers, scheduler and etcd."""
-    workers: AbstractSet[int]
-    """Their own processes, without the engines'."""
-    engines: Sequence[AbstractSet[int]]
-    """By worker."""
-
-
 def _devices(options: ClusterOptions) -> list[str]:
     return [d.strip() for d in options.device.split(",") if d.strip()] or ["cpu"]
 
 
-def _threads(options: ClusterOptions, num_cores: int) -> int:
+def _threads(options: ClusterOptions, cores: int) -> int:
     """Of one worker's engine."""
-    return options.threads or max(1, (num_cores - max(1, num_cores // 4)) // options.workers)
-
-
-def _shared_out(options: ClusterOptions, cores: Sequence[int]) -> _Cores:
-    """Engines that compute on the CPU get a core a thread, the last ones, and workers and services the others; a single
-    one is too little for bursts, so engines of one thread share theirs with the services (docs/decisions/0029). Any
-    core is for all where none would be left to the services, or `own_cores` says so."""
-    threads = _threads(options, len(cores))
-    num_shared = len(cores) - threads * options.workers
-    computes = set(_devices(options)) == {"cpu"} and "--engine=fake" not in options.worker_flags
-    if not (options.own_cores and computes and num_shared > 0 and sys.platform == "linux"):
-        return _Cores(frozenset(), frozenset(), [frozenset()] * options.workers)
-    shared = frozenset(cores[:num_shared])
-    begins = range(num_shared, len(cores), threads)
-    return _Cores(
-        frozenset() if num_shared == threads == 1 else shared,
-        shared,
-        [frozenset(cores[begin : begin + threads]) for begin in begins],
-    )
+    return options.threads or max(1, (cores - max(1, cores // 4)) // options.workers)
 
 
 def worker_environment() -> Mapping[str, str]:

@@ -1,6 +1,4 @@
-"""`python -I -S tether.py PARENT_PID CORES COMMAND...`: becomes COMMAND, which the kernel kills when the parent ends.
-
-CORES: those that it uses, by numbers with commas; empty: any.
+"""`python -I -S tether.py PARENT_PID COMMAND...`: becomes COMMAND, which the kernel kills when the parent ends.
 
 Run as a file, with the standard library alone, so that it costs a few milliseconds. On systems without
 PR_SET_PDEATHSIG the command runs untethered; a parent that ends in order still stops its children.
@@ -14,9 +12,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    parent_pid, cores, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    if cores:
-        os.sched_setaffinity(0, map(int, cores.split(",")))
+    parent_pid, command = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         import ctypes
 

@@ -23,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from manylora_shared.process.cores import keep_to
 from manylora_shared.process.heap import freeze_started
 from manylora_shared.telemetry import logs
 
@@ -144,8 +143,6 @@ def main() -> None:
 
 
 def _run(config: WorkerConfig, line: _Line) -> None:
-    if config.engine_core_set:
-        keep_to(config.engine_core_set)
     if config.device == "cpu":
         os.nice(_NICENESS)
     try:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from manylora_shared.process.cores import usable_cores
+from manylora_shared.process.cores import num_cores
 from manylora_sim.fake_runner import FakeAdapterBackend, FakeRunner
 
 from manylora_worker.adapters.cache import AdapterCacheLimits
@@ -139,7 +139,7 @@ def _build_torch(config: WorkerConfig, notify: Callable[[], None]) -> Engine:
         host_kv_bytes=config.host_kv_bytes,
         sequence_slots=config.sequence_slots,
         max_batch_tokens=config.max_batch_tokens,
-        threads=config.threads or len(config.engine_core_set) or max(1, len(usable_cores()) - 1),
+        threads=config.threads or max(1, num_cores() - 1),
         marks_free=config.debug_fill_freed,
     )
     try:

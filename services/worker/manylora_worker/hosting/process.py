@@ -12,14 +12,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from manylora_shared.ids import TenantId
 from manylora_shared.process.config import environment
-from manylora_shared.process.cores import format_cores, keep_to, usable_cores
 
 from manylora_worker.config import WorkerConfig
 from manylora_worker.engine.request_bounds import RequestBounds
@@ -190,9 +188,8 @@ def start_engine(config: WorkerConfig) -> ProcessRuntime:
 
     Raises:
         ValueError: the model cannot be served with this configuration; the message says why.
-        OSError: the process could not be started, or has ended; or its cores are not to be had.
+        OSError: the process could not be started, or has ended.
     """
-    _leave(config.engine_core_set)
     line, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
@@ -217,16 +214,6 @@ def start_engine(config: WorkerConfig) -> ProcessRuntime:
         _end(process)
         raise ValueError(messages[0].message)
     return ProcessRuntime(config, process, line, messages[0])
-
-
-def _leave(engine_cores: AbstractSet[int]) -> None:
-    """This process keeps to the cores that it does not leave to its engine, where there are any."""
-    usable = usable_cores()
-    if not engine_cores <= usable:
-        missing = format_cores(engine_cores - usable)
-        raise OSError(f"--engine-cores: {missing} is none of those that may be used, {format_cores(usable)}")
-    if engine_cores and engine_cores != usable:
-        keep_to(usable - engine_cores)
 
 
 def _receive_first(line: socket.socket, process: subprocess.Popen[bytes]) -> bytes:
