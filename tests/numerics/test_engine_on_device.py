@@ -16,7 +16,6 @@ from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.kinds.api import EngineRequest, Sampling
 from manylora_worker.memory.tenant_shares import TenantShare
 from manylora_worker.models.build import EngineOptions, build_engine_parts
-from manylora_worker.planning.prompts_alone import PromptsAlone
 from manylora_worker.planning.step_planner import PlannerLimits
 
 from tests.numerics.conftest import Family, FamilyOf
@@ -26,19 +25,16 @@ pytestmark = pytest.mark.gpu
 MAX_TOKENS = 20
 
 
-@pytest.mark.parametrize(("marks_free", "prompts_alone"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("marks_free", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_core_equals_peft(
     family_of: FamilyOf,
     name: str,
     tmp_path: Path,
     marks_free: bool,
-    prompts_alone: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Chunked prefill, a pool too small for all, adapters loaded and evicted meanwhile, graphs of many sizes; the next
-    step is begun beside the last one, and stop tokens are found late. Prompts of a tenant that is behind come in steps
-    of their own, between two of the others' decodes, or not."""
+    step is begun beside the last one, and stop tokens are found late."""
     family = family_of(name)
     uids = {None: None, **family.put_adapters(tmp_path / "objects")}
     adapter_bytes = 3 << 18
@@ -53,9 +49,6 @@ def test_core_equals_peft(
         max_requests=100,
     )
     core = EngineCore(parts.runner, parts.backend, limits, clears_freed=marks_free)
-    left_out: list[PromptsAlone] = []
-    monkeypatch.setattr(PromptsAlone, "are_worth_a_step", lambda *_: prompts_alone)
-    monkeypatch.setattr(PromptsAlone, "left_out_decodes", lambda prompts: left_out.append(prompts))
     core.set_share(TenantId("t1"), TenantShare(dict.fromkeys(QosClass, 1000)))  # the other has more than its share
     rng = random.Random(name)
     lengths = [(None, 40)] * 6  # wait for no adapter, and have no room together
@@ -63,7 +56,7 @@ def test_core_equals_peft(
     wanted = [(adapter, [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]) for adapter, length in lengths]
     outputs = [family.reference.greedy(prompt, adapter, MAX_TOKENS) for adapter, prompt in wanted]
     stops = [output[9] if i % 3 == 0 else None for i, output in enumerate(outputs)]
-    choices = [1 + (i % 4 == 1) for i in range(len(wanted))]  # a step that copies a shared block has decodes
+    choices = [1 + (i % 4 == 1) for i in range(len(wanted))]
     late: list[EngineRequest] = []
     for i, (adapter, prompt) in enumerate(wanted):
         request = EngineRequest(
@@ -96,7 +89,6 @@ def test_core_equals_peft(
         stats = core.stats()
         assert stats.evictions > 0
         assert stats.failed_steps == 0
-        assert bool(left_out) is prompts_alone
     finally:
         parts.backend.close()
 

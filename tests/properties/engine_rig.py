@@ -47,7 +47,6 @@ class Rig:
         make_runner: type[FakeRunner] = FakeRunner,
         num_host_blocks: int = 0,
         copy_polls: int = 0,
-        prompts_alone: bool = False,
     ) -> Rig:
         runner = make_runner(
             num_blocks=num_blocks, block_size=BLOCK, num_host_blocks=num_host_blocks, copy_polls=copy_polls
@@ -55,8 +54,6 @@ class Rig:
         limits = EngineLimits(PlannerLimits(batch_tokens, CHUNK, slots), AdapterCacheLimits(8, 8), max_requests=512)
         core = EngineCore(runner, FakeAdapterBackend(lambda: 0.0), limits)
         runner.tenant_of = core.tenant_of
-        if prompts_alone:
-            compute_prompts_alone(core)
         return Rig(core, runner, {}, {}, {})
 
     def add(
@@ -128,11 +125,6 @@ class Rig:
         return any(sequence.block_table for sequence in group.sequences)
 
 
-def compute_prompts_alone(core: EngineCore) -> None:
-    """As on a device where a step of prompts alone takes nothing: none of those that are behind waits for decodes."""
-    core._prompts_alone.are_worth_a_step = lambda num_prompt_tokens: True  # type: ignore[method-assign]
-
-
 def weights(weight: int) -> dict[QosClass, int]:
     return dict.fromkeys(QosClass, weight)
 
@@ -144,7 +136,6 @@ def fight(
     make_runner: type[FakeRunner] = FakeRunner,
     num_host_blocks: int = 0,
     copy_polls: int = 0,
-    prompts_alone: bool = False,
 ) -> Rig:
     """Three tenants want three times what there is. One is bounded, one has a reserve, one has nothing. In a step a
     request's reader stops with the probability `pauses`, and goes on some steps later."""
@@ -155,7 +146,6 @@ def fight(
         make_runner=make_runner,
         num_host_blocks=num_host_blocks,
         copy_polls=copy_polls,
-        prompts_alone=prompts_alone,
     )
     rig.core.set_share(A, TenantShare(weights(1), soft_blocks=SOFT, hard_blocks=HARD))
     rig.core.set_share(B, TenantShare(weights(rng.choice([1, 3])), soft_blocks=SOFT, reserve_blocks=RESERVE))

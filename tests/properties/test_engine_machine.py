@@ -18,7 +18,6 @@ from manylora_worker.memory.public_prefixes import PUBLIC
 from manylora_worker.memory.tenant_shares import TenantShare
 from manylora_worker.planning.step_planner import PlannerLimits
 
-from tests.properties.engine_rig import compute_prompts_alone
 from tests.properties.engine_suite import CONTEXT, EOS, EOS_ONE_IN, Collector, FaultyAheadRunner, FaultyRunner, expected
 
 _STEMS = (tuple(range(1, 21)), (1, 2, 3, 4, 5, 6, *range(50, 64)), (7,) * 20)
@@ -48,7 +47,6 @@ class EngineMachine(RuleBasedStateMachine):
         clears_freed=st.booleans(),
         num_host_blocks=st.sampled_from([0, 16, 80]),
         copy_polls=st.integers(0, 3),
-        prompts_alone=st.booleans(),
     )
     def start(
         self,
@@ -63,7 +61,6 @@ class EngineMachine(RuleBasedStateMachine):
         clears_freed: bool,
         num_host_blocks: int,
         copy_polls: int,
-        prompts_alone: bool,
         public_share: float = 0.0,
     ) -> None:
         self.now = 0.0
@@ -93,8 +90,6 @@ class EngineMachine(RuleBasedStateMachine):
         if cache_share:
             prefix = PrefixOptions(PrefixKeys(bytes(32), "model"), cache_share, public_share)
         self.core = EngineCore(self.runner, self.backend, limits, prefix, clears_freed=clears_freed)
-        if prompts_alone:
-            compute_prompts_alone(self.core)
         self.runner.tenant_of = self.core.tenant_of
         self.seen = Collector()
         self.serial = 0
@@ -305,29 +300,12 @@ TestAheadEngineCore = AheadEngineMachine.TestCase
 TestAheadEngineCore.settings = settings(max_examples=200, stateful_step_count=30, deadline=None, derandomize=True)
 
 
-def test_a_step_that_copies_a_block_has_the_sequence_that_it_is_for() -> None:
-    """Found on a GPU: a quantum began with a copy of the block that two choices shared, in a step that left it out for
-    a prompt alone. Its choice's stop token came meanwhile, and the block was freed while it was being copied to."""
-    machine = AheadEngineMachine()
-    machine.start(24, 3, slots=4, batch_tokens=4, chunk=9, device=3, load_s=0, cache_share=0.0, clears_freed=False,
-                  num_host_blocks=0, copy_polls=0, prompts_alone=True)  # fmt: skip
-    machine.add("b", None, [1, 45, 37, 38], 4, n=2, num_emitted=0, greedy=False, has_stop=True)
-    machine.add("b", None, [13, 37, 41, 21, 33, 9, 47, 2, 34], 7, n=3, num_emitted=0, greedy=False, has_stop=True)
-    machine.add("b", None, [29, 28, 47, 39, 19, 20, 36], 4, n=1, num_emitted=0, greedy=False, has_stop=True)
-    machine.steps(2)
-    machine.add("a", None, [2, 10, 31, 11, 31], 7, n=3, num_emitted=0, greedy=False, has_stop=True)
-    machine.steps(1)
-    machine.add("b", None, [6], 1, n=1, num_emitted=0, greedy=False, has_stop=True)
-    machine.steps(1)
-    machine.teardown()
-
-
 def test_who_waits_for_copies_is_not_robbed_by_what_is_found_in_the_cache() -> None:
     """Found by the machine: a waits for a choice of b to be copied out, and its sibling shared those blocks as soon as
     they were cached, until it was copied out for a in its turn: for ever."""
     machine = AheadEngineMachine()
     machine.start(14, 2, slots=4, batch_tokens=0, chunk=1, device=3, load_s=0, cache_share=0.1, clears_freed=False,
-                  num_host_blocks=40, copy_polls=0, prompts_alone=False)  # fmt: skip
+                  num_host_blocks=40, copy_polls=0)  # fmt: skip
     prompt = list(range(1, 12))
     machine.add("a", None, [*prompt, 0], 4, n=1, num_emitted=0, greedy=False, has_stop=False)
     machine.add("b", None, [*prompt, 0, 0], 9, n=4, num_emitted=0, greedy=False, has_stop=False)

@@ -13,13 +13,11 @@ from manylora_shared.errors import QuotaExceeded
 from manylora_shared.fairness.costs import OUTPUT_TOKEN_COST, QUANTUM_TOKENS
 from manylora_shared.fairness.fair_queue import FairQueue
 from manylora_shared.ids import QosClass, TenantId
-from manylora_sim.fake_runner import AheadFakeRunner, FakeRunner
 from manylora_worker.engine.core import EngineCore
 from manylora_worker.kinds.sequence import Sequence
 from manylora_worker.memory.tenant_shares import TenantShare, TenantShares
 from manylora_worker.planning import step_planner
 from manylora_worker.planning.parking import Parking
-from manylora_worker.planning.prompts_alone import PromptsAlone
 from manylora_worker.planning.slots import Slots
 from manylora_worker.planning.step_planner import (
     FlowSlots,
@@ -184,66 +182,6 @@ def test_a_quantum_is_cut_for_no_more_than_a_share_and_for_no_equal() -> None:
     assert rig.core.stats().preemptions - preemptions <= 11 * 4, "equal flows go by whole quanta"
 
 
-# ---- prompts alone
-
-
-def _tokens_of(rig: Rig, tenant: TenantId) -> list[int]:
-    mine = [request_id for request_id, request in rig.requests.items() if request.tenant_id == tenant]
-    return [len(rig.tokens.get((request_id, 0), ())) for request_id in mine]
-
-
-@pytest.mark.parametrize("free_slots", [0, 2])
-def test_a_prompt_that_is_behind_is_computed_without_others_decodes_which_go_on_after_it(free_slots: int) -> None:
-    rig = Rig.make(8000, 8, batch_tokens=256, prompts_alone=True)
-    for _ in range(8 - free_slots):
-        rig.add(A, 4, 1500)
-    for _ in range(30):
-        rig.step()
-    for _ in range(10):
-        before, slots = _tokens_of(rig, A), rig.core.flow_slots()[A, QosClass.STANDARD].num_slots
-        newcomer = rig.add(B, 4, 1)
-        rig.step()
-        assert newcomer in rig.ended
-        assert _tokens_of(rig, A) == before, "they had no part in that step"
-        assert rig.core.flow_slots()[A, QosClass.STANDARD].num_slots == slots - (not free_slots)
-        preemptions = rig.core.stats().preemptions
-        rig.step()
-        assert _tokens_of(rig, A) == [count + 1 for count in before], "each goes on at once"
-        assert rig.core.stats().preemptions == preemptions
-        rig.step()
-
-
-@pytest.mark.parametrize(("of_a", "of_b", "is_alone"), [(3, 8, True), (5, 6, False), (6, 5, False), (8, 3, False)])
-def test_only_who_is_below_its_share_of_the_slots_is_behind_and_only_who_is_above_it(
-    of_a: int, of_b: int, is_alone: bool
-) -> None:
-    """Of twelve slots six are a's. Another request of a comes."""
-    rig = Rig.make(8000, 12, batch_tokens=256, prompts_alone=True)
-    for tenant in (*[A] * of_a, *[B] * of_b):
-        rig.add(tenant, 4, 1500)
-    for _ in range(30):
-        rig.step()
-    before = _tokens_of(rig, B)
-    newcomer = rig.add(A, 4, 1)
-    rig.step()
-    assert newcomer in rig.ended
-    assert _tokens_of(rig, B) == [count + (not is_alone) for count in before]
-
-
-def test_prompts_alone_leave_the_shares_as_they_are() -> None:
-    """b asks for little at a time, and gets all of it; a and c, with equal weights, share what is left equally."""
-    rig = Rig.make(8000, 4, batch_tokens=256, prompts_alone=True)
-    for tenant in (A, C):
-        for _ in range(6):
-            rig.add(tenant, 4, 1500)
-    for _ in range(600):
-        if rig.steps % 3 == 0:
-            rig.add(B, 4, 1)
-        rig.step()
-    assert abs(rig.cost(A) - rig.cost(C)) <= 4 * OUTPUT_TOKEN_COST * QUANTUM_TOKENS
-    assert rig.cost(B) >= 190 * (4 + OUTPUT_TOKEN_COST)
-
-
 # ---- held back
 
 
@@ -378,22 +316,6 @@ FIGHTS = [seed for seed in range(26) if seed != 14]
 def test_three_tenants_fight_for_a_third_of_what_they_need(seed: int) -> None:
     rig = fight(seed)
     assert rig.core.stats().evictions > 0, "the pool was not short: the test shows nothing"
-    assert_all_is_counted_once(rig)
-
-
-@pytest.mark.parametrize("make_runner", [FakeRunner, AheadFakeRunner])
-@pytest.mark.parametrize("seed", range(12))
-def test_and_with_prompts_alone(seed: int, make_runner: type[FakeRunner]) -> None:
-    left_out = 0
-
-    def count(prompts: PromptsAlone) -> None:
-        nonlocal left_out
-        left_out += 1
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PromptsAlone, "left_out_decodes", count)
-        rig = fight(seed, make_runner=make_runner, prompts_alone=True)
-    assert left_out > 0
     assert_all_is_counted_once(rig)
 
 

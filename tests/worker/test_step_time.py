@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 from manylora_shared.ids import QosClass, RequestId, TenantId
@@ -11,16 +10,11 @@ from manylora_sim.fake_runner import FakeAdapterBackend, FakeRunner
 from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.kinds.api import EngineRequest, Sampling, StepBatch
-from manylora_worker.planning.staggering import Staggering
 from manylora_worker.planning.step_planner import PlannerLimits
 from manylora_worker.planning.step_time import LEAST_PROMPT_TOKENS, StepTime
 
-from tests.properties.engine_rig import compute_prompts_alone
-
 DECODE_S, TOKEN_S = 0.005, 0.0001
 TARGET_S = 0.02
-ALONE_S = 0.001
-"""A step that leaves out what decodes."""
 
 
 def seconds(num_prompt_tokens: int, fixed_s: float = 0.0) -> float:
@@ -74,9 +68,8 @@ def test_prompts_go_on_where_decoding_alone_takes_longer_than_the_target() -> No
     ],
 )
 def test_beside_slow_decodes_a_long_prompt_goes_on_faster_than_several_short_ones_together(
-    prompts: list[int], of_a_step: list[int], monkeypatch: pytest.MonkeyPatch
+    prompts: list[int], of_a_step: list[int]
 ) -> None:
-    monkeypatch.setattr(Staggering, "holds_back", lambda self, num_ended: False)  # time alone is what holds them up
     limits = EngineLimits(PlannerLimits(512, 256, 8, TARGET_S), AdapterCacheLimits(1, 1), max_requests=64)
     core = EngineCore(FakeRunner(num_blocks=1024, block_size=16), FakeAdapterBackend(lambda: 0.0), limits)
     core.add(_request("decodes", 8, 400), 0.0)
@@ -201,32 +194,6 @@ def test_first_steps_that_are_slow_once_hold_no_prompts_up(
     """A device's first steps set things up, or compile kernels: that says nothing of those that follow."""
     counts = prompt_tokens_of_steps(slow_s, first_prompt=first_prompt)[2:]
     assert counts.index(FULL_CHUNK) <= num_held_up
-
-
-def test_a_step_that_left_out_decodes_says_nothing_of_what_prompts_add_to_them() -> None:
-    core = EngineCore(
-        FakeRunner(num_blocks=4096, block_size=16),
-        FakeAdapterBackend(lambda: 0.0),
-        EngineLimits(PlannerLimits(512, FULL_CHUNK, 4, TARGET_S), AdapterCacheLimits(1, 1), max_requests=64),
-    )
-    compute_prompts_alone(core)
-    now = 0.0
-    for i in range(3):
-        core.add(replace(_request(f"decodes{i}", 16, 400), tenant_id=TenantId("a")), now)
-    limits = []
-    for step in range(200):
-        if step % 10 == 5:
-            core.add(_request(f"r{step}", 16, 1), now)
-        batch = core.begin_step(now)
-        assert batch is not None
-        core.submit(batch)
-        is_alone = len(batch.chunks) == 1 and step > 2
-        now += ALONE_S if is_alone else seconds(_prompt_tokens(batch))
-        core.end_step(core.wait(), now)
-        limits.append((is_alone, core._step_time.max_prompt_tokens()))
-    assert sum(is_alone for is_alone, _ in limits) >= 15
-    right = (TARGET_S - DECODE_S) / TOKEN_S
-    assert all(limit == pytest.approx(right, rel=0.05) for _, limit in limits[100:])
 
 
 def _prompt_tokens(batch: StepBatch) -> int:

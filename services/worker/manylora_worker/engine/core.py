@@ -59,7 +59,6 @@ from manylora_worker.memory.prefixes import Prefixes
 from manylora_worker.memory.public_prefixes import PUBLIC, PublicPrefixes
 from manylora_worker.memory.swapping import Swapper
 from manylora_worker.memory.tenant_shares import FlowKey, TenantShare, TenantShares
-from manylora_worker.planning.prompts_alone import PromptsAlone
 from manylora_worker.planning.slots import Scheduled
 from manylora_worker.planning.step_planner import FlowSlots, PlannerLimits, StepPlan, StepPlanner
 from manylora_worker.planning.step_time import StepTime
@@ -108,7 +107,6 @@ class EngineCore:
         )
         self._swapper = Swapper(runner.host_kv if isinstance(runner, SwapRunner) else None, self._pool, self._shares)
         self._step_time = StepTime(limits.planner.target_step_s)
-        self._prompts_alone = PromptsAlone()
         self._planner = StepPlanner(
             self._pool,
             limits.planner,
@@ -116,12 +114,11 @@ class EngineCore:
             self._swapper,
             self._prefixes,
             self._step_time,
-            self._prompts_alone,
         )
         self._adapters = AdapterCache(backend, limits.adapters, self._shares.tenant_weight)
         self._requests = RequestTable()
         self._flights = Flights(runner)
-        self._begun: tuple[StepPlan, SequenceOf[Part], BlockWork, float] | None = None
+        self._begun: tuple[SequenceOf[Part], BlockWork, float] | None = None
         """Between `begin_step` and `submit`."""
         self._outbox = Outbox()
         self._endings = Endings(
@@ -295,14 +292,14 @@ class EngineCore:
                 times.first_step_s = now
         work = self._pool.take_work()
         chunks = [chunk_of(item) for item in plan.scheduled]
-        self._begun = (plan, [part_of(item) for item in plan.scheduled], work, now)
+        self._begun = ([part_of(item) for item in plan.scheduled], work, now)
         return StepBatch(chunks, copy_blocks=work.copies, clear_blocks=work.clears)
 
     def submit(self, batch: StepBatch) -> None:
         """Has the model compute what `begin_step` gave: at once, or beside what comes next."""
         assert self._begun is not None
-        (plan, parts, work, begun_s), self._begun = self._begun, None
-        self._flights.submit(batch, parts, work, begun_s, leaves_out_decodes=plan.leaves_out_decodes)
+        (parts, work, begun_s), self._begun = self._begun, None
+        self._flights.submit(batch, parts, work, begun_s)
         for part in parts:
             self._advance(part.scheduled)
 
@@ -476,9 +473,7 @@ class EngineCore:
             num_prefill += part.num_new_tokens + part.num_recomputed_tokens
         seconds = now - max(flight.begun_s, self._step_ended_s)
         self._swapper.costs.computed(num_prefill, num_tokens, seconds)
-        self._prompts_alone.measured(num_prefill, seconds, has_decodes=num_tokens > num_prefill)
-        if not flight.leaves_out_decodes:
-            self._step_time.measured(num_prefill, seconds)
+        self._step_time.measured(num_prefill, seconds)
         self._step_ended_s = now
 
     def _count_setbacks(self, plan: StepPlan) -> None:

@@ -39,7 +39,6 @@ class Flight(NamedTuple):
     work: BlockWork
     pending: PendingStep
     begun_s: float
-    leaves_out_decodes: bool
 
 
 class Over:
@@ -79,16 +78,14 @@ class Flights:
         """Whether the oldest is known to be over without a wait: the runner did not take it."""
         return bool(self._flights) and isinstance(self._flights[0].pending, Over)
 
-    def submit(
-        self, batch: StepBatch, parts: SequenceOf[Part], work: BlockWork, begun_s: float, *, leaves_out_decodes: bool
-    ) -> None:
+    def submit(self, batch: StepBatch, parts: SequenceOf[Part], work: BlockWork, begun_s: float) -> None:
         """Has the model compute the batch: at once, or beside what comes next. An exception is the step's result."""
         pending: PendingStep
         try:
             pending = Over(self._runner.execute(batch)) if self._ahead is None else self._ahead.submit(batch)
         except Exception as error:  # whatever it is, it ends the batch's requests (EngineCore.end_step)
             pending = Over(error)
-        self._flights.append(Flight(parts, work, pending, begun_s, leaves_out_decodes))
+        self._flights.append(Flight(parts, work, pending, begun_s))
 
     def wait(self) -> SequenceOf[Sampled] | Exception:
         """What came of the oldest. Touches no state, so it may take its time."""

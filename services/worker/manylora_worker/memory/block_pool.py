@@ -242,10 +242,6 @@ class BlockPool:
         also free ones."""
         return [block_id for block_id in self._unclean if self._clears_freed or self._references[block_id] > 0]
 
-    @property
-    def has_pending_copies(self) -> bool:
-        return bool(self._copies)
-
     def pending_copies(self) -> list[tuple[int, int]]:
         """(from, to), to be copied after the clears and before the pass."""
         return [(source, copy) for copy, source in self._copies.items()]

@@ -1,9 +1,8 @@
-"""Whose decode quantum ends early, and for whose prompt; and whose prompt others' decodes hold up.
+"""Whose decode quantum ends early, and for whose prompt.
 
 Where no slot is free, a prompt of a flow that has less than its share of the slots does not wait for a quantum's end: a
 quantum of a flow that has more, and has come as far, ends there and then. Shares go by weight among the flows that have
-slots or wait for some. Equal flows cut nothing of one another, so whole quanta remain the rule. Such a prompt is
-*behind* those quanta, whether a slot is free or not: StepPlanner may compute it in a step without them.
+slots or wait for some. Equal flows cut nothing of one another, so whole quanta remain the rule.
 
 Owns nothing. StepPlanner asks, and does it.
 """
@@ -32,12 +31,6 @@ class QuantumCuts:
             for sequence in self._queue.sequences
             if sequence.status is not SequenceStatus.DECODE and slots_of.get(sequence.flow, 0) < share_of[sequence.flow]
         }
-
-    def is_behind(self, item: int) -> bool:
-        """Whether a queued prompt is of a flow with less than its share of the slots, and another with more than its
-        share has come as far."""
-        flow, share_of = self._queue.sequence(item).flow, self._slot_shares()
-        return self._slots.by_flow.get(flow, 0) < share_of[flow] and bool(self._flows_ahead(flow, share_of))
 
     def unit_for(self, item: int) -> Unit | None:
         """The quantum to cut for a prompt: that with least left of the flows with more than their share, which have

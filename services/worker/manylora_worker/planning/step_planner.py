@@ -16,11 +16,7 @@ quantum of a flow that has more is cut for it (quantum_cuts.py).
 
 A step is filled under `max_batch_tokens`: one token of each quantum, then prefills in the order of the queue, up to
 `prefill_chunk_tokens` each, and in all as many as fit into the time that a step should take (StepTime). A token is kept
-for each decode that could still take a slot, so no prefill holds one up. Nor do decodes hold up a short prompt that is
-behind them (QuantumCuts) where they take most of a step: it is computed without them, as long as they lose little by it
-(PromptsAlone); they keep their slots, and what is left of their quanta. Prompts that could all end in one step, so that
-their sequences would end together too, end in one after the other, as long as slots lose little by it (Staggering); but
-for those that are behind.
+for each decode that could still take a slot, so no prefill holds one up.
 
 Blocks are taken when a unit is started: all that it may write; of a sequence without blocks those of all its tokens.
 So what is in a slot never waits for memory, and all that is not can be *evicted*: it frees its blocks and is computed
@@ -63,11 +59,9 @@ from manylora_worker.memory.prefixes import Prefixes
 from manylora_worker.memory.swapping import Swapper
 from manylora_worker.memory.tenant_shares import FlowKey, TenantShares
 from manylora_worker.planning.parking import Parking
-from manylora_worker.planning.prompts_alone import PromptsAlone
 from manylora_worker.planning.quantum_cuts import QuantumCuts
 from manylora_worker.planning.reclaim import Reclaim, Room, least_recent
 from manylora_worker.planning.slots import Scheduled, Slots, Unit
-from manylora_worker.planning.staggering import Staggering
 from manylora_worker.planning.step_time import LEAST_CHUNK_TOKENS, StepTime
 from manylora_worker.planning.unit_queue import UnitQueue
 
@@ -102,8 +96,6 @@ class StepPlan(NamedTuple):
     """Their KV is on its way to the host."""
     evicted: SequenceOf[Sequence]
     """They lost their blocks; one that came in between, more than once."""
-    leaves_out_decodes: bool
-    """There are quanta in the slots, and it has prompts alone."""
 
 
 class FlowSlots(NamedTuple):
@@ -134,12 +126,10 @@ class StepPlanner:
         swapper: Swapper,
         prefixes: Prefixes,
         step_time: StepTime,
-        prompts_alone: PromptsAlone,
     ) -> None:
         self._pool = pool
         self._limits = limits
         self._step_time = step_time
-        self._prompts_alone = prompts_alone
         self._shares = shares
         self._swapper = swapper
         self._prefixes = prefixes
@@ -147,7 +137,6 @@ class StepPlanner:
         self._queue = UnitQueue(shares)
         self._slots = Slots(limits.sequence_slots, QUANTUM_TOKENS)
         self._cuts = QuantumCuts(self._slots, self._queue, shares)
-        self._staggering = Staggering(limits.sequence_slots, QUANTUM_TOKENS)
         self.parking = Parking(pool, self._tables, swapper, prefixes, self._queue)
         """Of it EngineCore calls `enqueue`, `fork`, `copy_ended` and `release_blocks`."""
         self._late_claims: dict[Sequence, None] = {}
@@ -232,13 +221,9 @@ class StepPlanner:
         ended += self._cut_quanta()
         if not self._slots and self._queue and not is_ahead and not self._swapper.num_copying:
             self._force()
-        if self._slots:
-            held_back = min(self._slots.num_free, len(self.parking.waiting)) if self._round.is_held_back else 0
-            self._staggering.planned(held_back)
         chunks: list[Scheduled] = []
         scheduled: list[Scheduled] = []
-        leaves_out_decodes = self._leaves_out_decodes()
-        for unit in self._units_of_step(leaves_out_decodes=leaves_out_decodes):
+        for unit in self._slots.units:
             unit.step_cost = _cost(unit.chunk)
             unit.cost += unit.step_cost
             if unit.sequence.status is SequenceStatus.DECODE:
@@ -248,20 +233,7 @@ class StepPlanner:
                 unit.tokens_left = 0
                 chunks.append(unit.chunk)
         yielded = [sequence for sequence in ended if sequence.item is not None]
-        return StepPlan(scheduled + chunks, yielded, parking.swapped, parking.evicted, leaves_out_decodes)
-
-    def _leaves_out_decodes(self) -> bool:
-        """Whether the step has prompts alone. Not where it copies a block: the step that copies has the sequence that
-        the copy is for, which holds it until then and ends if the step fails."""
-        return self._round.has_prompts_alone and not self._pool.has_pending_copies
-
-    def _units_of_step(self, *, leaves_out_decodes: bool) -> SequenceOf[Unit]:
-        """What is in the slots, or the prompts among it alone."""
-        if not leaves_out_decodes:
-            return self._slots.units
-        self._prompts_alone.left_out_decodes()
-        self.parking.step -= 1
-        return [unit for unit in self._slots.units if not unit.ends_at]
+        return StepPlan(scheduled + chunks, yielded, parking.swapped, parking.evicted)
 
     def _end_units(self) -> list[Sequence]:
         """Parks the sequences whose units are through, and queues their next ones; what is ENDING has none.
@@ -289,18 +261,7 @@ class StepPlanner:
             elif pick is None:
                 return
             else:
-                is_alone = self._is_better_alone(pick)
-                if self._round.has_prompts_alone and not is_alone:
-                    return  # it begins in the next step
-                self._start(pick, is_better_alone=is_alone)
-
-    def _is_better_alone(self, pick: Pick[int, _Place]) -> bool:
-        """Whether a unit is a prompt, behind quanta in the slots, that is worth a step without them, with those prompts
-        that this plan has started."""
-        if self._queue.sequence(pick.item).status is SequenceStatus.DECODE:
-            return False
-        num_tokens = self._round.prompt_tokens + pick.place.num_tokens
-        return self._prompts_alone.are_worth_a_step(num_tokens) and self._cuts.is_behind(pick.item)
+                self._start(pick)
 
     def _cut_quanta(self) -> list[Sequence]:
         """Where no slot is free, ends quanta for prompts that are not to wait (quantum_cuts.py), which begin in this
@@ -314,12 +275,11 @@ class StepPlanner:
             unit = None if pick is None else self._cuts.unit_for(pick.item)
             if pick is None or unit is None:
                 break
-            is_alone = self._is_better_alone(pick)
             self._slots.leave(unit.sequence)
             self._park(unit)
             self._round.budget += 1
             cut.append(unit.sequence)
-            self._start(pick, is_better_alone=is_alone)
+            self._start(pick)
         return cut
 
     def _force(self) -> None:
@@ -350,7 +310,7 @@ class StepPlanner:
             del self._reclaim.awaited[sequence]
             self.parking.bring_back(sequence)
 
-    def _start(self, pick: Pick[int, _Place], *, is_better_alone: bool = False) -> None:
+    def _start(self, pick: Pick[int, _Place]) -> None:
         """Gives the unit its slot and its blocks."""
         sequence, place = self._queue.sequence(pick.item), pick.place
         for victim in place.room.victims:
@@ -366,7 +326,7 @@ class StepPlanner:
             num_tokens = min(num_tokens, sequence.num_uncomputed_tokens)  # fewer, where some were cached
             chunk = Scheduled(sequence, num_tokens, samples=num_tokens == sequence.num_uncomputed_tokens)
             cost = _cost(chunk)
-            self._round.take_prompt(chunk, is_better_alone=is_better_alone)
+            self._round.take_prompt(chunk)
         self._queue.start(pick, cost)
         self._slots.take(Unit(sequence, pick.item, chunk, num_tokens, ends_at))
 
@@ -441,21 +401,13 @@ class StepPlanner:
         )
 
     def _chunk_tokens(self, sequence: Sequence) -> int:
-        """Tokens of the next part of a prefill; 0 where the step has none left for it, or it is held back."""
+        """Tokens of the next part of a prefill; 0 where the step has none left for it."""
         other_slots = max(0, self._slots.num_free - 1)
         prompt_budget = self._round.prompt_budget
         if not self._round.prompt_tokens:
             prompt_budget = max(prompt_budget, LEAST_CHUNK_TOKENS)
         budget = min(prompt_budget, self._round.budget - min(self.parking.ready_decodes, other_slots))
-        num_tokens = max(0, min(sequence.num_uncomputed_tokens, self._limits.prefill_chunk_tokens, budget))
-        ends = sequence.is_out and num_tokens == sequence.num_uncomputed_tokens
-        if ends and self._staggering.holds_back(self._round.num_ended) and not self._is_behind(sequence):
-            self._round.is_held_back = True
-            return 0
-        return num_tokens
-
-    def _is_behind(self, sequence: Sequence) -> bool:
-        return sequence.item is not None and self._cuts.is_behind(sequence.item)
+        return max(0, min(sequence.num_uncomputed_tokens, self._limits.prefill_chunk_tokens, budget))
 
     # ---- blocks
 
@@ -521,16 +473,7 @@ class StepPlanner:
 class _Round:
     """What one plan has left, and what it has found out."""
 
-    __slots__ = (
-        "_are_better_alone",
-        "budget",
-        "deferred",
-        "is_held_back",
-        "num_ended",
-        "prompt_budget",
-        "prompt_tokens",
-        "refused",
-    )
+    __slots__ = ("budget", "deferred", "prompt_budget", "prompt_tokens", "refused")
 
     def __init__(self, budget: int, max_prompt_tokens: int | None) -> None:
         self.budget = budget
@@ -539,29 +482,16 @@ class _Round:
         """Of these what prompts may have; the first one LEAST_CHUNK_TOKENS, if that is more."""
         self.prompt_tokens = 0
         """Of those that were started."""
-        self.num_ended = 0
-        """Prompts that end in the step."""
-        self.is_held_back = False
-        """Some that could have ended wait for the next one (Staggering)."""
-        self._are_better_alone = True
-        """All of them."""
         self.deferred: tuple[Sequence, Room] | None = None
         """Who gets room when the choice that is being made is over; until then nothing else is chosen."""
         self.refused: dict[int, None] = {}
         """Items that cannot be started in this plan."""
 
-    @property
-    def has_prompts_alone(self) -> bool:
-        """Whether the step leaves out what decodes."""
-        return self.prompt_tokens > 0 and self._are_better_alone
-
-    def take_prompt(self, chunk: Scheduled, *, is_better_alone: bool) -> None:
+    def take_prompt(self, chunk: Scheduled) -> None:
         """A part of a prompt is in the step."""
         self.budget -= chunk.num_tokens
         self.prompt_budget -= chunk.num_tokens
         self.prompt_tokens += chunk.num_tokens
-        self.num_ended += chunk.samples
-        self._are_better_alone &= is_better_alone
 
 
 def _cost(item: Scheduled) -> int:

@@ -44,7 +44,7 @@ class StepTime:
         """What a prompt token adds."""
 
     def measured(self, num_prompt_tokens: int, seconds: float) -> None:
-        """A step with so many tokens of prompts took so long. One that left out decodes says nothing of others."""
+        """A step with so many tokens of prompts took so long."""
         if seconds <= 0:
             return
         if not num_prompt_tokens:
