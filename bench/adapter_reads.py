@@ -43,7 +43,7 @@ def main() -> None:
     if arguments.model is not None:
         model, adapter, name = arguments.model / "model", arguments.model / "adapter", arguments.model.name
         dtype = torch.bfloat16
-    base = AdapterBase.of(load_model(str(model), name=name, dtype=dtype, threads=1))
+    base = load_model(str(model), name=name, dtype=dtype, threads=1).adapter_base()
     limits = AdapterLimits(max_rank=64)
     took_ms: dict[str, list[float]] = {"first_of_its_kind": [], "of_a_known_kind": []}
     known = Scratch()

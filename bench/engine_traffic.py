@@ -112,7 +112,7 @@ class Traffic:
         memory: HostMemory,
     ) -> None:
         self.store = store
-        reader = ReaderProcesses(AdapterBase.of(loaded), AdapterLimits(max_rank=64), memory)
+        reader = ReaderProcesses(loaded.adapter_base(), AdapterLimits(max_rank=64), memory)
         self.backend = TorchAdapterBackend(store.objects, reader, runner, host_threads=8)
         limits = EngineLimits(
             PlannerLimits(batch_tokens, chunk_tokens, slots),
@@ -217,7 +217,7 @@ def run_loads(loaded: LoadedModel, store: Store, emit: Callable[..., None]) -> N
     """By readers and into memory of its own: the first round pays for the readers' start and for mapping the memory."""
     uids = store.make(range(2000, 2064))
     file_bytes = (store.objects / uids[0] / WEIGHTS_NAME).stat().st_size
-    reader = ReaderProcesses(AdapterBase.of(loaded), AdapterLimits(max_rank=64), HostMemory(len(uids) * file_bytes))
+    reader = ReaderProcesses(loaded.adapter_base(), AdapterLimits(max_rank=64), HostMemory(len(uids) * file_bytes))
     for name, at_once in (("first", 8), ("one", 1), ("eight", 8)):
         started = time.perf_counter()
         with ThreadPoolExecutor(at_once) as threads:

@@ -50,7 +50,7 @@ class Folder:
         save_file(tensors, self.weights, metadata={"format": "pt"})  # peft's: only what is edited is another
 
     def read(self, limits: AdapterLimits = LIMITS, expected_uid: AdapterUid | None = None) -> HostAdapter:
-        base = AdapterBase.of(self.family.loaded)
+        base = self.family.loaded.adapter_base()
         return read_adapter(self.path, base, limits, expected_uid=expected_uid, scratch=self.scratch)
 
     def problems(self, **options: Any) -> dict[str, str]:

@@ -36,7 +36,7 @@ class Setup:
         self.objects = store / "objects"
         self.uids = family.put_adapters(self.objects)
         self.backend = TorchAdapterBackend(
-            self.objects, reader(AdapterBase.of(family.loaded), LIMITS), self.runner, notify=self.woken.release
+            self.objects, reader(family.loaded.adapter_base(), LIMITS), self.runner, notify=self.woken.release
         )
 
     def next_events(self, count: int = 1) -> list[AdapterEvent]:

@@ -58,7 +58,7 @@ def make_device_runner(
 
 
 def put_device_adapter(runner: DeviceModelRunner, loaded: loader.LoadedModel, folder: Path) -> str:
-    adapter = read_adapter(folder, AdapterBase.of(loaded), LIMITS)
+    adapter = read_adapter(folder, loaded.adapter_base(), LIMITS)
     if not runner.holds_adapter(adapter.uid):
         runner.reserve_adapter(adapter)
         runner.fill_adapter(adapter)

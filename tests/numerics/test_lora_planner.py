@@ -7,18 +7,14 @@ import torch
 from manylora_shared.ids import AdapterUid
 from manylora_worker.models.torch.lora_linear import (
     CombinedLora,
-    DeviceAdapter,
     LoraBatch,
     LoraCosts,
     LoraPlanner,
     Segment,
     SegmentedLora,
-    Site,
-    SiteWeights,
-    Slot,
-    SlotWeights,
     StackedLora,
 )
+from manylora_worker.weights.sites import DeviceAdapter, Site, SiteWeights, Slot, SlotWeights
 
 CPU = torch.device("cpu")
 SITE = Site(0, 6, (Slot("q", 0, 5), Slot("k", 5, 9)))

@@ -92,7 +92,7 @@ def test_a_block_freed_too_early_fails_the_request_that_reads_it(
 def test_an_adapter_dropped_too_early_fails_who_reads_it(family_of: FamilyOf) -> None:
     family = family_of("llama")
     runner = make_marking_runner(family)
-    adapter = read_adapter(family.adapters["all-linear"], AdapterBase.of(family.loaded), LIMITS)
+    adapter = read_adapter(family.adapters["all-linear"], family.loaded.adapter_base(), LIMITS)
     runner.fill_adapter(adapter)
     driver = Driver(runner)
     streams = [Stream([5, 6, 7], adapter.uid), Stream([5, 6, 7])]

@@ -40,7 +40,7 @@ def family(family_of: FamilyOf) -> Family:
 
 @pytest.fixture(scope="module")
 def base(family: Family) -> AdapterBase:
-    return AdapterBase.of(family.loaded)
+    return family.loaded.adapter_base()
 
 
 class Pool(ReaderProcesses):

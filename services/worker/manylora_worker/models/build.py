@@ -117,7 +117,7 @@ def build_engine_parts(options: EngineOptions, *, notify: Callable[[], None] = l
     if loaded.device.type == "cuda" and weights is not None:
         device_runner = _device_runner(loaded, weights, options)
     runner = device_runner or _reference_runner(loaded, weights, options)
-    base = AdapterBase.of(loaded)
+    base = loaded.adapter_base()
     reader = _reader(base, options, is_gpu=loaded.device.type == "cuda")
     backend = TorchAdapterBackend(
         options.adapter_store / "objects",

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from manylora_worker.models.loader import LoadedModel
-from manylora_worker.models.torch.lora_linear import FusedMember, LoraLinear, Site
+from manylora_worker.models.torch.lora_linear import FusedMember, LoraLinear
 from manylora_worker.models.torch.packed_linear import PackedLinear
+from manylora_worker.weights.sites import Site
 
 if TYPE_CHECKING:
     from manylora_worker.models.cuda.kernels.nf4 import Nf4Linear

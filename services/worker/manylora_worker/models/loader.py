@@ -26,15 +26,10 @@ from transformers.pytorch_utils import Conv1D
 
 from manylora_worker.models.torch.attention import ATTENTION, STEP_KEYWORD, register_attention
 from manylora_worker.models.torch.kv_cache import KvGeometry
-from manylora_worker.models.torch.lora_linear import (
-    FusedMember,
-    FusedProjection,
-    LoraLinear,
-    LoraSwitch,
-    Site,
-    Slot,
-)
+from manylora_worker.models.torch.lora_linear import FusedMember, FusedProjection, LoraLinear, LoraSwitch
 from manylora_worker.models.torch.packed_linear import WORTH_PACKING, PackedLinear, can_pack
+from manylora_worker.weights.sites import Site, Slot
+from manylora_worker.weights.source import AdapterBase
 
 _LOG = logging.getLogger(__name__)
 
@@ -108,6 +103,17 @@ class LoadedModel:
     """Whether forward() takes the rows whose logits are wanted."""
     attention_traits: Sequence[AttentionTraits]
     """By layer."""
+
+    def adapter_base(self) -> AdapterBase:
+        spec = self.spec
+        return AdapterBase(
+            names=(spec.name, spec.source_name),
+            modules=spec.modules,
+            head_modules=spec.head_modules,
+            other_modules=spec.other_modules,
+            sites=tuple(self.sites),
+            dtype=self.dtype,
+        )
 
 
 def load_model(

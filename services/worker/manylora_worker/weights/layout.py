@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from manylora_shared.ids import AdapterUid
 from torch import Tensor
+from manylora_worker.weights.sites import DeviceAdapter, Site, SiteWeights, SlotWeights
 
-from manylora_worker.models.torch.lora_linear import DeviceAdapter, Site, SiteWeights, SlotWeights
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from manylora_shared.ids import AdapterUid
 from torch import Tensor
+from manylora_worker.weights.sites import Site
 
-from manylora_worker.models.torch.lora_linear import Site
 from manylora_worker.weights.layout import HostAdapter, Layout, elements_of, lay_out
 
 _KEPT_SCRATCH_BYTES = 256 << 20

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from manylora_shared.errors import FieldViolation, InvalidRequest
@@ -31,8 +31,8 @@ from manylora_shared.stores.adapter_files import (
 )
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from manylora_worker.weights.sites import Site
 
-from manylora_worker.models.torch.lora_linear import Site
 from manylora_worker.weights.layout import HostAdapter
 from manylora_worker.weights.packing import ModuleWeights, Packing, Scratch, StoredMatrix, kind_of
 from manylora_worker.weights.peft_config import (
@@ -42,9 +42,6 @@ from manylora_worker.weights.peft_config import (
     Problems,
     parse_settings,
 )
-
-if TYPE_CHECKING:
-    from manylora_worker.models.loader import LoadedModel
 
 PICKLE_NAME = "adapter_model.bin"
 MAX_HEADER_BYTES = 16 << 20
@@ -81,18 +78,6 @@ class AdapterBase:
     other_modules: frozenset[str]
     sites: Sequence[Site]
     dtype: torch.dtype
-
-    @classmethod
-    def of(cls, loaded: LoadedModel) -> AdapterBase:
-        spec = loaded.spec
-        return cls(
-            names=(spec.name, spec.source_name),
-            modules=spec.modules,
-            head_modules=spec.head_modules,
-            other_modules=spec.other_modules,
-            sites=tuple(loaded.sites),
-            dtype=loaded.dtype,
-        )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from torch import Tensor
 from manylora_worker.kinds.api import SequenceChunk, StepBatch
 from manylora_worker.models.torch.attention import AttentionStep, DecodeRow, PrefillRows
 from manylora_worker.models.torch.kv_cache import KvCache
-from manylora_worker.models.torch.lora_linear import DeviceAdapter, Segment
+from manylora_worker.models.torch.lora_linear import Segment
+from manylora_worker.weights.sites import DeviceAdapter
 
 _FEW_BLOCKS = 64
 """A prompt (or a part of one) that reads no more, over all its tokens, is attended to token by token, among the

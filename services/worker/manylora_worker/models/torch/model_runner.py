@@ -27,9 +27,10 @@ from manylora_worker.models.torch.decoder import TorchDecoder
 from manylora_worker.models.torch.host_kv import TensorHostKv
 from manylora_worker.models.torch.inputs import StepInputs, build_inputs, entered_blocks
 from manylora_worker.models.torch.kv_cache import KvCache
-from manylora_worker.models.torch.lora_linear import DeviceAdapter, LoraPlanner
+from manylora_worker.models.torch.lora_linear import LoraPlanner
 from manylora_worker.models.torch.sampler import sample
 from manylora_worker.weights.layout import HostAdapter
+from manylora_worker.weights.sites import DeviceAdapter
 
 
 class TorchModelRunner:

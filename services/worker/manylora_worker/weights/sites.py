@@ -1,0 +1,99 @@
+"""Where LoRA attaches to a base model, and an adapter's matrices at these places. All of it is immutable.
+
+A *site* is one matrix product of the base model: one linear layer, or several fused ones (q, k and v; gate and up).
+The model's own layers are its *slots*: slot i makes the columns [start, stop) of the site's output. At a site an
+adapter has the A matrices of its slots stacked and one B a slot, scaled by alpha / r already. Each slot keeps its own
+rank: nothing is padded to a common one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from manylora_shared.ids import AdapterUid
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One of the model's linear layers inside a site's output."""
+
+    path: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Site:
+    index: int
+    in_features: int
+    slots: tuple[Slot, ...]
+
+
+@dataclass(frozen=True)
+class SlotWeights:
+    """B of one slot: columns [start, stop) of the site's stacked A product -> the slot's output columns."""
+
+    slot: int
+    start: int
+    stop: int
+    b: Tensor
+    """[rank, out], scaled."""
+
+
+@dataclass(frozen=True)
+class SiteWeights:
+    a_t: Tensor
+    """[in, sum of the slots' ranks]: A of all slots side by side, transposed (a view)."""
+    slots: tuple[SlotWeights, ...]
+    """In order of columns, without gaps."""
+    ranks: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", [slot.stop - slot.start for slot in self.slots])
+
+
+class _Shape:
+    """A tuple whose hash is worked out once: it is a dictionary key in every step."""
+
+    def __init__(self, parts: tuple[object, ...]) -> None:
+        self._parts = parts
+        self._hash = hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Shape) and (self is other or self._parts == other._parts)
+
+
+@dataclass(frozen=True)
+class DeviceAdapter:
+    """An adapter's weights on the device, by site index; sites that it does not touch are absent."""
+
+    uid: AdapterUid
+    sites: Mapping[int, SiteWeights]
+    size_bytes: int
+
+    num_sites: int = field(init=False)
+    num_slots: int = field(init=False)
+    """Over all sites. A segment of rows costs a product a site and one a slot."""
+    num_weights: int = field(init=False)
+    shape: Hashable = field(init=False, repr=False)
+    """Equal for adapters with the same ranks on the same layers."""
+
+    def __post_init__(self) -> None:
+        sites = self.sites.values()
+        shape = tuple((i, tuple((s.slot, s.stop - s.start) for s in site.slots)) for i, site in self.sites.items())
+        object.__setattr__(self, "shape", _Shape(shape))
+        object.__setattr__(self, "num_sites", len(sites))
+        object.__setattr__(self, "num_slots", sum(len(site.slots) for site in sites))
+        object.__setattr__(
+            self, "num_weights", sum(site.a_t.numel() + sum(s.b.numel() for s in site.slots) for site in sites)
+        )
+
+    def weights(self) -> Iterator[Tensor]:
+        for site in self.sites.values():
+            yield site.a_t
+            yield from (slot.b for slot in site.slots)
