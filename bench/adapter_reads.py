@@ -22,7 +22,7 @@ import torch
 from manylora.demo import BASE_FOLDER, BASE_NAME, adapter_folder
 from manylora_worker.models.loader import load_model
 from manylora_worker.weights.packing import Scratch
-from manylora_worker.weights.source import AdapterBase, AdapterLimits, read_adapter
+from manylora_worker.weights.source import AdapterLimits, read_adapter
 
 COPIES = 8
 """So many files, that none is the one that was read last."""

@@ -37,7 +37,7 @@ from manylora_worker.planning.step_planner import PlannerLimits
 from manylora_worker.weights.backend import TorchAdapterBackend
 from manylora_worker.weights.host_memory import HostMemory
 from manylora_worker.weights.reader_pool import ReaderProcesses
-from manylora_worker.weights.source import AdapterBase, AdapterLimits
+from manylora_worker.weights.source import AdapterLimits
 from safetensors.torch import save_file
 
 GIB = 1 << 30

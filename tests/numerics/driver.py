@@ -15,7 +15,7 @@ from manylora_worker.models.torch.decoder import trusted_weights
 from manylora_worker.models.torch.kv_cache import KvCache
 from manylora_worker.models.torch.lora_linear import LoraCosts, LoraPlanner
 from manylora_worker.models.torch.model_runner import TorchModelRunner
-from manylora_worker.weights.source import AdapterBase, AdapterLimits, read_adapter
+from manylora_worker.weights.source import AdapterLimits, read_adapter
 
 from tests.numerics.conftest import Family
 from tests.numerics.families import VOCAB_SIZE

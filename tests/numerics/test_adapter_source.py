@@ -17,7 +17,7 @@ from manylora_worker.weights import source
 from manylora_worker.weights.layout import HostAdapter
 from manylora_worker.weights.packing import Scratch
 from manylora_worker.weights.peft_config import LoraSettings, ModuleMatcher, PatternTimeout
-from manylora_worker.weights.source import AdapterBase, AdapterInvalid, AdapterLimits, read_adapter
+from manylora_worker.weights.source import AdapterInvalid, AdapterLimits, read_adapter
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key

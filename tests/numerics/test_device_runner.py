@@ -23,7 +23,7 @@ from manylora_worker.models.torch.attention import ATTENTION, register_attention
 from manylora_worker.models.torch.kv_cache import KvCache
 from manylora_worker.planning.step_planner import PlannerLimits
 from manylora_worker.weights.layout import HostAdapter, elements_of, lay_out
-from manylora_worker.weights.source import AdapterBase, read_adapter
+from manylora_worker.weights.source import read_adapter
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Config
 
 from tests.numerics.conftest import Family, FamilyOf

@@ -18,7 +18,7 @@ from manylora_worker.models.torch.decoder import trusted_weights
 from manylora_worker.models.torch.kv_cache import KvCache, KvGeometry
 from manylora_worker.models.torch.model_runner import TorchModelRunner
 from manylora_worker.planning.step_planner import PlannerLimits
-from manylora_worker.weights.source import AdapterBase, read_adapter
+from manylora_worker.weights.source import read_adapter
 
 from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.driver import LIMITS, Driver, Stream, make_runner

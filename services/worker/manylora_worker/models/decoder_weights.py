@@ -1,11 +1,9 @@
 """A loaded transformers model seen as what a decoder of our own computes: products, norms, and one shape a layer.
+cuda/decoder.py computes it by fused kernels, torch/decoder.py by torch's operators.
 
-There are two such decoders: device/decoder.py, of fused kernels, and engine/torch_decoder.py, of torch's operators.
-
-`read_decoder` knows no family by name. It reads which modules a layer has (norms before and after, head norms, fused
-projections), and takes what cannot be read off a module (scale, window, soft cap) from the loader's probe. A layer
-that it does not fully understand is a reason to run the model as transformers wrote it: it returns None. What a
-module tree does not show, such as a factor in a layer's own code, `torch_decoder.agrees` finds.
+`read_decoder` knows no family by name: it reads which modules a layer has; scale, window and soft cap come from the
+loader's probe. `torch.decoder.trusted_weights` finds what a module tree does not show, such as a factor in a layer's
+code.
 """
 
 from __future__ import annotations
@@ -40,21 +38,18 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     scale: float
-    window: int | None = None
-    """A row sees itself and the window - 1 positions before it."""
+    window: int | None = None  # a row sees itself and the window - 1 positions before it
     softcap: float | None = None
 
 
 @dataclass(frozen=True)
 class Projection:
-    """One matrix product with LoRA on top of it, as a module and as what a kernel reads of it."""
+    """One matrix product with LoRA on top of it."""
 
     linear: LoraLinear
-    weight: Tensor | None
-    """[out, in], where it is kept as it is."""
+    weight: Tensor | None  # [out, in]; None where it is in 4 bits or packed
     bias: Tensor | None
-    nf4: Nf4Linear | None
-    """The module with a weight in 4 bits, where it is one for a GPU."""
+    nf4: Nf4Linear | None  # a weight in 4 bits for the GPU's kernels
 
     @property
     def site(self) -> Site:
@@ -76,15 +71,13 @@ class DecoderLayer:
     gate_up: Projection
     down: Projection
     input_norm: Tensor
-    attention_post_norm: Tensor | None
-    """Over the attention's output, before it joins the residual."""
+    attention_post_norm: Tensor | None  # over the attention's output, before it joins the residual
     ffn_norm: Tensor
     ffn_post_norm: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
     attention: AttentionShape
-    rope: int
-    """Index into DecoderWeights.ropes."""
+    rope: int  # index into DecoderWeights.ropes
 
 
 @dataclass(frozen=True)
@@ -92,10 +85,8 @@ class DecoderWeights:
     layers: Sequence[DecoderLayer]
     embed: Callable[[Tensor], Tensor]
     final_norm: Tensor
-    head: nn.Linear | PackedLinear
-    """Without a bias."""
-    ropes: Sequence[tuple[Tensor, Tensor]]
-    """cos and sin, float32 [positions, rotated / 2]."""
+    head: nn.Linear | PackedLinear  # without a bias
+    ropes: Sequence[tuple[Tensor, Tensor]]  # cos and sin, float32 [positions, rotated / 2]
     hidden_size: int
     eps: float
     norm_weight_plus_one: bool
@@ -109,7 +100,7 @@ class DecoderWeights:
 
 
 def read_decoder(loaded: LoadedModel) -> DecoderWeights | None:
-    """The model's weights in place (nothing is copied), or None where a part of it is of a kind not known here."""
+    """Copies nothing. None where a part is of an unknown kind: the model then runs as transformers wrote it."""
     model = loaded.model
     config = model.config.get_text_config()
     body = getattr(model, "model", None)
@@ -209,10 +200,7 @@ def _read_layer(loaded: LoadedModel, layer: nn.Module, index: int, rope: int) ->
 
 
 def _fused_projection(module: nn.Module, whole: str, members: Sequence[str]) -> Projection | None:
-    """The product that makes all of `members`, one after the other: the model's own, or the loader's.
-
-    None where they are products of their own.
-    """
+    """The model's or the loader's product that makes all of `members`, one after the other; None: there is none."""
     if hasattr(module, whole):
         return _projection(getattr(module, whole))
     found = [getattr(module, member, None) for member in members]
@@ -235,7 +223,7 @@ def _projection(module: nn.Module) -> Projection | None:
 
 
 def _is_nf4_linear(module: nn.Module) -> bool:
-    """Its class comes with Triton, which a worker on the CPU has not."""
+    """By name: its class comes with Triton, which a worker on the CPU has not."""
     return type(module).__module__ == "manylora_worker.models.cuda.kernels.nf4"
 
 
@@ -258,7 +246,7 @@ def _adds_one(norm: nn.Module) -> bool:
 def _rope_tables(
     loaded: LoadedModel, rotary: nn.Module, config: Any
 ) -> tuple[list[tuple[Tensor, Tensor]], Callable[[int], int]]:
-    """One table for all layers, or one a layer type; and the table of each layer."""
+    """One table for all layers or one a layer type, and the index of each layer's."""
     positions = torch.arange(loaded.spec.max_context_tokens, device=loaded.device)[None]
     like = torch.empty(1, dtype=torch.float32, device=loaded.device)
     types = getattr(rotary, "layer_types", None)

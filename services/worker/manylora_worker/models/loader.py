@@ -1,9 +1,8 @@
 """Loading a base model: checks that it can be served exactly, then puts our attention and LoRA-aware linears into it.
 
-A LoadedModel is owned by the model runner from then on. Nothing here is family code but FUSED_PROJECTIONS; whatever
-else a model does differently (windows, soft caps, scales, head counts) is learned by one probing pass, in which a
-recorder stands in for the attention and notes what each layer hands over. A model that the engine could only serve
-wrongly is refused with ModelRefused, whose message says why.
+Only FUSED_PROJECTIONS names families. What else a model does differently (windows, soft caps, scales, head counts) one
+probing pass learns: a recorder stands in for the attention and notes what each layer hands over. A model that would be
+served wrongly is refused (ModelRefused).
 """
 
 from __future__ import annotations
@@ -41,15 +40,14 @@ FUSED_PROJECTIONS: Mapping[str, Mapping[str, Sequence[Sequence[str]]]] = {
 }
 """Model type -> module name -> groups of its linear layers that read the same input and become one product.
 
-A family that is absent (phi3, whose projections are fused by itself, and any that nobody has looked at) runs as it is.
+An absent family runs as it is (phi3 fuses its projections itself).
 """
 
 _ATTENTION_KEYWORDS_WITHOUT_EFFECT = frozenset({"position_ids", "use_cache", "cache_position", "position_embeddings"})
 _MAX_HEADER_BYTES = 100 << 20
 
 
-class ModelRefused(Exception):
-    """The base model cannot be served; the message names the model and says why."""
+class ModelRefused(Exception): ...
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,6 @@ class ModelSpec:
     """What the rest of the worker may know about the base model.
 
     Attributes:
-        name: as it is served; adapters name it in base_model_name_or_path.
         source_name: last component of the path or hub id that it came from.
         digest: sha256 (hex) over config.json and the weight files' names, sizes and headers.
         modules: path -> (in, out) of every linear layer that an adapter may target.
@@ -80,7 +77,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class AttentionTraits:
-    """What one layer hands to its attention beside the tensors."""
+    """What a layer hands to its attention beside the tensors."""
 
     num_heads: int
     scaling: float | None
@@ -90,8 +87,6 @@ class AttentionTraits:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """The model, its LoRA sites, and the switch that turns a step's adapters on."""
-
     model: PreTrainedModel
     spec: ModelSpec
     sites: Sequence[Site]
@@ -99,10 +94,8 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     num_threads: int
-    keeps_logits: bool
-    """Whether forward() takes the rows whose logits are wanted."""
-    attention_traits: Sequence[AttentionTraits]
-    """By layer."""
+    keeps_logits: bool  # forward() takes the rows whose logits are wanted
+    attention_traits: Sequence[AttentionTraits]  # by layer
 
     def adapter_base(self) -> AdapterBase:
         spec = self.spec
@@ -125,14 +118,11 @@ def load_model(
     quantization: Quantization = "none",
     threads: int = 1,
 ) -> LoadedModel:
-    """Loads a causal language model and makes it ready for TorchModelRunner.
-
-    Args:
+    """Args:
         path: a folder, or a hub id whose files are in the local cache.
-        name: the name to serve it under; default: the last component of `path`.
+        name: to serve it under; default: the last component of `path`.
         dtype: of weights and computation (with nf4: of computation).
         quantization: "nf4" keeps linear weights in 4 bits (double quantization).
-        threads: CPU threads of one operation.
 
     Raises:
         ModelRefused: the model cannot be served, or its files are not there.
@@ -164,11 +154,7 @@ def prepare_model(
     quantization: Quantization = "none",
     threads: int = 1,
 ) -> LoadedModel:
-    """Puts the engine's attention and linear layers into a model in memory, instantiated with ATTENTION.
-
-    Raises:
-        ModelRefused: the model cannot be served.
-    """
+    """model: instantiated with ATTENTION. Raises ModelRefused."""
     dtype, device = model.dtype, torch.device(model.device)
     modules = _linear_modules(model)
     head_modules = _head_modules(model)
@@ -214,7 +200,7 @@ def _folder(path: str) -> Path:
 
 
 def _checked_config(folder: Path) -> PretrainedConfig:
-    """The model's config. Refuses what cannot be served, as far as the config tells."""
+    """Refuses what cannot be served, as far as the config tells."""
     config_file = folder / "config.json"
     try:
         raw = json.loads(config_file.read_text())
@@ -241,17 +227,15 @@ def _checked_config(folder: Path) -> PretrainedConfig:
 
 
 def _rope_parameters(config: PretrainedConfig) -> list[Mapping[str, Any]]:
-    """Every set of rotary parameters in the config: one, or one a layer type."""
+    """One set of rotary parameters, or one a layer type."""
     parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     nested: list[Mapping[str, Any]] = [value for value in parameters.values() if isinstance(value, dict)]
     return nested or [parameters]
 
 
 def _max_context_tokens(config: PretrainedConfig) -> int:
-    """Positions that the model is served for.
-
-    longrope switches all sequences of a batch to other frequencies once one of them passes the original length; up to
-    there it is a fixed table, so there is where the context ends.
+    """longrope switches the whole batch to other frequencies once one sequence passes the original length, so the
+    context ends there.
     """
     limit: int = config.max_position_embeddings
     for rope in _rope_parameters(config):
@@ -305,7 +289,7 @@ def _instantiate(
 
 
 def _linear_modules(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
-    """Path -> (in, out) of every linear layer, the head included."""
+    """Path -> (in, out), the head included."""
     found = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear):  # bitsandbytes' Linear4bit is one
@@ -338,8 +322,8 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
 class _Recorder:
     """Stands in for the attention in the probing pass. See attention.Attends."""
 
+    # layer -> (kv heads, key head dim, value head dim)
     layers: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    """layer -> (kv heads, key head dim, value head dim)"""
     traits: dict[int, AttentionTraits] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
@@ -378,7 +362,7 @@ class _Probe:
 
 
 def _probe(model: PreTrainedModel) -> _Probe:
-    """One pass over two tokens, to see that every layer attends through our function, and how."""
+    """One pass over two tokens."""
     recorder = _Recorder()
     label = f"{type(model).__name__}"
     try:
@@ -416,7 +400,7 @@ def _probe(model: PreTrainedModel) -> _Probe:
 def _install_linears(
     model: PreTrainedModel, modules: Mapping[str, tuple[int, int]], switch: LoraSwitch, *, fused: bool
 ) -> list[Site]:
-    """Puts a LoraLinear in the place of every linear layer but the head, fused where the table says so."""
+    """Every linear layer except the head becomes a LoraLinear, fused where the table says so."""
     heads = _head_modules(model)
     roles = FUSED_PROJECTIONS.get(model.config.model_type, {}) if fused else {}
     sites: list[Site] = []
@@ -436,7 +420,7 @@ def _install_linears(
 
 
 def _fuse(parent: nn.Module, parent_path: str, members: Sequence[str], index: int, switch: LoraSwitch) -> Site:
-    """Replaces `members` of `parent` by one product over the same input; their own weights are freed."""
+    """Replaces `members` by one product over the same input, and frees their weights."""
     layers = [getattr(parent, member) for member in members]
     biases = [layer.bias for layer in layers]
     assert all(type(layer) is nn.Linear for layer in layers)
@@ -462,7 +446,7 @@ def _fuse(parent: nn.Module, parent_path: str, members: Sequence[str], index: in
 
 
 def _pack_linears(model: PreTrainedModel) -> None:
-    """Lays out every large linear layer for the CPU, the head too (a copy, where it shares the embeddings' weight)."""
+    """The head too: a copy, where it shares the embeddings' weight."""
     for path, module in list(model.named_modules()):
         if type(module) is nn.Linear and module.weight.numel() >= WORTH_PACKING:
             parent_path, _, leaf = path.rpartition(".")
@@ -470,7 +454,7 @@ def _pack_linears(model: PreTrainedModel) -> None:
 
 
 def _quantize_linears(model: PreTrainedModel) -> None:
-    """Keeps the weight of every linear layer but the head in 4 bits, layer by layer."""
+    """Layer by layer; the head stays as it is."""
     from manylora_worker.models.cuda.kernels.nf4 import Nf4Linear, Nf4Workspace
     from manylora_worker.models.cuda.kernels.nf4_format import BLOCK_SIZE
 

@@ -1,8 +1,4 @@
-"""Whether a stored adapter fits the base model: the seam between the servicer and whoever can read weights.
-
-Two implementations: ThreadValidator runs a blocking check (the torch half's) on a thread; FakeValidator is the
-simulation's and the fake engine's. Neither loads the adapter for serving.
-"""
+"""Whether a stored adapter fits the base model: the seam between the servicer and whoever can read weights."""
 
 from __future__ import annotations
 
@@ -15,37 +11,24 @@ from typing import Protocol
 from manylora_shared.errors import FieldViolation, InvalidRequest
 from manylora_shared.stores.adapter_files import resolve_inside
 
-MAX_CHECKS = 2
-"""At the same time; the others wait."""
+MAX_CHECKS = 2  # at the same time; the others wait
 
 
 @dataclass(frozen=True)
 class AdapterReport:
-    """What an adapter is, or why it is none: with `problems` the rest means nothing."""
-
-    problems: Sequence[FieldViolation] = ()
+    problems: Sequence[FieldViolation] = ()  # with problems the rest means nothing
     max_lora_rank: int = 0
-    size_bytes: int = 0
-    """On the device, in the compute dtype."""
-    target_modules: Sequence[str] = ()
-    """Distinct last path components, sorted."""
+    size_bytes: int = 0  # on the device, in the compute dtype
+    target_modules: Sequence[str] = ()  # distinct last path components, sorted
 
 
 class AdapterValidator(Protocol):
     async def validate(self, path: str) -> AdapterReport:
-        """Checks the adapter in the folder `path`, relative to the adapter store's root.
-
-        Raises:
-            InvalidRequest: the path does not name a folder inside the store.
-        """
+        """path: relative to the adapter store's root; InvalidRequest where it names no folder inside."""
 
 
 class ThreadValidator:
-    """
-    Args:
-        root: the adapter store.
-        check: reads and checks the adapter in a folder; called on a thread. Raises InvalidRequest with all problems.
-    """
+    """Runs a blocking check on a thread; it raises InvalidRequest with all problems."""
 
     def __init__(self, root: Path, check: Callable[[Path], AdapterReport]) -> None:
         self._root = root
@@ -61,7 +44,6 @@ class ThreadValidator:
 
 
 def report(check: Callable[[Path], AdapterReport], folder: Path) -> AdapterReport:
-    """What `check` finds, its violations among it."""
     try:
         return check(folder)
     except InvalidRequest as invalid:

@@ -1,14 +1,8 @@
 """Moves adapters between the store, host memory and the device, beside the engine loop.
 
-TorchAdapterBackend owns the host tier (uid -> HostAdapter); the device tier is the runner's, an AdapterTarget; which
-adapters should be where is adapters/cache.py's decision. Loads from the store have threads of their own, one where the
-model runs on the CPU too and a few beside a GPU; copies to the device have one, so that none waits for a file. Each
-works in the order asked. They share with the engine thread only queues and single dict operations; the engine thread
-never waits for them, and computes nothing for them. What a loader thread does itself, or only waits for, is the
-AdapterReader's choice.
-
-A loader thread uses one compute thread, so that a load takes its time and not the step's cores. It has the priority
-of any other thread: with a lower one it could be put aside while it holds the interpreter's lock, and the engine too.
+TorchAdapterBackend owns the host tier (uid -> HostAdapter); the runner owns the device tier (AdapterTarget);
+adapters/cache.py decides which adapter should be where. Its threads share only queues and single dict operations with
+the engine thread, which never waits for them.
 """
 
 from __future__ import annotations
@@ -34,19 +28,19 @@ _LOG = logging.getLogger(__name__)
 
 
 class AdapterTarget(Protocol):
-    """Where adapters go on the device. Room is given on the engine's thread, weights are copied on the copying one."""
+    """Where adapters go on the device. The engine's thread reserves and drops, the copying thread fills."""
 
     def adapter_bytes(self, adapter: HostAdapter) -> int:
-        """What it takes on the device. A loader's thread."""
+        """Called by a loader's thread."""
 
     def reserve_adapter(self, adapter: HostAdapter) -> None:
-        """Takes room for it. Raises RuntimeError or ValueError where there is none, or it can have none."""
+        """Raises RuntimeError or ValueError where there is no room for it."""
 
     def fill_adapter(self, adapter: HostAdapter) -> None:
-        """Copies its weights into the room reserved, and returns when a step may use them. The copying thread."""
+        """Returns when a step may use the weights."""
 
     def drop_adapter(self, uid: AdapterUid) -> None:
-        """Gives the room back. Unknown ids are ignored."""
+        """Ignores unknown ids."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +51,12 @@ class _Job:
 
 
 class TorchAdapterBackend:
-    """See api.AdapterBackend. All methods are called by the engine thread.
+    """See api.AdapterBackend. Called by the engine thread.
 
     Args:
-        objects: the folder that holds one folder an adapter, named by uid.
-        reader: reads them, and is closed with the backend.
-        host_threads: adapters that are read from the store at the same time.
-        notify: called by the threads after each event is queued, to wake the engine; must not block.
+        objects: holds one folder an adapter, named by uid.
+        reader: closed with the backend.
+        notify: called by the threads after each event; must not block.
     """
 
     def __init__(
@@ -87,6 +80,7 @@ class TorchAdapterBackend:
         self._events: queue.SimpleQueue[AdapterEvent] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._failure: BaseException | None = None
+        # copies have a thread of their own: none waits for a file
         tiers = [AdapterTier.DEVICE, *(AdapterTier.HOST for _ in range(host_threads))]
         self._threads = [
             (
@@ -114,7 +108,7 @@ class TorchAdapterBackend:
         self._jobs[AdapterTier.DEVICE].put(_Job(uid, AdapterTier.DEVICE, adapter))
 
     def poll(self) -> Sequence[AdapterEvent]:
-        """See api.AdapterBackend.poll. Raises what ended the loader thread, if anything unforeseen did."""
+        """Raises RuntimeError if a loader thread has died."""
         if self._failure is not None:
             raise RuntimeError("the adapter loader has died") from self._failure
         events: list[AdapterEvent] = []
@@ -152,6 +146,8 @@ class TorchAdapterBackend:
             raise
 
     def _serve(self, jobs: queue.SimpleQueue[_Job | None]) -> None:
+        # A load takes its time and leaves the step its cores. No lower priority: a thread put aside while it holds the
+        # interpreter's lock stops the engine.
         torch.set_num_threads(1)
         while (job := jobs.get()) is not None and not self._closing.is_set():
             self._events.put(self._load(job))

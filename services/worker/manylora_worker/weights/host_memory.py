@@ -1,12 +1,8 @@
-"""Host memory that a device copies from at full speed and other processes write to, taken once.
+"""Pinned host memory for adapters: a device copies from it at full speed, and other processes write to it.
 
-Pinning memory stops the device's driver for as long as it takes, steps in flight included: a fifth of a second for an
-adapter of 84 MB. So HostMemory pins all that the host tier may hold when the worker starts, and gives out ranges of it.
-First fit over free ranges that are joined again; where a hole is too small for an adapter though enough is free in all,
-the adapter gets memory of its own, pinned there and then.
-
-All of it is in nameless files (memfd): who is handed the descriptor can map it, and nothing is left of it when the last
-process that has it ends. /dev/shm would do too, but containers limit it to 64 MB.
+Pinning stops the device's driver, steps in flight included (a fifth of a second for 84 MB), so HostMemory pins the
+whole host tier when the worker starts and gives out ranges of it, first fit. Descriptors are memfd: the last process to
+end frees the memory, and containers do not limit it as they do /dev/shm.
 """
 
 from __future__ import annotations
@@ -25,8 +21,6 @@ _ALIGNMENT = 4096
 
 
 class _Segment:
-    """`size_bytes` of memory, pinned where there is a device."""
-
     def __init__(self, size_bytes: int) -> None:
         self.fd = os.memfd_create("manylora-adapters")
         try:
@@ -43,7 +37,7 @@ class _Segment:
             raise
 
     def close(self) -> None:
-        """Idempotent. The memory itself goes when nobody refers to it any more."""
+        """Idempotent."""
         if self.fd < 0:
             return
         os.close(self.fd)
@@ -55,22 +49,18 @@ class _Segment:
 
 
 class HostMemory:
-    """One pinned range of `size_bytes`. From any thread; `close` when no copy from it is under way any more."""
+    """One pinned range, used from any thread."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
         self._slab = _Segment(self.size_bytes)
-        self._free = [(0, self.size_bytes)]
-        """(start, end), in order, never touching one another."""
-        self._taken: dict[int, int] = {}
-        """Start -> end, in bytes."""
-        self._apart: dict[int, _Segment] = {}
-        """Memory of its own, by address."""
+        self._free = [(0, self.size_bytes)]  # (start, end), in order; neighbours are joined
+        self._taken: dict[int, int] = {}  # start -> end, in bytes
+        self._apart: dict[int, _Segment] = {}  # memory outside the range, by address
         self._lock = threading.Lock()
 
     @property
     def fd(self) -> int:
-        """The descriptor of the range."""
         return self._slab.fd
 
     @property
@@ -87,28 +77,27 @@ class HostMemory:
                     self._taken[start] = start + size_bytes
                     return self._slab.bytes[start : start + elements * dtype.itemsize].view(dtype)
         _LOG.warning("no hole of %d bytes in the host tier's memory, %d are free", size_bytes, self.free_bytes)
-        segment = _Segment(size_bytes)
+        segment = _Segment(size_bytes)  # no hole can hold it: memory of its own, pinned there and then
         with self._lock:
             self._apart[segment.bytes.data_ptr()] = segment
         return segment.bytes[: elements * dtype.itemsize].view(dtype)
 
     def offset_of(self, buffer: Tensor) -> int:
-        """Where in the range of `fd` it begins, in bytes; -1: it has memory of its own, see `fd_apart`."""
+        """In bytes, in the range of `fd`; -1: it has memory of its own."""
         start = buffer.data_ptr() - self._slab.bytes.data_ptr()
         return start if start in self._taken else -1
 
     def fd_apart(self, buffer: Tensor) -> int:
-        """The descriptor of the memory of its own, which it fills from the beginning."""
+        """The descriptor of the buffer's own memory."""
         return self._apart[buffer.data_ptr()].fd
 
     def close(self) -> None:
-        """Idempotent."""
+        """Idempotent; no copy from it may be under way."""
         for segment in (self._slab, *self._apart.values()):
             segment.close()
         self._apart.clear()
 
     def free(self, buffer: Tensor) -> None:
-        """Nobody reads, writes or copies the buffer any more."""
         start = buffer.data_ptr() - self._slab.bytes.data_ptr()
         with self._lock:
             apart = self._apart.pop(buffer.data_ptr(), None)

@@ -1,7 +1,5 @@
-"""Where an adapter's matrices lie in host memory: one flat buffer, A stacked by site, B transposed and scaled.
-
-A HostAdapter is immutable: the buffer in the model's compute type, and its layout. Going to the device is one copy of
-the buffer.
+"""Where an adapter's matrices lie in host memory: one flat buffer in the model's compute type, A stacked by site, B
+transposed and scaled. One copy of the buffer brings it to the device.
 """
 
 from __future__ import annotations
@@ -12,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from manylora_shared.ids import AdapterUid
 from torch import Tensor
-from manylora_worker.weights.sites import DeviceAdapter, Site, SiteWeights, SlotWeights
 
+from manylora_worker.weights.sites import DeviceAdapter, Site, SiteWeights, SlotWeights
 
 
 @dataclass(frozen=True)
@@ -33,12 +31,10 @@ class Placed:
 class PlacedSite:
     site: int
     a: Placed
-    slots: tuple[tuple[int, int, int, Placed], ...]
-    """(slot, first column, last column of the stacked A product, B)"""
+    slots: tuple[tuple[int, int, int, Placed], ...]  # (slot, first column, last column of the stacked A product, B)
 
 
-Layout = tuple[PlacedSite, ...]
-"""Where an adapter's matrices lie in its buffer: a function of the base model's sites and the adapter's ranks."""
+Layout = tuple[PlacedSite, ...]  # a function of the base model's sites and the adapter's ranks
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,7 @@ class HostAdapter:
         return int(self.buffer.nbytes)
 
     def on(self, device: torch.device) -> DeviceAdapter:
-        """The adapter on `device`; on the host itself it shares the buffer."""
+        """On the host it shares the buffer."""
         buffer = self.buffer.to(device, non_blocking=True)
         sites = {
             placed.site: SiteWeights(
@@ -65,7 +61,7 @@ class HostAdapter:
 
 
 def lay_out(sites: Sequence[Site], ranks: Mapping[str, int]) -> Layout:
-    """One site after the other. ranks: by module path; a module that is absent is not adapted."""
+    """ranks: by module path; an absent module is not adapted."""
     layout: list[PlacedSite] = []
     for site in sites:
         placed = _place_site(site, ranks, elements_of(layout))
@@ -75,7 +71,6 @@ def lay_out(sites: Sequence[Site], ranks: Mapping[str, int]) -> Layout:
 
 
 def elements_of(layout: Sequence[PlacedSite]) -> int:
-    """The length of the buffer."""
     if not layout:
         return 0
     last = layout[-1].slots[-1][3]
@@ -83,13 +78,13 @@ def elements_of(layout: Sequence[PlacedSite]) -> int:
 
 
 def ranks_by_slot(layout: Layout, sites: Sequence[Site]) -> list[int]:
-    """The rank at each slot of each site, one after the other; 0 where there is none."""
+    """Over all sites, 0 where there is none."""
     ranks = {(placed.site, slot): stop - start for placed in layout for slot, start, stop, _ in placed.slots}
     return [ranks.get((site.index, slot), 0) for site in sites for slot in range(len(site.slots))]
 
 
 def _place_site(site: Site, ranks: Mapping[str, int], start: int) -> PlacedSite | None:
-    """The site's place in the buffer from element `start` on: A of all its slots, then each slot's B."""
+    """From element `start` on: A of all its slots, then each slot's B."""
     ranked = [(i, ranks[slot.path], slot) for i, slot in enumerate(site.slots) if slot.path in ranks]
     if not ranked:
         return None

@@ -1,8 +1,7 @@
 """How a weight file becomes an adapter's buffer: what is copied from where to where.
 
-Most adapters of a base model are made alike: one configuration, one header, other weights. A Packing holds for all
-files of such a kind, so a reader keeps the last ones (Scratch), and the next file of the kind needs no checks but those
-of its content: that it has its digest, and no NaN.
+Most adapters of a base model are alike but for their weights. A Packing holds for all files of such a kind; a reader
+keeps the last ones (Scratch) and checks the next file only for digest and NaN.
 """
 
 from __future__ import annotations
@@ -17,18 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from manylora_shared.ids import AdapterUid
 from torch import Tensor
-from manylora_worker.weights.sites import Site
 
 from manylora_worker.weights.layout import HostAdapter, Layout, elements_of, lay_out
+from manylora_worker.weights.sites import Site
 
 _KEPT_SCRATCH_BYTES = 256 << 20
-_KEPT_PACKINGS = 16
-"""A thread's; each takes some hundred bytes a matrix."""
+_KEPT_PACKINGS = 16  # a thread's; each takes some hundred bytes a matrix
 
 
 class StoredMatrix(NamedTuple):
-    """A matrix in a weight file, row by row."""
-
     dtype: torch.dtype
     rows: int
     columns: int
@@ -36,49 +32,35 @@ class StoredMatrix(NamedTuple):
 
 
 class ModuleWeights(NamedTuple):
-    """Of one of the model's linear layers, as they are stored."""
-
-    a: StoredMatrix
-    """[rank, in]"""
-    b: StoredMatrix
-    """[out, rank]"""
-    scale: float
-    """Of their product."""
+    a: StoredMatrix  # [rank, in]
+    b: StoredMatrix  # [out, rank]
+    scale: float  # of their product
 
 
 class _Copy(NamedTuple):
-    """A matrix's way into the buffer, [shape] in both, where `strides` are the file's."""
+    """[shape] in both; `strides` are the file's."""
 
     dtype: torch.dtype
     shape: tuple[int, int]
     strides: tuple[int, int]
     first_byte: int
-    start: int
-    """In elements of the buffer."""
+    start: int  # in elements of the buffer
     scale: float
-    is_scaled_there: bool
-    """A product of two such numbers is rounded once there, as from float32."""
+    is_scaled_there: bool  # a product of two such numbers is rounded once there, as from float32
 
 
 @dataclass(frozen=True)
 class Packing:
-    """For all weight files of one kind; built by `of`."""
-
-    config: dict[str, Any]
-    """The kind's adapter_config.json."""
+    config: dict[str, Any]  # the kind's adapter_config.json
     layout: Layout
-    dtype: torch.dtype
-    """The buffer's."""
+    dtype: torch.dtype  # the buffer's
     copies: Sequence[_Copy]
 
     @classmethod
     def of(
         cls, config: dict[str, Any], modules: Mapping[str, ModuleWeights], sites: Sequence[Site], dtype: torch.dtype
     ) -> Packing:
-        """
-        Args:
-            modules: by path. Each belongs to a site, and its shapes fit.
-        """
+        """modules: by path. Each belongs to a site, and its shapes fit."""
         layout = lay_out(sites, {path: weights.a.rows for path, weights in modules.items()})
         copies: list[_Copy] = []
         for placed in layout:
@@ -102,11 +84,7 @@ class Packing:
         return cls(config, layout, dtype, copies)
 
     def pack(self, content: Tensor, uid: AdapterUid, allocate: Callable[[int, torch.dtype], Tensor]) -> HostAdapter:
-        """
-        Args:
-            content: the whole file, [bytes] uint8.
-            allocate: see source.read_adapter.
-        """
+        """content: the whole file, [bytes] uint8. allocate: see source.read_adapter."""
         buffer = allocate(elements_of(self.layout), self.dtype)
         origin = buffer.storage_offset()
         wholes = {dtype: _whole(content, dtype) for dtype in {copy.dtype for copy in self.copies}}
@@ -138,7 +116,6 @@ class Packing:
 
 
 def _whole(content: Tensor, dtype: torch.dtype) -> Tensor:
-    """As many numbers as the content has room for."""
     return content[: content.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
@@ -147,10 +124,8 @@ def _is_exact(value: float, dtype: torch.dtype) -> bool:
 
 
 class Scratch(threading.local):
-    """What a thread keeps from one read to the next.
-
-    A buffer for files, so that the next one finds its memory there already: to map a file, or to take memory anew, is a
-    page fault for every 4 KiB, and giving it back interrupts all threads of the process. And the last packings.
+    """What a thread keeps between reads: the last packings, and a file buffer (fresh memory costs page faults, and
+    giving it back interrupts all threads).
     """
 
     def __init__(self) -> None:
@@ -179,7 +154,7 @@ class Scratch(threading.local):
 
 
 def kind_of(config: bytes, header: bytes, size_bytes: int) -> bytes:
-    """Of an adapter: equal for those of the same configuration, header and size."""
+    """Equal for adapters with the same configuration, header and size."""
     digest = hashlib.sha256(b"%d %d " % (len(config), size_bytes))
     digest.update(config)
     digest.update(header)

@@ -16,8 +16,7 @@ import regex
 from manylora_shared.errors import FieldViolation
 
 MAX_PATTERN_CHARS = 4096
-PATTERN_BUDGET_S = 2.0
-"""For all pattern matching of one adapter together."""
+PATTERN_BUDGET_S = 2.0  # for all pattern matching of one adapter together
 
 _HONOURED = frozenset(
     {
@@ -65,7 +64,7 @@ class LoraSettings:
 
 @dataclass
 class Problems:
-    """The reasons why an adapter is refused, in the order found."""
+    """Why an adapter is refused, in the order found."""
 
     violations: list[FieldViolation] = field(default_factory=list)
 
@@ -73,23 +72,18 @@ class Problems:
         self.violations.append(FieldViolation(field_name, description))
 
 
-class PatternTimeout(Exception):
-    """Matching took longer than PATTERN_BUDGET_S."""
+class PatternTimeout(Exception): ...
 
 
 class ModuleMatcher:
-    """Applies one config's patterns to module paths.
-
-    Raises:
-        PatternTimeout: from any method, once the budget is used up.
-    """
+    """Applies one config's patterns to module paths. Any method raises PatternTimeout once the budget is used up."""
 
     def __init__(self, settings: LoraSettings) -> None:
         self._settings = settings
         self._deadline = time.monotonic() + PATTERN_BUDGET_S
 
     def is_targeted(self, path: str, *, is_linear: bool) -> bool:
-        """Whether peft would put an adapter on the module. `is_linear`: it is a linear layer other than the head."""
+        """Whether peft would put an adapter on the module. is_linear: a linear layer other than the head."""
         settings = self._settings
         exclude = settings.exclude_modules
         if isinstance(exclude, str):
@@ -105,7 +99,7 @@ class ModuleMatcher:
         return any(path.endswith(f".{name}") for name in targets) and self._is_layer_wanted(path)
 
     def rank_and_scale(self, path: str) -> tuple[int, float]:
-        """The module's rank and the factor on its product: alpha / r, or alpha / sqrt(r) with rsLoRA."""
+        """The scale is alpha / r, or alpha / sqrt(r) with rsLoRA."""
         settings = self._settings
         rank = self._by_pattern(settings.rank_pattern, path, settings.rank)
         alpha = self._by_pattern(settings.alpha_pattern, path, settings.alpha)
@@ -145,7 +139,7 @@ class ModuleMatcher:
 def parse_settings(
     config: Mapping[str, Any], *, base_names: Sequence[str], max_rank: int, problems: Problems
 ) -> LoraSettings | None:
-    """Checks every field of a config; None where its own values are unusable (problems then says why).
+    """None where the config's own values are unusable; `problems` then says why.
 
     Args:
         base_names: the names under which the served base model may be meant.
@@ -216,7 +210,7 @@ def _check_unsupported(config: Mapping[str, Any], problems: Problems) -> None:
 
 
 def _rank(value: Any, name: str, max_rank: int, problems: Problems) -> int:
-    """The value if it is a rank that can be served, else 0."""
+    """0 where it cannot be served."""
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         problems.add(name, f"must be a whole number of at least 1, not {value!r}")
     elif value > max_rank:
@@ -227,7 +221,7 @@ def _rank(value: Any, name: str, max_rank: int, problems: Problems) -> int:
 
 
 def _finite(value: Any, name: str, problems: Problems) -> float:
-    """The value if it is a finite number, else 0."""
+    """0 where it is not finite."""
     if not isinstance(value, bool) and isinstance(value, int | float) and abs(value) < 1e30:
         return float(value)
     problems.add(name, "must be a finite number")

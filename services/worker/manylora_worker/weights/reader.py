@@ -1,8 +1,4 @@
-"""The seam between loads and whoever reads adapters: this process, or others (reader_pool.py).
-
-AdapterReader is used by the backend's loader threads and by the servicer's validation, several at a time. What it gives
-out is read, checked and packed by source.read_adapter, wherever that runs, with the same refusals.
-"""
+"""The seam between loads and whoever reads adapters: this process, or others (reader_pool.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ class AdapterReader(Protocol):
     """From any thread."""
 
     def read(self, folder: Path, uid: AdapterUid) -> HostAdapter:
-        """The adapter in `folder`, whose content must have this uid. Its memory is the caller's until `free`.
+        """The memory is the caller's until `free`.
 
         Raises:
             AdapterInvalid: with every reason found.
@@ -28,17 +24,16 @@ class AdapterReader(Protocol):
         """
 
     def check(self, folder: Path) -> Layout:
-        """Reads the adapter as `read` would, whatever its uid, and keeps nothing. Raises as `read`."""
+        """Reads any uid, keeps nothing, raises as `read`."""
 
-    def free(self, adapter: HostAdapter) -> None:
-        """Nobody reads or copies its weights any more."""
+    def free(self, adapter: HostAdapter) -> None: ...
 
     def close(self) -> None:
-        """When no call is under way and no copy of what was read. Idempotent."""
+        """Idempotent; no call may be under way."""
 
 
 class LocalReader:
-    """Reads in the calling thread, into memory that is not pinned: for a worker without a device."""
+    """Into unpinned memory, for a worker without a device."""
 
     def __init__(self, base: AdapterBase, limits: AdapterLimits) -> None:
         self._base = base

@@ -1,12 +1,9 @@
-"""Adapters are read in processes of their own, beside an engine whose thread must not wait for the interpreter.
+"""Reads adapters in processes of their own, so that the engine's thread never waits for the interpreter.
 
-ReaderProcesses owns the readers (see reader_process.py), the fork server that they come from, and the host tier's
-memory, into which they write. A reader serves one call at a time; idle ones are kept, and one is forked where a call
-finds none, so there are as many as there were calls at once. A reader that dies, says nothing in time or makes no sense
-fails the one call that it served: it is killed, and the next call gets another.
-
-Memory that a reader was told to write to is given out again when that reader has ended or has said that it is through;
-where neither can be had (it hangs in the kernel), the memory is lost until the worker ends, and the log says so.
+ReaderProcesses owns the readers (reader_process.py), their fork server, and the host tier's memory, which readers write
+to. A reader serves one call at a time; a call that finds none idle forks one. A reader that dies, is late or makes no
+sense is killed and fails only its call. Its memory is given out again once it has ended; if it hangs in the kernel,
+that memory is lost and the log says so.
 """
 
 from __future__ import annotations
@@ -41,32 +38,26 @@ from manylora_worker.weights.layout import HostAdapter, Layout, elements_of, lay
 from manylora_worker.weights.source import AdapterBase, AdapterInvalid, AdapterLimits
 
 _LOG = logging.getLogger(__name__)
+# libraries then start no threads of their own
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-"""Variables by which libraries start no threads of their own."""
-_START_S = 120.0
-"""For the fork server to import torch, from a slow disk too."""
+_START_S = 120.0  # for the fork server to import torch, from a slow disk too
 _STARTS = 2
 _PATIENCE_S = 30.0
-_SLOWEST_BYTES_PER_S = 10e6
-"""A read may take _PATIENCE_S, and longer for a large file on slow storage."""
-_MESSAGE_S = 5.0
-"""From a message's first byte to its last."""
+_SLOWEST_BYTES_PER_S = 10e6  # a read may take _PATIENCE_S, and longer for a large file on slow storage
+_MESSAGE_S = 5.0  # from a message's first byte to its last
 _PROBE_S = 0.05
 _END_S = 5.0
 _MAX_MESSAGE_BYTES = 16 << 20
-_LAYOUTS = 64
-"""Kept: most adapters of a model have one of a few."""
+_LAYOUTS = 64  # kept: most adapters of a model have one of a few
 
 
-class ReaderFailed(RuntimeError):
-    """The process that read the adapter died, or was given up; the message says which."""
+class ReaderFailed(RuntimeError): ...
 
 
 class ReaderProcesses:
-    """An AdapterReader. Its processes end with `close`, and with this process, however it ends.
+    """Its processes end with `close`, and with this process. It closes `memory`.
 
     Args:
-        memory: for the adapters, closed with this.
         patience_s: how long a small adapter may take to be read.
     """
 
@@ -80,8 +71,7 @@ class ReaderProcesses:
         self._paths = [slot.path for site in base.sites for slot in site.slots]
         self._layouts: OrderedDict[tuple[int, ...], Layout] = OrderedDict()
         self._lock = threading.Lock()
-        self._idle: list[_Reader] = []
-        """The last one used is taken first."""
+        self._idle: list[_Reader] = []  # the last one used is taken first
         self._is_closed = False
         self._fork_lock = threading.Lock()
         self._fork_server = _ForkServer(base, limits, memory.fd)
@@ -221,21 +211,21 @@ def _weights_bytes(folder: Path) -> int:
 
 
 class _Reader:
-    """The worker's end of one reader. One thread at a time."""
+    """The worker's end. One thread at a time."""
 
     def __init__(self, end: socket.socket) -> None:
         seconds, rest = divmod(_MESSAGE_S, 1.0)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(rest * 1e6)))
         self.connection = Connection(end.detach())
-        self.pid = 0
-        """0: not known yet."""
+        self.pid = 0  # 0: not known yet
 
     def say(self, message: Mapping[str, Any]) -> None:
         self.connection.send_bytes(json.dumps(message).encode())
 
     def hear(self, deadline: float) -> Mapping[str, Any]:
-        """Raises TimeoutError or BlockingIOError some time after `deadline` (time.monotonic), EOFError or
-        ConnectionError where it has died, and ValueError or TypeError where it makes no sense."""
+        """Raises TimeoutError or BlockingIOError after `deadline` (time.monotonic), EOFError or ConnectionError where
+        it has died, ValueError or TypeError where it makes no sense.
+        """
         if not self.connection.poll(max(0.0, deadline - time.monotonic())):
             raise TimeoutError
         try:
@@ -250,7 +240,7 @@ class _Reader:
         return message
 
     def kill(self) -> bool:
-        """Whether it has ended, and so writes nowhere any more: its memory goes before its end of the socket."""
+        """Whether it has ended, and so writes nowhere any more."""
         with self.connection:
             if self._has_ended(_PROBE_S):
                 return True
@@ -258,7 +248,7 @@ class _Reader:
             return self._has_ended(_END_S)
 
     def _has_ended(self, within_s: float) -> bool:
-        """Drops what it has still said, whatever that is."""
+        """Drops whatever it still says."""
         deadline = time.monotonic() + within_s
         try:
             while (left_s := deadline - time.monotonic()) > 0 and wait([self.connection.fileno()], left_s):
@@ -270,7 +260,7 @@ class _Reader:
 
 
 class _ForkServer:
-    """The process that the readers are forked from: a new program, which gets no descriptor of this one's but three."""
+    """A new program that inherits only three descriptors."""
 
     def __init__(self, base: AdapterBase, limits: AdapterLimits, memory_fd: int) -> None:
         self._control, theirs = socket.socketpair()
@@ -287,7 +277,7 @@ class _ForkServer:
             )
 
     def fork(self) -> _Reader:
-        """One more reader. Raises EOFError or OSError where the server has died or does not answer."""
+        """Raises EOFError or OSError where the server has died or does not answer."""
         ours, theirs = socket.socketpair()
         reader = _Reader(ours)
         try:
@@ -300,7 +290,7 @@ class _ForkServer:
         return reader
 
     def close(self) -> None:
-        """Ends it, and every reader that is left. Idempotent."""
+        """Ends every reader that is left, too. Idempotent."""
         self._control.close()
         try:
             self._process.wait(_END_S)

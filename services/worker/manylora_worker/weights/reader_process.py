@@ -1,23 +1,16 @@
-"""The processes that read adapters: `python -m manylora_worker.weights.reader_process CONTROL_FD BASE_FD
-MEMORY_FD`.
+"""Reads adapters: `python -m manylora_worker.weights.reader_process CONTROL_FD BASE_FD MEMORY_FD`.
 
-One process, the fork server, imports torch and forks a reader for each socket that it is sent, so the readers share its
-pages and start in milliseconds. It stays single-threaded: a fork takes no other thread's locks along. Neither it nor a
-reader ever touches a device; they write weights into the host tier's memory, which all of them map.
+A fork server imports torch and forks a reader for each socket sent to it. It stays single-threaded, because a fork
+copies other threads' locks. Neither touches a device; readers write into the host tier's memory. Both end with their
+socket. Messages are JSON: the worker must not unpickle what a parser of tenants' files says.
 
-A reader answers one request after the other. Messages are JSON objects, for the worker must not unpickle what a process
-says that parses tenants' files:
-
-    reader    {"pid"}                       once, when it is there
+    reader    {"pid"}                       once
     worker    {"folder", "uid", "keeps"}    uid: what the content must have, or null; keeps: put the weights in memory
     reader    {"elements"}                  with keeps, when all but the weights' values has been checked
-    worker    {"offset"}                    in bytes, in MEMORY_FD's memory; -1: a descriptor of other memory follows
-    reader    {"ranks"}                     the adapter is there: the rank at each of the model's slots, 0 for none
-              {"violations"}                or it is refused: [field, description] of each
-              {"error"}                     or it could not be read: why
-
-Both end when their socket does, and so with the worker, however that ends; readers also at once with the fork server,
-in the middle of a read too.
+    worker    {"offset"}                    bytes in MEMORY_FD's memory; -1: a descriptor of other memory follows
+    reader    {"ranks"}                     success: the rank at each of the model's slots, 0 for none
+              {"violations"}                [field, description] of each
+              {"error"}                     it could not be read
 """
 
 from __future__ import annotations
@@ -46,8 +39,7 @@ from manylora_worker.weights.packing import Scratch
 from manylora_worker.weights.source import AdapterBase, AdapterInvalid, AdapterLimits, read_adapter
 
 _PR_SET_PDEATHSIG = 1
-_NICENESS = 10
-"""Where cores are few, the engine comes first. A reader holds no lock that it waits for."""
+_NICENESS = 10  # the engine comes first where cores are few; a reader holds no lock that it waits for
 
 
 def main() -> None:
@@ -80,7 +72,7 @@ def _mapped(fd: int) -> Tensor:
 
 
 def _run(connection: Connection, base: AdapterBase, limits: AdapterLimits, memory: Tensor) -> NoReturn:
-    """A reader's life. Never returns into the fork server's code."""
+    """Never returns into the fork server's code."""
     try:
         _end_with_parent()
         _Reader(connection, base, limits, memory).serve()

@@ -1,9 +1,8 @@
 """Where LoRA attaches to a base model, and an adapter's matrices at these places. All of it is immutable.
 
-A *site* is one matrix product of the base model: one linear layer, or several fused ones (q, k and v; gate and up).
-The model's own layers are its *slots*: slot i makes the columns [start, stop) of the site's output. At a site an
-adapter has the A matrices of its slots stacked and one B a slot, scaled by alpha / r already. Each slot keeps its own
-rank: nothing is padded to a common one.
+A *site* is one matrix product of the base model: a linear layer, or fused ones (q, k, v). The model's own layers are
+its *slots*: slot i makes the columns [start, stop) of the output. An adapter has A stacked over a site's slots and one
+B a slot, scaled by alpha / r already. Nothing is padded to a common rank.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Slot:
-    """One of the model's linear layers inside a site's output."""
-
     path: str
     start: int
     stop: int
@@ -33,21 +30,18 @@ class Site:
 
 @dataclass(frozen=True)
 class SlotWeights:
-    """B of one slot: columns [start, stop) of the site's stacked A product -> the slot's output columns."""
+    """Columns [start, stop) of the site's stacked A product -> the slot's output columns."""
 
     slot: int
     start: int
     stop: int
-    b: Tensor
-    """[rank, out], scaled."""
+    b: Tensor  # [rank, out], scaled
 
 
 @dataclass(frozen=True)
 class SiteWeights:
-    a_t: Tensor
-    """[in, sum of the slots' ranks]: A of all slots side by side, transposed (a view)."""
-    slots: tuple[SlotWeights, ...]
-    """In order of columns, without gaps."""
+    a_t: Tensor  # [in, sum of the slots' ranks]: A of all slots side by side, transposed (a view)
+    slots: tuple[SlotWeights, ...]  # in order of columns, without gaps
     ranks: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,7 +49,7 @@ class SiteWeights:
 
 
 class _Shape:
-    """A tuple whose hash is worked out once: it is a dictionary key in every step."""
+    """A tuple, hashed once: it is a key in every step."""
 
     def __init__(self, parts: tuple[object, ...]) -> None:
         self._parts = parts
@@ -70,18 +64,16 @@ class _Shape:
 
 @dataclass(frozen=True)
 class DeviceAdapter:
-    """An adapter's weights on the device, by site index; sites that it does not touch are absent."""
+    """By site index; sites that it does not touch are absent."""
 
     uid: AdapterUid
     sites: Mapping[int, SiteWeights]
     size_bytes: int
 
     num_sites: int = field(init=False)
-    num_slots: int = field(init=False)
-    """Over all sites. A segment of rows costs a product a site and one a slot."""
+    num_slots: int = field(init=False)  # over all sites
     num_weights: int = field(init=False)
-    shape: Hashable = field(init=False, repr=False)
-    """Equal for adapters with the same ranks on the same layers."""
+    shape: Hashable = field(init=False, repr=False)  # equal for adapters with the same ranks on the same layers
 
     def __post_init__(self) -> None:
         sites = self.sites.values()

@@ -1,9 +1,8 @@
 """Reading a PEFT adapter folder: all that is wrong with it, or its weights packed for the engine.
 
-Owns nothing between calls, and imports no more than it needs: reader_process.py runs it in processes of its own. Only
-adapter_config.json and adapter_model.safetensors are read, never a pickle, and never through a symlink; sizes are
-bounded before anything is parsed. An adapter is used whole or not at all: every module that the config targets must
-have its A and B, every tensor in the file must belong to such a module, and shapes must fit the base model.
+Owns nothing between calls, and imports little: reader_process.py runs it too. It reads only adapter_config.json and
+adapter_model.safetensors, never through a symlink; sizes are bounded before anything is parsed. An adapter is used
+whole or not at all.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from manylora_shared.stores.adapter_files import (
 )
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from manylora_worker.weights.sites import Site
 
 from manylora_worker.weights.layout import HostAdapter
 from manylora_worker.weights.packing import ModuleWeights, Packing, Scratch, StoredMatrix, kind_of
@@ -42,22 +40,21 @@ from manylora_worker.weights.peft_config import (
     Problems,
     parse_settings,
 )
+from manylora_worker.weights.sites import Site
 
 PICKLE_NAME = "adapter_model.bin"
 MAX_HEADER_BYTES = 16 << 20
-MAX_REPORTED = 32
-"""Problems listed for one adapter; the last then says how many more there are."""
+MAX_REPORTED = 32  # problems listed for one adapter; the last then says how many more there are
 
 _KEY_PREFIX = "base_model.model."
 _MATRICES = {".lora_A.weight": "A", ".lora_B.weight": "B"}
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_LENGTH_BYTES = 8
-"""Of a safetensors header, in front of it."""
+_LENGTH_BYTES = 8  # of a safetensors header, in front of it
 _CHANGED = "changed while it was read"
 
 
 class AdapterInvalid(InvalidRequest):
-    """The adapter cannot be served on this base model; `violations` holds every reason."""
+    """`violations` holds every reason."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +65,10 @@ class AdapterLimits:
 
 @dataclass(frozen=True)
 class AdapterBase:
-    """What reading an adapter has to know of the base model. Another process can be told it."""
+    """What reading an adapter needs to know of the base model. It can be sent to another process."""
 
-    names: tuple[str, ...]
-    """Under which adapters may mean it, the one that it is served as first."""
-    modules: Mapping[str, tuple[int, int]]
-    """See loader.ModelSpec, also for the next two."""
+    names: tuple[str, ...]  # accepted in adapters' configs; the served name first
+    modules: Mapping[str, tuple[int, int]]  # path -> (in, out), see loader.ModelSpec, also for the next two
     head_modules: frozenset[str]
     other_modules: frozenset[str]
     sites: Sequence[Site]
@@ -84,12 +79,10 @@ class AdapterBase:
 class _TensorInfo:
     dtype: str
     shape: tuple[int, ...]
-    first_byte: int
-    """In the file."""
+    first_byte: int  # in the file
 
     @property
     def stored(self) -> StoredMatrix:
-        """Of a tensor of a known type, with two dimensions."""
         rows, columns = self.shape
         return StoredMatrix(_DTYPES[self.dtype], rows, columns, self.first_byte)
 
@@ -107,12 +100,10 @@ def read_adapter(
     allocate: Callable[[int, torch.dtype], Tensor] = _empty,
     scratch: Scratch | None = None,
 ) -> HostAdapter:
-    """Reads, checks and packs the adapter in `folder`.
-
-    Args:
-        expected_uid: refuse the adapter unless its content has this uid.
-        allocate: memory for the weights, [elements]; called once, last of what can fail but the weights' values.
-        scratch: of reads with the same base and limits, which may then be quicker; None: nothing is kept.
+    """Args:
+        expected_uid: refuse content with another uid.
+        allocate: memory for the weights, [elements]. Called after every check but that of the weights' values.
+        scratch: of reads with the same base and limits; None: nothing is kept.
 
     Raises:
         AdapterInvalid: with every reason found, MAX_REPORTED at most.
@@ -157,7 +148,7 @@ def _raise_if_any(problems: Problems) -> None:
 
 
 def _regular_file_bytes(path: Path, problems: Problems, *, missing: str = "missing") -> int | None:
-    """The file's size if it is a plain file, reached without a symlink; else None and a problem."""
+    """None, and a problem, where it is no plain file or reached through a symlink."""
     try:
         status = path.lstat()
     except OSError:
@@ -192,15 +183,12 @@ def _read_config(folder: Path, problems: Problems) -> bytes | None:
 
 @dataclass(frozen=True)
 class _WeightFile:
-    """Open, and not larger than it may be."""
-
     stream: BufferedReader
     size_bytes: int
-    header: bytes
-    """The JSON of it."""
+    header: bytes  # JSON
 
     def read(self, scratch: Scratch, problems: Problems) -> Tensor | None:
-        """The whole file, [bytes] uint8: valid until the thread takes from `scratch` again."""
+        """[bytes] uint8, valid until the thread takes from `scratch` again."""
         try:
             content = scratch.take(self.size_bytes)
             self.stream.seek(0)
@@ -215,7 +203,7 @@ class _WeightFile:
 
 
 def _open_weights(folder: Path, limits: AdapterLimits, files: ExitStack, problems: Problems) -> _WeightFile | None:
-    """The weight file, which `files` closes."""
+    """`files` closes it."""
     path = folder / WEIGHTS_NAME
     if folder.is_symlink() or not folder.is_dir():
         return None
@@ -247,7 +235,7 @@ def _check(
     limits: AdapterLimits,
     problems: Problems,
 ) -> Packing | None:
-    """How files of this kind are packed, if nothing is wrong with them. All but the weights' values is looked at."""
+    """None where anything but the weights' values is wrong."""
     config = settings = None
     if config_text is not None:
         try:
@@ -269,7 +257,7 @@ def _check(
 
 
 def _tensors_of(path: Path, weights: _WeightFile, problems: Problems) -> dict[str, _TensorInfo] | None:
-    """What the header says of the tensors, once the safetensors library has opened the file and found it sound."""
+    """Read only after the safetensors library has found the file sound."""
     try:
         with safe_open(path, framework="pt") as file:
             views = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
@@ -294,8 +282,7 @@ def _tensors_of(path: Path, weights: _WeightFile, problems: Problems) -> dict[st
 
 
 def _lies_in(data_bytes: int, entry: Mapping[str, Any]) -> bool:
-    """Whether a tensor of a type that is read has its bytes inside the file's data: what lies behind them in the
-    reader's memory may be another tenant's."""
+    """What lies behind the file's data in the reader's memory may be another tenant's."""
     dtype = _DTYPES.get(entry["dtype"])
     first, last = entry["data_offsets"]
     return dtype is None or (
@@ -306,8 +293,9 @@ def _lies_in(data_bytes: int, entry: Mapping[str, Any]) -> bool:
 def _check_tensors(
     tensors: Mapping[str, _TensorInfo], settings: LoraSettings | None, base: AdapterBase, problems: Problems
 ) -> dict[str, float]:
-    """Every tensor belongs to a targeted module, every targeted module has both, and all shapes fit. Returns the
-    modules' scales, by path; without problems they are whole."""
+    """Every tensor belongs to a targeted module, every targeted module has both, all shapes fit. The scales are by
+    path.
+    """
     found: dict[str, dict[str, _TensorInfo]] = defaultdict(dict)
     for key, info in sorted(tensors.items()):
         path, matrix = _parse_key(key)
@@ -335,7 +323,6 @@ def _check_tensors(
 def _check_targets(
     found: Mapping[str, Mapping[str, _TensorInfo]], matcher: ModuleMatcher, base: AdapterBase, problems: Problems
 ) -> dict[str, float]:
-    """The scales of `found`, by path."""
     scales: dict[str, float] = {}
     targeted = [path for path in base.modules if matcher.is_targeted(path, is_linear=True)]
     heads = [path for path in sorted(base.head_modules) if matcher.is_targeted(path, is_linear=False)]
