@@ -12,7 +12,6 @@ from manylora_router.guard.admission import (
     ModelLimits,
     Prompt,
     RequestInput,
-    SamplingInput,
     TextPrompt,
     TokenPrompt,
     admit,
@@ -23,6 +22,7 @@ from manylora_router.guard.admission import (
 )
 from manylora_shared.errors import Code, InvalidRequest, NotFound
 from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId
+from manylora_shared.sampling import Sampling
 from manylora_shared.tenancy.policy import TenantLimits, TenantPolicy
 
 MODEL = ModelLimits(vocab_size=100, max_context_tokens=32, max_sequences=4)
@@ -70,7 +70,7 @@ INF = math.inf
     ],
 )
 def test_bad_sampling(sampling: dict[str, Any], field: str) -> None:
-    assert fields_of(RequestInput(GOOD, sampling=SamplingInput(**sampling))) == [field]
+    assert fields_of(RequestInput(GOOD, sampling=Sampling(**sampling))) == [field]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_bad_sampling(sampling: dict[str, Any], field: str) -> None:
     ],
 )
 def test_good_sampling(sampling: dict[str, Any]) -> None:
-    assert fields_of(RequestInput(GOOD, sampling=SamplingInput(**sampling))) == []
+    assert fields_of(RequestInput(GOOD, sampling=Sampling(**sampling))) == []
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_all_violations_at_once() -> None:
     request = RequestInput(
         TextPrompt("x"),
         max_tokens=99,
-        sampling=SamplingInput(top_p=2.0, temperature=-1.0),
+        sampling=Sampling(top_p=2.0, temperature=-1.0),
         stop=[""],
         n=9,
         request_class="x",

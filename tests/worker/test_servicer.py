@@ -125,9 +125,9 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"presence_penalty": 2.5}, "presence_penalty"),
     ({"frequency_penalty": -2.5}, "frequency_penalty"),
     ({"top_logprobs": 21}, "top_logprobs"),
-    ({"logit_bias": {259: 1.0}}, "logit_bias"),
-    ({"logit_bias": {1: 101.0}}, "logit_bias"),
-    ({"logit_bias": {1: math.nan}}, "logit_bias"),
+    ({"logit_bias": {259: 1.0}}, "logit_bias[259]"),
+    ({"logit_bias": {1: 101.0}}, "logit_bias[1]"),
+    ({"logit_bias": {1: math.nan}}, "logit_bias[1]"),
 ]
 
 

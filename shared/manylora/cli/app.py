@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from manylora_shared.sampling import Sampling
 
 from manylora.cli.output import connect, run, usage_error
+from manylora.cli.sampling_options import with_sampling_options
 
 DEFAULT_SERVER = "127.0.0.1:7070"
 DEFAULT_PORT = 7070
@@ -132,6 +134,7 @@ def demo(as_json: Json = False) -> None:
 
 
 @app.command()
+@with_sampling_options
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; `-` reads it from stdin.")] = None,
     tenant: Annotated[str, typer.Option(help="The tenant; a key that is bound to one needs no other.")] = "",
@@ -147,9 +150,9 @@ def generate(
         str | None, typer.Option(metavar="1,2,3", help="The prompt as token ids instead of text.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=0, max=MAX_TOKEN_ID, help="0: the router's default.")] = 0,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, max=2**64 - 1)] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
+    *,
+    sampling: Sampling,
     as_json: Json = False,
     server: Server = DEFAULT_SERVER,
     key: Key = None,
@@ -171,8 +174,7 @@ def generate(
             priority=priority,
             timeout_s=timeout,
             max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
+            sampling=sampling,
             stop=stop or [],
             as_json=as_json,
         ),

@@ -25,12 +25,10 @@ async def generate(
     priority: int | None,
     timeout_s: float | None,
     max_tokens: int,
-    temperature: float | None,
-    seed: int | None,
+    sampling: Sampling,
     stop: Sequence[str],
     as_json: bool,
 ) -> None:
-    sampling = Sampling(temperature=temperature, seed=seed)
     async with (
         target.client(tenant=tenant) as client,
         client.generate(

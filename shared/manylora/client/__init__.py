@@ -13,6 +13,7 @@ client holds one connection and no other state: it may be shared by any number o
 """
 
 from manylora_shared.errors import FieldViolation, QuotaBreach
+from manylora_shared.sampling import Sampling
 
 from manylora.client.aio import Client, GenerateStream
 from manylora.client.answers import (
@@ -24,7 +25,6 @@ from manylora.client.answers import (
     PositionLogprobs,
     RequestFailed,
     Result,
-    Sampling,
     Started,
     Timings,
     Usage,

@@ -18,11 +18,12 @@ from typing import Any, Self
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from manylora_shared.errors import Code, FieldViolation, RpcError
+from manylora_shared.sampling import Sampling
 from manylora_shared.tenancy.identity import bearer
 from manylora_shared.transport.base import Channel, Method, Stream, Transport, methods_of
 from manylora_shared.transport.grpc_transport import GrpcTransport
 
-from manylora.client.answers import Collector, Event, RequestFailed, Result, Sampling
+from manylora.client.answers import Collector, Event, RequestFailed, Result
 from manylora.client.cluster import (
     AdapterInfo,
     ClusterStatus,
@@ -47,7 +48,7 @@ from manylora.client.messages import (
     tenant_from,
 )
 from manylora.client.retry import DEFAULT_RETRY, RetryBudget, RetryPolicy
-from manylora.v1 import admin_pb2, inference_pb2
+from manylora.v1 import admin_pb2, common_pb2, inference_pb2
 
 DEFAULT_SERVER = "127.0.0.1:7070"
 DEFAULT_TIMEOUT_S = 30.0
@@ -440,7 +441,7 @@ class Client:
             n=n,
         )
         if sampling is not None:
-            request.sampling.CopyFrom(sampling.to_message())
+            request.sampling.CopyFrom(common_pb2.SamplingParams(**sampling.given()))
         _set_prompt(request, prompt)
         metadata = _metadata(
             tenant=tenant or self._tenant,

@@ -1,4 +1,4 @@
-"""What a request asks for and what comes of it: sampling, events, whole results, failures.
+"""What comes of a request: events, whole results, failures.
 
 Pure data: no gRPC, no asyncio. Names and units are those of the protos (messages.py reads them off).
 """
@@ -6,13 +6,11 @@ Pure data: no gRPC, no asyncio. Names and units are those of the protos (message
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from manylora_shared.errors import FieldViolation, QuotaBreach, RpcError
-
-from manylora.v1 import common_pb2
 
 
 class RequestFailed(Exception):
@@ -72,26 +70,6 @@ class RequestFailed(Exception):
         if self.breaches or self.retry_after_s is not None:
             told["retry_after_s"] = self.retry_after_s
         return told
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen. None leaves a parameter to its default (common.proto); the router checks the values."""
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    top_logprobs: int | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-
-    def to_message(self) -> common_pb2.SamplingParams:
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return common_pb2.SamplingParams(**{k: v for k, v in values.items() if v is not None})
 
 
 @dataclass(frozen=True)
@@ -225,6 +203,8 @@ class Result:
             "worker_id": self.worker_id,
             "timings": dataclasses.asdict(self.timings),
         }
+        if self.choices[0].logprobs:
+            answer["logprobs"] = [dataclasses.asdict(p) for p in self.choices[0].logprobs]
         if self.degraded is not None:
             answer["degraded"] = dataclasses.asdict(self.degraded)
         if len(self.choices) > 1:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from manylora.v1 import common_pb2, inference_pb2
 from manylora_shared.errors import Cancelled, InternalError, ManyloraError, Overloaded, ServiceUnavailable, Unready
 from manylora_shared.ids import QosClass, TenantId
+from manylora_shared.sampling import Sampling
 from manylora_shared.telemetry import Attribute, Span, SpanName, Telemetry, request_attributes
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.identity import authenticate
@@ -30,7 +31,6 @@ from manylora_router.guard.admission import (
     ChatPrompt,
     Prompt,
     RequestInput,
-    SamplingInput,
     TextPrompt,
     TokenPrompt,
 )
@@ -381,26 +381,11 @@ def read_request(request: inference_pb2.GenerateRequest, metadata: Mapping[str, 
     return RequestInput(
         prompt=prompt,
         max_tokens=request.max_tokens,
-        sampling=_read_sampling(request.sampling),
+        sampling=Sampling.of_message(request.sampling),
         stop=request.stop,
         stop_token_ids=request.stop_token_ids,
         n=request.n,
         request_class=metadata.get(admission.CLASS_KEY, ""),
         priority=metadata.get(admission.PRIORITY_KEY, ""),
         idempotency_key=metadata.get(admission.IDEMPOTENCY_KEY, ""),
-    )
-
-
-def _read_sampling(s: common_pb2.SamplingParams) -> SamplingInput:
-    return SamplingInput(
-        temperature=s.temperature if s.HasField("temperature") else None,
-        top_k=s.top_k if s.HasField("top_k") else None,
-        top_p=s.top_p if s.HasField("top_p") else None,
-        min_p=s.min_p if s.HasField("min_p") else None,
-        repetition_penalty=s.repetition_penalty if s.HasField("repetition_penalty") else None,
-        presence_penalty=s.presence_penalty if s.HasField("presence_penalty") else None,
-        frequency_penalty=s.frequency_penalty if s.HasField("frequency_penalty") else None,
-        seed=s.seed if s.HasField("seed") else None,
-        top_logprobs=s.top_logprobs if s.HasField("top_logprobs") else None,
-        logit_bias=dict(s.logit_bias),
     )

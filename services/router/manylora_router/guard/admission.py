@@ -10,12 +10,12 @@ refused in the same bytes as one that does not exist.
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from manylora_shared.errors import FieldViolation, InvalidRequest, NotFound, shown
 from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId, is_valid_name
+from manylora_shared.sampling import MAX_LISTED, Sampling
 from manylora_shared.tenancy.identity import Principal, Scope
 from manylora_shared.tenancy.policy import TenantPolicy
 
@@ -30,18 +30,12 @@ MAX_CHOICES = 8
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 64
 MAX_STOP_TOKEN_IDS = 64
-MAX_TOP_LOGPROBS = 20
-MAX_LOGIT_BIASES = 1024
-MAX_ABS_LOGIT_BIAS = 100.0
-MAX_ABS_PENALTY = 2.0
 MAX_PRIORITY = 100
 MAX_IDEMPOTENCY_KEY_CHARS = 128
 MAX_CHAT_MESSAGES = 4096
 BYTES_PER_CONTEXT_TOKEN = 16
 """Text longer than this many bytes for each token of the context is refused unread; tokens of real text are shorter."""
 MAX_TEXT_BYTES = 1 << 20
-_MAX_LISTED = 8
-"""Violations listed of one list; what follows is counted."""
 
 
 @dataclass(frozen=True)
@@ -64,28 +58,12 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
 @dataclass(frozen=True)
-class SamplingInput:
-    """Sampling as the caller gave it; None: absent. Meaning and defaults as in common.proto."""
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    top_logprobs: int | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class RequestInput:
     """A GenerateRequest and its metadata, as they came. 0 and "" mean absent, as on the wire."""
 
     prompt: Prompt | None
     max_tokens: int = 0
-    sampling: SamplingInput = SamplingInput()
+    sampling: Sampling = field(default_factory=Sampling)
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     n: int = 0
@@ -184,7 +162,7 @@ def check(request: RequestInput, model: ModelLimits) -> list[FieldViolation]:
     found: list[FieldViolation] = []
     _check_metadata(request, found)
     _check_prompt(request.prompt, model, found)
-    _check_sampling(request.sampling, model, found)
+    found += request.sampling.violations(model.vocab_size)
     _check_stops(request, model, found)
     if request.n > MAX_CHOICES:
         found.append(FieldViolation("n", f"must be at most {MAX_CHOICES}, not {request.n}"))
@@ -338,7 +316,7 @@ def _check_chat(messages: Sequence[tuple[str, str]], most_bytes: int, found: lis
         found.append(FieldViolation("prompt.chat.messages", message))
         return
     without_role = [index for index, (role, _) in enumerate(messages) if not role]
-    for index in without_role[:_MAX_LISTED]:
+    for index in without_role[:MAX_LISTED]:
         found.append(FieldViolation(f"prompt.chat.messages[{index}].role", "is empty"))
     size_bytes = sum(len(role.encode()) + len(content.encode()) for role, content in messages)
     if size_bytes > most_bytes:
@@ -354,49 +332,11 @@ def _check_token_ids(name: str, ids: Sequence[int], model: ModelLimits, found: l
     if max(ids) < model.vocab_size:
         return
     wrong = [index for index, token_id in enumerate(ids) if token_id >= model.vocab_size]
-    for index in wrong[:_MAX_LISTED]:
+    for index in wrong[:MAX_LISTED]:
         message = f"{ids[index]} is outside the model's vocabulary of {model.vocab_size} tokens"
         found.append(FieldViolation(f"{name}[{index}]", message))
-    if len(wrong) > _MAX_LISTED:
-        found.append(FieldViolation(name, f"{len(wrong) - _MAX_LISTED} more are outside the vocabulary"))
-
-
-def _check_sampling(sampling: SamplingInput, model: ModelLimits, found: list[FieldViolation]) -> None:
-    def check_number(name: str, value: float | None, is_right: bool, description: str) -> None:
-        if value is not None and not (is_right and math.isfinite(value)):
-            found.append(FieldViolation(f"sampling.{name}", f"must be {description}, not {value:g}"))
-
-    s = sampling
-    check_number("temperature", s.temperature, s.temperature is not None and s.temperature >= 0, "0 or more")
-    check_number("top_p", s.top_p, s.top_p is not None and 0 < s.top_p <= 1, "above 0 and at most 1")
-    check_number("min_p", s.min_p, s.min_p is not None and 0 <= s.min_p <= 1, "from 0 to 1")
-    check_number(
-        "repetition_penalty",
-        s.repetition_penalty,
-        s.repetition_penalty is not None and s.repetition_penalty > 0,
-        "above 0",
-    )
-    for name, value in (("presence_penalty", s.presence_penalty), ("frequency_penalty", s.frequency_penalty)):
-        check_number(name, value, value is not None and abs(value) <= MAX_ABS_PENALTY, "from -2 to 2")
-    if s.top_logprobs is not None and s.top_logprobs > MAX_TOP_LOGPROBS:
-        message = f"must be at most {MAX_TOP_LOGPROBS}, not {s.top_logprobs}"
-        found.append(FieldViolation("sampling.top_logprobs", message))
-    if len(s.logit_bias) > MAX_LOGIT_BIASES:
-        message = f"has {len(s.logit_bias)} entries, more than {MAX_LOGIT_BIASES}"
-        found.append(FieldViolation("sampling.logit_bias", message))
-        return
-    listed = 0
-    for token_id, bias in sorted(s.logit_bias.items()):
-        if listed == _MAX_LISTED:
-            break
-        if token_id >= model.vocab_size:
-            message = f"is outside the model's vocabulary of {model.vocab_size} tokens"
-        elif not -MAX_ABS_LOGIT_BIAS <= bias <= MAX_ABS_LOGIT_BIAS:
-            message = f"must be from -100 to 100, not {bias:g}"
-        else:
-            continue
-        listed += 1
-        found.append(FieldViolation(f"sampling.logit_bias[{token_id}]", message))
+    if len(wrong) > MAX_LISTED:
+        found.append(FieldViolation(name, f"{len(wrong) - MAX_LISTED} more are outside the vocabulary"))
 
 
 def _check_stops(request: RequestInput, model: ModelLimits, found: list[FieldViolation]) -> None:

@@ -11,28 +11,19 @@ tensors and nothing else. All of it runs on one thread; only an AdapterBackend m
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from manylora_shared import sampling
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """Validated sampling parameters with all defaults filled in. Meaning as in common.proto."""
+@dataclass(frozen=True, kw_only=True)
+class Sampling(sampling.Sampling):
+    """A request's sampling parameters, checked, with its seed."""
 
-    seed: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    top_logprobs: int | None = None
-    """None: no logprobs; k: the sampled token's and the k likeliest."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
 
     @property
     def is_greedy(self) -> bool:

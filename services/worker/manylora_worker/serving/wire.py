@@ -6,7 +6,6 @@ checked here, and all that is wrong is named at once.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 
@@ -22,8 +21,6 @@ from manylora_worker.kinds.api import AdapterTier, EngineRequest, FinishReason, 
 MAX_CHOICES = 8
 MAX_STOP_TOKENS = 256
 """A caller's 64, and the model's own."""
-MAX_TOP_LOGPROBS = 20
-MAX_LOGIT_BIASES = 4096
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 QOS_CLASSES = {
@@ -85,7 +82,9 @@ def engine_request(message: worker_pb2.ExecuteRequest, model: ModelInfo) -> Engi
         _check_token_ids(check, "emitted_token_ids", emitted, model)
     check(len(message.stop_token_ids) <= MAX_STOP_TOKENS, "stop_token_ids", f"at most {MAX_STOP_TOKENS}")
     _check_token_ids(check, "stop_token_ids", message.stop_token_ids, model)
-    sampling = _sampling(message.sampling, model, check)
+    check(message.sampling.HasField("seed"), "sampling.seed", "must be set")
+    sampling = Sampling.of_message(message.sampling)
+    found.found += sampling.violations(model.vocab_size)
     if found.found:
         raise InvalidRequest.of_all(found.found)
     return EngineRequest(
@@ -107,35 +106,6 @@ def _check_token_ids(
 ) -> None:
     largest = max(token_ids, default=0)
     check(largest < model.vocab_size, field, f"token {largest} is not in the vocabulary of {model.vocab_size}")
-
-
-def _sampling(
-    message: common_pb2.SamplingParams, model: ModelInfo, check: Callable[[bool, str, str], bool]
-) -> Sampling:
-    def number(name: str, default: float, is_good: Callable[[float], bool], meaning: str) -> float:
-        value: float = getattr(message, name) if message.HasField(name) else default
-        check(math.isfinite(value) and is_good(value), f"sampling.{name}", f"must be {meaning}")
-        return value
-
-    check(message.HasField("seed"), "sampling.seed", "must be set")
-    if message.HasField("top_logprobs"):
-        check(message.top_logprobs <= MAX_TOP_LOGPROBS, "sampling.top_logprobs", f"must be 0 to {MAX_TOP_LOGPROBS}")
-    check(len(message.logit_bias) <= MAX_LOGIT_BIASES, "sampling.logit_bias", f"at most {MAX_LOGIT_BIASES} tokens")
-    _check_token_ids(check, "sampling.logit_bias", tuple(message.logit_bias), model)
-    biases = message.logit_bias.values()
-    check(all(-100 <= bias <= 100 for bias in biases), "sampling.logit_bias", "must be -100 to 100 for each token")
-    return Sampling(
-        seed=message.seed,
-        temperature=number("temperature", 1.0, lambda v: v >= 0, "0 or more"),
-        top_k=message.top_k,
-        top_p=number("top_p", 1.0, lambda v: 0 < v <= 1, "over 0 and up to 1"),
-        min_p=number("min_p", 0.0, lambda v: 0 <= v <= 1, "0 to 1"),
-        repetition_penalty=number("repetition_penalty", 1.0, lambda v: v > 0, "over 0"),
-        presence_penalty=number("presence_penalty", 0.0, lambda v: -2 <= v <= 2, "-2 to 2"),
-        frequency_penalty=number("frequency_penalty", 0.0, lambda v: -2 <= v <= 2, "-2 to 2"),
-        top_logprobs=message.top_logprobs if message.HasField("top_logprobs") else None,
-        logit_bias=dict(message.logit_bias),
-    )
 
 
 def tokens_frame(number: int, outputs: Iterable[TokenOutput]) -> worker_pb2.ExecuteResponse | None:

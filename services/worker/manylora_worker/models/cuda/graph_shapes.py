@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from manylora_shared.sampling import MAX_TOP_LOGPROBS
+
 from manylora_worker.models.cuda.kernels.lora import TILE_ROWS
-from manylora_worker.models.cuda.kernels.sampling import MAX_TOP_LOGPROBS, SamplingPlan
+from manylora_worker.models.cuda.kernels.sampling import SamplingPlan
 
 BY_ROW = 0
 NO_LORA = -1

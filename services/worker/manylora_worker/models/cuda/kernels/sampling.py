@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import triton
+from manylora_shared.sampling import MAX_TOP_LOGPROBS
 from torch import Tensor
 
 from manylora_worker.kinds.api import Sampling
@@ -36,7 +37,6 @@ from manylora_worker.models.cuda.kernels.sampling_kernels import (
 )
 
 _MASK_64 = (1 << 64) - 1
-MAX_TOP_LOGPROBS = 20
 _SEGMENT_TOKENS = 4096
 _CANDIDATES = 16384
 """Room for candidates, a row; 8 bytes each."""

@@ -1,0 +1,141 @@
+"""The sampling parameters: type, default, range and words of each, for client, command line, router and worker.
+
+Names are those of `manylora.v1.SamplingParams`. What a parameter does to a draw is for the workers' samplers to know.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Protocol, Self
+
+from manylora_shared.errors import FieldViolation
+
+MAX_TOP_LOGPROBS = 20
+MAX_LISTED = 8
+"""Violations listed of one field; what follows is not told, or counted."""
+
+
+class Kind(enum.Enum):
+    NUMBER = enum.auto()
+    COUNT = enum.auto()
+    BIASES = enum.auto()
+    """A number by token id."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Finite numbers from `low` to `high`; `is_open`: without `low` itself."""
+
+    low: float
+    high: float = math.inf
+    is_open: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = self.low < value if self.is_open else self.low <= value
+        return above and value <= self.high and math.isfinite(value)
+
+    def __str__(self) -> str:
+        if self.high == math.inf:
+            return f"above {self.low:g}" if self.is_open else f"{self.low:g} or more"
+        return f"above {self.low:g} and at most {self.high:g}" if self.is_open else f"from {self.low} to {self.high}"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One row of the table. `range`: of the number, or of each bias; `max_entries`: where there may be several."""
+
+    name: str
+    kind: Kind
+    default: Any
+    range: Range
+    meaning: str
+    max_entries: int = 0
+
+    def violations(self, value: Any, vocab_size: int) -> Iterator[FieldViolation]:
+        path = f"sampling.{self.name}"
+        if self.max_entries and len(value) > self.max_entries:
+            yield FieldViolation(path, f"has {len(value)} entries, more than {self.max_entries}")
+        elif self.kind is Kind.BIASES:
+            wrong = (found for entry in sorted(value.items()) if (found := self._wrong_bias(entry, vocab_size)))
+            for (token_id, problem), _ in zip(wrong, range(MAX_LISTED), strict=False):
+                yield FieldViolation(f"{path}[{token_id}]", problem)
+        elif value not in self.range:
+            yield FieldViolation(path, self._outside(value))
+
+    def _wrong_bias(self, entry: tuple[int, float], vocab_size: int) -> tuple[int, str] | None:
+        token_id, bias = entry
+        if token_id >= vocab_size:
+            return token_id, f"is outside the model's vocabulary of {vocab_size} tokens"
+        return (token_id, self._outside(bias)) if bias not in self.range else None
+
+    def _outside(self, value: float) -> str:
+        return (
+            f"must be {self.range}, not {value:g}" if isinstance(value, float) else f"must be {self.range}, not {value}"
+        )
+
+
+class _Message(Protocol):
+    def HasField(self, name: Any, /) -> bool: ...
+
+
+def _row(kind: Kind, default: Any, range_: Range, meaning: str, max_entries: int = 0) -> Any:
+    metadata = {"kind": kind, "range": range_, "meaning": meaning, "max_entries": max_entries}
+    if kind is Kind.BIASES:
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen. Each field is a row of the table: default, range and meaning stand here and only here."""
+
+    temperature: float = _row(Kind.NUMBER, 1.0, Range(0), "0 takes the likeliest token")
+    top_k: int = _row(Kind.COUNT, 0, Range(0, 2**32 - 1), "only the k likeliest tokens; 0: all")
+    top_p: float = _row(Kind.NUMBER, 1.0, Range(0, 1, is_open=True), "only the likeliest tokens of this probability")
+    min_p: float = _row(Kind.NUMBER, 0.0, Range(0, 1), "only tokens of this part of the likeliest one's probability")
+    repetition_penalty: float = _row(
+        Kind.NUMBER, 1.0, Range(0, is_open=True), "divides the logits of tokens in prompt and output"
+    )
+    presence_penalty: float = _row(Kind.NUMBER, 0.0, Range(-2, 2), "taken from the logits of tokens in the output")
+    frequency_penalty: float = _row(Kind.NUMBER, 0.0, Range(-2, 2), "the same for each time that a token is there")
+    seed: int | None = _row(Kind.COUNT, None, Range(0, 2**64 - 1), "of the draws; default: the router draws one")
+    top_logprobs: int | None = _row(
+        Kind.COUNT, None, Range(0, MAX_TOP_LOGPROBS), "log-probabilities of a token and of so many others"
+    )
+    logit_bias: Mapping[int, float] = _row(Kind.BIASES, None, Range(-100, 100), "added to tokens' logits", 1024)
+
+    @classmethod
+    def of_message(cls, message: _Message) -> Self:
+        """What a SamplingParams says, defaults filled in; not checked."""
+        given: dict[str, Any] = {}
+        for row in PARAMETERS:
+            if row.kind is Kind.BIASES:
+                given[row.name] = dict(getattr(message, row.name))
+            elif message.HasField(row.name):
+                given[row.name] = getattr(message, row.name)
+        return cls(**given)
+
+    def given(self) -> dict[str, Any]:
+        """The fields that are not at their defaults: those of a SamplingParams."""
+        values = ((row, getattr(self, row.name)) for row in PARAMETERS)
+        return {row.name: value for row, value in values if value != row.default}
+
+    def violations(self, vocab_size: int) -> list[FieldViolation]:
+        """Everything that is wrong, each as `sampling.FIELD`, in the table's order."""
+        given = self.given()
+        return [
+            found for row in PARAMETERS if row.name in given for found in row.violations(given[row.name], vocab_size)
+        ]
+
+
+PARAMETERS = tuple(
+    Parameter(
+        name=each.name,
+        default=each.default if each.default is not MISSING else {},
+        **each.metadata,
+    )
+    for each in fields(Sampling)
+)

@@ -1,0 +1,72 @@
+"""The table of sampling parameters against the proto, and its words."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from manylora.v1 import common_pb2
+from manylora_shared.sampling import PARAMETERS, Kind, Range, Sampling
+
+GIVEN = {
+    "temperature": 0.5,
+    "top_k": 3,
+    "top_p": 0.25,
+    "min_p": 0.125,
+    "repetition_penalty": 1.5,
+    "presence_penalty": -0.5,
+    "frequency_penalty": 0.75,
+    "seed": 0,
+    "top_logprobs": 0,
+    "logit_bias": {3: -1.5},
+}
+
+
+def test_the_proto_and_the_table_have_the_same_fields() -> None:
+    by_name = common_pb2.SamplingParams.DESCRIPTOR.fields_by_name
+    assert set(by_name) == {row.name for row in PARAMETERS} == set(GIVEN)
+    for row in PARAMETERS:
+        several = row.kind not in (Kind.NUMBER, Kind.COUNT)
+        assert by_name[row.name].is_repeated is several
+        assert by_name[row.name].has_presence is not several
+
+
+def test_there_and_back() -> None:
+    message = common_pb2.SamplingParams(**Sampling(**GIVEN).given())
+    assert dataclasses.asdict(Sampling.of_message(message)) == GIVEN
+
+
+def test_what_is_at_its_default_is_not_sent() -> None:
+    assert Sampling().given() == {}
+    assert common_pb2.SamplingParams(**Sampling(temperature=1.0, top_k=0).given()).ListFields() == []
+    assert Sampling.of_message(common_pb2.SamplingParams()) == Sampling()
+
+
+@pytest.mark.parametrize(
+    ("range_", "text", "good", "bad"),
+    [
+        (Range(0), "0 or more", [0, 7.5], [-0.1, math.inf, math.nan]),
+        (Range(0, is_open=True), "above 0", [0.1], [0, math.inf]),
+        (Range(0, 1), "from 0 to 1", [0, 1], [-0.1, 1.1, math.nan]),
+        (Range(0, 1, is_open=True), "above 0 and at most 1", [0.1, 1], [0, 1.1]),
+    ],
+)
+def test_ranges(range_: Range, text: str, good: list[float], bad: list[float]) -> None:
+    assert str(range_) == text
+    assert all(value in range_ for value in good)
+    assert not any(value in range_ for value in bad)
+
+
+def test_violations_name_the_field_and_what_is_right() -> None:
+    sampling = Sampling(temperature=math.nan, top_p=0.0, top_logprobs=21, logit_bias={5: 101.0, 100: 1.0})
+    assert [(v.field, v.description) for v in sampling.violations(100)] == [
+        ("sampling.temperature", "must be 0 or more, not nan"),
+        ("sampling.top_p", "must be above 0 and at most 1, not 0"),
+        ("sampling.top_logprobs", "must be from 0 to 20, not 21"),
+        ("sampling.logit_bias[5]", "must be from -100 to 100, not 101"),
+        ("sampling.logit_bias[100]", "is outside the model's vocabulary of 100 tokens"),
+    ]
+    many = Sampling(logit_bias=dict.fromkeys(range(2000), 0.0))
+    assert [v.description for v in many.violations(10)] == ["has 2000 entries, more than 1024"]
+    assert len(Sampling(logit_bias=dict.fromkeys(range(50), 200.0)).violations(100)) == 8
