@@ -1,18 +1,10 @@
 """Paged attention behind transformers' AttentionInterface: the torch reference, on any device.
 
-`register_attention()` names one function, ATTENTION, to transformers. It holds no state: all that it needs comes with
-the call as one keyword, `manylora_attention`, an object with an `attend` method. AttentionStep is the one that
-serves (one a step, built by inputs.py); the loader's probe has another that only records what a model hands over.
+The keyword `manylora_attention` brings an object with an `attend` method: AttentionStep (one a step, from inputs.py) or
+the loader's probe. Tables and masks are worked out once per distinct sliding window and step.
 
-AttentionStep knows each token's place in the cache and how rows are grouped. What depends on a layer's sliding window
-(tables, masks) is worked out once per distinct window and step, not per layer.
-
-Isolation: a row reads only blocks of its own table. Padding of a ragged group repeats blocks of the row itself and is
-masked with -inf before the softmax, and the unwritten end of a block is zero (model_runner.py zeroes a block when a
-sequence enters it), so that neither another tenant's values nor a stale NaN can take part.
-
-transformers builds no mask for an attention name that AttentionMaskInterface does not list, which is what is wanted:
-masks come from positions and windows here.
+A row reads only blocks of its own table. Padding repeats the row's own blocks, masked with -inf before the softmax, and
+model_runner.py zeroes a block when a sequence enters it: neither another tenant's values nor a stale NaN takes part.
 """
 
 from __future__ import annotations
@@ -34,8 +26,6 @@ STEP_KEYWORD = "manylora_attention"
 
 
 class Attends(Protocol):
-    """What travels through the model as `manylora_attention`."""
-
     def attend(
         self,
         module: nn.Module,
@@ -68,13 +58,13 @@ def _attention(
 
 @functools.cache
 def register_attention() -> None:
-    """Makes ATTENTION known to transformers; needed once a process."""
+    """Once a process. transformers builds no mask for a name that AttentionMaskInterface does not list."""
     AttentionInterface.register(ATTENTION, _attention)
 
 
 @dataclass(frozen=True)
 class DecodeRow:
-    """One new token of one sequence. `context_tokens` counts it: its position is context_tokens - 1."""
+    """One new token, at position context_tokens - 1."""
 
     row: int
     context_tokens: int
@@ -83,7 +73,7 @@ class DecodeRow:
 
 @dataclass(frozen=True)
 class PrefillRows:
-    """Consecutive new tokens of one sequence: rows [first_row, last_row) at positions from start_position on."""
+    """New tokens of one sequence: rows [first_row, last_row), at positions from start_position on."""
 
     first_row: int
     last_row: int
@@ -97,42 +87,31 @@ class PrefillRows:
 
 @dataclass(frozen=True)
 class _DecodeGroup:
-    rows: slice | Tensor
-    """Row indices, [B] where they are not consecutive."""
-    block_rows: Tensor
-    """[B * blocks]: cache rows to gather."""
+    rows: slice | Tensor  # [B] indices where they are not consecutive
+    block_rows: Tensor  # [B * blocks]: cache rows to gather
     num_rows: int
-    gathered_tokens: int
-    """Per row, padding included."""
-    seen: slice
-    """Of the gathered tokens those that any row sees."""
-    mask: Tensor | None
-    """[B, 1, 1, seen tokens], 0 or -inf; None: every row sees all of them."""
+    gathered_tokens: int  # per row, padding included
+    seen: slice  # of the gathered tokens those that any row sees
+    mask: Tensor | None  # [B, 1, 1, seen tokens], 0 or -inf; None: every row sees all of them
 
 
 @dataclass(frozen=True)
 class _PrefillPlan:
     rows: PrefillRows
-    block_rows: Tensor | None
-    """[blocks] to gather; None: the chunk is all the context there is, and causal."""
-    mask: Tensor | None
-    """[new tokens, gathered tokens], 0 or -inf; None where `block_rows` is None."""
+    block_rows: Tensor | None  # [blocks] to gather; None: the chunk is all the context there is, and causal
+    mask: Tensor | None  # [new tokens, gathered tokens], 0 or -inf; None where `block_rows` is None
     context_in_gather: int
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Everything about one step that depends on the window."""
-
     decode_groups: Sequence[_DecodeGroup]
     prefills: Sequence[_PrefillPlan]
 
 
 def group_by_length(lengths: Sequence[int], *, slack: int = 2, share: float = 0.75) -> list[list[int]]:
-    """Groups indices so that padding each group to its longest member wastes little.
-
-    A member is at least `share` of its group's longest, less `slack`. Groups and their members are in order of
-    falling length.
+    """A member is at least `share` of its group's longest, less `slack`. Groups and members come in order of falling
+    length.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     groups: list[list[int]] = []
@@ -145,7 +124,7 @@ def group_by_length(lengths: Sequence[int], *, slack: int = 2, share: float = 0.
 
 
 def _parts(members: list[int], longest: int, most: int | None) -> list[list[int]]:
-    """A group, cut so that no part gathers more than `most` blocks if it has more than one member."""
+    """No part of more than one member gathers more than `most` blocks."""
     if most is None:
         return [members]
     size = max(1, most // longest)
@@ -153,13 +132,7 @@ def _parts(members: list[int], longest: int, most: int | None) -> list[list[int]
 
 
 class AttentionStep:
-    """One step's attention over the paged cache.
-
-    Args:
-        cache: keys and values; this step's own are written by `attend`, layer by layer.
-        token_rows: [T], where each new token goes.
-        num_rows: T.
-    """
+    """One step's attention over the paged cache. token_rows: [T], where each new token goes."""
 
     def __init__(
         self,
@@ -347,7 +320,7 @@ def _index(rows: list[int], device: torch.device) -> slice | Tensor:
 
 
 def _first_position(query_position: int, window: int | None) -> int:
-    """The first position that the query may see: itself and the window - 1 before it."""
+    """The query sees itself and the window - 1 positions before it."""
     return 0 if window is None else max(0, query_position - window + 1)
 
 
@@ -365,10 +338,7 @@ def _attend(
     *,
     is_causal: bool = False,
 ) -> Tensor:
-    """[batch, heads, n, head_dim] over [batch, heads, m, head_dim].
-
-    is_causal: n = m, and each sees itself and what is before it; in place of a mask.
-    """
+    """[batch, heads, n, head_dim] over [batch, heads, m, head_dim]. is_causal: n = m, no mask."""
     if softcap is None:
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=is_causal, scale=scale)
     scores = torch.tanh(torch.matmul(queries, keys.transpose(2, 3)) * (scale / softcap)) * softcap

@@ -1,10 +1,7 @@
-"""A decoder's pass in torch's own operators: what the CPU runs of a model whose layers are known (decoder_weights.py).
+"""A decoder's pass in torch's own operators, for models whose layers are known (decoder_weights.py). transformers'
+modules take two to three times as many, at a few microseconds each.
 
-transformers' modules compute the same in two to three times as many operators, each of which costs a few microseconds
-of Python and dispatch however few rows a step has. Here a norm is one call, keys and queries are rotated together, and
-a residual is added in place.
-
-TorchDecoder owns nothing but norm weights of its own form; products and their LoRA are the loaded model's modules.
+TorchDecoder owns only norm weights; products and their LoRA are the loaded model's modules.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ _CHECKED_TOKENS = 8
 
 
 class _Product:
-    """LoraLinear.forward, without what a call of a module costs: a fifth of a step of one row."""
+    """LoraLinear.forward without a module call's cost, a fifth of a step of one row."""
 
     def __init__(self, projection: Projection) -> None:
         linear = projection.linear
@@ -52,7 +49,7 @@ class _Product:
 
 @dataclass(frozen=True)
 class _Layer:
-    """What of a layer is called: products, and norm weights in float32 with Gemma's one added."""
+    """Norm weights are float32, with Gemma's one added."""
 
     qkv: _Product
     o: _Product
@@ -62,18 +59,15 @@ class _Layer:
     attention_post_norm: Tensor | None
     ffn_norm: Tensor
     ffn_post_norm: Tensor | None
-    head_norms: Tensor | None
-    """[query and kv heads, head_dim]: of every head that is rotated."""
-    qkv_widths: tuple[int, int]
-    """Columns of what is rotated, and of the values."""
-    rotated_heads: tuple[int, int]
-    """Query heads, key heads."""
+    head_norms: Tensor | None  # [query and kv heads, head_dim]: of every head that is rotated
+    qkv_widths: tuple[int, int]  # columns of what is rotated, and of the values
+    rotated_heads: tuple[int, int]  # query heads, key heads
     attention: AttentionShape
     rope: int
 
 
 class TorchDecoder:
-    """The model's pass over a flat batch of T tokens. Stateless between calls."""
+    """Stateless between calls."""
 
     def __init__(self, weights: DecoderWeights) -> None:
         self._weights = weights
@@ -81,7 +75,7 @@ class TorchDecoder:
         self._final_norm = self._norm_weight(weights.final_norm)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionStep, logit_rows: Tensor) -> Tensor:
-        """[len(logit_rows), vocab]: the logits of these rows. token_ids, positions: [T]."""
+        """token_ids, positions: [T] -> logits [len(logit_rows), vocab]."""
         weights = self._weights
         # The embedding's rows are copies, so that the residual may be added to in place.
         residual = weights.embed(token_ids)
@@ -127,7 +121,7 @@ class TorchDecoder:
         return activated.mul_(up)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """RMS norm over the last dimension, in float32."""
+        """RMS over the last dimension, in float32."""
         return F.rms_norm(x.float(), x.shape[-1:], weight, self._weights.eps).to(x.dtype)
 
     def _layer(self, layer: DecoderLayer) -> _Layer:
@@ -158,10 +152,8 @@ class TorchDecoder:
 
 
 def trusted_weights(loaded: LoadedModel) -> DecoderWeights | None:
-    """What the model's decoder computes, seen to agree with transformers' own pass; None: run the model as it is.
-
-    The comparison finds what `read_decoder` cannot see: a family whose layers have known parts, and code of its own
-    between them (Granite's factors, say).
+    """What the decoder computes, seen to agree with transformers' own pass; None: run the model as it is. The
+    comparison finds code of a family's own between known parts (Granite's factors).
     """
     weights = read_decoder(loaded)
     if weights is None:
@@ -178,7 +170,7 @@ def trusted_weights(loaded: LoadedModel) -> DecoderWeights | None:
 
 
 def _difference(loaded: LoadedModel, decoder: TorchDecoder) -> float:
-    """|decoder's logits - transformers'| over |transformers'|, for a prompt of a few tokens."""
+    """Relative, for a short prompt."""
     device = loaded.device
     cache = KvCache(loaded.spec.kv, num_blocks=1, block_size=_CHECKED_TOKENS, dtype=loaded.dtype, device=device)
     rows = torch.arange(_CHECKED_TOKENS, device=device)
@@ -202,13 +194,13 @@ def _optional(weight: Tensor | None, form: Callable[[Tensor], Tensor]) -> Tensor
 
 
 def _rope_rows(cos: Tensor, sin: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[T, 1, rotated] each: cos twice, and sin with the sign that the two halves take it with."""
+    """[T, 1, rotated] each: cos twice, and sin with the sign of each half."""
     cos, sin = cos.index_select(0, positions).to(dtype), sin.index_select(0, positions).to(dtype)
     return torch.cat((cos, cos), dim=1).unsqueeze(1), torch.cat((-sin, sin), dim=1).unsqueeze(1)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [T, heads, head_dim]; what of a head lies behind `rotated` stays."""
+    """x: [T, heads, head_dim]; what of a head lies behind `rotated` stays."""
     rotated = cos.shape[2]
     turned = x[..., :rotated]
     result = torch.addcmul(turned * cos, torch.roll(turned, rotated // 2, -1), sin)

@@ -1,8 +1,7 @@
 """Blocks of KV in host memory, and the copies between them and the arena.
 
-Owns one range of host memory, pinned where the arena is on a GPU, and there the stream on which it copies: steps go on
-beside that. Which host block is whose is Swapper's business (swapping.py). Whole blocks are copied, so of what a host
-block held before nothing is left when it is read. Used by the engine's thread only.
+Owns a range of host memory and, on a GPU, the stream that copies beside the steps; memory/swapping.py decides whose a
+host block is. Whole blocks are copied, so nothing of an earlier content is ever read.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from torch import Tensor
 from manylora_worker.kinds.api import PendingCopy
 from manylora_worker.weights.host_memory import HostMemory
 
-_MEASURED_BLOCKS = 16
-"""Copied at the start, to see how fast that is."""
+_MEASURED_BLOCKS = 16  # copied at the start, to see how fast that is
 
 
 def runs(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -32,12 +30,7 @@ def runs(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int, 
 
 
 class TensorHostKv:
-    """See api.HostKv.
-
-    Args:
-        arena: [blocks, elements of a block], as the device has them.
-        num_blocks: in host memory; 0: none, and nothing is copied.
-    """
+    """See api.HostKv. arena: [blocks, elements of a block]; num_blocks 0: nothing is copied."""
 
     def __init__(self, arena: Tensor, num_blocks: int) -> None:
         self._arena = arena
@@ -51,15 +44,12 @@ class TensorHostKv:
             self._blocks = memory.allocate(num_blocks * arena.shape[1], arena.dtype).view(shape)
             # Memory that is freed while it is registered cannot be registered again; when the process ends it may be.
             weakref.finalize(self, memory.close).atexit = False
-        self.block_copy_s = self._measure()
-        """Of one block, out and in again."""
+        self.block_copy_s = self._measure()  # out and in again
 
     def copy_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> PendingCopy:
-        """See api.HostKv."""
         return self._copy(self._arena, blocks, self._blocks, host_blocks)
 
     def copy_in(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> PendingCopy:
-        """See api.HostKv."""
         return self._copy(self._blocks, host_blocks, self._arena, blocks)
 
     def _copy(
@@ -80,7 +70,7 @@ class TensorHostKv:
         return _DeviceCopy(began, ended)
 
     def _measure(self) -> float:
-        """Copies the arena's first blocks out and in again, twice: the first time warms up."""
+        """Twice: the first time warms up."""
         count = min(_MEASURED_BLOCKS, self.num_blocks, len(self._arena))
         if not count:
             return 0.0
@@ -94,7 +84,7 @@ class TensorHostKv:
 
 
 class _HostCopy:
-    """Between two places in host memory: it is over when it was made."""
+    """Over when it was made."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -102,8 +92,7 @@ class _HostCopy:
     def is_over(self) -> bool:
         return True
 
-    def wait(self) -> None:
-        """It is over."""
+    def wait(self) -> None: ...
 
 
 class _DeviceCopy:

@@ -1,8 +1,7 @@
 """From a StepBatch to tensors: where every token stands in the flat batch, and which rows are sampled.
 
-Owns nothing. The flat batch holds the chunks one after the other, ordered by adapter, so that an adapter's rows are
-consecutive, and within one by the length of what they attend to; callers see results in the StepBatch's order
-(`StepInputs.sampled`).
+Chunks stand ordered by adapter, so that an adapter's rows are consecutive, then by context length. Results are in the
+StepBatch's order (`StepInputs.sampled`).
 """
 
 from __future__ import annotations
@@ -20,33 +19,29 @@ from manylora_worker.models.torch.kv_cache import KvCache
 from manylora_worker.models.torch.lora_linear import Segment
 from manylora_worker.weights.sites import DeviceAdapter
 
+# A chunk that reads no more over all its tokens is attended token by token, among the sequences that decode: operations
+# of its own in every layer would cost more.
 _FEW_BLOCKS = 64
-"""A prompt (or a part of one) that reads no more, over all its tokens, is attended to token by token, among the
-sequences that decode: its own operations in every layer would cost more than to read its few blocks once a token."""
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    token_ids: Tensor
-    """[T]"""
-    positions: Tensor
-    """[T]"""
+    token_ids: Tensor  # [T]
+    positions: Tensor  # [T]
     attention: AttentionStep
     segments: Sequence[Segment]
     num_rows: int
-    sampled: Sequence[SequenceChunk]
-    """The chunks that sample, in the StepBatch's order."""
-    logit_rows: Tensor
-    """[len(sampled)]: the row whose logits each of them draws from."""
+    sampled: Sequence[SequenceChunk]  # chunks that sample, in the StepBatch's order
+    logit_rows: Tensor  # [len(sampled)]: the row that each of them draws from
 
 
 def _place(chunk: SequenceChunk) -> tuple[str, bool, int]:
-    """Sorts chunks: what decodes with contexts of like length is to be consecutive, and read in one piece."""
+    """Contexts of like length become consecutive, and are read in one piece."""
     return chunk.adapter_uid or "", len(chunk.token_ids) > 1, -chunk.start_position
 
 
 def entered_blocks(chunks: Sequence[SequenceChunk], block_size: int) -> list[int]:
-    """Blocks that these chunks begin and leave partly empty: what their unwritten ends hold is stale."""
+    """Blocks that chunks begin and leave partly empty: their unwritten ends are stale."""
     blocks = []
     for chunk in chunks:
         end = chunk.start_position + len(chunk.token_ids)
@@ -59,7 +54,7 @@ def entered_blocks(chunks: Sequence[SequenceChunk], block_size: int) -> list[int
 def build_inputs(
     batch: StepBatch, cache: KvCache, adapters: Mapping[AdapterUid, DeviceAdapter], device: torch.device
 ) -> StepInputs:
-    """Lays the batch out. Raises KeyError for an adapter that is not on the device."""
+    """Raises KeyError for an adapter that is not on the device."""
     block_size = cache.block_size
     order = sorted(range(len(batch.chunks)), key=lambda i: _place(batch.chunks[i]))
     token_ids: list[int] = []

@@ -1,17 +1,10 @@
-"""The paged KV cache: owns the one tensor that holds keys and values of all layers, and nothing about who uses it.
-
-Which block belongs to whom is the block pool's business; this module only turns block ids into rows. The arena is
-block-major: a block holds the KV of `block_size` tokens for all layers, so clearing and copying a block are one
-contiguous write each.
-
-What nobody holds is zero, or with `marks_free` NaN: then whatever is computed from a block that was freed, or never
-written, is NaN too, and the sampler's check of the logits names the sequence that read it.
+"""The paged KV cache: owns the one tensor of all keys and values, and knows nothing of who holds a block. Block-major,
+so clearing or copying a block is one contiguous write:
 
     arena row = block * (2 * num_layers) + 2 * layer + (0 keys | 1 values)    holds [block_size, kv_heads, head_dim]
     token row = arena row * block_size + position % block_size                holds [kv_heads, head_dim]
 
-Both are affine in the layer, so one index tensor a step serves every layer: the view of a layer starts
-`2 * layer + kv` arena rows further on, and the index holds `block * 2 * num_layers` (see `block_rows`, `token_rows`).
+A layer's view starts `2 * layer + kv` arena rows further on: one index tensor a step serves every layer.
 """
 
 from __future__ import annotations
@@ -23,13 +16,12 @@ import torch
 from torch import Tensor
 
 MIB = 1 << 20
-_GATHERED_BYTES = 2 * MIB
-"""Of keys, and of values as many."""
+_GATHERED_BYTES = 2 * MIB  # of keys, and of values as many
 
 
 @dataclass(frozen=True)
 class KvGeometry:
-    """What one token stores: the same in every layer (models where it differs are refused by the loader)."""
+    """The same in every layer; the loader refuses other models."""
 
     num_layers: int
     num_kv_heads: int
@@ -37,21 +29,16 @@ class KvGeometry:
 
     @property
     def row_elements(self) -> int:
-        """Elements of one token's keys (or values) in one layer."""
-        return self.num_kv_heads * self.head_dim
+        return self.num_kv_heads * self.head_dim  # of one token's keys (or values) in one layer
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one token's keys and values over all layers."""
-        return 2 * self.num_layers * self.row_elements * dtype.itemsize
+        return 2 * self.num_layers * self.row_elements * dtype.itemsize  # keys and values over all layers
 
     def blocks_in(self, budget_bytes: int, block_size: int, dtype: torch.dtype) -> int:
-        """How many blocks of `block_size` tokens fit in `budget_bytes`."""
         return budget_bytes // (self.token_bytes(dtype) * block_size)
 
 
 class KvCache:
-    """The arena and its per-layer views. Used by the engine thread only."""
-
     def __init__(
         self,
         geometry: KvGeometry,
@@ -71,6 +58,7 @@ class KvCache:
         rows_per_block = 2 * geometry.num_layers
         row_elements = geometry.row_elements
         self.marks_free = marks_free
+        # NaN: the sampler then names a sequence that read a free block
         self._free_value = math.nan if marks_free else 0.0
         self._arena = torch.full(
             (num_blocks * rows_per_block, block_size * row_elements), self._free_value, dtype=dtype, device=device
@@ -79,13 +67,12 @@ class KvCache:
         by_token = self._arena.view(num_blocks * rows_per_block * block_size, row_elements)
         layers = range(geometry.num_layers)
         self._gathered = (self._arena.new_empty(0, 0), self._arena.new_empty(0, 0))
-        """Room for `gather`, with as much again as was asked for at most."""
         self._block_views = [(self._arena[2 * i :], self._arena[2 * i + 1 :]) for i in layers]
         self._token_views = [(by_token[2 * i * block_size :], by_token[(2 * i + 1) * block_size :]) for i in layers]
 
     @property
     def most_gathered_blocks(self) -> int | None:
-        """So many blocks at most are best gathered at a time: on the CPU what its caches hold; None: any number."""
+        """At a time: on the CPU what its caches hold; None: any number."""
         block_bytes = self.block_size * self.geometry.row_elements * self.dtype.itemsize
         return max(1, _GATHERED_BYTES // block_bytes) if self._arena.device.type == "cpu" else None
 
@@ -95,35 +82,29 @@ class KvCache:
 
     @property
     def flat(self) -> Tensor:
-        """The whole arena, [elements]."""
         return self._arena.view(-1)
 
     @property
     def by_block(self) -> Tensor:
-        """The whole arena, [num_blocks, elements of a block]."""
+        """[num_blocks, elements of a block]."""
         return self._by_block_id
 
     def block_row(self, block_id: int) -> int:
-        """What `gather` knows the block by, in every layer."""
+        """For `gather`, in every layer."""
         return block_id * 2 * self.geometry.num_layers
 
     def token_row(self, block_id: int, offset: int) -> int:
-        """The row, in every view of `layer_tokens`, of the token at `offset` in the block."""
         return block_id * 2 * self.geometry.num_layers * self.block_size + offset
 
     def gather(self, layer: int, block_rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of a layer's keys and values, [len(block_rows), block_size * kv_heads * head_dim] each, good until the
-        next call.
-
-        On the CPU they are put into memory that is kept. New memory comes from the system page by page, which took
-        two to four times as long as the copy and the attention over it.
-        """
+        """[len(block_rows), block_size * kv_heads * head_dim] each, good until the next call."""
         keys, values = self._block_views[layer]
         if self._arena.device.type != "cpu":
             return keys.index_select(0, block_rows), values.index_select(0, block_rows)
         count = block_rows.shape[0]
         if self._gathered[0].shape[0] < count:
             self._gathered = (keys.new_empty(2 * count, keys.shape[1]), values.new_empty(2 * count, values.shape[1]))
+        # New memory comes page by page, two to four times as slowly as the copy and the attention over it.
         kept_keys, kept_values = self._gathered
         return (
             torch.index_select(keys, 0, block_rows, out=kept_keys[:count]),
@@ -131,19 +112,19 @@ class KvCache:
         )
 
     def write(self, layer: int, token_rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Stores keys and values [num_tokens, kv_heads * head_dim] at `token_rows` [num_tokens]."""
+        """keys, values: [num_tokens, kv_heads * head_dim]."""
         key_view, value_view = self._token_views[layer]
         key_view.index_copy_(0, token_rows, keys)
         value_view.index_copy_(0, token_rows, values)
 
     def clear_blocks(self, block_ids: Tensor) -> None:
-        """Makes whole blocks what those are that nobody holds: zero, or NaN. block_ids: [n]."""
+        """Zero, or NaN, as free blocks are. block_ids: [n]."""
         self._by_block_id.index_fill_(0, block_ids, self._free_value)
 
     def zero_blocks(self, block_ids: Tensor) -> None:
-        """Zeroes whole blocks, for a reader that multiplies what is masked by 0. block_ids: [n]."""
+        """For a reader that multiplies what is masked by 0."""
         self._by_block_id.index_fill_(0, block_ids, 0)
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
-        """Copies whole blocks, all reads before all writes. sources, targets: [n]."""
+        """All reads before all writes. sources, targets: [n]."""
         self._by_block_id.index_copy_(0, targets, self._by_block_id.index_select(0, sources))

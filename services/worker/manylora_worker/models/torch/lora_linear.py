@@ -1,16 +1,7 @@
-"""Linear layers that add each row's own LoRA: who stands where, and the two ways to compute a mixed batch.
+"""Linear layers that add each row's own LoRA, and the two ways to compute a batch of mixed adapters.
 
-A *site* is one matrix product of the base model: one linear layer, or several that were fused (q, k and v; gate and
-up). The model's own layers are its *slots*: slot i makes the columns [start, stop) of the site's output. An adapter
-has, for a site, its A matrices stacked (every slot's rank is its own) and one B a slot, scaled by alpha / r already.
-Ranks are exact: nothing is padded to a common rank.
-
-LoraSwitch holds the step's LoraBatch, or None when no row has an adapter; the model runner sets it, every LoraLinear
-of the model reads it. Both are used by the engine thread only. DeviceAdapter objects are immutable and may be built by
-another thread.
-
-Isolation: what a row gets depends on that row and its own adapter alone. In either form a row is multiplied by its own
-adapter only, so there is nothing to mask out, and an infinity or a NaN stays in its row.
+LoraSwitch holds the step's LoraBatch: the model runner sets it, every LoraLinear reads it, on the engine thread. No
+form multiplies a row by another row's adapter, so an infinity or a NaN stays in its row.
 """
 
 from __future__ import annotations
@@ -28,21 +19,17 @@ from manylora_worker.weights.sites import DeviceAdapter, Site
 
 
 class LoraBatch(Protocol):
-    """The adapters of one step's rows."""
-
     def add(self, site: Site, inputs: Tensor, outputs: Tensor) -> None:
-        """Adds every row's low-rank product. inputs: [T, in]; outputs: [T, out], changed in place."""
+        """inputs: [T, in]; outputs: [T, out], changed in place."""
 
 
 class LoraSwitch:
-    """The step's adapters: written by the model runner before the pass, read by every LoraLinear during it."""
-
     def __init__(self) -> None:
-        self.batch: LoraBatch | None = None
+        self.batch: LoraBatch | None = None  # None: no row of the step has an adapter
 
 
 class LoraLinear(nn.Module):
-    """A base linear layer (of any kind: plain, fused, 4-bit) and the step's adapters on top of it."""
+    """A base linear layer of any kind (plain, fused, 4-bit) and the step's adapters on top of it."""
 
     def __init__(self, base: nn.Module, site: Site, switch: LoraSwitch) -> None:
         super().__init__()
@@ -59,16 +46,11 @@ class LoraLinear(nn.Module):
 
 
 class FusedProjection:
-    """Computes a fused site once for the layers that it replaced, which the model calls one after the other.
-
-    The first member called with an input computes the whole site; the others, called with the same tensor object, take
-    their columns of it. The input is held until every member has been served, so a later tensor cannot be mistaken
-    for it.
-    """
+    """Computes a fused site once for the layers that it replaced, which the model calls one after the other."""
 
     def __init__(self, linear: LoraLinear) -> None:
         self.linear = linear
-        self._input: Tensor | None = None
+        self._input: Tensor | None = None  # held until every member was served: no later tensor can be mistaken for it
         self._output: Tensor | None = None
         self._unserved = 0
 
@@ -86,8 +68,6 @@ class FusedProjection:
 
 
 class FusedMember(nn.Module):
-    """Stands where one of the fused layers stood."""
-
     def __init__(self, projection: FusedProjection, member: int) -> None:
         super().__init__()
         self._projection = projection
@@ -109,18 +89,11 @@ class Segment:
 
 
 class SegmentedLora:
-    """Every adapter's rows by themselves: the fewest operations, and two or more products an adapter and site.
-
-    Args:
-        segments: in order of rows, not overlapping.
-        num_rows: of the step.
-    """
+    """Every adapter's rows by themselves. segments: in order of rows, not overlapping."""
 
     def __init__(self, segments: Sequence[Segment], num_rows: int) -> None:
-        self._sizes: list[int] = []
-        """All rows cut into runs, those without an adapter included."""
-        self._adapters: list[tuple[int, DeviceAdapter]] = []
-        """(run, its adapter)"""
+        self._sizes: list[int] = []  # all rows cut into runs, those without an adapter included
+        self._adapters: list[tuple[int, DeviceAdapter]] = []  # (run, its adapter)
         end = 0
         for segment in segments:
             if segment.first_row > end:
@@ -152,15 +125,13 @@ class SegmentedLora:
 
 @dataclass(frozen=True)
 class _StackedSite:
-    a_t: Tensor
-    """[adapters, in, sum of ranks]"""
+    a_t: Tensor  # [adapters, in, sum of ranks]
     ranks: list[int]
-    slots: tuple[tuple[int, Tensor], ...]
-    """(slot, B [adapters, rank, out])"""
+    slots: tuple[tuple[int, Tensor], ...]  # (slot, B [adapters, rank, out])
 
 
 class AdapterStack:
-    """A copy of the weights of adapters of one shape, site by site, so that one batched product serves them all."""
+    """A copy of the weights of adapters of one shape."""
 
     def __init__(self, adapters: Sequence[DeviceAdapter]) -> None:
         self.num_weights = sum(adapter.num_weights for adapter in adapters)
@@ -178,14 +149,8 @@ class AdapterStack:
 
 
 class StackedLora:
-    """Adapters of one shape in one batched product a matrix, each over its own rows only.
-
-    Where the adapters have different numbers of rows, the shorter ones repeat a row of their own, whose copies are
-    dropped.
-
-    Args:
-        stack: of the segments' adapters, in the segments' order.
-        segments: one an adapter, in order of rows.
+    """Adapters of one shape in one batched product a matrix. An adapter with fewer rows repeats one of its own and
+    drops the copies. segments: one an adapter, in the stack's order and in order of rows.
     """
 
     def __init__(self, stack: AdapterStack, segments: Sequence[Segment], device: torch.device) -> None:
@@ -193,12 +158,11 @@ class StackedLora:
         self._num_adapters = len(segments)
         counts = [segment.last_row - segment.first_row for segment in segments]
         first_row, last_row = segments[0].first_row, segments[-1].last_row
-        self._range: slice | None = None
-        """The rows, where they are consecutive."""
+        self._range: slice | None = None  # the rows, where they are consecutive
         if last_row - first_row == sum(counts):
             self._range = slice(first_row, last_row)
+        # [adapters * most rows]: where the products' rows come from; None: they are the range as it is
         self._gather: Tensor | None = None
-        """[adapters * most rows]: where the products' rows come from; None: they are the range as it is."""
         most = max(counts)
         if self._range is None or min(counts) < most:
             source = [s.first_row + min(i, n - 1) for s, n in zip(segments, counts, strict=True) for i in range(most)]
@@ -226,8 +190,6 @@ class StackedLora:
 
 
 class CombinedLora:
-    """Several batches over different rows."""
-
     def __init__(self, parts: Sequence[LoraBatch]) -> None:
         self._parts = parts
 
@@ -238,41 +200,29 @@ class CombinedLora:
 
 @dataclass(frozen=True)
 class LoraCosts:
-    """A device's fixed costs, in floating point operations that take as long.
+    """A device's fixed costs, in floating point operations that take as long."""
 
-    Attributes:
-        product: starting one small matrix product, or a selection or addition of rows.
-        copied_weight: copying one weight.
-    """
-
-    product: float
+    product: float  # starting one small matrix product, or a selection or addition of rows
     copied_weight: float
 
 
 class LoraPlanner:
-    """Chooses, step by step, how to compute a batch's adapters, and keeps the stacks of recent sets.
+    """Chooses how to compute a step's adapters, and keeps the stacks of recent sets.
 
-    Segments cost a fixed time a product and adapter; a stack costs that once for all adapters of one shape (the same
-    ranks on the same layers), an addition a slot, and where its rows are not so many of each adapter, one adapter's
-    behind the other's, a selection of rows a product and those that it repeats. Stacking copies weights, so a set is
-    stacked only after the steps that it spent as segments have lost as much as the copy costs: whatever comes next, no
-    more than twice the best is spent. Stacks hold at most `max_stacked_weights` elements; the least recently used go
-    first.
+    Segments cost a fixed time a product and adapter. A stack costs it once for all adapters of one shape, plus an
+    addition a slot and a selection of rows where they are uneven. Stacking copies weights: a set is stacked once its
+    steps as segments have lost as much as the copy costs, so no more than twice the best is ever spent.
     """
 
     def __init__(self, costs: LoraCosts, *, max_stacked_weights: int) -> None:
         self._costs = costs
         self._max_stacked_weights = max_stacked_weights
         self._stacks: OrderedDict[tuple[AdapterUid, ...], AdapterStack] = OrderedDict()
+        # of the last step's sets, by not being stacked, over consecutive steps
         self._losses: dict[tuple[AdapterUid, ...], float] = {}
-        """What the sets of the last step have lost by not being stacked, over consecutive steps."""
 
     def plan(self, segments: Sequence[Segment], num_rows: int, device: torch.device) -> LoraBatch | None:
-        """The batch for a step whose rows [0, num_rows) are covered by `segments` but for the rows without adapter.
-
-        Args:
-            segments: in order of rows, one an adapter.
-        """
+        """segments: in order of rows, one an adapter; rows of [0, num_rows) in none have no adapter."""
         if not segments:
             return None
         by_shape: dict[Hashable, list[Segment]] = {}
@@ -293,12 +243,11 @@ class LoraPlanner:
         return parts[0] if len(parts) == 1 else CombinedLora(parts)
 
     def forget(self, uid: AdapterUid) -> None:
-        """Drops every stack that holds the adapter, which is leaving the device."""
         for key in [key for key in self._stacks if uid in key]:
             del self._stacks[key]
 
     def _stack_for(self, alike: Sequence[Segment], losses: dict[tuple[AdapterUid, ...], float]) -> AdapterStack | None:
-        """The stack of the segments' adapters, if it is worth using; else None, with the loss noted in `losses`."""
+        """None: not worth using; the loss is then noted in `losses`."""
         gain = self._gain(alike)
         if gain <= 0:
             return None
@@ -319,7 +268,6 @@ class LoraPlanner:
         return sum(stack.num_weights for stack in self._stacks.values())
 
     def _gain(self, alike: Sequence[Segment]) -> float:
-        """What a stack would save in one step."""
         if len(alike) == 1:
             return 0.0
         counts = [segment.last_row - segment.first_row for segment in alike]

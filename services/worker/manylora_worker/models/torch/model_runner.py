@@ -1,11 +1,8 @@
 """One forward pass: from a StepBatch to the tokens that it samples.
 
-TorchModelRunner owns the KV tensor (KvCache), the adapters on the device and the step's LoRA choice; the model's
-weights are the loader's. It runs on the engine's one thread. It knows nothing of requests: every chunk says where it
-stands, and the result of a chunk depends on that chunk alone.
-
-One other thread touches `adapters`, by single dict operations only: the loader's, which publishes a finished
-DeviceAdapter (`fill_adapter`, see backend.py); the engine learns of it through an event before it may use it.
+TorchModelRunner owns the KV tensor, the adapters on the device and the step's LoRA choice, on the engine's one thread.
+It knows nothing of requests. The loader's thread touches `adapters` too, by single dict operations: it publishes a
+finished DeviceAdapter, and an event tells the engine.
 """
 
 from __future__ import annotations
@@ -34,11 +31,7 @@ from manylora_worker.weights.sites import DeviceAdapter
 
 
 class TorchModelRunner:
-    """See api.SwapRunner.
-
-    Args:
-        weights: what the model's decoder computes; None: the model runs as transformers wrote it.
-    """
+    """See api.SwapRunner. weights: None: the model runs as transformers wrote it."""
 
     def __init__(
         self,
@@ -74,7 +67,6 @@ class TorchModelRunner:
         return self._loaded.spec.max_context_tokens
 
     def execute(self, batch: StepBatch) -> Sequence[Sampled]:
-        """See api.ModelRunner.execute. Order inside a step: clear, copy, write and attend, sample."""
         with torch.inference_mode():
             self._prepare_thread()
             self._prepare_blocks(batch)
@@ -85,21 +77,19 @@ class TorchModelRunner:
             return sample(logits, inputs.sampled) if inputs.sampled else []
 
     def logits(self, batch: StepBatch) -> Tensor:
-        """The pass without the draw: [chunks that sample, vocab], float32, in the batch's order. For tests."""
+        """[chunks that sample, vocab], float32, in the batch's order. For tests."""
         with torch.inference_mode():
             self._prepare_thread()
             self._prepare_blocks(batch)
             return self._forward(build_inputs(batch, self._cache, self.adapters, self._loaded.device)).float()
 
     def adapter_bytes(self, adapter: HostAdapter) -> int:
-        """See backend.AdapterTarget."""
         return adapter.size_bytes
 
     def reserve_adapter(self, adapter: HostAdapter) -> None:
-        """See backend.AdapterTarget: room is the allocator's business here."""
+        """Takes nothing: the allocator finds room when the weights come."""
 
     def fill_adapter(self, adapter: HostAdapter) -> None:
-        """See backend.AdapterTarget."""
         device = self._loaded.device
         if device.type != "cuda":
             if self._cache.marks_free:  # the host tier's memory is not to be marked with the device's
@@ -113,7 +103,7 @@ class TorchModelRunner:
         self.adapters[adapter.uid] = on_device
 
     def drop_adapter(self, uid: AdapterUid) -> None:
-        """See backend.AdapterTarget. Copies in stacks go too."""
+        """Copies in stacks go too."""
         adapter = self.adapters.pop(uid, None)
         self._planner.forget(uid)
         if adapter is not None and self._cache.marks_free:
@@ -148,10 +138,9 @@ class TorchModelRunner:
         return logits
 
     def _prepare_thread(self) -> None:
-        """Torch counts its compute threads per calling thread: the first call on a new one sets them."""
         if self._thread_id != threading.get_ident():
             self._thread_id = threading.get_ident()
-            torch.set_num_threads(self._loaded.num_threads)
+            torch.set_num_threads(self._loaded.num_threads)  # counted per calling thread
 
     def _prepare_blocks(self, batch: StepBatch) -> None:
         device = self._loaded.device

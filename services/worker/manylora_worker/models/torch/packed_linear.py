@@ -1,12 +1,5 @@
-"""A linear layer whose weight is laid out once for the CPU's vector units.
-
-PackedLinear owns its weight and is immutable. torch's own linear goes through a BLAS that reads the plain matrix; for
-the few rows of a decode step oneDNN over a pre-arranged one takes half the time (and 10 % less in prefill). The
-operators are those that torch.compile uses for frozen weights. Packing copies, so the plain weight should be dropped.
-
-oneDNN generates code for every shape and keeps it, about a third of a MiB each: the batches of a busy worker, of any
-number of rows up to the step's budget, would come to a GiB and more. So rows are rounded up (`padded_rows`), which
-leaves some fifty shapes a matrix.
+"""A linear layer whose weight is laid out once for the CPU's vector units, by torch.compile's operators (oneDNN). A
+decode step takes half the time of torch's own linear.
 """
 
 from __future__ import annotations
@@ -15,14 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-WORTH_PACKING = 1 << 19
-"""Elements of the smallest weight for which it pays: a call of oneDNN costs more than one of the BLAS."""
-_LAYOUT_ROWS = 16
-"""The number of rows that the layout is chosen for; any other number works, about as fast."""
+WORTH_PACKING = 1 << 19  # elements; for a smaller weight a call of the BLAS costs less
+_LAYOUT_ROWS = 16  # the layout is chosen for so many; any other number works, about as fast
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this torch on this machine has the operators for the type."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if dtype is torch.bfloat16:
@@ -31,18 +21,13 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def padded_rows(num_rows: int) -> int:
-    """The next number of rows that has code of its own: any up to 32, then multiples of 16, from 128 on of 32."""
+    # oneDNN keeps a third of a MiB of code a shape: rounding leaves some fifty shapes a matrix
     step = 1 if num_rows <= 32 else 16 if num_rows <= 128 else 32
     return -(-num_rows // step) * step
 
 
 class PackedLinear(nn.Module):
-    """x: [..., in] -> [..., out].
-
-    Args:
-        weight: [out, in]; copied.
-        bias: [out] or None.
-    """
+    """x: [..., in] -> [..., out]. weight: [out, in], copied."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
