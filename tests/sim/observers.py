@@ -12,16 +12,14 @@ from collections.abc import AsyncIterator, Callable
 
 from manylora.v1 import worker_pb2
 from manylora_router.links.scheduler_client import SchedulerClient
-from manylora_router.request.job import QOS
 from manylora_scheduler.core.request import FlowKey
 from manylora_shared.ids import TenantId
 from manylora_shared.transport.base import ServerCall
+from manylora_shared.wire import QOS_CLASSES
 from manylora_worker.hosting.view import EngineView
 from manylora_worker.kinds.api import EngineRequest
 from manylora_worker.serving.control import ControlSession
 from manylora_worker.serving.servicer import WorkerServicer
-
-_CLASSES = {number: qos_class for qos_class, number in QOS.items()}
 
 
 class Meter:
@@ -42,7 +40,7 @@ class Meter:
             settle(request_id, tokens)
             if lease is None:
                 return
-            flow = FlowKey(TenantId(lease.request.tenant_id), _CLASSES[lease.request.qos_class])
+            flow = FlowKey(TenantId(lease.request.tenant_id), QOS_CLASSES[lease.request.qos_class])
             self.last_at = asyncio.get_running_loop().time()
             self.flows[flow] = self.flows.get(flow, 0) + tokens
             if tokens:

@@ -18,6 +18,14 @@ from typing import Any, Self
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from manylora_shared.errors import Code, FieldViolation, RpcError
+from manylora_shared.metadata import (
+    ADAPTER_KEY,
+    CLASS_KEY,
+    IDEMPOTENCY_KEY,
+    PRIORITY_KEY,
+    TENANT_KEY,
+    TRACEPARENT_KEY,
+)
 from manylora_shared.sampling import Sampling
 from manylora_shared.tenancy.identity import bearer
 from manylora_shared.transport.base import Channel, Method, Stream, Transport, methods_of
@@ -531,12 +539,12 @@ def _metadata(
     traceparent: str = "",
 ) -> dict[str, str]:
     values = {
-        "x-tenant-id": tenant,
-        "x-request-class": qos_class,
-        "x-adapter-id": adapter,
-        "x-priority": "" if priority is None else str(priority),
-        "idempotency-key": idempotency_key,
-        "traceparent": traceparent,
+        TENANT_KEY: tenant,
+        CLASS_KEY: qos_class,
+        ADAPTER_KEY: adapter,
+        PRIORITY_KEY: "" if priority is None else str(priority),
+        IDEMPOTENCY_KEY: idempotency_key,
+        TRACEPARENT_KEY: traceparent,
     }
     return _printable({key: value for key, value in values.items() if value})
 

@@ -18,19 +18,18 @@ from manylora_shared.errors import RpcError
 from manylora_shared.ids import QosClass, TenantId
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.identity import AUTHORIZATION_KEY
-from manylora_shared.tenancy.slo import Flow, FlowCounts, SloTracker, quantile_ms
+from manylora_shared.tenancy.slo import Flow, FlowCounts, SloTracker
 from manylora_shared.transport.base import Method, Transport, methods_of
 
 from manylora_router.guard.permits import Guard
 from manylora_router.links.directory import Directory
-from manylora_router.request.job import QOS
+from manylora_router.links.wire import circuit_status, flow_counts, slo_counts, slo_status
 
 _LOG = logging.getLogger(__name__)
 
 _METHODS = methods_of(admin_pb2.DESCRIPTOR.services_by_name["AdminService"])
 GET_STATUS, LIFT_QUARANTINE = _METHODS["GetStatus"], _METHODS["LiftQuarantine"]
 _TIMEOUT_S = 1.0
-_CLASSES = {number: qos_class for qos_class, number in QOS.items()}
 
 
 class ServiceLevels:
@@ -46,21 +45,11 @@ class ServiceLevels:
     def local(self, tenant_id: str) -> admin_pb2.GetStatusResponse:
         """What this router has counted itself; of one tenant, or, where it is empty, of all."""
         now = asyncio.get_running_loop().time()
-        states = self._guard.circuits(now, tenant_id=tenant_id)
+        counted = self._slo.counts(now, tenant_id=tenant_id)
+        circuits = self._guard.circuits(now, tenant_id=tenant_id)
         return admin_pb2.GetStatusResponse(
-            slo_counts=[_message(flow, counts) for flow, counts in self._slo.counts(now, tenant_id=tenant_id).items()],
-            circuits=[
-                admin_pb2.CircuitStatus(
-                    tenant_id=state.scope[0],
-                    whole_tenant=len(state.scope) == 1,
-                    adapter_version=(state.scope[1] or "") if len(state.scope) == 2 else "",
-                    router_id=self._router_id,
-                    half_open=state.is_half_open,
-                    retry_after_s=state.retry_after_s,
-                    openings=state.openings,
-                )
-                for state in states
-            ],
+            slo_counts=[slo_counts(flow, counts) for flow, counts in counted.items()],
+            circuits=[circuit_status(state, self._router_id) for state in circuits],
             quarantined_prompts=self._guard.num_quarantined(now, tenant_id=tenant_id),
             quarantines=[
                 admin_pb2.QuarantineStatus(
@@ -130,46 +119,10 @@ class ServiceLevels:
         sums: dict[Flow, FlowCounts] = {}
         for part in parts:
             for message in part.slo_counts:
-                if message.qos_class in _CLASSES:
-                    flow = TenantId(message.tenant_id), _CLASSES[message.qos_class]
-                    sums[flow] = sums.get(flow, FlowCounts()) + _counts(message)
+                counted = flow_counts(message)
+                if counted is not None:
+                    flow, counts = counted
+                    sums[flow] = sums.get(flow, FlowCounts()) + counts
         order = list(QosClass)
-        return [self._status(flow, sums[flow]) for flow in sorted(sums, key=lambda f: (f[0], order.index(f[1])))]
-
-    def _status(self, flow: Flow, counts: FlowCounts) -> admin_pb2.SloStatus:
-        slo = self._directory.slo_of(*flow)
-        target = slo.availability if slo is not None else None
-        return admin_pb2.SloStatus(
-            tenant_id=flow[0],
-            qos_class=QOS[flow[1]],
-            requests=counts.num_counted,
-            failed=counts.bad,
-            availability=counts.availability,
-            availability_target=target,
-            error_budget=counts.error_budget(target) if target is not None else None,
-            measured=counts.num_measured,
-            ttft_p50_ms=quantile_ms(counts.ttft, 0.5),
-            ttft_p95_ms=quantile_ms(counts.ttft, 0.95),
-            ttft_p99_ms=quantile_ms(counts.ttft, 0.99),
-            ttft_p95_target_ms=slo.ttft_p95_ms if slo is not None else None,
-            ttft_met=counts.is_ttft_met,
-            tpot_p50_ms=quantile_ms(counts.tpot, 0.5),
-            tpot_p95_ms=quantile_ms(counts.tpot, 0.95),
-        )
-
-
-def _message(flow: Flow, counts: FlowCounts) -> admin_pb2.SloCounts:
-    return admin_pb2.SloCounts(
-        tenant_id=flow[0],
-        qos_class=QOS[flow[1]],
-        good=counts.good,
-        bad=counts.bad,
-        in_time=counts.in_time,
-        late=counts.late,
-        ttft=counts.ttft,
-        tpot=counts.tpot,
-    )
-
-
-def _counts(message: admin_pb2.SloCounts) -> FlowCounts:
-    return FlowCounts(message.good, message.bad, message.in_time, message.late, dict(message.ttft), dict(message.tpot))
+        flows = sorted(sums, key=lambda f: (f[0], order.index(f[1])))
+        return [slo_status(flow, sums[flow], self._directory.slo_of(*flow)) for flow in flows]

@@ -38,6 +38,7 @@ from manylora_router.admin.prefix_intake import PrefixIntake
 from manylora_router.admin.service_levels import ServiceLevels
 from manylora_router.admin.status import ClusterStatus
 from manylora_router.links.directory import Directory
+from manylora_router.links.wire import adapter_info, key_info, tenant_info
 
 _LOG = logging.getLogger(__name__)
 _MAX_CONFLICTS = 8
@@ -166,7 +167,7 @@ class AdminServicer:
         stored = await self._stored_tenant(tenant_id)
         adapters = await self._store.list(keys.adapters_of(tenant_id))
         return admin_pb2.GetTenantResponse(
-            tenant=_tenant_info(tenant_id, stored.value.decode(), stored.version, len(adapters.kvs))
+            tenant=tenant_info(tenant_id, stored.value.decode(), stored.version, len(adapters.kvs))
         )
 
     async def list_tenants(
@@ -178,7 +179,7 @@ class AdminServicer:
             counts[entry.record.tenant_id] = counts.get(entry.record.tenant_id, 0) + 1
         return admin_pb2.ListTenantsResponse(
             tenants=[
-                _tenant_info(tenant_id, entry.policy_yaml, entry.version, counts.get(tenant_id, 0))
+                tenant_info(tenant_id, entry.policy_yaml, entry.version, counts.get(tenant_id, 0))
                 for tenant_id, entry in sorted(self._directory.tenants.items())
             ]
         )
@@ -246,14 +247,14 @@ class AdminServicer:
             if (await self._store.txn(compares, [Put(key, record.to_json())])).succeeded:
                 await self._directory.key_seen(record)
                 _LOG.info("key made", extra=fields(key_id=record.key_id, tenant=record.tenant_id))
-                return admin_pb2.CreateKeyResponse(key=made.key, info=_key_info(record))
+                return admin_pb2.CreateKeyResponse(key=made.key, info=key_info(record))
         raise _conflict()
 
     async def list_keys(self, request: admin_pb2.ListKeysRequest, call: ServerCall) -> admin_pb2.ListKeysResponse:
         self._caller(call).require(Scope.OPERATOR)
         found = [r for r in self._directory.api_keys.values() if request.tenant_id in ("", r.tenant_id)]
         found.sort(key=lambda record: (record.created_unix_s, record.key_id))
-        return admin_pb2.ListKeysResponse(keys=[_key_info(record) for record in found])
+        return admin_pb2.ListKeysResponse(keys=[key_info(record) for record in found])
 
     async def revoke_key(self, request: admin_pb2.RevokeKeyRequest, call: ServerCall) -> admin_pb2.RevokeKeyResponse:
         """Revoking a key again changes nothing. A caller may revoke the key that it calls with."""
@@ -271,7 +272,7 @@ class AdminServicer:
                     continue
                 _LOG.info("key revoked", extra=fields(key_id=record.key_id, tenant=record.tenant_id))
             await self._directory.key_seen(record)
-            return admin_pb2.RevokeKeyResponse(info=_key_info(record))
+            return admin_pb2.RevokeKeyResponse(info=key_info(record))
         raise _conflict()
 
     # Adapters
@@ -287,7 +288,7 @@ class AdminServicer:
         record = await self._intake.take_in(header, requests)
         revision = await self._register(record)
         await self._directory.adapter_seen(record.tenant_id, record.name, revision)
-        return admin_pb2.AddAdapterResponse(adapter=_adapter_info(record))
+        return admin_pb2.AddAdapterResponse(adapter=adapter_info(record))
 
     async def _register(self, record: AdapterRecord) -> int:
         """Returns the store's revision. Raises AlreadyExists, or NotFound where the tenant is gone."""
@@ -313,7 +314,7 @@ class AdminServicer:
             records = self._directory.adapters_of(tenant_id)
         else:
             records = [entry.record for _, entry in sorted(self._directory.adapters.items())]
-        return admin_pb2.ListAdaptersResponse(adapters=[_adapter_info(record) for record in records])
+        return admin_pb2.ListAdaptersResponse(adapters=[adapter_info(record) for record in records])
 
     async def remove_adapter(
         self, request: admin_pb2.RemoveAdapterRequest, call: ServerCall
@@ -378,33 +379,6 @@ class AdminServicer:
         caller = self._caller(call)
         tenant_id = "" if caller.may(Scope.OPERATOR) else caller.require_tenant("", TENANT_SCOPES)
         return await self._status.told(tenant_id, call.metadata, local_only=request.local_only)
-
-
-def _tenant_info(tenant_id: str, policy_yaml: str, version: int, adapters: int) -> admin_pb2.TenantInfo:
-    return admin_pb2.TenantInfo(tenant_id=tenant_id, policy_yaml=policy_yaml, version=version, adapters=adapters)
-
-
-def _adapter_info(record: AdapterRecord) -> admin_pb2.AdapterInfo:
-    return admin_pb2.AdapterInfo(
-        tenant_id=record.tenant_id,
-        name=record.name,
-        version=record.uid,
-        max_lora_rank=record.max_lora_rank,
-        size_bytes=record.size_bytes,
-        target_modules=record.target_modules,
-        created_unix_s=record.created_unix_s,
-    )
-
-
-def _key_info(record: KeyRecord) -> admin_pb2.KeyInfo:
-    return admin_pb2.KeyInfo(
-        key_id=record.key_id,
-        tenant_id=record.tenant_id,
-        scopes=record.scopes,
-        name=record.name,
-        created_unix_s=record.created_unix_s,
-        revoked_unix_s=record.revoked_unix_s,
-    )
 
 
 def _prefix_info(record: PublicPrefixRecord) -> admin_pb2.PublicPrefixInfo:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from manylora.v1 import common_pb2, inference_pb2
 from manylora_shared.errors import Cancelled, InternalError, ManyloraError, Overloaded, ServiceUnavailable, Unready
 from manylora_shared.ids import QosClass, TenantId
+from manylora_shared.metadata import ADAPTER_KEY, CLASS_KEY, IDEMPOTENCY_KEY, PRIORITY_KEY, TENANT_KEY, TRACEPARENT_KEY
 from manylora_shared.sampling import Sampling
 from manylora_shared.telemetry import Attribute, Span, SpanName, Telemetry, request_attributes
 from manylora_shared.telemetry.logs import fields
@@ -23,6 +24,7 @@ from manylora_shared.tenancy.overload import retry_after_s
 from manylora_shared.tenancy.policy import TenantPolicy
 from manylora_shared.tenancy.slo import SloTracker, verdict_of
 from manylora_shared.transport.base import ServerCall, Service
+from manylora_shared.wire import QOS_NUMBERS
 
 from manylora_router.front.loop_turns import Turns
 from manylora_router.guard import admission
@@ -41,7 +43,7 @@ from manylora_router.links.directory import Directory, Model
 from manylora_router.links.scheduler_client import SchedulerClient
 from manylora_router.metrics import RouterMetrics
 from manylora_router.request.execution import Execution
-from manylora_router.request.job import QOS, Job
+from manylora_router.request.job import Job
 from manylora_router.text.detokenizer import StopStrings
 from manylora_router.text.service import TextService
 
@@ -123,11 +125,11 @@ class InferenceServicer:
             refusal = e  # raised inside the request's span, which then names no tenant
         attributes = request_attributes(
             tenant=tenant[:64],
-            qos_class=metadata.get(admission.CLASS_KEY, "standard")[:64],
-            adapter=metadata.get(admission.ADAPTER_KEY, "")[:64],
+            qos_class=metadata.get(CLASS_KEY, "standard")[:64],
+            adapter=metadata.get(ADAPTER_KEY, "")[:64],
             request_id=request_id,
         )
-        parent = metadata.get(admission.TRACEPARENT_KEY)
+        parent = metadata.get(TRACEPARENT_KEY)
         span = self._telemetry.span(SpanName.REQUEST, parent=parent, attributes=attributes, server=True)
         self._live[request_id] = None
         self.counters.received += 1
@@ -191,7 +193,7 @@ class InferenceServicer:
             span.end()
 
     async def _take_turn(self, tenant: str, metadata: Mapping[str, str]) -> None:
-        name = metadata.get(admission.CLASS_KEY, "") or QosClass.STANDARD.value
+        name = metadata.get(CLASS_KEY, "") or QosClass.STANDARD.value
         qos_class = QosClass(name) if name in _CLASSES else None
         policy = self._directory.policy_of(TenantId(tenant))
         weight = policy.weight(qos_class) if policy is not None and qos_class is not None else 1
@@ -231,7 +233,7 @@ class InferenceServicer:
         execution: Execution | None,
     ) -> None:
         """Counts a request's end for its flow's objectives. One of no tenant or class is of no flow."""
-        name = metadata.get(admission.CLASS_KEY, "") or QosClass.STANDARD.value
+        name = metadata.get(CLASS_KEY, "") or QosClass.STANDARD.value
         if tenant not in self._directory.tenants or name not in _CLASSES:
             return
         flow = TenantId(tenant), QosClass(name)
@@ -261,7 +263,7 @@ class InferenceServicer:
     def _tenant_of(self, metadata: Mapping[str, str]) -> str:
         """Raises Unauthenticated or PermissionDenied."""
         principal = authenticate(metadata, self._directory.key_of)
-        return admission.tenant_of(principal, metadata.get(admission.TENANT_KEY, ""))
+        return admission.tenant_of(principal, metadata.get(TENANT_KEY, ""))
 
     def _admit_caller(self, tenant: str, adapter: str) -> tuple[TenantPolicy, Adapter | None]:
         return admission.admit_caller(tenant, adapter, self._directory.policy_of, self._directory.uid_of)
@@ -283,7 +285,7 @@ class InferenceServicer:
         span: Span,
     ) -> Job:
         """The request as a job. Raises Rejected, or ServiceUnavailable while nothing is known of the model."""
-        policy, adapter = self._admit_caller(tenant, metadata.get(admission.ADAPTER_KEY, ""))
+        policy, adapter = self._admit_caller(tenant, metadata.get(ADAPTER_KEY, ""))
         self._check_overload(policy.tenant_id, metadata, request_id)
         if adapter is not None:
             span.set(Attribute.ADAPTER_VERSION, adapter.uid)
@@ -324,12 +326,12 @@ class InferenceServicer:
         """Raises Overloaded where requests like this one are given up now. Before the prompt is looked at: refusing
         must cost next to nothing."""
         view = self._scheduler.overload
-        name = metadata.get(admission.CLASS_KEY, "") or QosClass.STANDARD.value
+        name = metadata.get(CLASS_KEY, "") or QosClass.STANDARD.value
         if view.is_quiet or name not in _CLASSES:
             return
         qos_class = QosClass(name)
         if not view.admits(tenant_id, qos_class, request_id):
-            self._scheduler.note_refused(tenant_id, QOS[qos_class])
+            self._scheduler.note_refused(tenant_id, QOS_NUMBERS[qos_class])
             level = view.level_of(tenant_id)
             why = view.why_refused(tenant_id, qos_class)
             raise Overloaded(why, retry_after_s=retry_after_s(level, request_id))
@@ -385,7 +387,7 @@ def read_request(request: inference_pb2.GenerateRequest, metadata: Mapping[str, 
         stop=request.stop,
         stop_token_ids=request.stop_token_ids,
         n=request.n,
-        request_class=metadata.get(admission.CLASS_KEY, ""),
-        priority=metadata.get(admission.PRIORITY_KEY, ""),
-        idempotency_key=metadata.get(admission.IDEMPOTENCY_KEY, ""),
+        request_class=metadata.get(CLASS_KEY, ""),
+        priority=metadata.get(PRIORITY_KEY, ""),
+        idempotency_key=metadata.get(IDEMPOTENCY_KEY, ""),
     )

@@ -15,16 +15,10 @@ from dataclasses import dataclass, field
 
 from manylora_shared.errors import FieldViolation, InvalidRequest, NotFound, shown
 from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId, is_valid_name
+from manylora_shared.metadata import ADAPTER_KEY, CLASS_KEY, IDEMPOTENCY_KEY, PRIORITY_KEY, TENANT_KEY
 from manylora_shared.sampling import MAX_LISTED, Sampling
 from manylora_shared.tenancy.identity import Principal, Scope
 from manylora_shared.tenancy.policy import TenantPolicy
-
-TENANT_KEY = "x-tenant-id"
-CLASS_KEY = "x-request-class"
-ADAPTER_KEY = "x-adapter-id"
-PRIORITY_KEY = "x-priority"
-IDEMPOTENCY_KEY = "idempotency-key"
-TRACEPARENT_KEY = "traceparent"
 
 MAX_CHOICES = 8
 MAX_STOP_STRINGS = 16

@@ -21,26 +21,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from manylora.v1 import common_pb2, scheduler_pb2
-from manylora_shared.errors import (
-    Code,
-    ManyloraError,
-    Overloaded,
-    QuotaBreach,
-    QuotaExceeded,
-    QuotaExhausted,
-    RpcError,
-)
-from manylora_shared.ids import TenantId
+from manylora_shared.errors import Code, Overloaded, QuotaExhausted, RpcError
 from manylora_shared.telemetry.logs import fields
-from manylora_shared.tenancy.overload import OverloadView, TenantView
+from manylora_shared.tenancy.overload import OverloadView
 from manylora_shared.transport.base import Channel, Stream, Transport, methods_of
+
+from manylora_router.links.wire import Grant, grant_of, held_lease, lease_refusal_of, overload_view, refusal_of, wanted
 
 _LOG = logging.getLogger(__name__)
 _METHODS = methods_of(scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"])
@@ -62,18 +54,6 @@ _MAX_MESSAGES = 256
 """That are sent at once."""
 _OF_A_STREAM = ("lease_wanted", "refused")
 """Messages that are not sent again on another stream."""
-
-
-@dataclass(frozen=True)
-class Grant:
-    worker_id: str
-    worker_address: str
-    epoch: int
-    queue_ms: float
-    max_output_tokens: int | None = None
-    """Per choice, where overload lowers what was asked for."""
-    overload_level: int = 0
-    """That of the cap."""
 
 
 @dataclass(eq=False)
@@ -234,7 +214,7 @@ class SchedulerClient:
             lease.is_wanted, lease.refusal = True, None
             lease.changed.clear()
             if self._line is not None:
-                self._outbox.append(_wanted(request_id))
+                self._outbox.append(wanted(request_id))
                 self._line.wake.set()
 
     def settle(self, request_id: str, tokens: int) -> None:
@@ -313,7 +293,7 @@ class SchedulerClient:
             ends = [
                 m for m in self._outbox if not isinstance(m, _Waiting) and m.WhichOneof("event") not in _OF_A_STREAM
             ]
-            wanted = [_wanted(request_id) for request_id, lease in self._leases.items() if lease.is_wanted]
+            wanted = [wanted(request_id) for request_id, lease in self._leases.items() if lease.is_wanted]
             self._outbox = deque([*ends, *self._waiting.values(), *wanted])
             self._line = line
             self.counters.connects += 1
@@ -398,7 +378,7 @@ class SchedulerClient:
             case "lease_refused":
                 self._on_lease_refused(message.lease_refused)
             case "overload":
-                self.overload = _view(message.overload)
+                self.overload = overload_view(message.overload)
             case other:
                 raise RpcError(Code.INTERNAL, f"unexpected message from the scheduler: {other}")
 
@@ -413,28 +393,14 @@ class SchedulerClient:
         self.counters.grants += 1
         self._granted[grant.request_id] = grant.worker_id
         self._leases[grant.request_id].is_known = True
-        cap = grant.max_output_tokens if grant.HasField("max_output_tokens") else None
-        waiting.grant.set_result(
-            Grant(grant.worker_id, grant.worker_address, grant.epoch, grant.queue_ms, cap, grant.overload_level)
-        )
+        waiting.grant.set_result(grant_of(grant))
 
     def _on_refusal(self, refusal: scheduler_pb2.Refusal) -> None:
         waiting = self._waiting.pop(refusal.request_id, None)
         if waiting is None or waiting.grant.done():
             return
         self._leases.pop(refusal.request_id, None)
-        known = refusal.code in {int(code) for code in Code} and refusal.code != Code.OK
-        code = Code(refusal.code) if known else Code.UNKNOWN
-        retry_after_s = refusal.retry_after_s if refusal.HasField("retry_after_s") else None
-        error: ManyloraError
-        if refusal.breaches:
-            breaches = [_breach(breach) for breach in refusal.breaches]
-            error = QuotaExceeded(refusal.message, retry_after_s=retry_after_s, breaches=breaches)
-        elif code is Code.RESOURCE_EXHAUSTED:
-            error = Overloaded(refusal.message, retry_after_s=retry_after_s)
-        else:
-            error = RpcError(code, refusal.message, retry_after_s=retry_after_s)
-        waiting.grant.set_exception(error)
+        waiting.grant.set_exception(refusal_of(refusal))
 
     def _on_lease(self, message: scheduler_pb2.Lease) -> None:
         lease = self._leases.get(message.request_id)
@@ -446,22 +412,14 @@ class SchedulerClient:
     def _on_lease_refused(self, message: scheduler_pb2.LeaseRefused) -> None:
         lease = self._leases.get(message.request_id)
         if lease is not None:
-            retry_after_s = message.retry_after_s if message.HasField("retry_after_s") else None
-            breaches = [_breach(breach) for breach in message.breaches]
-            lease.refusal = QuotaExhausted(message.message, retry_after_s=retry_after_s, breaches=breaches)
+            lease.refusal = lease_refusal_of(message)
             lease.is_wanted = False
             lease.changed.set()
 
     def _held_leases(self) -> list[scheduler_pb2.HeldLease]:
         """Also those whose settlement has not left yet: the scheduler is told of both, in this order."""
         return [
-            scheduler_pb2.HeldLease(
-                request_id=lease.request.request_id,
-                tenant_id=lease.request.tenant_id,
-                qos_class=lease.request.qos_class,
-                tokens=lease.tokens,
-                max_tokens=lease.request.prompt_tokens + lease.request.max_new_tokens,
-            )
+            held_lease(lease.request, lease.tokens)
             for lease in [*self._leases.values(), *self._settling.values()]
             if lease.is_known
         ]
@@ -488,24 +446,3 @@ class SchedulerClient:
                 if not isinstance(dropped, _Waiting):
                     self._settling.pop(dropped.settled.request_id, None)
             self._outbox.append(message)
-
-
-def _wanted(request_id: str) -> scheduler_pb2.ScheduleRequest:
-    return scheduler_pb2.ScheduleRequest(lease_wanted=scheduler_pb2.LeaseWanted(request_id=request_id))
-
-
-def _view(message: scheduler_pb2.Overload) -> OverloadView:
-    tenants = {
-        TenantId(tenant.tenant_id): TenantView(
-            (tenant.interactive_shares, tenant.standard_shares, tenant.batch_shares),
-            tenant.level,
-            tenant.limit_shares if tenant.HasField("limit_shares") else math.inf,
-        )
-        for tenant in message.tenants
-    }
-    limit = message.limit_shares if message.HasField("limit_shares") else math.inf
-    return OverloadView(message.level, limit, tenants)
-
-
-def _breach(message: scheduler_pb2.QuotaBreach) -> QuotaBreach:
-    return QuotaBreach(message.quota, message.tenant_id, message.limit, message.description)

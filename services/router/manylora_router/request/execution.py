@@ -35,13 +35,15 @@ from manylora_shared.errors import (
 )
 from manylora_shared.telemetry import Attribute, SpanName, Telemetry
 from manylora_shared.telemetry.logs import fields
+from manylora_shared.wire import QOS_NUMBERS
 
 from manylora_router.guard.permits import Fault
 from manylora_router.links.channels import WorkerChannels
-from manylora_router.links.scheduler_client import Grant, SchedulerClient
+from manylora_router.links.scheduler_client import SchedulerClient
+from manylora_router.links.wire import Grant
 from manylora_router.request.choices import Choices
 from manylora_router.request.deadline import Deadline, deadline_exceeded
-from manylora_router.request.job import QOS, Job
+from manylora_router.request.job import Job
 from manylora_router.request.token_lease import TokenLease
 from manylora_router.request.worker_stream import NOT_REACHED, WorkerStream
 from manylora_router.text.detokenizer import Detokenizer
@@ -218,7 +220,7 @@ class Execution:
             request = scheduler_pb2.Enqueue(
                 request_id=job.request_id,
                 tenant_id=job.tenant_id,
-                qos_class=QOS[job.qos_class],
+                qos_class=QOS_NUMBERS[job.qos_class],
                 priority=job.priority,
                 adapter_uid=job.adapter.uid if job.adapter else "",
                 adapter_id=job.adapter.name if job.adapter else "",

@@ -10,14 +10,8 @@ from manylora_shared.ids import QosClass, TenantId
 from manylora_shared.telemetry import request_attributes
 
 from manylora_router.guard.admission import Adapter
-from manylora_router.links.scheduler_client import Grant
+from manylora_router.links.wire import Grant
 from manylora_router.text.detokenizer import StopStrings
-
-QOS = {
-    QosClass.INTERACTIVE: common_pb2.QOS_CLASS_INTERACTIVE,
-    QosClass.STANDARD: common_pb2.QOS_CLASS_STANDARD,
-    QosClass.BATCH: common_pb2.QOS_CLASS_BATCH,
-}
 
 
 @dataclass(frozen=True)

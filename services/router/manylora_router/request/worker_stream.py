@@ -11,15 +11,16 @@ import logging
 
 from manylora.v1 import worker_pb2
 from manylora_shared.errors import Code, InternalError, ManyloraError, RpcError, WorkerLost
+from manylora_shared.metadata import ADAPTER_KEY, CLASS_KEY, TENANT_KEY, TRACEPARENT_KEY
 from manylora_shared.telemetry import Attribute, SpanName, Telemetry
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.transport.base import methods_of
+from manylora_shared.wire import QOS_NUMBERS
 
-from manylora_router.guard.admission import ADAPTER_KEY, CLASS_KEY, TENANT_KEY, TRACEPARENT_KEY
 from manylora_router.links.channels import WorkerChannels
-from manylora_router.links.scheduler_client import Grant
+from manylora_router.links.wire import Grant
 from manylora_router.request.deadline import deadline_exceeded
-from manylora_router.request.job import QOS, Job
+from manylora_router.request.job import Job
 
 _LOG = logging.getLogger(__name__)
 _METHODS = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])
@@ -68,7 +69,7 @@ class WorkerStream:
             request_id=job.request_id,
             epoch=grant.epoch,
             tenant_id=job.tenant_id,
-            qos_class=QOS[job.qos_class],
+            qos_class=QOS_NUMBERS[job.qos_class],
             adapter_uid=job.adapter.uid if job.adapter else "",
             prompt_token_ids=job.prompt_token_ids,
             max_tokens=job.max_tokens,

@@ -6,11 +6,12 @@ import functools
 import math
 from collections.abc import Iterable, Mapping
 
-from manylora.v1 import admin_pb2, common_pb2, scheduler_pb2, worker_pb2
+from manylora.v1 import admin_pb2, scheduler_pb2, worker_pb2
 from manylora_shared.errors import InvalidRequest, QuotaBreach
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, is_valid_name
 from manylora_shared.stores.adapter_files import is_uid
 from manylora_shared.tenancy.overload import OverloadView, rung_of
+from manylora_shared.wire import QOS_CLASSES, QOS_NUMBERS
 
 from manylora_scheduler.core.core_view import FlowView
 from manylora_scheduler.core.events import (
@@ -42,17 +43,6 @@ MAX_SEQUENCES = 1024
 _KEPT_FLOWS = 16_384
 """Each report names the same ones again."""
 
-_QOS_CLASSES: dict[int, QosClass] = {
-    common_pb2.QOS_CLASS_UNSPECIFIED: QosClass.STANDARD,
-    common_pb2.QOS_CLASS_INTERACTIVE: QosClass.INTERACTIVE,
-    common_pb2.QOS_CLASS_STANDARD: QosClass.STANDARD,
-    common_pb2.QOS_CLASS_BATCH: QosClass.BATCH,
-}
-_QOS_NUMBERS = {
-    QosClass.INTERACTIVE: common_pb2.QOS_CLASS_INTERACTIVE,
-    QosClass.STANDARD: common_pb2.QOS_CLASS_STANDARD,
-    QosClass.BATCH: common_pb2.QOS_CLASS_BATCH,
-}
 _RESIDENCIES = {
     worker_pb2.ADAPTER_TIER_HOST: Residency.HOST,
     worker_pb2.ADAPTER_TIER_DEVICE: Residency.DEVICE,
@@ -61,8 +51,8 @@ _RESIDENCIES = {
 
 @functools.lru_cache(maxsize=_KEPT_FLOWS)
 def flow_key(tenant_id: str, qos_class: int) -> FlowKey:
-    """A class of a later version counts as STANDARD."""
-    return FlowKey(TenantId(tenant_id), _QOS_CLASSES.get(qos_class, QosClass.STANDARD))
+    """No class, and one of a later version, counts as STANDARD."""
+    return FlowKey(TenantId(tenant_id), QOS_CLASSES.get(qos_class, QosClass.STANDARD))
 
 
 def _check_id(field: str, value: str) -> None:
@@ -256,7 +246,7 @@ def overload_status(state: OverloadState) -> admin_pb2.OverloadStatus:
         rung=rung_of(view.level).value,
         classes=[
             admin_pb2.ClassOverload(
-                qos_class=_QOS_NUMBERS[qos_class],
+                qos_class=QOS_NUMBERS[qos_class],
                 late_part=state.late_parts[qos_class],
                 target_ms=targets_ms.get(qos_class),
                 refused_by_routers=counts.refused_by_routers,
@@ -288,7 +278,7 @@ def neighbour_status(noisy: Noisy) -> admin_pb2.NoisyNeighbour:
 def quota_status(view: QuotaView) -> admin_pb2.QuotaStatus:
     return admin_pb2.QuotaStatus(
         tenant_id=view.flow.tenant_id,
-        qos_class=_QOS_NUMBERS[view.flow.qos_class],
+        qos_class=QOS_NUMBERS[view.flow.qos_class],
         requests=view.requests,
         leased_tokens=view.leased_tokens,
         settled_tokens=view.settled_tokens,
@@ -305,7 +295,7 @@ def _breach(breach: QuotaBreach) -> scheduler_pb2.QuotaBreach:
 def flow_status(view: FlowView) -> admin_pb2.FlowStatus:
     return admin_pb2.FlowStatus(
         tenant_id=view.flow.tenant_id,
-        qos_class=_QOS_NUMBERS[view.flow.qos_class],
+        qos_class=QOS_NUMBERS[view.flow.qos_class],
         queued=view.queued,
         running=view.running,
         oldest_wait_s=view.oldest_wait_s,

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from manylora.v1 import worker_pb2
 from manylora_shared.errors import ManyloraError
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
+from manylora_shared.wire import QOS_NUMBERS
 
 from manylora_worker.adapters.cache import TenantAdapters
 from manylora_worker.adapters.pins import PinState
@@ -26,7 +27,7 @@ from manylora_worker.hosting.view import EngineView, FlowLoad
 from manylora_worker.hosting.waiter import Waiter
 from manylora_worker.kinds.api import AdapterTier, EngineRequest
 from manylora_worker.memory.tenant_shares import FlowKey
-from manylora_worker.serving.wire import QOS_NUMBERS, TIERS
+from manylora_worker.serving.wire import TIERS
 
 _GATHER_S = 0.002
 _STARTED_S = 0.01

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from manylora_shared.errors import Code
+from manylora_shared.metadata import ADAPTER_KEY, TRACEPARENT_KEY
 from manylora_shared.telemetry import Attribute, SpanName, Telemetry, request_attributes
 
 from manylora_worker.engine.outbox import RequestEnd
@@ -47,7 +48,7 @@ class ExecuteSpans:
         self._attributes = request_attributes(
             tenant=request.tenant_id,
             qos_class=request.qos_class.value,
-            adapter=metadata.get("x-adapter-id", ""),
+            adapter=metadata.get(ADAPTER_KEY, ""),
             adapter_version=request.adapter_uid or "",
             request_id=request.request_id,
         )
@@ -57,7 +58,7 @@ class ExecuteSpans:
         self._started_s = now_s
         self._span = telemetry.span(
             SpanName.EXECUTE,
-            parent=metadata.get("traceparent"),
+            parent=metadata.get(TRACEPARENT_KEY),
             attributes=self._attributes | {Attribute.PROMPT_TOKENS: len(request.prompt_token_ids)},
             start_ns=self._started_ns,
             server=True,

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from manylora.v1 import common_pb2, worker_pb2
 from manylora_shared.errors import FieldViolation, InvalidRequest
-from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId, is_valid_name
+from manylora_shared.ids import AdapterUid, RequestId, TenantId, is_valid_name
 from manylora_shared.stores.adapter_files import is_uid
+from manylora_shared.wire import QOS_CLASSES
 
 from manylora_worker.hosting.output_stream import EndKind, StreamEnd
 from manylora_worker.hosting.runtime import ModelInfo
@@ -23,12 +24,6 @@ MAX_STOP_TOKENS = 256
 """A caller's 64, and the model's own."""
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
-QOS_CLASSES = {
-    common_pb2.QOS_CLASS_INTERACTIVE: QosClass.INTERACTIVE,
-    common_pb2.QOS_CLASS_STANDARD: QosClass.STANDARD,
-    common_pb2.QOS_CLASS_BATCH: QosClass.BATCH,
-}
-QOS_NUMBERS = {qos_class: number for number, qos_class in QOS_CLASSES.items()}
 TIERS = {
     AdapterTier.DISK: worker_pb2.ADAPTER_TIER_DISK,
     AdapterTier.HOST: worker_pb2.ADAPTER_TIER_HOST,
