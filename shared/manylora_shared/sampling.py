@@ -6,6 +6,7 @@ Names are those of `manylora.v1.SamplingParams`. What a parameter does to a draw
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -57,7 +58,7 @@ class Parameter:
     def violations(self, value: Any, vocab_size: int) -> Iterator[FieldViolation]:
         path = f"sampling.{self.name}"
         if self.max_entries and len(value) > self.max_entries:
-            yield FieldViolation(path, f"has {len(value)} entries, more than {self.max_entries}")
+            yield FieldViolation(path, f"has more than {self.max_entries} entries")
         elif self.kind is Kind.BIASES:
             wrong = (found for entry in sorted(value.items()) if (found := self._wrong_bias(entry, vocab_size)))
             for (token_id, problem), _ in zip(wrong, range(MAX_LISTED), strict=False):
@@ -113,7 +114,8 @@ class Sampling:
         given: dict[str, Any] = {}
         for row in PARAMETERS:
             if row.kind is Kind.BIASES:
-                given[row.name] = dict(getattr(message, row.name))
+                # No more than is read: a message of millions costs nobody their copy before it is refused.
+                given[row.name] = dict(itertools.islice(getattr(message, row.name).items(), row.max_entries + 1))
             elif message.HasField(row.name):
                 given[row.name] = getattr(message, row.name)
         return cls(**given)

@@ -12,6 +12,7 @@ from typing import Any
 from manylora.v1 import admin_pb2, common_pb2, inference_pb2, scheduler_pb2, worker_pb2
 from manylora_router.app import RouterApp
 from manylora_router.config import RouterConfig
+from manylora_router.guard.admission import Prompt, RequestInput, TextPrompt
 from manylora_router.text.service import FakeText, TextService
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import AdapterRecord, KeyRecord, SchedulerRecord, WorkerRecord
@@ -19,7 +20,7 @@ from manylora_shared.errors import Code, RpcError
 from manylora_shared.process.clock import FakeClock
 from manylora_shared.stores.adapter_files import MemoryAdapterFiles
 from manylora_shared.telemetry import Telemetry
-from manylora_shared.tenancy.identity import bearer, new_key
+from manylora_shared.tenancy.identity import bearer, new_key, split_key
 from manylora_shared.transport.base import Channel, Method, Server, ServerCall, Service, Stream, methods_of
 from manylora_sim import loop as simulation
 from manylora_sim.network import MemoryNetwork, MemoryTransport
@@ -533,6 +534,16 @@ async def until(condition: Callable[[], bool], *, within_s: float = 60.0) -> Non
             return
         await asyncio.sleep(0.001)
     raise AssertionError("it never came")
+
+
+async def plain_request(cluster: RouterCluster, prompt: Prompt | None = None, **fields: Any) -> RequestInput:
+    """What a front without gRPC would have read, from a gateway in acme's name."""
+    key = await cluster.put_key(scopes=("gateway",))
+    parts = split_key(key)
+    assert parts is not None
+    await until(lambda: cluster.app.directory.key_of(parts[0]) is not None)
+    given = {"authorization": f"Bearer {key}", "tenant": "acme", **fields}
+    return RequestInput(prompt or TextPrompt("hi"), **given)
 
 
 def text_request(text: str = "hi", **fields: object) -> inference_pb2.GenerateRequest:

@@ -70,7 +70,7 @@ def test_many_streams_at_once() -> None:
         assert {a.text for a in answers} == {"hello world"}
         assert all(a.finished.outcome == common_pb2.OUTCOME_COMPLETED for a in answers)
         assert len({a.frames[0].started.request_id for a in answers}) == 64
-        assert cluster.app.inference.counters.completed == 64
+        assert cluster.app.calls.counters.completed == 64
 
     simulate(test)
 
@@ -118,7 +118,7 @@ def test_caller_that_leaves_in_mid_stream_frees_the_worker(seed: int) -> None:
         stream.cancel()
         await cluster.at_rest()
         assert sum(w.cancelled for w in cluster.workers) == 1
-        assert cluster.app.inference.counters.cancelled == 1
+        assert cluster.app.calls.counters.cancelled == 1
 
     simulate(test, seed=seed, script=say("x" * 1000, pause_s=0.01))
 
@@ -204,7 +204,7 @@ def test_refusal_of_the_scheduler_is_a_status_alone() -> None:
         assert answer.error is not None
         assert answer.error.code is Code.RESOURCE_EXHAUSTED
         assert answer.error.retry_after_s == 2.0
-        assert cluster.app.inference.counters.rejected == 1
+        assert cluster.app.calls.counters.rejected == 1
 
     simulate(test)
 
@@ -554,7 +554,7 @@ def test_a_bug_ends_one_request_with_its_outcome(caplog: pytest.LogCaptureFixtur
             return ""
 
     async def test(cluster: RouterCluster) -> None:
-        cluster.app.inference._text.detokenizer = Broken  # type: ignore[method-assign]
+        cluster.app.calls.text.detokenizer = Broken  # type: ignore[method-assign]
         answer = await cluster.ask(text_request())
         assert answer.finished.outcome == common_pb2.OUTCOME_INTERNAL
         assert answer.error is not None

@@ -87,8 +87,8 @@ def error_of(answer: Answer) -> tuple[Code, str]:
 
 async def circuits_told(cluster: RouterCluster) -> dict[str, float]:
     """What the metrics say of circuits, half-open ones apart; by the time that this is asked it may have changed."""
-    guard, loop = cluster.app.inference.guard, asyncio.get_running_loop()
-    cluster.app.inference.metrics.refusing(guard.circuits(loop.time()), guard.num_quarantined(loop.time()))
+    guard, loop = cluster.app.calls.guard, asyncio.get_running_loop()
+    cluster.app.calls.metrics.refusing(guard.circuits(loop.time()), guard.num_quarantined(loop.time()))
     found = cluster.telemetry.recorded_metrics()
     return {kind: found[MetricName.CIRCUITS, frozenset({(Attribute.KIND, kind)})] for kind in ("open", "half_open")}
 

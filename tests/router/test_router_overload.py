@@ -51,7 +51,7 @@ def test_what_the_level_excludes_is_refused_before_anything_is_done() -> None:
             hints.append(answer.error.retry_after_s)
         assert len(set(hints)) == 8, "hints are spread"
         assert cluster.scheduler.enqueued == []
-        assert cluster.app.inference.counters.rejected == 8
+        assert cluster.app.calls.counters.rejected == 8
         for qos_class in ("interactive", "standard", ""):
             answer = await cluster.ask(text_request(), x_request_class=qos_class)
             assert answer.finished.outcome == common_pb2.OUTCOME_COMPLETED

@@ -68,5 +68,5 @@ def test_violations_name_the_field_and_what_is_right() -> None:
         ("sampling.logit_bias[100]", "is outside the model's vocabulary of 100 tokens"),
     ]
     many = Sampling(logit_bias=dict.fromkeys(range(2000), 0.0))
-    assert [v.description for v in many.violations(10)] == ["has 2000 entries, more than 1024"]
+    assert [v.description for v in many.violations(10)] == ["has more than 1024 entries"]
     assert len(Sampling(logit_bias=dict.fromkeys(range(50), 200.0)).violations(100)) == 8

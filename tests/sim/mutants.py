@@ -150,7 +150,7 @@ def _doubled(original: Any) -> Any:
         before = self._next_frame
         frames = original(self)
         for frame in frames[-1:]:
-            frame.frame = before
+            frame.number = before
         return frames
 
     return take_frames

@@ -30,10 +30,12 @@ from manylora_router.admin.servicer import AdminServicer
 from manylora_router.admin.status import ClusterStatus
 from manylora_router.config import RouterConfig
 from manylora_router.front.grpc import InferenceServicer
+from manylora_router.front.intake import Intake
 from manylora_router.links.channels import WorkerChannels
 from manylora_router.links.directory import Directory
 from manylora_router.links.scheduler_client import SchedulerClient
 from manylora_router.metrics import RECORD_S
+from manylora_router.request.call import Calls
 from manylora_router.text.service import TextService
 
 _LOG = logging.getLogger(__name__)
@@ -78,15 +80,23 @@ class RouterApp:
         self.scheduler = SchedulerClient(
             router_id=self.router_id, transport=peers, leader_address=self.directory.leader_address, rng=rng
         )
-        self.inference = InferenceServicer(
+        self.calls = Calls(
             directory=self.directory,
             scheduler=self.scheduler,
             channels=self.channels,
             text=text,
             telemetry=telemetry,
             rng=rng,
+        )
+        self.intake = Intake(
+            directory=self.directory,
+            scheduler=self.scheduler,
+            text=text,
+            guard=self.calls.guard,
+            rng=rng,
             default_max_tokens=config.default_max_tokens,
         )
+        self._inference = InferenceServicer(self.intake, self.calls)
         self._intake = AdapterIntake(
             directory=self.directory, files=adapter_store, channels=self.channels, clock=self._clock, rng=rng
         )
@@ -94,8 +104,8 @@ class RouterApp:
             router_id=self.router_id,
             directory=self.directory,
             transport=transport,
-            slo=self.inference.slo,
-            guard=self.inference.guard,
+            slo=self.calls.slo,
+            guard=self.calls.guard,
         )
         self.admin = AdminServicer(
             directory=self.directory,
@@ -120,19 +130,19 @@ class RouterApp:
         return self.config.advertise or self._server.address
 
     def live_requests(self) -> list[str]:
-        return self.inference.live_requests()
+        return list(self.calls.live)
 
     def debug_counters(self) -> dict[str, int]:
         """What is held now; all zero when nothing runs, but for the channels to living workers."""
         return {
-            "live_requests": len(self.inference.live_requests()),
+            "live_requests": len(self.calls.live),
             "waiting": self.scheduler.num_waiting,
             "granted": self.scheduler.num_granted,
             "leases": self.scheduler.num_leases,
             "unsent": self.scheduler.num_unsent,
             "uploads": self._intake.num_uploads,
             "streams": self.channels.num_users,
-            "guarded": self.inference.guard.num_running,
+            "guarded": self.calls.guard.num_running,
             "channels": len(self.channels),
         }
 
@@ -148,12 +158,14 @@ class RouterApp:
             )
         self.directory.start()
         await self.directory.ready()
-        self._server = await self._transport.serve(self.config.listen, [self.inference.service(), self.admin.service()])
+        self._server = await self._transport.serve(
+            self.config.listen, [self._inference.service(), self.admin.service()]
+        )
         self._tasks = [
             asyncio.create_task(self.scheduler.run(), name="scheduler-line"),
             asyncio.create_task(self._keep_house(), name="housekeeping"),
         ]
-        if self.inference.metrics.has_readers:
+        if self.calls.metrics.has_readers:
             self._tasks.append(asyncio.create_task(self._tell_metrics(), name="metrics"))
         self._lease.start()
         record = RouterRecord(router_id=self.router_id, address=self.address)
@@ -190,7 +202,7 @@ class RouterApp:
         self.channels.retain([record.address for record in self.directory.workers.values()])
 
     async def _tell_metrics(self) -> None:
-        guard, metrics, loop = self.inference.guard, self.inference.metrics, asyncio.get_running_loop()
+        guard, metrics, loop = self.calls.guard, self.calls.metrics, asyncio.get_running_loop()
         while True:
             metrics.refusing(guard.circuits(loop.time()), guard.num_quarantined(loop.time()))
             await asyncio.sleep(RECORD_S)

@@ -1,6 +1,6 @@
 """How well flows are served, over all routers: what each has counted is asked for when somebody wants to know.
 
-Owns nothing: the counts and circuits are the InferenceServicer's. A router asks the others in its caller's name, so
+Owns nothing: the counts and circuits are the Calls'. A router asks the others in its caller's name, so
 each of them decides by the caller's own key what it may see. One that does not answer in time is missing from the sums,
 and the status says so.
 """

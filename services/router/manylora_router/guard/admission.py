@@ -30,6 +30,7 @@ MAX_CHAT_MESSAGES = 4096
 BYTES_PER_CONTEXT_TOKEN = 16
 """Text longer than this many bytes for each token of the context is refused unread; tokens of real text are shorter."""
 MAX_TEXT_BYTES = 1 << 20
+_CLASSES = frozenset(qos_class.value for qos_class in QosClass)
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 @dataclass(frozen=True)
 class RequestInput:
-    """A GenerateRequest and its metadata, as they came. 0 and "" mean absent, as on the wire."""
+    """A request as a front read it. 0 and "" mean absent, as on the wire; nothing of it has been checked."""
 
     prompt: Prompt | None
     max_tokens: int = 0
@@ -64,6 +65,20 @@ class RequestInput:
     request_class: str = ""
     priority: str = ""
     idempotency_key: str = ""
+    ignore_eos: bool = False
+    authorization: str = ""
+    """`Bearer <key>`."""
+    tenant: str = ""
+    adapter: str = ""
+    traceparent: str | None = None
+    time_remaining_s: float | None = None
+    """Until the caller's deadline; None: it set none."""
+
+    @property
+    def qos_class(self) -> QosClass | None:
+        """None: there is no such class."""
+        name = self.request_class or QosClass.STANDARD.value
+        return QosClass(name) if name in _CLASSES else None
 
 
 @dataclass(frozen=True)
@@ -221,9 +236,10 @@ def admit(
     if found:
         raise InvalidRequest.of_all(found)
     assert prompt_token_ids is not None
+    assert request.qos_class is not None
     bounds = [default_max_tokens, room_tokens] + ([limit_tokens] if limit_tokens is not None else [])
     return Admitted(
-        qos_class=QosClass(request.request_class) if request.request_class else QosClass.STANDARD,
+        qos_class=request.qos_class,
         priority=int(request.priority) if request.priority else 0,
         prompt_token_ids=prompt_token_ids,
         max_tokens=request.max_tokens or min(bounds),
@@ -306,7 +322,7 @@ def _check_chat(messages: Sequence[tuple[str, str]], most_bytes: int, found: lis
     if not messages:
         found.append(FieldViolation("prompt.chat.messages", "is empty"))
     if len(messages) > MAX_CHAT_MESSAGES:
-        message = f"has {len(messages)} messages, more than {MAX_CHAT_MESSAGES}"
+        message = f"has more than {MAX_CHAT_MESSAGES} messages"
         found.append(FieldViolation("prompt.chat.messages", message))
         return
     without_role = [index for index, (role, _) in enumerate(messages) if not role]

@@ -293,8 +293,8 @@ class SchedulerClient:
             ends = [
                 m for m in self._outbox if not isinstance(m, _Waiting) and m.WhichOneof("event") not in _OF_A_STREAM
             ]
-            wanted = [wanted(request_id) for request_id, lease in self._leases.items() if lease.is_wanted]
-            self._outbox = deque([*ends, *self._waiting.values(), *wanted])
+            asked = [wanted(request_id) for request_id, lease in self._leases.items() if lease.is_wanted]
+            self._outbox = deque([*ends, *self._waiting.values(), *asked])
             self._line = line
             self.counters.connects += 1
             _LOG.info("connected to the scheduler", extra=fields(address=address, epoch=line.epoch))

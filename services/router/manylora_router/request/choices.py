@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from manylora.v1 import common_pb2, inference_pb2, worker_pb2
+from manylora.v1 import common_pb2, worker_pb2
 from manylora_shared.errors import InternalError
 
+from manylora_router.request.frames import ChoiceEnd, Delta, Frame
 from manylora_router.text.detokenizer import ChoiceText, Detokenizer, StopStrings
 
 
@@ -19,7 +20,7 @@ from manylora_router.text.detokenizer import ChoiceText, Detokenizer, StopString
 class _Choice:
     text: ChoiceText
     num_tokens: int = 0
-    end: inference_pb2.ChoiceEnd | None = None
+    end: ChoiceEnd | None = None
 
 
 @dataclass(slots=True)
@@ -31,7 +32,7 @@ class Taken:
         stopped: choices that met a stop string just now, and that the worker would go on with.
     """
 
-    deltas: list[inference_pb2.GenerateResponse]
+    deltas: list[Frame]
     stopped: list[int]
 
 
@@ -78,19 +79,19 @@ class Choices:
             self._take(choice, index, tokens, taken)
         return taken
 
-    def rest(self) -> list[inference_pb2.GenerateResponse]:
+    def rest(self) -> list[Frame]:
         """For a request that ends early: the text that choices without an end still held back, as `Taken.deltas`.
         Called once."""
-        deltas: list[inference_pb2.GenerateResponse] = []
+        deltas: list[Frame] = []
         for index, choice in enumerate(self._choices):
             text = choice.text.finish().text if choice.end is None else ""
             if text:
-                deltas.append(_delta(index, choice.num_tokens, (), text))
+                deltas.append(Frame(delta=Delta(index, choice.num_tokens, (), text)))
         return deltas
 
-    def ends(self) -> list[inference_pb2.ChoiceEnd]:
+    def ends(self) -> list[ChoiceEnd]:
         """Of every choice; without a reason where it has not ended by itself."""
-        return [choice.end or inference_pb2.ChoiceEnd(choice=i) for i, choice in enumerate(self._choices)]
+        return [choice.end or ChoiceEnd(i) for i, choice in enumerate(self._choices)]
 
     def _take(self, choice: _Choice, index: int, tokens: worker_pb2.ChoiceTokens, taken: Taken) -> None:
         token_ids: Sequence[int] = tokens.token_ids
@@ -103,34 +104,18 @@ class Choices:
             rest = choice.text.finish()
             text, stop_string = text + rest.text, rest.stop_string
         if stop_string is not None:
-            choice.end = inference_pb2.ChoiceEnd(
-                choice=index, finish_reason=common_pb2.FINISH_REASON_STOP, stop_string=stop_string
-            )
+            choice.end = ChoiceEnd(index, common_pb2.FINISH_REASON_STOP, stop_string=stop_string)
             if not is_last:
                 self._is_cut_short = True
                 taken.stopped.append(index)
         elif is_last:
-            choice.end = inference_pb2.ChoiceEnd(choice=index, finish_reason=finish_reason)
-            if tokens.HasField("stop_token_id"):
-                choice.end.stop_token_id = tokens.stop_token_id
+            stop_token_id = tokens.stop_token_id if tokens.HasField("stop_token_id") else None
+            choice.end = ChoiceEnd(index, finish_reason, stop_token_id=stop_token_id)
         if num_tokens < len(token_ids):
             token_ids = token_ids[:num_tokens]
         if not num_tokens and not text:
             return
-        frame = _delta(index, choice.num_tokens, token_ids, text)
-        if tokens.logprobs:
-            frame.delta.logprobs.extend(tokens.logprobs[:num_tokens])
+        delta = Delta(index, choice.num_tokens, token_ids, text, tokens.logprobs[:num_tokens])
         choice.num_tokens += num_tokens
         self.num_tokens += num_tokens
-        taken.deltas.append(frame)
-
-
-def _delta(choice: int, first_position: int, token_ids: Sequence[int], text: str) -> inference_pb2.GenerateResponse:
-    """Made in its frame: a message that is given to another is copied."""
-    frame = inference_pb2.GenerateResponse()
-    delta = frame.delta
-    delta.choice = choice
-    delta.first_position = first_position
-    delta.token_ids.extend(token_ids)
-    delta.text = text
-    return frame
+        taken.deltas.append(Frame(delta=delta))

@@ -20,7 +20,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from manylora.v1 import common_pb2, inference_pb2, scheduler_pb2, worker_pb2
+from manylora.v1 import common_pb2, scheduler_pb2, worker_pb2
 from manylora_shared.errors import (
     AdapterFailed,
     Cancelled,
@@ -43,6 +43,7 @@ from manylora_router.links.scheduler_client import SchedulerClient
 from manylora_router.links.wire import Grant
 from manylora_router.request.choices import Choices
 from manylora_router.request.deadline import Deadline, deadline_exceeded
+from manylora_router.request.frames import Finished, Frame, Started
 from manylora_router.request.job import Job
 from manylora_router.request.token_lease import TokenLease
 from manylora_router.request.worker_stream import NOT_REACHED, WorkerStream
@@ -97,7 +98,7 @@ class Execution:
         self._choices = Choices(detokenizers, job.stop)
         self._measured = _Measured()
         self._next_frame = 0
-        self._untold: list[inference_pb2.GenerateResponse] = []
+        self._untold: list[Frame] = []
         """What the caller does not know yet: each thing in a frame of its own, without a number."""
         self._lease = TokenLease(job, self._choices, scheduler)
         self._grant: Grant | None = None
@@ -144,7 +145,7 @@ class Execution:
     def ttft_ms(self) -> float:
         return self._measured.ttft_ms
 
-    async def advance(self) -> list[inference_pb2.GenerateResponse]:
+    async def advance(self) -> list[Frame]:
         """The next frames, at least one unless the request ended."""
         assert not self.ended
         try:
@@ -154,7 +155,7 @@ class Execution:
             return self.fail(e)
         return self._take_frames()
 
-    def fail(self, error: ManyloraError) -> list[inference_pb2.GenerateResponse]:
+    def fail(self, error: ManyloraError) -> list[Frame]:
         """Ends the request with an error: the frames that tell it, none where it was never queued."""
         self.error = error
         if self._is_queued:
@@ -170,7 +171,7 @@ class Execution:
         self.outcome = common_pb2.OUTCOME_CANCELLED
         self._end(Cancelled(""))
 
-    async def _next(self) -> list[inference_pb2.GenerateResponse]:
+    async def _next(self) -> list[Frame]:
         if self._stream is None:
             return self._on_message(await self._start())
         if self._choices.are_cut_short:
@@ -273,21 +274,22 @@ class Execution:
         else:
             self._measured.worker = message.finished
 
-    def _on_message(self, message: worker_pb2.ExecuteResponse) -> list[inference_pb2.GenerateResponse]:
+    def _on_message(self, message: worker_pb2.ExecuteResponse) -> list[Frame]:
         match message.WhichOneof("event"):
             case "tokens":
                 return self._on_tokens(message.tokens)
             case "started":
                 self._lease.begin()
-                return [inference_pb2.GenerateResponse(started=self._started())]
+                return [Frame(started=self._started())]
             case "finished":
                 return self._on_finished(message.finished)
             case _:
                 raise InternalError("a frame of the worker has no event that this router knows")
 
-    def _started(self) -> inference_pb2.Started:
+    def _started(self) -> Started:
         job = self.job
-        return inference_pb2.Started(
+        assert job.sampling.seed is not None, "intake draws one"
+        return Started(
             request_id=job.request_id,
             adapter_version=job.adapter.uid if job.adapter else "",
             seed=job.sampling.seed,
@@ -295,7 +297,7 @@ class Execution:
             degraded=job.degraded,
         )
 
-    def _on_tokens(self, chunk: worker_pb2.TokenChunk) -> list[inference_pb2.GenerateResponse]:
+    def _on_tokens(self, chunk: worker_pb2.TokenChunk) -> list[Frame]:
         taken = self._choices.take(chunk)
         for index in taken.stopped:
             assert self._stream is not None
@@ -304,7 +306,7 @@ class Execution:
             self._measured.ttft_ms = self._elapsed_ms()
         return taken.deltas
 
-    def _on_finished(self, finished: worker_pb2.ExecuteFinished) -> list[inference_pb2.GenerateResponse]:
+    def _on_finished(self, finished: worker_pb2.ExecuteFinished) -> list[Frame]:
         self._measured.worker = finished
         assert self._grant is not None
         worker_id = self._grant.worker_id
@@ -331,11 +333,11 @@ class Execution:
 
     # Ending
 
-    def _finish(self, outcome: common_pb2.Outcome) -> list[inference_pb2.GenerateResponse]:
+    def _finish(self, outcome: common_pb2.Outcome) -> list[Frame]:
         """What is told last: text that was held back, and the end."""
         untold = self._choices.rest()
         measured = self._measured
-        finished = inference_pb2.Finished(
+        finished = Finished(
             outcome=outcome,
             choices=self._choices.ends(),
             usage=common_pb2.Usage(
@@ -354,7 +356,7 @@ class Execution:
             worker_id=self._grant.worker_id if self._grant is not None else "",
             degraded=self.job.degraded,
         )
-        untold.append(inference_pb2.GenerateResponse(finished=finished))
+        untold.append(Frame(finished=finished))
         self.outcome = outcome
         self._end(self.error)
         return untold
@@ -374,21 +376,21 @@ class Execution:
         """Whether the worker's next message is there, and is told in the same frame: the first tokens with the
         beginning, the end with the last tokens. A message costs the router, the network and the caller more than what
         is in it."""
-        is_begun_alone = len(self._untold) == 1 and self._untold[0].HasField("started")
+        is_begun_alone = len(self._untold) == 1 and self._untold[0].started is not None
         is_end_next = self._choices.have_ended and not self._choices.are_cut_short
         is_there = self._stream is not None and self._stream.has_message
         return is_there and (is_begun_alone or is_end_next) and self._lease.has_tokens
 
-    def _take_frames(self) -> list[inference_pb2.GenerateResponse]:
+    def _take_frames(self) -> list[Frame]:
         """All that the caller does not know yet, in as few frames as hold it."""
-        frames: list[inference_pb2.GenerateResponse] = []
+        frames: list[Frame] = []
         for event in self._untold:
-            if frames and (event.HasField("finished") or not frames[-1].HasField("delta")):
-                frames[-1].MergeFrom(event)
+            if frames and (event.finished is not None or frames[-1].delta is None):
+                frames[-1].merge(event)
             else:
                 frames.append(event)
         for number, frame in enumerate(frames, self._next_frame):
-            frame.frame = number
+            frame.number = number
         self._next_frame += len(frames)
         self._untold = []
         return frames

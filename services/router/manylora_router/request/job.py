@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from manylora.v1 import common_pb2, inference_pb2
 from manylora_shared.ids import QosClass, TenantId
+from manylora_shared.sampling import Sampling
 from manylora_shared.telemetry import request_attributes
 
 from manylora_router.guard.admission import Adapter
 from manylora_router.links.wire import Grant
+from manylora_router.request.frames import Degraded
 from manylora_router.text.detokenizer import StopStrings
 
 
@@ -24,7 +25,7 @@ class Job:
     prompt_token_ids: Sequence[int]
     max_tokens: int
     n: int
-    sampling: common_pb2.SamplingParams
+    sampling: Sampling
     """With its seed."""
     stop: StopStrings | None
     stop_token_ids: Sequence[int]
@@ -34,7 +35,7 @@ class Job:
     traceparent: str
     can_stream: bool = True
     """False: the caller gets all frames once the request has ended."""
-    degraded: inference_pb2.Degraded | None = None
+    degraded: Degraded | None = None
     """What overload took from it, with `max_tokens` as it is in force."""
 
     @property
@@ -48,7 +49,7 @@ class Job:
         if cap is None or cap >= self.max_tokens:
             return self
         asked = self.degraded.asked_max_tokens if self.degraded is not None else self.max_tokens
-        degraded = inference_pb2.Degraded(max_tokens=cap, asked_max_tokens=asked, overload_level=grant.overload_level)
+        degraded = Degraded(max_tokens=cap, asked_max_tokens=asked, overload_level=grant.overload_level)
         return replace(self, max_tokens=cap, degraded=degraded)
 
     def attributes(self) -> dict[str, str | bool | int | float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from manylora.v1 import worker_pb2
+from manylora.v1 import common_pb2, worker_pb2
 from manylora_shared.errors import Code, InternalError, ManyloraError, RpcError, WorkerLost
 from manylora_shared.metadata import ADAPTER_KEY, CLASS_KEY, TENANT_KEY, TRACEPARENT_KEY
 from manylora_shared.telemetry import Attribute, SpanName, Telemetry
@@ -73,7 +73,7 @@ class WorkerStream:
             adapter_uid=job.adapter.uid if job.adapter else "",
             prompt_token_ids=job.prompt_token_ids,
             max_tokens=job.max_tokens,
-            sampling=job.sampling,
+            sampling=common_pb2.SamplingParams(**job.sampling.given()),
             stop_token_ids=job.stop_token_ids,
             n=job.n,
         )

@@ -1,0 +1,180 @@
+"""Who is it, what do they want, may they: from a request as a front read it to a job that may be queued.
+
+Puts the checks in order, what costs least first: key, turn, tenant and adapter, overload, the request's fields, its
+tokens, the guard. Owns only the turns; admission.py, the overload view and the guard decide.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from manylora_shared.errors import Overloaded, ServiceUnavailable, Unready
+from manylora_shared.ids import QosClass, TenantId
+from manylora_shared.sampling import Sampling
+from manylora_shared.telemetry import Attribute
+from manylora_shared.tenancy.identity import AUTHORIZATION_KEY, authenticate
+from manylora_shared.tenancy.overload import retry_after_s
+from manylora_shared.tenancy.policy import TenantPolicy
+from manylora_shared.wire import QOS_NUMBERS
+
+from manylora_router.front.loop_turns import Turns
+from manylora_router.guard import admission
+from manylora_router.guard.admission import Adapter, ChatPrompt, Prompt, RequestInput, TextPrompt, TokenPrompt
+from manylora_router.guard.permits import Guard, Permit
+from manylora_router.links.directory import Directory, Model
+from manylora_router.links.scheduler_client import SchedulerClient
+from manylora_router.request.call import Call
+from manylora_router.request.job import Job
+from manylora_router.text.detokenizer import StopStrings
+from manylora_router.text.service import TextService
+
+DEADLINE_MARGIN_S = 0.02
+"""A request ends this long before its caller's deadline (a tenth of the time at most), so that the frame that says so
+can still be read."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """What a tenant may name."""
+
+    base_model: str
+    max_context_tokens: int
+    adapters: Sequence[str]
+
+
+class Intake:
+    def __init__(
+        self,
+        *,
+        directory: Directory,
+        scheduler: SchedulerClient,
+        text: TextService,
+        guard: Guard,
+        rng: random.Random,
+        default_max_tokens: int,
+    ) -> None:
+        self._directory = directory
+        self._scheduler = scheduler
+        self._text = text
+        self._guard = guard
+        self._rng = rng
+        self._default_max_tokens = default_max_tokens
+        self._turns = Turns()
+
+    def tenant_of(self, request: RequestInput) -> str:
+        """Raises Unauthenticated or PermissionDenied."""
+        principal = authenticate({AUTHORIZATION_KEY: request.authorization}, self._directory.key_of)
+        return admission.tenant_of(principal, request.tenant)
+
+    async def take_turn(self, tenant: str, qos_class: QosClass | None) -> None:
+        policy = self._directory.policy_of(TenantId(tenant))
+        weight = policy.weight(qos_class) if policy is not None and qos_class is not None else 1
+        await self._turns.take((tenant, qos_class), weight)
+
+    def models(self, request: RequestInput) -> Models:
+        policy, _ = self._admit_caller(self.tenant_of(request), "")
+        model = self._model()
+        adapters = [record.name for record in self._directory.adapters_of(policy.tenant_id)]
+        return Models(model.name, model.limits.max_context_tokens, adapters)
+
+    async def admit(self, request: RequestInput, tenant: str, call: Call) -> tuple[Job, Permit]:
+        """
+        Args:
+            tenant: what `tenant_of` gave.
+
+        Raises:
+            Rejected: the request is refused.
+            ServiceUnavailable: nothing is known of the model yet.
+        """
+        policy, adapter = self._admit_caller(tenant, request.adapter)
+        self._check_overload(policy.tenant_id, request, call.request_id)
+        if adapter is not None:
+            call.span.set(Attribute.ADAPTER_VERSION, adapter.uid)
+        model = self._model()
+        violations = admission.check(request, model.limits)
+        prompt_token_ids: Sequence[int] | None = None
+        if admission.prompt_is_readable(request.prompt, violations):
+            prompt_token_ids = await self._tokenize(request.prompt)
+        admitted = admission.admit(
+            request, prompt_token_ids, violations, policy, model.limits, default_max_tokens=self._default_max_tokens
+        )
+        if request.stop and not self._text.has_text:
+            raise Unready("stop: this router has no tokenizer; send stop_token_ids")
+        call.span.set(Attribute.MAX_TOKENS, admitted.max_tokens)
+        job = Job(
+            request_id=call.request_id,
+            tenant_id=policy.tenant_id,
+            qos_class=admitted.qos_class,
+            priority=admitted.priority,
+            adapter=adapter,
+            prompt_token_ids=admitted.prompt_token_ids,
+            max_tokens=admitted.max_tokens,
+            n=admitted.n,
+            sampling=self._sampling(policy.tenant_id, request),
+            stop=StopStrings(request.stop) if request.stop else None,
+            stop_token_ids=_stop_token_ids(request, model),
+            received_at=call.received_at,
+            deadline=_deadline(request, call.received_at),
+            traceparent=call.span.traceparent,
+            can_stream=policy.security.can_stream,
+        )
+        uid = adapter.uid if adapter is not None else None
+        now = asyncio.get_running_loop().time()
+        return job, self._guard.admit(job.tenant_id, uid, job.prompt_token_ids, now)
+
+    def _admit_caller(self, tenant: str, adapter: str) -> tuple[TenantPolicy, Adapter | None]:
+        return admission.admit_caller(tenant, adapter, self._directory.policy_of, self._directory.uid_of)
+
+    def _model(self) -> Model:
+        model = self._directory.model
+        if model is None:
+            raise ServiceUnavailable("no worker has joined the cluster yet", retry_after_s=1.0)
+        return model
+
+    def _check_overload(self, tenant_id: TenantId, request: RequestInput, request_id: str) -> None:
+        """Raises Overloaded where requests like this one are given up now. Before the prompt is looked at: refusing
+        must cost next to nothing."""
+        view, qos_class = self._scheduler.overload, request.qos_class
+        if view.is_quiet or qos_class is None:
+            return
+        if not view.admits(tenant_id, qos_class, request_id):
+            self._scheduler.note_refused(tenant_id, QOS_NUMBERS[qos_class])
+            level = view.level_of(tenant_id)
+            why = view.why_refused(tenant_id, qos_class)
+            raise Overloaded(why, retry_after_s=retry_after_s(level, request_id))
+
+    async def _tokenize(self, prompt: Prompt | None) -> Sequence[int]:
+        match prompt:
+            case TextPrompt(text):
+                return await self._text.encode(text)
+            case ChatPrompt(messages):
+                return await self._text.encode_chat(messages)
+            case TokenPrompt(ids):
+                return ids
+            case None:
+                raise AssertionError("a missing prompt is not readable")
+
+    def _sampling(self, tenant_id: TenantId, request: RequestInput) -> Sampling:
+        """What the caller asked for, with a seed: its own, or its idempotency key's, or a drawn one."""
+        if request.sampling.seed is not None:
+            return request.sampling
+        key = request.idempotency_key
+        seed = admission.seed_of_key(tenant_id, key) if key else self._rng.getrandbits(64)
+        return replace(request.sampling, seed=seed)
+
+
+def _stop_token_ids(request: RequestInput, model: Model) -> list[int]:
+    ids = dict.fromkeys(request.stop_token_ids)
+    if not request.ignore_eos:
+        ids.update(dict.fromkeys(model.eos_token_ids))
+    return list(ids)
+
+
+def _deadline(request: RequestInput, received_at: float) -> float | None:
+    remaining_s = request.time_remaining_s
+    if remaining_s is None:
+        return None
+    return received_at + remaining_s - min(DEADLINE_MARGIN_S, 0.1 * max(0.0, remaining_s))

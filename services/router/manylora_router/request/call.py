@@ -1,0 +1,225 @@
+"""One Generate call, from its arrival to its account, whichever front it came through.
+
+Owns the call's span, and what its end means to counters, service levels, metrics and the guard. Knows no wire format;
+who may call is intake's to say, and what becomes of an admitted job the Execution's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from manylora.v1 import common_pb2
+from manylora_shared.errors import Cancelled, InternalError, ManyloraError
+from manylora_shared.ids import TenantId
+from manylora_shared.telemetry import Attribute, Span, SpanName, Telemetry, request_attributes
+from manylora_shared.telemetry.logs import fields
+from manylora_shared.tenancy.slo import SloTracker, verdict_of
+
+from manylora_router.guard.admission import RequestInput
+from manylora_router.guard.circuits import Change
+from manylora_router.guard.permits import Fault, Guard, Permit
+from manylora_router.links.channels import WorkerChannels
+from manylora_router.links.directory import Directory
+from manylora_router.links.scheduler_client import SchedulerClient
+from manylora_router.metrics import RouterMetrics
+from manylora_router.request.execution import Execution
+from manylora_router.request.frames import Frame
+from manylora_router.request.job import Job
+from manylora_router.text.service import TextService
+
+_LOG = logging.getLogger(__name__)
+_MAX_SHOWN = 64
+"""Characters of a caller's words in a span, before anything was checked."""
+
+
+@dataclass
+class CallCounters:
+    """Since the start."""
+
+    received: int = 0
+    rejected: int = 0
+    completed: int = 0
+    failed: int = 0
+    cancelled: int = 0
+
+
+class Calls:
+    """The calls that run now, and what they share."""
+
+    def __init__(
+        self,
+        *,
+        directory: Directory,
+        scheduler: SchedulerClient,
+        channels: WorkerChannels,
+        text: TextService,
+        telemetry: Telemetry,
+        rng: random.Random,
+    ) -> None:
+        self.counters = CallCounters()
+        self.live: dict[str, Call] = {}
+        """By request id, oldest first."""
+        self.slo = SloTracker()
+        self.metrics = RouterMetrics(telemetry)
+        self.guard = Guard(random=rng.random, getrandbits=rng.getrandbits)
+        self.directory = directory
+        self.scheduler = scheduler
+        self.channels = channels
+        self.text = text
+        self.telemetry = telemetry
+        self.rng = rng
+
+    def open(self, request: RequestInput, tenant: str) -> Call:
+        """
+        Args:
+            tenant: in whose name it is; empty where the caller may ask in nobody's.
+        """
+        return Call(self, request, tenant)
+
+
+class Call:
+    """`with` it, then `admission` and `begin`, then `advance` until there is nothing more. Belongs to one task."""
+
+    def __init__(self, calls: Calls, request: RequestInput, tenant: str) -> None:
+        self.request_id = f"{calls.rng.getrandbits(128):032x}"
+        self.received_at = asyncio.get_running_loop().time()
+        self._calls = calls
+        self._request = request
+        self._tenant = tenant
+        self._attributes = request_attributes(
+            tenant=tenant[:_MAX_SHOWN],
+            qos_class=(request.request_class or "standard")[:_MAX_SHOWN],
+            adapter=request.adapter[:_MAX_SHOWN],
+            request_id=self.request_id,
+        )
+        self.span = calls.telemetry.span(
+            SpanName.REQUEST, parent=request.traceparent, attributes=self._attributes, server=True
+        )
+        self._permit: Permit | None = None
+        self._execution: Execution | None = None
+        self._held: list[Frame] = []
+
+    def __enter__(self) -> Self:
+        self._calls.live[self.request_id] = self
+        self._calls.counters.received += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del self._calls.live[self.request_id]
+        self._count(error)
+        execution = self._execution
+        if execution is not None:
+            execution.close()
+            self._describe(execution)
+        if self._permit is not None:
+            self._end_permit(self._permit, execution.fault if execution is not None else Fault.NO_VERDICT)
+        self._account(error if error is None or isinstance(error, Exception) else Cancelled("the caller went away"))
+        self.span.end()
+
+    def admission(self) -> Span:
+        """The span of all that happens before `begin`."""
+        return self._calls.telemetry.span(SpanName.ADMISSION, parent=self.span.traceparent, attributes=self._attributes)
+
+    def begin(self, job: Job, permit: Permit) -> None:
+        calls = self._calls
+        self._permit = permit
+        self._execution = Execution(
+            job,
+            scheduler=calls.scheduler,
+            channels=calls.channels,
+            detokenizers=[calls.text.detokenizer() for _ in range(job.n)],
+            telemetry=calls.telemetry,
+            rng=calls.rng,
+        )
+
+    async def advance(self) -> list[Frame]:
+        """The next frames; none: the request has completed. Raises its error, after its last frames."""
+        execution, permit = self._execution, self._permit
+        assert execution is not None, "begin comes first"
+        assert permit is not None
+        while not execution.ended:
+            frames = await self._advance(execution)
+            self._watch(permit, execution)
+            if not execution.job.can_stream:
+                self._held += frames
+                frames = self._held if execution.ended else []
+            if frames:
+                return frames
+        if execution.error is not None:
+            raise execution.error
+        return []
+
+    async def _advance(self, execution: Execution) -> list[Frame]:
+        """Any failure that nobody foresaw ends this one request, with its outcome."""
+        try:
+            return await execution.advance()
+        except Exception:
+            _LOG.exception("request %s failed", self.request_id)
+            return execution.fail(InternalError("internal error"))
+
+    def _watch(self, permit: Permit, execution: Execution) -> None:
+        """Tells the guard what became of the request since it was last asked."""
+        guard = self._calls.guard
+        if execution.worker_id and not permit.worker_id:
+            guard.began(permit, execution.worker_id, asyncio.get_running_loop().time())
+        if execution.ttft_ms and not permit.has_answered:
+            _log(guard.answered(permit))
+
+    def _end_permit(self, permit: Permit, fault: Fault) -> None:
+        ended = self._calls.guard.ended(permit, fault, asyncio.get_running_loop().time())
+        _log(ended.changes)
+        if ended.is_quarantined:
+            more = fields(tenant=permit.tenant, adapter=permit.adapter or "", worker=permit.worker_id)
+            _LOG.warning("a prompt is quarantined: workers failed again and again while they ran it", extra=more)
+
+    def _count(self, error: BaseException | None) -> None:
+        counters, execution = self._calls.counters, self._execution
+        if error is None:
+            counters.completed += 1
+            self.span.ok()
+        elif not isinstance(error, Exception):  # cancelled, or nobody reads on
+            counters.cancelled += 1
+            self.span.fail_with(asyncio.CancelledError())
+        else:
+            if isinstance(error, ManyloraError) and (execution is None or not execution.was_queued):
+                counters.rejected += 1
+            else:
+                counters.failed += 1
+            self.span.fail_with(error)
+
+    def _account(self, error: Exception | None) -> None:
+        """Counts the call for its flow's objectives. One of no tenant or class is of no flow."""
+        calls, execution, qos_class = self._calls, self._execution, self._request.qos_class
+        if self._tenant not in calls.directory.tenants or qos_class is None:
+            return
+        flow = TenantId(self._tenant), qos_class
+        now = asyncio.get_running_loop().time()
+        slo = calls.directory.slo_of(*flow)
+        ttft_ms = (execution.ttft_ms if execution is not None else 0.0) or None
+        tpot_ms = execution.tpot_ms if execution is not None else None
+        given_ms = (now - self.received_at) * 1e3
+        verdict = verdict_of(error, given_ms=given_ms, has_answered=ttft_ms is not None, slo=slo)
+        calls.slo.ended(flow, verdict, now, ttft_ms=ttft_ms, tpot_ms=tpot_ms, slo=slo)
+        calls.metrics.ended(flow, verdict, ttft_ms=ttft_ms, tpot_ms=tpot_ms, slo=slo)
+
+    def _describe(self, execution: Execution) -> None:
+        self.span.set(Attribute.OUTCOME, common_pb2.Outcome.Name(execution.outcome))
+        self.span.set(Attribute.PROMPT_TOKENS, len(execution.job.prompt_token_ids))
+        self.span.set(Attribute.OUTPUT_TOKENS, execution.completion_tokens)
+        if execution.ttft_ms:
+            self.span.set(Attribute.TTFT_MS, execution.ttft_ms)
+
+
+def _log(changes: Sequence[Change]) -> None:
+    for change in changes:
+        tenant, adapter = change.scope[0], change.scope[1] if len(change.scope) == 2 else "all"
+        more = fields(tenant=tenant, adapter=adapter or "", open_s=change.open_s)
+        _LOG.warning("circuit %s", "closed" if change.open_s is None else "opened", extra=more)

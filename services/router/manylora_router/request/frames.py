@@ -1,0 +1,70 @@
+"""What a caller reads of its request, frame by frame: plain data that every front turns into its own wire format.
+
+Fields mean what they mean in inference.proto; what a worker says word for word (log-probabilities, reasons) keeps its
+type of common.proto.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from manylora.v1 import common_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Degraded:
+    max_tokens: int
+    asked_max_tokens: int
+    overload_level: int
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    request_id: str
+    adapter_version: str
+    seed: int
+    prompt_tokens: int
+    degraded: Degraded | None
+
+
+@dataclass(slots=True)
+class Delta:
+    choice: int
+    first_position: int
+    token_ids: Sequence[int]
+    text: str
+    logprobs: Sequence[common_pb2.PositionLogprobs] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceEnd:
+    choice: int
+    finish_reason: common_pb2.FinishReason = common_pb2.FINISH_REASON_UNSPECIFIED
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    outcome: common_pb2.Outcome
+    choices: Sequence[ChoiceEnd]
+    usage: common_pb2.Usage
+    timings: common_pb2.Timings
+    worker_id: str
+    degraded: Degraded | None
+
+
+@dataclass(slots=True)
+class Frame:
+    """What there is to tell at one time: at least one of the three, which happened in this order."""
+
+    number: int = 0
+    started: Started | None = None
+    delta: Delta | None = None
+    finished: Finished | None = None
+
+    def merge(self, later: Frame) -> None:
+        self.started = later.started or self.started
+        self.delta = later.delta or self.delta
+        self.finished = later.finished or self.finished

@@ -1,0 +1,127 @@
+"""Intake by itself: the job that a request becomes, and in which order it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from manylora_router.guard.admission import RequestInput, TextPrompt
+from manylora_router.guard.permits import Permit
+from manylora_router.request.job import Job
+from manylora_router.text.service import FakeText
+from manylora_shared.errors import InvalidRequest, NotFound, Overloaded, Unready
+from manylora_shared.metadata import ADAPTER_KEY
+from manylora_shared.sampling import Sampling
+from router_fakes import EOS, RouterCluster, ids_of, plain_request, simulate
+from test_router_overload import BATCH_CLOSED, hears
+
+
+class CountingText(FakeText):
+    """Counts the prompts that were tokenized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_encoded = 0
+
+    async def encode(self, text: str) -> Sequence[int]:
+        self.num_encoded += 1
+        return await super().encode(text)
+
+
+async def admit(cluster: RouterCluster, request: RequestInput) -> tuple[Job, Permit]:
+    intake = cluster.app.intake
+    tenant = intake.tenant_of(request)
+    with cluster.app.calls.open(request, tenant) as call:
+        job, permit = await intake.admit(request, tenant, call)
+        call.begin(job, permit)
+        assert (job.request_id, job.received_at) == (call.request_id, call.received_at)
+    return job, permit
+
+
+def test_a_request_becomes_a_job() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        request = await plain_request(
+            cluster,
+            adapter="upper",
+            request_class="batch",
+            priority="-3",
+            n=2,
+            stop=["."],
+            stop_token_ids=[9],
+            sampling=Sampling(temperature=0.5, seed=7, logit_bias={3: 1.5}),
+            time_remaining_s=10.0,
+        )
+        job, permit = await admit(cluster, request)
+        assert (job.tenant_id, job.qos_class.value, job.priority, job.n) == ("acme", "batch", -3, 2)
+        assert (list(job.prompt_token_ids), job.max_tokens) == (ids_of("hi"), 32)
+        assert job.adapter is not None
+        assert (permit.tenant, permit.adapter) == ("acme", job.adapter.uid)
+        assert (job.sampling.seed, job.sampling.temperature, dict(job.sampling.logit_bias)) == (7, 0.5, {3: 1.5})
+        assert list(job.stop_token_ids) == [9, EOS]
+        assert job.stop is not None
+        assert job.deadline == pytest.approx(job.received_at + 10.0 - 0.02)
+
+    simulate(test)
+
+
+def test_a_request_that_asks_for_little_gets_defaults() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        job, _ = await admit(cluster, await plain_request(cluster, ignore_eos=True))
+        assert (job.qos_class.value, job.priority, job.n, job.adapter) == ("standard", 0, 1, None)
+        assert (job.stop, job.stop_token_ids, job.deadline) == (None, [], None)
+        again, _ = await admit(cluster, await plain_request(cluster))
+        assert again.sampling.seed != job.sampling.seed
+
+    simulate(test)
+
+
+def test_a_short_deadline_keeps_most_of_its_time() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        job, _ = await admit(cluster, await plain_request(cluster, time_remaining_s=0.1))
+        assert job.deadline == pytest.approx(job.received_at + 0.09)
+
+    simulate(test)
+
+
+def test_what_is_refused_is_not_tokenized() -> None:
+    text = CountingText()
+
+    async def test(cluster: RouterCluster) -> None:
+        await hears(cluster, BATCH_CLOSED)
+        with pytest.raises(Overloaded):
+            await admit(cluster, await plain_request(cluster, request_class="batch"))
+        with pytest.raises(NotFound, match=ADAPTER_KEY):
+            await admit(cluster, await plain_request(cluster, adapter="secret"))
+        with pytest.raises(InvalidRequest, match=r"prompt\.text"):
+            await admit(cluster, await plain_request(cluster, TextPrompt("x" * 100_000)))
+        assert text.num_encoded == 0
+
+    simulate(test, text=text)
+
+
+def test_overload_is_told_before_what_else_is_wrong() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        await hears(cluster, BATCH_CLOSED)
+        with pytest.raises(Overloaded):
+            await admit(cluster, await plain_request(cluster, request_class="batch", n=99))
+
+    simulate(test)
+
+
+def test_stop_strings_need_text() -> None:
+    class NoTokenizer(FakeText):
+        has_text = False
+
+    async def test(cluster: RouterCluster) -> None:
+        with pytest.raises(Unready, match="stop"):
+            await admit(cluster, await plain_request(cluster, stop=["."]))
+
+    simulate(test, text=NoTokenizer())
+
+
+def test_models_are_the_tenants_own() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        models = cluster.app.intake.models(await plain_request(cluster))
+        assert (models.base_model, models.adapters) == ("tiny", ["upper"])
+
+    simulate(test)
