@@ -22,13 +22,12 @@ from google.protobuf.message import Message
 from manylora_shared.address import join_address, parse_address
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.transport.base import Method, Service, methods_of
-from manylora_shared.transport.dispatch import (
+from manylora_shared.transport.handling import (
     MAX_MESSAGE_BYTES,
     close_iterator,
-    is_task_cancelled,
+    error_of,
     parse_request,
     parse_response,
-    status_of,
 )
 from manylora_shared.transport.health import Health
 from manylora_shared.transport.status import decode_error
@@ -254,14 +253,8 @@ class MemoryServer:
         end = OK
         try:
             await self._run(call, method, handler, server_call)
-        except Exception as e:
-            end = failed(status_of(method.path, e))
-        except asyncio.CancelledError as e:
-            if is_task_cancelled():
-                raise
-            stray = RuntimeError("an inner task was cancelled")
-            stray.__cause__ = e
-            end = failed(status_of(method.path, stray))
+        except (Exception, asyncio.CancelledError) as e:
+            end = failed(error_of(method.path, e))
         finally:
             self._calls.pop(call, None)
         call.finish_server(end)

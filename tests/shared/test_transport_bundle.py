@@ -15,8 +15,8 @@ from manylora_shared.transport.base import Channel, Service, methods_of
 from manylora_shared.transport.bundle import WINDOW
 from manylora_shared.transport.bundle_client import BundlingTransport
 from manylora_shared.transport.bundle_server import BundleServer, UnbundlingTransport
-from manylora_shared.transport.dispatch import MAX_MESSAGE_BYTES
 from manylora_shared.transport.grpc_transport import GrpcTransport
+from manylora_shared.transport.handling import MAX_MESSAGE_BYTES
 from manylora_sim.network import MemoryNetwork
 
 from tests.shared.transport_echo import DESCRIPTOR, METHODS, echo_service, text

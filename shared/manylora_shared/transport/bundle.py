@@ -23,7 +23,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from manylora.v1 import bundle_pb2
 
 from manylora_shared.transport.base import Method, methods_of
-from manylora_shared.transport.dispatch import MAX_MESSAGE_BYTES
+from manylora_shared.transport.handling import MAX_MESSAGE_BYTES
 
 DESCRIPTOR = bundle_pb2.DESCRIPTOR.services_by_name["BundleService"]
 CARRY = methods_of(DESCRIPTOR)["Carry"]

@@ -12,7 +12,7 @@ from manylora.v1 import bundle_pb2
 from manylora_shared.errors import Code, ManyloraError, Overloaded, RpcError, ServiceUnavailable
 from manylora_shared.transport.base import Channel, Method, Server, ServerCall, Service, Transport
 from manylora_shared.transport.bundle import DESCRIPTOR, Outgoing, bundled_methods
-from manylora_shared.transport.dispatch import close_iterator, is_task_cancelled, parse_request, status_of
+from manylora_shared.transport.handling import close_iterator, error_of, parse_request
 from manylora_shared.transport.status import encode_details, message_of
 
 MAX_CALLS = 16_384
@@ -193,14 +193,8 @@ class _ServedLine:
             async for response in responses:
                 await run.spend()
                 self.outgoing.put(bundle_pb2.AnswerPart(call=call_id, response=response.SerializeToString()))
-        except Exception as e:
-            error = status_of(opened.method, e)
-        except asyncio.CancelledError as e:
-            if is_task_cancelled():
-                raise
-            inner = RuntimeError("an inner task was cancelled")
-            inner.__cause__ = e
-            error = status_of(opened.method, inner)
+        except (Exception, asyncio.CancelledError) as e:
+            error = error_of(opened.method, e)
         finally:
             if responses is not None:
                 await close_iterator(responses)

@@ -27,13 +27,13 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from manylora_shared.address import join_address, parse_address
 from manylora_shared.errors import Code, ManyloraError, Overloaded, RpcError
 from manylora_shared.transport.base import Method, Service, methods_of
-from manylora_shared.transport.dispatch import (
+from manylora_shared.transport.handling import (
     MAX_MESSAGE_BYTES,
     close_iterator,
+    error_of,
     is_task_cancelled,
     parse_request,
     parse_response,
-    status_of,
 )
 from manylora_shared.transport.health import Health
 from manylora_shared.transport.status import DETAILS_KEY, decode_error, encode_details, message_of
@@ -191,16 +191,11 @@ class _Handlers:
                 response: Message = await handler(request, _ServerCall(context))
                 encoded: bytes = response.SerializeToString()
                 return encoded
-            except Exception as e:
-                error: Exception = e
-            except asyncio.CancelledError as e:
-                if is_task_cancelled():
-                    raise
-                error = RuntimeError("an inner task was cancelled")
-                error.__cause__ = e
+            except (Exception, asyncio.CancelledError) as e:
+                error = error_of(method.path, e)
             finally:
                 running.discard(task)
-            await _abort(context, status_of(method.path, error))
+            await _abort(context, error)
             raise AssertionError("abort returned")
 
         return run
@@ -229,14 +224,8 @@ class _Handlers:
                         response = await responses.__anext__()
                     except StopAsyncIteration:
                         return
-                    except Exception as e:
-                        error: Exception = e
-                        break
-                    except asyncio.CancelledError as e:
-                        if is_task_cancelled():
-                            raise
-                        error = RuntimeError("an inner task was cancelled")
-                        error.__cause__ = e
+                    except (Exception, asyncio.CancelledError) as e:
+                        error = error_of(method.path, e)
                         break
                     try:
                         await write(response.SerializeToString())
@@ -248,7 +237,7 @@ class _Handlers:
                 if responses is not None:
                     await close_iterator(responses)
                 running.discard(task)
-            await _abort(context, status_of(method.path, error))
+            await _abort(context, error)
 
         return run
 

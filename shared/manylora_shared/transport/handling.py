@@ -1,6 +1,6 @@
-"""What both transports do alike around a handler and a message: parsing, and turning exceptions into statuses.
+"""What every transport does alike around a handler and a message: parsing, and exceptions as errors of the call.
 
-Owns no state. The two transports differ in how bytes travel; what a caller may observe of a handler is decided here.
+Owns no state. The transports differ in how bytes travel; what a caller may observe of a handler is decided here.
 """
 
 from __future__ import annotations
@@ -36,11 +36,16 @@ def parse_response(message_type: type[Message], data: bytes) -> Message:
         raise RpcError(Code.INTERNAL, f"the bytes received are not a {name} message") from None
 
 
-def status_of(path: str, error: Exception) -> ManyloraError:
-    """The error that the caller gets for what a handler raised. Anything outside our tree is logged and stays here."""
-    if isinstance(error, ManyloraError):
-        return error
-    _LOG.error("handler of %s failed", path, exc_info=error)
+def error_of(path: str, raised: BaseException) -> ManyloraError:
+    """The error that the caller gets for what a handler raised; what is not of our tree is logged and stays here.
+
+    Raises the CancelledError where the running task was asked to stop. One that came out of an inner task is a bug.
+    """
+    if isinstance(raised, ManyloraError):
+        return raised
+    if isinstance(raised, asyncio.CancelledError) and is_task_cancelled():
+        raise raised
+    _LOG.error("handler of %s failed", path, exc_info=raised)
     return InternalError("internal error")
 
 
