@@ -36,9 +36,10 @@ import transformers
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
 from manylora_shared.stores.adapter_files import adapter_uid
 from manylora_worker.adapters.cache import AdapterCacheLimits
+from manylora_worker.config import WorkerConfig
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.kinds.api import EngineRequest, Sampling
-from manylora_worker.models.build import EngineOptions, build_engine_parts
+from manylora_worker.models.build import build_engine
 from manylora_worker.planning.step_planner import PlannerLimits
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
@@ -111,10 +112,11 @@ class Manylora:
     """The engine as a worker runs it, driven in this thread."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path, prompts: list[list[int]]) -> None:
-        options = EngineOptions(
-            model=str(folder / "model"), adapter_store=folder / "store", threads=arguments.threads, kv_cache_mb=512
+        parts = build_engine(
+            WorkerConfig(
+                model=str(folder / "model"), adapter_store=folder / "store", threads=arguments.threads, kv_cache_mb=512
+            )
         )
-        parts = build_engine_parts(options)
         self.backend = parts.backend
         self._core = EngineCore(
             parts.runner,

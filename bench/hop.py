@@ -64,9 +64,16 @@ Request = Callable[[int, Measured], Awaitable[None]]
 @asynccontextmanager
 async def cluster(step_ms: float, workers: int = 1) -> AsyncIterator[LocalCluster]:
     """A cluster of one router and fake workers with the tenant in place."""
-    flags = ("--engine=fake", f"--fake-step-ms={step_ms}", f"--sequence-slots={SLOTS}", "--num-blocks=20000")
+    flags = (f"--fake-step-ms={step_ms}", f"--sequence-slots={SLOTS}", "--num-blocks=20000")
     with tempfile.TemporaryDirectory() as data:
-        options = ClusterOptions(model=MODEL, model_name="fake", data=Path(data), workers=workers, worker_flags=flags)
+        options = ClusterOptions(
+            model=MODEL,
+            model_name="fake",
+            data=Path(data),
+            workers=workers,
+            worker_flags=flags,
+            worker_module="manylora_sim.worker",
+        )
         async with LocalCluster(options, notify=lambda line: print(line, file=sys.stderr)) as running:
             async with Client(running.router) as client:
                 await client.tenants.apply(f"tenant_id: {TENANT}")

@@ -54,7 +54,7 @@ from pathlib import Path
 from manylora.client import Client, RequestFailed
 from manylora.client.credentials import read_key
 from manylora.demo import BASE_FOLDER, BASE_NAME, adapter_folder
-from manylora.local.cluster import ClusterOptions, LocalCluster
+from manylora.local.cluster import WORKER_MODULE, ClusterOptions, LocalCluster
 from manylora_shared.fairness.costs import QUANTUM_TOKENS
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # started as a file, it finds what stands beside it as well
@@ -201,13 +201,11 @@ async def bench_cluster(order: str, arguments: argparse.Namespace) -> AsyncItera
         f"--prefill-chunk-tokens={arguments.max_batch_tokens // 2}",
         f"--target-step-ms={arguments.target_step_ms}",
         f"--num-blocks={arguments.num_blocks}",
-        f"--engine-process={arguments.engine_process}",
-        f"--frames-per-s={arguments.frames_per_s}",
         f"--device-adapter-mb={ADAPTERS_ON_DEVICE * arguments.adapter_bytes / (1 << 20)}",
         f"--host-adapter-mb={ADAPTERS_ON_HOST * arguments.adapter_bytes / (1 << 20)}",
     ]
     if arguments.engine == "fake":
-        flags += ["--engine=fake", f"--fake-step-ms={arguments.step_ms}"]
+        flags.append(f"--fake-step-ms={arguments.step_ms}")
     with tempfile.TemporaryDirectory() as data:
         options = ClusterOptions(
             model=arguments.model / "model" if arguments.model else BASE_FOLDER,
@@ -216,6 +214,8 @@ async def bench_cluster(order: str, arguments: argparse.Namespace) -> AsyncItera
             device=arguments.device,
             worker_flags=tuple(flags),
             scheduler_flags=(f"--order={order}", "--no-overload"),  # what the queue is worth by itself
+            scheduler_module="manylora_sim.scheduler",
+            worker_module="manylora_sim.worker" if arguments.engine == "fake" else WORKER_MODULE,
         )
         async with (
             LocalCluster(options, notify=lambda line: print(line, file=sys.stderr)) as running,
@@ -270,8 +270,6 @@ def report(name: str, cases: dict[str, Case], arguments: argparse.Namespace) -> 
         "max_batch_tokens": arguments.max_batch_tokens,
         "target_step_ms": arguments.target_step_ms,
         "num_blocks": arguments.num_blocks,
-        "engine_process": arguments.engine_process,
-        "frames_per_s": arguments.frames_per_s,
         "victim_reserve_mb": arguments.victim_reserve_mb,
     }
     alone_p95 = quantile(alone.ttft_ms, 0.95)
@@ -372,8 +370,6 @@ def parse() -> argparse.Namespace:
         type=float,
         help="what a step should take; 0: any time; without it 8 for the torch engine on the CPU, else 25",
     )
-    parser.add_argument("--engine-process", choices=("auto", "on", "off"), default="auto", help="as the worker's")
-    parser.add_argument("--frames-per-s", type=int, default=0, help="as the worker's")
     parser.add_argument(
         "--num-blocks", type=int, default=0, help="KV blocks of 16 tokens; 0: the longest request fits in every slot"
     )

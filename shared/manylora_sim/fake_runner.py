@@ -1,7 +1,7 @@
 """A model that is no model: its next token is a hash of what a right engine would show it.
 
 FakeRunner owns fake KV blocks of bytes; FakeAdapterBackend owns pretended loads. Both keep the contracts of
-engine/api.py and complain where the engine breaks them, so the tests, the simulation and the benches run the whole
+kinds/api.py and complain where the engine breaks them, so the tests, the simulation and the benches run the whole
 engine without torch.
 
 A token's KV is 16 bytes: its id, its position, and a tag of the adapter that it was computed under. The next token is
@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
+from manylora_shared.errors import FieldViolation
 from manylora_shared.ids import AdapterUid, TenantId
 from manylora_worker.kinds.api import (
     PENDING_TOKEN,
@@ -32,6 +33,7 @@ from manylora_worker.kinds.api import (
     StepBatch,
 )
 from manylora_worker.memory.public_prefixes import PUBLIC
+from manylora_worker.weights.adapter_check import AdapterReport
 
 from manylora_sim.fake_host_kv import COPY_OF_PUBLIC, FakeHostKv
 
@@ -46,7 +48,7 @@ wait milliseconds to get it back, which no real model does."""
 
 
 class EngineFault(Exception):
-    """The engine broke a contract of engine/api.py."""
+    """The engine broke a contract of kinds/api.py."""
 
 
 class FakeRunner:
@@ -442,6 +444,18 @@ class FakeAdapterBackend:
 
     def close(self) -> None:
         self.is_closed = True
+
+
+class FakeValidator:
+    """Finds every adapter good, but those whose path has something in `problems`."""
+
+    def __init__(self, problems: Mapping[str, Sequence[FieldViolation]] | None = None) -> None:
+        self._problems = problems or {}
+
+    async def validate(self, path: str) -> AdapterReport:
+        if path in self._problems:
+            return AdapterReport(problems=self._problems[path])
+        return AdapterReport(max_lora_rank=8, size_bytes=1 << 20, target_modules=("q_proj", "v_proj"))
 
 
 @functools.lru_cache(maxsize=4096)

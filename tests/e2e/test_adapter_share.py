@@ -30,8 +30,8 @@ async def small_cache(folder: Path) -> AsyncIterator[tuple[LocalCluster, Client]
         model=BASE_FOLDER,
         model_name="fake",
         data=folder / "data",
+        worker_module="manylora_sim.worker",
         worker_flags=(
-            "--engine=fake",
             "--fake-step-ms=2",
             f"--device-adapter-mb={DEVICE_ADAPTERS}",
             f"--host-adapter-mb={HOST_ADAPTERS}",

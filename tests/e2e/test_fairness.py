@@ -92,7 +92,9 @@ async def backlogged(data: Path, *scheduler_flags: str) -> AsyncIterator[Load]:
         model=BASE_FOLDER,
         model_name="fake",
         data=data,
-        worker_flags=("--engine=fake", "--fake-step-ms=25", "--sequence-slots=24", "--num-blocks=4000"),
+        worker_module="manylora_sim.worker",
+        worker_flags=("--fake-step-ms=25", "--sequence-slots=24", "--num-blocks=4000"),
+        scheduler_module="manylora_sim.scheduler",
         scheduler_flags=("--no-overload", *scheduler_flags),  # it is the backlog that is measured
     )
     async with LocalCluster(options) as cluster, Client(cluster.router) as client:
@@ -146,7 +148,7 @@ async def test_idling_saves_nothing_up(tmp_path: Path) -> None:
 
 
 async def test_in_order_of_arrival_weights_count_for_nothing(tmp_path: Path) -> None:
-    """What the shares above are compared with: the same load with the scheduler's `--order arrival`."""
+    """What the shares above are compared with: the same load in the order of arrival."""
     async with backlogged(tmp_path, "--order=arrival") as load:
         shares = await load.over(5.0)
     print(f"\nin order of arrival: {_percent(shares)}")
@@ -164,13 +166,14 @@ async def hogged(data: Path, *worker_flags: str) -> AsyncIterator[tuple[Client, 
         model=BASE_FOLDER,
         model_name="fake",
         data=data,
+        worker_module="manylora_sim.worker",
         worker_flags=(
-            "--engine=fake",
             f"--fake-step-ms={STEP_MS}",
             f"--sequence-slots={HOG_SLOTS}",
             "--num-blocks=4000",
             *worker_flags,
         ),
+        scheduler_module="manylora_sim.scheduler",
         scheduler_flags=("--no-overload",),  # it would refuse what the hog has waiting
     )
     async with LocalCluster(options) as cluster, Client(cluster.router) as client:

@@ -56,9 +56,15 @@ class Metered:
 
 
 async def test_three_routers_share_one_exact_account(tmp_path: Path) -> None:
-    flags = ("--engine=fake", "--fake-step-ms=2", "--sequence-slots=64", "--num-blocks=20000")
+    flags = ("--fake-step-ms=2", "--sequence-slots=64", "--num-blocks=20000")
     options = ClusterOptions(
-        model=BASE_FOLDER, model_name="fake", data=tmp_path / "data", workers=1, routers=3, worker_flags=flags
+        model=BASE_FOLDER,
+        model_name="fake",
+        data=tmp_path / "data",
+        workers=1,
+        routers=3,
+        worker_module="manylora_sim.worker",
+        worker_flags=flags,
     )
     async with LocalCluster(options) as cluster, Client(cluster.router) as operator:
         await operator.tenants.apply(POLICY)

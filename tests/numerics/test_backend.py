@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from manylora_shared.ids import AdapterUid
+from manylora_worker.config import WorkerConfig
 from manylora_worker.kinds.api import AdapterEvent, AdapterTier
-from manylora_worker.models.build import EngineOptions, build_engine_parts
+from manylora_worker.models.build import build_engine
 from manylora_worker.models.loader import ModelRefused
 from manylora_worker.models.torch.model_runner import TorchModelRunner
 from manylora_worker.weights.backend import TorchAdapterBackend
@@ -175,24 +178,23 @@ def test_steps_go_on_while_adapters_load(setup: Setup) -> None:
 
 def test_factory(family_of: FamilyOf, tmp_path: Path) -> None:
     family = family_of("llama")
-    options = EngineOptions(model=str(family.folder), adapter_store=tmp_path, kv_cache_mb=1, block_size=8)
-    parts = build_engine_parts(options)
+    folder = family.adapters["patterns"]
+    settings = WorkerConfig(
+        model=str(family.folder), adapter_store=folder.parent, kv_cache_mb=1, block_size=8, threads=1
+    )
+    parts = build_engine(settings)
     try:
-        kv = parts.spec.kv
+        kv = family.loaded.spec.kv
         block_bytes = 2 * kv.num_layers * kv.num_kv_heads * kv.head_dim * 4 * 8
         assert parts.runner.num_blocks == (1 << 20) // block_bytes
         assert parts.runner.block_size == 8
         assert parts.runner.vocab_size == family.loaded.spec.vocab_size
         assert parts.runner.max_context_tokens == 256
-        report = parts.validate(family.adapters["patterns"])
+        report = asyncio.run(parts.validator.validate(folder.name))
         assert report.max_lora_rank == 9
         assert report.size_bytes > 0
         assert "q_proj" in report.target_modules
     finally:
         parts.backend.close()
-    with pytest.raises(ModelRefused, match="dtype"):
-        build_engine_parts(EngineOptions(model=str(family.folder), adapter_store=tmp_path, dtype="int3"))
     with pytest.raises(ModelRefused, match="kv_cache_mb"):
-        build_engine_parts(
-            EngineOptions(model=str(family.folder), adapter_store=tmp_path, kv_cache_mb=1, block_size=100_000)
-        )
+        build_engine(replace(settings, block_size=100_000))

@@ -12,10 +12,12 @@ import pytest
 import torch
 from manylora_shared.ids import QosClass, RequestId, TenantId
 from manylora_worker.adapters.cache import AdapterCacheLimits
+from manylora_worker.config import WorkerConfig
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.kinds.api import EngineRequest, Sampling
 from manylora_worker.memory.tenant_shares import TenantShare
-from manylora_worker.models.build import EngineOptions, build_engine_parts
+from manylora_worker.models.build import build_engine
+from manylora_worker.models.torch.kv_cache import MIB
 from manylora_worker.planning.step_planner import PlannerLimits
 
 from tests.numerics.conftest import Family, FamilyOf
@@ -38,11 +40,11 @@ def test_core_equals_peft(
     family = family_of(name)
     uids = {None: None, **family.put_adapters(tmp_path / "objects")}
     adapter_bytes = 3 << 18
-    options = EngineOptions(
-        model=str(family.folder), adapter_store=tmp_path, device="cuda", dtype="float32", num_blocks=16,
-        device_adapter_bytes=adapter_bytes, sequence_slots=8, max_batch_tokens=48, marks_free=marks_free,
+    settings = WorkerConfig(
+        model=str(family.folder), threads=1, adapter_store=tmp_path, device="cuda", dtype="float32", num_blocks=16,
+        device_adapter_mb=adapter_bytes / MIB, sequence_slots=8, max_batch_tokens=48, debug_fill_freed=marks_free,
     )  # fmt: skip
-    parts = build_engine_parts(options)
+    parts = build_engine(settings)
     limits = EngineLimits(
         planner=PlannerLimits(max_batch_tokens=48, prefill_chunk_tokens=17, sequence_slots=8),
         adapters=AdapterCacheLimits(host_bytes=1 << 30, device_bytes=adapter_bytes),
@@ -107,11 +109,11 @@ def draw(family: Family, store: Path, device: str) -> tuple[dict[str, list[int]]
     """A new engine's tokens and logprobs for a dozen prompts, in each of the ways to draw, by request."""
     rng = random.Random(5)
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(2, 30))] for _ in range(12)]
-    options = EngineOptions(
-        model=str(family.folder), adapter_store=store, device=device, dtype="float32", num_blocks=200,
+    settings = WorkerConfig(
+        model=str(family.folder), threads=1, adapter_store=store, device=device, dtype="float32", num_blocks=200,
         sequence_slots=8, max_batch_tokens=64,
     )  # fmt: skip
-    parts = build_engine_parts(options)
+    parts = build_engine(settings)
     limits = EngineLimits(
         planner=PlannerLimits(max_batch_tokens=64, prefill_chunk_tokens=16, sequence_slots=8),
         adapters=AdapterCacheLimits(host_bytes=1 << 20, device_bytes=1 << 20),

@@ -13,12 +13,14 @@ import torch
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
 from manylora_sim.fake_runner import FakeAdapterBackend
 from manylora_worker.adapters.cache import AdapterCacheLimits
+from manylora_worker.config import WorkerConfig
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.kinds.api import EngineRequest, FinishReason, SwapRunner
 from manylora_worker.memory.prefix_cache import PrefixKeys, PrefixOptions
 from manylora_worker.memory.tenant_shares import TenantShare
-from manylora_worker.models.build import EngineOptions, build_engine_parts
+from manylora_worker.models.build import build_engine
 from manylora_worker.models.torch.host_kv import TensorHostKv, runs
+from manylora_worker.models.torch.kv_cache import MIB
 from manylora_worker.planning.step_planner import PlannerLimits
 
 from tests.numerics.conftest import Family, FamilyOf
@@ -109,12 +111,13 @@ def test_outputs_are_the_references_on_the_device(family_of: FamilyOf, name: str
     uids = {None: None, **family.put_adapters(tmp_path / "objects")}
     adapter_bytes = 8 << 20
     block_bytes = family.loaded.spec.kv.token_bytes(torch.float32) * 16
-    options = EngineOptions(
-        model=str(family.folder), adapter_store=tmp_path, device="cuda", dtype="float32", num_blocks=NUM_BLOCKS,
-        device_adapter_bytes=adapter_bytes, sequence_slots=10, max_batch_tokens=48,
-        host_kv_bytes=10 * block_bytes,
+    settings = WorkerConfig(
+        model=str(family.folder), adapter_store=tmp_path, device="cuda", dtype="float32",
+        num_blocks=NUM_BLOCKS, threads=1,
+        device_adapter_mb=adapter_bytes / MIB, sequence_slots=10, max_batch_tokens=48,
+        host_kv_mb=10 * block_bytes / MIB,
     )  # fmt: skip
-    parts = build_engine_parts(options)
+    parts = build_engine(settings)
     assert isinstance(parts.runner, SwapRunner)
     assert parts.runner.host_kv.num_blocks == 10
     assert 0 < parts.runner.host_kv.block_copy_s < 1e-2

@@ -20,12 +20,13 @@ from manylora_shared.transport.grpc_transport import GrpcTransport
 from manylora_shared.transport.peers import PeerSecret, PeerTransport
 from manylora_sim.store import MemoryStoreServer
 from manylora_worker.app import WorkerApp
-from manylora_worker.hosting import engines
-from manylora_worker.hosting.runtime import ThreadRuntime
+from manylora_worker.config import WorkerConfig
+from manylora_worker.hosting.engine import host
+from manylora_worker.models.build import build_engine
 
 from tests.numerics.adapters import Reference, recipes, save_adapter
 from tests.numerics.families import VOCAB_SIZE, make_model
-from tests.worker.worker_fakes import EXECUTE, VALIDATE, collect, config, message
+from tests.worker.worker_fakes import EXECUTE, VALIDATE, collect, message
 
 MAX_TOKENS = 24
 
@@ -57,8 +58,8 @@ async def test_worker_equals_peft(family: str, debug_fill_freed: bool, tmp_path:
     reference = Reference(model, folders)
     expected = [reference.greedy(prompt, name, MAX_TOKENS) for name, prompt in requests]
 
-    settings = config(
-        engine="torch",
+    settings = WorkerConfig(
+        worker_id="w",
         model=str(tmp_path / "model"),
         model_name=family,
         adapter_store=store,
@@ -70,11 +71,9 @@ async def test_worker_equals_peft(family: str, debug_fill_freed: bool, tmp_path:
         device_adapter_mb=0.25,
         threads=1,
         debug_fill_freed=debug_fill_freed,
-        engine_process="off" if debug_fill_freed else "on",
     )
-    runtime, validator = engines.build(settings)
+    runtime, validator = host(settings, build_engine)
     if debug_fill_freed:
-        assert isinstance(runtime, ThreadRuntime)
         assert runtime._core._flights._runner._cache.marks_free
     coordination = MemoryStoreServer(rng)
     app = WorkerApp(

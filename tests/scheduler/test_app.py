@@ -314,7 +314,8 @@ def test_who_does_not_show_the_clusters_secret_is_refused() -> None:
         (["--max-queued", "0"], "--max-queued"),
         (["--max-queued-per-tenant", "0"], "--max-queued-per-tenant"),
         (["--worker-wait-s", "-1"], "--worker-wait-s"),
-        (["--order", "random"], "--order"),
+        (["--order", "arrival"], "--order"),
+        (["--no-overload"], "--no-overload"),
     ],
 )
 def test_bad_settings_are_refused(flags: list[str], message: str) -> None:

@@ -27,19 +27,20 @@ from manylora_shared.stores.adapter_files import MemoryAdapterFiles
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.tenancy.identity import new_key
 from manylora_shared.tenancy.policy import ClassPolicy, TenantPolicy, TenantQuotas
-from manylora_sim.fake_runner import FakeAdapterBackend, FakeRunner
+from manylora_sim.fake_runner import FakeAdapterBackend, FakeRunner, FakeValidator
 from manylora_sim.loop import SimLoop, SimNode, SimWallClock
+from manylora_sim.loop_runtime import LoopRuntime
 from manylora_sim.network import MemoryNetwork, MemoryTransport
 from manylora_sim.store import MemoryStore, MemoryStoreServer
+from manylora_sim.worker import FakeWorkerConfig
 from manylora_worker.app import WorkerApp
 from manylora_worker.config import WorkerConfig
 from manylora_worker.engine.core import EngineCore
-from manylora_worker.hosting import engines
-from manylora_worker.hosting.runtime import LoopRuntime, ModelInfo
+from manylora_worker.hosting.engine import engine_limits, prefix_options
 from manylora_worker.kinds.api import AdapterTier
 from manylora_worker.kinds.sequence import Sequence, SequenceStatus
+from manylora_worker.models.parts import ModelInfo
 from manylora_worker.planning.step_planner import QUANTUM_TOKENS
-from manylora_worker.weights.adapter_check import FakeValidator
 
 from tests.sim.observers import Fence, Meter
 from tests.sim.term_checks import TermChecks
@@ -406,11 +407,12 @@ class Cluster:
         assert process.transport is not None
         assert process.store is not None
         app = SchedulerApp(
-            SchedulerConfig(scheduler_id=process.name, lease_ttl_s=LEASE_TTL_S, overload=self._overload),
+            SchedulerConfig(scheduler_id=process.name, lease_ttl_s=LEASE_TTL_S),
             transport=process.transport,
             store=process.store,
             telemetry=Telemetry.disabled(),
             rng=self._draw(),
+            overload=self._overload,
         )
         await app.start()
         return app
@@ -418,8 +420,7 @@ class Cluster:
     async def _boot_worker(self, process: Process) -> App:
         assert process.transport is not None
         assert process.store is not None
-        settings = WorkerConfig(
-            engine="fake",
+        settings = FakeWorkerConfig(
             worker_id=process.name,
             lease_ttl_s=LEASE_TTL_S,
             sequence_slots=SLOTS,
@@ -430,7 +431,7 @@ class Cluster:
             num_blocks=NUM_BLOCKS,
             host_adapter_mb=6e-6,
             device_adapter_mb=4e-6,
-            frames_per_s=FRAMES_PER_S,
+            max_frames_per_s=FRAMES_PER_S,
             drain_s=1.0,
         )
         engine = self._engine(settings)
@@ -470,8 +471,8 @@ class Cluster:
             load_s=lambda uid, tier: rng.choice([0.002, 0.02, 0.2]) * self.load_factor,
             error_of=error_of,
         )
-        limits = engines.engine_limits(settings)
-        core = EngineCore(runner, backend, limits, engines.prefix_options(settings, MODEL, secret=bytes(32)))
+        limits = engine_limits(settings)
+        core = EngineCore(runner, backend, limits, prefix_options(settings, MODEL, secret=bytes(32)))
         runner.tenant_of = core.tenant_of
         runner.adapters_on_device = lambda: backend.on_device
         runtime = LoopRuntime(

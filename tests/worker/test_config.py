@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 from manylora_shared.process.config import ConfigError, parse
+from manylora_sim.worker import FakeWorkerConfig, build_fake_engine
+from manylora_worker import config as settings
 from manylora_worker.config import WorkerConfig
 from manylora_worker.engine.core import EngineCore
-from manylora_worker.hosting import engines
-from manylora_worker.hosting.runtime import ThreadRuntime
+from manylora_worker.hosting.engine import engine_limits, host, prefix_options
 
 
 def test_flags_and_environment() -> None:
@@ -24,28 +24,26 @@ def test_flags_and_environment() -> None:
     ("flags", "named"),
     [
         ("", "--model"),
-        ("--engine=fake --listen=nowhere", "--listen"),
-        ("--engine=fake --listen=0.0.0.0:0", "--advertise"),
-        ("--engine=fake --insecure", "--insecure"),
-        ("--engine=gpu", "--engine"),
-        ("--engine=fake --max-batch-tokens=8 --sequence-slots=9", "--max-batch-tokens"),
-        ("--engine=fake --sequence-slots=0", "--sequence-slots"),
-        ("--engine=fake --block-size=0", "--block-size"),
-        ("--engine=fake --lease-ttl-s=0", "--lease-ttl-s"),
-        ("--engine=fake --kv-cache-mb=-1", "--kv-cache-mb"),
-        ("--engine=fake --prefill-chunk-tokens=0", "--prefill-chunk-tokens"),
-        ("--engine=fake --max-lora-rank=0", "--max-lora-rank"),
-        ("--engine=fake --host-adapter-mb=0", "--host-adapter-mb"),
-        ("--engine=fake --device-adapter-mb=-1", "--device-adapter-mb"),
-        ("--engine=fake --num-blocks=-1", "--num-blocks"),
-        ("--engine=fake --threads=-1", "--threads"),
-        ("--engine=fake --fake-step-ms=-1", "--fake-step-ms"),
-        ("--engine=fake --drain-s=-1", "--drain-s"),
-        ("--engine=fake --dtype=int8", "--dtype"),
-        ("--engine=fake --prefix-cache-share=-0.1", "--prefix-cache-share"),
-        ("--engine=fake --prefix-cache-share=1.1", "--prefix-cache-share"),
-        ("--engine=fake --public-prefix-share=1.1", "--public-prefix-share"),
-        ("--engine=fake --host-kv-mb=-2", "--host-kv-mb"),
+        ("--model=m --listen=nowhere", "--listen"),
+        ("--model=m --listen=0.0.0.0:0", "--advertise"),
+        ("--model=m --insecure", "--insecure"),
+        ("--model=m --max-batch-tokens=8 --sequence-slots=9", "--max-batch-tokens"),
+        ("--model=m --sequence-slots=0", "--sequence-slots"),
+        ("--model=m --block-size=0", "--block-size"),
+        ("--model=m --lease-ttl-s=0", "--lease-ttl-s"),
+        ("--model=m --kv-cache-mb=-1", "--kv-cache-mb"),
+        ("--model=m --prefill-chunk-tokens=0", "--prefill-chunk-tokens"),
+        ("--model=m --max-lora-rank=0", "--max-lora-rank"),
+        ("--model=m --host-adapter-mb=0", "--host-adapter-mb"),
+        ("--model=m --device-adapter-mb=-1", "--device-adapter-mb"),
+        ("--model=m --num-blocks=-1", "--num-blocks"),
+        ("--model=m --threads=-1", "--threads"),
+        ("--model=m --drain-s=-1", "--drain-s"),
+        ("--model=m --dtype=int8", "--dtype"),
+        ("--model=m --prefix-cache-share=-0.1", "--prefix-cache-share"),
+        ("--model=m --prefix-cache-share=1.1", "--prefix-cache-share"),
+        ("--model=m --public-prefix-share=1.1", "--public-prefix-share"),
+        ("--model=m --host-kv-mb=-2", "--host-kv-mb"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(flags: str, named: str) -> None:
@@ -55,24 +53,23 @@ def test_wrong_settings_are_refused_by_name(flags: str, named: str) -> None:
 
 def test_settings_reach_the_engine() -> None:
     flags = (
-        "--engine=fake --num-blocks=77 --block-size=8 --sequence-slots=5 --max-batch-tokens=50"
+        "--num-blocks=77 --block-size=8 --sequence-slots=5 --max-batch-tokens=50"
         " --prefill-chunk-tokens=20 --host-adapter-mb=2 --device-adapter-mb=0.5 --prefix-cache-share=0.5"
         " --debug-fill-freed"
         " --host-kv-mb=5"
     )
-    config = parse(WorkerConfig, flags.split(), {})
-    runtime, _ = engines.build(config)
-    assert isinstance(runtime, ThreadRuntime)
+    config = parse(FakeWorkerConfig, flags.split(), {})
+    runtime, _ = host(config, build_fake_engine)
     core = runtime._core
     assert isinstance(core, EngineCore)
     assert (core.stats().blocks_total, core.stats().block_size) == (77, 8)
     assert core._pool._clears_freed
     assert core.stats().host_blocks_total == 5, "of a MiB each"
     assert runtime.model.max_context_tokens == 77 * 8
-    prefix = engines.prefix_options(config, runtime.model, bytes(32))
+    prefix = prefix_options(config, runtime.model, bytes(32))
     assert prefix is not None
     assert prefix.max_idle_blocks(77) == 38
-    limits = engines.engine_limits(config)
+    limits = engine_limits(config)
     assert (limits.planner.sequence_slots, limits.planner.max_batch_tokens) == (5, 50)
     assert limits.planner.prefill_chunk_tokens == 20
     assert (limits.adapters.host_bytes, limits.adapters.device_bytes) == (2 << 20, 1 << 19)
@@ -83,7 +80,7 @@ def test_settings_reach_the_engine() -> None:
     [("", "float32"), ("--device=cuda:1", "bfloat16"), ("--device=cuda --dtype=float16", "float16")],
 )
 def test_the_compute_type_suits_the_device(flags: str, dtype: str) -> None:
-    assert parse(WorkerConfig, ["--engine=fake", *flags.split()], {}).compute_dtype == dtype
+    assert parse(WorkerConfig, ["--model=m", *flags.split()], {}).compute_dtype == dtype
 
 
 @pytest.mark.parametrize(
@@ -91,15 +88,19 @@ def test_the_compute_type_suits_the_device(flags: str, dtype: str) -> None:
     [("", 0), ("--device=cuda:1", 4096), ("--device=cuda --host-kv-mb=0", 0), ("--host-kv-mb=0.5", 0.5)],
 )
 def test_memory_for_swaps_suits_the_device(flags: str, host_kv_mb: float) -> None:
-    config = parse(WorkerConfig, ["--engine=fake", *flags.split()], {})
+    config = parse(WorkerConfig, ["--model=m", *flags.split()], {})
     assert config.host_kv_bytes == host_kv_mb * 2**20
 
 
-@pytest.mark.parametrize(
-    ("flags", "cores", "frames_per_s"), [("", 2, 250), ("", 16, 1000), ("", None, 125), ("--frames-per-s=40", 2, 40)]
-)
-def test_few_cores_send_few_frames(
-    flags: str, cores: int | None, frames_per_s: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("cores", "frames_per_s"), [(1, 125), (2, 250), (16, 1000)])
+def test_few_cores_send_few_frames(cores: int, frames_per_s: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "num_cores", lambda: cores)
+    assert WorkerConfig(model="m").frames_per_s == frames_per_s
+
+
+@pytest.mark.parametrize(("threads", "cores", "found"), [(0, 1, 1), (0, 2, 1), (0, 16, 15), (3, 2, 3)])
+def test_the_model_leaves_a_core_to_the_event_loop(
+    threads: int, cores: int, found: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    assert parse(WorkerConfig, ["--engine=fake", *flags.split()], {}).frame_rate == frames_per_s
+    monkeypatch.setattr(settings, "num_cores", lambda: cores)
+    assert WorkerConfig(model="m", threads=threads).compute_threads == found

@@ -14,7 +14,7 @@ from manylora_sim import loop as simulation
 from manylora_sim.fake_runner import FakeAdapterBackend, FakeRunner
 from manylora_worker.engine.core import EngineCore
 from manylora_worker.engine.counters import Setbacks
-from manylora_worker.hosting.engines import engine_limits
+from manylora_worker.hosting.engine import engine_limits
 from manylora_worker.hosting.view import EnginePost, EngineView
 from manylora_worker.kinds.api import AdapterTier
 from manylora_worker.planning.step_planner import FlowSlots

@@ -1,4 +1,4 @@
-"""`python -m manylora_worker` as a process: its ready line, its end, and that the fake engine needs no torch."""
+"""`python -m manylora_worker` as a process: its ready line, its end, and that only a model needs torch."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ pytestmark = pytest.mark.e2e
 
 
 @contextlib.asynccontextmanager
-async def worker_process(*flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, Any]]]:
+async def fake_worker(*flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, Any]]]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "manylora_worker", *flags, stdout=asyncio.subprocess.PIPE
+        sys.executable, "-m", "manylora_sim.worker", *flags, stdout=asyncio.subprocess.PIPE
     )
     try:
         assert process.stdout is not None
@@ -46,8 +46,8 @@ async def test_a_fake_worker_serves_registers_and_ends_in_order(tmp_path: Path) 
     etcd = await start_etcd(tmp_path / "etcd", sync_to_disk=False)
     store = EtcdStore([etcd.endpoint])
     try:
-        flags = ("--engine=fake", "--fake-step-ms=1", f"--etcd={etcd.endpoint}", "--worker-id=w0", "--drain-s=0.2")
-        async with worker_process(*flags) as (process, ready):
+        flags = ("--fake-step-ms=1", f"--etcd={etcd.endpoint}", "--worker-id=w0", "--drain-s=0.2")
+        async with fake_worker(*flags) as (process, ready):
             assert (ready["ready"], ready["service"], ready["id"]) == (True, "worker", "w0")
             record = await store.get(keys.worker("w0"))
             assert record is not None
@@ -75,13 +75,13 @@ async def test_a_fake_worker_serves_registers_and_ends_in_order(tmp_path: Path) 
 async def test_what_cannot_run_ends_with_a_message(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        for flags, code, said in (
-            (["--engine=fake", "--no-such-flag"], 2, "--no-such-flag"),
-            (["--engine=fake", f"--listen={address}"], 1, address),
-            ([f"--model={tmp_path}"], 1, str(tmp_path)),
+        for module, flags, code, said in (
+            ("manylora_worker", ["--model=m", "--no-such-flag"], 2, "--no-such-flag"),
+            ("manylora_sim.worker", [f"--listen={address}"], 1, address),
+            ("manylora_worker", [f"--model={tmp_path}"], 1, str(tmp_path)),
         ):
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "manylora_worker", *flags, stderr=asyncio.subprocess.PIPE
+                sys.executable, "-m", module, *flags, stderr=asyncio.subprocess.PIPE
             )
             _, errors = await asyncio.wait_for(process.communicate(), 60)
             assert process.returncode == code
@@ -89,11 +89,11 @@ async def test_what_cannot_run_ends_with_a_message(tmp_path: Path) -> None:
             assert b"Traceback" not in errors
 
 
-async def test_the_fake_engine_imports_no_torch() -> None:
+async def test_a_worker_imports_torch_only_to_build_its_model() -> None:
     code = (
-        "import sys; import manylora_worker.__main__; from manylora_worker import config;"
-        "from manylora_worker.hosting import engines;"
-        "engines.build(config.WorkerConfig(engine='fake')); assert 'torch' not in sys.modules"
+        "import sys; from manylora_sim.worker import FakeWorkerConfig, build_fake_engine;"
+        "from manylora_worker.hosting.engine import host;"
+        "host(FakeWorkerConfig(), build_fake_engine); assert 'torch' not in sys.modules"
     )
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
     assert await process.wait() == 0

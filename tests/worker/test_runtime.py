@@ -12,9 +12,9 @@ from manylora_shared.errors import AlreadyExists, InvalidRequest, Overloaded, Se
 from manylora_shared.ids import RequestId
 from manylora_sim import loop as simulation
 from manylora_sim.fake_runner import AheadFakeRunner, FakeRunner, reference_tokens
+from manylora_sim.loop_runtime import LoopRuntime
 from manylora_worker.hosting import view as engine_view
 from manylora_worker.hosting.output_stream import PAUSE_UNREAD_TOKENS, EndKind, OutputStream, StreamEnd
-from manylora_worker.hosting.runtime import LoopRuntime, ThreadRuntime
 from manylora_worker.kinds.api import AdapterTier, Sampled, StepBatch, TokenOutput
 
 from tests.worker import worker_fakes
@@ -301,9 +301,8 @@ async def test_the_thread_sleeps_while_there_is_nothing_to_do() -> None:
 async def test_the_thread_sleeps_while_an_adapter_is_loaded_and_wakes_when_it_has_come() -> None:
     engine = make_engine(config(), threaded=True, load_s=0.3)
     thread = engine.runtime
-    assert isinstance(thread, ThreadRuntime)
     loop = asyncio.get_running_loop()
-    engine.backend.when_due = lambda due: loop.call_soon_threadsafe(loop.call_at, due + 0.001, thread.wake)
+    engine.backend.when_due = lambda due: loop.call_soon_threadsafe(loop.call_at, due + 0.001, engine.mailbox.wake)
     turns = 0
     original = engine.core.begin_step
 

@@ -12,11 +12,10 @@ from manylora_shared.errors import Code, FieldViolation
 from manylora_shared.ids import AdapterUid
 from manylora_shared.transport.grpc_transport import GrpcTransport
 from manylora_sim import loop as simulation
-from manylora_sim.fake_runner import reference_tokens
+from manylora_sim.fake_runner import FakeValidator, reference_tokens
 from manylora_worker.hosting import view as engine_view
 from manylora_worker.hosting.output_stream import PAUSE_UNREAD_TOKENS
 from manylora_worker.kinds.api import AdapterTier
-from manylora_worker.weights.adapter_check import FakeValidator
 
 from tests.worker.worker_fakes import (
     OTHER_UID,
@@ -236,7 +235,7 @@ def frames_of_32_streams(frames_per_s: int, *, begin_s: float = 0.0) -> list[int
     """
 
     async def main() -> list[int]:
-        settings = config(sequence_slots=32, frames_per_s=frames_per_s)
+        settings = config(sequence_slots=32, max_frames_per_s=frames_per_s)
         async with running_worker(settings=settings, step_s=0.001) as worker:
             await asyncio.sleep(begin_s)
             results = await asyncio.gather(

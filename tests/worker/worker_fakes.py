@@ -18,16 +18,18 @@ from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import Channel, Stream, Transport, methods_of
 from manylora_shared.transport.peers import PeerSecret, PeerTransport
-from manylora_sim.fake_runner import FakeAdapterBackend, FakeRunner
+from manylora_sim.fake_runner import FakeAdapterBackend, FakeRunner, FakeValidator
+from manylora_sim.loop_runtime import LoopRuntime
 from manylora_sim.network import MemoryNetwork
 from manylora_sim.store import MemoryStoreServer
+from manylora_sim.worker import FakeWorkerConfig
 from manylora_worker.app import WorkerApp
 from manylora_worker.config import WorkerConfig
 from manylora_worker.engine.core import EngineCore
-from manylora_worker.hosting import engines
-from manylora_worker.hosting.runtime import LoopRuntime, ModelInfo, Runtime, ThreadRuntime
+from manylora_worker.hosting.engine import engine_limits, prefix_options
+from manylora_worker.hosting.runtime import Mailbox, Runtime, ThreadRuntime
 from manylora_worker.kinds.api import AdapterTier, EngineRequest, Sampling, StepBatch
-from manylora_worker.weights.adapter_check import FakeValidator
+from manylora_worker.models.parts import ModelInfo
 
 METHODS = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])
 EXECUTE, STOP_CHOICE = METHODS["Execute"], METHODS["StopChoice"]
@@ -46,18 +48,17 @@ async def eventually(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-def config(**changes: Any) -> WorkerConfig:
+def config(**changes: Any) -> FakeWorkerConfig:
     settings: dict[str, Any] = {
-        "engine": "fake",
         "worker_id": "w",
         "sequence_slots": 8,
         "max_batch_tokens": 64,
         "prefill_chunk_tokens": 32,
         "num_blocks": 4096,
-        "frames_per_s": 1000,
+        "max_frames_per_s": 1000,
         "drain_s": 0.5,
     }
-    return WorkerConfig(**(settings | changes))
+    return FakeWorkerConfig(**(settings | changes))
 
 
 @dataclass
@@ -65,6 +66,8 @@ class Engine:
     """A runtime and what is under it."""
 
     runtime: Runtime
+    mailbox: Mailbox
+    """Of a thread's runtime."""
     core: EngineCore
     runner: FakeRunner
     backend: FakeAdapterBackend
@@ -104,18 +107,19 @@ def make_engine(
         copy_polls=1,
     )
     backend = FakeAdapterBackend(clock, load_s=lambda uid, tier: load_s, error_of=error_of)
-    limits = engines.engine_limits(settings)
-    core = EngineCore(runner, backend, limits, engines.prefix_options(settings, model, secret=bytes(32)))
+    limits = engine_limits(settings)
+    core = EngineCore(runner, backend, limits, prefix_options(settings, model, secret=bytes(32)))
     runner.tenant_of = core.tenant_of
     runner.adapters_on_device = lambda: backend.on_device
     runtime: Runtime
+    mailbox = Mailbox()
     if threaded:
-        runtime = ThreadRuntime(core, backend, model, max_requests=limits.max_requests)
+        runtime = ThreadRuntime(core, backend, model, mailbox, max_requests=limits.max_requests)
     else:
         loop_runtime = LoopRuntime(core, backend, model, max_requests=limits.max_requests, step_s=lambda batch: step_s)
         backend.when_due = lambda due: asyncio.get_running_loop().call_at(due, loop_runtime.wake)
         runtime = loop_runtime
-    return Engine(runtime, core, runner, backend)
+    return Engine(runtime, mailbox, core, runner, backend)
 
 
 @dataclass

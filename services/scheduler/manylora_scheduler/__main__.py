@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from collections.abc import Awaitable, Callable
+from typing import NoReturn, TypeVar
 
 from manylora_shared.process import compiled
 from manylora_shared.process import loop as service_loop
@@ -16,6 +18,7 @@ from manylora_shared.telemetry import logs
 from manylora_scheduler.config import SchedulerConfig
 
 _LOG = logging.getLogger("manylora_scheduler")
+C = TypeVar("C", bound=SchedulerConfig)
 
 
 async def build(config: SchedulerConfig, parts: Parts) -> App:
@@ -25,7 +28,12 @@ async def build(config: SchedulerConfig, parts: Parts) -> App:
 
 
 def main() -> None:
-    config = load(SchedulerConfig)
+    run(SchedulerConfig, build)
+
+
+def run(kind: type[C], build: Callable[[C, Parts], Awaitable[App]]) -> NoReturn:
+    """A scheduler's process, with the app that the builder gives it."""
+    config = load(kind)
     logs.setup("scheduler", config.log_level, instance_id=config.scheduler_id)
     collect_seldom()
     why_not = compiled.use()

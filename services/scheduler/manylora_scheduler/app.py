@@ -22,7 +22,7 @@ from manylora_shared.transport.base import Server, Transport
 from manylora_shared.transport.peers import PeerSecret, PeerTransport, guarded
 
 from manylora_scheduler.config import SchedulerConfig
-from manylora_scheduler.core.core import CoreLimits
+from manylora_scheduler.core.core import CoreLimits, Order
 from manylora_scheduler.core.succession import ClockSnapshot
 from manylora_scheduler.gates.queue_delay import OverloadTargets
 from manylora_scheduler.serving.clock_keeper import ClockKeeper
@@ -36,15 +36,26 @@ _LOAD_RETRY_S = 0.1
 
 class SchedulerApp:
     def __init__(
-        self, config: SchedulerConfig, *, transport: Transport, store: Store, telemetry: Telemetry, rng: random.Random
+        self,
+        config: SchedulerConfig,
+        *,
+        transport: Transport,
+        store: Store,
+        telemetry: Telemetry,
+        rng: random.Random,
+        order: Order = "fair",
+        overload: bool = True,
     ) -> None:
-        """The parts that are given stay their giver's to close."""
+        """The parts that are given stay their giver's to close. order, overload: see Term; others than the default are
+        for comparisons."""
         self.config = config
         self.scheduler_id = config.scheduler_id or f"scheduler-{rng.getrandbits(32):08x}"
         self._transport = transport
         self._store = store
         self._telemetry = telemetry
         self._rng = rng
+        self._order = order
+        self._overload = overload
         self._peer_secret = PeerSecret()
         self._servicer = SchedulerServicer(telemetry)
         self._workers = Mirror(
@@ -144,8 +155,8 @@ class SchedulerApp:
                     max_queued_per_tenant=self.config.max_queued_per_tenant,
                     worker_wait_s=self.config.worker_wait_s,
                 ),
-                order=self.config.order,
-                overload=self.config.overload,
+                order=self._order,
+                overload=self._overload,
                 targets=OverloadTargets(
                     interactive_s=self.config.interactive_queue_ms / 1000,
                     standard_s=self.config.standard_queue_ms / 1000,

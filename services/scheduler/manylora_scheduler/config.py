@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from manylora_shared.process.config import ConfigError, check_listen
 
@@ -22,18 +21,11 @@ class SchedulerConfig:
     worker_wait_s: float = field(
         default=30.0, metadata={"help": "seconds that a request waits while no worker could run it"}
     )
-    overload: bool = field(
-        default=True, metadata={"help": "give up work in order under overload; off: everything waits, to compare with"}
-    )
     interactive_queue_ms: float = field(
         default=200.0, metadata={"help": "time in the queue that is aimed at for interactive requests"}
     )
     standard_queue_ms: float = field(
         default=2000.0, metadata={"help": "time in the queue that is aimed at for standard requests"}
-    )
-    order: Literal["fair", "arrival"] = field(
-        default="fair",
-        metadata={"help": "arrival: first come, first served, with no regard to tenants; only to compare with"},
     )
     otlp_endpoint: str = field(default="", metadata={"help": "OTLP receiver of traces, host:port; empty: none"})
     trace_file: str = field(default="", metadata={"help": "file to append spans to, one JSON object a line"})

@@ -10,6 +10,8 @@ import functools
 import logging
 import signal
 import sys
+from collections.abc import Callable
+from typing import NoReturn
 
 from manylora_shared.process import loop as service_loop
 from manylora_shared.process.config import load
@@ -19,8 +21,9 @@ from manylora_shared.transport.bundle_server import UnbundlingTransport
 
 from manylora_worker.app import WorkerApp
 from manylora_worker.config import WorkerConfig
-from manylora_worker.hosting import engines
+from manylora_worker.hosting.engine import C, EngineBuilder, host
 from manylora_worker.hosting.runtime import Runtime
+from manylora_worker.models.parts import EngineParts
 from manylora_worker.weights.adapter_check import AdapterValidator
 
 _LOG = logging.getLogger("manylora_worker")
@@ -38,13 +41,24 @@ async def build(config: WorkerConfig, runtime: Runtime, validator: AdapterValida
     )
 
 
+def build_torch_engine(config: WorkerConfig, notify: Callable[[], None]) -> EngineParts:
+    from manylora_worker.models.build import build_engine  # imports torch, which takes seconds
+
+    return build_engine(config, notify)
+
+
 def main() -> None:
-    config = load(WorkerConfig)
+    run(WorkerConfig, build_torch_engine)
+
+
+def run(kind: type[C], build_engine: EngineBuilder[C]) -> NoReturn:
+    """A worker's process, with the engine that the builder gives it."""
+    config = load(kind)
     logs.setup("worker", config.log_level, instance_id=config.worker_id)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))  # while the model is loaded there is nothing to end in order
     try:
-        runtime, validator = engines.build(config)
+        runtime, validator = host(config, build_engine)
         build_app = functools.partial(build, config, runtime, validator)
         was_told = service_loop.run(serve("worker", config, build_app, instance_id=config.worker_id))
     except (OSError, ValueError) as e:

@@ -60,7 +60,7 @@ class WorkerApp:
             worker_id=self.worker_id,
             sequence_slots=config.sequence_slots,
             parked_sequences=config.parked_sequences,
-            frames_per_s=config.frame_rate,
+            frames_per_s=config.frames_per_s,
         )
         if telemetry.has_metrics:
             runtime.view.subscribe(EngineMetrics(runtime.view, telemetry, runtime.model.kv_block_bytes))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from manylora_shared.process.config import ConfigError, check_listen
+from manylora_shared.process.cores import num_cores
 
 _ANY_HOST = ("0.0.0.0", "[::]", "::", "")
 
@@ -23,10 +23,6 @@ class WorkerConfig:
     worker_id: str = field(default="", metadata={"help": "this worker's name; empty: drawn"})
     drain_s: float = field(default=5.0, metadata={"help": "how long running requests may go on after a SIGTERM"})
 
-    engine: Literal["torch", "fake"] = field(
-        default="torch", metadata={"help": "fake: no model at all, for benches and tests of everything else"}
-    )
-    fake_step_ms: float = field(default=10.0, metadata={"help": "how long a step of the fake engine takes"})
     model: str = field(default="", metadata={"help": "Hugging Face folder of the base model, or its cached hub id"})
     model_name: str = field(default="", metadata={"help": "what it is served as; empty: the last part of model"})
     device: str = field(default="cpu", metadata={"help": "cpu, cuda, cuda:1, ..."})
@@ -34,9 +30,6 @@ class WorkerConfig:
         default="auto", metadata={"help": "compute type; auto: float32 on the CPU, bfloat16 on any other device"}
     )
     quantization: Literal["none", "nf4"] = field(default="none", metadata={"help": "of the base model's weights"})
-    engine_process: Literal["auto", "on", "off"] = field(
-        default="auto", metadata={"help": "the engine in a process of its own; auto: where it computes on the CPU"}
-    )
     threads: int = field(default=0, metadata={"help": "compute threads on the CPU; 0: one for each core but one"})
 
     kv_cache_mb: int = field(
@@ -61,18 +54,11 @@ class WorkerConfig:
         metadata={"help": "MiB of host memory for KV of preempted sequences; 0: none; -1: 4096 on a GPU, else none"},
     )
     sequence_slots: int = field(default=64, metadata={"help": "sequences that run at the same time"})
-    parked_sequences: int = field(
-        default=64, metadata={"help": "sequences beyond the slots that it takes for flows that are behind; 0: none"}
-    )
     max_batch_tokens: int = field(default=512, metadata={"help": "tokens a step; at least sequence_slots"})
     prefill_chunk_tokens: int = field(default=256, metadata={"help": "prompt tokens of one sequence in a step"})
     target_step_ms: float = field(
         default=50.0,
         metadata={"help": "how long a step should take: no more prompt tokens in it than that allows; 0: any time"},
-    )
-
-    frames_per_s: int = field(
-        default=0, metadata={"help": "frames it sends a second, over all streams; 0: 125 a core, 1000 at most"}
     )
 
     adapter_store: Path = field(default=Path("adapters"), metadata={"help": "the cluster's adapter store"})
@@ -88,7 +74,7 @@ class WorkerConfig:
         check_listen(self.listen)
         if self.listen.rpartition(":")[0] in _ANY_HOST and not self.advertise:
             raise ConfigError(f"--advertise: must be set, for nobody can dial {self.listen}")
-        if self.engine == "torch" and not self.model:
+        if not self.model:
             raise ConfigError("--model: must be set")
         if self.max_batch_tokens < self.sequence_slots:
             raise ConfigError(f"--max-batch-tokens: must be at least --sequence-slots, {self.sequence_slots}")
@@ -109,15 +95,12 @@ class WorkerConfig:
                 raise ConfigError(f"--{name.replace('_', '-')}: must not be negative")
 
     @property
-    def device_adapter_bytes(self) -> int:
-        return round(self.device_adapter_mb * (1 << 20))
+    def host_adapter_bytes(self) -> int:
+        return round(self.host_adapter_mb * _MIB)
 
     @property
-    def has_engine_process(self) -> bool:
-        """`engine_process` with auto resolved."""
-        if self.engine_process != "auto":
-            return self.engine_process == "on"
-        return self.engine == "torch" and self.device == "cpu"
+    def device_adapter_bytes(self) -> int:
+        return round(self.device_adapter_mb * _MIB)
 
     @property
     def compute_dtype(self) -> str:
@@ -127,9 +110,19 @@ class WorkerConfig:
         return "float32" if self.device == "cpu" else "bfloat16"
 
     @property
-    def frame_rate(self) -> int:
-        """`frames_per_s` resolved: by the cores, as long as router and callers may be on them too."""
-        return self.frames_per_s or min(_FRAMES_PER_CORE * (os.cpu_count() or 1), _MAX_FRAMES)
+    def compute_threads(self) -> int:
+        """`threads` resolved: the event loop, and what else runs on the machine, have a core left."""
+        return self.threads or max(1, num_cores() - 1)
+
+    @property
+    def parked_sequences(self) -> int:
+        """Sequences beyond the slots that it takes for flows that are behind."""
+        return PARKED_SEQUENCES
+
+    @property
+    def frames_per_s(self) -> int:
+        """Frames it sends over all streams: by the cores, as long as router and callers may be on them too."""
+        return min(_FRAMES_PER_CORE * num_cores(), _MAX_FRAMES)
 
     @property
     def host_kv_bytes(self) -> int:
@@ -142,6 +135,7 @@ class WorkerConfig:
 _MIB = 1 << 20
 _BY_DEVICE = -1.0
 _GPU_HOST_KV_MB = 4096
+PARKED_SEQUENCES = 64
 _FRAMES_PER_CORE = 125
 _MAX_FRAMES = 1000
 
@@ -157,10 +151,7 @@ _POSITIVE = ("host_adapter_mb", "device_adapter_mb")
 _NOT_NEGATIVE = (
     "kv_cache_mb",
     "num_blocks",
-    "parked_sequences",
     "threads",
-    "fake_step_ms",
     "target_step_ms",
     "drain_s",
-    "frames_per_s",
 )

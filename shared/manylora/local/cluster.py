@@ -36,6 +36,8 @@ from manylora.client.credentials import read_key, remove_note, write_note
 from manylora.local.child import Child, ChildFailed, Notify
 
 ETCD = "etcd"
+WORKER_MODULE = "manylora_worker"
+SCHEDULER_MODULE = "manylora_scheduler"
 SCHEDULER = "scheduler"
 CONNECT_TIMEOUT_S = 60.0
 POLL_S = 0.05
@@ -72,6 +74,9 @@ class ClusterOptions:
     threads: int | None = None
     """Torch threads a worker; None: the machine's cores shared among the workers, but for a quarter of them, one at
     least, which the services take."""
+    worker_module: str = WORKER_MODULE
+    """What `python -m` runs; tests and benchmarks give another, and so for the scheduler."""
+    scheduler_module: str = SCHEDULER_MODULE
     worker_flags: tuple[str, ...] = ()
     """Further settings of the workers, as flags (`--block-size=4`), for tests and measurements."""
     router_flags: tuple[str, ...] = ()
@@ -274,7 +279,7 @@ class LocalCluster:
 
     def _scheduler_command(self, ready: Mapping[str, Any]) -> list[str]:
         return [
-            *_python("manylora_scheduler"),
+            *_python(self.options.scheduler_module),
             *self._common("127.0.0.1:0"),
             f"--scheduler-id={SCHEDULER}",
             *self.options.scheduler_flags,
@@ -299,7 +304,7 @@ class LocalCluster:
             "threads": _threads(options, num_cores()),
         }
         flags = [f"--{name}={value}" for name, value in settings.items() if value not in ("", None)]
-        return [*_python("manylora_worker"), *self._common("127.0.0.1:0"), *flags, *options.worker_flags]
+        return [*_python(options.worker_module), *self._common("127.0.0.1:0"), *flags, *options.worker_flags]
 
     def _router_command(self, index: int, ready: Mapping[str, Any]) -> list[str]:
         port = self.options.port if index == 0 else 0

@@ -18,13 +18,16 @@ from manylora_shared.errors import AlreadyExists, Overloaded, ServiceUnavailable
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
 from manylora_worker.adapters.cache import TenantAdapters
+from manylora_worker.engine.core import EngineCore
 from manylora_worker.engine.counters import EngineStats, FlowTokens, Setbacks
 from manylora_worker.engine.outbox import RequestEnd
-from manylora_worker.hosting.commands import Command, abort, pause, resume
 from manylora_worker.hosting.output_stream import PAUSE_UNREAD_TOKENS, EndKind, OutputStream, StreamEnd
 from manylora_worker.kinds.api import AdapterTier, EngineRequest, FinishReason, TokenOutput
 from manylora_worker.memory.tenant_shares import FlowKey
 from manylora_worker.planning.step_planner import FlowSlots
+
+Command = Callable[[EngineCore, float], None]
+"""Done to the engine between two steps, with the time."""
 
 MAX_PAUSE_S = 15.0
 """Longer than a router waits for a stream's token lease (10 s), during which it does not read either."""
@@ -217,20 +220,21 @@ class EngineView:
     def _pause(self, stream: OutputStream) -> None:
         request_id = stream.request.request_id
         stream.is_paused = True
-        self._send(pause(request_id))
+        self._send(lambda core, now: core.pause(request_id))
         self._paused[request_id] = asyncio.get_running_loop().call_later(MAX_PAUSE_S, self._give_up, stream)
 
     def _resume(self, stream: OutputStream) -> None:
         """Its reader reads again."""
         stream.is_paused = False
-        timer = self._paused.pop(stream.request.request_id, None)
+        request_id = stream.request.request_id
+        timer = self._paused.pop(request_id, None)
         if timer is not None:
             timer.cancel()
-            self._send(resume(stream.request.request_id))
+            self._send(lambda core, now: core.resume(request_id))
 
     def _give_up(self, stream: OutputStream) -> None:
         stream.is_too_slow = True
-        self._send(abort(stream.request.request_id))
+        self._send(lambda core, now: core.abort(stream.request.request_id, now))
 
     def _count(self, request: EngineRequest, sequences: int) -> None:
         flow = _flow(request)

@@ -10,21 +10,21 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from manylora_worker.kinds.api import ModelRunner
+from manylora_worker.config import WorkerConfig
 from manylora_worker.models.decoder_weights import DecoderWeights
-from manylora_worker.models.loader import LoadedModel, ModelRefused, ModelSpec, Quantization, load_model
+from manylora_worker.models.loader import LoadedModel, ModelRefused, load_model
+from manylora_worker.models.parts import EngineParts, ModelInfo
 from manylora_worker.models.torch.decoder import trusted_weights
 from manylora_worker.models.torch.kv_cache import MIB, KvCache
 from manylora_worker.models.torch.lora_linear import LoraCosts, LoraPlanner
 from manylora_worker.models.torch.model_runner import TorchModelRunner
 from manylora_worker.models.torch.packed_linear import PackedLinear
-from manylora_worker.weights.adapter_check import AdapterReport
+from manylora_worker.weights.adapter_check import AdapterReport, ThreadValidator
 from manylora_worker.weights.backend import TorchAdapterBackend
 from manylora_worker.weights.host_memory import HostMemory
 from manylora_worker.weights.layout import Layout, elements_of
@@ -50,106 +50,65 @@ _STACKED_ADAPTER_BYTES = 256 * MIB
 """Bound on the copies that stack the adapters of a step, see LoraPlanner."""
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """What the engine needs to know, as plain values.
-
-    Attributes:
-        model: a folder, or a hub id in the local cache; `model_name` is what it is served as (default: its last part).
-        dtype: "float32", "bfloat16" or "float16".
-        num_blocks: KV blocks; 0: as many as fit in `kv_cache_mb` MiB; is that 0 too, as fit in DEFAULT_KV_CACHE_MB MiB,
-            or on a GPU in what its memory has left.
-        adapter_store: the folder above `objects/`.
-        marks_free: see KvCache.
-        host_kv_bytes: host memory for the KV of swapped sequences; of it whole blocks are taken.
-    """
-
-    model: str
-    adapter_store: Path
-    model_name: str = ""
-    device: str = "cpu"
-    dtype: str = "float32"
-    quantization: Quantization = "none"
-    kv_cache_mb: int = 0
-    num_blocks: int = 0
-    block_size: int = 16
-    max_lora_rank: int = 64
-    device_adapter_bytes: int = 512 * MIB
-    host_adapter_bytes: int = 1024 * MIB
-    host_kv_bytes: int = 0
-    sequence_slots: int = 64
-    max_batch_tokens: int = 512
-    threads: int = 1
-    marks_free: bool = False
-
-
-@dataclass(frozen=True)
-class EngineParts:
-    runner: ModelRunner
-    backend: TorchAdapterBackend
-    spec: ModelSpec
-    kv_block_bytes: int
-    validate: Callable[[Path], AdapterReport]
-    """Reads the adapter in a folder as a load would, keeps nothing. Raises AdapterInvalid. May run on any thread."""
-
-
-def build_engine_parts(options: EngineOptions, *, notify: Callable[[], None] = lambda: None) -> EngineParts:
+def build_engine(config: WorkerConfig, notify: Callable[[], None] = lambda: None) -> EngineParts:
     """Loads the model and allocates the cache.
 
     Args:
         notify: see TorchAdapterBackend.
 
     Raises:
-        ModelRefused: the model cannot be served with these options.
+        ModelRefused: the model cannot be served with these settings.
     """
-    if options.dtype not in _DTYPES:
-        raise ModelRefused(f"dtype {options.dtype!r} is none of {', '.join(_DTYPES)}")
     loaded = load_model(
-        options.model,
-        name=options.model_name,
-        dtype=_DTYPES[options.dtype],
-        device=options.device,
-        quantization=options.quantization,
-        threads=options.threads,
+        config.model,
+        name=config.model_name,
+        dtype=_DTYPES[config.compute_dtype],
+        device=config.device,
+        quantization=config.quantization,
+        threads=config.compute_threads,
     )
     weights = trusted_weights(loaded)
-    device_runner = None
-    if loaded.device.type == "cuda" and weights is not None:
-        device_runner = _device_runner(loaded, weights, options)
-    runner = device_runner or _reference_runner(loaded, weights, options)
+    is_gpu = loaded.device.type == "cuda"
+    device_runner = _device_runner(loaded, weights, config) if is_gpu and weights is not None else None
+    runner = device_runner or _reference_runner(loaded, weights, config)
     base = loaded.adapter_base()
-    reader = _reader(base, options, is_gpu=loaded.device.type == "cuda")
+    reader = _reader(base, config, is_gpu=is_gpu)
     backend = TorchAdapterBackend(
-        options.adapter_store / "objects",
+        config.adapter_store / "objects",
         reader,
         runner,
-        host_threads=_num_readers() if loaded.device.type == "cuda" else 1,
+        host_threads=_num_readers() if is_gpu else 1,
         notify=notify,
     )
     if device_runner is not None:
         _warm_up(device_runner, loaded.device)
-    return EngineParts(
-        runner=runner,
-        backend=backend,
-        spec=loaded.spec,
-        kv_block_bytes=loaded.spec.kv.token_bytes(loaded.dtype) * options.block_size,
-        validate=lambda folder: _report(reader.check(folder), base),
+    spec = loaded.spec
+    model = ModelInfo(
+        name=spec.name,
+        digest=spec.digest,
+        device=config.device,
+        vocab_size=spec.vocab_size,
+        max_context_tokens=spec.max_context_tokens,
+        eos_token_ids=spec.eos_token_ids,
+        kv_block_bytes=spec.kv.token_bytes(loaded.dtype) * config.block_size,
     )
+    validator = ThreadValidator(config.adapter_store, lambda folder: _report(reader.check(folder), base))
+    return EngineParts(runner, backend, model, validator)
 
 
-def _reader(base: AdapterBase, options: EngineOptions, *, is_gpu: bool) -> AdapterReader:
+def _reader(base: AdapterBase, config: WorkerConfig, *, is_gpu: bool) -> AdapterReader:
     """Beside a GPU, processes: there the engine's thread launches kernels, and waits for every other Python thread."""
-    limits = AdapterLimits(max_rank=options.max_lora_rank)
+    limits = AdapterLimits(max_rank=config.max_lora_rank)
     if not is_gpu:
         return LocalReader(base, limits)
-    return ReaderProcesses(base, limits, HostMemory(options.host_adapter_bytes))
+    return ReaderProcesses(base, limits, HostMemory(config.host_adapter_bytes))
 
 
 def _num_readers() -> int:
     return max(1, min(_MAX_READERS, len(os.sched_getaffinity(0)) - _OTHER_CORES))
 
 
-def _reference_runner(loaded: LoadedModel, weights: DecoderWeights | None, options: EngineOptions) -> TorchModelRunner:
+def _reference_runner(loaded: LoadedModel, weights: DecoderWeights | None, config: WorkerConfig) -> TorchModelRunner:
     """The runner for the CPU, and on a GPU for a model whose layers the device decoder does not know."""
     planner = LoraPlanner(
         _LORA_COSTS.get(loaded.device.type, _LORA_COSTS["cuda"]),
@@ -158,43 +117,43 @@ def _reference_runner(loaded: LoadedModel, weights: DecoderWeights | None, optio
     if weights is None:
         _LOG.warning("%s has parts that our decoders do not know: it runs slowly", loaded.spec.model_type)
     return TorchModelRunner(
-        loaded, weights, _build_cache(loaded, options), planner, num_host_blocks=_host_blocks(loaded, options)
+        loaded, weights, _build_cache(loaded, config), planner, num_host_blocks=_host_blocks(loaded, config)
     )
 
 
-def _host_blocks(loaded: LoadedModel, options: EngineOptions) -> int:
-    return loaded.spec.kv.blocks_in(options.host_kv_bytes, options.block_size, loaded.dtype)
+def _host_blocks(loaded: LoadedModel, config: WorkerConfig) -> int:
+    return loaded.spec.kv.blocks_in(config.host_kv_bytes, config.block_size, loaded.dtype)
 
 
-def _device_runner(loaded: LoadedModel, weights: DecoderWeights, options: EngineOptions) -> DeviceModelRunner:
+def _device_runner(loaded: LoadedModel, weights: DecoderWeights, config: WorkerConfig) -> DeviceModelRunner:
     """The runner of fused kernels and CUDA graphs."""
     from manylora_worker.models.cuda.runner import DeviceLimits, DeviceModelRunner, activation_bytes
 
-    block_bytes = loaded.spec.kv.token_bytes(loaded.dtype) * options.block_size
-    adapter_blocks = options.device_adapter_bytes // block_bytes
+    block_bytes = loaded.spec.kv.token_bytes(loaded.dtype) * config.block_size
+    adapter_blocks = config.device_adapter_bytes // block_bytes
     if adapter_blocks < 1:
         raise ModelRefused(f"device_adapter_mb: holds no block of {block_bytes} bytes")
     limits = DeviceLimits(
-        max_rows=options.max_batch_tokens,
-        max_sequences=options.sequence_slots,
+        max_rows=config.max_batch_tokens,
+        max_sequences=config.sequence_slots,
         adapter_slots=adapter_blocks,
-        max_rank=options.max_lora_rank,
+        max_rank=config.max_lora_rank,
     )
-    if not (options.num_blocks or options.kv_cache_mb):
+    if not (config.num_blocks or config.kv_cache_mb):
         num_blocks = (
             _blocks_left(loaded.device, activation_bytes(loaded, weights, limits), block_bytes) - adapter_blocks
         )
-        options = replace(options, num_blocks=max(0, num_blocks))
+        config = replace(config, num_blocks=max(0, num_blocks))
         if num_blocks < 1:
             raise ModelRefused(f"device_adapter_mb: {adapter_blocks} blocks of adapters leave none for KV")
-    cache = _build_cache(loaded, options, more_blocks=adapter_blocks)
+    cache = _build_cache(loaded, config, more_blocks=adapter_blocks)
     return DeviceModelRunner(
         loaded,
         weights,
         cache,
         limits,
         num_kv_blocks=cache.num_blocks - adapter_blocks,
-        num_host_blocks=_host_blocks(loaded, options),
+        num_host_blocks=_host_blocks(loaded, config),
     )
 
 
@@ -233,20 +192,20 @@ def _report(layout: Layout, base: AdapterBase) -> AdapterReport:
     )
 
 
-def _build_cache(loaded: LoadedModel, options: EngineOptions, *, more_blocks: int = 0) -> KvCache:
+def _build_cache(loaded: LoadedModel, config: WorkerConfig, *, more_blocks: int = 0) -> KvCache:
     """more_blocks: beside those for KV, for adapters."""
     kv = loaded.spec.kv
-    kv_cache_mb = options.kv_cache_mb or DEFAULT_KV_CACHE_MB
-    num_blocks = options.num_blocks or kv.blocks_in(kv_cache_mb * MIB, options.block_size, loaded.dtype)
+    kv_cache_mb = config.kv_cache_mb or DEFAULT_KV_CACHE_MB
+    num_blocks = config.num_blocks or kv.blocks_in(kv_cache_mb * MIB, config.block_size, loaded.dtype)
     if num_blocks < 1:
-        raise ModelRefused(f"kv_cache_mb: {kv_cache_mb} MiB hold no block of {options.block_size} tokens")
+        raise ModelRefused(f"kv_cache_mb: {kv_cache_mb} MiB hold no block of {config.block_size} tokens")
     cache = KvCache(
         kv,
         num_blocks=num_blocks + more_blocks,
-        block_size=options.block_size,
+        block_size=config.block_size,
         dtype=loaded.dtype,
         device=loaded.device,
-        marks_free=options.marks_free,
+        marks_free=config.debug_fill_freed,
     )
     weight_bytes = sum(p.nbytes for p in loaded.model.parameters())
     weight_bytes += sum(m.weight_bytes for m in loaded.model.modules() if isinstance(m, PackedLinear))
@@ -255,15 +214,15 @@ def _build_cache(loaded: LoadedModel, options: EngineOptions, *, more_blocks: in
         "KV cache and adapters %.1f MiB: %d + %d blocks of %d tokens, %d bytes a token",
         loaded.spec.name,
         loaded.spec.model_type,
-        options.dtype,
-        options.quantization,
+        config.compute_dtype,
+        config.quantization,
         weight_bytes / MIB,
         len(loaded.spec.modules),
         len(loaded.sites),
         cache.size_bytes / MIB,
         num_blocks,
         more_blocks,
-        options.block_size,
+        config.block_size,
         kv.token_bytes(loaded.dtype),
     )
     return cache

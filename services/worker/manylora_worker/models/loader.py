@@ -47,7 +47,7 @@ _ATTENTION_KEYWORDS_WITHOUT_EFFECT = frozenset({"position_ids", "use_cache", "ca
 _MAX_HEADER_BYTES = 100 << 20
 
 
-class ModelRefused(Exception): ...
+class ModelRefused(ValueError): ...
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from manylora_shared.stores.adapter_files import is_uid
 from manylora_shared.wire import QOS_CLASSES
 
 from manylora_worker.hosting.output_stream import EndKind, StreamEnd
-from manylora_worker.hosting.runtime import ModelInfo
 from manylora_worker.kinds.api import AdapterTier, EngineRequest, FinishReason, Sampling, TokenOutput
+from manylora_worker.models.parts import ModelInfo
 
 MAX_CHOICES = 8
 MAX_STOP_TOKENS = 256

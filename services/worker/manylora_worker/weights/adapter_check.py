@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -40,25 +40,10 @@ class ThreadValidator:
             return await asyncio.to_thread(self._validate, path)
 
     def _validate(self, path: str) -> AdapterReport:
-        return report(self._check, resolve_inside(self._root, path, field="path"))
-
-
-def report(check: Callable[[Path], AdapterReport], folder: Path) -> AdapterReport:
-    try:
-        return check(folder)
-    except InvalidRequest as invalid:
-        if not invalid.violations:
-            raise
-        return AdapterReport(problems=invalid.violations)
-
-
-class FakeValidator:
-    """Finds every adapter good, but those whose path has something in `problems`."""
-
-    def __init__(self, problems: Mapping[str, Sequence[FieldViolation]] | None = None) -> None:
-        self._problems = problems or {}
-
-    async def validate(self, path: str) -> AdapterReport:
-        if path in self._problems:
-            return AdapterReport(problems=self._problems[path])
-        return AdapterReport(max_lora_rank=8, size_bytes=1 << 20, target_modules=("q_proj", "v_proj"))
+        folder = resolve_inside(self._root, path, field="path")
+        try:
+            return self._check(folder)
+        except InvalidRequest as invalid:
+            if not invalid.violations:
+                raise
+            return AdapterReport(problems=invalid.violations)

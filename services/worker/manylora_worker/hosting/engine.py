@@ -1,0 +1,63 @@
+"""A worker's engine from its parts and the worker's settings: its limits, its prefix cache, its thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Callable
+from typing import TypeVar
+
+from manylora_worker.adapters.cache import AdapterCacheLimits
+from manylora_worker.config import WorkerConfig
+from manylora_worker.engine.core import EngineCore, EngineLimits
+from manylora_worker.hosting.runtime import Mailbox, ThreadRuntime
+from manylora_worker.memory.prefix_cache import SECRET_BYTES, PrefixKeys, PrefixOptions
+from manylora_worker.models.parts import EngineParts, ModelInfo
+from manylora_worker.planning.step_planner import PlannerLimits
+from manylora_worker.weights.adapter_check import AdapterValidator
+
+C = TypeVar("C", bound=WorkerConfig)
+EngineBuilder = Callable[[C, Callable[[], None]], EngineParts]
+"""Takes the settings, and what any thread of the backend calls when it has news. May take as long as a model takes to
+load. Raises ValueError where the model cannot be served with these settings; the message says why."""
+
+_REQUESTS_PER_SLOT = 4
+"""Bound of requests in the worker: running, waiting for a slot, or for their adapter. Never below what it announces."""
+_OVERTAKES_PER_SLOT = 2
+"""Requests that may overtake one whose adapter finds no room: fewer leave slots empty while pins run out."""
+
+
+def host(config: C, build: EngineBuilder[C]) -> tuple[ThreadRuntime, AdapterValidator]:
+    """The engine on its thread, and what checks its adapters. Raises ValueError, see EngineBuilder."""
+    mailbox = Mailbox()
+    parts = build(config, mailbox.wake)
+    capacity_tokens = parts.runner.num_blocks * parts.runner.block_size
+    model = dataclasses.replace(parts.model, max_context_tokens=min(parts.model.max_context_tokens, capacity_tokens))
+    limits = engine_limits(config)
+    prefix = prefix_options(config, model, secrets.token_bytes(SECRET_BYTES))
+    core = EngineCore(parts.runner, parts.backend, limits, prefix, clears_freed=config.debug_fill_freed)
+    return ThreadRuntime(core, parts.backend, model, mailbox, max_requests=limits.max_requests), parts.validator
+
+
+def engine_limits(config: WorkerConfig) -> EngineLimits:
+    return EngineLimits(
+        planner=PlannerLimits(
+            max_batch_tokens=config.max_batch_tokens,
+            prefill_chunk_tokens=config.prefill_chunk_tokens,
+            sequence_slots=config.sequence_slots,
+            target_step_s=config.target_step_ms / 1e3 or None,
+        ),
+        adapters=AdapterCacheLimits(
+            host_bytes=config.host_adapter_bytes,
+            device_bytes=config.device_adapter_bytes,
+            max_overtakes=_OVERTAKES_PER_SLOT * config.sequence_slots,
+        ),
+        max_requests=max(_REQUESTS_PER_SLOT * config.sequence_slots, config.sequence_slots + config.parked_sequences),
+    )
+
+
+def prefix_options(config: WorkerConfig, model: ModelInfo, secret: bytes) -> PrefixOptions | None:
+    """The prefix cache as it is configured; None: there is none."""
+    if config.prefix_cache_share == 0:
+        return None
+    return PrefixOptions(PrefixKeys(secret, model.digest), config.prefix_cache_share, config.public_prefix_share)
