@@ -118,7 +118,8 @@ def load_model(
     quantization: Quantization = "none",
     threads: int = 1,
 ) -> LoadedModel:
-    """Args:
+    """
+    Args:
         path: a folder, or a hub id whose files are in the local cache.
         name: to serve it under; default: the last component of `path`.
         dtype: of weights and computation (with nf4: of computation).

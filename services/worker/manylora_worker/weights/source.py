@@ -100,7 +100,8 @@ def read_adapter(
     allocate: Callable[[int, torch.dtype], Tensor] = _empty,
     scratch: Scratch | None = None,
 ) -> HostAdapter:
-    """Args:
+    """
+    Args:
         expected_uid: refuse content with another uid.
         allocate: memory for the weights, [elements]. Called after every check but that of the weights' values.
         scratch: of reads with the same base and limits; None: nothing is kept.

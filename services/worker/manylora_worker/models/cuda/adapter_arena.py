@@ -1,8 +1,7 @@
 """Adapters on the device: their weights in blocks of the arena, and the table by which kernels find them.
 
-An adapter's matrices are cut in chunks of CHUNK_RANKS ranks (kernels/lora.py). Chunks that follow one another in the
-host buffer go into one block as long as they fit, so an adapter is one copy a block; nothing is padded to a common
-rank, and any free blocks serve any adapter.
+Matrices are cut in chunks of CHUNK_RANKS ranks (kernels/lora.py). Chunks that follow one another in the host buffer
+share a block while they fit: an adapter is one copy a block, and any free blocks serve any adapter.
 """
 
 from __future__ import annotations
@@ -32,13 +31,12 @@ _LAYOUTS = 64
 _KNOWN_ADAPTERS = 1 << 16
 
 
-class NoRoom(Exception):
-    """Too few free blocks or adapter slots."""
+class NoRoom(Exception): ...
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Elements [start, start + length) of the host buffer, in one block."""
+    """Of the host buffer, in one block."""
 
     start: int
     length: int
@@ -49,10 +47,8 @@ class Placement:
     """How an adapter is laid out over blocks, before any block is chosen."""
 
     runs: Sequence[_Run]
-    chunks: np.ndarray
-    """int64 [chunks, 4]: site, field of its entry, run, elements from the run's begin."""
-    ranks: np.ndarray
-    """int64 [slots, 3]: site, field, rank."""
+    chunks: np.ndarray  # int64 [chunks, 4]: site, field of its entry, run, elements from the run's begin
+    ranks: np.ndarray  # int64 [slots, 3]: site, field, rank
 
     @property
     def num_blocks(self) -> int:
@@ -60,11 +56,7 @@ class Placement:
 
 
 def place(adapter: HostAdapter, block_elements: int, chunks: int) -> Placement:
-    """Cuts an adapter into runs of at most `block_elements`.
-
-    Raises:
-        ValueError: one chunk of it is larger than a block, or its matrices' widths are odd.
-    """
+    """Raises ValueError where a chunk is larger than a block or the matrices' widths are odd."""
     pieces: list[tuple[int, int, int, int]] = []  # start, length, site, field
     ranks: list[tuple[int, int, int]] = []
     for placed in adapter.layout:
@@ -97,19 +89,16 @@ class _Place:
     slot: int
     blocks: Sequence[int]
     placement: Placement
-    freed: torch.cuda.Event | None
-    """When the blocks' last readers are done."""
+    freed: torch.cuda.Event | None  # when the blocks' last readers are done
 
 
 class AdapterArena:
-    """The adapter half of the arena, and the table of who stands where. Slot 0 is "no adapter".
+    """Slot 0 is "no adapter".
 
     Args:
         arena: [elements], flat; block b begins at b * block_elements.
         blocks: those that adapters may use.
         num_slots: adapters that may be on the device at once.
-        num_sites: LoRA sites of the model.
-        max_rank: largest rank served.
         clear: blocks that an adapter gives back, [n]; None: they keep what is in them.
     """
 
@@ -135,8 +124,8 @@ class AdapterArena:
         self._free_slots = list(range(num_slots, 0, -1))
         self._places: dict[AdapterUid, _Place] = {}
         self._placements: OrderedDict[tuple[PlacedSite, ...], Placement] = OrderedDict()
+        # most adapters of a model have one of a few layouts; one takes milliseconds to work out
         self._known: OrderedDict[AdapterUid, Placement] = OrderedDict()
-        """Most adapters of a model have one of a few layouts; to work one out takes milliseconds."""
         self._lock = threading.Lock()
 
     def slot_of(self, uid: AdapterUid) -> int:
@@ -146,15 +135,11 @@ class AdapterArena:
         return uid in self._places
 
     def size_bytes(self, adapter: HostAdapter) -> int:
-        """What it takes on the device: whole blocks. From any thread."""
+        """In whole blocks. From any thread."""
         return self._placement(adapter).num_blocks * self._block_bytes
 
     def reserve(self, adapter: HostAdapter) -> None:
-        """Takes blocks and a slot for it. The engine's thread; the weights come with `fill`.
-
-        Raises:
-            NoRoom: it does not fit now.
-        """
+        """Takes blocks and a slot, on the engine's thread. Raises NoRoom."""
         assert adapter.uid not in self._places
         placement = self._placement(adapter)
         if placement.num_blocks > len(self._free_blocks) or not self._free_slots:
@@ -168,7 +153,7 @@ class AdapterArena:
         self._places[adapter.uid] = _Place(self._free_slots.pop(), blocks, placement, freed)
 
     def fill(self, adapter: HostAdapter) -> None:
-        """Copies the weights in, and returns when steps may use them. May run on a thread of its own."""
+        """Returns when steps may use the weights. May run on a thread of its own."""
         with torch.inference_mode():
             self._fill(adapter)
 
@@ -185,7 +170,7 @@ class AdapterArena:
         stream.synchronize()
 
     def drop(self, uid: AdapterUid) -> None:
-        """Gives its blocks and its slot back. Unknown ids are ignored."""
+        """Ignores unknown ids."""
         place = self._places.pop(uid, None)
         if place is not None:
             self._free_slots.append(place.slot)

@@ -1,13 +1,11 @@
 """One forward pass of a decoder, as a fixed sequence of kernels over preallocated buffers.
 
-The pass has no host decision in it that depends on the batch's content: which rows, blocks and adapters it is about
-stands in device tensors (DeviceStep), so the whole pass can be captured in a CUDA graph and replayed for other
-batches of the same shape. What differs in shape (rows, whether there is LoRA, how a context is split) makes another
-graph.
+No decision of the host depends on the batch's content: rows, blocks and adapters stand in device tensors (DeviceStep),
+so a CUDA graph replays the pass for other batches of the same shape (rows, LoRA or none, how a context is split).
 
-Per layer: norm | qkv product, shrink beside it | rotate and store | attention | o product, shrink beside it | add and
-norm | gate-up product, shrink beside it | gate | down product, shrink beside it | add and norm (the next layer's). In
-steps of some hundred rows that are computed by tile (kernels/lora_tiles.py), shrink and expand come before the product.
+Per layer: norm | qkv product | rotate and store | attention | o product | add and norm | gate-up product | gate | down
+product | add and norm (the next layer's). LoRA's shrink runs beside a product, or, with the expand, before it in steps
+that kernels/lora_tiles.py serves.
 """
 
 from __future__ import annotations
@@ -35,43 +33,36 @@ MAX_SPLITS = 32
 
 @dataclass(frozen=True)
 class LoraStep:
-    """The adapters of a step's rows; formats in kernels/lora.py."""
+    """Formats: kernels/lora.py."""
 
     tiles: Tensor
-    num_tiles: int
-    """0: by row."""
+    num_tiles: int  # 0: by row
     row_adapters: Tensor
 
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """What one pass is about. All tensors are on the device; `rows` of each are looked at.
-
-    Rows [0, decode_rows) decode; the rest are chunks of prompts, cut in `prefill_tiles`.
+    """Device tensors of at least `rows` entries. Rows [0, decode_rows) decode; the rest are chunks of prompts, cut in
+    `prefill_tiles`.
     """
 
     rows: int
-    num_rows: Tensor
-    """int32 scalar: rows that are there; those behind are padding."""
+    num_rows: Tensor  # int32 scalar: rows that are there; those behind are padding
     token_ids: Tensor
-    positions: Tensor
-    """int32"""
-    tables: Tensor
-    """int32 [sequences, blocks]"""
-    table_rows: Tensor
-    """int32: each row's sequence in `tables`."""
+    positions: Tensor  # int32
+    tables: Tensor  # int32 [sequences, blocks]
+    table_rows: Tensor  # int32: each row's sequence in `tables`
     decode_rows: int
     splits: int
     prefill_tiles: Tensor | None = None
     num_prefill_tiles: int = 0
     lora: LoraStep | None = None
-    logit_rows: Tensor | None = None
-    """int64: rows whose logits are wanted; None: all, in order."""
+    logit_rows: Tensor | None = None  # int64: rows whose logits are wanted; None: all, in order
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Elements of the pass's buffers: [rows, columns], or flat ones of float32."""
+    """Of the pass's buffers: [rows, columns], or flat ones of float32."""
 
     rows: Mapping[str, tuple[int, int]]
     low_rank: int
@@ -115,15 +106,13 @@ def buffer_bytes(
 
 
 class Decoder:
-    """The model's pass over one arena.
-
+    """
     Args:
         arena: every block of KV and adapters, flat.
         layer_offsets: where each layer's keys begin inside a block, in elements.
         sites: int64 [sites, adapter slots, fields]; see kernels/lora.py.
-        max_rows: of one step.
-        max_decode_rows: rows that may decode in one step.
-        pdl: whether kernels may start while those before them end; see the kernels package.
+        max_rows, max_decode_rows: of one step.
+        pdl: see the kernels package.
     """
 
     def __init__(
@@ -175,7 +164,7 @@ class Decoder:
 
     @property
     def logits_buffer(self) -> Tensor:
-        """[max decode rows, vocab]: the logits of the last pass without `logit_rows`."""
+        """[max decode rows, vocab]: of the last pass without `logit_rows`."""
         return self._logits
 
     def forward(self, step: DeviceStep) -> Tensor:
@@ -184,7 +173,6 @@ class Decoder:
         return self.head(step)
 
     def run_layers(self, step: DeviceStep) -> None:
-        """All but the head."""
         weights = self.weights
         rows = step.rows
         residual, normed, delta = self._residual[:rows], self._normed[:rows], self._delta[:rows]
@@ -221,7 +209,6 @@ class Decoder:
         self, projection: Projection, x: Tensor, out: Tensor, step: DeviceStep, *, expands: bool = True
     ) -> tuple[Tensor, LoraRows | None]:
         """The base product [parts, rows, out] (see gemm.linear), and the low-rank values of rows with adapters.
-
         expands: whether LoRA's outputs may be computed beside the product, not by its reader.
         """
         if step.lora is None:
@@ -286,7 +273,7 @@ class Decoder:
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
-        """Work that runs beside what the main stream does next, until the main stream waits for `_side`."""
+        """What runs in it stands beside the main stream's next work, until that waits for `_side`."""
         if self._side is None:
             yield
             return

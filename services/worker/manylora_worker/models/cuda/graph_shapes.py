@@ -1,7 +1,5 @@
-"""Which graphs there are: a few sizes of steps, so that all can be captured when the worker starts.
-
-A step runs in the smallest graph that has room for it. Its rows behind the last are padding; what it has fewer of
-(tiles, rows that decode) costs programs that end at once.
+"""Which graphs there are: a few sizes of steps, all captured when the worker starts. A step runs in the smallest with
+room for it; missing rows are padding, missing tiles end at once.
 """
 
 from __future__ import annotations
@@ -15,30 +13,27 @@ from manylora_worker.models.cuda.kernels.lora import TILE_ROWS
 from manylora_worker.models.cuda.kernels.sampling import SamplingPlan
 
 BY_ROW = 0
-NO_LORA = -1
-"""In place of a number of LoRA tiles."""
+NO_LORA = -1  # in place of a number of LoRA tiles
 
 GREEDY = SamplingPlan()
-SAMPLING_PLANS = (
+SAMPLING_PLANS = (  # what a captured step can do about sampling, cheapest first
     GREEDY,
     SamplingPlan(draws=True),
     SamplingPlan(draws=True, cuts=True),
     SamplingPlan(draws=True, cuts=True, top_logprobs=MAX_TOP_LOGPROBS),
 )
-"""What a captured step can do about sampling, cheapest first."""
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
+# of the graphs for steps with prompts; a larger step takes the device longer than its launch takes the host
 MIXED_ROWS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
-"""Rows of the graphs for steps with prompts. A larger step takes the device longer than launching it takes the host."""
 
 
 class DecodeShape(NamedTuple):
     """A graph for steps that only decode, the draw included."""
 
     rows: int
-    lora_tiles: int
-    """Room for so many, BY_ROW or NO_LORA."""
+    lora_tiles: int  # room for so many, BY_ROW or NO_LORA
     plan: SamplingPlan
 
 
@@ -51,7 +46,7 @@ class MixedShape(NamedTuple):
 
 
 def bucket_of(rows: int, largest: int) -> int:
-    """Rows of the smallest graph that serves so many that decode."""
+    """rows: those that decode."""
     return min(largest, next(bucket for bucket in (*BUCKETS, largest) if bucket >= rows))
 
 
@@ -94,7 +89,7 @@ def room_for_prefill_tiles(rows: int) -> int:
 
 
 def _tiles_of(tiles: int, bucket: int) -> int:
-    """How rows that make so many tiles are computed: with one of two rooms for them, or by row."""
+    """One of two numbers of tiles, or by row."""
     if 2 * tiles > bucket:
         return BY_ROW
     return next(capacity for capacity in (max(1, bucket // 8), bucket // 2) if tiles <= capacity)

@@ -12,15 +12,8 @@ from manylora_worker.models.cuda.kernels.sampling import SampledRows
 
 
 class PendingStep:
-    """A step on its way; `result` waits for it."""
-
     def __init__(self, chunks: Sequence[SequenceChunk], rows: Sequence[int], drawn: SampledRows | None) -> None:
-        """
-        Args:
-            chunks: those that sample.
-            rows: each one's row in `drawn`.
-            drawn: device tensors; None where no chunk samples.
-        """
+        """rows: each sampling chunk's row in `drawn`; drawn: device tensors, None where no chunk samples."""
         self._chunks = chunks
         self._rows = rows
         self._host: list[Tensor] = []
@@ -34,7 +27,7 @@ class PendingStep:
             self._event.record()
 
     def result(self) -> Sequence[Sampled]:
-        """One Sampled for each chunk that samples, in the batch's order."""
+        """In the batch's order."""
         if self._event is not None:
             self._event.synchronize()
         if not self._host:
@@ -56,7 +49,6 @@ class PendingStep:
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """A copy on its way to the host."""
     if not tensor.is_cuda:
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

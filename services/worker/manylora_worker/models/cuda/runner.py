@@ -1,11 +1,8 @@
-"""ModelRunner for a CUDA device: steps replay CUDA graphs, but for large ones with prompts, which run kernel by kernel.
+"""ModelRunner for a CUDA device: steps replay CUDA graphs; large ones with prompts run kernel by kernel.
 
-DeviceModelRunner owns the arena (KV blocks and adapter blocks in one tensor), the last token of every sequence on the
-device, and the captured graphs. The host uploads a step's metadata in one copy (step_packing.py); a row whose token the
-host does not know yet (PENDING_TOKEN) takes what its sequence drew last, on the device.
-
-Blocks are cleared, copied and written in stream order, so a block that a later step takes over is never touched by an
-earlier one. Copies of blocks to the host and back go beside that, on a stream of their own (engine/host_kv.py).
+DeviceModelRunner owns the arena (KV and adapter blocks in one tensor), every sequence's last token on the device, and
+the graphs. A row whose token the host does not know yet (PENDING_TOKEN) takes what its sequence drew last. Blocks are
+cleared, copied and written in stream order, so an earlier step never touches a block that a later one takes over.
 """
 
 from __future__ import annotations
@@ -51,10 +48,8 @@ from manylora_worker.weights.layout import HostAdapter
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    max_rows: int
-    """Of one step."""
-    max_sequences: int
-    """Rows that sample in one step."""
+    max_rows: int  # of one step
+    max_sequences: int  # rows that sample in one step
     adapter_slots: int
     max_rank: int
 
@@ -71,10 +66,8 @@ def activation_bytes(loaded: LoadedModel, weights: DecoderWeights, limits: Devic
     return decoder + sampler + graphs * len(weights.layers) * _GRAPH_BYTES_A_LAYER + _WORKSPACE_BYTES
 
 
-_GRAPH_BYTES_A_LAYER = 400_000
-"""Measured: 337 graphs of 32 layers take 3.4 GiB."""
-_WORKSPACE_BYTES = 1 << 30
-"""Kernels, and cuBLAS' workspaces."""
+_GRAPH_BYTES_A_LAYER = 400_000  # measured: 337 graphs of 32 layers take 3.4 GiB
+_WORKSPACE_BYTES = 1 << 30  # kernels, and cuBLAS' workspaces
 
 
 _Result = TypeVar("_Result")
@@ -83,16 +76,11 @@ _Result = TypeVar("_Result")
 @dataclass(frozen=True)
 class _Recorded:
     graph: torch.cuda.CUDAGraph
-    drawn: SampledRows
-    """What each replay writes."""
+    drawn: SampledRows  # what each replay writes
 
 
 class DeviceModelRunner:
-    """See api.AheadRunner and api.SwapRunner.
-
-    Args:
-        cache: its blocks from `num_kv_blocks` on hold adapters.
-    """
+    """See api.AheadRunner and api.SwapRunner. cache: its blocks from `num_kv_blocks` on hold adapters."""
 
     def __init__(
         self,
@@ -151,8 +139,8 @@ class DeviceModelRunner:
             num_kv_heads=geometry.num_kv_heads,
         )
         self._device = self._packer.tables.device
+        # by row of the block tables: what its sequence drew last
         self._last_tokens = torch.zeros(self._packer.padding_row + 1, dtype=torch.int32, device=self._device)
-        """By row of the block tables: what its sequence drew last."""
         self._recordings: dict[DecodeShape, _Recorded] = {}
         self._mixed_graphs: dict[MixedShape, torch.cuda.CUDAGraph] = {}
         self._pool = None
@@ -178,11 +166,9 @@ class DeviceModelRunner:
         return self._loaded.spec.max_context_tokens
 
     def execute(self, batch: StepBatch) -> Sequence[Sampled]:
-        """See api.ModelRunner.execute."""
         return self.submit(batch).result()
 
     def submit(self, batch: StepBatch) -> PendingStep:
-        """See api.AheadRunner.submit."""
         with torch.inference_mode():
             self._use_device()
             self._prepare_blocks(batch)
@@ -213,8 +199,9 @@ class DeviceModelRunner:
         return len(self._recordings) + len(self._mixed_graphs)
 
     def _warm_up_prefill(self) -> None:
-        """The graphs, and of what runs without one the kernels: they are compiled for ranges of rows, and apart for
-        multiples of 16."""
+        """Graphs, and kernels of what runs without one: they are compiled for ranges of rows, and apart for multiples
+        of 16.
+        """
         most, most_decodes = self._limits.max_rows, self._limits.max_sequences
         for shape in mixed_shapes(most, most_decodes) if self._capture else ():
             self._mixed_graph(shape)
@@ -242,7 +229,7 @@ class DeviceModelRunner:
         self._sampler_rows.clear()
 
     def logits(self, batch: StepBatch) -> Tensor:
-        """The pass without the draw: [chunks that sample, vocab], float32, in the batch's order. For tests."""
+        """[chunks that sample, vocab], float32, in the batch's order. For tests."""
         with torch.inference_mode():
             self._use_device()
             self._prepare_blocks(batch)
@@ -253,24 +240,20 @@ class DeviceModelRunner:
         return self._adapters.holds(uid)
 
     def adapter_bytes(self, adapter: HostAdapter) -> int:
-        """See backend.AdapterTarget."""
         return self._adapters.size_bytes(adapter)
 
     def reserve_adapter(self, adapter: HostAdapter) -> None:
-        """See backend.AdapterTarget."""
         self._adapters.reserve(adapter)
 
     def fill_adapter(self, adapter: HostAdapter) -> None:
-        """See backend.AdapterTarget."""
         self._use_device()
         self._adapters.fill(adapter)
 
     def drop_adapter(self, uid: AdapterUid) -> None:
-        """See backend.AdapterTarget."""
         self._adapters.drop(uid)
 
     def graph_of(self, batch: StepBatch) -> torch.cuda.CUDAGraph:
-        """The graph that serves a batch of decoding, greedy rows, captured if it is not there yet. For benches."""
+        """For a batch of decoding, greedy rows; captured if it is not there yet. For benches."""
         with torch.inference_mode():
             return self._recorded(self._packer.pack(batch.chunks), GREEDY).graph
 
@@ -294,7 +277,7 @@ class DeviceModelRunner:
     def _replay(
         self, plan: PackedStep, sampled: Sequence[SequenceChunk], rows: Sequence[int], needed: SamplingPlan
     ) -> SampledRows:
-        """The captured step; its tokens are kept for the next by the graph itself."""
+        """The graph itself keeps its tokens for the next step."""
         recorded = self._recorded(plan, needed)
         if needed == GREEDY:
             self._sampler_rows.clear()
@@ -304,7 +287,7 @@ class DeviceModelRunner:
         return recorded.drawn
 
     def _draw(self, logits: Tensor, sampled: Sequence[SequenceChunk], needed: SamplingPlan) -> SampledRows:
-        """Row i for the chunk i; not in a graph, where rows of padding would count for whose penalties they had."""
+        """Row i for chunk i. Not in a graph, where rows of padding would count for whose penalties they had."""
         if needed.draws or needed.penalties:
             self._sampler_rows.write(sampled, range(len(sampled)))
         else:
@@ -312,12 +295,11 @@ class DeviceModelRunner:
         return self._sampler.sample(logits, needed)
 
     def _keep_tokens(self, plan: PackedStep, rows: Sequence[int], tokens: Tensor) -> None:
-        """For the next step, which may not have them from the host."""
         index = to_device(rows, torch.long, self._device)
         self._last_tokens.index_copy_(0, plan.step.table_rows[index].long(), tokens.int())
 
     def _token_ids(self, step: DeviceStep) -> Tensor:
-        """The step's tokens, those of the step before filled in."""
+        """With those that the step before drew."""
         given = step.token_ids[: step.rows]
         last = self._last_tokens.index_select(0, step.table_rows[: step.rows])
         return torch.where(given < 0, last, given)
@@ -336,7 +318,7 @@ class DeviceModelRunner:
         return self._mixed_graphs[shape]
 
     def _record(self, shape: DecodeShape) -> _Recorded:
-        """Captures a step of decoding rows: pass, draw, and the tokens to where the next step finds them."""
+        """Pass, draw, and the tokens to where the next step finds them."""
         bucket, lora_tiles, variant = shape
         step = self._packer.device_step(self._packer.decode_tables, bucket, bucket, lora_tiles, 0)
 
@@ -352,8 +334,9 @@ class DeviceModelRunner:
         return _Recorded(graph, drawn)
 
     def _record_mixed(self, shape: MixedShape) -> torch.cuda.CUDAGraph:
-        """Captures the layers of a step with prompts. Rows behind those that decode may be taken for such, which comes
-        to the same: their keys and values are written by then."""
+        """The layers only. Rows of prompts may be taken for decoding ones with the same outcome: their keys and values
+        are written by then.
+        """
         tiles = room_for_prefill_tiles(shape.rows)
         step = self._packer.device_step(
             self._packer.mixed_tables, shape.rows, shape.decode_rows, shape.lora_tiles, tiles
@@ -385,9 +368,8 @@ class DeviceModelRunner:
         return graph, result
 
     def _use_device(self) -> None:
-        """Streams, graphs and Triton go to the thread's current device: it has to be ours."""
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+            torch.cuda.set_device(self._device)  # streams, graphs and Triton go to the thread's current device
 
     def _prepare_blocks(self, batch: StepBatch) -> None:
         device = self._loaded.device

@@ -13,7 +13,7 @@ from manylora_worker.models.cuda.step_tables import to_device
 
 
 class TableUpdates:
-    """Entries of the block tables that changed: [table row, entry] = block."""
+    """[table row, entry] = block."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -27,10 +27,8 @@ class TableUpdates:
 
 
 class SequenceSlots:
-    """Which row of the device's block tables belongs to which sequence; those not seen for longest make room.
-
-    A sequence's entries before the one that its step writes do not change while it keeps its row, so only that one
-    and those behind it are compared.
+    """Sequences not seen for longest make room. While one keeps its row, the entries before the one that its step
+    writes do not change, so only that one and those behind it are compared.
     """
 
     def __init__(self, num_slots: int, max_blocks: int) -> None:
@@ -38,8 +36,7 @@ class SequenceSlots:
         self._free = list(range(num_slots - 1, -1, -1))
         self._mirror = np.zeros((num_slots, max_blocks), dtype=np.int32)
         self._known = [0] * num_slots
-        self.padding_row = num_slots
-        """A row of the tables that no sequence has."""
+        self.padding_row = num_slots  # no sequence has it
 
     def take(self, chunk: SequenceChunk, block_size: int, updates: TableUpdates) -> int:
         row = self._rows.pop(chunk.sequence_id, None)

@@ -1,7 +1,7 @@
 """From a step's chunks to the metadata that the kernels read: rows, block tables, tiles.
 
-Owns the block tables on the device, which row of them is whose, and the buffers that a step is packed into: one for
-steps that decode alone and one for all others, whose tensors keep their addresses, so that graphs read them.
+Owns the device's block tables and two packing buffers, of steps that decode alone and of all others. Their tensors keep
+their addresses, so that graphs read them.
 """
 
 from __future__ import annotations
@@ -24,23 +24,16 @@ from manylora_worker.models.cuda.step_tables import StepTables
 
 @dataclass(frozen=True)
 class PackedStep:
-    """A step whose metadata is on the device."""
-
     step: DeviceStep
-    row_of: dict[int, int]
-    """Sequence id -> the row of its last token."""
-    is_decode: bool
-    """Every row decodes: the step can be a graph."""
-    lora_tiles: int
-    """NO_LORA where no row has an adapter."""
+    row_of: dict[int, int]  # sequence id -> the row of its last token
+    is_decode: bool  # every row decodes: the step can be a graph
+    lora_tiles: int  # NO_LORA where no row has an adapter
 
 
 class StepPacker:
     """
     Args:
-        adapters: says which adapter has which slot.
-        max_rows: of one step.
-        max_sequences: that decode in one step.
+        max_rows, max_sequences: of one step; the latter decode.
         max_blocks: of one sequence.
         prefill_rows: of a prompt that one program attends.
     """
@@ -64,7 +57,6 @@ class StepPacker:
         self._num_kv_heads = num_kv_heads
         self._slots = SequenceSlots(2 * max_sequences, max_blocks)
         self.tables = torch.zeros(self.padding_row + 1, max_blocks, dtype=torch.int32, device=device)
-        """The sequences' block tables."""
         self.decode_tables = StepTables(_fields(max_sequences, max_sequences, 0), device)
         self.mixed_tables = StepTables(_fields(max_rows, max_sequences, max_rows), device)
 
@@ -74,7 +66,7 @@ class StepPacker:
         return self._slots.padding_row
 
     def pack(self, chunks: Sequence[SequenceChunk]) -> PackedStep:
-        """Packs and uploads the step's metadata. Decoding rows come first, each kind in order of adapters."""
+        """Decoding rows come first, each kind in order of adapters."""
         slot_of = {c.adapter_uid: self._adapters.slot_of(c.adapter_uid) for c in chunks if c.adapter_uid is not None}
         adapter_slots = [0 if c.adapter_uid is None else slot_of[c.adapter_uid] for c in chunks]
         order = sorted(range(len(chunks)), key=lambda i: (len(chunks[i].token_ids) > 1, adapter_slots[i]))
@@ -149,13 +141,14 @@ class StepPacker:
         )
 
     def _splits_for(self, rows: int) -> int:
-        """Programs that share a row's context, so that about two programs stand on each of some 132 processors."""
+        """Programs that share a row's context: about two stand on each of some 132 processors."""
         return max(1, min(MAX_SPLITS, 264 // max(1, rows * self._num_kv_heads)))
 
 
 def _fill_tiles(tiles: np.ndarray, runs: Sequence[Sequence[int]]) -> int:
-    """Cuts runs of rows (end, adapter slot) into tiles; entries behind the last are marked unused. Returns how many,
-    which the first entry says too."""
+    """Cuts runs of rows (end, adapter slot) into tiles and marks entries behind the last unused. The first entry says
+    how many there are, too.
+    """
     count = first = 0
     for end, adapter in runs:
         for at in range(first, end, TILE_ROWS):

@@ -1,7 +1,7 @@
-"""A step's metadata: packed on the host in one pinned buffer, copied in one transfer, read by kernels in place.
+"""A step's metadata: packed on the host, copied in one transfer, read by kernels in place.
 
-The device tensors keep their addresses, so a captured graph reads whatever was uploaded last. A ring of host buffers
-lets the host pack the next step while a copy of the last one is still under way.
+The device tensors keep their addresses for captured graphs. A ring of pinned host buffers lets the host pack a step
+while the last one's copy is under way.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ _RING = 4
 
 
 def to_device(values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A small tensor on its way to the device. The host does not wait, as it would for a copy of unpinned memory."""
+    """The host does not wait."""
     tensor = torch.tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class StepTables:
-    """Named int32 fields of fixed lengths."""
+    """Named int32 fields. fields: name -> length, in order."""
 
     def __init__(self, fields: dict[str, int], device: torch.device) -> None:
-        """fields: name -> length, in order."""
         self._slices: dict[str, slice] = {}
         end = 0
         for name, length in fields.items():
@@ -52,7 +51,7 @@ class StepTables:
 
     @contextlib.contextmanager
     def blanked(self, values: dict[str, int]) -> Iterator[None]:
-        """The device's fields hold these values, and zeros where none is given; afterwards what they held before."""
+        """Fields hold these values, else zeros; afterwards what they held before."""
         before = self._device.clone()
         self._device.zero_()
         for name, value in values.items():
@@ -61,7 +60,6 @@ class StepTables:
         self._device.copy_(before)
 
     def upload(self) -> None:
-        """Copies what `begin` gave out to the device, on the current stream."""
         self._device.copy_(self._host[self._turn], non_blocking=True)
         if self._device.is_cuda:
             event = self._done[self._turn]
