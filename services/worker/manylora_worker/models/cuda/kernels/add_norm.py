@@ -1,8 +1,7 @@
 """What stands between two products of a decoder layer on the residual stream: one kernel.
 
-`add_norm` adds a product (with its LoRA) to the residual, through an RMSNorm before and after as the family has it. All
-arithmetic is in float32 and rounds once, when it is stored. Rows beyond `num_rows` (a device scalar: a captured graph
-serves every batch up to its bucket) are left alone.
+Arithmetic is float32, rounded once, when it is stored. Rows beyond `num_rows` (a device scalar: a graph serves every
+batch up to its bucket) are left alone.
 """
 
 from __future__ import annotations

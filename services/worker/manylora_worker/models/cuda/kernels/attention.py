@@ -1,18 +1,15 @@
-"""Attention over the paged cache: one kernel for rows that decode, one for chunks of prompts.
+"""Attention over the paged cache in Triton: rows that decode (where attention_decode.py does not run), and chunks of
+prompts.
 
-The first serves where attention_decode.py's, which is faster, does not run.
-
-Both read keys and values where `rotate_store` put them, through each sequence's block table, so a chunk's own tokens
-and its earlier context are one thing. A program loads only blocks of its own sequence's table, positions up to the
-row's own: what stands in a block behind them, or in anybody else's, takes no part.
+A program reads keys and values where `rotate_store` put them, through its own sequence's block table, up to the row's
+position. What stands behind, or in other blocks, takes no part.
 
     tables   int32 [sequences, blocks]    physical block of every logical block
     cache    the arena from the layer's first element on; token t of a sequence stands at
              table[t // block_size] * stride_block + (t % block_size) * stride_token (+ stride_kv: its values)
 
-The online softmax is that of FlashAttention (Dao et al., 2022); splitting one row's context over programs and merging
-by log-sum-exp is Flash-Decoding (Dao et al., 2023). The last program of a row to finish merges its splits, so a
-decode's attention is one launch.
+Sources: online softmax, FlashAttention (Dao et al., 2022); one row's context split over programs and merged by log-sum-
+exp, Flash-Decoding (2023). The last program of a row merges its splits, so a decode is one launch.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ PREFILL_TILE_FIELDS = 4
 
 @dataclass(frozen=True)
 class PagedLayout:
-    """How the arena is laid out, in elements."""
+    """In elements."""
 
     block_size: int
     stride_block: int
@@ -62,7 +59,7 @@ def _addresses(
 
 @triton.jit
 def _attend_tile(q, k, v, token_mask, largest, total, acc, scale, SOFTCAP: tl.constexpr):
-    """One tile of keys and values into the running softmax. Rows that have seen nothing yet stay at -inf, not NaN."""
+    """One tile into the running softmax. Rows that have seen nothing yet stay at -inf, not NaN."""
     scores = tl.where(token_mask[None, :], _scores(q, k, scale, SOFTCAP), float("-inf"))
     new_largest = tl.maximum(largest, tl.max(scores, 1))
     base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
@@ -204,7 +201,7 @@ def _decode_kernel(
 
 
 class DecodeScratch:
-    """What split decodes leave for their merge; one for all layers. The counters are zero between launches."""
+    """What split decodes leave for their merge, for all layers. The counters are zero between launches."""
 
     def __init__(self, max_rows: int, shape: AttentionShape, max_splits: int, device: torch.device) -> None:
         heads = shape.num_heads
@@ -236,7 +233,6 @@ def attend_decode(
         positions: int32 [rows]: of the row's token; it sees those up to itself.
         num_rows: int32 scalar: rows behind it are padding, and left alone.
         splits: programs that share one row's context, where it is long enough.
-        pdl: see the package.
     """
     rows = table_rows.shape[0]
     group = shape.num_heads // shape.num_kv_heads

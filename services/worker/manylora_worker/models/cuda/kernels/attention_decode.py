@@ -1,7 +1,7 @@
 """Attention of rows that decode as CUDA C++: when and how attention_decode.cu is launched.
 
-It takes the place of attention.attend_decode in bf16 on Hopper, where there is a compiler (NVRTC). It has more of the
-cache under way at once, and a program goes on to its next row without a pause.
+It replaces attention.attend_decode for bf16 on Hopper with NVRTC: more of the cache is under way at once, and a program
+goes on to its next row without a pause.
 """
 
 from __future__ import annotations
@@ -20,25 +20,20 @@ from manylora_worker.models.decoder_weights import AttentionShape
 
 _LOG = logging.getLogger(__name__)
 
-MOST_GROUP = 8
-"""Heads that share keys and values, at most: the matrix unit's narrow side."""
+MOST_GROUP = 8  # heads that share keys and values: the matrix unit's narrow side
 _TILE = 16
 _SHARED_BYTES = 227 * 1024
-_RESERVED_BYTES = 1024
-"""Shared memory of a processor, and what each program takes of it for itself (Hopper)."""
+_RESERVED_BYTES = 1024  # of a processor's shared memory each program takes for itself (Hopper)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """How a program works. What it is chosen by is how many rows x key-value heads there are."""
+    """How a program works; chosen by the number of rows x key-value heads."""
 
     fewest: int
-    warps: int
-    """That share an item's tiles."""
-    stages: int
-    """Tiles that each warp has room for."""
-    tiles_of_split: int = 32
-    """Of TILE positions: a longer context is split, if it may be."""
+    warps: int  # that share an item's tiles
+    stages: int  # tiles that each warp has room for
+    tiles_of_split: int = 32  # of TILE positions: a longer context is split, if it may be
 
     def shared_bytes(self, shape: AttentionShape) -> int:
         group = shape.num_heads // shape.num_kv_heads
@@ -47,8 +42,7 @@ class Variant:
         return self.warps * (self.stages * stage + merge) + 4
 
 
-VARIANTS = (Variant(384, 2, 3), Variant(0, 4, 3))
-"""Those that were the fastest of some on an H200; the first that there is enough for."""
+VARIANTS = (Variant(384, 2, 3), Variant(0, 4, 3))  # the fastest of some on an H200; the first that there is enough for
 
 
 class DecodeAttention:
@@ -57,9 +51,7 @@ class DecodeAttention:
     def __init__(
         self, shape: AttentionShape, block_size: int, device: torch.device, variants: Sequence[Variant] = VARIANTS
     ) -> None:
-        """Raises:
-        CudaUnavailable: no compiler, or not such a device, or not such a shape.
-        """
+        """Raises CudaUnavailable: no compiler, or not such a device or shape."""
         properties = torch.cuda.get_device_properties(device)
         if properties.major < 9:
             raise CudaUnavailable(f"{properties.name} is older than Hopper")
@@ -80,7 +72,7 @@ class DecodeAttention:
     def where_it_runs(
         cls, shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> DecodeAttention | None:
-        """None, with a line in the log if the device is a GPU, where the Triton kernel has to do."""
+        """None, and on a GPU a line in the log, where the Triton kernel has to do."""
         if device.type != "cuda" or dtype != torch.bfloat16:
             return None
         try:
@@ -121,9 +113,7 @@ class DecodeAttention:
 
 
 def source(shape: AttentionShape, block_size: int, variant: Variant) -> str:
-    """Raises:
-    CudaUnavailable: the kernel does not serve such a shape.
-    """
+    """Raises CudaUnavailable: the kernel does not serve such a shape."""
     group = shape.num_heads // shape.num_kv_heads
     has_room = variant.shared_bytes(shape) <= _SHARED_BYTES
     if shape.head_dim % 16 or group > MOST_GROUP or block_size % _TILE or not has_room:

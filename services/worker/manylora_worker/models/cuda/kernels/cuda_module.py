@@ -1,7 +1,7 @@
 """CUDA C++ compiled at run time, for the kernels that Triton cannot express.
 
-Needs NVRTC, which comes with torch's CUDA wheels, and the driver; no CUDA toolkit. Compiled code is kept where Triton
-keeps its own (TRITON_CACHE_DIR), by source, options and compiler, so a worker compiles once a machine.
+Needs the driver, and NVRTC, which comes with torch's CUDA wheels. Compiled code is kept beside Triton's
+(TRITON_CACHE_DIR), by source, options and compiler.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from pathlib import Path
 import torch
 from triton.runtime.cache import get_cache_manager
 
-_MAX_DYNAMIC_SHARED_BYTES = 8
-"""CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"""
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6
-"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
+_MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class CudaUnavailable(Exception):
@@ -46,17 +44,11 @@ class _LaunchConfig(ctypes.Structure):
 
 
 class CudaKernel:
-    """One function of a module, on one device. `launch` goes to torch's current stream and may be captured."""
+    """One function of a module, on one device."""
 
     def __init__(self, source: str, name: str, device: torch.device, *, shared_bytes: int) -> None:
-        """Compiles (or finds) the source and loads it.
-
-        Args:
-            shared_bytes: the most dynamic shared memory that a launch will ask for.
-
-        Raises:
-            CudaUnavailable: see there.
-            CudaFailed: the driver does not take the compiled code.
+        """Compiles (or finds) the source. shared_bytes: the most dynamic shared memory of a launch. Raises
+        CudaUnavailable, CudaFailed.
         """
         major, minor = torch.cuda.get_device_capability(device)
         cubin = compile_cubin(source, name, f"sm_{major}{minor}")
@@ -80,10 +72,8 @@ class CudaKernel:
         *,
         pdl: bool,
     ) -> None:
-        """Arguments: tensors (None: a null pointer) for pointers, ints for `int`, floats for `float`.
-
-        Raises:
-            CudaFailed: the driver refuses the launch.
+        """On torch's current stream; may be captured. Arguments: tensors (None: a null pointer) for pointers, ints for
+        `int`, floats for `float`. Raises CudaFailed.
         """
         values = [_value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
@@ -111,17 +101,13 @@ def _value(argument: torch.Tensor | int | float | None) -> ctypes.c_void_p | cty
 
 
 def with_instructions(path: Path, defined: Mapping[str, int | str]) -> str:
-    """A .cu file of this folder, behind its definitions and the instructions that all of them share."""
+    """A .cu file of this folder, behind its definitions and instructions.cuh."""
     lines = [f"#define {name} {value}" for name, value in defined.items()]
     return "\n".join([*lines, path.with_name("instructions.cuh").read_text(), path.read_text()])
 
 
 def compile_cubin(source: str, name: str, arch: str) -> bytes:
-    """Machine code of a source without includes, for one architecture ("sm_90").
-
-    Raises:
-        CudaUnavailable: there is no NVRTC, or it refuses the source.
-    """
+    """source: without includes; arch: "sm_90". Raises CudaUnavailable."""
     nvrtc = _find_nvrtc()
     version = (ctypes.c_int(), ctypes.c_int())
     nvrtc.nvrtcVersion(ctypes.byref(version[0]), ctypes.byref(version[1]))
@@ -160,11 +146,7 @@ def _read(size_of: ctypes._NamedFuncPointer, read: ctypes._NamedFuncPointer, pro
 
 
 def _find_nvrtc() -> ctypes.CDLL:
-    """Out of the wheel that torch's CUDA builds require, else by name.
-
-    Raises:
-        CudaUnavailable: it is in neither place.
-    """
+    """Out of the wheel that torch's CUDA builds require, else by name."""
     if torch.version.cuda is None:
         raise CudaUnavailable("torch is built without CUDA")
     major = torch.version.cuda.partition(".")[0]

@@ -1,6 +1,6 @@
 """activation(gate) * up, both with their LoRA: what stands between the two products of a gated feed-forward layer.
 
-All arithmetic is in float32 and rounds once, when it is stored. Rows beyond `num_rows` are left alone.
+Arithmetic is float32, rounded once, when it is stored. Rows beyond `num_rows` are left alone.
 """
 
 from __future__ import annotations
@@ -87,8 +87,7 @@ def gate(
     num_slots: int,
     pdl: bool,
 ) -> None:
-    """out = activation(gate) * up, both with their LoRA.
-
+    """
     Args:
         gate_up: [parts, rows, 2 * width], from gemm.linear, the gate's columns first.
         out: [rows, width], written.

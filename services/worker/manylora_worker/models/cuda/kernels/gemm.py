@@ -1,10 +1,8 @@
 """Matrix products of few rows, where reading the weight once is all the work: y = x W^T.
 
-Which way is fastest was measured on an H200 (bench/results/h200/): one row is a sum along the weight's rows and needs
-no matrix unit; up to a few dozen rows a product whose outputs are few leaves processors idle under cuBLAS, so its inner
-dimension is split, and the kernel that reads the result adds the parts up; the rest is cuBLAS.
-
-A result is [splits, rows, out]: one part of the model's type, or float32 parts to be added up.
+The fastest way, measured on an H200: one row is a sum along the weight's rows. Up to a few dozen rows a product with
+few outputs leaves processors idle under cuBLAS, so its inner dimension is split and the reader adds the parts up. The
+rest is cuBLAS.
 """
 
 from __future__ import annotations
@@ -19,14 +17,13 @@ MOST_SPLITS = 4
 MOST_SPLIT_ROWS = 64
 _BLOCK_N = 64
 _BLOCK_K = 128
-_PROCESSORS = 120
-"""Programs that a product should have at least; an H200 has 132 processors."""
+_PROCESSORS = 120  # programs that a product should have at least; an H200 has 132 processors
 _FEW_OUTPUTS = 8192
 
 
 @triton.jit
 def load_product(at, stride_part, mask, PARTS: tl.constexpr):
-    """A product's result, its parts added up (see gemm.linear)."""
+    """A result of gemm.linear, its parts added up."""
     value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         value += tl.load(at + part * stride_part, mask=mask, other=0.0).to(tl.float32)
@@ -113,14 +110,14 @@ def _splits(rows: int, n: int, k: int, dtype: torch.dtype) -> int:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, parts: Tensor, *, pdl: bool) -> Tensor:
-    """x [rows, in] @ weight [out, in]^T + bias, by whatever is fastest for so many rows.
+    """x [rows, in] @ weight [out, in]^T + bias.
 
     Args:
         out: [rows, out], of x's dtype.
-        parts: float32, at least MOST_SPLITS * MOST_SPLIT_ROWS * out elements, for a result in parts.
+        parts: float32, at least MOST_SPLITS * MOST_SPLIT_ROWS * out elements.
 
     Returns:
-        [splits, rows, out]: `out`, or a part of `parts`, to be added up by the reader.
+        [splits, rows, out]: `out`, or float32 of `parts`, to be added up by the reader.
     """
     rows, k = x.shape
     n = weight.shape[0]

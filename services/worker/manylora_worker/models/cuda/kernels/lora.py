@@ -1,13 +1,11 @@
 """The low-rank products of a mixed batch: shrink (x A^T) as a kernel, expand (s B) as a part of the kernels behind it.
 
-There are two ways to compute a batch. *By row*: every row for itself, with plain multiply-adds over weights that are
-read once, all in flight together; for rows of many adapters, where a matrix unit would idle on 15 of its 16 rows. *By
-tile*: up to TILE_ROWS consecutive rows of one adapter (or of none) at once on the matrix unit, with its weights read
-once; for rows that share adapters, and for prompts. Either way any ranks mix without padding: loops run over each
-adapter's own rank.
+*By row*: every row for itself, by multiply-adds with all its weights in flight; for rows of many adapters, where a
+matrix unit would idle on 15 of its 16 rows. *By tile*: up to TILE_ROWS consecutive rows of one adapter on the matrix
+unit; for rows that share adapters, and prompts. Either way loops run over each adapter's own rank: nothing is padded.
 
-An adapter's weights are chunks of up to CHUNK_RANKS ranks: of A [ranks, in], of B [ranks, out], row-major, B scaled by
-alpha / r already. A chunk may stand anywhere in the arena, so any free blocks serve any adapter.
+A chunk is up to CHUNK_RANKS ranks: of A [ranks, in], of B [ranks, out], row-major, B scaled by alpha / r already. It
+may stand anywhere in the arena.
 
     tiles      int32 [n, 4]              first row, rows (0: an unused entry), adapter slot, of the first entry: how
                                          many are used; by tile
@@ -18,12 +16,9 @@ alpha / r already. A chunk may stand anywhere in the arena, so any free blocks s
                                          4 + (3 + s) C + c offset of B's chunk c of slot s
     low_rank   float32 [splits, rows, 3 * C * CHUNK_RANKS]
 
-Offsets count elements of `weights`, the arena. C is the number of chunks of the largest rank served. Adapter slot 0
-stands for "no adapter": its ranks are zero. The expand is fused into the kernel that reads the base product anyway
-(add_norm.py, rotate.py, gate.py): it costs no launch and no pass over the outputs.
-
-Sources of the idea: grouped products over adapter segments as in Punica (Chen et al., 2023) and S-LoRA (Sheng et al.,
-2023); the fused expand is ours.
+Offsets count elements of `weights`, the arena. C: chunks of the largest rank served. Adapter slot 0 is "no adapter", of
+rank 0. The expand is fused into the readers of the base product (add_norm, rotate, gate). Source: grouped products over
+adapter segments, Punica (Chen et al., 2023), S-LoRA (Sheng et al., 2023); the fused expand is ours.
 """
 
 from __future__ import annotations
@@ -37,12 +32,9 @@ from torch import Tensor
 
 TILE_FIELDS = 4
 CHUNK_RANKS = 16
-CHUNK_ALIGNMENT = 8
-"""Every chunk begins at a multiple of so many elements: 16 bytes, one load of a thread."""
+CHUNK_ALIGNMENT = 8  # elements: 16 bytes, one load of a thread
 TILE_ROWS = 16
-"""Rows of one tile, at most."""
-MAX_SLOTS = 3
-"""Linear layers in one fused site."""
+MAX_SLOTS = 3  # linear layers in one fused site
 _FIRST_OFFSET = 4
 
 
@@ -51,7 +43,7 @@ def num_chunks(rank: int) -> int:
 
 
 def site_fields(chunks: int) -> int:
-    """Numbers in one entry of `sites` where the largest rank served has `chunks` chunks."""
+    """Numbers in one entry of `sites`."""
     return _FIRST_OFFSET + 2 * MAX_SLOTS * chunks
 
 
@@ -69,24 +61,20 @@ def low_rank_columns(chunks: int) -> int:
 
 @dataclass(frozen=True)
 class LoraRows:
-    """The adapters of a step's rows at one site."""
+    """Of a step at one site."""
 
-    weights: Tensor
-    """The arena, flat."""
+    weights: Tensor  # the arena, flat
     sites: Tensor
     tiles: Tensor
-    num_tiles: int
-    """Entries of `tiles` to look at; 0: compute by row."""
+    num_tiles: int  # entries of `tiles` to look at; 0: compute by row
     row_adapters: Tensor
-    low_rank: Tensor
-    """[splits of this site, rows, columns]"""
+    low_rank: Tensor  # [splits of this site, rows, columns]
     chunks: int
-    outputs: Tensor | None = None
-    """[rows, out]: s B, where it is computed apart (lora_tiles.py) and the reader only adds it."""
+    outputs: Tensor | None = None  # [rows, out]: s B, where lora_tiles.py computes it and the reader only adds it
 
 
 def expand_arguments(lora: LoraRows | None, unused: Tensor) -> dict[str, Any]:
-    """By their names, the arguments that every kernel with an expand takes; `unused` stands for tensors of no LoRA."""
+    """Of every kernel with an expand, by name; `unused` stands for tensors of no LoRA."""
     if lora is None:
         return {
             "row_adapters_ptr": unused, "low_rank_ptr": unused, "weights_ptr": unused, "sites_ptr": unused,
@@ -116,7 +104,7 @@ def load_program(
     program, num_rows_ptr, tiles_ptr, row_adapters_ptr, BLOCK_M: tl.constexpr, BY_TILE: tl.constexpr,
     HAS_LORA: tl.constexpr,
 ):  # fmt: skip
-    """The rows of a program that reads a product: first row, number of rows (0 or less: none), adapter slot."""
+    """First row, number of rows (0 or less: none), adapter slot of a program that reads a product."""
     if BY_TILE:
         first_row, count, adapter = load_tile(tiles_ptr, program)
     else:
@@ -198,9 +186,8 @@ def expand(
     SPLIT_K: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """acc [BLOCK_M, BLOCK_N] += s[rows] @ B[:, columns] of one slot; `columns` count inside the slot.
-
-    BLOCK_M is 1 or large enough for the matrix unit.
+    """acc [BLOCK_M, BLOCK_N] += s[rows] @ B[:, columns] of one slot; `columns` count inside the slot. BLOCK_M is 1 or
+    large enough for the matrix unit.
     """
     for chunk in range(0, tl.cdiv(tl.load(site + slot).to(tl.int32), 16)):
         b = _load_b(weights_ptr, site, slot, chunk, columns, column_mask, slot_columns, CHUNKS)
@@ -233,7 +220,7 @@ def expand_pair(
     SPLIT_K: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """`expand` of two slots of equal width at once, so that both are under way together."""
+    """`expand` of two slots of equal width at once: both are under way together."""
     rank = tl.maximum(tl.load(site + slot_one), tl.load(site + slot_two)).to(tl.int32)
     for chunk in range(0, tl.cdiv(rank, 16)):
         b_one = _load_b(weights_ptr, site, slot_one, chunk, columns_one, column_mask, slot_columns, CHUNKS)
@@ -341,10 +328,8 @@ def _shrink_tiles_kernel(
 
 
 _K_OF_SPLIT = 1024
-_FEW_PROGRAMS_ROWS = 512
-"""Up to so many rows a shrink has too few programs unless its inner dimension is split."""
-_CHUNK_STRIDES = 2
-"""Programs that share a row's chunks of a slot. Four are 2 % faster for ranks up to 64, and 1 % slower for rank 16."""
+_FEW_PROGRAMS_ROWS = 512  # up to so many rows a shrink has too few programs unless its inner dimension is split
+_CHUNK_STRIDES = 2  # programs that share a row's chunks of a slot; 4: 2 % faster up to rank 64, 1 % slower for rank 16
 
 
 def shrink_splits(in_features: int, rows: int) -> int:
@@ -358,9 +343,8 @@ def shrink(x: Tensor, lora: LoraRows, *, num_slots: int, num_rows: Tensor, pdl: 
     Args:
         x: [rows, in], of the arena's dtype.
         lora: rows without an adapter are left as they are.
-        num_slots: linear layers in the site, at most MAX_SLOTS.
+        num_slots: linear layers in the site.
         num_rows: int32 scalar: rows that are there.
-        pdl: see the package.
     """
     rows, in_features = x.shape
     splits = lora.low_rank.shape[0]

@@ -1,8 +1,7 @@
 """The low-rank products of tiles as CUDA C++: when and how lora_tiles.cu is launched.
 
-It takes the place of Triton's kernels by tile (lora.py, gate.py) for FEWEST_ROWS to MOST_ROWS rows of bf16 on
-Hopper, where there is a compiler (NVRTC); they serve everywhere else. A tile of an adapter's four rows fills a quarter
-of what Triton gives the matrix unit, and half of what this does; and more of the adapters is under way at once. See
+It replaces Triton's kernels by tile (lora.py, gate.py) for FEWEST_ROWS to MOST_ROWS rows of bf16 on Hopper with NVRTC.
+An adapter's four rows fill half of its tile, a quarter of Triton's, and more adapters are under way at once. See
 docs/decisions/0012.
 """
 
@@ -23,11 +22,9 @@ from manylora_worker.models.decoder_weights import Activation
 
 _LOG = logging.getLogger(__name__)
 
+# of a step; 128 are the fewest measured to gain (64 lose), above 512 most tiles have 16 rows
 FEWEST_ROWS, MOST_ROWS = 128, 512
-"""Rows of the steps that decoders use them in. 128 are the fewest that were measured to gain; 64 lose, their products
-leave room for Triton's kernels beside them. In steps of more than MOST_ROWS most tiles have 16 rows."""
-SPLIT = 1024
-"""Inputs of one of shrink's splits, as lora.shrink_splits counts them for so many rows."""
+SPLIT = 1024  # inputs of one of shrink's splits, as lora.shrink_splits counts them for so many rows
 _SHRINK_WARPS = 8
 _EXPAND_WARPS = 4
 _LINE_BYTES = 128
@@ -36,15 +33,14 @@ _SPAN = 64
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the programs; the words are the source's. Those that stand here were the fastest of some on an H200."""
+    """Of the programs, in the source's words; the fastest of some on an H200."""
 
     shrink_stages: int = 2
     expand_spans: int = 2
     expand_stages: int = 2
     gate_spans: int = 4
     gate_stages: int = 2
-    programs: int = 8
-    """On each processor, at most: beyond them, programs take several items."""
+    programs: int = 8  # on each processor, at most; beyond them, programs take several items
 
     def shrink_bytes(self) -> int:
         return _SHRINK_WARPS * (self.shrink_stages * 32 * _LINE_BYTES + 4 * TILE_ROWS * CHUNK_RANKS)
@@ -64,9 +60,7 @@ class LoraTiles:
     """The compiled kernels on one device, for adapters of up to `chunks` chunks a matrix."""
 
     def __init__(self, chunks: int, device: torch.device, sizes: Sizes | None = None) -> None:
-        """Raises:
-        CudaUnavailable: no compiler, or not such a device.
-        """
+        """Raises CudaUnavailable: no compiler, or not such a device."""
         properties = torch.cuda.get_device_properties(device)
         if properties.major < 9:
             raise CudaUnavailable(f"{properties.name} is older than Hopper")
@@ -84,7 +78,7 @@ class LoraTiles:
 
     @classmethod
     def where_it_runs(cls, chunks: int, dtype: torch.dtype, device: torch.device) -> LoraTiles | None:
-        """None, with a line in the log if the device is a GPU, where the Triton kernels have to do."""
+        """None, and on a GPU a line in the log, where the Triton kernels have to do."""
         if device.type != "cuda" or dtype != torch.bfloat16:
             return None
         try:
@@ -154,7 +148,7 @@ class LoraTiles:
         *,
         pdl: bool,
     ) -> None:
-        """apart: the grid but for its last dimension, which the tiles are shared by."""
+        """apart: the grid without its last dimension, which the tiles share."""
         members = max(1, min(lora.num_tiles, self._programs // math.prod(apart)))
         grid = (*apart, members, 1)[:3]
         assert len(grid) == 3

@@ -1,16 +1,11 @@
-"""Products with a weight kept in 4 bits (NF4, see nf4_format.py).
+"""Products with a weight kept in 4 bits (nf4_format.py). nf4_lookup.py turns codes into numbers.
 
-The ways to a product. The first rounds the code values to bf16 and nothing else, the second to 8 bits of significand,
-the third rounds code value, scale and their product to bf16, the fourth has the weight as bitsandbytes has it:
-
-| rows | way | why |
+| rows | way | rounds |
 |---|---|---|
-| 1 .. 32 on Hopper | nf4_rows.py, in CUDA C++ | a table in shared memory, which Triton cannot address |
-| 1 .. REDUCTION_ROWS | `_reduction_kernel`: dot-free, lanes along the inputs | only loads, lookups and FMA |
-| .. FUSED_ROWS | `_product_kernel`: weights rebuilt for the tensor cores, split along the inputs | x is shared |
-| more | `dequantize` to bf16, then an ordinary product | the weight is rebuilt once, not once a tile of rows |
-
-How the Triton kernels turn codes into numbers is nf4_lookup.py's.
+| 1 .. 32 on Hopper | nf4_rows.py (CUDA C++): its table is in shared memory | code values to bf16 |
+| 1 .. REDUCTION_ROWS | `_reduction_kernel`: no dot, lanes along the inputs | code values to 8 bits of significand |
+| .. FUSED_ROWS | `_product_kernel`: tensor cores, split along the inputs | code value, scale, their product to bf16 |
+| more | `dequantize` to bf16 once, then an ordinary product | as bitsandbytes |
 """
 
 from __future__ import annotations
@@ -39,11 +34,8 @@ from manylora_worker.models.cuda.kernels.nf4_lookup import (
 )
 from manylora_worker.models.cuda.kernels.nf4_rows import Nf4Rows
 
-REDUCTION_ROWS = 4
-"""A row costs the reduction one FMA a weight; the tensor cores take up to 16 for nothing. Measured on an H200: the
-reduction is ahead up to four rows."""
-FUSED_ROWS = 64
-"""Above, the weight is rebuilt whole. On an H200 that alone takes longer than the fused product of 64 rows."""
+REDUCTION_ROWS = 4  # a row costs it one FMA a weight, the tensor cores take 16 for nothing; measured on an H200
+FUSED_ROWS = 64  # above, the weight is rebuilt whole: on an H200 that takes longer than the fused product of 64 rows
 
 
 @triton.jit
@@ -64,7 +56,7 @@ def _to_bf16(values, INTERPRETED: tl.constexpr):
 def _dequantize_kernel(
     words_ptr, absmax_ptr, table_ptr, out_ptr, num_blocks, BLOCKS: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """out: num_blocks blocks of 64 bf16. The product of code value and scale is float32's, rounded once."""
+    """out: num_blocks blocks of 64 bf16. Code value times scale in float32, rounded once."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     kept = block < num_blocks
     word = block[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -89,9 +81,9 @@ def _reduction_kernel(
 ):  # fmt: skip
     """y[row, out] for OUTS outputs and all rows. x: [num_rows, num_words * 8], contiguous.
 
-    A lane holds single words (a warp 128 bytes of a load) of OUTS outputs: all their loads are in flight at once,
-    and its part of x, loaded once for them, is what a plain load of x leaves with it. With four words a lane
-    every value would cross shared memory. A scale enters once a word, after its 8 products.
+    A lane holds single words (a warp 128 bytes of a load) of OUTS outputs, all in flight at once, and the part of x
+    that a plain load leaves with it. With four words a lane every value would cross shared memory. A scale enters once
+    a word, after its 8 products.
     """
     out = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
     out_kept = out < out_features
@@ -163,7 +155,7 @@ def _product_kernel(
     """y[row, out] for OUTS outputs and all rows; program (tile of outputs, split of the inputs).
 
     With splits, each program leaves its part in parts_ptr [SPLITS, num_rows, out_features] and counts itself in
-    arrivals_ptr [tiles]; the last one adds the parts up, always in the same order, and sets the count back to zero.
+    arrivals_ptr [tiles]. The last one adds the parts up, always in the same order, and resets the count.
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -242,9 +234,8 @@ class _ReductionTile:
     num_warps: int
 
 
+# by rows; compiled for sm_90, one row takes 5.2 instructions an element, 3.3 of them on integer units
 _REDUCTION_TILES = {1: _ReductionTile(4, 128, 1), 2: _ReductionTile(4, 64, 1), 4: _ReductionTile(4, 64, 1)}
-"""By rows. To be measured; compiled for sm_90, one row takes 5.2 instructions an element, 3.3 of them on integer
-units."""
 
 
 @dataclass(frozen=True)
@@ -256,27 +247,23 @@ class _ProductTile:
     num_stages: int
 
 
+# Ascending by rows; on sm_90 6.3 to 6.9 instructions an element. Each tile of outputs reads x again: at 64 rows four
+# times the bytes of its codes, out of L2. With 128 outputs or 32 rows the compiler sends every value through shared
+# memory in 2-byte pieces (or, with 64 x 128, fails).
 _PRODUCT_TILES = (_ProductTile(16, 64, 4, 4, 2), _ProductTile(64, 64, 2, 4, 3))
-"""Ascending by rows. To be measured; compiled for sm_90, 6.3 to 6.9 instructions an element. Each tile of outputs reads
-x again: at 64 rows four times the bytes of its codes, out of L2. 128 outputs or 32 rows cost more: the compiler then
-sends every value through shared memory in 2-byte pieces (or, with 64 x 128, fails)."""
 
-_PROGRAMS_WANTED = 264
-"""Two on each of an H200's multiprocessors: below, the inputs are split."""
+_PROGRAMS_WANTED = 264  # two on each of an H200's multiprocessors: below, the inputs are split
 _LARGEST_SPLIT = 16
 _DEQUANTIZE_BLOCKS = 32
 
 
 class Nf4Workspace:
-    """What the kernels share on one device: lookup tables and room for split products.
-
-    One for a model. Products that use the same workspace must follow each other on one stream (graphs included).
-    9 MB on the device.
+    """Lookup tables and room for split products on one device, 9 MB, one for a model. Products that share it must
+    follow each other on one stream (graphs included).
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.rows = Nf4Rows.where_it_runs(PAIR_BITS, device)
-        """None where the Triton kernels have to do its work."""
+        self.rows = Nf4Rows.where_it_runs(PAIR_BITS, device)  # None where the Triton kernels have to do its work
         largest = max(tile.rows * tile.outs for tile in _PRODUCT_TILES)
         self.parts = torch.empty(2 * _PROGRAMS_WANTED * largest, dtype=torch.float32, device=device)
         self.arrivals = torch.zeros(_PROGRAMS_WANTED, dtype=torch.int32, device=device)
@@ -325,8 +312,7 @@ def product_by_reduction(
 def product_by_tiles(
     x: Tensor, weight: Nf4Weight, workspace: Nf4Workspace, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """x @ weight.T + bias for at most 64 rows of bf16. x: [rows, in] contiguous. Sums do not depend on the other
-    rows."""
+    """As `product_by_reduction`, for at most 64 rows of bf16. Sums do not depend on the other rows."""
     num_rows, out = _checked(x, weight, out, limit=_PRODUCT_TILES[-1].rows)
     tile = next(tile for tile in _PRODUCT_TILES if tile.rows >= num_rows)
     num_tiles = triton.cdiv(weight.out_features, tile.outs)
@@ -369,11 +355,7 @@ def _interpreted() -> bool:
 class Nf4Linear(nn.Module):
     """x: [..., in] -> [..., out] in x's type (bf16), with the weight in 4 bits.
 
-    Owns its weight and bias; shares the workspace. Immutable, so any captured graph that holds it stays right. The way
-    to the product follows from the number of rows alone (the table above).
-
-    Args:
-        bias: [out] or None.
+    Owns its weight and bias and shares the workspace. Immutable, so a captured graph that holds it stays right.
     """
 
     def __init__(self, weight: Nf4Weight, bias: Tensor | None, workspace: Nf4Workspace) -> None:
@@ -386,7 +368,7 @@ class Nf4Linear(nn.Module):
 
     @classmethod
     def from_weight(cls, weight: Tensor, bias: Tensor | None, workspace: Nf4Workspace) -> Nf4Linear:
-        """Of an unquantized weight [out, in]."""
+        """weight: unquantized, [out, in]."""
         return cls(quantize(weight), bias, workspace)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -398,12 +380,7 @@ class Nf4Linear(nn.Module):
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def parts(self, x: Tensor, *, pdl: bool) -> Tensor:
-        """The product of [rows, in], rows > 0, as gemm.linear returns one: [parts, rows, out] in x's type, or in
-        float32 to be added up.
-
-        Args:
-            pdl: see the package.
-        """
+        """The product of [rows, in], rows > 0, as gemm.linear returns one: [parts, rows, out]."""
         num_rows = x.shape[0]
         x = x.contiguous()
         weight, workspace = self._weight, self._workspace

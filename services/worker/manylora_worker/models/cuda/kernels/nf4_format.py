@@ -1,11 +1,10 @@
-"""Weights in 4 bits (NF4, as bitsandbytes stores them): the format, its quantization, and a reference in plain torch.
+"""Weights in 4 bits (NF4): the format, its quantization, and a reference in plain torch.
 
-Owns the format: codes of 4 bits, two a byte with the first in the high nibble, one scale (absmax) a block of 64 inputs.
-bitsandbytes keeps the scales in 8 bits again (a dynamic map of 256 values, blocks of 256 with a float32 scale, one
-offset). We undo that once at load: 4.5 bits a weight instead of 4.13, 0.33 GB more for the 7 G weights of an 8B model,
-and no dependent load in the kernels. The float32 scale is the very number that bitsandbytes computes.
+Codes of 4 bits, two a byte with the first in the high nibble; one scale (absmax) a block of 64 inputs. bitsandbytes
+keeps the scales in 8 bits again. We undo that at load: 0.33 GB more for an 8B model, and no dependent load in the
+kernels. The float32 scale is the very number that bitsandbytes computes.
 
-Source of the format: Dettmers et al., "QLoRA", 2023, section 3; the maps as bitsandbytes 0.50 computes them.
+Source: Dettmers et al., "QLoRA", 2023, section 3; the maps as bitsandbytes 0.50 computes them.
 """
 
 from __future__ import annotations
@@ -16,27 +15,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK_SIZE = 64
-"""Weights that share a scale."""
-NESTED_BLOCK_SIZE = 256
-"""Scales that share a scale of their own, in bitsandbytes' storage."""
+BLOCK_SIZE = 64  # weights that share a scale
+NESTED_BLOCK_SIZE = 256  # scales that share a scale of their own, in bitsandbytes' storage
 
 # fmt: off
-CODEBOOK = (
+CODEBOOK = (  # NF4's 16 values (exact in float32), ascending
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
     -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )
 # fmt: on
-"""The 16 values of NF4 (exact in float32), ascending."""
 
 
 def dynamic_map() -> Tensor:
-    """[256] float32, ascending: the signed dynamic map of 8-bit scales (7 exponent bits at most), as bitsandbytes
-    builds it.
-
-    Dettmers, "8-bit approximations for parallelism in deep learning", 2015, section 2.
+    """[256] float32, ascending: signed, 7 exponent bits at most. Dettmers, "8-bit approximations for parallelism in
+    deep learning", 2015, section 2.
     """
     values: list[float] = []
     for i in range(7):
@@ -49,7 +43,7 @@ def dynamic_map() -> Tensor:
 
 @dataclass(frozen=True)
 class Nf4Weight:
-    """A weight [out_features, in_features]; in_features is a multiple of 64.
+    """in_features is a multiple of 64.
 
     Attributes:
         codes: [out_features, in_features / 2] uint8, contiguous; the element with even index in the high nibble.
@@ -84,19 +78,18 @@ class Nf4Weight:
 def nested_absmax(
     codes: Tensor, scales: Tensor, code_map: Tensor, offset: Tensor, block_size: int = NESTED_BLOCK_SIZE
 ) -> Tensor:
-    """[blocks] float32 scales out of their 8-bit codes: map[code] * scale + offset, two roundings as in
-    bitsandbytes."""
+    """[blocks] float32: map[code] * scale + offset, two roundings as in bitsandbytes."""
     values = code_map[codes.reshape(-1).long()]
     wide = scales.repeat_interleave(block_size)[: values.numel()]
     return values.mul_(wide).add_(offset)
 
 
 def quantize(weight: Tensor, *, double: bool = True) -> Nf4Weight:
-    """Quantizes [out, in] of any float type; codes and scales are those of bitsandbytes' Linear4bit.
+    """[out, in] of any float type; codes and scales are those of bitsandbytes' Linear4bit.
 
     Args:
-        double: round the scales to 8 bits as Linear4bit's `compress_statistics` does; the kept ones are float32 anyway.
-            Their offset is a mean, whose last bit depends on the device's order of summation.
+        double: round the scales to 8 bits as `compress_statistics` does. Their offset is a mean, whose last bit depends
+            on the device's order of summation.
 
     Raises:
         ValueError: the inputs are no multiple of 64.
@@ -135,7 +128,7 @@ def _check_in_features(in_features: int) -> None:
 
 
 def dequantize_reference(weight: Nf4Weight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """[out, in] in plain torch: code value times scale in float32, rounded once. The oracle of the kernels."""
+    """[out, in]: code value times scale in float32, rounded once. The oracle of the kernels."""
     codebook = torch.tensor(CODEBOOK, device=weight.codes.device)
     indices = torch.stack([weight.codes >> 4, weight.codes & 0xF], dim=-1)
     values = codebook[indices.reshape(-1, BLOCK_SIZE).long()] * weight.absmax.reshape(-1, 1)

@@ -1,20 +1,9 @@
 """Code values of NF4 in registers: how a kernel turns a word of eight codes into eight numbers.
 
-The lookup is what such a kernel spends its time on. A step at half of bf16's time reads 3 TB/s of codes, 6e12
-weights/s, or 26 a clock on each of 132 multiprocessors at 1.75 GHz, where integer units give 64 lane operations a
-clock: 2.5 an element. What the ways cost there, an element:
-
-- a tree of selects: 15, and the bits to select by;
-- tl.gather: a shuffle, or a round trip through shared memory, at 32 lanes a clock: 1 and its address (2 integer);
-- a load from a 64-byte table: 16 entries in 16 banks of one L1 line, so free of conflicts, at 32 lanes a clock: 1,
-  and 2 integer operations for the address;
-- byte permutes: a register pair holds 8 table bytes and `prmt` picks 4 of them at once. 16 entries of 2 bytes need 3
-  permutes (lower half, upper half, choice by bit 3) for each byte of 4 results, then 2 to interleave the bytes: 21
-  operations for 8 elements with all masks, 2.6 an element, and no memory pipe. With float32 results 25, or 3.1.
-
-So `prmt` it is, here. Triton's interpreter cannot run PTX and takes the loads. With all that belongs to it an element
-takes 3.3 integer operations of one row's 5.2, so a multiprocessor does about 19 a clock: 2.3 TB/s of codes, 1.5 ms for
-7 G weights, where the memory alone would take 0.9 ms.
+The lookup is what such a kernel spends its time on: integer units allow 2.5 lane operations an element if it is to take
+half of bf16's time. Byte permutes take 2.6 (3.1 to float32) and no memory pipe: a register pair holds 8 table bytes,
+`prmt` picks 4 at once. A tree of selects takes 15; a 64-byte table in L1 or tl.gather 1 at half the rate, and 2 for the
+address. Triton's interpreter cannot run PTX and takes the loads.
 """
 
 from __future__ import annotations
@@ -31,8 +20,7 @@ def _bf16_bits(value: float) -> int:
 
 
 def _repeated_bits(value: float) -> int:
-    """The 16 bits 'hi lo' for which the float32 'hi lo lo lo' is nearest to the value: one permute then makes a
-    float32."""
+    """The 16 bits 'hi lo' for which float32 'hi lo lo lo' is nearest to the value: one permute then makes a float32."""
     near = _bf16_bits(value)
     candidates = [bits for bits in (near - 1, near, near + 1) if 0 <= bits <= 0xFFFF and bits >> 15 == near >> 15]
     return min(candidates, key=lambda bits: abs(_repeated_value(bits) - value)) if value else 0
@@ -46,8 +34,8 @@ def _repeated_value(bits: int) -> float:
 
 PAIR_BITS = tuple(_bf16_bits(value) for value in CODEBOOK)
 REPEATED_BITS = tuple(_repeated_bits(value) for value in CODEBOOK)
+# what `_reduction_kernel` multiplies by: within half a bf16 step of the codebook
 REDUCTION_CODEBOOK = tuple(_repeated_value(bits) for bits in REPEATED_BITS)
-"""What `_reduction_kernel` multiplies by: within half a bf16 step of the codebook."""
 
 
 def _table_words(entries: tuple[int, ...], shift: int) -> list[int]:
@@ -59,10 +47,10 @@ def _table_words(entries: tuple[int, ...], shift: int) -> list[int]:
 def _lookup_asm(entries: tuple[int, ...], word: str, registers: tuple[str, ...]) -> list[str]:
     """PTX that looks 8 codes up: low bytes into l0, l1 and high bytes into h0, h1, in the order of the word's nibbles.
 
-    `prmt` takes a byte's number in 3 bits of a nibble; bit 3 of the nibble must be clear (else it copies signs).
-    Bit 3 of the code chooses between both halves of the table: result byte i comes from byte i or byte 4 + i. The
-    instruction takes one immediate, so every second table word comes in a register (`register_words`); as
-    constants the assembler would load them anew for each permute.
+    `prmt` takes a byte's number in 3 bits of a nibble; bit 3 must be clear (else it copies signs). Bit 3 of the code
+    chooses between the table's halves: result byte i comes from byte i or byte 4 + i. The instruction takes one
+    immediate, so every second table word comes in a register (`register_words`); as constants they would be loaded anew
+    for each permute.
     """
     lines = [
         ".reg .b32 m0, m1, s0, s1, p, q, l0, l1, h0, h1;",

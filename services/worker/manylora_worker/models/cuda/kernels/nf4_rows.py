@@ -1,7 +1,7 @@
 """The product of few rows with an NF4 weight on Hopper: when and how nf4_product.cu is launched.
 
-It takes the place of nf4.py's Triton kernels where there is a compiler (NVRTC) and a device of compute capability 9.0
-or above with as much shared memory as Hopper has; they serve everywhere else. See docs/decisions/0009.
+It replaces nf4.py's Triton kernels where there is NVRTC and a device of compute capability 9.0 or above with as much
+shared memory as Hopper has. See docs/decisions/0009.
 """
 
 from __future__ import annotations
@@ -18,25 +18,21 @@ from manylora_worker.models.cuda.kernels.cuda_module import CudaKernel, CudaUnav
 
 _LOG = logging.getLogger(__name__)
 
-MOST_ROWS = 32
-"""Above, Triton's tiles are ahead."""
-IN_FEATURES_MULTIPLE = 256
-"""A row's scales are copied in units of 16 bytes: four blocks of 64."""
+MOST_ROWS = 32  # above, Triton's tiles are ahead
+IN_FEATURES_MULTIPLE = 256  # a row's scales are copied in units of 16 bytes: four blocks of 64
 
 OUT_FEATURES_MULTIPLE = 16
 _TILE = OUT_FEATURES_MULTIPLE
 _WARPS = 16
-_SHARED_BYTES = 227 * 1024
-"""Of one block of threads, on Hopper."""
+_SHARED_BYTES = 227 * 1024  # of one block of threads, on Hopper
 _TABLE_BYTES = 256 * 256
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A compilation of the kernel; its words are the source's."""
+    """A compilation of the kernel, in the source's words."""
 
-    columns: int
-    """Rows of x that a program takes at once."""
+    columns: int  # rows of x that a program takes at once
     warp_blocks: int
     stages: int
     round_tiles: int
@@ -52,8 +48,8 @@ class Variant:
         return _TABLE_BYTES + sums + _WARPS * self.stages * stage
 
 
+# Ascending by columns. x of 32 rows takes all registers with two blocks a warp. Measured on an H200.
 VARIANTS = (Variant(1, 4, 2, 8), Variant(8, 4, 2, 2), Variant(16, 4, 2, 1), Variant(32, 2, 3, 1))
-"""Ascending by columns. x of 32 rows takes all registers with two blocks a warp. Measured on an H200, with others."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +76,7 @@ class Nf4Rows:
     """The compiled kernels on one device."""
 
     def __init__(self, values: Sequence[int], device: torch.device) -> None:
-        """values: the 16 values as bf16 bits.
-
-        Raises:
-            CudaUnavailable: no compiler, or not such a device.
-        """
+        """values: the 16 values as bf16 bits. Raises CudaUnavailable."""
         properties = torch.cuda.get_device_properties(device)
         if properties.major < 9 or properties.shared_memory_per_block_optin < _SHARED_BYTES:
             raise CudaUnavailable(f"{properties.name} is not of Hopper's kind")
@@ -114,10 +106,8 @@ class Nf4Rows:
         )
 
     def product(self, x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, *, pdl: bool) -> Tensor:
-        """x [rows, in] @ weight^T + bias for at most MOST_ROWS rows of bf16, as float32 parts to be added up.
-
-        Returns:
-            [parts, rows, out]
+        """x [rows, in] @ weight^T + bias for at most MOST_ROWS rows of bf16, as float32 [parts, rows, out] to be added
+        up.
         """
         rows, in_features = x.shape
         out_features, num_blocks = absmax.shape

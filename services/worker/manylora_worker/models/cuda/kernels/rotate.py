@@ -1,6 +1,6 @@
 """From the fused q, k, v product to attention: LoRA, head norms, rotary embedding; keys and values go to the cache.
 
-All arithmetic is in float32 and rounds once, when it is stored. Rows beyond `num_rows` are left alone.
+Arithmetic is float32, rounded once, when it is stored. Rows beyond `num_rows` are left alone.
 """
 
 from __future__ import annotations
@@ -194,12 +194,11 @@ def rotate_store(
     num_slots: int,
     pdl: bool,
 ) -> None:
-    """From the fused projection to rotated queries in `q` and keys and values in the cache.
-
+    """
     Args:
         qkv: [parts, rows, (heads + 2 kv heads) * head_dim], from gemm.linear.
         q: [rows, heads * head_dim], written.
-        cache: the arena from the layer's first element on.
+        cache: the arena from the layer's first element on, written.
         tables, table_rows, positions: which token of which sequence a row is; see attention.py.
         cos, sin: float32 [positions, rotated / 2]; the rotation pairs a dimension with the one half a rotation on.
         lora: of the projection, with `num_slots` 3 (q, k, v) or 1 (a family that fuses them itself).
