@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from manylora.v1 import admin_pb2, common_pb2, inference_pb2
+from manylora.v1 import admin_pb2, common_pb2, inference_pb2, status_pb2
 from manylora_shared.errors import (
     AlreadyExists,
     FieldViolation,
@@ -293,24 +293,24 @@ class FakeRouter:
                 ],
                 kv=[admin_pb2.TenantKv(tenant_id="acme", device_bytes=3 << 19, most_bytes=1 << 20)],
                 setbacks=[
-                    admin_pb2.TenantSetbacks(
+                    status_pb2.TenantSetbacks(
                         tenant_id="birch", preemptions=11, swaps_out=4, evictions=2, recomputed_tokens=512
                     )
                 ],
                 adapters=[
-                    admin_pb2.TenantAdapters(
+                    status_pb2.TenantAdapters(
                         tenant_id="acme",
                         device_bytes=3 << 20,
                         host_bytes=5 << 19,
                         evictions=9,
                         displaced=1,
                         pins=[
-                            admin_pb2.PinStatus(name="upper", adapter_version=VERSION, workers=2, on_device=2),
-                            admin_pb2.PinStatus(name="lower", workers=2, problem="no adapter has this name"),
-                            admin_pb2.PinStatus(name="words", workers=2, on_device=1),
+                            status_pb2.PinStatus(name="upper", adapter_version=VERSION, workers=2, on_device=2),
+                            status_pb2.PinStatus(name="lower", workers=2, problem="no adapter has this name"),
+                            status_pb2.PinStatus(name="words", workers=2, on_device=1),
                         ],
                     ),
-                    admin_pb2.TenantAdapters(tenant_id="birch", device_bytes=1),
+                    status_pb2.TenantAdapters(tenant_id="birch", device_bytes=1),
                 ],
             ),
             workers=[
@@ -318,7 +318,7 @@ class FakeRouter:
                     worker_id="w-1",
                     address="127.0.0.1:3",
                     connected=True,
-                    generated_tokens=2**40,
+                    counters=status_pb2.WorkerCounters(generated_tokens=2**40),
                     kv_blocks_total=32,
                     kv_blocks_free=20,
                     public_kv_blocks=4,

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from manylora.cli.overview import _ACCOUNT_COLUMNS, _GIVES_UP
+from manylora.cli.overview import _ACCOUNTS, _GIVES_UP
 from manylora.client.credentials import remove_note, write_note
 from manylora_shared.sampling import PARAMETERS, Sampling
 from manylora_shared.tenancy.overload import Rung
@@ -337,7 +337,7 @@ async def test_status(manylora: Manylora) -> None:
     assert ["acme", "lower", "0 of 2", "no adapter has this name"] in cells
     assert ["acme", "words", "1 of 2", "being loaded"] in cells
     assert ["acme", "kv_growth", "w-1", "kv_blocks 12345, kv_part 0.75"] in cells
-    setbacks = cells.index(["tenant's sequences", "preempted", "swapped to hosts", "evicted", "tokens computed again"])
+    setbacks = cells.index(["tenant's sequences", "preemptions", "swaps out", "evictions", "recomputed tokens"])
     assert ["birch", "11", "4", "2", "512"] in cells[setbacks:]
     level = ["acme", "interactive", "12.3 ms", "240 ms", "200 ms, missed", "-", "-"]
     assert [*level, "400, 1 failed", "99.750 %", "99 %", "75 %"] in cells
@@ -347,7 +347,7 @@ async def test_status(manylora: Manylora) -> None:
         cells.index(["tenant", "quarantined prompts", "router", "for another"]) :
     ]
     assert ["acme", "1.5 MiB", "1.0 MiB"] in cells[cells.index(["tenant's KV", "on devices", "most on one"]) :]
-    accounts = cells.index(list(_ACCOUNT_COLUMNS))
+    accounts = cells.index([name for name, _ in _ACCOUNTS])
     assert ["acme", "batch", "2", "64", "900", "-7"] in cells[accounts:]
     assert ["birch", "standard", "1", "0", "50", "no bucket"] in cells[accounts:]
 

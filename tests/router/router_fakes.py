@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, field
 from typing import Any
 
-from manylora.v1 import admin_pb2, common_pb2, inference_pb2, scheduler_pb2, worker_pb2
+from manylora.v1 import admin_pb2, common_pb2, inference_pb2, scheduler_pb2, status_pb2, worker_pb2
 from manylora_router.app import RouterApp
 from manylora_router.config import RouterConfig
 from manylora_router.guard.admission import Prompt, RequestInput, TextPrompt
@@ -203,8 +203,8 @@ class FakeScheduler:
         self.flows: list[admin_pb2.FlowStatus] = []
         self.overload = admin_pb2.OverloadStatus()
         self.neighbours: list[admin_pb2.NoisyNeighbour] = []
-        self.adapters: list[admin_pb2.TenantAdapters] = []
-        self.setbacks: list[admin_pb2.TenantSetbacks] = []
+        self.adapters: list[status_pb2.TenantAdapters] = []
+        self.setbacks: list[status_pb2.TenantSetbacks] = []
         self.lease_tokens: int | None = None
         """What the first lease of each request holds; None: no leases."""
         self.grows_by: int | None = 10

@@ -8,7 +8,7 @@ import logging
 from typing import Any
 
 import pytest
-from manylora.v1 import admin_pb2, inference_pb2
+from manylora.v1 import admin_pb2, inference_pb2, status_pb2
 from manylora_router.admin import operator_key
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import KeyRecord
@@ -177,17 +177,17 @@ def test_a_tenant_sees_its_own_status_alone() -> None:
         )
         cluster.scheduler.neighbours = [admin_pb2.NoisyNeighbour(kind="wait_skew", tenant_id="acme")]
         cluster.scheduler.adapters = [
-            admin_pb2.TenantAdapters(
+            status_pb2.TenantAdapters(
                 tenant_id=tenant,
                 device_bytes=5,
                 evictions=4,
                 displaced=3,
-                pins=[admin_pb2.PinStatus(name="upper", workers=3, on_device=on_device) for on_device in (3, 2)],
+                pins=[status_pb2.PinStatus(name="upper", workers=3, on_device=on_device) for on_device in (3, 2)],
             )
             for tenant in ("acme", "other")
         ]
         cluster.scheduler.setbacks = [
-            admin_pb2.TenantSetbacks(tenant_id=tenant, preemptions=2) for tenant in ("acme", "other")
+            status_pb2.TenantSetbacks(tenant_id=tenant, preemptions=2) for tenant in ("acme", "other")
         ]
         mine = await call(channel, "GetStatus")
         (adapters,) = mine.scheduler.adapters

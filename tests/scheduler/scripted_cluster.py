@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from manylora.v1 import scheduler_pb2, worker_pb2
+from manylora.v1 import scheduler_pb2, status_pb2, worker_pb2
 from manylora_scheduler.app import SchedulerApp
 from manylora_scheduler.config import SchedulerConfig
 from manylora_shared.coordination import keys
@@ -37,7 +37,7 @@ class ScriptedWorker:
         self.running: list[str] = []
         self.output_tokens = 0
         """Of acme's standard class, in all."""
-        self.setbacks: list[worker_pb2.Setbacks] = []
+        self.setbacks: list[status_pb2.TenantSetbacks] = []
         """In its snapshots."""
         self.break_streams = asyncio.Event()
         self.connected = asyncio.Event()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from manylora.v1 import common_pb2, scheduler_pb2, worker_pb2
+from manylora.v1 import common_pb2, scheduler_pb2, status_pb2, worker_pb2
 from manylora_shared.errors import Code
 from manylora_shared.telemetry import Attribute, MetricName, SpanName, Telemetry
 
@@ -47,25 +47,25 @@ def test_every_request_has_its_spans() -> None:
 def test_tenants_adapters_are_summed_in_the_status_and_counted_in_metrics() -> None:
     telemetry = Telemetry.recording("scheduler")
 
-    def pinned(name: str, *, on_device: bool, problem: str = "") -> worker_pb2.PinnedAdapter:
-        return worker_pb2.PinnedAdapter(name=name, adapter_uid="uid", on_device=on_device, problem=problem)
-
-    def memory(tenant: str = "acme", evictions: int = 0, **more: Any) -> worker_pb2.TenantMemory:
-        return worker_pb2.TenantMemory(
-            tenant_id=tenant, adapter_device_bytes=10, adapter_host_bytes=20, adapter_evictions=evictions, **more
+    def pinned(name: str, *, on_device: bool, problem: str = "") -> status_pb2.PinStatus:
+        return status_pb2.PinStatus(
+            name=name, adapter_version="uid", workers=1, on_device=int(on_device), problem=problem
         )
+
+    def memory(tenant: str = "acme", evictions: int = 0, **more: Any) -> status_pb2.TenantAdapters:
+        return status_pb2.TenantAdapters(tenant_id=tenant, device_bytes=10, host_bytes=20, evictions=evictions, **more)
 
     async def scenario(cluster: Cluster) -> None:
         app = await cluster.scheduler("s0", telemetry=telemetry)
         first, second = await cluster.worker("w0"), await cluster.worker("w1")
         await cluster.leader()
         await asyncio.sleep(1.0)
-        first._send(tenants=[memory(evictions=5, adapter_displaced=2, pins=[pinned("a", on_device=True)])])
+        first._send(tenant_adapters=[memory(evictions=5, displaced=2, pins=[pinned("a", on_device=True)])])
         pins = [pinned("a", on_device=False, problem="the file is gone"), pinned("b", on_device=False)]
-        second._send(tenants=[memory(evictions=1, pins=pins), memory("birch")])
+        second._send(tenant_adapters=[memory(evictions=1, pins=pins), memory("birch")])
         await asyncio.sleep(2.0)
-        first._send(tenants=[memory(evictions=8, adapter_displaced=2, pins=[pinned("a", on_device=True)])])
-        second._send(tenants=[worker_pb2.TenantMemory(tenant_id="birch")])
+        first._send(tenant_adapters=[memory(evictions=8, displaced=2, pins=[pinned("a", on_device=True)])])
+        second._send(tenant_adapters=[status_pb2.TenantAdapters(tenant_id="birch")])
         await asyncio.sleep(2.0)
         channel = (await cluster.peer("status")).connect(app.address)
         answer = await channel.call(METHODS["GetSchedulerStatus"], scheduler_pb2.GetSchedulerStatusRequest())
@@ -89,8 +89,8 @@ def test_tenants_adapters_are_summed_in_the_status_and_counted_in_metrics() -> N
 
 
 def test_the_kv_of_tenants_is_told_for_the_workers_whose_streams_are_up() -> None:
-    def kv(tenant: str, blocks: int) -> worker_pb2.TenantMemory:
-        return worker_pb2.TenantMemory(tenant_id=tenant, kv_blocks=blocks)
+    def kv(tenant: str, blocks: int) -> worker_pb2.TenantKvBlocks:
+        return worker_pb2.TenantKvBlocks(tenant_id=tenant, kv_blocks=blocks)
 
     async def scenario(cluster: Cluster) -> None:
         app = await cluster.scheduler("s0")
@@ -117,9 +117,9 @@ def test_the_kv_of_tenants_is_told_for_the_workers_whose_streams_are_up() -> Non
 
 
 def test_what_befell_tenants_sequences_is_summed_over_the_workers_whose_streams_are_up() -> None:
-    def setbacks(tenant: str, *counts: int) -> worker_pb2.Setbacks:
+    def setbacks(tenant: str, *counts: int) -> status_pb2.TenantSetbacks:
         names = ("preemptions", "swaps_out", "evictions", "recomputed_tokens")
-        return worker_pb2.Setbacks(tenant_id=tenant, **dict(zip(names, counts, strict=True)))
+        return status_pb2.TenantSetbacks(tenant_id=tenant, **dict(zip(names, counts, strict=True)))
 
     async def scenario(cluster: Cluster) -> None:
         app = await cluster.scheduler("s0")

@@ -149,8 +149,8 @@ def check_clock(cluster: Cluster) -> None:
         stats = engine.core.stats()
         told = Setbacks()
         for tenant_id, each in engine.runtime.view.setbacks.items():
-            told = told.with_more(*each)
-            setbacks[tenant_id] = setbacks.get(tenant_id, Setbacks()).with_more(*each)
+            told = told.with_more(each)
+            setbacks[tenant_id] = setbacks.get(tenant_id, Setbacks()).with_more(each)
         assert told == (stats.preemptions, stats.swaps_out, stats.evictions, stats.recomputed_tokens), name
     status = term.scheduler_status("").setbacks
     in_status = {s.tenant_id: (s.preemptions, s.swaps_out, s.evictions, s.recomputed_tokens) for s in status}

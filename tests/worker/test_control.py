@@ -59,7 +59,7 @@ async def test_reports_tell_all_that_happens() -> None:
         last = scheduler.reports[-1]
         assert last.running_sequences == 0
         assert last.kv_blocks_free == 4096
-        assert last.generated_tokens == 120
+        assert last.counters.generated_tokens == 120
         assert scheduler.adapters == {UID: worker_pb2.ADAPTER_TIER_DEVICE}
         assert scheduler.flows == {("acme", common_pb2.QOS_CLASS_STANDARD): (4, 120)}
         assert scheduler.running == {}
@@ -213,7 +213,7 @@ def test_counters_alone_are_told_every_50_ms_and_room_at_once() -> None:
                 await scheduler.read()
             gaps = [b - a for a, b in zip(scheduler.times[1:], scheduler.times[2:], strict=False)]
             assert all(0.04 < gap < 0.06 for gap in gaps)
-            tokens = [r.generated_tokens for r in scheduler.reports]
+            tokens = [r.counters.generated_tokens for r in scheduler.reports]
             assert tokens == sorted(set(tokens))
             stream.cancel()
             began = asyncio.get_running_loop().time()
@@ -309,4 +309,4 @@ async def test_a_lost_scheduler_changes_nothing_for_what_runs() -> None:
         assert (await call).finished.outcome == common_pb2.OUTCOME_COMPLETED
         again = Scheduler(worker)
         await again.hello(1)
-        assert (await again.read()).generated_tokens == 100
+        assert (await again.read()).counters.generated_tokens == 100

@@ -6,7 +6,7 @@ import asyncio
 import random
 
 import pytest
-from manylora.v1 import common_pb2, worker_pb2
+from manylora.v1 import common_pb2, status_pb2
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import AdapterRecord
 from manylora_shared.errors import Code
@@ -95,9 +95,10 @@ async def test_pins_are_loaded_at_the_start_and_follow_the_names_and_the_policy(
 
         async def told(*expected: tuple[str, str, bool, str]) -> None:
             wanted = [
-                worker_pb2.PinnedAdapter(name=n, adapter_uid=u, on_device=d, problem=p) for n, u, d, p in expected
+                status_pb2.PinStatus(name=n, adapter_version=u, workers=1, on_device=int(d), problem=p)
+                for n, u, d, p in expected
             ]
-            await scheduler.read_until(lambda r: any(list(t.pins) == wanted for t in r.tenants))
+            await scheduler.read_until(lambda r: any(list(t.pins) == wanted for t in r.tenant_adapters))
 
         await told(("one", UID, True, ""), ("later", "", False, "no adapter has this name"))
         await store.put(keys.adapter("acme", "later"), _registered("later", OTHER_UID))
@@ -110,7 +111,7 @@ async def test_pins_are_loaded_at_the_start_and_follow_the_names_and_the_policy(
         await store.put(keys.adapter("acme", "one"), _registered("one", third, size_bytes=3))
         await told(("one", third, False, NO_ROOM_TO_PIN), ("later", OTHER_UID, True, ""))
         await store.put(keys.tenant("acme"), b"tenant_id: acme\n")
-        await scheduler.read_until(lambda r: any(not t.pins for t in r.tenants))
+        await scheduler.read_until(lambda r: any(not t.pins for t in r.tenant_adapters))
 
 
 async def test_a_pin_that_fails_to_load_is_logged_and_tried_again(

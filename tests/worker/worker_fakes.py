@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from manylora.v1 import common_pb2, worker_pb2
+from manylora.v1 import common_pb2, status_pb2, worker_pb2
 from manylora_shared.coordination import keys
 from manylora_shared.errors import RpcError
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
@@ -274,7 +274,7 @@ class Scheduler:
         self.adapters: dict[str, int] = {}
         self.flows: dict[tuple[str, int], tuple[int, int]] = {}
         self.kv_blocks: dict[str, int] = {}
-        self.setbacks: dict[str, worker_pb2.Setbacks] = {}
+        self.setbacks: dict[str, status_pb2.TenantSetbacks] = {}
         self.times: list[float] = []
 
     async def hello(self, epoch: int) -> None:

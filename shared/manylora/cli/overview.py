@@ -1,6 +1,11 @@
-"""`manylora status`."""
+"""`manylora status`: each table's columns stand in one place, below."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from operator import attrgetter
+from typing import TypeVar
 
 from manylora_shared.tenancy.overload import LEVELS
 
@@ -9,18 +14,24 @@ from manylora.client import (
     CircuitStatus,
     ClassOverload,
     ClusterStatus,
+    FlowStatus,
+    NoisyNeighbour,
     OverloadStatus,
+    PinStatus,
+    QuarantineStatus,
     QuotaStatus,
     RouterStatus,
     SloStatus,
     TenantAdapters,
+    TenantKv,
+    TenantOverload,
+    TenantSetbacks,
     WorkerStatus,
 )
 
-_SLO_COLUMNS = (
-    *("tenant", "class", "TTFT p50", "p95", "target", "per token p50", "p95"),
-    *("requests", "available", "target", "budget left"),
-)
+T = TypeVar("T")
+Columns = tuple[tuple[str, Callable[[T], object]], ...]
+
 _GIVES_UP = {
     "none": "nothing is given up",
     "turns": "interactive requests go first",
@@ -31,10 +42,6 @@ _GIVES_UP = {
     "interactive": "interactive requests are given up",
 }
 """What each rung of the ladder takes, beside what those before it do."""
-_OVERLOAD_COLUMNS = ("class", "late", "target", "refused", "shed from queue", "output capped")
-_SETBACK_COLUMNS = ("tenant's sequences", "preempted", "swapped to hosts", "evicted", "tokens computed again")
-_ACCOUNT_COLUMNS = ("tenant", "class", "requests now", "leased tokens", "settled tokens", "left in the bucket")
-_CIRCUIT_COLUMNS = ("tenant", "refused", "router", "state", "try again in")
 
 
 async def show(target: Target, *, as_json: bool) -> None:
@@ -46,6 +53,11 @@ async def show(target: Target, *, as_json: bool) -> None:
         _print(status)
 
 
+def _table(columns: Columns[T], items: Sequence[T], *, empty: str = "") -> None:
+    if items or empty:
+        print_table([name for name, _ in columns], [[read(item) for _, read in columns] for item in items], empty=empty)
+
+
 def _print(status: ClusterStatus) -> None:
     scheduler = status.scheduler
     write(f"model      {status.base_model}\n")
@@ -54,65 +66,22 @@ def _print(status: ClusterStatus) -> None:
         write(f"scheduler  {state}\n")
         write(f"routers    {', '.join(_router(r) for r in status.routers)}\n")
         write(f"tenants    {status.tenants}, with {status.adapters} adapters\n\n")
-        columns = ("worker", "address", "device", "state", "running", "KV blocks free", "adapters", "tokens")
-        print_table(columns, [_worker_row(w) for w in status.workers], empty="no worker is registered")
+        _table(_WORKERS, status.workers, empty="no worker is registered")
     else:  # a tenant's key: machines are not its to see
         write(f"scheduler  {'' if scheduler.reachable else 'not '}reachable\n")
         write(f"adapters   {status.adapters}\n\n")
-    if scheduler.flows:
-        flows = [
-            (f.tenant_id, f.qos_class, f.queued, f.running, f"{f.oldest_wait_s:.1f} s", f.served_cost)
-            for f in scheduler.flows
-        ]
-        print_table(("tenant", "class", "queued", "running", "oldest wait", "weighted tokens served"), flows, empty="")
-
+    _table(_FLOWS, scheduler.flows)
     _print_overload(scheduler.overload)
-    if scheduler.neighbours:
-        neighbours = [
-            (n.tenant_id, n.kind, n.worker_id or "all", ", ".join(f"{k} {_number(v)}" for k, v in n.evidence.items()))
-            for n in scheduler.neighbours
-        ]
-        print_table(("noisy tenant", "how", "worker", "evidence"), neighbours, empty="")
-
-    if scheduler.kv:
-        kv = [(each.tenant_id, _mib(each.device_bytes), _mib(each.most_bytes)) for each in scheduler.kv]
-        print_table(("tenant's KV", "on devices", "most on one"), kv, empty="")
-
-    _print_adapters(scheduler.adapters)
-    if scheduler.setbacks:
-        setbacks = [
-            (s.tenant_id, s.preemptions, s.swaps_out, s.evictions, s.recomputed_tokens) for s in scheduler.setbacks
-        ]
-        print_table(_SETBACK_COLUMNS, setbacks, empty="")
-
-    if scheduler.quotas:
-        print_table(_ACCOUNT_COLUMNS, [_account_row(q) for q in scheduler.quotas], empty="")
-
-    if status.slos:
-        print_table(_SLO_COLUMNS, [_slo_row(s) for s in status.slos], empty="")
-    if status.circuits:
-        print_table(_CIRCUIT_COLUMNS, [_circuit_row(c) for c in status.circuits], empty="")
-    if status.quarantines:
-        quarantined = [(q.tenant_id, q.prompts, q.router_id or "-", f"{q.longest_s:.0f} s") for q in status.quarantines]
-        print_table(("tenant", "quarantined prompts", "router", "for another"), quarantined, empty="")
-
-
-def _print_adapters(tenants: tuple[TenantAdapters, ...]) -> None:
-    """What tenants have of the workers' adapter memory, and how their pins stand."""
-    if tenants:
-        rows = [
-            (t.tenant_id, _mib(t.device_bytes), _mib(t.host_bytes), t.evictions, t.displaced, _pins_met(t))
-            for t in tenants
-        ]
-        columns = ("tenant's adapters", "on devices", "on hosts", "evicted", "of these for others", "pins kept")
-        print_table(columns, rows, empty="")
-    unmet = [(t.tenant_id, pin) for t in tenants for pin in t.pins if pin.on_device < pin.workers]
-    if unmet:
-        missing = [
-            (tenant_id, pin.name, f"{pin.on_device} of {pin.workers}", pin.problem or "being loaded")
-            for tenant_id, pin in unmet
-        ]
-        print_table(("tenant", "pinned adapter", "workers", "why not on all"), missing, empty="")
+    _table(_NEIGHBOURS, scheduler.neighbours)
+    _table(_KV, scheduler.kv)
+    _table(_ADAPTERS, scheduler.adapters)
+    unmet = [(t.tenant_id, pin) for t in scheduler.adapters for pin in t.pins if pin.on_device < pin.workers]
+    _table(_UNMET_PINS, unmet)
+    _table(_SETBACKS, scheduler.setbacks)
+    _table(_ACCOUNTS, scheduler.quotas)
+    _table(_SLOS, status.slos)
+    _table(_CIRCUITS, status.circuits)
+    _table(_QUARANTINES, status.quarantines)
 
 
 def _pins_met(tenant: TenantAdapters) -> str:
@@ -129,13 +98,9 @@ def _print_overload(overload: OverloadStatus) -> None:
     counted = [c for c in overload.classes if c.refused_by_routers or c.refused or c.shed or c.capped]
     if overload.level or overload.tenants:
         write(f"overload   level {overload.level} of {LEVELS}: {_gives_up(overload.rung)}\n")
-    if counted or (overload.classes and (overload.level or overload.tenants)):
-        print_table(_OVERLOAD_COLUMNS, [_class_row(c) for c in overload.classes], empty="")
-    if overload.tenants:
-        tenants = [(t.tenant_id, f"{t.demand_shares:.2g}", t.level, _gives_up(t.rung)) for t in overload.tenants]
-        print_table(
-            ("tenant above its share", "asks for, in shares", "own level", "what it gives up"), tenants, empty=""
-        )
+    if counted or overload.level or overload.tenants:
+        _table(_OVERLOAD, overload.classes)
+    _table(_OVERLOADED_TENANTS, overload.tenants)
 
 
 def _number(value: float) -> str:
@@ -147,58 +112,22 @@ def _gives_up(rung: str) -> str:
     return _GIVES_UP.get(rung, rung)  # a newer server may have others
 
 
-def _class_row(c: ClassOverload) -> tuple[object, ...]:
-    return (
-        c.qos_class,
-        "-" if c.late_part is None else f"{100 * c.late_part:.0f} %",
-        "half the deadline" if c.target_ms is None else f"{c.target_ms:.0f} ms",
-        c.refused_by_routers + c.refused,
-        c.shed,
-        c.capped,
-    )
-
-
-def _account_row(quota: QuotaStatus) -> tuple[object, ...]:
-    left = "no bucket" if quota.level_tokens is None else quota.level_tokens
-    return (quota.tenant_id, quota.qos_class, quota.requests, quota.leased_tokens, quota.settled_tokens, left)
-
-
 def _router(router: RouterStatus) -> str:
     return f"{router.router_id} ({router.address}{'' if router.answered else ', not answering'})"
 
 
-def _slo_row(slo: SloStatus) -> tuple[object, ...]:
+def _slo_target(slo: SloStatus) -> str:
     target_ms = "-" if slo.ttft_p95_target_ms is None else f"{slo.ttft_p95_target_ms} ms"
-    if slo.ttft_met is not None:
-        target_ms += ", met" if slo.ttft_met else ", missed"
-    return (
-        slo.tenant_id,
-        slo.qos_class,
-        _ms(slo.ttft_p50_ms),
-        _ms(slo.ttft_p95_ms),
-        target_ms,
-        _ms(slo.tpot_p50_ms),
-        _ms(slo.tpot_p95_ms),
-        f"{slo.requests}, {slo.failed} failed",
-        f"{100 * slo.availability:.3f} %",
-        "-" if slo.availability_target is None else f"{100 * slo.availability_target:g} %",
-        "-" if slo.error_budget is None else f"{100 * slo.error_budget:.0f} %",
-    )
+    return target_ms if slo.ttft_met is None else f"{target_ms}, {'met' if slo.ttft_met else 'missed'}"
 
 
 def _ms(duration_ms: float | None) -> str:
     return "-" if duration_ms is None else f"{duration_ms:.3g} ms" if duration_ms < 100 else f"{duration_ms:.0f} ms"
 
 
-def _circuit_row(circuit: CircuitStatus) -> tuple[object, ...]:
+def _refused(circuit: CircuitStatus) -> str:
     adapter = f"adapter {circuit.adapter_version[:12]}" if circuit.adapter_version else "base model"
-    return (
-        circuit.tenant_id,
-        "whole tenant" if circuit.whole_tenant else adapter,
-        circuit.router_id or "-",
-        "half-open" if circuit.half_open else "open",
-        f"{circuit.retry_after_s:.1f} s",
-    )
+    return "whole tenant" if circuit.whole_tenant else adapter
 
 
 def _public(worker: WorkerStatus) -> str:
@@ -208,15 +137,102 @@ def _public(worker: WorkerStatus) -> str:
     return f", {held} public" if held == declared else f", {held} of {declared} public"
 
 
-def _worker_row(worker: WorkerStatus) -> tuple[object, ...]:
-    state = "draining" if worker.draining else "connected" if worker.connected else "not connected"
-    return (
-        worker.worker_id,
-        worker.address,
-        worker.device,
-        state,
-        f"{worker.running}/{worker.sequence_slots}",
-        f"{worker.kv_blocks_free}/{worker.kv_blocks_total}{_public(worker)}",
-        f"{worker.adapters_on_device} device, {worker.adapters_on_host} host",
-        worker.generated_tokens,
-    )
+def _state(worker: WorkerStatus) -> str:
+    return "draining" if worker.draining else "connected" if worker.connected else "not connected"
+
+
+_WORKERS: Columns[WorkerStatus] = (
+    ("worker", lambda w: w.worker_id),
+    ("address", lambda w: w.address),
+    ("device", lambda w: w.device),
+    ("state", _state),
+    ("running", lambda w: f"{w.running}/{w.sequence_slots}"),
+    ("KV blocks free", lambda w: f"{w.kv_blocks_free}/{w.kv_blocks_total}{_public(w)}"),
+    ("adapters", lambda w: f"{w.adapters_on_device} device, {w.adapters_on_host} host"),
+    ("tokens", lambda w: w.generated_tokens),
+)
+_FLOWS: Columns[FlowStatus] = (
+    ("tenant", lambda f: f.tenant_id),
+    ("class", lambda f: f.qos_class),
+    ("queued", lambda f: f.queued),
+    ("running", lambda f: f.running),
+    ("oldest wait", lambda f: f"{f.oldest_wait_s:.1f} s"),
+    ("weighted tokens served", lambda f: f.served_cost),
+)
+_OVERLOAD: Columns[ClassOverload] = (
+    ("class", lambda c: c.qos_class),
+    ("late", lambda c: "-" if c.late_part is None else f"{100 * c.late_part:.0f} %"),
+    ("target", lambda c: "half the deadline" if c.target_ms is None else f"{c.target_ms:.0f} ms"),
+    ("refused", lambda c: c.refused_by_routers + c.refused),
+    ("shed from queue", lambda c: c.shed),
+    ("output capped", lambda c: c.capped),
+)
+_OVERLOADED_TENANTS: Columns[TenantOverload] = (
+    ("tenant above its share", lambda t: t.tenant_id),
+    ("asks for, in shares", lambda t: f"{t.demand_shares:.2g}"),
+    ("own level", lambda t: t.level),
+    ("what it gives up", lambda t: _gives_up(t.rung)),
+)
+_NEIGHBOURS: Columns[NoisyNeighbour] = (
+    ("noisy tenant", lambda n: n.tenant_id),
+    ("how", lambda n: n.kind),
+    ("worker", lambda n: n.worker_id or "all"),
+    ("evidence", lambda n: ", ".join(f"{name} {_number(value)}" for name, value in n.evidence.items())),
+)
+_KV: Columns[TenantKv] = (
+    ("tenant's KV", lambda kv: kv.tenant_id),
+    ("on devices", lambda kv: _mib(kv.device_bytes)),
+    ("most on one", lambda kv: _mib(kv.most_bytes)),
+)
+_ADAPTERS: Columns[TenantAdapters] = (
+    ("tenant's adapters", lambda t: t.tenant_id),
+    ("on devices", lambda t: _mib(t.device_bytes)),
+    ("on hosts", lambda t: _mib(t.host_bytes)),
+    ("evicted", lambda t: t.evictions),
+    ("of these for others", lambda t: t.displaced),
+    ("pins kept", _pins_met),
+)
+_UNMET_PINS: Columns[tuple[str, PinStatus]] = (
+    ("tenant", lambda each: each[0]),
+    ("pinned adapter", lambda each: each[1].name),
+    ("workers", lambda each: f"{each[1].on_device} of {each[1].workers}"),
+    ("why not on all", lambda each: each[1].problem or "being loaded"),
+)
+_SETBACKS: Columns[TenantSetbacks] = (
+    ("tenant's sequences", lambda s: s.tenant_id),
+    *((f.name.replace("_", " "), attrgetter(f.name)) for f in fields(TenantSetbacks)[1:]),
+)
+_ACCOUNTS: Columns[QuotaStatus] = (
+    ("tenant", lambda q: q.tenant_id),
+    ("class", lambda q: q.qos_class),
+    ("requests now", lambda q: q.requests),
+    ("leased tokens", lambda q: q.leased_tokens),
+    ("settled tokens", lambda q: q.settled_tokens),
+    ("left in the bucket", lambda q: "no bucket" if q.level_tokens is None else q.level_tokens),
+)
+_SLOS: Columns[SloStatus] = (
+    ("tenant", lambda s: s.tenant_id),
+    ("class", lambda s: s.qos_class),
+    ("TTFT p50", lambda s: _ms(s.ttft_p50_ms)),
+    ("p95", lambda s: _ms(s.ttft_p95_ms)),
+    ("target", _slo_target),
+    ("per token p50", lambda s: _ms(s.tpot_p50_ms)),
+    ("p95", lambda s: _ms(s.tpot_p95_ms)),
+    ("requests", lambda s: f"{s.requests}, {s.failed} failed"),
+    ("available", lambda s: f"{100 * s.availability:.3f} %"),
+    ("target", lambda s: "-" if s.availability_target is None else f"{100 * s.availability_target:g} %"),
+    ("budget left", lambda s: "-" if s.error_budget is None else f"{100 * s.error_budget:.0f} %"),
+)
+_CIRCUITS: Columns[CircuitStatus] = (
+    ("tenant", lambda c: c.tenant_id),
+    ("refused", _refused),
+    ("router", lambda c: c.router_id or "-"),
+    ("state", lambda c: "half-open" if c.half_open else "open"),
+    ("try again in", lambda c: f"{c.retry_after_s:.1f} s"),
+)
+_QUARANTINES: Columns[QuarantineStatus] = (
+    ("tenant", lambda q: q.tenant_id),
+    ("quarantined prompts", lambda q: q.prompts),
+    ("router", lambda q: q.router_id or "-"),
+    ("for another", lambda q: f"{q.longest_s:.0f} s"),
+)

@@ -98,7 +98,7 @@ def status_from(message: admin_pb2.GetStatusResponse) -> ClusterStatus:
             ),
             setbacks=tuple(_scalars(TenantSetbacks, s) for s in message.scheduler.setbacks),
         ),
-        workers=tuple(_scalars(WorkerStatus, w) for w in message.workers),
+        workers=tuple(_scalars(WorkerStatus, w, **_fields(w.counters)) for w in message.workers),
         routers=tuple(_scalars(RouterStatus, r) for r in message.routers),
         slos=tuple(_slo_from(s) for s in message.slos),
         circuits=tuple(_scalars(CircuitStatus, c) for c in message.circuits),
@@ -193,6 +193,10 @@ def _choice_end(message: inference_pb2.ChoiceEnd) -> ChoiceEnd:
 
 def _logprobs(message: common_pb2.PositionLogprobs) -> PositionLogprobs:
     return PositionLogprobs(message.logprob, tuple((t.token_id, t.logprob) for t in message.top))
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
 T = TypeVar("T")

@@ -1,5 +1,6 @@
 from manylora.v1 import common_pb2 as _common_pb2
 from manylora.v1 import inference_pb2 as _inference_pb2
+from manylora.v1 import status_pb2 as _status_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -421,10 +422,10 @@ class SchedulerStatus(_message.Message):
     quotas: _containers.RepeatedCompositeFieldContainer[QuotaStatus]
     overload: OverloadStatus
     neighbours: _containers.RepeatedCompositeFieldContainer[NoisyNeighbour]
-    adapters: _containers.RepeatedCompositeFieldContainer[TenantAdapters]
-    setbacks: _containers.RepeatedCompositeFieldContainer[TenantSetbacks]
+    adapters: _containers.RepeatedCompositeFieldContainer[_status_pb2.TenantAdapters]
+    setbacks: _containers.RepeatedCompositeFieldContainer[_status_pb2.TenantSetbacks]
     kv: _containers.RepeatedCompositeFieldContainer[TenantKv]
-    def __init__(self, reachable: _Optional[bool] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowStatus, _Mapping]]] = ..., quotas: _Optional[_Iterable[_Union[QuotaStatus, _Mapping]]] = ..., overload: _Optional[_Union[OverloadStatus, _Mapping]] = ..., neighbours: _Optional[_Iterable[_Union[NoisyNeighbour, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[TenantAdapters, _Mapping]]] = ..., setbacks: _Optional[_Iterable[_Union[TenantSetbacks, _Mapping]]] = ..., kv: _Optional[_Iterable[_Union[TenantKv, _Mapping]]] = ...) -> None: ...
+    def __init__(self, reachable: _Optional[bool] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowStatus, _Mapping]]] = ..., quotas: _Optional[_Iterable[_Union[QuotaStatus, _Mapping]]] = ..., overload: _Optional[_Union[OverloadStatus, _Mapping]] = ..., neighbours: _Optional[_Iterable[_Union[NoisyNeighbour, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[_status_pb2.TenantAdapters, _Mapping]]] = ..., setbacks: _Optional[_Iterable[_Union[_status_pb2.TenantSetbacks, _Mapping]]] = ..., kv: _Optional[_Iterable[_Union[TenantKv, _Mapping]]] = ...) -> None: ...
 
 class TenantKv(_message.Message):
     __slots__ = ("tenant_id", "device_bytes", "most_bytes")
@@ -435,50 +436,6 @@ class TenantKv(_message.Message):
     device_bytes: int
     most_bytes: int
     def __init__(self, tenant_id: _Optional[str] = ..., device_bytes: _Optional[int] = ..., most_bytes: _Optional[int] = ...) -> None: ...
-
-class TenantAdapters(_message.Message):
-    __slots__ = ("tenant_id", "device_bytes", "host_bytes", "evictions", "displaced", "pins")
-    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
-    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
-    DISPLACED_FIELD_NUMBER: _ClassVar[int]
-    PINS_FIELD_NUMBER: _ClassVar[int]
-    tenant_id: str
-    device_bytes: int
-    host_bytes: int
-    evictions: int
-    displaced: int
-    pins: _containers.RepeatedCompositeFieldContainer[PinStatus]
-    def __init__(self, tenant_id: _Optional[str] = ..., device_bytes: _Optional[int] = ..., host_bytes: _Optional[int] = ..., evictions: _Optional[int] = ..., displaced: _Optional[int] = ..., pins: _Optional[_Iterable[_Union[PinStatus, _Mapping]]] = ...) -> None: ...
-
-class PinStatus(_message.Message):
-    __slots__ = ("name", "adapter_version", "workers", "on_device", "problem")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    ADAPTER_VERSION_FIELD_NUMBER: _ClassVar[int]
-    WORKERS_FIELD_NUMBER: _ClassVar[int]
-    ON_DEVICE_FIELD_NUMBER: _ClassVar[int]
-    PROBLEM_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    adapter_version: str
-    workers: int
-    on_device: int
-    problem: str
-    def __init__(self, name: _Optional[str] = ..., adapter_version: _Optional[str] = ..., workers: _Optional[int] = ..., on_device: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
-
-class TenantSetbacks(_message.Message):
-    __slots__ = ("tenant_id", "preemptions", "swaps_out", "evictions", "recomputed_tokens")
-    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
-    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
-    SWAPS_OUT_FIELD_NUMBER: _ClassVar[int]
-    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
-    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    tenant_id: str
-    preemptions: int
-    swaps_out: int
-    evictions: int
-    recomputed_tokens: int
-    def __init__(self, tenant_id: _Optional[str] = ..., preemptions: _Optional[int] = ..., swaps_out: _Optional[int] = ..., evictions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ...) -> None: ...
 
 class FlowStatus(_message.Message):
     __slots__ = ("tenant_id", "qos_class", "queued", "running", "oldest_wait_s", "served_cost")
@@ -574,7 +531,7 @@ class QuotaStatus(_message.Message):
     def __init__(self, tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., requests: _Optional[int] = ..., leased_tokens: _Optional[int] = ..., settled_tokens: _Optional[int] = ..., level_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "address", "device", "connected", "draining", "sequence_slots", "running", "kv_blocks_total", "kv_blocks_free", "adapters_on_device", "adapters_on_host", "generated_tokens", "public_kv_blocks", "public_kv_blocks_declared")
+    __slots__ = ("worker_id", "address", "device", "connected", "draining", "sequence_slots", "running", "kv_blocks_total", "kv_blocks_free", "adapters_on_device", "adapters_on_host", "public_kv_blocks", "public_kv_blocks_declared", "counters")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -586,9 +543,9 @@ class WorkerStatus(_message.Message):
     KV_BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_ON_DEVICE_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_ON_HOST_FIELD_NUMBER: _ClassVar[int]
-    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_KV_BLOCKS_DECLARED_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     address: str
     device: str
@@ -600,10 +557,10 @@ class WorkerStatus(_message.Message):
     kv_blocks_free: int
     adapters_on_device: int
     adapters_on_host: int
-    generated_tokens: int
     public_kv_blocks: int
     public_kv_blocks_declared: int
-    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., device: _Optional[str] = ..., connected: _Optional[bool] = ..., draining: _Optional[bool] = ..., sequence_slots: _Optional[int] = ..., running: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., adapters_on_device: _Optional[int] = ..., adapters_on_host: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., public_kv_blocks: _Optional[int] = ..., public_kv_blocks_declared: _Optional[int] = ...) -> None: ...
+    counters: _status_pb2.WorkerCounters
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., device: _Optional[str] = ..., connected: _Optional[bool] = ..., draining: _Optional[bool] = ..., sequence_slots: _Optional[int] = ..., running: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., adapters_on_device: _Optional[int] = ..., adapters_on_host: _Optional[int] = ..., public_kv_blocks: _Optional[int] = ..., public_kv_blocks_declared: _Optional[int] = ..., counters: _Optional[_Union[_status_pb2.WorkerCounters, _Mapping]] = ...) -> None: ...
 
 class RouterStatus(_message.Message):
     __slots__ = ("router_id", "address", "answered")

@@ -1,4 +1,5 @@
 from manylora.v1 import common_pb2 as _common_pb2
+from manylora.v1 import status_pb2 as _status_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -168,7 +169,7 @@ class Drain(_message.Message):
     def __init__(self) -> None: ...
 
 class ControlReport(_message.Message):
-    __slots__ = ("snapshot", "sequence_slots", "running_sequences", "kv_blocks_total", "kv_blocks_free", "block_size", "draining", "generated_tokens", "adapters", "started", "finished_request_ids", "flows", "max_sequences", "tenants", "setbacks", "kv_block_bytes", "public_kv_blocks", "public_kv_blocks_declared")
+    __slots__ = ("snapshot", "sequence_slots", "running_sequences", "kv_blocks_total", "kv_blocks_free", "block_size", "draining", "adapters", "started", "finished_request_ids", "flows", "max_sequences", "tenants", "setbacks", "kv_block_bytes", "public_kv_blocks", "public_kv_blocks_declared", "tenant_adapters", "counters")
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -176,7 +177,6 @@ class ControlReport(_message.Message):
     KV_BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
-    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     FINISHED_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +187,8 @@ class ControlReport(_message.Message):
     KV_BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_KV_BLOCKS_DECLARED_FIELD_NUMBER: _ClassVar[int]
+    TENANT_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
     snapshot: bool
     sequence_slots: int
     running_sequences: int
@@ -194,18 +196,19 @@ class ControlReport(_message.Message):
     kv_blocks_free: int
     block_size: int
     draining: bool
-    generated_tokens: int
     adapters: _containers.RepeatedCompositeFieldContainer[ResidentAdapter]
     started: _containers.RepeatedCompositeFieldContainer[RunningRequest]
     finished_request_ids: _containers.RepeatedScalarFieldContainer[str]
     flows: _containers.RepeatedCompositeFieldContainer[FlowCounter]
     max_sequences: int
-    tenants: _containers.RepeatedCompositeFieldContainer[TenantMemory]
-    setbacks: _containers.RepeatedCompositeFieldContainer[Setbacks]
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantKvBlocks]
+    setbacks: _containers.RepeatedCompositeFieldContainer[_status_pb2.TenantSetbacks]
     kv_block_bytes: int
     public_kv_blocks: int
     public_kv_blocks_declared: int
-    def __init__(self, snapshot: _Optional[bool] = ..., sequence_slots: _Optional[int] = ..., running_sequences: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., block_size: _Optional[int] = ..., draining: _Optional[bool] = ..., generated_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[ResidentAdapter, _Mapping]]] = ..., started: _Optional[_Iterable[_Union[RunningRequest, _Mapping]]] = ..., finished_request_ids: _Optional[_Iterable[str]] = ..., flows: _Optional[_Iterable[_Union[FlowCounter, _Mapping]]] = ..., max_sequences: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantMemory, _Mapping]]] = ..., setbacks: _Optional[_Iterable[_Union[Setbacks, _Mapping]]] = ..., kv_block_bytes: _Optional[int] = ..., public_kv_blocks: _Optional[int] = ..., public_kv_blocks_declared: _Optional[int] = ...) -> None: ...
+    tenant_adapters: _containers.RepeatedCompositeFieldContainer[_status_pb2.TenantAdapters]
+    counters: _status_pb2.WorkerCounters
+    def __init__(self, snapshot: _Optional[bool] = ..., sequence_slots: _Optional[int] = ..., running_sequences: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., block_size: _Optional[int] = ..., draining: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[ResidentAdapter, _Mapping]]] = ..., started: _Optional[_Iterable[_Union[RunningRequest, _Mapping]]] = ..., finished_request_ids: _Optional[_Iterable[str]] = ..., flows: _Optional[_Iterable[_Union[FlowCounter, _Mapping]]] = ..., max_sequences: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantKvBlocks, _Mapping]]] = ..., setbacks: _Optional[_Iterable[_Union[_status_pb2.TenantSetbacks, _Mapping]]] = ..., kv_block_bytes: _Optional[int] = ..., public_kv_blocks: _Optional[int] = ..., public_kv_blocks_declared: _Optional[int] = ..., tenant_adapters: _Optional[_Iterable[_Union[_status_pb2.TenantAdapters, _Mapping]]] = ..., counters: _Optional[_Union[_status_pb2.WorkerCounters, _Mapping]] = ...) -> None: ...
 
 class RunningRequest(_message.Message):
     __slots__ = ("request_id", "tenant_id", "qos_class", "sequences")
@@ -219,49 +222,13 @@ class RunningRequest(_message.Message):
     sequences: int
     def __init__(self, request_id: _Optional[str] = ..., tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., sequences: _Optional[int] = ...) -> None: ...
 
-class TenantMemory(_message.Message):
-    __slots__ = ("tenant_id", "kv_blocks", "adapter_device_bytes", "adapter_host_bytes", "adapter_evictions", "adapter_displaced", "pins")
+class TenantKvBlocks(_message.Message):
+    __slots__ = ("tenant_id", "kv_blocks")
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    ADAPTER_DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    ADAPTER_HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
-    ADAPTER_EVICTIONS_FIELD_NUMBER: _ClassVar[int]
-    ADAPTER_DISPLACED_FIELD_NUMBER: _ClassVar[int]
-    PINS_FIELD_NUMBER: _ClassVar[int]
     tenant_id: str
     kv_blocks: int
-    adapter_device_bytes: int
-    adapter_host_bytes: int
-    adapter_evictions: int
-    adapter_displaced: int
-    pins: _containers.RepeatedCompositeFieldContainer[PinnedAdapter]
-    def __init__(self, tenant_id: _Optional[str] = ..., kv_blocks: _Optional[int] = ..., adapter_device_bytes: _Optional[int] = ..., adapter_host_bytes: _Optional[int] = ..., adapter_evictions: _Optional[int] = ..., adapter_displaced: _Optional[int] = ..., pins: _Optional[_Iterable[_Union[PinnedAdapter, _Mapping]]] = ...) -> None: ...
-
-class Setbacks(_message.Message):
-    __slots__ = ("tenant_id", "preemptions", "swaps_out", "evictions", "recomputed_tokens")
-    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
-    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
-    SWAPS_OUT_FIELD_NUMBER: _ClassVar[int]
-    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
-    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    tenant_id: str
-    preemptions: int
-    swaps_out: int
-    evictions: int
-    recomputed_tokens: int
-    def __init__(self, tenant_id: _Optional[str] = ..., preemptions: _Optional[int] = ..., swaps_out: _Optional[int] = ..., evictions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ...) -> None: ...
-
-class PinnedAdapter(_message.Message):
-    __slots__ = ("name", "adapter_uid", "on_device", "problem")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    ADAPTER_UID_FIELD_NUMBER: _ClassVar[int]
-    ON_DEVICE_FIELD_NUMBER: _ClassVar[int]
-    PROBLEM_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    adapter_uid: str
-    on_device: bool
-    problem: str
-    def __init__(self, name: _Optional[str] = ..., adapter_uid: _Optional[str] = ..., on_device: _Optional[bool] = ..., problem: _Optional[str] = ...) -> None: ...
+    def __init__(self, tenant_id: _Optional[str] = ..., kv_blocks: _Optional[int] = ...) -> None: ...
 
 class ResidentAdapter(_message.Message):
     __slots__ = ("adapter_uid", "tier")

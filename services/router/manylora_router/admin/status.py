@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 
-from manylora.v1 import admin_pb2, scheduler_pb2
+from manylora.v1 import admin_pb2, scheduler_pb2, status_pb2
 from manylora_shared.errors import RpcError
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.transport.base import Transport
@@ -135,7 +135,7 @@ class ClusterStatus:
         return answer
 
 
-def _without_machines(adapters: admin_pb2.TenantAdapters) -> admin_pb2.TenantAdapters:
+def _without_machines(adapters: status_pb2.TenantAdapters) -> status_pb2.TenantAdapters:
     """As a tenant may see it: neither how many workers there are, nor that others were in its adapters' way."""
     adapters.displaced = 0
     for pin in adapters.pins:

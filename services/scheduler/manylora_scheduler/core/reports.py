@@ -56,38 +56,6 @@ class FlowLoad(NamedTuple):
 NO_LOAD = FlowLoad(0, 0, 0)
 
 
-class PinView(NamedTuple):
-    """One name of a policy's `adapters.pin` on a worker."""
-
-    name: str
-    uid: str
-    """Empty: no adapter has this name."""
-    on_device: bool
-    problem: str
-
-
-class TenantAdapters(NamedTuple):
-    """A tenant's part of a worker's adapter memory. Meaning as in worker.proto's TenantMemory."""
-
-    device_bytes: int = 0
-    host_bytes: int = 0
-    evictions: int = 0
-    displaced: int = 0
-    pins: tuple[PinView, ...] = ()
-
-
-NO_ADAPTERS = TenantAdapters()
-
-
-class Setbacks(NamedTuple):
-    """What befell a tenant's sequences on a worker, cumulative since its start. Meaning as in worker.proto."""
-
-    preemptions: int
-    swaps_out: int
-    evictions: int
-    recomputed_tokens: int
-
-
 @dataclass(slots=True)
 class WorkerReport:
     """One report of a worker. Meaning as in worker.proto. Never changed; not frozen, which would double the time that
@@ -100,7 +68,6 @@ class WorkerReport:
     kv_blocks_free: int
     block_size: int
     draining: bool = False
-    generated_tokens: int = 0
     public_kv_blocks: int = 0
     public_kv_blocks_declared: int = 0
     adapters: Mapping[AdapterUid, Residency] = field(default_factory=dict)
@@ -113,5 +80,3 @@ class WorkerReport:
     """Of the flows that changed; in a snapshot of all that have some."""
     tenants: Mapping[TenantId, int] = field(default_factory=dict)
     """KV blocks of tenants where they changed."""
-    tenant_adapters: Mapping[TenantId, TenantAdapters] = field(default_factory=dict)
-    """Of tenants where they changed; in a snapshot of all that have any."""

@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
-from manylora_shared.ids import AdapterUid, RequestId, TenantId, WorkerId
+from manylora_shared.ids import AdapterUid, RequestId, WorkerId
 
 from manylora_scheduler.core.reports import (
     ABSENT,
-    NO_ADAPTERS,
     NO_LOAD,
     FlowLoad,
     Residency,
-    TenantAdapters,
     WorkerReport,
 )
 from manylora_scheduler.core.request import FlowKey, QueuedRequest, Ticket
@@ -73,10 +71,10 @@ class WorkerView:
 
     __slots__ = ("_assigned", "_front", "_granted_blocks", "_granted_sequences", "_holders", "_holds_longest",
                  "_loads", "_max_sequences", "_output_tokens", "_prefetches", "adapters", "address", "block_size",
-                 "connected", "device", "draining", "generated_tokens", "granted", "has_reported",
+                 "connected", "device", "draining", "granted", "has_reported",
                  "held_sequences", "kv_blocks_free", "kv_blocks_total", "max_context_tokens", "place",
                  "public_kv_blocks", "public_kv_blocks_declared", "running", "running_sequences", "sequence_slots",
-                 "standing", "tenant_adapters", "worker_id")  # fmt: skip
+                 "standing", "worker_id")  # fmt: skip
 
     def __init__(
         self, worker_id: WorkerId, address: str, device: str, max_context_tokens: int, holders: Holders
@@ -94,13 +92,10 @@ class WorkerView:
         self.kv_blocks_total = 0
         self.kv_blocks_free = 0
         self.block_size = 1
-        self.generated_tokens = 0
         self.public_kv_blocks = 0
         self.public_kv_blocks_declared = 0
         self.adapters: dict[AdapterUid, Residency] = {}
         """Those that are resident."""
-        self.tenant_adapters: dict[TenantId, TenantAdapters] = {}
-        """Of tenants that have any, had, or pin some."""
         self._prefetches: dict[AdapterUid, None] = {}
         """Sent and not yet answered by residency."""
         self.running: dict[RequestId, Ticket | None] = {}
@@ -402,17 +397,8 @@ class WorkerView:
         self.kv_blocks_free = report.kv_blocks_free
         self._holds_longest = report.kv_blocks_total * self.block_size >= self.max_context_tokens - 1
         self.draining = report.draining
-        self.generated_tokens = report.generated_tokens
         self.public_kv_blocks = report.public_kv_blocks
         self.public_kv_blocks_declared = report.public_kv_blocks_declared
-        if report.snapshot:
-            self.tenant_adapters.clear()
-        if report.tenant_adapters:
-            for tenant_id, adapters in report.tenant_adapters.items():
-                if adapters == NO_ADAPTERS:
-                    self.tenant_adapters.pop(tenant_id, None)
-                else:
-                    self.tenant_adapters[tenant_id] = adapters
         if report.snapshot:
             self._fold_adapters({**dict.fromkeys(self.adapters, ABSENT), **report.adapters})
         elif report.adapters:

@@ -6,14 +6,14 @@ small. No metric names a tenant.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from manylora_shared.ids import QosClass, WorkerId
 from manylora_shared.telemetry import Attribute, MetricName, Telemetry
 
-from manylora_scheduler.core.worker_view import WorkerView
 from manylora_scheduler.gates.neighbours import NOISY_KINDS
 from manylora_scheduler.gates.overload import OverloadState
+from manylora_scheduler.serving.told import Told
 
 
 class TermMetrics:
@@ -24,7 +24,11 @@ class TermMetrics:
         self._evicted: dict[tuple[WorkerId, str], int] = {}
         """By worker and kind."""
 
-    def record(self, state: OverloadState, workers: Iterable[WorkerView]) -> None:
+    def record(self, state: OverloadState, workers: Mapping[WorkerId, Told | None]) -> None:
+        """
+        Args:
+            workers: what each has told; None: its stream is down.
+        """
         telemetry = self._telemetry
         if not telemetry.has_metrics:
             return
@@ -42,19 +46,20 @@ class TermMetrics:
             telemetry.gauge(MetricName.NOISY_NEIGHBOURS, len(noisy), {Attribute.KIND: kind})
         self._record_adapters(workers)
 
-    def _record_adapters(self, workers: Iterable[WorkerView]) -> None:
+    def _record_adapters(self, workers: Mapping[WorkerId, Told | None]) -> None:
         """A worker's counts fall when it is another process: that is a new beginning, not a loss."""
         unmet = 0
         counted: dict[tuple[WorkerId, str], int] = {}
-        for worker in workers:
-            displaced = sum(adapters.displaced for adapters in worker.tenant_adapters.values())
-            evictions = sum(adapters.evictions for adapters in worker.tenant_adapters.values())
-            unmet += worker.connected and sum(
-                not pin.on_device for adapters in worker.tenant_adapters.values() for pin in adapters.pins
-            )
+        for worker_id, told in workers.items():
+            if told is None:
+                counted |= {(worker_id, kind): self._evicted.get((worker_id, kind), 0) for kind in ("own", "displaced")}
+                continue
+            displaced = sum(adapters.displaced for adapters in told.adapters.values())
+            evictions = sum(adapters.evictions for adapters in told.adapters.values())
+            unmet += sum(not pin.on_device for adapters in told.adapters.values() for pin in adapters.pins)
             for kind, total in (("own", evictions - displaced), ("displaced", displaced)):
-                before = self._evicted.get((worker.worker_id, kind), 0)
-                counted[worker.worker_id, kind] = total
+                before = self._evicted.get((worker_id, kind), 0)
+                counted[worker_id, kind] = total
                 grown = total - before if total >= before else total
                 if grown:
                     self._telemetry.count(MetricName.ADAPTER_EVICTIONS, grown, {Attribute.KIND: kind})

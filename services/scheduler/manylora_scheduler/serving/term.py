@@ -13,7 +13,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from manylora.v1 import admin_pb2, scheduler_pb2, worker_pb2
+from manylora.v1 import admin_pb2, scheduler_pb2, status_pb2, worker_pb2
 from manylora_shared.coordination.base import StoreUnavailable
 from manylora_shared.coordination.records import WorkerRecord
 from manylora_shared.errors import Code, InvalidRequest, ManyloraError, Overloaded, ServiceUnavailable
@@ -51,6 +51,7 @@ from manylora_scheduler.gates.quota import QuotaGate
 from manylora_scheduler.serving.clock_keeper import ClockKeeper
 from manylora_scheduler.serving.metrics import TermMetrics
 from manylora_scheduler.serving.spans import QueueSpans
+from manylora_scheduler.serving.told import adapter_sums, sums
 from manylora_scheduler.serving.wire import (
     flow_status,
     grant_message,
@@ -61,8 +62,6 @@ from manylora_scheduler.serving.wire import (
     overload_status,
     quota_status,
     refusal_message,
-    setback_statuses,
-    tenant_adapter_statuses,
     worker_status,
 )
 from manylora_scheduler.serving.worker_line import WorkerLine
@@ -318,7 +317,8 @@ class Term:
         """Saves the clock again and again; how often depends on how large it is."""
         while True:
             await asyncio.sleep(self._clock_pause_s)
-            self._metrics.record(self.overload.state(), self.core.workers)
+            told = {worker_id: line.told for worker_id, line in self._workers.items()}
+            self._metrics.record(self.overload.state(), told)
             if self.core.is_restoring:
                 continue
             try:
@@ -354,6 +354,7 @@ class Term:
         flows = [flow_status(view) for view in self.core.view.flow_views(now)]
         quotas = [quota_status(view) for view in self.quotas.authority.views(now)]
         overload = self.overload.state()
+        told = {worker_id: line.told for worker_id, line in self._workers.items() if line.told is not None}
         return admin_pb2.SchedulerStatus(
             reachable=True,
             address=address,
@@ -362,17 +363,17 @@ class Term:
             quotas=quotas,
             overload=overload_status(overload),
             neighbours=[neighbour_status(noisy) for noisy in overload.noisy],
-            adapters=tenant_adapter_statuses(self.core.workers),
-            kv=kv_statuses(
-                (self.overload.kv_blocks(worker.worker_id), self._workers[worker.worker_id].kv_block_bytes)
-                for worker in self.core.workers
-                if worker.connected and worker.worker_id in self._workers
-            ),
-            setbacks=setback_statuses(line.setbacks for line in self._workers.values()),
+            adapters=adapter_sums(each.adapters for each in told.values()),
+            kv=kv_statuses((self.overload.kv_blocks(worker), each.kv_block_bytes) for worker, each in told.items()),
+            setbacks=sums(status_pb2.TenantSetbacks, (each.setbacks for each in told.values())),
         )
 
     def worker_statuses(self) -> list[admin_pb2.WorkerStatus]:
-        return [worker_status(view) for view in self.core.workers]
+        told = {worker_id: line.told for worker_id, line in self._workers.items() if line.told is not None}
+        return [
+            worker_status(view, told[view.worker_id].counters if view.worker_id in told else None)
+            for view in self.core.workers
+        ]
 
     # ---- the inside
 

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Iterable, Mapping
 
-from manylora.v1 import admin_pb2, scheduler_pb2, worker_pb2
+from manylora.v1 import admin_pb2, scheduler_pb2, status_pb2, worker_pb2
 from manylora_shared.errors import InvalidRequest, QuotaBreach
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, is_valid_name
 from manylora_shared.stores.adapter_files import is_uid
@@ -25,11 +25,8 @@ from manylora_scheduler.core.events import (
 from manylora_scheduler.core.reports import (
     FlowLoad,
     FlowTokens,
-    PinView,
     Residency,
-    Setbacks,
     StartedRequest,
-    TenantAdapters,
     WorkerReport,
 )
 from manylora_scheduler.core.request import FlowKey, QueuedRequest
@@ -107,12 +104,6 @@ def worker_report(message: worker_pb2.ControlReport) -> WorkerReport:
         flows[flow] = tuple.__new__(FlowTokens, (each.prompt_tokens, each.output_tokens))
         load = each.slotted_sequences, each.ready_sequences, each.held_sequences
         loads[flow] = tuple.__new__(FlowLoad, load)
-    tenants: dict[TenantId, int] = {}
-    tenant_adapters: dict[TenantId, TenantAdapters] = {}
-    for memory in message.tenants:
-        tenant_id = TenantId(memory.tenant_id)
-        tenants[tenant_id] = memory.kv_blocks
-        tenant_adapters[tenant_id] = _tenant_adapters(memory)
     return WorkerReport(
         snapshot=message.snapshot,
         sequence_slots=message.sequence_slots,
@@ -121,7 +112,6 @@ def worker_report(message: worker_pb2.ControlReport) -> WorkerReport:
         kv_blocks_free=message.kv_blocks_free,
         block_size=message.block_size,
         draining=message.draining,
-        generated_tokens=message.generated_tokens,
         public_kv_blocks=message.public_kv_blocks,
         public_kv_blocks_declared=message.public_kv_blocks_declared,
         adapters={AdapterUid(a.adapter_uid): _RESIDENCIES.get(a.tier, Residency.ABSENT) for a in message.adapters},
@@ -133,27 +123,8 @@ def worker_report(message: worker_pb2.ControlReport) -> WorkerReport:
         flows=flows,
         max_sequences=message.max_sequences,
         loads=loads,
-        tenants=tenants,
-        tenant_adapters=tenant_adapters,
+        tenants={TenantId(each.tenant_id): each.kv_blocks for each in message.tenants},
     )
-
-
-def _tenant_adapters(message: worker_pb2.TenantMemory) -> TenantAdapters:
-    return TenantAdapters(
-        device_bytes=message.adapter_device_bytes,
-        host_bytes=message.adapter_host_bytes,
-        evictions=message.adapter_evictions,
-        displaced=message.adapter_displaced,
-        pins=tuple(PinView(p.name, p.adapter_uid, p.on_device, p.problem) for p in message.pins),
-    )
-
-
-def setbacks_of(message: worker_pb2.ControlReport) -> dict[TenantId, Setbacks]:
-    """Nothing is decided by these, so they are no part of a WorkerReport."""
-    return {
-        TenantId(each.tenant_id): Setbacks(each.preemptions, each.swaps_out, each.evictions, each.recomputed_tokens)
-        for each in message.setbacks
-    }
 
 
 def grant_message(grant: SendGrant, epoch: int) -> scheduler_pb2.ScheduleResponse:
@@ -303,28 +274,6 @@ def flow_status(view: FlowView) -> admin_pb2.FlowStatus:
     )
 
 
-def tenant_adapter_statuses(workers: Iterable[WorkerView]) -> list[admin_pb2.TenantAdapters]:
-    """Sums over the connected workers; pins as the first of them tells that has them."""
-    found: dict[TenantId, admin_pb2.TenantAdapters] = {}
-    for worker in workers:
-        for tenant_id, adapters in worker.tenant_adapters.items() if worker.connected else ():
-            status = found.setdefault(tenant_id, admin_pb2.TenantAdapters(tenant_id=tenant_id))
-            status.device_bytes += adapters.device_bytes
-            status.host_bytes += adapters.host_bytes
-            status.evictions += adapters.evictions
-            status.displaced += adapters.displaced
-            pins = {pin.name: pin for pin in status.pins}
-            for view in adapters.pins:
-                pin = pins.get(view.name)
-                if pin is None:
-                    pin = status.pins.add(name=view.name, adapter_version=view.uid)
-                pin.workers += 1
-                pin.on_device += view.on_device
-                if view.problem and not pin.problem:
-                    pin.problem = view.problem
-    return [found[tenant_id] for tenant_id in sorted(found)]
-
-
 def kv_statuses(workers: Iterable[tuple[Mapping[TenantId, int], int]]) -> list[admin_pb2.TenantKv]:
     """
     Args:
@@ -339,20 +288,7 @@ def kv_statuses(workers: Iterable[tuple[Mapping[TenantId, int], int]]) -> list[a
     return [found[tenant_id] for tenant_id in sorted(found)]
 
 
-def setback_statuses(workers: Iterable[Mapping[TenantId, Setbacks]]) -> list[admin_pb2.TenantSetbacks]:
-    """Sums over workers."""
-    found: dict[TenantId, admin_pb2.TenantSetbacks] = {}
-    for worker in workers:
-        for tenant_id, setbacks in worker.items():
-            status = found.setdefault(tenant_id, admin_pb2.TenantSetbacks(tenant_id=tenant_id))
-            status.preemptions += setbacks.preemptions
-            status.swaps_out += setbacks.swaps_out
-            status.evictions += setbacks.evictions
-            status.recomputed_tokens += setbacks.recomputed_tokens
-    return [found[tenant_id] for tenant_id in sorted(found)]
-
-
-def worker_status(view: WorkerView) -> admin_pb2.WorkerStatus:
+def worker_status(view: WorkerView, counters: status_pb2.WorkerCounters | None) -> admin_pb2.WorkerStatus:
     tiers = list(view.adapters.values())
     return admin_pb2.WorkerStatus(
         worker_id=view.worker_id,
@@ -366,7 +302,7 @@ def worker_status(view: WorkerView) -> admin_pb2.WorkerStatus:
         kv_blocks_free=view.kv_blocks_free,
         adapters_on_device=tiers.count(Residency.DEVICE),
         adapters_on_host=len(tiers),
-        generated_tokens=view.generated_tokens,
+        counters=counters,
         public_kv_blocks=view.public_kv_blocks,
         public_kv_blocks_declared=view.public_kv_blocks_declared,
     )

@@ -19,8 +19,8 @@ from manylora_shared.telemetry.logs import fields
 from manylora_shared.transport.base import Channel, Stream, Transport, methods_of
 
 from manylora_scheduler.core.events import Event, WorkerDisconnected, WorkerReported
-from manylora_scheduler.core.reports import Setbacks
-from manylora_scheduler.serving.wire import setbacks_of, worker_report
+from manylora_scheduler.serving.told import Told
+from manylora_scheduler.serving.wire import worker_report
 
 _LOG = logging.getLogger(__name__)
 CONTROL = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])["Control"]
@@ -51,10 +51,8 @@ class WorkerLine:
         failed: Callable[[BaseException], None],
     ) -> None:
         self.address = address
-        self.setbacks: dict[TenantId, Setbacks] = {}
-        """Of tenants that had any, while the stream is up."""
-        self.kv_block_bytes = 0
-        """By the stream's snapshot."""
+        self.told: Told | None = None
+        """While the stream is up."""
         self._worker_id = worker_id
         self._hello = hello
         self._transport = transport
@@ -88,7 +86,7 @@ class WorkerLine:
                 context = fields(worker=self._worker_id, address=self.address, error=str(e))
                 _LOG.warning("control stream ended", extra=context)
             was_connected, self._outbox = self._outbox is not None, None
-            self.setbacks = {}
+            self.told = None
             if was_connected:
                 backoff_s = _MIN_BACKOFF_S
                 self._post(WorkerDisconnected(self._worker_id))
@@ -112,12 +110,11 @@ class WorkerLine:
                 self._write_all(stream, self._outbox), name=f"control writer {self._worker_id}"
             )
             _LOG.info("control stream is up", extra=fields(worker=self._worker_id, address=self.address))
-            self.setbacks = setbacks_of(first)
-            self.kv_block_bytes = first.kv_block_bytes
+            self.told = Told()
+            self.told.take(first)
             self._post(WorkerReported(self._worker_id, worker_report(first)))
             while (report := await stream.read()) is not None:
-                if report.setbacks:
-                    self.setbacks.update(setbacks_of(report))
+                self.told.take(report)
                 self._post(WorkerReported(self._worker_id, worker_report(report)))
         except TimeoutError:
             raise RpcError(Code.UNAVAILABLE, "the worker sent no snapshot in time") from None

@@ -478,11 +478,11 @@ class EngineCore:
 
     def _count_setbacks(self, plan: StepPlan) -> None:
         for sequence in plan.yielded:
-            self._counters.set_back(sequence.tenant_id, preemptions=1)
+            self._counters.set_back(sequence.tenant_id, Setbacks(preemptions=1))
         for sequence in plan.swapped:
-            self._counters.set_back(sequence.tenant_id, swaps_out=1)
+            self._counters.set_back(sequence.tenant_id, Setbacks(swaps_out=1))
         for sequence in plan.evicted:
-            self._counters.set_back(sequence.tenant_id, evictions=1)
+            self._counters.set_back(sequence.tenant_id, Setbacks(evictions=1))
 
     def _adapter_ready(self, group: SequenceGroup, now: float) -> None:
         group.times.adapter_ready_s = now
@@ -519,7 +519,7 @@ class EngineCore:
         group = sequence.group
         self._leave_step(part)
         if part.num_recomputed_tokens:
-            self._counters.set_back(sequence.tenant_id, recomputed_tokens=part.num_recomputed_tokens)
+            self._counters.set_back(sequence.tenant_id, Setbacks(recomputed_tokens=part.num_recomputed_tokens))
         is_taken = sampled is not None and not sequence.is_finished
         self._counters.computed(sequence.flow, part.num_new_tokens, int(is_taken))
         if sequence.is_finished:

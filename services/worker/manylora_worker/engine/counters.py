@@ -11,6 +11,7 @@ sake or for want of memory is counted per tenant.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -39,13 +40,8 @@ class Setbacks(NamedTuple):
     recomputed_tokens: int = 0
     """That were computed again, for whatever reason."""
 
-    def with_more(self, preemptions: int, swaps_out: int, evictions: int, recomputed_tokens: int) -> Setbacks:
-        return Setbacks(
-            self.preemptions + preemptions,
-            self.swaps_out + swaps_out,
-            self.evictions + evictions,
-            self.recomputed_tokens + recomputed_tokens,
-        )
+    def with_more(self, more: Setbacks) -> Setbacks:
+        return Setbacks(*map(operator.add, self, more))
 
 
 class EngineStats(NamedTuple):
@@ -111,22 +107,14 @@ class WorkCounters:
         self._changed_flows[flow] = None
         self.generated_tokens += output_tokens
 
-    def set_back(
-        self,
-        tenant_id: TenantId,
-        *,
-        preemptions: int = 0,
-        swaps_out: int = 0,
-        evictions: int = 0,
-        recomputed_tokens: int = 0,
-    ) -> None:
+    def set_back(self, tenant_id: TenantId, more: Setbacks) -> None:
         """What befell a tenant's sequences, beside what is counted already."""
         if tenant_id == PUBLIC:
             return
-        more = (preemptions, swaps_out, evictions, recomputed_tokens)
-        known = self._tenants.get(tenant_id, _NO_SETBACKS)
-        self._tenants[tenant_id] = self._changed_setbacks[tenant_id] = known.with_more(*more)
-        self.setbacks = self.setbacks.with_more(*more)
+        self._tenants[tenant_id] = self._changed_setbacks[tenant_id] = self._tenants.get(
+            tenant_id, Setbacks()
+        ).with_more(more)
+        self.setbacks = self.setbacks.with_more(more)
 
     def flows(self) -> Mapping[FlowKey, FlowTokens]:
         return {flow: FlowTokens(*tokens) for flow, tokens in self._flows.items()}
@@ -141,6 +129,3 @@ class WorkCounters:
         """Of the tenants whose counts grew since the last call."""
         changed, self._changed_setbacks = self._changed_setbacks, {}
         return changed
-
-
-_NO_SETBACKS = Setbacks()

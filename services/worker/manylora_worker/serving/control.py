@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from manylora.v1 import worker_pb2
+from manylora.v1 import status_pb2, worker_pb2
 from manylora_shared.errors import ManyloraError
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 from manylora_shared.wire import QOS_NUMBERS
@@ -62,12 +62,10 @@ class ControlSession:
         self._slots = view.slots
         self._served: dict[FlowKey, None] = {}
         """Flows without a ready sequence, as of `_slots`."""
-        self._tenants: dict[TenantId, tuple[int, TenantAdapters]] = {}
-        """KV blocks and adapters as last reported."""
-        self._memories: dict[TenantId, tuple[TenantAdapters, worker_pb2.TenantMemory]] = {}
-        """The messages that were made last, and of what: blocks change with each report, adapters seldom."""
+        self._kv_blocks: dict[TenantId, int] = {}
+        self._tenant_adapters: Mapping[TenantId, TenantAdapters] = {}
         self._setbacks: dict[TenantId, Setbacks] = {}
-        """As last reported."""
+        """As last reported, all three."""
         self._due_at: float | None = None
         """When what has changed is to be told, by the event loop's clock; None: nothing has."""
         self._reported_at = float("-inf")
@@ -140,12 +138,12 @@ class ControlSession:
             kv_blocks_free=stats.blocks_free,
             block_size=stats.block_size,
             draining=self._is_draining,
-            generated_tokens=stats.generated_tokens,
             public_kv_blocks=stats.public_blocks,
             public_kv_blocks_declared=stats.public_blocks_declared,
             max_sequences=self._max_sequences,
             finished_request_ids=list(changes.ended),
             kv_block_bytes=self._kv_block_bytes if is_snapshot else 0,
+            counters=status_pb2.WorkerCounters(**{name: getattr(stats, name) for name in _COUNTERS}),
         )
         before, self._adapters = self._adapters or {}, view.adapters
         if before is not view.adapters:
@@ -186,23 +184,18 @@ class ControlSession:
             )
 
     def _add_tenants(self, report: worker_pb2.ControlReport) -> None:
-        kv_blocks, adapters = self._view.kv_blocks, self._view.tenant_adapters
-        for tenant_id in dict.fromkeys((*kv_blocks, *adapters, *self._tenants)):
-            memory = kv_blocks.get(tenant_id, 0), adapters.get(tenant_id, _NO_ADAPTERS)
-            if memory == self._tenants.get(tenant_id, _NO_MEMORY):
-                continue
-            blocks, mine = memory
-            made_of, message = self._memories.get(tenant_id, _NOTHING_MADE)
-            if made_of is not mine:
-                message = _tenant_memory(tenant_id, mine)
-                self._memories[tenant_id] = mine, message
-            message.kv_blocks = blocks
-            report.tenants.append(message)
-            if memory == _NO_MEMORY:
-                self._tenants.pop(tenant_id, None)
-                del self._memories[tenant_id]
-            else:
-                self._tenants[tenant_id] = memory
+        known, self._kv_blocks = self._kv_blocks, dict(self._view.kv_blocks)
+        for tenant_id in known | self._kv_blocks:
+            blocks = self._kv_blocks.get(tenant_id, 0)
+            if blocks != known.get(tenant_id, 0):
+                report.tenants.add(tenant_id=tenant_id, kv_blocks=blocks)
+        before, self._tenant_adapters = self._tenant_adapters, self._view.tenant_adapters
+        if before is not self._tenant_adapters:
+            for tenant_id in {**before, **self._tenant_adapters}:
+                mine = self._tenant_adapters.get(tenant_id, _NO_ADAPTERS)
+                if mine != before.get(tenant_id, _NO_ADAPTERS):
+                    counts = mine._asdict() | {"pins": [_pin_status(state) for state in mine.pins]}
+                    report.tenant_adapters.add(tenant_id=tenant_id, **counts)
 
     def _add_setbacks(self, report: worker_pb2.ControlReport) -> None:
         """Those that grew since the last report: the last ones in the view."""
@@ -220,26 +213,14 @@ class ControlSession:
             self._waiter.wake()
 
 
-def _tenant_memory(tenant_id: TenantId, mine: TenantAdapters) -> worker_pb2.TenantMemory:
-    """Without its KV blocks."""
-    return worker_pb2.TenantMemory(
-        tenant_id=tenant_id,
-        adapter_device_bytes=mine.device_bytes,
-        adapter_host_bytes=mine.host_bytes,
-        adapter_evictions=mine.evictions,
-        adapter_displaced=mine.displaced,
-        pins=[_pinned(state) for state in mine.pins],
-    )
-
-
-def _pinned(state: PinState) -> worker_pb2.PinnedAdapter:
+def _pin_status(state: PinState) -> status_pb2.PinStatus:
     pin = state.pin
-    return worker_pb2.PinnedAdapter(
-        name=pin.name, adapter_uid=pin.uid or "", on_device=state.is_ready, problem=state.problem
+    return status_pb2.PinStatus(
+        name=pin.name, adapter_version=pin.uid or "", workers=1, on_device=int(state.is_ready), problem=state.problem
     )
 
 
 _NO_TOKENS, _NO_LOAD = FlowTokens(), FlowLoad()
 _NO_ADAPTERS = TenantAdapters()
-_NO_MEMORY = (0, _NO_ADAPTERS)
-_NOTHING_MADE: tuple[TenantAdapters | None, worker_pb2.TenantMemory] = (None, worker_pb2.TenantMemory())
+_COUNTERS = tuple(status_pb2.WorkerCounters.DESCRIPTOR.fields_by_name)
+"""By name as EngineStats has them."""
