@@ -13,7 +13,7 @@ from manylora.v1 import admin_pb2, common_pb2, inference_pb2, scheduler_pb2, sta
 from manylora_router.app import RouterApp
 from manylora_router.config import RouterConfig
 from manylora_router.guard.admission import Prompt, RequestInput, TextPrompt
-from manylora_router.text.service import FakeText, TextService
+from manylora_router.text.service import TextService
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import AdapterRecord, KeyRecord, SchedulerRecord, WorkerRecord
 from manylora_shared.errors import Code, RpcError
@@ -23,6 +23,7 @@ from manylora_shared.telemetry import Telemetry
 from manylora_shared.tenancy.identity import bearer, new_key, split_key
 from manylora_shared.transport.base import Channel, Method, Server, ServerCall, Service, Stream, methods_of
 from manylora_sim import loop as simulation
+from manylora_sim.fake_text import FakeText
 from manylora_sim.network import MemoryNetwork, MemoryTransport
 from manylora_sim.store import MemoryStore, MemoryStoreServer
 

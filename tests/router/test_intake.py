@@ -8,10 +8,10 @@ import pytest
 from manylora_router.guard.admission import RequestInput, TextPrompt
 from manylora_router.guard.permits import Permit
 from manylora_router.request.job import Job
-from manylora_router.text.service import FakeText
 from manylora_shared.errors import InvalidRequest, NotFound, Overloaded, Unready
 from manylora_shared.metadata import ADAPTER_KEY
 from manylora_shared.sampling import Sampling
+from manylora_sim.fake_text import FakeText
 from router_fakes import EOS, RouterCluster, ids_of, plain_request, simulate
 from test_router_overload import BATCH_CLOSED, hears
 

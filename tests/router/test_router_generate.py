@@ -547,7 +547,7 @@ def test_stream_that_just_ends_is_a_lost_worker() -> None:
 
 def test_a_bug_ends_one_request_with_its_outcome(caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
-        def push(self, token_id: int) -> str:
+        def push(self, token_ids: list[int]) -> str:
             raise ZeroDivisionError
 
         def finish(self) -> str:

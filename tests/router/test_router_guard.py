@@ -13,7 +13,6 @@ from manylora_router.app import RouterApp
 from manylora_router.config import RouterConfig
 from manylora_router.guard.circuits import ADAPTER_THRESHOLD, MIN_OPEN_S
 from manylora_router.metrics import MAX_FLOWS, RECORD_S, RouterMetrics
-from manylora_router.text.service import FakeText
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import RouterRecord
 from manylora_shared.errors import Code, RpcError
@@ -23,6 +22,7 @@ from manylora_shared.stores.adapter_files import MemoryAdapterFiles
 from manylora_shared.telemetry import Attribute, MetricName, Telemetry
 from manylora_shared.tenancy.policy import Slo
 from manylora_shared.tenancy.slo import Verdict
+from manylora_sim.fake_text import FakeText
 from router_fakes import (
     ADMIN,
     GENERATE,

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from manylora.v1 import admin_pb2, inference_pb2
 from manylora_router.admin import prefix_intake
-from manylora_router.text.service import FakeText, TokenIdsOnlyText
+from manylora_router.text.service import TokenIdsOnlyText
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import PublicPrefixRecord
 from manylora_shared.errors import Code, RpcError
+from manylora_sim.fake_text import FakeText
 from router_fakes import ADMIN, RouterCluster, ids_of, simulate
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from manylora_router.text.detokenizer import BytesDetokenizer, Detokenizer, WindowDetokenizer
-from manylora_router.text.service import FakeText, HfTextService, TokenIdsOnlyText, read_token_bytes
+from manylora_router.text.detokenizer import Detokenizer
+from manylora_router.text.service import HfTextService, TokenIdsOnlyText
 from manylora_shared.errors import InvalidRequest, Unready
+from manylora_sim.fake_text import FakeText
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 TEMPLATE = (
@@ -71,7 +72,7 @@ def wrapped(tokenizer: Tokenizer, **more: Any) -> Any:
 
 
 def text_of(detokenizer: Detokenizer, ids: list[int]) -> str:
-    return "".join([detokenizer.push(i) for i in ids]) + detokenizer.finish()
+    return "".join([detokenizer.push([i]) for i in ids]) + detokenizer.finish()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,7 +80,6 @@ async def test_detokenizer_gives_the_tokenizers_own_decode(kind: str) -> None:
     tokenizer = wrapped(KINDS[kind]())
     service = HfTextService(tokenizer)
     try:
-        assert isinstance(service.detokenizer(), WindowDetokenizer if kind == "word_piece" else BytesDetokenizer)
         sentence = "hello worlds , again" if kind == "word_piece" else SENTENCE
         ids = list(await service.encode(sentence))
         decode = tokenizer.backend_tokenizer.decode
@@ -92,30 +92,34 @@ async def test_detokenizer_gives_the_tokenizers_own_decode(kind: str) -> None:
             expected = decode(some, skip_special_tokens=True)
             if "\ufffd" not in expected:
                 assert text_of(service.detokenizer(), some) == expected
-                assert text_of(WindowDetokenizer(service._decode), some) == expected
+                detokenizer = service.detokenizer()
+                assert detokenizer.push(some) + detokenizer.finish() == expected
     finally:
         await service.close()
 
 
-def test_a_decoder_that_lies_about_its_kind_takes_the_slow_way(caplog: pytest.LogCaptureFixture) -> None:
-    tokenizer = wrapped(byte_level())
-    backend = tokenizer.backend_tokenizer
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "byte_fallback_strip"])
+async def test_tokens_that_are_no_utf8_hold_up_nothing(kind: str) -> None:
+    """A logit bias can force them. They become U+FFFD, at a cost that does not grow, and text goes on."""
+    tokenizer = wrapped(KINDS[kind]())
+    service = HfTextService(tokenizer)
+    try:
+        token = tokenizer.backend_tokenizer.token_to_id("ÿ" if kind == "byte_level" else "<0xFF>")
+        longest = 0
+        decode = service._decode
 
-    class Lying:
-        backend_tokenizer = type(
-            "Backend",
-            (),
-            {
-                "to_str": staticmethod(lambda: json.dumps({"decoder": {"type": "ByteLevel"}})),
-                "get_added_tokens_decoder": staticmethod(dict),
-                "get_vocab_size": staticmethod(backend.get_vocab_size),
-                "id_to_token": staticmethod(backend.id_to_token),
-                "decode": staticmethod(lambda ids, skip_special_tokens: backend.decode(ids).upper()),
-            },
-        )()
+        def measured(ids: Sequence[int]) -> str:
+            nonlocal longest
+            longest = max(longest, len(ids))
+            return decode(ids)
 
-    assert read_token_bytes(Lying()) is None
-    assert "slower way" in caplog.text
+        service._decode = measured
+        text = text_of(service.detokenizer(), [token] * 1000 + [tokenizer.backend_tokenizer.token_to_id("H")])
+        assert set(text) == {"\ufffd", "H"}
+        assert text.endswith("\ufffdH")
+        assert longest <= 17
+    finally:
+        await service.close()
 
 
 async def test_chat_template() -> None:

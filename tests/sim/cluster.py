@@ -16,7 +16,6 @@ from typing import Any
 
 from manylora_router.app import RouterApp
 from manylora_router.config import RouterConfig
-from manylora_router.text.service import FakeText
 from manylora_scheduler.app import SchedulerApp
 from manylora_scheduler.config import SchedulerConfig
 from manylora_scheduler.core.clock_codec import decode
@@ -28,6 +27,7 @@ from manylora_shared.telemetry import Telemetry
 from manylora_shared.tenancy.identity import new_key
 from manylora_shared.tenancy.policy import ClassPolicy, TenantPolicy, TenantQuotas
 from manylora_sim.fake_runner import FakeAdapterBackend, FakeRunner, FakeValidator
+from manylora_sim.fake_text import FakeText
 from manylora_sim.loop import SimLoop, SimNode, SimWallClock
 from manylora_sim.loop_runtime import LoopRuntime
 from manylora_sim.network import MemoryNetwork, MemoryTransport

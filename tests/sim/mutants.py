@@ -22,7 +22,7 @@ from manylora_router.links.scheduler_client import SchedulerClient
 from manylora_router.request.execution import Execution
 from manylora_router.request.token_lease import TokenLease
 from manylora_router.request.worker_stream import WorkerStream
-from manylora_router.text.detokenizer import StopStringMatcher
+from manylora_router.text.stop_strings import StopStringMatcher
 from manylora_scheduler.app import SchedulerApp
 from manylora_scheduler.core.core import Core
 from manylora_scheduler.gates.quota import QuotaAuthority

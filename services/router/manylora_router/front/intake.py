@@ -28,8 +28,8 @@ from manylora_router.links.directory import Directory, Model
 from manylora_router.links.scheduler_client import SchedulerClient
 from manylora_router.request.call import Call
 from manylora_router.request.job import Job
-from manylora_router.text.detokenizer import StopStrings
 from manylora_router.text.service import TextService
+from manylora_router.text.stop_strings import StopStrings
 
 DEADLINE_MARGIN_S = 0.02
 """A request ends this long before its caller's deadline (a tenth of the time at most), so that the frame that says so

@@ -13,7 +13,9 @@ from manylora.v1 import common_pb2, worker_pb2
 from manylora_shared.errors import InternalError
 
 from manylora_router.request.frames import ChoiceEnd, Delta, Frame
-from manylora_router.text.detokenizer import ChoiceText, Detokenizer, StopStrings
+from manylora_router.text.choice_text import ChoiceText
+from manylora_router.text.detokenizer import Detokenizer
+from manylora_router.text.stop_strings import StopStrings
 
 
 @dataclass(eq=False, slots=True)

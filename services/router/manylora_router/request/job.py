@@ -12,7 +12,7 @@ from manylora_shared.telemetry import request_attributes
 from manylora_router.guard.admission import Adapter
 from manylora_router.links.wire import Grant
 from manylora_router.request.frames import Degraded
-from manylora_router.text.detokenizer import StopStrings
+from manylora_router.text.stop_strings import StopStrings
 
 
 @dataclass(frozen=True)

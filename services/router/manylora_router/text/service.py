@@ -2,14 +2,12 @@
 
 Owns the tokenizer and the threads it runs in. Tokenizing never runs on the event loop, and on `threads` threads at
 most; callers wait their turn in order. How long a text may be is admission's to say, before it comes here. Detokenizers
-are plain objects for the event loop: a step costs well under a microsecond with TokenBytes, some microseconds without.
+are plain objects for the event loop: a frame's tokens cost some microseconds.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,9 +15,7 @@ from typing import Any, Protocol
 
 from manylora_shared.errors import InvalidRequest, Unready
 
-from manylora_router.text.detokenizer import BytesDetokenizer, Detokenizer, NoText, TokenBytes, WindowDetokenizer
-
-_LOG = logging.getLogger(__name__)
+from manylora_router.text.detokenizer import Detokenizer, WindowDetokenizer
 
 
 class TextService(Protocol):
@@ -44,6 +40,14 @@ class TextService(Protocol):
     async def close(self) -> None: ...
 
 
+class _NoText:
+    def push(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
 class TokenIdsOnlyText:
     """The TextService of a router without a tokenizer."""
 
@@ -56,32 +60,7 @@ class TokenIdsOnlyText:
         raise Unready("prompt.chat: this router has no tokenizer; send prompt.token_ids")
 
     def detokenizer(self) -> Detokenizer:
-        return NoText()
-
-    async def close(self) -> None:
-        pass
-
-
-class FakeText:
-    """A TextService for tests and the simulation: one token a byte, `first_byte_id` + byte; other ids have no text."""
-
-    has_text = True
-
-    def __init__(self, *, first_byte_id: int = 3) -> None:
-        self._first_byte_id = first_byte_id
-        self._tokens = TokenBytes([b""] * first_byte_id + [bytes([b]) for b in range(256)])
-
-    def ids(self, text: str) -> list[int]:
-        return [self._first_byte_id + byte for byte in text.encode()]
-
-    async def encode(self, text: str) -> Sequence[int]:
-        return self.ids(text)
-
-    async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> Sequence[int]:
-        return self.ids("".join(f"{role}: {content}\n" for role, content in messages))
-
-    def detokenizer(self) -> Detokenizer:
-        return BytesDetokenizer(self._tokens)
+        return _NoText()
 
     async def close(self) -> None:
         pass
@@ -116,7 +95,6 @@ class HfTextService:
         self._tokenizer = tokenizer
         self._executor = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="tokenizer")
         self._decode = _decode_function(tokenizer)
-        self._token_bytes = read_token_bytes(tokenizer)
 
     @classmethod
     def load(cls, folder: Path, *, threads: int = 2) -> HfTextService:
@@ -136,8 +114,6 @@ class HfTextService:
         return await self._in_thread(self._encode_chat, messages)
 
     def detokenizer(self) -> Detokenizer:
-        if self._token_bytes is not None:
-            return BytesDetokenizer(self._token_bytes)
         return WindowDetokenizer(self._decode)
 
     async def close(self) -> None:
@@ -169,95 +145,3 @@ def _decode_function(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     if backend is not None:
         return lambda ids: str(backend.decode(list(ids), skip_special_tokens=True))
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
-def read_token_bytes(tokenizer: Any) -> TokenBytes | None:
-    """The bytes of every token, where the tokenizer is of a kind that has them; None: use its `decode`.
-
-    Which kind it is follows from the decoder in its description. What comes out is tried against its own `decode`.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return None
-    decoder = json.loads(backend.to_str())["decoder"]
-    steps = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder] if decoder else []
-    kinds = [s["type"] for s in steps]
-    if kinds == ["ByteLevel"]:
-        to_bytes, strips = _byte_level_bytes, False
-    elif kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and steps[0]["pattern"] == {"String": "\u2581"}:
-        to_bytes = _byte_fallback_bytes
-        if kinds[3:] == ["Strip"] and (steps[3]["content"], steps[3]["start"], steps[3]["stop"]) == (" ", 1, 0):
-            strips = True
-        elif kinds[3:]:
-            return None
-        else:
-            strips = False
-    else:
-        return None
-    special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
-    pieces: list[bytes] = []
-    for token_id in range(backend.get_vocab_size(with_added_tokens=True)):
-        token = backend.id_to_token(token_id)
-        pieces.append(b"" if token is None or token_id in special else to_bytes(token))
-    found = TokenBytes(pieces, strips)
-    decode = _decode_function(tokenizer)
-    if not all(_agrees(found, decode, ids) for ids in _samples(pieces)):
-        _LOG.warning("this tokenizer's decode is not the bytes of its tokens; the slower way is taken")
-        return None
-    return found
-
-
-_GOLDEN = 0x9E3779B1
-_SAMPLES = 256
-_SAMPLE_TOKENS = 8
-
-
-def _samples(pieces: Sequence[bytes]) -> list[list[int]]:
-    """Token sequences to try a TokenBytes with: all over the vocabulary, the same at every start.
-
-    Only of tokens that are whole characters: how bytes that are not UTF-8 are shown may differ, harmlessly.
-    """
-    whole = [token_id for token_id, piece in enumerate(pieces) if _is_utf8(piece)]
-    drawn = [whole[(i * _GOLDEN) % (1 << 32) % len(whole)] for i in range(_SAMPLES * _SAMPLE_TOKENS)] if whole else []
-    return [drawn[i : i + _SAMPLE_TOKENS] for i in range(0, len(drawn), _SAMPLE_TOKENS)]
-
-
-def _is_utf8(piece: bytes) -> bool:
-    try:
-        piece.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _agrees(tokens: TokenBytes, decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> bool:
-    detokenizer = BytesDetokenizer(tokens)
-    return "".join([detokenizer.push(token_id) for token_id in ids]) + detokenizer.finish() == decode(ids)
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """The characters by which byte-level BPE writes bytes: printable Latin-1 as itself, all else from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
-    return alphabet
-
-
-_BYTE_LEVEL = _byte_level_alphabet()
-
-
-def _byte_level_bytes(token: str) -> bytes:
-    try:
-        return bytes([_BYTE_LEVEL[character] for character in token])
-    except KeyError:
-        return token.encode()  # an added token stands for itself
-
-
-def _byte_fallback_bytes(token: str) -> bytes:
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        try:
-            return bytes([int(token[3:5], 16)])
-        except ValueError:
-            return token.encode()
-    return token.replace("\u2581", " ").encode()

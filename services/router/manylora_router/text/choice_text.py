@@ -1,0 +1,57 @@
+"""The text of one choice of a request: its tokens' text, up to a stop string.
+
+How tokens were grouped into frames changes nothing: not the text, not the stop string that wins, not the tokens that
+count as delivered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from manylora_router.text.detokenizer import Detokenizer
+from manylora_router.text.stop_strings import StopStringMatcher, StopStrings
+
+
+@dataclass(slots=True)  # not frozen: that would double the time that making one takes
+class TextDelta:
+    """What new tokens of a choice amount to."""
+
+    text: str
+    num_tokens: int
+    """How many of the tokens were delivered: all of them, or up to the one that completed a stop string."""
+    stop_string: str | None = None
+
+
+class ChoiceText:
+    """The text of one choice. After a stop string, or `finish`, it takes no more tokens."""
+
+    __slots__ = ("_detokenizer", "_matcher")
+
+    def __init__(self, detokenizer: Detokenizer, stops: StopStrings | None) -> None:
+        self._detokenizer = detokenizer
+        self._matcher = StopStringMatcher(stops) if stops is not None else None
+
+    def push(self, token_ids: Sequence[int]) -> TextDelta:
+        matcher = self._matcher
+        if matcher is None:
+            return TextDelta(self._detokenizer.push(token_ids), len(token_ids))
+        pieces: list[str] = []
+        for index, token_id in enumerate(token_ids):
+            text = self._detokenizer.push((token_id,))  # one by one: the token that completes a match is the last
+            if text:
+                pieces.append(matcher.push(text))
+                if matcher.matched is not None:
+                    return TextDelta("".join(pieces), index + 1, matcher.matched)
+        return TextDelta("".join(pieces), len(token_ids))
+
+    def finish(self) -> TextDelta:
+        """The rest of the text. It may complete a stop string too."""
+        text = self._detokenizer.finish()
+        matcher = self._matcher
+        if matcher is None:
+            return TextDelta(text, 0)
+        text = matcher.push(text)
+        if matcher.matched is not None:
+            return TextDelta(text, 0, matcher.matched)
+        return TextDelta(text + matcher.finish(), 0)

@@ -1,0 +1,89 @@
+"""Stop strings: the first one in a text that comes in pieces, however it is cut. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class _Node:
+    __slots__ = ("children", "depth", "fallback", "match")
+
+    def __init__(self, depth: int) -> None:
+        self.children: dict[str, _Node] = {}
+        self.fallback: _Node = self
+        self.depth = depth
+        self.match: str | None = None
+        """The longest stop string that ends here."""
+
+
+class StopStrings:
+    """The stop strings of one request as one automaton (Aho and Corasick 1975). Immutable; shared by its choices."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        assert all(stops), "a stop string is not empty"
+        self.root = root = _Node(0)
+        for stop in stops:
+            node = root
+            for character in stop:
+                node = node.children.setdefault(character, _Node(node.depth + 1))
+            node.match = stop
+        level = list(root.children.values())
+        for node in level:
+            node.fallback = root
+        while level:
+            below: list[_Node] = []
+            for node in level:
+                for character, child in node.children.items():
+                    child.fallback = step(node.fallback, character)
+                    child.match = child.match or child.fallback.match
+                    below.append(child)
+            level = below
+
+
+def step(node: _Node, character: str) -> _Node:
+    """The state after one more character: the longest suffix of the text that begins some stop string."""
+    while True:
+        following = node.children.get(character)
+        if following is not None:
+            return following
+        if node.depth == 0:
+            return node
+        node = node.fallback
+
+
+class StopStringMatcher:
+    """Finds the first stop string in a text that comes in pieces.
+
+    The match that is complete first wins; of several complete at the same character, the longest. What comes before the
+    match is given out, and until then only what may still become one is held back.
+    """
+
+    __slots__ = ("_held", "_node", "_root", "matched")
+
+    def __init__(self, stops: StopStrings) -> None:
+        self._root = self._node = stops.root
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """The text that is certain to be before any match. After a match there is no more."""
+        assert self.matched is None
+        node = self._node
+        for index, character in enumerate(text):
+            node = step(node, character)
+            if node.match is not None:
+                self.matched = node.match
+                # The automaton is in the longest candidate; the match may begin later in it.
+                certain = self._held + text[: index + 1]
+                self._held = ""
+                return certain[: len(certain) - len(node.match)]
+        self._node = node
+        text = self._held + text
+        keep = len(text) - node.depth
+        self._held = text[keep:]
+        return text[:keep]
+
+    def finish(self) -> str:
+        """What was held back: no text comes any more."""
+        held, self._held = self._held, ""
+        return held

@@ -1,0 +1,41 @@
+"""A router's text for tests and the simulation: one token a byte, `first_byte_id` + byte; other ids have no text."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+
+class FakeDetokenizer:
+    def __init__(self, first_byte_id: int = 0) -> None:
+        self._first_byte_id = first_byte_id
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        offsets = [token_id - self._first_byte_id for token_id in token_ids]
+        return self._decoder.decode(bytes([offset for offset in offsets if 0 <= offset < 256]))
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", True)
+
+
+class FakeText:
+    has_text = True
+
+    def __init__(self, *, first_byte_id: int = 3) -> None:
+        self._first_byte_id = first_byte_id
+
+    def ids(self, text: str) -> list[int]:
+        return [self._first_byte_id + byte for byte in text.encode()]
+
+    async def encode(self, text: str) -> Sequence[int]:
+        return self.ids(text)
+
+    async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> Sequence[int]:
+        return self.ids("".join(f"{role}: {content}\n" for role, content in messages))
+
+    def detokenizer(self) -> FakeDetokenizer:
+        return FakeDetokenizer(self._first_byte_id)
+
+    async def close(self) -> None:
+        pass
