@@ -74,10 +74,10 @@ def draw_isolation(axes: Any, lines: list[Line]) -> None:
 PICTURES = {
     "decode-step": (
         draw_decode_step,
-        ["bench/results/h200/engine-late.jsonl"],
+        ["bench/results/h200/engine.jsonl"],
         "docs/decode-step.svg",
     ),
-    "isolation": (draw_isolation, ["bench/results/h200/isolation-8b.jsonl"], "docs/isolation.svg"),
+    "isolation": (draw_isolation, ["bench/results/h200/isolation.jsonl"], "docs/isolation.svg"),
 }
 
 
