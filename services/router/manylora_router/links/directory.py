@@ -8,7 +8,6 @@ the store is away. Policies are parsed when first used, since a router may know 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import KeyValue, Store
+from manylora_shared.coordination.policies import stored_policy
 from manylora_shared.coordination.records import (
     AdapterRecord,
     KeyRecord,
@@ -25,14 +25,12 @@ from manylora_shared.coordination.records import (
     WorkerRecord,
 )
 from manylora_shared.coordination.session import Mirror
-from manylora_shared.errors import InternalError, InvalidRequest
+from manylora_shared.errors import InternalError
 from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId
-from manylora_shared.telemetry.logs import fields
-from manylora_shared.tenancy.policy import Slo, TenantPolicy, parse_policy
+from manylora_shared.tenancy.policy import Slo, TenantPolicy
 
 from manylora_router.guard.admission import ModelLimits
 
-_LOG = logging.getLogger(__name__)
 _CATCH_UP_S = 2.0
 
 
@@ -164,15 +162,10 @@ class Directory:
             return None
         cached = self._policies.get(tenant_id)
         if cached is None or cached[0] != entry.mod_revision:
-            try:
-                cached = (entry.mod_revision, parse_policy(entry.policy_yaml))
-            except InvalidRequest as e:
-                # Written past AdminService, or by a version that knows more: what was in force stays in force.
-                _LOG.error("a stored policy cannot be read", extra=fields(tenant=tenant_id, error=e.message))
-                if cached is None:
-                    raise InternalError(f"the stored policy of tenant {tenant_id} cannot be read") from e
-                cached = (entry.mod_revision, cached[1])
-            self._policies[tenant_id] = cached
+            policy = stored_policy(tenant_id, entry.policy_yaml) or (cached[1] if cached is not None else None)
+            if policy is None:
+                raise InternalError(f"the stored policy of tenant {tenant_id} cannot be read")
+            self._policies[tenant_id] = cached = (entry.mod_revision, policy)
         return cached[1]
 
     def slo_of(self, tenant_id: TenantId, qos_class: QosClass) -> Slo | None:

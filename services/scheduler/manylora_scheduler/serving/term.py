@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping
 
 from manylora.v1 import admin_pb2, scheduler_pb2, status_pb2, worker_pb2
 from manylora_shared.coordination.base import StoreUnavailable
+from manylora_shared.coordination.policies import stored_policy
 from manylora_shared.coordination.records import WorkerRecord
-from manylora_shared.errors import Code, InvalidRequest, ManyloraError, Overloaded, ServiceUnavailable
+from manylora_shared.errors import Code, ManyloraError, Overloaded, ServiceUnavailable
 from manylora_shared.ids import RouterId, TenantId, WorkerId
 from manylora_shared.process.heap import collector_paused
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.telemetry.logs import fields
-from manylora_shared.tenancy.policy import TenantPolicy, parse_policy
 from manylora_shared.transport.base import Transport
 
 from manylora_scheduler.core.core import Core, CoreLimits, Order
@@ -261,15 +261,9 @@ class Term:
 
     def _post_policy(self, tenant_id: TenantId) -> None:
         text = self._policies.get(tenant_id)
-        policy: TenantPolicy | None = None
-        if text is not None:
-            try:
-                policy = parse_policy(text)
-            except InvalidRequest as e:
-                # What was in force stays in force; where nothing was, routers refuse the tenant.
-                _LOG.error("a stored policy cannot be read", extra=fields(tenant=tenant_id, error=str(e)))
-                return
-        self.post(PolicyChanged(tenant_id, policy))
+        policy = stored_policy(tenant_id, text) if text is not None else None
+        if policy is not None or text is None:  # else what was in force stays; where nothing was, routers refuse
+            self.post(PolicyChanged(tenant_id, policy))
 
     # ---- workers
 

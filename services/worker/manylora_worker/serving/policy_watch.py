@@ -14,12 +14,11 @@ from collections.abc import Mapping
 
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Store
+from manylora_shared.coordination.policies import stored_policy
 from manylora_shared.coordination.records import AdapterRecord
 from manylora_shared.coordination.session import Mirror
-from manylora_shared.errors import InvalidRequest
 from manylora_shared.ids import AdapterName, AdapterUid, RequestId, TenantId
 from manylora_shared.telemetry.logs import fields
-from manylora_shared.tenancy.policy import parse_policy
 
 from manylora_worker.adapters.cache import TenantAdapters
 from manylora_worker.adapters.pins import NO_ROOM_TO_PIN, Pin
@@ -106,10 +105,8 @@ class TenantWatch:
             self._runtime.set_share(tenant_id, None)
             self._set_pinned(tenant_id, ())
             return
-        try:
-            policy = parse_policy(text)
-        except InvalidRequest as e:
-            _LOG.error("a stored policy cannot be read", extra=fields(tenant=tenant, error=str(e)))
+        policy = stored_policy(tenant_id, text)
+        if policy is None:
             return
         self._runtime.set_share(tenant_id, TenantShare.of(policy, self._runtime.model.kv_block_bytes))
         self._set_pinned(tenant_id, policy.pinned_adapters)
