@@ -677,7 +677,7 @@ def test_a_tenant_that_may_not_stream_gets_its_answer_whole() -> None:
 
 def test_tenant_limits_hold() -> None:
     async def test(cluster: RouterCluster) -> None:
-        await cluster.put_tenant("acme", "limits: {max_prompt_tokens: 4, max_output_tokens: 6}\n")
+        await cluster.put_tenant("acme", "quotas: {max_prompt_tokens: 4, max_output_tokens: 6}\n")
         await asyncio.sleep(0.1)
         answer = await cluster.ask(text_request("12345", max_tokens=7))
         assert answer.error is not None

@@ -119,11 +119,6 @@ def test_what_is_absent_has_its_default() -> None:
         ("tenant_id: a\nquotas:\n  kv_hbm_mb_hard: 5\n  kv_hbm_mb: 6\n", "quotas.kv_hbm_mb_hard", 3),
         ("tenant_id: a\nquotas:\n  kv_hbm_mb_reserve: 7\n  kv_hbm_mb: 6\n", "quotas.kv_hbm_mb", 4),
         ("tenant_id: a\nquotas: {tokens: 5}\n", "quotas.tokens", 2),
-        (
-            "tenant_id: a\nlimits: {max_prompt_tokens: 3}\nquotas: {max_prompt_tokens: 3}\n",
-            "limits.max_prompt_tokens",
-            2,
-        ),
         ("tenant_id: a\nadapters: {pin: a}\n", "adapters.pin", 2),
         ("tenant_id: a\nadapters:\n  pin:\n  - a\n  - ../b\n", "adapters.pin[1]", 5),
         ("tenant_id: a\nadapters:\n  pin: [a,\n    a]\n", "adapters.pin[1]", 4),
@@ -131,8 +126,8 @@ def test_what_is_absent_has_its_default() -> None:
         ("tenant_id: a\nsecurity: {can_stream: 1}\n", "security.can_stream", 2),
         ("tenant_id: a\nsecurity:\n  data_retention_days: 30\n", "security.data_retention_days", 3),
         ("tenant_id: a\nsecurity:\n  data_retention_days: -1\n", "security.data_retention_days", 3),
-        ("tenant_id: a\nlimits: {max_prompt_tokens: 0}\n", "limits.max_prompt_tokens", 2),
-        ("tenant_id: a\nlimits: {max_queued: 5}\n", "limits.max_queued", 2),
+        ("tenant_id: a\nquotas: {max_prompt_tokens: 0}\n", "quotas.max_prompt_tokens", 2),
+        ("tenant_id: a\nlimits: {max_prompt_tokens: 5}\n", "limits", 2),
         ("tenant_id: a\n? [x]\n: 1\n", "policy_yaml", 2),
         ("tenant_id: a\nb: &x 1\n", "policy_yaml", 2),
         ("tenant_id: a\nb: *x\n", "policy_yaml", 2),
@@ -154,14 +149,14 @@ def test_errors_have_their_line(document: str, field: str, line: int) -> None:
 
 
 def test_every_error_is_told() -> None:
-    document = "tenant_id: 5\nclasses:\n  batch: {weight: -1}\n  gold: 1\nlimits:\n  max_output_tokens: x\nextra: 1\n"
+    document = "tenant_id: 5\nclasses:\n  batch: {weight: -1}\n  gold: 1\nquotas:\n  max_output_tokens: x\nextra: 1\n"
     with pytest.raises(InvalidRequest) as error:
         parse_policy(document)
     assert [(v.field, v.description.split(":")[0]) for v in error.value.violations] == [
         ("tenant_id", "line 1"),
         ("classes.batch.weight", "line 3"),
         ("classes.gold", "line 4"),
-        ("limits.max_output_tokens", "line 6"),
+        ("quotas.max_output_tokens", "line 6"),
         ("extra", "line 7"),
     ]
 

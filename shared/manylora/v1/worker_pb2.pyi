@@ -12,11 +12,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class AdapterTier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ADAPTER_TIER_UNSPECIFIED: _ClassVar[AdapterTier]
-    ADAPTER_TIER_DISK: _ClassVar[AdapterTier]
     ADAPTER_TIER_HOST: _ClassVar[AdapterTier]
     ADAPTER_TIER_DEVICE: _ClassVar[AdapterTier]
 ADAPTER_TIER_UNSPECIFIED: AdapterTier
-ADAPTER_TIER_DISK: AdapterTier
 ADAPTER_TIER_HOST: AdapterTier
 ADAPTER_TIER_DEVICE: AdapterTier
 

@@ -287,7 +287,6 @@ class _Reader:
             return None
         tenant_id: list[TenantId | None] = []
         classes = _default_classes()
-        limits: dict[str, tuple[int, yaml.Node]] = {}
         quotas: dict[str, tuple[int, yaml.Node]] = {}
         pins: list[AdapterName] = []
         security: dict[str, Any] = {}
@@ -295,19 +294,16 @@ class _Reader:
             "tenant_id": lambda path, node: tenant_id.append(self._tenant_id(path, node)),
             "classes": lambda path, node: self._classes(path, node, classes),
             "quotas": lambda path, node: self._integers(path, node, {**_QUOTAS, **_LIMITS}, quotas),
-            "limits": lambda path, node: self._integers(path, node, _LIMITS, limits),
             "adapters": lambda path, node: self._adapters(path, node, pins),
             "security": lambda path, node: self._security(path, node, security),
         }
         found = self._mapping("", root, readers)
         if found is not None and "tenant_id" not in found:
             self._add("tenant_id", root, "is missing")
-        for name in quotas.keys() & limits.keys():
-            self._add(f"limits.{name}", limits[name][1], f"is given in quotas.{name} already")
         self._check_quotas(quotas)
         if not tenant_id or tenant_id[0] is None:
             return None
-        values = {name: value for name, (value, _) in {**limits, **quotas}.items()}
+        values = {name: value for name, (value, _) in quotas.items()}
         return TenantPolicy(
             tenant_id=tenant_id[0],
             classes=classes,

@@ -16,7 +16,8 @@ from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import ServerCall, Service
 
 from manylora_scheduler.core.events import Enqueued, GrantClosed, LeaseWanted, Settled, Withdrawn
-from manylora_scheduler.serving.term import RouterLine, Term
+from manylora_scheduler.serving.router_line import RouterLine
+from manylora_scheduler.serving.term import Term
 from manylora_scheduler.serving.wire import MAX_ID_LENGTH, held_lease, queued_request, refused_flows
 
 _DESCRIPTOR = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]

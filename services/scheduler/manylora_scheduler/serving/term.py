@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import deque
 from collections.abc import Callable, Mapping
 
 from manylora.v1 import admin_pb2, scheduler_pb2, status_pb2, worker_pb2
 from manylora_shared.coordination.base import StoreUnavailable
 from manylora_shared.coordination.policies import stored_policy
 from manylora_shared.coordination.records import WorkerRecord
-from manylora_shared.errors import Code, ManyloraError, Overloaded, ServiceUnavailable
+from manylora_shared.errors import Code, ServiceUnavailable
 from manylora_shared.ids import RouterId, TenantId, WorkerId
 from manylora_shared.process.heap import collector_paused
 from manylora_shared.telemetry import Telemetry
@@ -50,6 +49,7 @@ from manylora_scheduler.gates.queue_delay import OverloadTargets
 from manylora_scheduler.gates.quota import QuotaGate
 from manylora_scheduler.serving.clock_keeper import ClockKeeper
 from manylora_scheduler.serving.metrics import TermMetrics
+from manylora_scheduler.serving.router_line import RouterLine
 from manylora_scheduler.serving.spans import QueueSpans
 from manylora_scheduler.serving.told import adapter_sums, sums
 from manylora_scheduler.serving.wire import (
@@ -68,54 +68,10 @@ from manylora_scheduler.serving.worker_line import WorkerLine
 
 _LOG = logging.getLogger(__name__)
 
-MAX_UNREAD = 100_000
-"""Answers that a router may leave unread; one that leaves more loses its stream."""
-_MAX_MESSAGES = 256
-"""That are sent at once."""
 MIN_CLOCK_PAUSE_S = 1.0
 CLOCK_ENTRIES_PER_S = 10_000
 """A large clock is saved less often, so that saving it takes a few percent of the time."""
 LAST_SAVE_TIMEOUT_S = 0.5
-
-
-class RouterLine:
-    """The sending end of one router's stream: what it is still to be sent, in order, and then its end."""
-
-    def __init__(self, router_id: RouterId, session: int) -> None:
-        self.router_id = router_id
-        self.session = session
-        self._outbox: deque[scheduler_pb2.ScheduleResponse] = deque()
-        self._news = asyncio.Event()
-        self._error: ManyloraError | None = None
-        self._closed = False
-
-    def send(self, message: scheduler_pb2.ScheduleResponse) -> None:
-        if self._closed:
-            return
-        if len(self._outbox) >= MAX_UNREAD:
-            self.close(Overloaded(f"{MAX_UNREAD} answers of the scheduler were not read"))
-            return
-        self._outbox.append(message)
-        self._news.set()
-
-    def close(self, error: ManyloraError | None = None) -> None:
-        """Ends the stream after what was sent before; the first call counts."""
-        if not self._closed:
-            self._closed = True
-            self._error = error
-            self._news.set()
-
-    async def next(self) -> scheduler_pb2.ScheduleResponse | None:
-        """All that is to be sent now, as one message; None at a good end. Raises what `close` was given."""
-        while not self._outbox:
-            if self._closed:
-                if self._error is not None:
-                    raise self._error
-                return None
-            self._news.clear()
-            await self._news.wait()
-        messages = [self._outbox.popleft() for _ in range(min(len(self._outbox), _MAX_MESSAGES))]
-        return messages[0] if len(messages) == 1 else scheduler_pb2.ScheduleResponse(more=messages)
 
 
 class Term:

@@ -4,7 +4,7 @@ Owns the entry of every adapter that is off the disk or wanted there, the tenant
 the loads under way and the counts of what was evicted. Written by AdapterCache alone, which decides what is loaded and
 what makes way for it; an AdapterBackend does the loads beside it.
 
-    DISK --load to the host--> HOST --load to the device--> DEVICE
+    disk --load to the host--> HOST --load to the device--> DEVICE
          <-----drop-----------      <--------drop----------        (a DEVICE adapter may have lost its host copy)
 """
 

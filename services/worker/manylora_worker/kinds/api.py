@@ -230,9 +230,8 @@ class SwapRunner(ModelRunner, Protocol):
 
 
 class AdapterTier(enum.IntEnum):
-    DISK = 1
-    HOST = 2
-    DEVICE = 3
+    HOST = 1
+    DEVICE = 2
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ MAX_STOP_TOKENS = 256
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 TIERS = {
-    AdapterTier.DISK: worker_pb2.ADAPTER_TIER_DISK,
     AdapterTier.HOST: worker_pb2.ADAPTER_TIER_HOST,
     AdapterTier.DEVICE: worker_pb2.ADAPTER_TIER_DEVICE,
 }
