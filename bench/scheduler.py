@@ -73,7 +73,8 @@ from manylora_scheduler.core.events import (
 from manylora_scheduler.core.flows import AGING_PER_S, Flows
 from manylora_scheduler.core.reports import FlowTokens, Residency, StartedRequest, WorkerReport
 from manylora_scheduler.core.request import FlowKey, QueuedRequest
-from manylora_shared.fairness.fair_queue import FairQueue, Rank
+from manylora_shared.fairness.fair_queue import FairQueue
+from manylora_shared.fairness.seam import Rank
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
 from manylora_shared.process.heap import collect_seldom, collector_paused, freeze_started
 from manylora_shared.tenancy.policy import ClassPolicy, TenantPolicy

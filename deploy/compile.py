@@ -24,7 +24,7 @@ sys.path.insert(0, str(PACKAGES["manylora_shared"]))
 from manylora_shared.process.compiled import FOLDER, MANIFEST, manifest  # noqa: E402
 
 MODULES = {
-    "manylora_shared.fairness": ("contest", "fair_queue", "flow_group", "flow_order"),
+    "manylora_shared.fairness": ("contest", "fair_queue", "flow_group", "flow_order", "seam"),
     "manylora_scheduler.core": (
         "core",
         "core_view",

@@ -18,7 +18,7 @@ from manylora_worker.adapters.cache import (
     CacheUpdate,
     TenantAdapters,
 )
-from manylora_worker.adapters.load_order import Turns
+from manylora_worker.adapters.load_order import LoadOrder
 from manylora_worker.adapters.pins import NO_ROOM_TO_PIN, Pin
 from manylora_worker.adapters.room import Entry, Eviction
 from manylora_worker.kinds.api import AdapterTier
@@ -527,8 +527,8 @@ def test_overtaking_is_bounded_for_those_above_their_share() -> None:
     overtaking_by_one_within_its_share()
 
 
-def _oldest_first(turns: Turns) -> list[tuple[TenantId, Entry]]:
-    waiting = [(entry.queued[tenant], tenant, entry) for tenant, q in turns.queues.items() for entry in q.values()]
+def _oldest_first(order: LoadOrder) -> list[tuple[TenantId, Entry]]:
+    waiting = [(entry.queued[tenant], tenant, entry) for tenant, q in order.queues.items() for entry in q.values()]
     return [(tenant, entry) for _, tenant, entry in sorted(waiting, key=lambda each: each[0])]
 
 
@@ -543,7 +543,7 @@ def _evict_by_idle_time(search: room_module._Search) -> None:
         (share_of_a_newcomer, room_module, "max_min", lambda wants, *rest: dict.fromkeys(wants, 0)),
         (share_of_a_newcomer, room_module, "max_min", lambda wants, *rest: dict(wants)),
         (pinned_beside_a_flood, Entry, "in_use", property(lambda entry: bool(entry.users))),
-        (flood_of_cold_adapters, Turns, "take", _oldest_first),
+        (flood_of_cold_adapters, LoadOrder, "take", _oldest_first),
         (overtaking_by_one_within_its_share, room_module.Standing, "is_within", lambda *args: True),
         (overtaking_by_one_within_its_share, room_module.Standing, "is_within", lambda *args: False),
     ],

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 from manylora_shared.errors import QuotaExceeded
 from manylora_shared.fairness.costs import OUTPUT_TOKEN_COST, QUANTUM_TOKENS
-from manylora_shared.fairness.fair_queue import FairQueue
+from manylora_shared.fairness.reference import ReferenceQueue
 from manylora_shared.ids import QosClass, TenantId
 from manylora_worker.engine.core import EngineCore
 from manylora_worker.kinds.sequence import Sequence
@@ -40,7 +40,7 @@ def _contended(weight_a: int, weight_b: int, seed: int) -> None:
     for _ in range(2 * slots):
         rig.add(A, rng.randint(1, 40), 1500)
         rig.add(B, rng.randint(1, 40), 1500)
-    # R: what a flow can have reserved in all slots; c: its largest unit. See FairQueue; no boosts, no overruns.
+    # R: what a flow can have reserved in all slots; c: its largest unit. See docs/decisions/0008; no overruns.
     unit = max(QUANTUM_TOKENS * OUTPUT_TOKEN_COST, CHUNK + OUTPUT_TOKEN_COST)
     bound = sum((slots * unit + unit) / weight for weight in (weight_a, weight_b))
     for _ in range(600):
@@ -473,7 +473,7 @@ def _charges_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _keeps_the_credit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FairQueue, "forgo", lambda self, flow: None)
+    monkeypatch.setattr(ReferenceQueue, "forgo", lambda self, flow: None)
 
 
 def _ends_together(monkeypatch: pytest.MonkeyPatch) -> None:

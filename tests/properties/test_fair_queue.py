@@ -1,4 +1,4 @@
-"""The fair queue: the properties of fair_queue_suite, mutants that these must catch, and the class's own contract.
+"""The fair queue: the properties of fairness_suite, mutants that these must catch, and the class's own contract.
 
 `--fair-schedules N` runs N random schedules instead of the default few hundred; `make fairness` runs 10,000.
 """
@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manylora_shared.fairness.contest import Contender, Contest
-from manylora_shared.fairness.fair_queue import TAG_SCALE, ArrivalQueue, FairQueue, FlowBooks, Pick, Rank, Share
+from manylora_shared.fairness.fair_queue import ArrivalQueue, FairQueue, FlowBooks
 from manylora_shared.fairness.flow_group import Place
 from manylora_shared.fairness.flow_order import FlowOrder
+from manylora_shared.fairness.seam import TAG_SCALE, Pick, Rank, Share
 
-from tests.properties import fair_queue_suite as suite
-from tests.properties.fair_queue_suite import charge, push, start
+from tests.properties import fairness_suite as suite
+from tests.properties.fairness_suite import charge, push, start
 
 NUM_SEEDS = 300
 """Schedules that a mutant has to survive."""
@@ -84,36 +85,6 @@ class ClockFromBoostedPicks(Queue):
         self.virtual_time = max(self.virtual_time, self._items[pick.item].flow.tag)
 
 
-class NoLift(Queue):
-    def _lift(self, flow: Flow) -> None:
-        pass
-
-
-class LiftToTheLeastOfTheOthers(Queue):
-    def _lift(self, flow: Flow) -> None:
-        others = [f.tag for f in self.books.values() if f.num_queued and f is not flow]
-        flow.settled += max(0, min(others, default=0) - flow.tag)
-
-
-class ChargeAfter(Queue):
-    def _reserve(self, flow: Flow, item: int, cost: int) -> None:
-        pass
-
-
-class RefundForgotten(Queue):
-    def _refund(self, flow: Flow, item: int) -> None:
-        left = flow.unspent.pop(item, 0)
-        flow.reserved -= left
-        flow.settled += left * flow.inverse
-
-
-class RefundTwice(Queue):
-    def _refund(self, flow: Flow, item: int) -> None:
-        left = flow.unspent.pop(item, 0)
-        flow.reserved -= left
-        flow.settled -= left * flow.inverse
-
-
 class CapOffByOne(Queue):
     def _cap(self, flow: Flow) -> int:
         return super()._cap(flow) + 1 if flow.share.cap else 0
@@ -135,33 +106,6 @@ class AgeOfTheItem(Queue):
         before = flow.served_us
         super().dispatch(pick, reserve)
         flow.served_us = before
-
-
-class StoppedClock(Queue):
-    def _advance_clock(self, pick: Pick[int, Any]) -> None:
-        pass
-
-
-class FallingClock(Queue):
-    """The clock falls with the tag of whoever was chosen last."""
-
-    def _advance_clock(self, pick: Pick[int, Any]) -> None:
-        self.virtual_time = pick.floor
-
-
-class WeightsIgnored(Queue):
-    def remember(self, flow: str, share: Share) -> Flow:
-        return super().remember(flow, share._replace(weight=1))
-
-
-class TagMovesWithItsWeight(Queue):
-    """What is reserved counts anew at another weight."""
-
-    def _share(self, flow: Flow, share: Share) -> None:
-        settled = flow.settled
-        super()._share(flow, share)
-        flow.settled = settled
-        self._move(flow)
 
 
 class ReservationsKept(Queue):
@@ -208,20 +152,12 @@ class SnapshotWithoutCounters(Queue):
 
 
 MUTANTS = [
+    *(suite.broken(rule, FairQueue) for rule in suite.SHARED_MUTANTS),
     ClockFromBoostedPicks,
-    NoLift,
-    LiftToTheLeastOfTheOthers,
-    ChargeAfter,
-    RefundForgotten,
-    RefundTwice,
     CapOffByOne,
     CapOneUnitShort,
     CapForgotten,
     AgeOfTheItem,
-    StoppedClock,
-    FallingClock,
-    WeightsIgnored,
-    TagMovesWithItsWeight,
     ReservationsKept,
     CountersAsIncrements,
     AdoptedReservationsLost,
@@ -241,21 +177,22 @@ def test_the_suite_notices(mutant: type[Queue]) -> None:
     ("mutant", "seed"),
     [
         (ClockFromBoostedPicks, 144),
-        (NoLift, 106),
-        (LiftToTheLeastOfTheOthers, 216),
-        (ChargeAfter, 2),
-        (RefundForgotten, 1),
-        (RefundTwice, 1),
+        (suite.NoLift, 106),
+        (suite.LiftToTheLeastOfTheOthers, 216),
+        (suite.ChargeAfter, 2),
+        (suite.RefundForgotten, 1),
+        (suite.RefundTwice, 1),
         (CapForgotten, 7),
-        (StoppedClock, 48),
-        (WeightsIgnored, 5),
+        (suite.StoppedClock, 48),
+        (suite.WeightsIgnored, 5),
     ],
 )
-def test_the_bound_alone_notices(mutant: type[Queue], seed: int) -> None:
+def test_the_bound_alone_notices(mutant: type, seed: int) -> None:
     """Without the brute-force check of each choice: the measured spread passes the formula."""
     suite.random_schedule(FairQueue, seed, strict=False)
+    make = mutant if issubclass(mutant, FairQueue) else suite.broken(mutant, FairQueue)
     with pytest.raises(AssertionError, match="apart, bound"):
-        suite.random_schedule(mutant, seed, strict=False)
+        suite.random_schedule(make, seed, strict=False)
 
 
 def test_inside_a_flow_priority_then_due_then_order() -> None:

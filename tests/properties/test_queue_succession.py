@@ -1,12 +1,13 @@
-"""A fair queue that goes on where another one's snapshot ends. (fair_queue_suite does so in the midst of schedules.)"""
+"""A fair queue that goes on where another one's snapshot ends. (fairness_suite does so in the midst of schedules.)"""
 
 from __future__ import annotations
 
 import pytest
-from manylora_shared.fairness.fair_queue import FairQueue, Pick, Share
+from manylora_shared.fairness.fair_queue import FairQueue
 from manylora_shared.fairness.queue_succession import restore, resume, take_snapshot
+from manylora_shared.fairness.seam import Pick, Share
 
-from tests.properties.fair_queue_suite import push, start
+from tests.properties.fairness_suite import push, start
 
 
 def test_a_successor_knows_what_its_predecessor_knew() -> None:

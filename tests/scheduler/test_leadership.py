@@ -8,7 +8,7 @@ import pytest
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import SchedulerRecord
 from manylora_shared.errors import Code, RpcError
-from manylora_shared.fairness.fair_queue import TAG_SCALE
+from manylora_shared.fairness.seam import TAG_SCALE
 
 from tests.scheduler.helpers import flow
 from tests.scheduler.scripted_cluster import Cluster, play

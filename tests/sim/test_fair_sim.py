@@ -14,7 +14,7 @@ from manylora_scheduler.core.core import Core
 from manylora_scheduler.core.flows import BOOSTS
 from manylora_scheduler.core.request import FlowKey
 from manylora_shared.fairness.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
-from manylora_shared.fairness.fair_queue import TAG_SCALE
+from manylora_shared.fairness.seam import TAG_SCALE
 from manylora_shared.ids import QosClass, TenantId
 from manylora_shared.tenancy.policy import ClassPolicy, TenantPolicy
 from manylora_sim.loop import run
@@ -74,7 +74,7 @@ class Backlog:
         return done
 
     def bound(self, tenant: str) -> float:
-        """The part of a tenant in the bound of fair_queue.py, (R + U + c + beta) / phi."""
+        """The part of a tenant in the bound of docs/decisions/0008, (R + U + c + beta) / phi."""
         _, boost = BOOSTS[QosClass.STANDARD]
         return (self.most_reserved[tenant] + LONGEST_COST + boost) / WEIGHTS[tenant]
 

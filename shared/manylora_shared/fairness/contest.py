@@ -16,6 +16,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from manylora_shared.fairness.flow_group import Place
 from manylora_shared.fairness.flow_order import FlowOrder
+from manylora_shared.fairness.seam import TAG_SCALE, Pick
 
 _US_PER_S = 1_000_000
 NEVER_US = 1 << 62
@@ -25,31 +26,6 @@ _COMPACT_SLACK = 64
 F = TypeVar("F", bound=Hashable)
 I = TypeVar("I", bound=Hashable)  # noqa: E741
 P = TypeVar("P")
-
-TAG_SCALE = 1 << 40
-"""Virtual time of one unit of cost at weight 1. Weights are far smaller, so TAG_SCALE // weight is as good as exact."""
-
-
-class Rank(NamedTuple):
-    """An item's place inside its flow: lowest first."""
-
-    urgency: int
-    """The negated priority that its owner gave it."""
-    due_us: int
-    order: int
-    """Unique inside the flow."""
-
-
-class Pick(NamedTuple, Generic[I, P]):
-    """What `select` chose; `dispatch` takes it."""
-
-    item: I
-    place: P
-    """What the test returned for it."""
-    floor: int
-    """The least un-boosted tag of a flow that could have been started."""
-    passed_over: I | None
-    """The item that would have been chosen if it could be started."""
 
 
 class Queued(NamedTuple, Generic[I]):

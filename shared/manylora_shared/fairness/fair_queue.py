@@ -52,11 +52,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
-from manylora_shared.fairness.contest import NEVER_US, TAG_SCALE, ArrivalContest, Contender, Contest, Pick, Queued, Rank
-
-__all__ = ["TAG_SCALE", "ArrivalQueue", "FairQueue", "FlowBooks", "Pick", "Rank", "Share"]
+from manylora_shared.fairness.contest import NEVER_US, ArrivalContest, Contender, Contest, Queued
+from manylora_shared.fairness.seam import TAG_SCALE, Pick, Rank, Share
 
 _COMPACT_SLACK = 64
 """A heap is rebuilt once it has this many entries more than twice the live ones."""
@@ -67,18 +66,6 @@ _MAX_SHARES = 4096
 F = TypeVar("F", bound=Hashable)
 I = TypeVar("I", bound=Hashable)  # noqa: E741
 P = TypeVar("P")
-
-
-class Share(NamedTuple):
-    """What a flow is entitled to.
-
-    Boosts are in units of cost. `cap` is the most by which a flow is ever preferred beyond its tag, and exactly what
-    its boosts add to the bound; `base` is there from the beginning.
-    """
-
-    weight: int
-    base: int = 0
-    cap: int = 0
 
 
 class FlowBooks(Contender[F, I]):
@@ -202,12 +189,16 @@ class FairQueue(Generic[F, I]):
         flow: F,
         *,
         share: Share,
-        need: Hashable,
         rank: Rank,
+        need: Hashable = None,
         since_us: int = 0,
         urgent_us: int | None = None,
     ) -> None:
-        """Queues an item that waits since `since_us` and has its flow's full boost from `urgent_us` on."""
+        """Queues an item that waits since `since_us` and has its flow's full boost from `urgent_us` on.
+
+        Args:
+            need: None: its own, which no other item has.
+        """
         assert item not in self._items, f"{item} is queued or runs"
         known = self.books.get(flow)
         is_newcomer = known is None or not known.num_queued
@@ -219,6 +210,8 @@ class FairQueue(Generic[F, I]):
         urgency, due_us, order = rank
         if urgent_us is None:
             urgent_us = NEVER_US
+        if need is None:
+            need = item
         serial = self._next_serial
         # As Queued(...), which would be a call of a Python function.
         queued = tuple.__new__(Queued, (urgency, due_us, order, serial, item, need, since_us, urgent_us, entry))
@@ -237,7 +230,7 @@ class FairQueue(Generic[F, I]):
         self._move(flow)
         self.rest(flow)
 
-    def select(self, fits: Callable[[I], P | None], now_us: int) -> Pick[I, P] | None:
+    def select(self, fits: Callable[[I], P | None], now_us: int = 0) -> Pick[I, P] | None:
         """The item to start next: the first of the flow with the least boosted tag whose first item `fits`.
 
         `fits` returns where the item would start, or None. Changes nothing but the time.
@@ -564,8 +557,8 @@ class ArrivalQueue(FairQueue[F, I]):
         flow: F,
         *,
         share: Share,
-        need: Hashable,
         rank: Rank,
+        need: Hashable = None,
         since_us: int = 0,
         urgent_us: int | None = None,
     ) -> None:

@@ -20,7 +20,8 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from manylora_shared.fairness.fair_queue import FairQueue, Share
+from manylora_shared.fairness.fair_queue import FairQueue
+from manylora_shared.fairness.seam import Share
 
 F = TypeVar("F", bound=Hashable)
 I = TypeVar("I", bound=Hashable)  # noqa: E741

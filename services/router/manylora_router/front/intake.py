@@ -20,7 +20,7 @@ from manylora_shared.tenancy.overload import retry_after_s
 from manylora_shared.tenancy.policy import TenantPolicy
 from manylora_shared.wire import QOS_NUMBERS
 
-from manylora_router.front.loop_turns import Turns
+from manylora_router.front.loop_turns import LoopTurns
 from manylora_router.guard import admission
 from manylora_router.guard.admission import Adapter, ChatPrompt, Prompt, RequestInput, TextPrompt, TokenPrompt
 from manylora_router.guard.permits import Guard, Permit
@@ -62,7 +62,7 @@ class Intake:
         self._guard = guard
         self._rng = rng
         self._default_max_tokens = default_max_tokens
-        self._turns = Turns()
+        self._turns = LoopTurns()
 
     def tenant_of(self, request: RequestInput) -> str:
         """Raises Unauthenticated or PermissionDenied."""

@@ -28,7 +28,8 @@ from typing import Literal, cast
 
 from manylora_shared.errors import Code
 from manylora_shared.fairness.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
-from manylora_shared.fairness.fair_queue import ArrivalQueue, FairQueue, Pick
+from manylora_shared.fairness.fair_queue import ArrivalQueue, FairQueue
+from manylora_shared.fairness.seam import Pick
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
 
 from manylora_scheduler.core.core_view import CoreView

@@ -31,7 +31,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from manylora_shared.fairness.fair_queue import FairQueue, Pick
+from manylora_shared.fairness.fair_queue import FairQueue
+from manylora_shared.fairness.seam import Pick
 from manylora_shared.ids import RouterId, WorkerId
 
 from manylora_scheduler.core.fleet import Fleet

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from manylora_shared.fairness.costs import CHUNK_COST, OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, QUANTUM_TOKENS
-from manylora_shared.fairness.fair_queue import Share
+from manylora_shared.fairness.seam import Share
 from manylora_shared.ids import QosClass, TenantId
 from manylora_shared.tenancy.policy import DEFAULT_WEIGHTS, TenantPolicy
 

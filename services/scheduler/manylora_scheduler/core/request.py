@@ -15,7 +15,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from manylora_shared.fairness.fair_queue import Rank
+from manylora_shared.fairness.seam import Rank
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
 
 from manylora_scheduler.core.timers import Timed

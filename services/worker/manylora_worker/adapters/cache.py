@@ -1,17 +1,16 @@
 """Which adapter a request waits for or uses, and what is loaded next for whom.
 
 Owns the references that requests hold, the tenants' pins, and the queues of what waits for an adapter. Its parts know
-where adapters are (Residency), what makes room for what (TierRoom), whose load begins next (Turns) and who may use the
-device past whom (Overtaking). Written by EngineCore alone, on the engine's thread. Knows uids, tenants and sizes, never
-tensors. `now` is the caller's, in seconds.
+where adapters are (Residency), what makes room for what (TierRoom), whose load begins next (LoadOrder) and who may use
+the device past whom (Overtaking). Written by EngineCore alone, on the engine's thread. Knows uids, tenants and sizes,
+never tensors. `now` is the caller's, in seconds.
 
 A request *holds* an adapter from `acquire` to `release`. It either uses it (the adapter is on the device and stays
 there) or waits. A tenant *pins* an adapter by its policy: it is brought to the device without a request and stays.
 
 - One load an adapter at a time, however many wait for it.
-- Loads begin in turns (turns.py): next is the tenant that has had the fewest bytes loaded by weight since it began to
-  wait; a tenant's own in the order of coming. So whoever asks for a thousand cold adapters waits for them, not its
-  neighbours.
+- Loads begin in the tenants' turns (load_order.py), a tenant's own in the order of coming. So whoever asks for a
+  thousand cold adapters waits for them, not its neighbours.
 - Room is made by evicting what nobody uses, by the tenants' shares (room.py). Where none can be made, others may pass a
   bounded number of times (overtaking.py).
 - A failed load fails exactly the requests that wait for it; the next acquire tries again. A pin's is tried again by
@@ -27,7 +26,7 @@ from typing import NamedTuple
 
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 
-from manylora_worker.adapters.load_order import Turns
+from manylora_worker.adapters.load_order import LoadOrder
 from manylora_worker.adapters.loading import LOOK_AGAIN_S, Loading, Versions
 from manylora_worker.adapters.overtaking import Overtaking
 from manylora_worker.adapters.pins import Pin, PinBook, PinState
@@ -123,13 +122,13 @@ class AdapterCache:
             {AdapterTier.HOST: self._host, AdapterTier.DEVICE: self._device},
             {AdapterTier.HOST: limits.host_loads, AdapterTier.DEVICE: limits.device_loads},
         )
-        self._turns = Turns(weight_of)
+        self._order = LoadOrder(weight_of)
         self._pins = PinBook(limits.device_bytes, weight_of)
-        self._standings = Standings(self._residency, self._turns, self._pins)
+        self._standings = Standings(self._residency, self._order, self._pins)
         self._overtaking = Overtaking(
             self._device, lambda: self._standings.of(AdapterTier.DEVICE), limits.max_overtakes
         )
-        self._loading = Loading(self._residency, self._standings, self._turns, self._overtaking)
+        self._loading = Loading(self._residency, self._standings, self._order, self._overtaking)
         self._prefetches: dict[AdapterUid, TenantId | None] = {}
         self._settled: tuple[_State, int] | None = None
         """The versions before and after the last pump, where these were the same, and its time in LOOK_AGAIN_S."""
@@ -155,7 +154,7 @@ class AdapterCache:
     @property
     def has_work(self) -> bool:
         """Whether `pump` may have something to do: loads to hear of, requests, pins or prefetches that wait."""
-        return bool(self._turns or self._prefetches or self.num_loading or self._pins.is_due)
+        return bool(self._order or self._prefetches or self.num_loading or self._pins.is_due)
 
     @property
     def is_settled(self) -> bool:
@@ -201,7 +200,7 @@ class AdapterCache:
             entry.users[holder] = None
             return True
         entry.waiters[holder] = tenant_id
-        self._turns.add(tenant_id, entry)
+        self._order.add(tenant_id, entry)
         return False
 
     def release(self, holder: RequestId, now: float) -> None:
@@ -265,7 +264,7 @@ class AdapterCache:
         if self._pins.is_due:
             self._apply_pins(now)
         ready: list[RequestId] = []
-        for tenant_id, entry in self._turns.take():
+        for tenant_id, entry in self._order.take():
             self._advance(tenant_id, entry, ready, failed, now)
         for uid, prefetching in list(self._prefetches.items()):
             if uid in self._prefetches and self._advance_prefetch(self._residency.entries[uid], prefetching, now):
@@ -278,13 +277,13 @@ class AdapterCache:
         return self._loading.versions, len(self._prefetches)
 
     def check_invariants(self) -> None:
-        for part in (self._residency, self._turns, self._overtaking):
+        for part in (self._residency, self._order, self._overtaking):
             part.check_invariants()
         entries = self._residency.entries
         for uid, entry in entries.items():
             self._check_entry(uid, entry)
         assert len(self._holds) == sum(len(e.users) + len(e.waiters) for e in entries.values())
-        waiting = [(tenant, uid) for tenant, queue in self._turns.queues.items() for uid in queue]
+        waiting = [(tenant, uid) for tenant, queue in self._order.queues.items() for uid in queue]
         assert sorted(waiting) == sorted((tenant, uid) for uid, e in entries.items() for tenant in e.queued)
 
     def _check_entry(self, uid: AdapterUid, entry: Entry) -> None:
@@ -306,7 +305,7 @@ class AdapterCache:
         return tenant_id in entry.waiters.values() or (tenant_id in entry.pinned_by and not entry.on_device)
 
     def _leave_queue(self, entry: Entry, tenant_id: TenantId) -> None:
-        if not self._turns.remove(tenant_id, entry):
+        if not self._order.remove(tenant_id, entry):
             return
         self._loading.left_queue(entry, tenant_id)
         self._residency.drop_vain_claims(entry)
@@ -334,7 +333,7 @@ class AdapterCache:
                 entry.pinned_by[tenant] = None
                 self._residency.touch(entry, tenant, now)
                 if not entry.on_device:
-                    self._turns.add(tenant, entry)
+                    self._order.add(tenant, entry)
 
     # -- turns
 

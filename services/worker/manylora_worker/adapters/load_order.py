@@ -1,23 +1,24 @@
 """What each tenant waits for, and whose load begins next.
 
-Owns the tenants' queues of adapters, and their tags: how many bytes were loaded for each by weight since it began to
-wait. Start-time fair queuing (Goyal et al. 1996): the least tag is next, and who comes begins at the tag of the load
-that began last. Written by AdapterCache; Loading charges.
+Owns the tenants' queues of adapters. Next is the tenant that has had the fewest bytes loaded by weight since it began
+to wait: each waiting tenant has one turn in a fair queue, and the turn costs the bytes of the load that begins in it.
+Written by AdapterCache; Loading charges.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator, Mapping
 
+from manylora_shared.fairness.reference import ReferenceQueue
+from manylora_shared.fairness.seam import Pick, Rank, Share
 from manylora_shared.ids import AdapterUid, TenantId
 
 from manylora_worker.adapters.room import Entry
 
-_SCALE_BITS = 20
+_Turn = tuple[TenantId, int]
 
 
-class Turns:
+class LoadOrder:
     """
     Args:
         weight_of: a tenant's weight, at least 1.
@@ -27,10 +28,13 @@ class Turns:
         self._weight_of = weight_of
         self._queues: dict[TenantId, dict[AdapterUid, Entry]] = {}
         """In the order of coming; numbers stand in Entry.queued."""
-        self._tags: dict[TenantId, int] = {}
-        """In 2^-20 bytes by unit of weight; of those that wait, or did lately."""
-        self._virtual_time = 0
-        self._queued = 0
+        self._fair: ReferenceQueue[TenantId, _Turn] = ReferenceQueue()
+        self._turns: dict[TenantId, _Turn] = {}
+        """Of those that wait."""
+        self._begun: tuple[_Turn, int] | None = None
+        """The turn in which a load began last, and its cost: reserved until the next begins, so that who comes now goes
+        before whom it was for."""
+        self._queued = self._num_turns = 0
         self.version = 0
         """Grows with each change of a queue."""
 
@@ -47,11 +51,8 @@ class Turns:
         if tenant_id in entry.queued:
             return
         if tenant_id not in self._queues:
-            if not self._queues:
-                self._tags.clear()
-                self._virtual_time = 0
             self._queues[tenant_id] = {}
-            self._tags[tenant_id] = max(self._tags.get(tenant_id, 0), self._virtual_time)
+            self._push_turn(tenant_id)
         self._queued += 1
         self.version += 1
         entry.queued[tenant_id] = self._queued
@@ -66,33 +67,45 @@ class Turns:
         del queue[entry.uid]
         if not queue:
             del self._queues[tenant_id]
+            self._fair.remove(self._turns.pop(tenant_id))
+            if not self._queues:
+                self._end_begun()
         return True
 
     def charge(self, tenant_id: TenantId, num_bytes: int) -> None:
         """A load begins for it."""
-        self._virtual_time = max(self._virtual_time, self._tags[tenant_id])
-        self._tags[tenant_id] += (num_bytes << _SCALE_BITS) // self._weight_of(tenant_id)
+        turn = self._turns[tenant_id]
+        self._push_turn(tenant_id)  # first: it waits all the while
+        self._fair.dispatch(Pick(turn, None, self._fair.tag_of(tenant_id), None), num_bytes)
+        self._end_begun()
+        self._begun = turn, num_bytes
 
     def take(self) -> Iterator[tuple[TenantId, Entry]]:
         """Everything that waits, each once: a tenant's queue from its front until a load begins for it (`charge`), then
         the next tenant's. What leaves a queue meanwhile is left out."""
-        turns = [
-            (self._tags[tenant], next(iter(queue.values())).queued[tenant], tenant, list(reversed(queue)))
-            for tenant, queue in self._queues.items()
-        ]
-        heapq.heapify(turns)
-        while turns:
-            tag, number, tenant, left = heapq.heappop(turns)
-            while left and self._tags.get(tenant) == tag:
-                entry = self._queues.get(tenant, {}).get(left.pop())
+        left = {tenant: list(reversed(queue)) for tenant, queue in self._queues.items()}
+        for turn, *_ in self._fair.in_order():
+            tenant, _ = turn
+            while left[tenant] and self._turns.get(tenant) == turn:
+                entry = self._queues[tenant].get(left[tenant].pop())
                 if entry is not None:
                     yield tenant, entry
-            if left:
-                heapq.heappush(turns, (self._tags.get(tenant, tag), number, tenant, left))
+
+    def _end_begun(self) -> None:
+        if self._begun is not None:
+            self._fair.settle(*self._begun)
+            self._begun = None
+
+    def _push_turn(self, tenant_id: TenantId) -> None:
+        self._num_turns += 1
+        turn = self._turns[tenant_id] = tenant_id, self._num_turns
+        self._fair.push(turn, tenant_id, share=Share(self._weight_of(tenant_id)), rank=Rank(0, 0, self._num_turns))
 
     def check_invariants(self) -> None:
+        self._fair.check_invariants()
+        assert self._turns.keys() == self._queues.keys()
+        assert self._fair.num_queued == len(self._turns)
         for tenant, queue in self._queues.items():
             numbers = [entry.queued[tenant] for entry in queue.values()]
             assert numbers, "an empty queue was kept"
             assert numbers == sorted(numbers)
-            assert tenant in self._tags

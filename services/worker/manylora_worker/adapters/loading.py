@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from manylora_shared.ids import TenantId
 
-from manylora_worker.adapters.load_order import Turns
+from manylora_worker.adapters.load_order import LoadOrder
 from manylora_worker.adapters.overtaking import Overtaking
 from manylora_worker.adapters.residency import Residency
 from manylora_worker.adapters.room import Entry, Plan
@@ -21,10 +21,10 @@ Versions = tuple[int, int, int]
 
 
 class Loading:
-    def __init__(self, residency: Residency, standings: Standings, turns: Turns, overtaking: Overtaking) -> None:
+    def __init__(self, residency: Residency, standings: Standings, order: LoadOrder, overtaking: Overtaking) -> None:
         self._residency = residency
         self._standings = standings
-        self._turns = turns
+        self._order = order
         self._overtaking = overtaking
         self._refused: dict[TenantId, tuple[tuple[Versions, int], int]] = {}
         """When there was no room on the device for a tenant's turn (versions, time in LOOK_AGAIN_S), and for which
@@ -33,7 +33,7 @@ class Loading:
     @property
     def versions(self) -> Versions:
         """Change with all that decides on what there is room for, but time."""
-        return self._standings.claims_version, self._turns.version, self._residency.idle_version
+        return self._standings.claims_version, self._order.version, self._residency.idle_version
 
     def to_device(self, entry: Entry, tenant_id: TenantId, now: float) -> None:
         """It is the tenant's turn for an adapter that is on the host: loads it, if it can be."""
@@ -108,5 +108,5 @@ class Loading:
 
     def _begin(self, entry: Entry, tier: AdapterTier, tenant_id: TenantId, plan: Plan) -> None:
         self._residency.make_way(plan, self._residency.rooms[tier], tenant_id)
-        self._turns.charge(tenant_id, self._residency.load_cost(entry))
+        self._order.charge(tenant_id, self._residency.load_cost(entry))
         self._residency.begin_load(entry, tier)

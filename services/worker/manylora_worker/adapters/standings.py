@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from manylora_shared.ids import TenantId
 
-from manylora_worker.adapters.load_order import Turns
+from manylora_worker.adapters.load_order import LoadOrder
 from manylora_worker.adapters.pins import PinBook
 from manylora_worker.adapters.residency import Residency
 from manylora_worker.adapters.room import Standing
@@ -15,9 +15,9 @@ from manylora_worker.kinds.api import AdapterTier
 
 
 class Standings:
-    def __init__(self, residency: Residency, turns: Turns, pins: PinBook) -> None:
+    def __init__(self, residency: Residency, order: LoadOrder, pins: PinBook) -> None:
         self._residency = residency
-        self._turns = turns
+        self._order = order
         self._pins = pins
         self._known: dict[AdapterTier, tuple[tuple[int, int], Standing]] = {}
         """With the versions of what went into it."""
@@ -36,12 +36,12 @@ class Standings:
         Args:
             more: what a tenant wants besides what it waits for.
         """
-        versions = self.claims_version, self._turns.version
+        versions = self.claims_version, self._order.version
         known = self._known.get(tier)
         if more is None and known is not None and known[0] == versions:
             return known[1]
         waiting: dict[TenantId, int] = {} if more is None else dict([more])
-        for tenant, queue in self._turns.queues.items():
+        for tenant, queue in self._order.queues.items():
             wanted = sum(e.size_bytes for e in queue.values() if not e.uses(tier) and not e.on_device)
             waiting[tenant] = waiting.get(tenant, 0) + wanted
         floors = self._pinned_bytes() if tier is AdapterTier.DEVICE else {}

@@ -27,7 +27,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 from manylora_shared.fairness.costs import PROMPT_TOKEN_COST
-from manylora_shared.fairness.fair_queue import TAG_SCALE, FairQueue
+from manylora_shared.fairness.seam import TAG_SCALE, Fairness
 from manylora_shared.ids import TenantId
 
 from manylora_worker.kinds.sequence import Sequence
@@ -66,7 +66,7 @@ class Reclaim:
         pool: BlockPool,
         shares: TenantShares,
         swapper: Swapper,
-        queue: FairQueue[FlowKey, int],
+        queue: Fairness[FlowKey, int],
         parked: Iterable[Sequence],
         paused: Set[Sequence],
     ) -> None:

@@ -7,7 +7,7 @@ EngineCore alone. Knows flows, tokens and blocks; neither adapters nor models.
 
 A *unit* is one prefill chunk, or one decode quantum: up to QUANTUM_TOKENS tokens of one sequence. A sequence in a slot
 runs one unit; at the unit's end it is *parked*, with its blocks, and its next unit is queued. A free slot goes to the
-queued unit of the flow (tenant, class) with the least tag (`FairQueue`: reserved at dispatch, settled at the end; 1 for
+queued unit of the flow (tenant, class) with the least tag (`Fairness`: reserved at dispatch, settled at the end; 1 for
 a prompt token, 2 for an output token, nothing for what is computed again). So where all fit into the slots every
 sequence gets its slot back at once, and where they do not, a slot is given away at a quantum's end. Quanta are cut so
 that they end in different steps (`Slots.spread`): who comes anew waits for the next end, and not for that of a whole
@@ -49,7 +49,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from manylora_shared.fairness.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, QUANTUM_TOKENS
-from manylora_shared.fairness.fair_queue import FairQueue, Pick
+from manylora_shared.fairness.seam import Fairness, Pick
 from manylora_shared.ids import TenantId
 
 from manylora_worker.kinds.sequence import Sequence, SequenceStatus
@@ -154,7 +154,7 @@ class StepPlanner:
         return len(self._slots)
 
     @property
-    def queue(self) -> FairQueue[FlowKey, int]:
+    def queue(self) -> Fairness[FlowKey, int]:
         """For reading."""
         return self._queue.fair
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection
 from collections.abc import Set as AbstractSet
 from typing import TypeVar
 
-from manylora_shared.fairness.fair_queue import FairQueue, Pick, Rank, Share
+from manylora_shared.fairness.reference import ReferenceQueue
+from manylora_shared.fairness.seam import Fairness, Pick, Rank, Share
 from manylora_shared.ids import QosClass, TenantId
 
 from manylora_worker.kinds.sequence import Sequence
@@ -25,7 +26,7 @@ PlaceT = TypeVar("PlaceT")
 class UnitQueue:
     def __init__(self, shares: TenantShares) -> None:
         self._shares = shares
-        self._fair: FairQueue[FlowKey, int] = FairQueue()
+        self._fair: ReferenceQueue[FlowKey, int] = ReferenceQueue()
         self._sequences: dict[int, Sequence] = {}
         """By item: sequences that are parked or wait for blocks."""
         self._next_item = 0
@@ -37,7 +38,7 @@ class UnitQueue:
         return len(self._sequences)
 
     @property
-    def fair(self) -> FairQueue[FlowKey, int]:
+    def fair(self) -> Fairness[FlowKey, int]:
         """For reading."""
         return self._fair
 
@@ -83,12 +84,10 @@ class UnitQueue:
         flow = sequence.flow
         if flow in self._capped:
             self._fair.forgo(flow)  # this unit may be one that can start
-        # Each unit is offered by itself: what it takes to start it is never quite what another takes.
         self._fair.push(
             self._next_item,
             flow,
             share=Share(self._shares.weight(flow)),
-            need=self._next_item,
             rank=Rank(sequence.is_out + sequence.is_copying, 0, sequence.sequence_id),
         )
 
@@ -140,7 +139,7 @@ class UnitQueue:
 
     def select(self, place_of: Callable[[int], PlaceT | None]) -> Pick[int, PlaceT] | None:
         """The first unit that has a place; changes nothing."""
-        return self._fair.select(place_of, 0)
+        return self._fair.select(place_of)
 
     def start(self, pick: Pick[int, PlaceT], cost: int) -> None:
         """The unit leaves the queue for a slot. cost: reserved, until `settle`."""

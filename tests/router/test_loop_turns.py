@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from manylora_router.front.loop_turns import Turns
+from manylora_router.front.loop_turns import LoopTurns
 
 NO_WEIGHTS: Mapping[str, int] = {}
 
@@ -30,7 +30,7 @@ class Passes:
         self._handle = asyncio.get_running_loop().call_soon(self._again)
 
 
-async def take_all(turns: Turns, tenants: str, weights: Mapping[str, int] = NO_WEIGHTS) -> list[tuple[str, int]]:
+async def take_all(turns: LoopTurns, tenants: str, weights: Mapping[str, int] = NO_WEIGHTS) -> list[tuple[str, int]]:
     """A task for each letter, in order: whose turn it was, and in which pass."""
     found: list[tuple[str, int]] = []
     with Passes() as passes:
@@ -44,24 +44,24 @@ async def take_all(turns: Turns, tenants: str, weights: Mapping[str, int] = NO_W
 
 
 async def test_a_pass_has_one_turn() -> None:
-    found = await take_all(Turns(), "aaaaa")
+    found = await take_all(LoopTurns(), "aaaaa")
     passes = [number for _, number in found]
     assert len(set(passes)) == len(passes) == 5
 
 
 async def test_tenants_take_turns_whoever_came_first() -> None:
-    found = await take_all(Turns(), "aaaaaabbc")
+    found = await take_all(LoopTurns(), "aaaaaabbc")
     assert "".join(tenant for tenant, _ in found) == "aabcabaaa"
 
 
 async def test_turns_are_in_proportion_to_weights() -> None:
-    found = await take_all(Turns(), "c" + "a" * 40 + "b" * 40, {"a": 3, "b": 1})
+    found = await take_all(LoopTurns(), "c" + "a" * 40 + "b" * 40, {"a": 3, "b": 1})
     first = [tenant for tenant, _ in found[1:41]]
     assert (first.count("a"), first.count("b")) == (30, 10)
 
 
 async def test_who_waited_for_nothing_for_long_has_no_claim_to_more() -> None:
-    turns = Turns()
+    turns = LoopTurns()
     await take_all(turns, "c" + "a" * 20)
     found = await take_all(turns, "c" + "a" * 10 + "b" * 10)
     first = [tenant for tenant, _ in found[1:11]]
@@ -69,7 +69,7 @@ async def test_who_waited_for_nothing_for_long_has_no_claim_to_more() -> None:
 
 
 async def test_nobody_waits_where_nobody_else_is() -> None:
-    turns = Turns()
+    turns = LoopTurns()
     with Passes() as passes:
         for _ in range(3):
             before = passes.count
@@ -80,7 +80,7 @@ async def test_nobody_waits_where_nobody_else_is() -> None:
 
 
 async def test_who_is_cancelled_while_it_waits_keeps_nobody_waiting() -> None:
-    turns = Turns()
+    turns = LoopTurns()
     await turns.take(("a", None), 1)
     gone = [asyncio.create_task(turns.take(("b", None), 1)) for _ in range(3)]
     left = asyncio.create_task(turns.take(("c", None), 1))
@@ -91,6 +91,6 @@ async def test_who_is_cancelled_while_it_waits_keeps_nobody_waiting() -> None:
     assert all(task.cancelled() or task.done() for task in gone)
     for _ in range(3):
         await asyncio.sleep(0)
-    assert not turns._waiting
-    assert not turns._order
+    assert not turns._waiting.num_queued
+    assert not turns._waiting.num_running
     await asyncio.wait_for(turns.take(("d", None), 1), 1.0)

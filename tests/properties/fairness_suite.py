@@ -1,8 +1,9 @@
-"""What any FairQueue must hold, as checks that take a class: run on the real one, and on mutants of it.
+"""What any Fairness must hold, as checks that take a class: run on the fast one, the reference, and mutants of both.
 
-The harness knows by itself what was queued, dispatched, worked and reported. After every action it measures, for each
-two flows, how far apart their work came in the interval in which both could be started throughout, and holds that to
-the formula of the class's docstring. With `strict` it also recomputes every choice, tag and clock by brute force.
+What only the fast one has (boosts, needs, counters, succession) is left out where `plain`. The harness knows by itself
+what was queued, dispatched, worked and reported. After every action it measures, for each two flows, how far apart
+their work came in the interval in which both could be started throughout, and holds that to the formula of
+docs/decisions/0008. With `strict` it also recomputes every choice, tag and clock by brute force.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from manylora_shared.fairness.fair_queue import TAG_SCALE, FairQueue, Rank, Share
+from manylora_shared.fairness.fair_queue import FairQueue
 from manylora_shared.fairness.queue_succession import Snapshot, restore, resume, take_snapshot
+from manylora_shared.fairness.seam import TAG_SCALE, Rank, Share
 
-Queue = FairQueue[str, int]
+Queue = Any
+"""A FairQueue, or a ReferenceQueue where `plain`."""
 QueueClass = Callable[..., Queue]
 
 US_PER_S = 1_000_000
@@ -102,10 +105,12 @@ class Harness:
         counters: bool = False,
         aging_per_s: int = 0,
         strict: bool = True,
+        plain: bool = False,
     ) -> None:
         self.make = make
         self.aging_per_s = aging_per_s
-        self.queue = make(aging_per_s=aging_per_s)
+        self.plain = plain
+        self.queue = make() if plain else make(aging_per_s=aging_per_s)
         self.books = {flow: Books(share) for flow, share in shares.items()}
         self.slots = slots
         self.free = slots
@@ -115,6 +120,8 @@ class Harness:
         self.running: list[Job] = []
         self.jobs: dict[int, Job] = {}
         self.dispatched: list[int] = []
+        self.seen: list[tuple[int, ...]] = []
+        """The clock and all tags after each action."""
         self.worst = 0.0
         """The largest spread seen, as a share of its bound."""
         self.totals: dict[str, dict[str, int]] = {}
@@ -156,10 +163,8 @@ class Harness:
             job.item,
             job.flow,
             share=self.share_of(job.flow),
-            need=job.need,
             rank=job.rank,
-            since_us=job.since_us,
-            urgent_us=job.urgent_us,
+            **({} if self.plain else {"need": job.need, "since_us": job.since_us, "urgent_us": job.urgent_us}),
         )
 
     def dispatch(self) -> None:
@@ -168,7 +173,8 @@ class Harness:
             heads = self._heads()
             expected = self._expected(heads) if self.strict else None
             before = self.queue.virtual_time
-            pick = self.queue.select(lambda item: True if self.jobs[item].need <= self.free else None, self.now_us)
+            now = () if self.plain else (self.now_us,)
+            pick = self.queue.select(lambda item: True if self.jobs[item].need <= self.free else None, *now)
             if pick is None:
                 assert all(job.need > self.free for job in heads.values()), "room is left, and work for it"
                 return
@@ -259,6 +265,17 @@ class Harness:
             book.span = self._tick
         self._check()
 
+    def forgo(self, flow: str) -> None:
+        """The flow has no claim to what it was denied until now."""
+        book = self.books[flow]
+        self.queue.forgo(flow)
+        assert self.queue.tag_of(flow) >= self.queue.virtual_time, "credit was kept"
+        self._tick += 1
+        book.drift = None
+        if book.span is not None:
+            book.span, book.denied = self._tick, False
+        self._check()
+
     def save(self) -> None:
         """The leader keeps a snapshot."""
         self._tick += 1
@@ -323,6 +340,7 @@ class Harness:
         self._tick += 1
         assert self.queue.virtual_time >= self._clock, "the clock fell"
         self._clock = self.queue.virtual_time
+        self.seen.append((self._clock, *map(self.queue.tag_of, self.books)))
         for flow, book in self.books.items():
             reserved = self.queue.reserved_by(flow)
             could_be_reserved = to_count = uncounted = 0
@@ -370,15 +388,22 @@ def _share(rng: random.Random, boosts: bool) -> Share:
 
 
 def random_schedule(
-    make: QueueClass, seed: int, num_actions: int = 100, *, strict: bool = True, reweighs: bool = False
+    make: QueueClass,
+    seed: int,
+    num_actions: int = 100,
+    *,
+    strict: bool = True,
+    reweighs: bool = False,
+    plain: bool = False,
 ) -> Harness:
     """One random run; raises AssertionError where a property fails. With `reweighs` weights change under way."""
     rng = random.Random(seed)
-    counters = rng.random() < 0.5
-    boosts = rng.random() < 0.6
+    counters = rng.random() < 0.5 and not plain
+    boosts = rng.random() < 0.6 and not plain
     shares = {f"flow{i}": _share(rng, boosts) for i in range(rng.randint(2, 4))}
     aging_per_s = rng.choice([0, 10, 1000]) if boosts else 0
-    harness = Harness(make, shares, rng.randint(1, 6), counters=counters, aging_per_s=aging_per_s, strict=strict)
+    slots = rng.randint(1, 6)
+    harness = Harness(make, shares, slots, counters=counters, aging_per_s=aging_per_s, strict=strict, plain=plain)
     big = rng.random() < 0.3
     exact = rng.random() < 0.3
     asleep = {flow: rng.randrange(num_actions) if rng.random() < 0.4 else 0 for flow in shares}
@@ -388,6 +413,8 @@ def random_schedule(
         harness.now_us += rng.choice([0, 100, 10_000, 300_000])
         if reweighs and rng.random() < 0.1:
             harness.reweigh(rng.choice(list(shares)), rng.choice([1, 1, 2, 4, 7]))
+        if plain and rng.random() < 0.05:
+            harness.forgo(rng.choice(list(shares)))
         action = rng.random()
         if action < 0.4:
             actual = rng.choice([0, 1, 5, 20, 100])
@@ -426,16 +453,24 @@ def random_schedule(
         harness.work(job, job.actual)
         harness.end(job)
     harness.queue.check_invariants()
-    assert harness.queue.num_queued == harness.queue.num_running == harness.queue.num_flows == 0
+    assert harness.queue.num_queued == harness.queue.num_running == len(harness.queue.books) == 0
     return harness
 
 
-def exact_reservations(make: QueueClass, seed: int) -> None:
+def same_choices(one: QueueClass, other: QueueClass, seeds: range) -> None:
+    """Two classes dispatch alike, and their clocks and tags are equal to the last digit all the while."""
+    for seed in seeds:
+        first, second = (random_schedule(make, seed, reweighs=seed % 2 > 0, plain=True) for make in (one, other))
+        assert first.dispatched == second.dispatched
+        assert first.seen == second.seen
+
+
+def exact_reservations(make: QueueClass, seed: int, *, plain: bool = False) -> None:
     """With costs known beforehand and all flows backlogged, what was dispatched is apart by one item of each at most,
     however many run at once."""
     rng = random.Random(seed)
     shares = {f"flow{i}": Share(rng.choice([1, 2, 5])) for i in range(3)}
-    harness = Harness(make, shares, rng.randint(1, 12))
+    harness = Harness(make, shares, rng.randint(1, 12), plain=plain)
     costs = {flow: rng.choice([1, 10, 30]) for flow in shares}
     for flow, cost in costs.items():
         for _ in range(60):
@@ -458,15 +493,15 @@ def exact_reservations(make: QueueClass, seed: int) -> None:
         harness.end(job)
 
 
-def weights_are_honoured(make: QueueClass) -> None:
+def weights_are_honoured(make: QueueClass, *, plain: bool = False) -> None:
     """Weights 1:2:4:8, all backlogged: shares within 2 % though the estimates are far off."""
     shares = {"one": Share(1), "two": Share(2), "four": Share(4), "eight": Share(8)}
-    harness = Harness(make, shares, 8, counters=True)
+    harness = Harness(make, shares, 8, counters=not plain, plain=plain)
     rng = random.Random(7)
     for _ in range(3_000):
         for flow, book in harness.books.items():
             if len(book.queued) < 2:
-                harness.arrive(flow, actual=rng.randint(1, 20), reserve=rng.randint(0, 40))
+                harness.arrive(flow, actual=rng.randint(1, 20), reserve=rng.randint(20 * plain, 40))
         harness.dispatch()
         job = rng.choice(harness.running)
         harness.work(job, job.actual)
@@ -477,9 +512,9 @@ def weights_are_honoured(make: QueueClass) -> None:
         assert abs(got / (share.weight / 15) - 1) <= 0.02, f"{flow} got {got:.3f} of the service"
 
 
-def idling_banks_nothing(make: QueueClass, running_meanwhile: bool) -> None:
+def idling_banks_nothing(make: QueueClass, running_meanwhile: bool, *, plain: bool = False) -> None:
     """A flow that was idle for long, with or without something running, shares equally from its return on."""
-    harness = Harness(make, {"busy": Share(1), "idler": Share(1)}, 2)
+    harness = Harness(make, {"busy": Share(1), "idler": Share(1)}, 2, plain=plain)
     harness.arrive("idler", actual=10, reserve=10)
     harness.dispatch()
     if not running_meanwhile:
@@ -506,17 +541,16 @@ def idling_banks_nothing(make: QueueClass, running_meanwhile: bool) -> None:
 
 def flood_delays_nobody(make: QueueClass) -> None:
     """One flow queues 2,000 items, another sends one: it is the next to start."""
-    harness = Harness(make, {"flood": Share(1), "single": Share(1)}, 50)
-    for _ in range(2_000):
-        harness.queue.push(harness._next_item, "flood", share=Share(1), need=1, rank=Rank(0, 0, harness._next_item))
-        harness._next_item += 1
+    queue = make()
+    for item in range(2_000):
+        queue.push(item, "flood", share=Share(1), rank=Rank(0, 0, item))
     for item in range(50):
-        pick = harness.queue.select(lambda _: True, 0)
+        pick = queue.select(lambda _: True)
         assert pick is not None
         assert pick.item == item
-        harness.queue.dispatch(pick, 10)
-    harness.queue.push(9_999, "single", share=Share(1), need=1, rank=Rank(0, 0, 9_999))
-    pick = harness.queue.select(lambda _: True, 0)
+        queue.dispatch(pick, 10)
+    queue.push(9_999, "single", share=Share(1), rank=Rank(0, 0, 9_999))
+    pick = queue.select(lambda _: True)
     assert pick is not None
     assert pick.item == 9_999
 
@@ -576,16 +610,122 @@ def charge(queue: FairQueue[Any, Any], flow: Hashable, total: int, weight: int =
     queue.count("source", {flow: total}, lambda _: Share(weight))
 
 
-def run_suite(make: QueueClass, seeds: range) -> None:
+def run_suite(make: QueueClass, seeds: range, *, plain: bool = False) -> None:
     """Everything; raises AssertionError where the class fails."""
     flood_delays_nobody(make)
-    boosts_end_at_their_cap(make)
-    age_is_of_who_gets_nothing(make)
-    idling_banks_nothing(make, running_meanwhile=False)
-    idling_banks_nothing(make, running_meanwhile=True)
-    weights_are_honoured(make)
+    if not plain:
+        boosts_end_at_their_cap(make)
+        age_is_of_who_gets_nothing(make)
+    idling_banks_nothing(make, running_meanwhile=False, plain=plain)
+    idling_banks_nothing(make, running_meanwhile=True, plain=plain)
+    weights_are_honoured(make, plain=plain)
     for seed in seeds:
-        exact_reservations(make, seed)
-        random_schedule(make, seed)
+        exact_reservations(make, seed, plain=plain)
+        random_schedule(make, seed, plain=plain)
     for seed in seeds[:: len(seeds) // 10 or 1]:
-        random_schedule(make, seed, reweighs=True)
+        random_schedule(make, seed, reweighs=True, plain=plain)
+
+
+# ---- the rules that both have, broken: mixed into either class
+
+
+class NoLift:
+    def _lift(self, flow: Any) -> None:
+        pass
+
+
+class LiftToTheLeastOfTheOthers:
+    books: dict[Any, Any]
+
+    def _lift(self, flow: Any) -> None:
+        others = [f.tag for f in self.books.values() if f.num_queued and f is not flow]
+        flow.settled += max(0, min(others, default=0) - flow.tag)
+
+
+class ChargeAfter:
+    def _reserve(self, flow: Any, item: Any, cost: int) -> None:
+        pass
+
+
+class RefundForgotten:
+    def _refund(self, flow: Any, item: Any) -> None:
+        left = flow.unspent.pop(item, 0)
+        flow.reserved -= left
+        flow.settled += left * flow.inverse
+
+
+class RefundTwice:
+    def _refund(self, flow: Any, item: Any) -> None:
+        left = flow.unspent.pop(item, 0)
+        flow.reserved -= left
+        flow.settled -= left * flow.inverse
+
+
+class StoppedClock:
+    def _advance_clock(self, pick: Any) -> None:
+        pass
+
+
+class FallingClock:
+    """The clock falls with the tag of whoever was chosen last."""
+
+    virtual_time: int
+
+    def _advance_clock(self, pick: Any) -> None:
+        self.virtual_time = pick.floor
+
+
+class WeightsIgnored:
+    def remember(self, flow: Any, share: Share) -> Any:
+        return super().remember(flow, share._replace(weight=1))  # type: ignore[misc]
+
+
+class TagMovesWithItsWeight:
+    """What is reserved counts anew at another weight."""
+
+    def _share(self, flow: Any, share: Share) -> None:
+        settled = flow.settled
+        super()._share(flow, share)  # type: ignore[misc]
+        flow.settled = settled
+
+
+class CreditKept:
+    def forgo(self, flow: Any) -> None:
+        pass
+
+
+class ClockBehindWhatWasDone:
+    def _catch_up(self, newcomer: Any) -> None:
+        pass
+
+
+class CaughtUpWithReservations:
+    """A newcomer waits for what others have only reserved."""
+
+    books: dict[Any, Any]
+    virtual_time: int
+
+    def _catch_up(self, newcomer: Any) -> None:
+        others = [flow.tag for flow in self.books.values() if flow.num_queued and flow.key != newcomer]
+        self.virtual_time = max(self.virtual_time, min(others, default=0))
+        self._forget_passed()  # type: ignore[attr-defined]
+
+
+SHARED_MUTANTS: list[type] = [
+    NoLift,
+    LiftToTheLeastOfTheOthers,
+    ChargeAfter,
+    RefundForgotten,
+    RefundTwice,
+    StoppedClock,
+    FallingClock,
+    WeightsIgnored,
+    TagMovesWithItsWeight,
+]
+UNLIKE_MUTANTS: list[type] = [CreditKept, ClockBehindWhatWasDone, CaughtUpWithReservations]
+"""What keeps the bound and makes other choices than the unbroken class."""
+
+
+def broken(rule: type, make: type) -> Any:
+    """A class with one rule broken."""
+    return type(f"{rule.__name__}{make.__name__}", (rule, make), {})
