@@ -1,7 +1,6 @@
 """The router as one object: its parts wired together, started and stopped in order.
 
-Owns the lease, the directory, the scheduler's line, the channels and the server. Holds no state that another router
-could not take over: clients of a router that stopped go to another one.
+Holds no state that another router could not take over: clients of a router that stopped go to another one.
 """
 
 from __future__ import annotations
@@ -41,9 +40,8 @@ from manylora_router.text.service import TextService
 _LOG = logging.getLogger(__name__)
 
 HOUSEKEEPING_S = 300.0
-"""Between two looks for adapter files that nobody refers to."""
 FILES_GRACE_S = 900.0
-"""Adapter files are left alone for so long after an upload last wrote or committed them."""
+"""Files are left alone for so long after an upload last wrote or committed them."""
 _STOP_GRACE_S = 5.0
 
 
@@ -60,7 +58,7 @@ class RouterApp:
         rng: random.Random,
         clock: WallClock | None = None,
     ) -> None:
-        """The parts that are given stay their giver's to close, but for `text`."""
+        """The parts that are given, except `text`, stay their giver's to close."""
         self.config = config
         self.router_id = config.router_id or f"router-{rng.getrandbits(32):08x}"
         self._transport = transport
@@ -133,7 +131,7 @@ class RouterApp:
         return list(self.calls.live)
 
     def debug_counters(self) -> dict[str, int]:
-        """What is held now; all zero when nothing runs, but for the channels to living workers."""
+        """All zero when nothing runs, except channels to living workers."""
         return {
             "live_requests": len(self.calls.live),
             "waiting": self.scheduler.num_waiting,
@@ -208,11 +206,8 @@ class RouterApp:
             await asyncio.sleep(RECORD_S)
 
     async def _keep_house(self) -> None:
-        """Removes what uploads that died left behind, and adapter files that no tenant has registered any more.
-
-        Files are collected at the second look that finds them unregistered, so that requests which were queued while
-        they still were can be loaded.
-        """
+        """Removes what dead uploads left, and adapter files that two looks in a row found unregistered: what was queued
+        before the first could still be loaded."""
         registered_before: list[AdapterUid] | None = None
         while True:
             try:

@@ -1,9 +1,6 @@
-"""What a router's metrics say: how flows are served that were promised something, and what is refused because it kept
-failing.
+"""What a router's metrics say: how flows with a target are served, and what is refused because it kept failing.
 
-Owns which flows have been named. Requests are counted as they end, so sums over routers, and rates over any time, are
-right. Only flows with a target under `slo` are named, by tenant and class, and MAX_FLOWS of them at most: each name
-costs the receiver a series for as long as this process lives. Decides nothing.
+Owns which flows have been named, by tenant and class: each costs the receiver a series for this process's life.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from manylora_shared.tenancy.slo import Flow, Verdict
 from manylora_router.guard.circuits import CircuitState
 
 MAX_FLOWS = 1_000
-"""That are named; requests of others with a target are counted in one series without a tenant."""
+"""The rest is counted in one series without a tenant."""
 RECORD_S = 5.0
 """Between two looks at circuits and quarantined prompts."""
 
@@ -34,7 +31,7 @@ class RouterMetrics:
     def ended(
         self, flow: Flow, verdict: Verdict, *, ttft_ms: float | None, tpot_ms: float | None, slo: Slo | None
     ) -> None:
-        """A request has ended; arguments as for SloTracker.ended."""
+        """Arguments as for SloTracker.ended."""
         telemetry = self._telemetry
         if slo is None or not telemetry.has_metrics:
             return
@@ -52,7 +49,6 @@ class RouterMetrics:
             telemetry.histogram(MetricName.SLO_TPOT, tpot_ms, labels)
 
     def refusing(self, circuits: Sequence[CircuitState], num_quarantined: int) -> None:
-        """What this router refuses now."""
         half_open = sum(state.is_half_open for state in circuits)
         for kind, count in (("open", len(circuits) - half_open), ("half_open", half_open)):
             self._telemetry.gauge(MetricName.CIRCUITS, count, {Attribute.KIND: kind})

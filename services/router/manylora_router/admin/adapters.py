@@ -1,7 +1,6 @@
-"""Adapters on their way into the adapter store: their files, and what a worker finds in them.
+"""Adapters on their way into the adapter store: files become an object there once they are complete and validated.
 
-Owns the uploads that run now. Whatever fails leaves nothing behind: files become an object of the store only when they
-are complete and a worker has validated them. Knows nothing of the registrations, which are AdminServicer's.
+Owns the uploads that run now. Knows nothing of the registrations, which are AdminServicer's.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _LOG = logging.getLogger(__name__)
 _VALIDATE_ADAPTER = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])["ValidateAdapter"]
 
 MAX_UPLOADS = 8
-"""Adapters that one router takes in at a time."""
+"""Of one router, at a time."""
 UPLOAD_IDLE_S = 60.0
 """An upload that sends nothing for so long is given up."""
 _VALIDATE_TIMEOUT_S = 300.0
@@ -66,7 +65,7 @@ class AdapterIntake:
     async def read_header(
         self, requests: AsyncIterator[admin_pb2.AddAdapterRequest], caller: Principal
     ) -> admin_pb2.AddAdapterHeader:
-        """The header, its tenant filled in. Raises PermissionDenied and InvalidRequest."""
+        """Fills in its tenant. Raises PermissionDenied and InvalidRequest."""
         if not (caller.may(Scope.OPERATOR) or caller.may(Scope.ADMIN)):
             raise caller.denied()
         first = await self._next(requests)
@@ -138,7 +137,7 @@ class AdapterIntake:
             raise DeadlineExceeded(f"the upload sent nothing for {UPLOAD_IDLE_S:g} seconds") from None
 
     async def _validate(self, header: admin_pb2.AddAdapterHeader, incoming: str, uid: AdapterUid) -> AdapterRecord:
-        """Asks a worker. Raises InvalidRequest with all that is wrong, ServiceUnavailable where no worker answers."""
+        """Raises InvalidRequest with all that is wrong, ServiceUnavailable where no worker answers."""
         answer = await self._ask_worker(worker_pb2.ValidateAdapterRequest(path=incoming))
         if answer.problems:
             raise InvalidRequest.of_all([FieldViolation(p.field, p.description) for p in answer.problems])

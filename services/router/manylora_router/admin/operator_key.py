@@ -1,7 +1,7 @@
 """The operator's key in a file: how a cluster without keys gets its first one.
 
-Owns the file: one line, readable by its owner alone. The key in it is registered in the coordination store if it is not
-there yet. A key that was revoked is never brought back: a new one takes its place in the file.
+Owns the file: one line, readable by its owner alone. A key that was revoked is never brought back: a new one takes its
+place.
 """
 
 from __future__ import annotations
@@ -25,11 +25,7 @@ KEY_NAME = "operator key file"
 
 
 async def ensure(store: Store, path: Path, *, getrandbits: Callable[[int], int], now_unix_s: float) -> None:
-    """Returns once the file has a key in force. Waits for the store as long as it takes.
-
-    Raises:
-        OSError: the file can be neither read nor written, or others may read it.
-    """
+    """Returns once the file has a key in force. Raises OSError where others may read the file."""
     while True:
         try:
             await _ensure(store, path, getrandbits, now_unix_s)
@@ -61,7 +57,7 @@ async def _ensure(store: Store, path: Path, getrandbits: Callable[[int], int], n
 
 
 def _as_key(text: str, now_unix_s: float) -> NewKey | None:
-    """The file's key with the record that it is to have; None where the file holds no key."""
+    """With the record that it is to have; None: the file holds no key."""
     parts = split_key(text.strip())
     if parts is None:
         return None
@@ -87,7 +83,7 @@ def _read(path: Path) -> str | None:
 
 
 def _write(path: Path, key: str) -> None:
-    """Whole or not at all, and never readable by others, not even for a moment."""
+    """Whole or not at all, and never readable by others."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".new")
     draft.unlink(missing_ok=True)

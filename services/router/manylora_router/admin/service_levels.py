@@ -1,8 +1,7 @@
-"""How well flows are served, over all routers: what each has counted is asked for when somebody wants to know.
+"""How well flows are served, over all routers, asked for when somebody wants to know.
 
-Owns nothing: the counts and circuits are the Calls'. A router asks the others in its caller's name, so
-each of them decides by the caller's own key what it may see. One that does not answer in time is missing from the sums,
-and the status says so.
+A router asks the others in its caller's name, so each decides by the caller's own key what it may see. One that does
+not answer in time is missing from the sums, and the status says so. The counts and circuits are the Calls'.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class ServiceLevels:
         self._guard = guard
 
     def local(self, tenant_id: str) -> admin_pb2.GetStatusResponse:
-        """What this router has counted itself; of one tenant, or, where it is empty, of all."""
+        """Of one tenant, or, where it is empty, of all."""
         now = asyncio.get_running_loop().time()
         counted = self._slo.counts(now, tenant_id=tenant_id)
         circuits = self._guard.circuits(now, tenant_id=tenant_id)
@@ -62,12 +61,7 @@ class ServiceLevels:
     async def of_cluster(
         self, tenant_id: str, metadata: Mapping[str, str]
     ) -> tuple[admin_pb2.GetStatusResponse, list[str]]:
-        """The same with the sums over all routers as `slos`, and the ids of the routers that they hold.
-
-        Args:
-            tenant_id: as for `local`.
-            metadata: the caller's: its key is shown to the other routers.
-        """
+        """With the sums over all routers as `slos`, and the ids of the routers in them. `metadata`: the caller's."""
         heard = await self._ask_others(GET_STATUS, admin_pb2.GetStatusRequest(local_only=True), metadata)
         parts = [self.local(tenant_id), *(answer for answer in heard.values() if answer is not None)]
         whole = admin_pb2.GetStatusResponse(
@@ -81,7 +75,7 @@ class ServiceLevels:
     async def lift_quarantine(
         self, tenant_id: TenantId, metadata: Mapping[str, str], *, local_only: bool
     ) -> admin_pb2.LiftQuarantineResponse:
-        """Here, and, but for `local_only`, at all other routers."""
+        """At all routers, unless `local_only`."""
         prompts = self._guard.lift_quarantine(tenant_id, asyncio.get_running_loop().time())
         heard: Mapping[str, admin_pb2.LiftQuarantineResponse | None] = {}
         if not local_only:
@@ -93,7 +87,7 @@ class ServiceLevels:
         )
 
     async def _ask_others(self, method: Method, request: Message, metadata: Mapping[str, str]) -> dict[str, Any]:
-        """The answers of the other routers by their ids, None where there was none in time."""
+        """By router id; None: no answer in time."""
         others = {
             router_id: record.address
             for router_id, record in sorted(self._directory.routers.items())

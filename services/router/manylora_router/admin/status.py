@@ -1,7 +1,6 @@
 """What AdminService tells of the cluster: to an operator all of it, to a tenant its own part.
 
-Owns nothing: it puts together what the scheduler's leader, the routers and the directory know at this moment. A leader
-that does not answer is missing, and the status says so.
+Owns nothing. A leader that does not answer is missing, and the status says so.
 """
 
 from __future__ import annotations
@@ -32,12 +31,10 @@ class ClusterStatus:
     async def told(
         self, tenant_id: str, metadata: Mapping[str, str], *, local_only: bool
     ) -> admin_pb2.GetStatusResponse:
-        """
-        Args:
-            tenant_id: to whom; empty: to an operator.
-            metadata: the caller's: its key is shown to the other routers.
-            local_only: what this router has counted itself, and nothing else.
-        """
+        """Args:
+        tenant_id: to whom; empty: to an operator.
+        metadata: the caller's: its key is shown to the other routers.
+        local_only: what this router has counted itself."""
         if local_only:
             return self._levels.local(tenant_id)
         answer, (levels, routers) = await asyncio.gather(
@@ -85,7 +82,7 @@ class ClusterStatus:
         answer: scheduler_pb2.GetSchedulerStatusResponse,
         levels: admin_pb2.GetStatusResponse,
     ) -> admin_pb2.GetStatusResponse:
-        """What a tenant may know: the model, its own flows and counts. Nothing of other tenants or of the machines."""
+        """The model, the tenant's own flows and counts. Nothing of other tenants or of machines."""
         for circuit in levels.circuits:
             circuit.router_id = ""
         for quarantine in levels.quarantines:
@@ -114,7 +111,7 @@ class ClusterStatus:
         )
 
     async def _scheduler_status(self) -> scheduler_pb2.GetSchedulerStatusResponse:
-        """The leader's answer; `reachable` is false where there is none."""
+        """`reachable` is false where no leader answers."""
         address = self._directory.leader_address()
         if address is None:
             return scheduler_pb2.GetSchedulerStatusResponse()
@@ -136,7 +133,7 @@ class ClusterStatus:
 
 
 def _without_machines(adapters: status_pb2.TenantAdapters) -> status_pb2.TenantAdapters:
-    """As a tenant may see it: neither how many workers there are, nor that others were in its adapters' way."""
+    """Neither how many workers there are, nor that others were in its adapters' way."""
     adapters.displaced = 0
     for pin in adapters.pins:
         pin.on_device, pin.workers = int(pin.on_device == pin.workers), 1

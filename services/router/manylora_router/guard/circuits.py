@@ -1,21 +1,11 @@
-"""Circuit breakers: what keeps failing is refused at once for a while, so that it costs workers nothing.
-
-Owns the circuits of one router: one for each (tenant, adapter) and one for each tenant that had failures lately. A
-circuit counts failures in a row; what it is told of one tenant never touches a circuit of another (guard.py says which
-failures are whose). States (Nygard, "Release It!", ch. 5):
+"""Circuit breakers (Nygard, "Release It!", ch. 5): what keeps failing is refused at once for a while.
 
     closed --`threshold` failures in a row--> open --its time is over, and somebody asks--> half-open, one probe
        ^                                       ^                                               |
        |-----------------the probe succeeds----|-------------------the probe fails-------------|
 
-A probe's first token closes the circuit already, so that a long answer does not keep others out, but then one failure
-more opens it again. Each opening in a row lasts twice as long as the one before it, up to MAX_OPEN_S, less a random
-part, so that the probes of many routers do not come at once. Whoever was let in before the circuit opened does not
-count any more: only the probe's end does. A probe that ends without a verdict makes room for the next.
-
-A tenant's circuit opens only after failures of two of its adapters at least: one bad adapter never stops the others.
-
-Pure: time and randomness are passed in.
+Owns one router's circuits, of tenants and of their adapters; a tenant never touches another's. A probe's first token
+closes the circuit, and one failure more opens it again, for twice as long. Permits from before an opening do not count.
 """
 
 from __future__ import annotations
@@ -26,7 +16,7 @@ from dataclasses import dataclass, field
 from manylora_shared.ids import AdapterUid, TenantId
 
 Scope = tuple[TenantId, AdapterUid | None] | tuple[TenantId]
-"""(tenant, adapter): its requests with that adapter, None: with the base model. (tenant,): all of its requests."""
+"""(tenant, adapter), None: the base model; (tenant,): all of its requests."""
 
 ADAPTER_THRESHOLD = 5
 TENANT_THRESHOLD = 10
@@ -36,13 +26,12 @@ FORGET_S = 60.0
 MIN_OPEN_S = 1.0
 MAX_OPEN_S = 60.0
 JITTER = 0.25
-"""The greatest part that is taken off an opening's time."""
+"""The greatest part taken off an opening's time, so that probes of many routers do not come at once."""
 PROBE_S = 30.0
-"""A probe that has no verdict after so long is no longer waited for."""
+"""After so long nobody waits for a probe's verdict."""
 PROBE_RETRY_S = 1.0
-"""What is told to those who come while a probe runs."""
+"""Told to those who come while a probe runs."""
 MAX_CIRCUITS = 10_000
-"""The one whose last failure is oldest is forgotten first."""
 
 
 @dataclass(eq=False)
@@ -52,7 +41,7 @@ class _Circuit:
     """In a row, while closed."""
     last_failure_at: float = 0.0
     adapters: set[AdapterUid | None] = field(default_factory=set)
-    """That failed in this row."""
+    """That failed in this row. A tenant's circuit opens for failures of two adapters at least."""
     open_until: float | None = None
     """None: closed."""
     openings: int = 0
@@ -71,12 +60,11 @@ class _Circuit:
 
 @dataclass(frozen=True)
 class CircuitState:
-    """A circuit that is not closed."""
+    """Of one that is not closed."""
 
     scope: Scope
     is_half_open: bool
     retry_after_s: float
-    """0 where the next request is let through."""
     openings: int
 
 
@@ -90,10 +78,7 @@ class Change:
 
 class Breakers:
     def __init__(self, random: Callable[[], float]) -> None:
-        """
-        Args:
-            random: uniform in [0, 1).
-        """
+        """`random` is uniform in [0, 1)."""
         self._random = random
         self._circuits: dict[Scope, _Circuit] = {}
         """By the time of their last failure."""
@@ -102,12 +87,12 @@ class Breakers:
         return len(self._circuits)
 
     def wait_s(self, scopes: Sequence[Scope], now: float) -> float | None:
-        """How long requests of these scopes are refused; None: not at all."""
+        """None: requests of these scopes are let in."""
         waits = [self._circuits[scope].wait_s(now) for scope in scopes if scope in self._circuits]
         return max((wait for wait in waits if wait is not None), default=None)
 
     def enter(self, scopes: Sequence[Scope], permit: object, now: float) -> None:
-        """Lets a request in: the probe of every circuit among these that is not closed. Only where `wait_s` is None."""
+        """Only where `wait_s` is None. The request is the probe of every circuit here that is not closed."""
         for scope in scopes:
             circuit = self._circuits.get(scope)
             if circuit is not None and circuit.open_until is not None:
@@ -115,7 +100,7 @@ class Breakers:
                 circuit.probe, circuit.probe_at = permit, now
 
     def answered(self, scopes: Sequence[Scope], permit: object) -> list[Change]:
-        """A request that was let in has its first token. Returns the circuits that it closed, as their probe."""
+        """Returns the circuits that the request closed, as their probe."""
         changes: list[Change] = []
         for scope in scopes:
             circuit = self._circuits.get(scope)
@@ -126,7 +111,7 @@ class Breakers:
         return changes
 
     def succeeded(self, scopes: Sequence[Scope], permit: object) -> list[Change]:
-        """A request that was let in has ended well. One that is no probe proves nothing about an open circuit."""
+        """One that is no probe proves nothing about an open circuit."""
         changes: list[Change] = []
         for scope in scopes:
             circuit = self._circuits.get(scope)
@@ -138,7 +123,7 @@ class Breakers:
         return changes
 
     def failed(self, scopes: Sequence[Scope], permit: object, adapter: AdapterUid | None, now: float) -> list[Change]:
-        """A request that was let in, for this adapter, has failed. Returns the circuits that it opened."""
+        """Returns the circuits that this opened."""
         changes: list[Change] = []
         for scope in scopes:
             circuit = self._circuits.pop(scope, None) or _Circuit(scope)
@@ -155,14 +140,13 @@ class Breakers:
         return changes
 
     def left(self, scopes: Sequence[Scope], permit: object) -> None:
-        """A request that was let in ended without a verdict: cancelled, refused, out of quota."""
+        """It ended without a verdict: cancelled, refused, out of quota."""
         for scope in scopes:
             circuit = self._circuits.get(scope)
             if circuit is not None and circuit.probe is permit:
                 circuit.probe = None
 
     def states(self, now: float) -> list[CircuitState]:
-        """Of all circuits that are not closed."""
         return [
             CircuitState(c.scope, c.open_until <= now, max(0.0, c.wait_s(now) or 0.0), c.openings)
             for c in self._circuits.values()

@@ -1,18 +1,8 @@
 """What a router lets near the workers, by what happened there: circuit breakers and the quarantine of prompts.
 
-Owns the permits of the requests that run now, and says whose a failure is. An adapter that does not load is its
-tenant's. A lost worker and a failed step end the requests of everybody there, so nobody's circuit counts them but
-where no other tenant's request, as far as this router knows, can have been the cause: none was in flight on that
-worker at the same time, but for those that completed. Prompts get their strikes either way (quarantine.py), which a
-bystander sheds with its next completion. One failure, of a worker or of a load, counts once for a circuit, however many
-of its requests it ended.
-
-    permit = guard.admit(...)               raises Quarantined, CircuitOpen
-    guard.began(permit, worker_id, now)     once a worker runs it
-    guard.answered(permit)                  at its first token
-    guard.ended(permit, fault, now)         always, once
-
-Pure: time and randomness are passed in.
+Owns the permits of running requests, and says whose a failure is. An adapter that does not load is its tenant's. A lost
+worker or failed step counts for a tenant's circuits only where no other tenant's request can have been the cause, and
+once, however many requests it ended. Prompts get their strikes either way.
 """
 
 from __future__ import annotations
@@ -34,15 +24,13 @@ class Fault(enum.Enum):
     """What a request's end says of what it asked for."""
 
     NONE = "none"
-    """It completed."""
     NO_VERDICT = "no_verdict"
-    """Nothing: it was refused, cancelled, out of quota or of time, or its worker was stopping."""
+    """It was refused, cancelled, out of quota or time, or its worker was stopping."""
     ADAPTER = "adapter"
-    """The adapter did not load."""
+    """It did not load."""
     WORKER_LOST = "worker_lost"
-    """The worker vanished while it ran the request."""
+    """While it ran the request."""
     INTERNAL = "internal"
-    """The worker, or this router, failed at it."""
 
 
 @dataclass(eq=False)
@@ -53,7 +41,6 @@ class Permit:
     worker_id: str = ""
     """Empty: no worker has begun it."""
     since: float = 0.0
-    """When the worker began it."""
     has_answered: bool = False
 
     @property
@@ -63,11 +50,9 @@ class Permit:
 
 @dataclass(frozen=True)
 class Ended:
-    """What a request's end changed."""
-
     changes: list[Change]
     is_quarantined: bool
-    """Its prompt is, from now on."""
+    """From now on."""
 
 
 class Guard:
@@ -78,13 +63,12 @@ class Guard:
 
     @property
     def num_running(self) -> int:
-        """Requests on workers."""
         return sum(len(worker.running) for worker in self._workers.values())
 
     def admit(
         self, tenant: TenantId, adapter: AdapterUid | None, prompt_token_ids: Sequence[int], now: float
     ) -> Permit:
-        """Raises Quarantined or CircuitOpen; then nothing has changed."""
+        """Raises Quarantined or CircuitOpen; then nothing has changed. Otherwise `ended` is called once."""
         permit = Permit(tenant, adapter, prompt_token_ids)
         refused_s = self._quarantine.wait_s(tenant, adapter, prompt_token_ids, now)
         if refused_s is not None:
@@ -105,7 +89,7 @@ class Guard:
         self._workers.setdefault(worker_id, _Worker()).running[permit] = None
 
     def answered(self, permit: Permit) -> list[Change]:
-        """The request has its first token. Returns the circuits that this closed."""
+        """At its first token. Returns the circuits that this closed."""
         permit.has_answered = True
         return self._breakers.answered(permit.scopes, permit)
 
@@ -140,42 +124,40 @@ class Guard:
         return Ended(changes, is_quarantined)
 
     def circuits(self, now: float, *, tenant_id: str = "") -> list[CircuitState]:
-        """Those that are not closed; of one tenant, or of all."""
+        """That are not closed; of one tenant, or of all."""
         return [state for state in self._breakers.states(now) if tenant_id in ("", state.scope[0])]
 
     def lift_quarantine(self, tenant_id: TenantId, now: float) -> int:
-        """An operator vouches for the tenant's prompts. Returns how many were quarantined."""
+        """Returns how many prompts were quarantined."""
         return self._quarantine.lift(tenant_id, now)
 
     def quarantines(self, now: float, *, tenant_id: str = "") -> dict[TenantId, tuple[int, float]]:
-        """Quarantined prompts and the seconds until the last one ends; of one tenant, or of all."""
+        """Prompts, and seconds until the last one ends; of one tenant, or of all."""
         return {each: told for each, told in self._quarantine.tenants(now).items() if tenant_id in ("", each)}
 
     def num_quarantined(self, now: float, *, tenant_id: str = "") -> int:
-        """Prompts."""
         return self._quarantine.num_quarantined(tenant_id, now)
 
 
 class _Worker:
-    """Who ran on one worker together. Remembers those who left as long as somebody runs who was there with them."""
+    """Remembers those who left as long as somebody runs who was there with them."""
 
     def __init__(self) -> None:
         self.running: dict[Permit, None] = {}
         """In the order in which they began."""
         self._left: dict[TenantId, float] = {}
-        """When a request of the tenant last left without having completed, oldest first."""
+        """The last that had not completed, oldest first."""
         self._failures: dict[tuple[TenantId, AdapterUid | None], float] = {}
-        """When a failure last counted, oldest first."""
+        """When one last counted, oldest first."""
 
     def is_alone(self, permit: Permit) -> bool:
-        """Whether no other tenant's request, but for those that completed, was here at the same time."""
+        """No other tenant's request was here at the same time, unless it completed."""
         if any(other.tenant != permit.tenant for other in self.running):
             return False
         return not any(tenant != permit.tenant and at >= permit.since for tenant, at in self._left.items())
 
     def is_new(self, permit: Permit, now: float) -> bool:
-        """Whether a failure is another than the last one that was counted, which then is this one. What began before a
-        failure was ended by it, however late that is noticed: a load that fails ends all who wait for it."""
+        """Whether it is another than the last that counted, which ended all that had begun before it."""
         key = (permit.tenant, permit.adapter)
         if self._failures.get(key, -1.0) >= permit.since:
             return False

@@ -1,12 +1,8 @@
 """Quarantine of queries of death: a request that was there whenever workers failed is not run again for a while.
 
-Owns the strikes of prompts, by a digest over tenant, adapter and prompt tokens, keyed with a secret of this process, so
-that what is kept says nothing of the prompt. A prompt has a strike for each failure (a lost worker, a failed step) in
-which it was in flight, at `MAX_STRIKES` it is quarantined for QUARANTINE_S, and after that one strike more is enough.
-Any completion clears it: a prompt that ends well is not the cause. A failure counts once for a prompt, however many
-requests with that prompt it ended. Nothing is hashed while there are no strikes.
-
-Pure: time and the secret's randomness are passed in.
+Owns the strikes of prompts, by a digest keyed with a secret of this process, which says nothing of the prompt. A strike
+is a failure during which the prompt was in flight, one however many requests had that prompt; MAX_STRIKES quarantine
+it, after that one more does. Any completion clears it. Nothing is hashed while there are no strikes.
 """
 
 from __future__ import annotations
@@ -23,7 +19,6 @@ QUARANTINE_S = 300.0
 MEMORY_S = 600.0
 """Strikes are forgotten after so long without another."""
 MAX_PROMPTS = 10_000
-"""Prompts with strikes; the one whose last strike is oldest is forgotten first."""
 
 
 @dataclass(eq=False, slots=True)
@@ -32,7 +27,7 @@ class _Record:
     last_worker: str
     last_at: float
     until: float | None = None
-    """While quarantined: its end."""
+    """The quarantine's end."""
 
 
 class Quarantine:
@@ -43,7 +38,6 @@ class Quarantine:
         """By the time of their last strike."""
 
     def __len__(self) -> int:
-        """Prompts with strikes."""
         return len(self._records)
 
     def num_quarantined(self, tenant_id: str, now: float) -> int:
@@ -52,7 +46,7 @@ class Quarantine:
         return sum(r.until is not None and now < r.until for key, r in self._records.items() if key.startswith(prefix))
 
     def tenants(self, now: float) -> dict[TenantId, tuple[int, float]]:
-        """Those with quarantined prompts: how many, and how long until the last of them is let through again."""
+        """How many prompts, and how long until the last is let through."""
         found: dict[TenantId, tuple[int, float]] = {}
         for key, record in self._records.items():
             if record.until is not None and now < record.until:
@@ -64,14 +58,14 @@ class Quarantine:
     def wait_s(
         self, tenant: TenantId, adapter: AdapterUid | None, prompt_token_ids: Sequence[int], now: float
     ) -> float | None:
-        """How long the prompt is refused; None: not at all."""
+        """None: the prompt is let through."""
         if not self._records:
             return None
         record = self._records.get(self._key(tenant, adapter, prompt_token_ids))
         return record.until - now if record is not None and record.until is not None and now < record.until else None
 
     def lift(self, tenant: TenantId, now: float) -> int:
-        """Forgets the tenant's strikes. Returns how many prompts were quarantined."""
+        """Returns how many prompts were quarantined."""
         prefix = tenant.encode() + b"/"
         lifted = self.num_quarantined(tenant, now)
         self._records = {key: record for key, record in self._records.items() if not key.startswith(prefix)}
@@ -87,12 +81,10 @@ class Quarantine:
         since: float,
         now: float,
     ) -> bool:
-        """A request with this prompt was in flight when a worker failed. Returns whether it is quarantined by that.
+        """A worker failed at this prompt. Returns whether that quarantines it.
 
         Args:
-            worker_id: the worker.
-            since: when the worker began the request. What it began before the prompt's last strike on it ended by the
-                same failure, however late that is noticed.
+            since: when the worker began it. What began before the prompt's last strike there ended by the same failure.
         """
         key = self._key(tenant, adapter, prompt_token_ids)
         record = self._records.pop(key, None)

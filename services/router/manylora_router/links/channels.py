@@ -1,7 +1,4 @@
-"""Channels to workers: one an address, shared by all streams to it.
-
-Owns the channels. One is kept while its worker is a member of the pool or a stream uses it, and closed after that.
-"""
+"""Channels to workers: one an address, kept while its worker is in the pool or a stream uses it."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ class WorkerChannels:
         return sum(pooled.users for pooled in self._pooled.values())
 
     def acquire(self, address: str) -> Channel:
-        """A channel to use until `release`."""
+        """Until `release`."""
         pooled = self._pooled.get(address)
         if pooled is None:
             # A grant may name a worker that has left, or that this router has not heard of yet.
@@ -48,14 +45,14 @@ class WorkerChannels:
         self._close_unused(address, pooled)
 
     def retain(self, members: Collection[str]) -> None:
-        """Closes the channels to addresses that are not in `members`, each once nobody uses it."""
+        """Closes the channels to other addresses, each once nobody uses it."""
         self._members = tuple(members)
         for address, pooled in list(self._pooled.items()):
             pooled.is_member = address in self._members
             self._close_unused(address, pooled)
 
     async def close(self) -> None:
-        """Closes all, whoever uses them."""
+        """Whoever uses them."""
         for address, pooled in list(self._pooled.items()):
             pooled.is_member, pooled.users = False, 0
             self._close_unused(address, pooled)

@@ -1,8 +1,7 @@
-"""What the router knows of the cluster, as the store has it: tenants, adapters, API keys, public prefixes, workers,
-routers and the leader.
+"""What the router knows of the cluster: tenants, adapters, keys, public prefixes, workers, routers and the leader.
 
-Owns the mirrors; the coordination store owns the truth. Everything here is the last knowledge and stays in force while
-the store is away. Policies are parsed when first used, since a router may know many more tenants than it serves.
+Owns the mirrors; the store owns the truth, and the last knowledge stays in force while it is away. Policies are parsed
+when first used: a router may know many more tenants than it serves.
 """
 
 from __future__ import annotations
@@ -58,13 +57,7 @@ class Model:
 
 
 class Directory:
-    """Start it, wait until it is `ready`, and read; close it at the end.
-
-    Args:
-        store: the coordination store.
-        on_leader_changed: called after `leader_address` changed.
-        on_workers_changed: called after `workers` changed.
-    """
+    """`start` it, wait until it is `ready`, read, `close`. It calls back after a change."""
 
     def __init__(
         self, store: Store, *, on_leader_changed: Callable[[], None], on_workers_changed: Callable[[], None]
@@ -140,7 +133,6 @@ class Directory:
 
     @property
     def workers(self) -> Mapping[str, WorkerRecord]:
-        """By worker id."""
         return self._workers.values
 
     @property
@@ -189,7 +181,7 @@ class Directory:
         return sorted(found, key=lambda record: record.name)
 
     async def tenant_seen(self, tenant_id: str, revision: int, *, deleted: bool = False) -> None:
-        """Waits a moment until a change of a tenant that was made through this router is known to it too."""
+        """Waits a moment until a change that was made through this router is known to it too."""
 
         def is_seen() -> bool:
             entry = self._tenants.values.get(tenant_id)
@@ -198,7 +190,6 @@ class Directory:
         await self._until(is_seen)
 
     async def adapter_seen(self, tenant_id: str, name: str, revision: int, *, deleted: bool = False) -> None:
-        """The same for an adapter."""
 
         def is_seen() -> bool:
             entry = self._adapters.values.get(f"{tenant_id}/{name}")
@@ -207,7 +198,6 @@ class Directory:
         await self._until(is_seen)
 
     async def key_seen(self, record: KeyRecord) -> None:
-        """The same for a key that was made or revoked."""
         await self._until(lambda: self._api_keys.values.get(record.key_id) == record)
 
     async def public_prefix_seen(self, name: str, record: PublicPrefixRecord | None) -> None:

@@ -1,20 +1,11 @@
 """The router's line to the scheduler: one Schedule stream to the leader, kept alive for the router's whole life.
 
-Owns what the router waits for (`_waiting`), what it holds (`_granted`), the quota leases of both (`_leases`) and the
-messages not yet sent (`_outbox`). One
-task (`run`) writes and reads the stream; callers only change these and wake it. Life of a request here:
-
     enqueue --> waiting --Grant--> granted --close_grant--> gone
                    |--Refusal / withdraw--> gone
 
-A lease says how many tokens of its tenant's quota a request may use. It is opened by the scheduler before the grant,
-may be asked to grow (`want_more`), and is settled with what was used exactly once (`settle`), after the request's end.
-Until then every new stream tells the scheduler of it, so that another leader takes it over and does not debit it again.
-
-Messages leave in the order of the calls, so that a closed grant is seen before the same request asks for another. A
-lost stream changes none of it: the task finds the leader again (the address follows the coordination store), sends the
-withdrawals and closed grants that were not sent, and a new Enqueue for all that still wait, in their order. Grants that
-nobody waits for are closed at once. While there is no leader requests wait, for as long as their callers do.
+Owns what waits, what is granted, the quota leases of both, and the messages not yet sent. One task (`run`) writes and
+reads the stream. Messages leave in the order of the calls. A lost stream changes nothing: the next one tells the
+scheduler of leases, ends that were not sent, and all that still wait, in order. A lease is settled exactly once.
 """
 
 from __future__ import annotations
@@ -40,27 +31,25 @@ SCHEDULE = _METHODS["Schedule"]
 GET_STATUS = _METHODS["GetSchedulerStatus"]
 
 MAX_WAITING = 20_000
-"""Requests of one router that may wait for a grant."""
 _MAX_UNSENT_ENDS = 20_000
-"""Withdrawals and closed grants kept for a scheduler that is away; it forgets such grants by itself after a while."""
+"""Kept for a scheduler that is away; it forgets such grants by itself after a while."""
 _HELLO_TIMEOUT_S = 3.0
 _MIN_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
 _ENDS_S = 0.005
-"""So long ends of requests are gathered, unless something else is sent before: room is free by the worker's word."""
+"""Ends of requests are gathered for so long, unless something else is sent: room is free by the worker's word."""
 _REFUSED_S = 0.1
-"""For so long refusals by the overload view are gathered before the scheduler is told."""
+"""Refusals by the overload view are gathered for so long."""
 _MAX_MESSAGES = 256
-"""That are sent at once."""
+"""Sent at once."""
 _OF_A_STREAM = ("lease_wanted", "refused")
-"""Messages that are not sent again on another stream."""
+"""Not sent again on another stream."""
 
 
 @dataclass(eq=False)
 class _Waiting:
     request: scheduler_pb2.Enqueue
     deadline: float | None
-    """By the event loop's clock."""
     grant: asyncio.Future[Grant]
 
 
@@ -70,35 +59,30 @@ class Lease:
 
     request: scheduler_pb2.Enqueue
     tokens: int | None = None
-    """Prompt and output in all; None: not bounded."""
+    """Prompt and output; None: not bounded."""
     is_known: bool = False
     """The scheduler has told of it, or granted the request."""
     is_wanted: bool = False
-    """More was asked for and not answered."""
     refusal: QuotaExhausted | None = None
-    """The scheduler's answer, where it is no."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass
 class SchedulerCounters:
-    """For tests and status: cumulative since the start."""
+    """Since the start."""
 
     connects: int = 0
     grants: int = 0
     grants_closed: int = 0
     settled_tokens: int = 0
-    """Told to the scheduler: prompt and output tokens that requests used."""
     refused: int = 0
-    """Requests that this router refused by the scheduler's overload view."""
+    """By the overload view."""
     stray_grants: int = 0
-    """Grants that nobody waited for, closed at once."""
+    """Nobody waited for them; closed at once."""
 
 
 @dataclass(eq=False)
 class _Line:
-    """One connected stream."""
-
     address: str
     stream: Stream
     epoch: int = 0
@@ -106,19 +90,13 @@ class _Line:
 
 
 class SchedulerClient:
-    """See the module's docstring. `run` is one task's; everything else is for tasks of the same event loop."""
+    """`run` is one task's; everything else is for tasks of the same event loop."""
 
     def __init__(
         self, *, router_id: str, transport: Transport, leader_address: Callable[[], str | None], rng: random.Random
     ) -> None:
-        """
-        Args:
-            router_id: this router, for the hello.
-            transport: dials the leader.
-            leader_address: where the leader is by the coordination store; None: there is none. `leader_changed` is
-                called whenever its answer changes.
-            rng: for the jitter of reconnects.
-        """
+        """Args:
+        leader_address: None: there is no leader. `leader_changed` is called whenever the answer changes."""
         self.counters = SchedulerCounters()
         self._router_id = router_id
         self._transport = transport
@@ -128,12 +106,11 @@ class SchedulerClient:
         self._granted: dict[str, str] = {}
         self._leases: dict[str, Lease] = {}
         self._settling: dict[str, Lease] = {}
-        """Leases whose settlement is in the outbox."""
         self._outbox: deque[scheduler_pb2.ScheduleRequest | _Waiting] = deque()
         self.overload = OverloadView()
-        """What is given up now, by the scheduler's last word on this stream; without a stream, nothing."""
+        """By the scheduler's last word on this stream; without a stream, nothing is given up."""
         self._refused: dict[tuple[str, common_pb2.QosClass], int] = {}
-        """By flow, since the scheduler was last told."""
+        """Since the scheduler was last told."""
         self._line: _Line | None = None
         self._leader_moved = asyncio.Event()
 
@@ -161,13 +138,12 @@ class SchedulerClient:
         """Queues a request and waits for its grant; whoever gets it must `close_grant` it. Withdraws when cancelled.
 
         Args:
-            request: timeout_s is filled in from `deadline` at each sending.
-            deadline: by the event loop's clock.
+            request: timeout_s is filled in from `deadline`.
 
         Raises:
             QuotaExceeded: the tenant's quotas do not admit it.
-            RpcError: the scheduler refused it otherwise, with the scheduler's code.
             Overloaded: too many requests wait, or the cluster gives requests like this one up.
+            RpcError: the scheduler refused it otherwise.
         """
         request_id = request.request_id
         assert request_id not in self._waiting
@@ -194,11 +170,7 @@ class SchedulerClient:
             raise
 
     def close_grant(self, request_id: str, *, reached_worker: bool, is_unavailable: bool = False) -> None:
-        """Gives back what `grant` returned. Exactly once for each.
-
-        Args:
-            is_unavailable: the worker was tried in vain, and not by the request's own doing.
-        """
+        """Once for each grant. `is_unavailable`: the worker was tried in vain, not by the request's own doing."""
         worker_id = self._granted.pop(request_id)
         self.counters.grants_closed += 1
         self._close(request_id, worker_id, reached_worker=reached_worker, is_unavailable=is_unavailable)
@@ -208,7 +180,7 @@ class SchedulerClient:
         return self._leases[request_id]
 
     def want_more(self, request_id: str) -> None:
-        """Asks for a longer lease; `changed` is set when the answer comes. Asking again before that changes nothing."""
+        """`changed` is set when the answer comes. Asking again before that changes nothing."""
         lease = self._leases[request_id]
         if not lease.is_wanted:
             lease.is_wanted, lease.refusal = True, None
@@ -218,7 +190,7 @@ class SchedulerClient:
                 self._line.wake.set()
 
     def settle(self, request_id: str, tokens: int) -> None:
-        """The request has ended and used so many tokens. One that was never queued, or was refused, has no lease."""
+        """A request has ended. One that was never queued, or was refused, has no lease."""
         lease = self._leases.pop(request_id, None)
         if lease is not None:
             self._settling[request_id] = lease
@@ -227,7 +199,6 @@ class SchedulerClient:
             self._send_end(scheduler_pb2.ScheduleRequest(settled=settled), urgent=False)
 
     def note_refused(self, tenant_id: str, qos_class: common_pb2.QosClass) -> None:
-        """A request was refused by `overload`. The scheduler is told with the others of the next moments."""
         self.counters.refused += 1
         if self._line is None:
             return  # what was refused before a stream broke says nothing to the leader that comes
@@ -246,11 +217,10 @@ class SchedulerClient:
             self._line.wake.set()
 
     def leader_changed(self) -> None:
-        """The coordination store names another leader, or none."""
         self._leader_moved.set()
 
     async def run(self) -> None:
-        """Keeps the stream. Ends by cancellation."""
+        """Ends by cancellation."""
         backoff_s, tried = _MIN_BACKOFF_S, ""
         while True:
             self._leader_moved.clear()
@@ -277,7 +247,7 @@ class SchedulerClient:
                 continue
 
     async def _serve_line(self, address: str) -> None:
-        """One connection, from hello to end, with `_line` set once the scheduler greeted. Raises RpcError."""
+        """One connection. Raises RpcError."""
         channel: Channel = self._transport.connect(address)
         stream: Stream | None = None
         try:
@@ -307,7 +277,6 @@ class SchedulerClient:
             await channel.close()
 
     async def _exchange(self, line: _Line) -> None:
-        """Writes and reads until either side ends, or the leader is another."""
         tasks = [
             asyncio.create_task(self._write_all(line), name="scheduler-writer"),
             asyncio.create_task(self._read_all(line), name="scheduler-reader"),

@@ -1,4 +1,4 @@
-"""A request's deadline, by the event loop's clock, as what is awaited meets it."""
+"""A request's deadline, as what is awaited meets it."""
 
 from __future__ import annotations
 

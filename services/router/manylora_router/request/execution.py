@@ -1,15 +1,11 @@
 """One admitted request on its way through the scheduler and a worker, as the frames that its caller reads.
 
-Owns the request's grant, its outcome and the numbers of its frames. The stream of a worker is its WorkerStream's, what
-the tenant's quota lets through its TokenLease's, the text its Choices'. Nothing runs beside the caller: frames are made
-when the caller asks for them (`advance`), so a caller that does not read holds up nothing but its own stream. States:
-
     waiting --grant--> starting --first frame--> streaming --> ended (`error` says how, None: completed)
        ^-----------------|  the worker was never reached: its grant is given back, and the request queued again
 
-Every grant is closed exactly once, and a request that was queued has exactly one Finished frame, whatever happens; a
-request that the scheduler refuses has no frame at all. Where its lease of the tenant's quota does not grow the request
-ends there, and what it used is settled exactly once. A caller that goes away calls `close`, which ends everything.
+Owns the grant, the outcome and the numbers of frames. Frames are made when the caller asks (`advance`), so one that
+does not read holds up its own stream alone. Every grant is closed once, what was used is settled once, and a request
+that was queued has exactly one Finished frame; one that the scheduler refuses has no frame.
 """
 
 from __future__ import annotations
@@ -51,11 +47,11 @@ from manylora_router.text.detokenizer import Detokenizer
 
 _LOG = logging.getLogger(__name__)
 MAX_ATTEMPTS = 5
-"""Grants that a request may use up on workers that it does not reach."""
+"""On workers that it does not reach."""
 _MIN_RETRY_S = 0.02
 _MAX_RETRY_S = 0.5
 _FIGURES_TIMEOUT_S = 1.0
-"""For a worker to end a request of which every choice has met its end here: a round trip and the rest of a step."""
+"""After the last stop string, for the worker's end: a round trip and the rest of a step."""
 
 
 @dataclass
@@ -66,7 +62,7 @@ class _Measured:
 
 
 class Execution:
-    """See the module's docstring. Used by one task: `advance` until `ended`, then `close`, always."""
+    """Used by one task: `advance` until `ended`, then `close`, always."""
 
     def __init__(
         self,
@@ -78,15 +74,7 @@ class Execution:
         telemetry: Telemetry,
         rng: random.Random,
     ) -> None:
-        """
-        Args:
-            job: the request.
-            scheduler: gives grants.
-            channels: to the workers.
-            detokenizers: a fresh one for each choice.
-            telemetry: for the spans of waiting and streaming.
-            rng: for the pauses between attempts.
-        """
+        """`detokenizers`: a fresh one for each choice."""
         self.job = job
         self.ended = False
         self.error: ManyloraError | None = None
@@ -99,7 +87,7 @@ class Execution:
         self._measured = _Measured()
         self._next_frame = 0
         self._untold: list[Frame] = []
-        """What the caller does not know yet: each thing in a frame of its own, without a number."""
+        """Each thing in a frame of its own, without a number."""
         self._lease = TokenLease(job, self._choices, scheduler)
         self._grant: Grant | None = None
         self._stream: WorkerStream | None = None
@@ -107,11 +95,9 @@ class Execution:
         self.worker_id = ""
         """The worker that has begun it; it stays after the end."""
         self._is_worker_gone = False
-        """The stream broke off while the worker ran it."""
 
     @property
     def fault(self) -> Fault:
-        """What its end says of what it asked for."""
         if self.outcome == common_pb2.OUTCOME_COMPLETED:
             return Fault.NONE
         match self.error:
@@ -126,7 +112,7 @@ class Execution:
 
     @property
     def tpot_ms(self) -> float | None:
-        """Mean time per output token of a choice after its first, by the worker's clock; None where nobody can say."""
+        """Milliseconds per token of a choice after its first, by the worker's clock; None where nobody can say."""
         intervals = self.completion_tokens / self.job.n - 1
         decode_ms = self._measured.worker.decode_ms
         is_known = self.outcome == common_pb2.OUTCOME_COMPLETED and decode_ms > 0.0 and intervals > 0
@@ -146,7 +132,7 @@ class Execution:
         return self._measured.ttft_ms
 
     async def advance(self) -> list[Frame]:
-        """The next frames, at least one unless the request ended."""
+        """At least one, unless the request ended."""
         assert not self.ended
         try:
             while not self.ended and (not self._untold or self._goes_with_next):
@@ -156,7 +142,7 @@ class Execution:
         return self._take_frames()
 
     def fail(self, error: ManyloraError) -> list[Frame]:
-        """Ends the request with an error: the frames that tell it, none where it was never queued."""
+        """The frames that tell it, none where the request was never queued."""
         self.error = error
         if self._is_queued:
             self._untold += self._finish(_outcome_of(error))
@@ -165,7 +151,7 @@ class Execution:
         return self._take_frames()
 
     def close(self) -> None:
-        """Ends everything that still runs for the request. Idempotent."""
+        """Idempotent."""
         if self.ended:
             return
         self.outcome = common_pb2.OUTCOME_CANCELLED
@@ -241,7 +227,6 @@ class Execution:
                 raise
 
     def _leave_worker(self, *, reached_worker: bool, is_unavailable: bool = False, error: ManyloraError | None) -> None:
-        """Ends the stream, if there is one, and gives the grant back, if there is one."""
         if self._stream is not None:
             is_completed = self.outcome == common_pb2.OUTCOME_COMPLETED
             self._stream.close(output_tokens=self.completion_tokens, error=error, is_completed=is_completed)
@@ -256,11 +241,7 @@ class Execution:
     # Streaming
 
     async def _hear_figures(self, stream: WorkerStream) -> None:
-        """After the last stop string: what the worker measured, which comes with its last message.
-
-        The caller has all of the text by now. A worker that does not end its stream in time, or fails, changes nothing
-        about the answer; its figures are missing then.
-        """
+        """What the worker measured comes with its last message. If that is late, the answer stands without it."""
         try:
             async with asyncio.timeout(_FIGURES_TIMEOUT_S):
                 message = await stream.read()
@@ -334,7 +315,7 @@ class Execution:
     # Ending
 
     def _finish(self, outcome: common_pb2.Outcome) -> list[Frame]:
-        """What is told last: text that was held back, and the end."""
+        """Text that was held back, and the end."""
         untold = self._choices.rest()
         measured = self._measured
         finished = Finished(
@@ -373,16 +354,14 @@ class Execution:
 
     @property
     def _goes_with_next(self) -> bool:
-        """Whether the worker's next message is there, and is told in the same frame: the first tokens with the
-        beginning, the end with the last tokens. A message costs the router, the network and the caller more than what
-        is in it."""
+        """First tokens go with the beginning, and the end with the last tokens, where they are there already: a message
+        costs more than what is in it."""
         is_begun_alone = len(self._untold) == 1 and self._untold[0].started is not None
         is_end_next = self._choices.have_ended and not self._choices.are_cut_short
         is_there = self._stream is not None and self._stream.has_message
         return is_there and (is_begun_alone or is_end_next) and self._lease.has_tokens
 
     def _take_frames(self) -> list[Frame]:
-        """All that the caller does not know yet, in as few frames as hold it."""
         frames: list[Frame] = []
         for event in self._untold:
             if frames and (event.finished is not None or frames[-1].delta is None):

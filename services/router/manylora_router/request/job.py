@@ -1,4 +1,4 @@
-"""An admitted request, as admission and its grant leave it: everything that does not change while it runs."""
+"""An admitted request, as admission and its grant leave it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Job:
     can_stream: bool = True
     """False: the caller gets all frames once the request has ended."""
     degraded: Degraded | None = None
-    """What overload took from it, with `max_tokens` as it is in force."""
+    """By overload; `max_tokens` is as it is in force."""
 
     @property
     def most_tokens(self) -> int:
@@ -53,7 +53,7 @@ class Job:
         return replace(self, max_tokens=cap, degraded=degraded)
 
     def attributes(self) -> dict[str, str | bool | int | float]:
-        """What every span of the request carries."""
+        """Of every span of the request."""
         return request_attributes(
             tenant=self.tenant_id,
             qos_class=self.qos_class.value,

@@ -1,8 +1,7 @@
 """What one request may hand out of its tenant's tokens, and what it has used.
 
-Owns the way of the worker's messages past the lease: tokens go on only as far as it covers them, what it does not cover
-waits for it to grow, and where it does not grow the request ends. The lease itself is the scheduler's (Lease, in
-SchedulerClient); how many tokens the caller got the Choices know. Used by the task that reads the worker's stream.
+The worker's tokens go on as far as the lease covers them; the rest waits for it to grow, and where it does not grow the
+request ends. Knows the lease from SchedulerClient and the tokens handed out from Choices.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from manylora_router.request.deadline import Deadline
 from manylora_router.request.job import Job
 
 LEASE_WAIT_S = 10.0
-"""How long a stream whose lease is used up waits for the scheduler's answer: longer than a change of leaders takes."""
+"""For the scheduler's answer: longer than a change of leaders takes."""
 _MIN_LEFT_TOKENS = 16
-"""More is asked for once so little of a lease is left: an answer takes less than a stream takes for these."""
+"""More is asked for at so few: an answer takes less than a stream takes for these."""
 
 
 class TokenLease:
-    """Of one request, whether it was granted yet or not; `settle`, always."""
+    """Of one request, granted or not yet; `settle`, always."""
 
     def __init__(self, job: Job, choices: Choices, scheduler: SchedulerClient) -> None:
         self._request_id = job.request_id
@@ -35,12 +34,12 @@ class TokenLease:
         self._scheduler = scheduler
         self._is_begun = False
         self._rest: worker_pb2.ExecuteResponse | None = None
-        """What the lease did not cover of the worker's last message."""
+        """Of the last message, what the lease did not cover."""
         self.was_held_up = False
         """The stream waited for its lease, and so did not read from the worker."""
 
     def begin(self) -> None:
-        """A worker has begun the request: its prompt is used."""
+        """A worker has begun: the prompt is used."""
         self._is_begun = True
 
     @property
@@ -49,30 +48,24 @@ class TokenLease:
 
     @property
     def used_tokens(self) -> int:
-        """What the tenant's quota is charged: the prompt once a worker has begun, and the tokens handed out."""
         return self.used_prompt_tokens + self._choices.num_tokens
 
     @property
     def has_tokens(self) -> bool:
-        """Whether the quota lets on what comes next, or some of it."""
         tokens = self._scheduler.lease(self._request_id).tokens
         return tokens is None or tokens > self.used_tokens
 
     def settle(self) -> None:
-        """The request has ended. Idempotent."""
+        """Idempotent."""
         self._scheduler.settle(self._request_id, self.used_tokens)
 
     async def cover(
         self, read: Callable[[], Awaitable[worker_pb2.ExecuteResponse]], most_tokens: int
     ) -> worker_pb2.ExecuteResponse:
-        """The worker's next message, as far as the lease covers its tokens; what it does not cover is the next one's.
+        """The worker's next message, as far as the lease covers its tokens. Raises QuotaExhausted.
 
         Args:
-            read: the worker's next message.
             most_tokens: that the request may come to use.
-
-        Raises:
-            QuotaExhausted: the lease is used up, and does not grow soon, or nobody says whether it does.
         """
         message = self._rest if self._rest is not None else await read()
         self._rest = None
@@ -95,7 +88,7 @@ class TokenLease:
         return message
 
     async def _wait_for_tokens(self, lease: Lease) -> None:
-        """Until the lease holds more than was used. Raises QuotaExhausted."""
+        """Raises QuotaExhausted."""
         self.was_held_up = True
         has_asked = False
         while lease.tokens is not None and lease.tokens <= self.used_tokens:

@@ -1,7 +1,7 @@
 """One Execute stream: a granted request on one worker, from its opening to its end.
 
-Owns the stream with its deadline and span, the use of the worker's channel, the numbers of the worker's frames, and the
-StopChoice calls beside it. Knows nothing of grants' ends, quotas and text. Used by one task.
+Owns the stream, its deadline and span, the numbers of the worker's frames, and the StopChoice calls beside it. Knows
+nothing of grants' ends, quotas and text. Used by one task.
 """
 
 from __future__ import annotations
@@ -36,17 +36,12 @@ NOT_REACHED = (
     Code.FAILED_PRECONDITION,
     Code.ABORTED,
 )
-"""Before the first frame these say that the worker does not run the request: gone, stopping, full, or under a newer
-leader. Nothing was given out, so another worker may have it."""
+"""Before the first frame: the worker is gone, stopping, full, or under a newer leader. Another may have the request."""
 _OUR_FAULT = (Code.INTERNAL, Code.INVALID_ARGUMENT, Code.UNIMPLEMENTED, Code.DATA_LOSS)
 
 
 class WorkerStream:
-    """Opens the stream when it is made; `close`, always.
-
-    Args:
-        attempt: of the request on workers, from 1.
-    """
+    """Opens the stream when it is made; `close`, always. `attempt`: of the request on workers, from 1."""
 
     def __init__(self, job: Job, grant: Grant, attempt: int, *, channels: WorkerChannels, telemetry: Telemetry) -> None:
         self._request_id = job.request_id
@@ -56,7 +51,6 @@ class WorkerStream:
         self._next_frame = 0
         self._is_expired = False
         self.is_worker_gone = False
-        """It broke off while the worker ran the request."""
         self._stopping: list[asyncio.Task[None]] = []
         attributes = job.attributes() | {Attribute.WORKER_ID: grant.worker_id, Attribute.ATTEMPT: attempt}
         self._span = telemetry.span(SpanName.STREAM, parent=job.traceparent, attributes=attributes)
@@ -94,7 +88,7 @@ class WorkerStream:
         self._stream.cancel()
 
     async def read(self) -> worker_pb2.ExecuteResponse:
-        """The worker's next message. Raises RpcError before the first frame, and what it means after it."""
+        """Raises RpcError before the first frame, and what it means after it."""
         try:
             message: worker_pb2.ExecuteResponse | None = await self._stream.read()
         except RpcError as e:
@@ -118,11 +112,10 @@ class WorkerStream:
 
     @property
     def has_message(self) -> bool:
-        """Whether the worker's next message is there, as far as one can know."""
+        """As far as one can know."""
         return self._stream.has_message
 
     def stop_choice(self, index: int) -> None:
-        """Tells the worker that a choice is over, beside the stream."""
 
         async def tell() -> None:
             request = worker_pb2.StopChoiceRequest(request_id=self._request_id, choice=index)
@@ -135,12 +128,7 @@ class WorkerStream:
         self._stopping.append(asyncio.create_task(tell(), name="stop-choice"))
 
     def close(self, *, output_tokens: int, error: ManyloraError | None, is_completed: bool) -> None:
-        """Ends the stream, whatever still runs. Once.
-
-        Args:
-            output_tokens: that the caller got.
-            error: why the request ended, or goes to another worker; None where all went well.
-        """
+        """Once. `output_tokens`: that the caller got; `error`: why the request ended, or goes to another worker."""
         if self._expiry is not None:
             self._expiry.cancel()
         for task in self._stopping:
