@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from manylora_scheduler.__main__ import run
 from manylora_scheduler.config import SchedulerConfig
+from manylora_shared.process.config import setting
 from manylora_shared.process.main import App, Parts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ComparedSchedulerConfig(SchedulerConfig):
     """Scheduler that may decide as others do, for tests and benchmarks."""
 
-    order: Literal["fair", "arrival"] = field(
-        default="fair", metadata={"help": "arrival: first come, first served, with no regard to tenants"}
-    )
-    overload: bool = field(default=True, metadata={"help": "give up work under overload; off: everything waits"})
+    order: Literal["fair", "arrival"] = setting("fair", "arrival: first come, first served, whoever it is")
+    overload: bool = setting(True, "give up work under overload; off: everything waits")
 
 
 async def build(config: ComparedSchedulerConfig, parts: Parts) -> App:

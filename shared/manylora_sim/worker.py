@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from manylora_shared.process.config import ConfigError
+from manylora_shared.process.config import setting
 from manylora_worker.__main__ import run
 from manylora_worker.config import PARKED_SEQUENCES, WorkerConfig
 from manylora_worker.kinds.api import StepBatch
@@ -23,20 +23,15 @@ _ADAPTER_BYTES = 1 << 20
 _BLOCKS = 8192
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FakeWorkerConfig(WorkerConfig):
     """A manylora worker without a model, for tests and benchmarks of everything else."""
 
     model: str = "fake"
     model_name: str = "fake"
-    fake_step_ms: float = field(default=10.0, metadata={"help": "how long a step takes"})
-    parked_sequences: int = field(default=PARKED_SEQUENCES, metadata={"help": "sequences beyond the slots"})
-    max_frames_per_s: int = field(default=0, metadata={"help": "frames it sends a second; 0: a worker's rule"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.fake_step_ms < 0:
-            raise ConfigError("--fake-step-ms: must not be negative")
+    fake_step_ms: float = setting(10.0, "how long a step takes", at_least=0)
+    parked_sequences: int = setting(PARKED_SEQUENCES, "sequences beyond the slots")
+    max_frames_per_s: int = setting(0, "frames it sends a second; 0: a worker's rule")
 
     @property
     def frames_per_s(self) -> int:

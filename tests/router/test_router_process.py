@@ -30,7 +30,6 @@ from router_fakes import ADMIN, GENERATE, FakeWorker, read_all, say
         (["--default-max-tokens=0"], "--default-max-tokens"),
         (["--lease-ttl-s=1"], "--lease-ttl-s"),
         (["--max-adapter-mb=0"], "--max-adapter-mb"),
-        (["--tokenizer-threads=0"], "--tokenizer-threads"),
         (["--adapter-store="], "--adapter-store"),
         (["--speed=9"], "--speed"),
     ],

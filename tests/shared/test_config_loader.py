@@ -1,17 +1,11 @@
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import pytest
-from manylora_shared.process.config import ConfigError, check_listen, help_text, load, parse
-
-
-class Colour(enum.Enum):
-    RED = "red"
-    BLUE = "blue"
+from manylora_shared.process.config import ConfigError, check_bounds, check_listen, help_text, load, parse, setting
 
 
 @dataclass(frozen=True)
@@ -27,14 +21,13 @@ class Config:
     ratio: float = 0.5
     verbose: bool = False
     store: Path = Path("adapters")
-    names: tuple[str, ...] = ()
-    sizes: tuple[int, ...] = (1, 2)
     quantization: Literal["none", "nf4"] = "none"
-    colour: Colour = Colour.RED
-    limit: int | None = None
+    limit: int = setting(8, "of something", at_least=1)
+    share: float = setting(0.5, "of something", above=0)
 
     def __post_init__(self) -> None:
         check_listen(self.listen)
+        check_bounds(self)
         if self.block_size < 1:
             raise ValueError(f"--block-size: {self.block_size} is not positive")
 
@@ -57,19 +50,18 @@ def test_every_type_from_flags() -> None:
             "--ratio=0.25",
             "--verbose",
             "--store=/tmp/x",
-            "--names=a, b",
         ),
-        *("--sizes", "3,4", "--quantization=nf4", "--colour", "blue", "--limit=7"),
-    ) == Config("m", "127.0.0.1:5", 32, 0.25, True, Path("/tmp/x"), ("a", "b"), (3, 4), "nf4", Colour.BLUE, 7)
+        *("--quantization=nf4", "--limit=7"),
+    ) == Config("m", "127.0.0.1:5", 32, 0.25, True, Path("/tmp/x"), "nf4", 7)
 
 
 def test_flag_before_environment_before_file_before_default(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text("block_size: 1\nratio: 1\nlimit: 1\nnames: [x, y]\n")
+    file.write_text("block_size: 1\nratio: 1\nlimit: 1\nquantization: nf4\n")
     found = config(f"--config={file}", "--block-size=3", MANYLORA_BLOCK_SIZE="2", MANYLORA_RATIO="2")
-    assert (found.block_size, found.ratio, found.limit, found.names) == (3, 2.0, 1, ("x", "y"))
+    assert (found.block_size, found.ratio, found.limit, found.quantization) == (3, 2.0, 1, "nf4")
     assert config(MANYLORA_CONFIG=str(file)).block_size == 1
-    assert found.quantization == "none"
+    assert found.verbose is False
 
 
 @pytest.mark.parametrize(("word", "value"), [("1", True), ("yes", True), ("ON", True), ("false", False), ("0", False)])
@@ -80,10 +72,6 @@ def test_booleans(word: str, value: bool) -> None:
 
 def test_a_flag_turns_off_what_the_environment_turned_on() -> None:
     assert config("--no-verbose", MANYLORA_VERBOSE="true").verbose is False
-
-
-def test_none_is_a_word() -> None:
-    assert config("--limit=none", MANYLORA_LIMIT="3").limit is None
 
 
 @pytest.mark.parametrize(
@@ -100,8 +88,8 @@ def test_none_is_a_word() -> None:
         (["--ratio=nan"], "--ratio: 'nan' is not a finite number"),
         (["--verbose=maybe"], "--verbose: 'maybe' is not one of true, false"),
         (["--quantization=int8"], "--quantization: 'int8' is not one of none, nf4"),
-        (["--colour=green"], "--colour: 'green' is not one of red, blue"),
-        (["--sizes=1,x"], "--sizes: 'x' is not a whole number"),
+        (["--limit=0"], "--limit: must be at least 1"),
+        (["--share=0"], "--share: must be greater than 0"),
         (["--block-size=0"], "--block-size: 0 is not positive"),
         (["--listen=nowhere"], "--listen: 'nowhere' is not host:port"),
         (["--config=/nowhere.yaml"], "--config: /nowhere.yaml: No such file or directory"),
@@ -174,10 +162,10 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model=m"], Config(model="m")),
         (
             ["--model=a b", "--listen=0.0.0.0:1", "--block-size=8", "--ratio=1e-09", "--verbose", "--store=/x y",
-             "--names=a,b", "--sizes=5", "--quantization=nf4", f"--colour={Colour.BLUE.value}", "--limit=3"],
-            Config("a b", "0.0.0.0:1", 8, 1e-9, True, Path("/x y"), ("a", "b"), (5,), "nf4", Colour.BLUE, 3),
+             "--quantization=nf4", "--limit=3"],
+            Config("a b", "0.0.0.0:1", 8, 1e-9, True, Path("/x y"), "nf4", 3),
         ),
-        (["--model=", "--names=--x"], Config("", names=("--x",))),
+        (["--model=", "--store=--x"], Config("", store=Path("--x"))),
     ],
 )  # fmt: skip
 def test_flags_of_every_type(argv: list[str], expected: Config) -> None:

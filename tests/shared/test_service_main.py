@@ -11,13 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 from manylora_shared.process import main as service_main
 from manylora_shared.process.main import Parts, serve
-
-
-@dataclass(frozen=True)
-class Settings:
-    etcd: str = "127.0.0.1:1"
-    otlp_endpoint: str = ""
-    trace_file: str = ""
+from manylora_shared.process.settings import ServiceSettings
 
 
 @dataclass
@@ -65,7 +59,7 @@ async def run(app: FakeApp) -> bool:
         return app
 
     async with asyncio.timeout(10):
-        return await serve("router", Settings(), build)
+        return await serve("router", ServiceSettings(etcd="127.0.0.1:1"), build)
 
 
 async def test_it_is_ready_serves_and_ends_when_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,4 +96,4 @@ async def test_an_app_that_cannot_be_built() -> None:
         raise ValueError("no tokenizer")
 
     with pytest.raises(ValueError, match="no tokenizer"):
-        await serve("router", Settings(), build)
+        await serve("router", ServiceSettings(etcd="127.0.0.1:1"), build)

@@ -23,6 +23,8 @@ from manylora_router.text.service import HfTextService, TextService, TokenIdsOnl
 
 _LOG = logging.getLogger("manylora_router")
 
+_TOKENIZER_THREADS = 2
+"""Prompts that are tokenized at a time: the tokenizer leaves the interpreter, and the event loop needs a core too."""
 _ACCEPTORS = 16
 """Tenants call from connections of their own: the burst of one waits behind itself."""
 
@@ -36,7 +38,7 @@ def load_text(config: RouterConfig) -> TextService:
     if not has_tokenizer(folder):
         _LOG.warning("%s: has no tokenizer; requests must give token ids, and answers have no text", folder)
         return TokenIdsOnlyText()
-    return HfTextService.load(folder, threads=config.tokenizer_threads)
+    return HfTextService.load(folder, threads=_TOKENIZER_THREADS)
 
 
 async def build(config: RouterConfig, parts: Parts) -> RouterApp:

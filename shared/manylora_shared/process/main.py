@@ -20,6 +20,7 @@ import manylora_shared.transport.grpc_polling  # noqa: F401  before anything imp
 from manylora_shared.coordination.base import Store
 from manylora_shared.coordination.etcd import EtcdStore
 from manylora_shared.process.heap import freeze_started
+from manylora_shared.process.settings import ServiceSettings
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import Transport
 from manylora_shared.transport.grpc_transport import GrpcTransport
@@ -47,19 +48,6 @@ class App(Protocol):
         """Ends in order; also what was started in part."""
 
 
-class Settings(Protocol):
-    """What the runner reads of a service's config."""
-
-    @property
-    def etcd(self) -> str: ...
-
-    @property
-    def otlp_endpoint(self) -> str: ...
-
-    @property
-    def trace_file(self) -> str: ...
-
-
 @dataclass(frozen=True)
 class Parts:
     """What an App is built from. They are the runner's to close."""
@@ -72,7 +60,7 @@ class Parts:
 
 async def serve(
     service: str,
-    settings: Settings,
+    settings: ServiceSettings,
     build: Callable[[Parts], Awaitable[App]],
     *,
     instance_id: str = "",
