@@ -1,20 +1,12 @@
 """Which adapter a request waits for or uses, and what is loaded next for whom.
 
-Owns the references that requests hold, the tenants' pins, and the queues of what waits for an adapter. Its parts know
-where adapters are (Residency), what makes room for what (TierRoom), whose load begins next (LoadOrder) and who may use
-the device past whom (Overtaking). Written by EngineCore alone, on the engine's thread. Knows uids, tenants and sizes,
-never tensors. `now` is the caller's, in seconds.
+Owns the requests' references, the tenants' pins and the queues. Residency knows where adapters are, TierRoom what makes
+room for what, load_order whose load begins next, Overtaking who may use the device past whom. Written by EngineCore
+alone. Knows uids, tenants and sizes, never tensors.
 
-A request *holds* an adapter from `acquire` to `release`. It either uses it (the adapter is on the device and stays
-there) or waits. A tenant *pins* an adapter by its policy: it is brought to the device without a request and stays.
-
-- One load an adapter at a time, however many wait for it.
-- Loads begin in the tenants' turns (load_order.py), a tenant's own in the order of coming. So whoever asks for a
-  thousand cold adapters waits for them, not its neighbours.
-- Room is made by evicting what nobody uses, by the tenants' shares (room.py). Where none can be made, others may pass a
-  bounded number of times (overtaking.py).
-- A failed load fails exactly the requests that wait for it; the next acquire tries again. A pin's is tried again by
-  `set_pins`.
+A request *holds* an adapter from `acquire` to `release`: it uses it on the device, or waits. A tenant *pins* an adapter
+by its policy: it is brought to the device without a request and stays. There is one load an adapter at a time. A failed
+one fails exactly the requests that wait for it; the next acquire, or `set_pins`, tries again.
 """
 
 from __future__ import annotations
@@ -36,24 +28,19 @@ from manylora_worker.adapters.standings import Standings
 from manylora_worker.kinds.api import AdapterBackend, AdapterEvent, AdapterTier
 
 _State = tuple[Versions, int]
-_PREFETCH_QUEUE = 64
-"""Prefetches not yet begun; when another comes, one of the tenant with most of them is forgotten."""
+_PREFETCH_QUEUE = 64  # not yet begun; when another comes, one of the tenant with most of them is forgotten
 
 
 @dataclass(frozen=True)
 class AdapterCacheLimits:
     host_bytes: int
     device_bytes: int
-    host_loads: int = 8
-    """Loads from disk at the same time."""
+    host_loads: int = 8  # from disk at the same time
     device_loads: int = 8
     max_overtakes: int = 32
-    borrow_after_s: float = 30.0
-    """What was not used for so long may go for whoever needs room, shares aside."""
-    borrow_copy_after_s: float = 1.0
-    """The same, on the device, for what the host has a copy of: it is back in milliseconds, a hundredth of this."""
-    patience_s: float = 1.0
-    """After so long without room, a tenant that has nothing else may take what nobody uses, shares aside."""
+    borrow_after_s: float = 30.0  # what was not used for so long may go for whoever needs room, shares aside
+    borrow_copy_after_s: float = 1.0  # the same, on the device, where the host has a copy: it is back in milliseconds
+    patience_s: float = 1.0  # then a tenant that has nothing else may take what nobody uses, shares aside
 
     def __post_init__(self) -> None:
         if min(self.host_bytes, self.device_bytes, self.host_loads, self.device_loads) < 1 or self.max_overtakes < 0:
@@ -62,29 +49,24 @@ class AdapterCacheLimits:
 
 @dataclass(frozen=True)
 class AdapterFailure:
-    """A load that failed, and the requests that waited for it."""
-
     uid: AdapterUid
     message: str
     holders: Sequence[RequestId]
 
 
 class CacheUpdate(NamedTuple):
-    ready: Sequence[RequestId]
-    """Waiting before, using it now."""
+    ready: Sequence[RequestId]  # waiting before, using it now
     failed: Sequence[AdapterFailure]
     evictions: Sequence[Eviction]
 
 
 class TenantAdapters(NamedTuple):
-    """What a tenant has of the cache. An adapter that several tenants use counts in full for each."""
+    """An adapter that several tenants use counts in full for each."""
 
     device_bytes: int = 0
     host_bytes: int = 0
-    evictions: int = 0
-    """Of its adapters from the device, since the engine's start."""
-    displaced: int = 0
-    """Of these, for another tenant's adapter."""
+    evictions: int = 0  # of its adapters from the device, since the engine's start
+    displaced: int = 0  # of these, for another tenant's adapter
     pins: tuple[PinState, ...] = ()
 
 
@@ -92,10 +74,7 @@ _NOTHING = CacheUpdate((), (), ())
 
 
 class AdapterCache:
-    """
-    Args:
-        weight_of: a tenant's weight, at least 1. After a change, `weights_changed`.
-    """
+    """weight_of: a tenant's weight, at least 1. After a change, `weights_changed`. `now`: seconds."""
 
     def __init__(
         self,
@@ -130,8 +109,8 @@ class AdapterCache:
         )
         self._loading = Loading(self._residency, self._standings, self._order, self._overtaking)
         self._prefetches: dict[AdapterUid, TenantId | None] = {}
+        # the versions around the last pump, where these were the same, and its time in LOOK_AGAIN_S
         self._settled: tuple[_State, int] | None = None
-        """The versions before and after the last pump, where these were the same, and its time in LOOK_AGAIN_S."""
 
     @property
     def version(self) -> int:
@@ -153,12 +132,12 @@ class AdapterCache:
 
     @property
     def has_work(self) -> bool:
-        """Whether `pump` may have something to do: loads to hear of, requests, pins or prefetches that wait."""
+        """Whether loads, requests, pins or prefetches wait for `pump`."""
         return bool(self._order or self._prefetches or self.num_loading or self._pins.is_due)
 
     @property
     def is_settled(self) -> bool:
-        """Whether another `pump` finds nothing new, unless a load ends, or LOOK_AGAIN_S have passed."""
+        """Another `pump` finds nothing new, unless a load ends, or LOOK_AGAIN_S have passed."""
         return self._settled is not None and self._settled[0] == self._state() and not self._pins.is_due
 
     @property
@@ -185,13 +164,11 @@ class AdapterCache:
         return found
 
     def uses(self, holder: RequestId) -> bool:
-        """Whether the holder has its adapter on the device."""
         hold = self._holds.get(holder)
         return hold is not None and holder in self._residency.entries[hold[1]].users
 
     def acquire(self, holder: RequestId, tenant_id: TenantId, uid: AdapterUid, now: float) -> bool:
-        """Begins a holding. Returns whether it uses the adapter already; else a later `pump` names it as ready or
-        failed."""
+        """Whether it uses the adapter already; else a later `pump` names it as ready or failed."""
         assert holder not in self._holds, f"{holder} holds an adapter already"
         entry = self._residency.entry(uid)
         self._holds[holder] = (tenant_id, uid)
@@ -204,7 +181,7 @@ class AdapterCache:
         return False
 
     def release(self, holder: RequestId, now: float) -> None:
-        """Ends a holding. Unknown holders are ignored: their load has failed."""
+        """Unknown holders are ignored: their load has failed."""
         hold = self._holds.pop(holder, None)
         if hold is None:
             return
@@ -219,11 +196,7 @@ class AdapterCache:
         self._residency.forget_if_unused(entry)
 
     def prefetch(self, uid: AdapterUid, tenant_id: TenantId | None) -> None:
-        """Loads it as far up as there is room without waiting. Best effort: a failure is forgotten.
-
-        Args:
-            tenant_id: for whom; None: not known.
-        """
+        """As far up as there is room without waiting; a failure is forgotten."""
         entry = self._residency.entries.get(uid)
         if entry is not None and (entry.on_device or entry.queued):
             return
@@ -239,7 +212,7 @@ class AdapterCache:
             self._end_prefetch(self._residency.entries[forgotten])
 
     def set_pins(self, pins: Mapping[TenantId, Sequence[Pin]], largest_bytes: int) -> None:
-        """What is pinned from the next pump on, by all tenants; loads of pins that failed are tried again.
+        """Loads of pins that failed are tried again.
 
         Args:
             largest_bytes: of the adapters that are registered: room for one is left beside all pins.
@@ -273,7 +246,7 @@ class AdapterCache:
         return CacheUpdate(ready, failed, self._residency.take_evictions())
 
     def _state(self) -> _State:
-        """Changes with all that decides on what there is to do, but time."""
+        """Changes with all that decides on what there is to do, except time."""
         return self._loading.versions, len(self._prefetches)
 
     def check_invariants(self) -> None:
@@ -301,7 +274,7 @@ class AdapterCache:
     # -- queues
 
     def _waits(self, entry: Entry, tenant_id: TenantId) -> bool:
-        """Whether a request or a pin of the tenant waits for it."""
+        """A request or a pin of the tenant waits for it."""
         return tenant_id in entry.waiters.values() or (tenant_id in entry.pinned_by and not entry.on_device)
 
     def _leave_queue(self, entry: Entry, tenant_id: TenantId) -> None:
@@ -313,12 +286,11 @@ class AdapterCache:
     # -- pins
 
     def _is_pinned(self, tenant_id: TenantId, uid: AdapterUid) -> bool:
-        """Whether the tenant pins it, and it is on the device."""
+        """By the tenant, and on the device."""
         entry = self._residency.entries.get(uid)
         return entry is not None and tenant_id in entry.pinned_by and entry.on_device
 
     def _apply_pins(self, now: float) -> None:
-        """Pins and unpins, so that what is pinned is what can be kept."""
         wanted = self._pins.resolve(self._residency.size_of)
         for uid, entry in list(self._residency.entries.items()):
             for tenant in [tenant for tenant in entry.pinned_by if (tenant, uid) not in wanted]:
@@ -340,7 +312,6 @@ class AdapterCache:
     def _advance(
         self, tenant_id: TenantId, entry: Entry, ready: list[RequestId], failed: list[AdapterFailure], now: float
     ) -> None:
-        """The next thing to do for an adapter that a tenant waits for."""
         if entry.on_device:
             self._hand_out(tenant_id, entry, ready, now)
         elif entry.loading is not None:
@@ -364,7 +335,7 @@ class AdapterCache:
         self._residency.touch(entry, tenant_id, now)
 
     def _advance_prefetch(self, entry: Entry, tenant_id: TenantId | None, now: float) -> bool:
-        """Whether nothing is left to do for a prefetch."""
+        """Whether nothing is left to do."""
         if entry.on_device or entry.queued or self._too_large(entry) is not None:
             return True
         return entry.loading is None and self._loading.prefetch(entry, tenant_id, now)

@@ -1,7 +1,6 @@
-"""Which loads of adapters begin now: those that there is room for, or that others make way for.
+"""Which loads of adapters begin now. Written by AdapterCache, which says whose turn it is; TierRoom makes the room.
 
-Owns the memory of turns for which there was no room, so that the same search is not made again before anything has
-changed. Written by AdapterCache, which says whose turn it is; what makes room for what is TierRoom's.
+It remembers turns for which there was no room, so that the same search is not made before anything has changed.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from manylora_worker.adapters.room import Entry, Plan
 from manylora_worker.adapters.standings import Standings
 from manylora_worker.kinds.api import AdapterTier
 
-LOOK_AGAIN_S = 0.1
-"""How soon room that only time has made is found, where nothing else has changed."""
+LOOK_AGAIN_S = 0.1  # how soon room that only time has made is found
 Versions = tuple[int, int, int]
 
 
@@ -26,17 +24,16 @@ class Loading:
         self._standings = standings
         self._order = order
         self._overtaking = overtaking
+        # no room on the device for a tenant's turn: when (versions, time in LOOK_AGAIN_S), for which size
         self._refused: dict[TenantId, tuple[tuple[Versions, int], int]] = {}
-        """When there was no room on the device for a tenant's turn (versions, time in LOOK_AGAIN_S), and for which
-        size."""
 
     @property
     def versions(self) -> Versions:
-        """Change with all that decides on what there is room for, but time."""
+        """Change with all that decides on what there is room for, except time."""
         return self._standings.claims_version, self._order.version, self._residency.idle_version
 
     def to_device(self, entry: Entry, tenant_id: TenantId, now: float) -> None:
-        """It is the tenant's turn for an adapter that is on the host: loads it, if it can be."""
+        """The adapter is on the host."""
         if not self._residency.may_load(AdapterTier.DEVICE):
             return
         moment = self.versions, int(now / LOOK_AGAIN_S)
@@ -54,7 +51,7 @@ class Loading:
         self._begin(entry, AdapterTier.DEVICE, tenant_id, plan)
 
     def to_host(self, entry: Entry, tenant_id: TenantId, now: float) -> None:
-        """It is the tenant's turn for an adapter that is on disk: loads it, if it can be."""
+        """The adapter is on disk."""
         if not self._residency.may_load(AdapterTier.HOST):
             return
         plan = self._plan(entry, AdapterTier.HOST, tenant_id, now)
@@ -62,7 +59,7 @@ class Loading:
             self._begin(entry, AdapterTier.HOST, tenant_id, plan)
 
     def prefetch(self, entry: Entry, tenant_id: TenantId | None, now: float) -> bool:
-        """Loads it a tier up, if there is room without waiting. Returns whether nothing is left to do then."""
+        """A tier up, if there is room without waiting. Returns whether nothing is left to do then."""
         tier = AdapterTier.DEVICE if entry.on_host else AdapterTier.HOST
         if tier is AdapterTier.DEVICE and self._overtaking:
             return True
@@ -80,8 +77,7 @@ class Loading:
         return tier is AdapterTier.DEVICE
 
     def settle_on_host(self, entry: Entry, now: float) -> None:
-        """A load to the host ended, and only now its size may be known: it stays if it fits, else it comes again
-        later."""
+        """Its size may be known only now: it stays if it fits, else it comes again later."""
         tenant_id = min(entry.queued, key=lambda tenant: entry.queued[tenant], default=None)
         if tenant_id is None:
             tenant_id = next(iter(entry.claims[AdapterTier.HOST]), None)

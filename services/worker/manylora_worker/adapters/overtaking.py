@@ -1,9 +1,8 @@
-"""Who may use the device past a tenant's first in the queue that finds no room there.
+"""Who may use the device past a tenant's first in the queue that finds no room there (*blocked*).
 
-Owns what is *blocked*, and how often each was overtaken. Its own tenant's other requests may overtake it, by using a
-resident adapter or one that fits into what is free, `max_overtakes` times in all; from then on they queue behind it.
-Where it is its tenant's due and others hold too much, that holds for tenants above their shares too; for one that is
-within its share it never does. So the uses that stand in its way run out. Written by AdapterCache.
+Its own tenant's other requests may, by a resident adapter or one that fits, `max_overtakes` times in all; then they
+queue behind it. Where it is its tenant's due, that holds for tenants above their shares too, never for one within. So
+the uses that stand in its way run out. Written by AdapterCache.
 """
 
 from __future__ import annotations
@@ -18,20 +17,13 @@ from manylora_worker.adapters.room import Entry, Standing, TierRoom
 
 @dataclass
 class _Blocked:
-    """The first in a tenant's queue that finds no room."""
-
     entry: Entry
     overtakes: int
-    is_due: bool
-    """It is within the tenant's share: others have to make way."""
+    is_due: bool  # within the tenant's share: others have to make way
 
 
 class Overtaking:
-    """
-    Args:
-        device: the tier that there is no room on.
-        standing: of all tenants there, as it is now.
-    """
+    """device: the tier that there is no room on. standing: of all tenants there."""
 
     def __init__(self, device: TierRoom, standing: Callable[[], Standing], max_overtakes: int) -> None:
         self._device = device
@@ -40,11 +32,10 @@ class Overtaking:
         self._blocked: dict[TenantId, _Blocked] = {}
 
     def __bool__(self) -> bool:
-        """Whether anything is blocked."""
         return bool(self._blocked)
 
     def is_allowed(self, tenant_id: TenantId, entry: Entry, *, counts: bool = True) -> bool:
-        """Whether the tenant may use an adapter past those that are blocked. Counts it as overtaking where it is."""
+        """Past those that are blocked; counted as overtaking where it is."""
         if not self._blocked:
             return True
         number = entry.queued.get(tenant_id)
@@ -67,7 +58,7 @@ class Overtaking:
         return True
 
     def block(self, tenant_id: TenantId, entry: Entry) -> None:
-        """It is the tenant's turn for it, and there is no room. The first in a tenant's queue counts."""
+        """No room on the tenant's turn. The first in a tenant's queue counts."""
         before = self._blocked.get(tenant_id)
         if before is not None and before.entry.queued[tenant_id] < entry.queued[tenant_id]:
             return
@@ -75,7 +66,7 @@ class Overtaking:
         self._blocked[tenant_id] = _Blocked(entry, before.overtakes if before is not None else 0, is_due)
 
     def unblock(self, tenant_id: TenantId, entry: Entry) -> None:
-        """The tenant waits for it no more, or there is room."""
+        """It waits no more, or there is room."""
         blocked = self._blocked.get(tenant_id)
         if blocked is not None and blocked.entry is entry:
             del self._blocked[tenant_id]

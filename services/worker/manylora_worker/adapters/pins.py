@@ -1,7 +1,6 @@
 """What tenants' policies pin, and which pins the worker can keep.
 
-Owns the pins as they were told last, and what stands against each. Written by AdapterCache, which brings to the device
-what `resolve` gives. Knows names, uids and sizes.
+Written by AdapterCache, which brings to the device what `resolve` gives. Knows names, uids and sizes.
 """
 
 from __future__ import annotations
@@ -19,39 +18,29 @@ class Pin(NamedTuple):
     """One name of a policy's `adapters.pin`."""
 
     name: AdapterName
-    uid: AdapterUid | None
-    """What the name stands for now; None: nothing."""
-    size_bytes: int = 0
-    """As registered."""
+    uid: AdapterUid | None  # what the name stands for now; None: nothing
+    size_bytes: int = 0  # as registered
 
 
 class PinState(NamedTuple):
     pin: Pin
-    is_ready: bool
-    """It is on the device."""
-    problem: str = ""
-    """Why it is not kept there; empty: it is, or is on its way."""
+    is_ready: bool  # on the device
+    problem: str = ""  # why it is not kept there; empty: it is, or is on its way
 
 
 class PinBook:
-    """
-    Args:
-        capacity_bytes: of the device tier.
-        weight_of: a tenant's weight, at least 1.
-    """
+    """capacity_bytes: of the device tier."""
 
     def __init__(self, capacity_bytes: int, weight_of: Callable[[TenantId], int]) -> None:
-        self.is_due = False
-        """Something has changed since `resolve`."""
-        self.version = 0
-        """Grows with each `resolve`."""
+        self.is_due = False  # something has changed since `resolve`
+        self.version = 0  # grows with each `resolve`
         self._capacity_bytes = capacity_bytes
         self._weight_of = weight_of
         self._pins: Mapping[TenantId, Sequence[Pin]] = {}
         self._largest_bytes = 0
         self._problems: dict[tuple[TenantId, AdapterUid], str] = {}
+        # loads that failed and are tried again: told until it is known how that went
         self._failed_before: dict[tuple[TenantId, AdapterUid], str] = {}
-        """Loads that failed and are tried again: what is told until it is known how that went."""
 
     @property
     def tenants(self) -> Sequence[TenantId]:
@@ -78,11 +67,7 @@ class PinBook:
         return list(dict.fromkeys(pin.uid for pin in self._pins.get(tenant_id, ()) if pin.uid is not None))
 
     def resolve(self, size_of: Callable[[AdapterUid], int]) -> dict[tuple[TenantId, AdapterUid], None]:
-        """What is to be pinned: what has room, without what did not load.
-
-        Args:
-            size_of: what is known of an adapter's size, in bytes; counts where it is more than was registered.
-        """
+        """What has room, without what did not load. size_of: bytes, if more than registered."""
         self.is_due = False
         self.version += 1
         sizes: dict[AdapterUid, int] = {}
@@ -109,11 +94,11 @@ class PinBook:
         return wanted
 
     def failed(self, tenant_id: TenantId, uid: AdapterUid, message: str) -> None:
-        """It did not load; that stands until `set`, or until a request has brought it."""
+        """It stands until `set`, or until a request has brought the adapter."""
         self._problems[tenant_id, uid] = message
 
     def arrived(self, uid: AdapterUid) -> None:
-        """An adapter is on the device, whatever its load was for."""
+        """On the device, whatever the load was for."""
         for tenant in self._pins:
             self._failed_before.pop((tenant, uid), None)
             if self._problems.get((tenant, uid), NO_ROOM_TO_PIN) != NO_ROOM_TO_PIN:

@@ -1,8 +1,7 @@
 """Which adapter is on which tier, and the loads between them.
 
-Owns the entry of every adapter that is off the disk or wanted there, the tenants' claims on it, the two tiers' rooms,
-the loads under way and the counts of what was evicted. Written by AdapterCache alone, which decides what is loaded and
-what makes way for it; an AdapterBackend does the loads beside it.
+Owns the entries, the tenants' claims on them, the two tiers' rooms, the loads under way and the counts of evictions.
+Written by AdapterCache alone, which decides; an AdapterBackend does the loads.
 
     disk --load to the host--> HOST --load to the device--> DEVICE
          <-----drop-----------      <--------drop----------        (a DEVICE adapter may have lost its host copy)
@@ -17,16 +16,11 @@ from manylora_shared.ids import AdapterUid, RequestId, TenantId
 from manylora_worker.adapters.room import Entry, Eviction, Plan, TierRoom
 from manylora_worker.kinds.api import AdapterBackend, AdapterEvent, AdapterTier
 
-_KNOWN_SIZES = 4096
-"""Sizes remembered of adapters that are on disk only."""
+_KNOWN_SIZES = 4096  # remembered of adapters that are on disk only
 
 
 class Residency:
-    """
-    Args:
-        rooms: of the host and the device.
-        max_loads: to each of them at the same time.
-    """
+    """rooms: of the host and the device. max_loads: to each of them at the same time."""
 
     def __init__(
         self, backend: AdapterBackend, rooms: Mapping[AdapterTier, TierRoom], max_loads: Mapping[AdapterTier, int]
@@ -34,19 +28,14 @@ class Residency:
         self._backend = backend
         self.rooms = rooms
         self.entries: dict[AdapterUid, Entry] = {}
-        self.version = 0
-        """Grows with each change of where an adapter is."""
-        self.claims_version = 0
-        """Grows with each change of what counts against whom, too, and with each load that begins."""
-        self.idle_version = 0
-        """Grows whenever an adapter is no longer in use."""
+        self.version = 0  # grows with each change of where an adapter is
+        self.claims_version = 0  # and of what counts against whom, and with each load that begins
+        self.idle_version = 0  # grows whenever an adapter is no longer in use
         self._max_loads = max_loads
         self._loads = dict.fromkeys(rooms, 0)
         self._known_bytes: dict[AdapterUid, int] = {}
-        self._counts: dict[TenantId, list[int]] = {}
-        """[evictions, displaced], both cumulative."""
-        self._evictions: list[Eviction] = []
-        """Since they were taken."""
+        self._counts: dict[TenantId, list[int]] = {}  # [evictions, displaced], both cumulative
+        self._evictions: list[Eviction] = []  # since they were taken
         self._tick = 0
 
     @property
@@ -62,11 +51,10 @@ class Residency:
         }
 
     def evicted(self) -> Mapping[TenantId, tuple[int, int]]:
-        """Of every tenant that lost adapters from the device: how often, and how often to another tenant's."""
+        """How often a tenant lost adapters from the device, and how often to another tenant's."""
         return {tenant: (evictions, displaced) for tenant, (evictions, displaced) in self._counts.items()}
 
     def take_evictions(self) -> list[Eviction]:
-        """Those since the last call."""
         evictions, self._evictions = self._evictions, []
         return evictions
 
@@ -80,12 +68,12 @@ class Residency:
         return entry
 
     def size_of(self, uid: AdapterUid) -> int:
-        """In bytes, as far as it was learned; else 0."""
+        """0: not learned yet."""
         entry = self.entries.get(uid)
         return max(self._known_bytes.get(uid, 0), entry.size_bytes if entry is not None else 0)
 
     def learn_size(self, entry: Entry, size_bytes: int) -> bool:
-        """A load told its size. Returns whether another was known."""
+        """Whether another size was known."""
         has_changed = entry.size_bytes != size_bytes
         entry.size_bytes = size_bytes
         self._known_bytes.pop(entry.uid, None)
@@ -95,7 +83,7 @@ class Residency:
         return has_changed
 
     def load_cost(self, entry: Entry) -> int:
-        """Of a load, in bytes. What was never loaded counts as what was learned last."""
+        """In bytes. What was never loaded counts as what was learned last."""
         return entry.size_bytes or next(reversed(self._known_bytes.values()), 1)
 
     def touch(self, entry: Entry, tenant_id: TenantId, now: float) -> None:
@@ -108,7 +96,6 @@ class Residency:
             claims[tenant_id] = now
 
     def end_use(self, entry: Entry, holder: RequestId, tenant_id: TenantId, now: float) -> None:
-        """The holder, of that tenant, uses it no more."""
         del entry.users[holder]
         self.touch(entry, tenant_id, now)
         self.idle_version += not entry.users
@@ -118,7 +105,7 @@ class Residency:
             del self.entries[entry.uid]
 
     def drop_vain_claims(self, entry: Entry) -> None:
-        """On a tier where it is not, those alone claim it who wait for it."""
+        """On a tier where it is not, only tenants that wait for it claim it."""
         for tier, claims in entry.claims.items():
             if not entry.uses(tier) and not entry.on_device:
                 for tenant in [t for t in claims if t not in entry.queued and t not in entry.pinned_by]:
@@ -127,7 +114,6 @@ class Residency:
     # -- loads
 
     def may_load(self, tier: AdapterTier) -> bool:
-        """Whether another load to it may begin."""
         return self._loads[tier] < self._max_loads[tier]
 
     def begin_load(self, entry: Entry, tier: AdapterTier) -> None:
@@ -161,7 +147,6 @@ class Residency:
     # -- what goes
 
     def make_way(self, plan: Plan, room: TierRoom, tenant_id: TenantId | None) -> None:
-        """Does what was planned for the tenant."""
         for uid in plan.releases:
             assert tenant_id is not None
             room.entries[uid].claims[room.tier].pop(tenant_id)

@@ -1,25 +1,20 @@
 """Who makes room for whom on a tier of the adapter cache.
 
-Owns which adapters use the tier. An adapter counts in full against each tenant that *claims* it: that has used it since
-it came to the tier. So what a tenant has does not depend on who else uses the same bytes, of which there is one copy.
-
-A tenant is *within its share* (adapter_shares.py) while what it claims is no more than that. For a tenant's adapter
-room is made by, in this order:
+An adapter counts in full against each tenant that *claims* it: that has used it since it came to the tier. A tenant is
+*within its share* (adapter_shares.py) while it claims no more than that. Room for a tenant's adapter is made by, in
+this order:
 
     1. what nobody claims
     2. where the tenant would be above its share: its own, by idle time x bytes, until it is within
-    3. other tenants above their shares, as long as they are above. For a tenant that would be above itself, only those
-       that are further above by weight
+    3. other tenants' above their shares, as long as they are above; for a tenant that would be above itself, only of
+        those further above by weight
     4. for requests and pins, not for prefetches: its own
-    5. for these too: what has not been used for `borrow_after_s`, whoever claims it; on the device for
-       `borrow_copy_after_s`, where the host has a copy
+    5. for these too: what has not been used for `borrow_after_s` (`borrow_copy_after_s` where the host has a copy)
     6. for a tenant that has nothing else, its pins aside, and has waited for `patience_s`: whatever nobody uses now
 
-so a tenant within its share never loses what it uses to one above its share, but for 6. That is for tenants whose share
-is smaller than an adapter, or is all pinned: they would have none at all. For 3, one adapter beside its pins counts as
-within its tenant's share too.
-
-What is in use, pinned or being loaded stays. What others wait for goes only for one further ahead in the queue.
+So a tenant within its share loses what it uses to one above only by 6, which is for shares smaller than an adapter, or
+all pinned. For 3, one adapter beside its pins counts as within its tenant's share. What is in use, pinned or being
+loaded stays. What others wait for goes only for one further ahead in the queue.
 """
 
 from __future__ import annotations
@@ -39,29 +34,25 @@ class Entry:
     """An adapter that is off the disk, or wanted there."""
 
     uid: AdapterUid
-    size_bytes: int = 0
-    """On either tier, as its first host load told; 0: not known yet."""
+    size_bytes: int = 0  # on either tier, as its first host load told; 0: not known yet
     on_host: bool = False
     on_device: bool = False
     loading: AdapterTier | None = None
     users: dict[RequestId, None] = field(default_factory=dict)
     waiters: dict[RequestId, TenantId] = field(default_factory=dict)
     pinned_by: dict[TenantId, None] = field(default_factory=dict)
+    # by tenant that waits for it: its number in the order of coming
     queued: dict[TenantId, int] = field(default_factory=dict)
-    """For each tenant that waits for it, its number in the order of coming."""
-    claims: dict[AdapterTier, dict[TenantId, float]] = field(
+    claims: dict[AdapterTier, dict[TenantId, float]] = field(  # by tier: who used it, and when last
         default_factory=lambda: {AdapterTier.HOST: {}, AdapterTier.DEVICE: {}}
     )
-    """By tier: who used it, and when last."""
-    no_room_since: dict[TenantId, float] = field(default_factory=dict)
-    """For tenants that wait for it: since when there has been no room."""
-    is_prefetched: bool = False
-    """It is to be loaded without anybody who waits for it."""
+    no_room_since: dict[TenantId, float] = field(default_factory=dict)  # by tenant that waits for it
+    is_prefetched: bool = False  # to be loaded without anybody who waits for it
     last_tick: int = 0
 
     @property
     def is_unused(self) -> bool:
-        """It is on disk alone, and nobody wants it elsewhere."""
+        """On disk alone, and nobody wants it elsewhere."""
         return not (self.on_device or self.on_host or self.loading or self.queued or self.is_prefetched)
 
     @property
@@ -81,22 +72,18 @@ class Eviction:
 
     uid: AdapterUid
     tier: AdapterTier
-    winner: TenantId | None
-    """For whom."""
+    winner: TenantId | None  # for whom
+    # who claimed it: bytes that the tenant had before, its share, and seconds since it used the adapter
     losers: Mapping[TenantId, tuple[int, int, float]]
-    """Who claimed it: bytes that the tenant had before, its share, and seconds since it used the adapter."""
-    waited_s: float
-    """For how long the winner has found no room, where it has nothing else; else 0."""
-    has_copy: bool
-    """It left the device, and is on the host still."""
+    waited_s: float  # for how long the winner has found no room, where it has nothing else; else 0
+    has_copy: bool  # it left the device, and is on the host still
 
 
 class Plan(NamedTuple):
     """What goes, so that something fits."""
 
     evictions: Sequence[Eviction] = ()
-    releases: Sequence[AdapterUid] = ()
-    """The tenant gives up its claims, and others keep the adapters."""
+    releases: Sequence[AdapterUid] = ()  # the tenant gives up its claims, and others keep the adapters
 
 
 @dataclass(frozen=True)
@@ -111,11 +98,7 @@ class Standing:
 
 
 class TierRoom:
-    """One tier. `entries` are those that are on it or being loaded to it; Residency keeps them so.
-
-    Args:
-        weight_of: a tenant's weight, at least 1.
-    """
+    """`entries` are those on the tier or being loaded to it; Residency keeps them so."""
 
     def __init__(
         self,
@@ -140,7 +123,7 @@ class TierRoom:
         return sum(entry.size_bytes for entry in self.entries.values())
 
     def held(self) -> dict[TenantId, int]:
-        """What counts against each tenant, in bytes."""
+        """In bytes."""
         held: dict[TenantId, int] = {}
         for entry in self.entries.values():
             for tenant_id in entry.claims[self.tier]:
@@ -206,15 +189,15 @@ class TierRoom:
         return self._weight_of(tenant_id)
 
     def has_copy(self, entry: Entry) -> bool:
-        """Whether what goes from this tier is soon back."""
+        """What goes from this tier is soon back."""
         return self.tier is AdapterTier.DEVICE and entry.on_host
 
     def borrow_after_s(self, entry: Entry) -> float:
-        """For how long nobody has used what may go whoever claims it."""
+        """How long unused it may go, whoever claims it."""
         return self._borrow_copy_after_s if self.has_copy(entry) else self._borrow_after_s
 
     def may_go(self, entry: Entry, wanted: Entry, tenant_id: TenantId | None) -> bool:
-        """Whether an adapter on the tier may make way, its claims aside."""
+        """Its claims aside."""
         if entry is wanted or entry.loading is not None or not entry.is_on(self.tier):
             return False
         if self.tier is AdapterTier.HOST and entry.on_device:
@@ -228,7 +211,7 @@ class TierRoom:
 
 
 class _Search:
-    """One search for room; `missing` is what is still too much, in bytes."""
+    """`missing`: what is still too much, in bytes."""
 
     def __init__(
         self,
@@ -243,8 +226,7 @@ class _Search:
         self.held = dict(standing.held)
         self.evictions: list[Eviction] = []
         self.released: dict[AdapterUid, None] = {}
-        self.waited_s = 0.0
-        """As in Eviction."""
+        self.waited_s = 0.0  # as in Eviction
         self._gone: dict[AdapterUid, None] = {}
         self._room = room
         self._tier = room.tier
@@ -261,7 +243,6 @@ class _Search:
                 self._evict(entry)
 
     def own_above_share(self) -> None:
-        """Its own, until it is within its share."""
         tenant = self._tenant
         assert tenant is not None
         share = self._shares.get(tenant, 0)
@@ -339,6 +320,7 @@ class _Search:
 
     def _order(self, entry: Entry, used_at: float) -> tuple[bool, bool, float, int]:
         """What others wait for goes last. On the host, what is nowhere else goes before copies of what is on the
-        device: that was used later. Idle time counts by bytes: a large adapter that is idle keeps out several."""
+        device: that was used later. Idle time counts by bytes: a large adapter that is idle keeps out several.
+        """
         is_copy = self._tier is AdapterTier.HOST and entry.on_device
         return (bool(entry.queued), is_copy, -(self._now - used_at) * entry.size_bytes, entry.last_tick)

@@ -1,6 +1,5 @@
-"""What counts against each tenant on a tier of the adapter cache, and what its share is now.
-
-Owns nothing but what it has found: that is kept until claims, queues or pins change.
+"""What counts against each tenant on a tier of the adapter cache, and what its share is now: kept until claims, queues
+or pins change.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ class Standings:
         self._residency = residency
         self._order = order
         self._pins = pins
-        self._known: dict[AdapterTier, tuple[tuple[int, int], Standing]] = {}
-        """With the versions of what went into it."""
+        self._known: dict[AdapterTier, tuple[tuple[int, int], Standing]] = {}  # with the versions of what went into it
 
     @property
     def claims_version(self) -> int:
@@ -32,10 +30,7 @@ class Standings:
         self._known.clear()
 
     def of(self, tier: AdapterTier, more: tuple[TenantId, int] | None = None) -> Standing:
-        """
-        Args:
-            more: what a tenant wants besides what it waits for.
-        """
+        """more: what a tenant wants besides what it waits for."""
         versions = self.claims_version, self._order.version
         known = self._known.get(tier)
         if more is None and known is not None and known[0] == versions:

@@ -1,8 +1,7 @@
 """The sequences without a slot: those that are parked, with blocks, and those that wait for blocks.
 
-Owns these two sets, and makes every move between them: blocks are taken, freed, copied away and back. Who moves, and
-when, is StepPlanner's to decide, and who comes and ends EngineCore's; nobody else writes here. Where a move changes
-what a sequence's next unit is, that is queued anew (UnitQueue).
+Makes every move between the two: blocks are taken, freed, copied away and back. StepPlanner decides who moves,
+EngineCore who comes and ends. Where a move changes a sequence's next unit, that is queued anew (UnitQueue).
 """
 
 from __future__ import annotations
@@ -28,18 +27,12 @@ class Parking:
         self._prefixes = prefixes
         self._queue = queue
         self._parked: dict[Sequence, None] = {}
-        self.parked = self._parked.keys()
-        """With blocks."""
-        self._waiting: list[Sequence] = []
-        """Oldest first."""
-        self.step = 0
-        """The plan that is being made, or was made last; one that left out decodes does not count."""
-        self.swapped: list[Sequence] = []
-        """In this plan: those that went to the host."""
-        self.evicted: list[Sequence] = []
-        """In this plan: those that lost their blocks."""
-        self.ready_decodes = 0
-        """Parked sequences that could decode, since they were counted."""
+        self.parked = self._parked.keys()  # with blocks
+        self._waiting: list[Sequence] = []  # oldest first
+        self.step = 0  # the plan being made, or made last; one that left out decodes does not count
+        self.swapped: list[Sequence] = []  # in this plan, to the host
+        self.evicted: list[Sequence] = []  # in this plan
+        self.ready_decodes = 0  # parked sequences that could decode, since they were counted
 
     @property
     def waiting(self) -> SequenceOf[Sequence]:
@@ -51,16 +44,15 @@ class Parking:
         self.swapped, self.evicted = [], []
 
     def enqueue(self, sequence: Sequence) -> None:
-        """A sequence in WAITING, for admission."""
         assert sequence.status is SequenceStatus.WAITING
         bisect.insort(self._waiting, sequence, key=_order)
         self._queue.push(sequence)
 
     def fork(self, leader: Sequence, others: SequenceOf[Sequence]) -> None:
-        """Parks `others` behind the leader, sharing its blocks of the prompt but the last prompt token's place.
+        """Parks `others` behind the leader, sharing its blocks of the prompt except the last prompt token's place.
 
-        Each computes that token itself and draws its own first token from it; the block where it stands is copied
-        before it is written (only where another holder is left by then).
+        Each computes that token itself and draws its own first token from it. Its block is copied before it is written,
+        if another holder is left by then.
         """
         num_shared_tokens = len(leader.group.request.prompt_token_ids) - 1
         for sequence in others:
@@ -70,8 +62,7 @@ class Parking:
             self._queue.push(sequence)
 
     def leave(self, sequence: Sequence) -> bool:
-        """Takes a finished sequence out of the queue and out of here; its blocks it keeps. Returns whether it was
-        here."""
+        """A finished sequence keeps its blocks. Returns whether it was here."""
         if not self._queue.remove(sequence, is_parked=sequence in self._parked):
             return False
         if sequence in self._parked:
@@ -81,12 +72,12 @@ class Parking:
         return True
 
     def release_blocks(self, sequence: Sequence) -> None:
-        """Frees what a sequence holds that was removed."""
+        """Of a sequence that was removed."""
         self._tables.lose(sequence)
         self._swapper.forget(sequence)
 
     def copy_ended(self, sequence: Sequence) -> None:
-        """Its KV is on the host now, or back on the device. It is not finished."""
+        """The sequence is not finished."""
         assert sequence.swap is not None
         resumes_as, num_blocks = sequence.swap.resumes_as, len(sequence.swap.host_blocks)
         if self._swapper.ended(sequence) is SwapStage.LEAVING:
@@ -104,7 +95,7 @@ class Parking:
         self.ready_decodes = sum(s.status is SequenceStatus.DECODE and s.item is not None for s in self._parked)
 
     def leave_for_slot(self, sequence: Sequence, end: int) -> None:
-        """It takes a slot, and the blocks up to position `end`; without blocks, those of all its tokens."""
+        """With the blocks up to position `end`; without any, those of all its tokens."""
         if sequence.status is SequenceStatus.WAITING:
             self.admit(sequence)
         else:
@@ -112,10 +103,8 @@ class Parking:
         self._unpark(sequence)
 
     def admit(self, sequence: Sequence) -> None:
-        """Gives a sequence without blocks those of all its tokens, and parks it.
-
-        What is cached of its tokens it takes, but the last token is always computed. The order does not depend on what
-        is cached.
+        """Parks a sequence, with the blocks of all its tokens. The last token is computed even where it is cached, and
+        the order does not depend on what is cached.
         """
         self._leave_waiting(sequence)
         self._queue.end_capped(sequence.flow)
@@ -132,7 +121,7 @@ class Parking:
         self._queue.requeue(sequence)
 
     def swap_or_evict(self, sequence: Sequence) -> None:
-        """Has a parked sequence give up its blocks: at once, or when they are copied."""
+        """A parked sequence gives up its blocks: at once, or when they are copied."""
         if not self._swapper.pays(sequence):
             self.evict(sequence)
             return
@@ -143,7 +132,7 @@ class Parking:
         self._queue.requeue(sequence)
 
     def evict(self, sequence: Sequence) -> None:
-        """Frees a parked sequence's blocks; it is computed again, and not charged for that."""
+        """The sequence is computed again, and not charged for that."""
         self._leave_parked(sequence)
         self._tables.lose(sequence)
         sequence.num_computed_tokens = 0

@@ -1,10 +1,8 @@
 """Whose decode quantum ends early, and for whose prompt.
 
-Where no slot is free, a prompt of a flow that has less than its share of the slots does not wait for a quantum's end: a
-quantum of a flow that has more, and has come as far, ends there and then. Shares go by weight among the flows that have
-slots or wait for some. Equal flows cut nothing of one another, so whole quanta remain the rule.
-
-Owns nothing. StepPlanner asks, and does it.
+Where no slot is free, a flow with more than its share of the slots, which has come as far, loses a quantum to a prompt
+of a flow with less. Shares go by weight among flows that have slots or wait for some. Equal flows cut nothing of one
+another.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ class QuantumCuts:
         self._shares = shares
 
     def prompts(self) -> Set[int | None]:
-        """The queued items for which a quantum may be cut: prompts of flows with less than their share of the slots."""
+        """The queued items for which a quantum may be cut."""
         slots_of, share_of = self._slots.by_flow, self._slot_shares()
         return {
             sequence.item
@@ -33,21 +31,20 @@ class QuantumCuts:
         }
 
     def unit_for(self, item: int) -> Unit | None:
-        """The quantum to cut for a prompt: that with least left of the flows with more than their share, which have
-        come as far as the prompt's."""
+        """The quantum with least left among those that may be cut for it."""
         flows = self._flows_ahead(self._queue.sequence(item).flow, self._slot_shares())
         quanta = [unit for unit in self._slots.units if unit.ends_at and unit.cost and unit.sequence.flow in flows]
         return min(quanta, key=lambda unit: unit.tokens_left, default=None)
 
     def _flows_ahead(self, behind: FlowKey, share_of: Mapping[FlowKey, int]) -> Set[FlowKey]:
-        """Those with more than their share of the slots that have come as far as a flow."""
+        """With more than their share of the slots, and as far."""
         fair, slots_of = self._queue.fair, self._slots.by_flow
         return {
             flow for flow, count in slots_of.items() if count > share_of[flow] and fair.has_come_as_far(flow, behind)
         }
 
     def _slot_shares(self) -> dict[FlowKey, int]:
-        """Slots that are a flow's by weight, at least one, of each flow that has any or waits for one."""
+        """At least one for each flow that has any or waits for one."""
         flows = (*self._slots.by_flow, *(sequence.flow for sequence in self._queue.sequences))
         weights = {flow: self._shares.weight(flow) for flow in flows}
         total = sum(weights.values())

@@ -1,7 +1,6 @@
 """The slots: who has one, what it does there, and when its slot is free again.
 
-Owns the units in the slots and the steps in which quanta end. Written by StepPlanner alone, which chooses who gets a
-slot. Knows neither blocks nor the queue.
+Written by StepPlanner alone, which chooses who gets a slot. Knows neither blocks nor the queue.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ class Scheduled:
 
     sequence: Sequence
     num_tokens: int
-    samples: bool
-    """It computes the sequence's last token, so that the next one is drawn."""
+    samples: bool  # it computes the sequence's last token, so that the next one is drawn
 
 
 class Unit:
@@ -33,31 +31,24 @@ class Unit:
     def __init__(self, sequence: Sequence, item: int, chunk: Scheduled, tokens_left: int, ends_at: int) -> None:
         self.sequence = sequence
         self.item = item
-        self.chunk = chunk
-        """What it computes in each of its steps."""
+        self.chunk = chunk  # what it computes in each of its steps
+        # a quantum's tokens that no step computed or computes yet; of a chunk all or nothing
         self.tokens_left = tokens_left
-        """A quantum's tokens that no step computed or computes yet; of a chunk all or nothing."""
+        # the step in which a quantum's slot is free again, unless it ends before; 0: it is a chunk
         self.ends_at = ends_at
-        """The step in which a quantum's slot is free again, unless it ends before; 0: it is a chunk."""
-        self.cost = 0
-        """Of the steps so far, the one that was planned last included."""
-        self.step_cost = 0
-        """Of that last one."""
+        self.cost = 0  # of the steps so far, the one that was planned last included
+        self.step_cost = 0  # of that last one
 
 
 class Slots:
-    """
-    Args:
-        quantum_tokens: of a decode quantum, at most.
-    """
+    """quantum_tokens: of a decode quantum, at most."""
 
     def __init__(self, num_slots: int, quantum_tokens: int) -> None:
         self.num_slots = num_slots
         self._quantum_tokens = quantum_tokens
         self._units: list[Unit] = []
         self._by_flow: dict[FlowKey, int] = {}
-        self._ends: dict[int, int] = {}
-        """By step: quanta that end there."""
+        self._ends: dict[int, int] = {}  # by step: quanta that end there
         self._version = 0
 
     def __len__(self) -> int:
@@ -74,7 +65,6 @@ class Slots:
 
     @property
     def by_flow(self) -> Mapping[FlowKey, int]:
-        """Slots of each flow that has any."""
         return self._by_flow
 
     @property
@@ -93,7 +83,7 @@ class Slots:
         bisect.insort(self._units, unit, key=_order)
 
     def leave(self, sequence: Sequence) -> Unit | None:
-        """Takes the sequence out before its unit is through. None: it has no slot."""
+        """Before its unit is through. None: it has no slot."""
         index = bisect.bisect_left(self._units, sequence.order, key=_order)
         if index == len(self._units) or self._units[index].sequence is not sequence:
             return None
@@ -112,8 +102,8 @@ class Slots:
 
     def spread(self, step: int, most: int) -> int:
         """Tokens of a quantum that begins in `step` and could have `most`: the longest whose end keeps its distance
-        from others' ends, as if the slots' ends were spread evenly over a quantum's steps. Only quanta that begin
-        together are cut; each one that follows a whole one ends where its slot was free before.
+        from others' ends, as if ends were spread evenly over a quantum's steps. Only quanta that begin together are
+        cut.
         """
         slots, quantum = self.num_slots, self._quantum_tokens
         even, gap = -(-slots // quantum), max(1, quantum // slots)
