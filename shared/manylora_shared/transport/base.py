@@ -1,19 +1,12 @@
-"""The seam between services: calls and streams of protobuf messages, without gRPC's types.
-
-Two implementations: `grpc_transport` (production) and `memory` (the simulation's network with seeded delay, loss and
-partitions). Servicers and clients are written against this module only.
-
-A *handler* is an async function for the two call kinds with one response, and a function returning an async iterator
-(an async generator) for the two with a response stream:
+"""The seam between services: calls and streams of protobuf messages, without gRPC's types. A handler is
 
     unary         async def handler(request, call) -> response
     server stream def handler(request, call) -> AsyncIterator[response]
     client stream async def handler(requests: AsyncIterator, call) -> response
     bidirectional def handler(requests: AsyncIterator, call) -> AsyncIterator[response]
 
-A handler that raises a ManyloraError ends its call with that error's code, message, violations and retry hint; any
-other exception ends it with INTERNAL and is logged. When the caller cancels or vanishes, the handler is cancelled
-(asyncio.CancelledError); its `finally` blocks run. Bytes that are not the request's message end with INVALID_ARGUMENT.
+A ManyloraError that it raises is the call's status; anything else is logged and told as INTERNAL. When the caller
+cancels or vanishes, the handler is cancelled.
 """
 
 from __future__ import annotations
@@ -29,8 +22,6 @@ from google.protobuf.message_factory import GetMessageClass
 
 @dataclass(frozen=True)
 class Method:
-    """One RPC of a service, read off its protobuf descriptor."""
-
     path: str
     """`/package.Service/Method`."""
     request_type: type[Message]
@@ -40,7 +31,7 @@ class Method:
 
 
 def methods_of(service: ServiceDescriptor) -> dict[str, Method]:
-    """The methods of a service (`some_pb2.DESCRIPTOR.services_by_name["SomeService"]`) by their short name."""
+    """By short name."""
     return {
         m.name: Method(
             path=f"/{service.full_name}/{m.name}",
@@ -54,23 +45,20 @@ def methods_of(service: ServiceDescriptor) -> dict[str, Method]:
 
 
 class ServerCall(Protocol):
-    """What a handler may know of its call."""
-
     @property
     def metadata(self) -> Mapping[str, str]:
-        """Request metadata, keys in lower case; the values of a repeated key as one, joined by `, ` (RFC 9110, 5.3), so
-        that nothing is taken from one of them while somebody else reads another. Binary (-bin) keys are left out."""
+        """Keys in lower case, the values of a repeated key joined by `, ` (RFC 9110, 5.3); no binary (-bin) keys."""
 
     @property
     def peer(self) -> str: ...
 
     def time_remaining(self) -> float | None:
-        """Seconds until the caller's deadline; None where it set none."""
+        """In seconds, to the caller's deadline; None: it set none."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """A service and the handlers of all its methods, by the method's short name."""
+    """The handlers of all its methods by short name."""
 
     descriptor: ServiceDescriptor
     handlers: Mapping[str, Callable[..., Any]]
@@ -81,21 +69,20 @@ class Service:
 
 
 class Stream(Protocol):
-    """The client's end of a call with a stream in either direction. One reader and one writer task at most.
+    """The client's end of a call with a stream. One reader and one writer task at most.
 
-    Cancelling a task that waits in `read` or `write` cancels the call: a timeout around one `read` ends the stream.
-    After `cancel` both raise RpcError(CANCELLED).
+    Cancelling a task that waits in `read` or `write` cancels the call; after `cancel` both raise RpcError(CANCELLED).
     """
 
     async def read(self) -> Any:
-        """The next response; None after the last. Raises RpcError where the call ended with a status other than OK."""
+        """None after the last. Raises RpcError where the call ended with a status other than OK."""
 
     @property
     def has_message(self) -> bool:
-        """Whether a response is known to be there: `read` does not wait then. Where nobody can say, False."""
+        """Whether `read` would not wait; False where nobody can say."""
 
     async def write(self, message: Message) -> None:
-        """Sends one request of a client stream. Raises RpcError once the call has ended."""
+        """Raises RpcError once the call has ended."""
 
     async def close_send(self) -> None:
         """No more requests."""
@@ -105,7 +92,7 @@ class Stream(Protocol):
 
 
 class Channel(Protocol):
-    """A connection to one address. Connects lazily, reconnects by itself; calls fail with UNAVAILABLE meanwhile."""
+    """Connects lazily and reconnects by itself; calls fail with UNAVAILABLE meanwhile."""
 
     async def call(
         self,
@@ -115,7 +102,7 @@ class Channel(Protocol):
         timeout: float | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> Any:
-        """A unary call. `timeout` in seconds. Raises RpcError."""
+        """`timeout` in seconds. Raises RpcError."""
 
     def stream(
         self,
@@ -125,7 +112,7 @@ class Channel(Protocol):
         timeout: float | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> Stream:
-        """Starts a streaming call; `request` is given exactly where the method takes a single one."""
+        """`request` is given exactly where the method takes a single one."""
 
     async def close(self) -> None: ...
 
@@ -133,17 +120,17 @@ class Channel(Protocol):
 class Server(Protocol):
     @property
     def address(self) -> str:
-        """`host:port` as bound (port 0 resolved)."""
+        """`host:port` as bound."""
 
     def set_serving(self, serving: bool) -> None:
-        """What grpc.health.v1 answers for the server and each service; false until first called with true."""
+        """What grpc.health.v1 answers; false until first called with true."""
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new calls, lets running ones go on for `grace_s` seconds, then cancels them."""
+        """Refuses new calls, and cancels running ones after the grace."""
 
 
 class Transport(Protocol):
     async def serve(self, address: str, services: Sequence[Service]) -> Server:
-        """Listens on `host:port` (port 0: any free one). Raises OSError where the address cannot be bound."""
+        """Port 0: any free one. Raises OSError where the address cannot be bound."""
 
     def connect(self, address: str) -> Channel: ...

@@ -1,4 +1,4 @@
-"""The caller's side of bundles (bundle.py): channels whose calls of some methods share one stream."""
+"""The caller's side of bundles (bundle.py)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from manylora_shared.transport.status import decode_error
 
 
 class BundlingTransport:
-    """A transport whose channels bundle the calls of these services, on servers that take bundles."""
-
     def __init__(self, transport: Transport, services: Iterable[ServiceDescriptor]) -> None:
         self._transport = transport
         self._paths = frozenset(bundled_methods(services))
@@ -60,7 +58,6 @@ class _Line:
         self._calls.pop(call_id, None)
 
     def close(self) -> None:
-        """Ends the stream and every call."""
         self._break(RpcError(Code.CANCELLED, "the channel is closed"))
 
     async def wait_closed(self) -> None:
@@ -117,7 +114,7 @@ class _Line:
 
 
 class _Call:
-    """transport.base.Stream for one call of a bundle."""
+    """transport.base.Stream"""
 
     __slots__ = ("_call_id", "_error", "_is_over", "_line", "_method", "_num_read", "_responses", "_waiting")
 
@@ -178,7 +175,7 @@ class _Call:
         raise RpcError(Code.FAILED_PRECONDITION, "the call takes a single request")
 
     async def close_send(self) -> None:
-        """There is nothing to close: its one request is sent."""
+        """Its one request is sent."""
 
     def cancel(self) -> None:
         self._responses.clear()
@@ -192,10 +189,10 @@ class _Call:
 
 
 class BundleChannel:
-    """transport.base.Channel that bundles some calls. Owns `channel`.
+    """Owns `channel`.
 
     Args:
-        paths: of the methods whose calls are bundled, unless they have a timeout: one request, a stream of responses.
+        paths: of the methods whose calls without a timeout are bundled.
     """
 
     def __init__(self, channel: Channel, paths: Collection[str]) -> None:

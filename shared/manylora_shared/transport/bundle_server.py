@@ -1,4 +1,4 @@
-"""The server's side of bundles (bundle.py): handlers that answer the calls of a stream as if each came alone."""
+"""The server's side of bundles (bundle.py)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ from manylora_shared.transport.handling import close_iterator, error_of, parse_r
 from manylora_shared.transport.status import encode_details, message_of
 
 MAX_CALLS = 16_384
-"""Of one stream."""
 
 
 class UnbundlingTransport:
-    """A transport whose servers take calls of their services in bundles too."""
-
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
@@ -51,7 +48,7 @@ class _UnbundlingServer:
 
 
 class _BundledCall:
-    """transport.base.ServerCall."""
+    """transport.base.ServerCall"""
 
     __slots__ = ("metadata", "peer")
 
@@ -64,8 +61,6 @@ class _BundledCall:
 
 
 class _Run:
-    """A call that is answered."""
-
     __slots__ = ("_more", "credit", "task")
 
     def __init__(self, credit: int) -> None:
@@ -79,7 +74,6 @@ class _Run:
             self._more.set_result(None)
 
     async def spend(self) -> None:
-        """Takes one; waits where there is none."""
         while self.credit <= 0:
             self._more = asyncio.get_running_loop().create_future()
             await self._more
@@ -87,8 +81,6 @@ class _Run:
 
 
 class BundleServer:
-    """Answers bundled calls of these services."""
-
     def __init__(self, services: Sequence[Service]) -> None:
         self._handlers = {
             path: (method, service.handlers[path.rpartition("/")[2]])
@@ -131,7 +123,7 @@ async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 
 class _ServedLine:
-    """One Carry stream at its server."""
+    """One Carry stream."""
 
     def __init__(self, handlers: Mapping[str, tuple[Method, Callable[..., Any]]], peer: str) -> None:
         self.outgoing: Outgoing[bundle_pb2.AnswerPart] = Outgoing()
@@ -141,7 +133,6 @@ class _ServedLine:
         self._is_ending = False
 
     async def obey(self, bundles: AsyncIterator[bundle_pb2.CallBundle]) -> None:
-        """What the caller says, until it says no more: nobody reads the calls' answers then."""
         try:
             async for bundle in bundles:
                 for part in bundle.parts:
@@ -155,8 +146,11 @@ class _ServedLine:
             self.outgoing.close()
 
     async def stop(self) -> None:
-        """Cancels what runs, and waits for it. The stream's end may be heard of just before its cancellation: that
-        comes then while this waits, and is raised behind it. Further ones end the waiting."""
+        """Cancels what runs, and waits for it.
+
+        The stream's end may be heard of just before its cancellation: that comes while this waits, and is raised behind
+        it. Further ones end the waiting.
+        """
         tasks = [run.task for run in self._runs.values() if run.task is not None]
         for task in tasks:
             task.cancel()

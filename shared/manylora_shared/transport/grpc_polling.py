@@ -1,7 +1,6 @@
-"""Who of gRPC's threads waits for its sockets: the one that tells the event loop (docs/decisions/0031).
+"""Which of gRPC's threads waits for its sockets: the one that tells the event loop (docs/decisions/0031).
 
-gRPC reads its environment when it is imported, so this is imported before, and does it then. Only services do:
-a library has no business with its process's environment.
+gRPC reads its environment when it is imported, so services import this before.
 """
 
 from __future__ import annotations

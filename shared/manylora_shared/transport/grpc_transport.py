@@ -1,13 +1,7 @@
-"""The transport over gRPC (grpc.aio): production's network.
+"""The transport over gRPC (grpc.aio). Owns every gRPC type, channel option and status mapping of the project.
 
-Owns every gRPC type, channel option and status mapping of the project; nobody else imports grpc for calls. Messages are
-parsed and serialized here, not by grpc's hooks, so that unparsable bytes get a status that names the message type. A
-server carries health (`set_serving`) and reflection beside its services.
-
-A peer that dies without closing its connection is noticed by HTTP/2 pings within KEEPALIVE_TIME_MS +
-KEEPALIVE_TIMEOUT_MS, on both ends; its streams then end with UNAVAILABLE.
-
-Cancelling a task that waits in `call`, `read` or `write` cancels the whole call, as grpc.aio has it.
+Messages are parsed here, not by grpc's hooks, so that unparsable bytes get a status that names their type. A peer that
+dies silently is noticed by pings within KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS.
 """
 
 from __future__ import annotations
@@ -44,14 +38,14 @@ KEEPALIVE_TIME_MS = 1000
 KEEPALIVE_TIMEOUT_MS = 2000
 MAX_METADATA_BYTES = 16 * 1024
 MAX_CONCURRENT_CALLS = 16_384
-"""Calls that one server runs at once, over all its acceptors; more are refused with RESOURCE_EXHAUSTED."""
+"""Over all acceptors of a server."""
 
 CANCELLATION_NOTICE_S = 1.0
-"""After a failed write: how long a handler waits to be cancelled, which gRPC does at once, before it cleans up."""
+"""After a failed write: how long a handler waits to be cancelled before it cleans up."""
 STATUS_NOTICE_S = 1.0
 """After a failed write: how long to wait for the status that says why."""
 STOP_CLEANUP_S = 5.0
-"""How long `GrpcServer.stop` waits for the `finally` blocks of cancelled handlers before it cancels them again."""
+"""For the `finally` blocks of cancelled handlers; then they are cancelled again."""
 
 Options = tuple[tuple[str, int | str], ...]
 
@@ -84,11 +78,11 @@ _RECONNECT: Options = (
 _CLIENT: Options = (*_LIMITS, *_KEEPALIVE, *_RECONNECT)
 
 ETCD_KEEPALIVE_TIME_MS = 6000
-"""etcd closes a connection that pings more often than every 5 s (its --grpc-keepalive-min-time)."""
+"""etcd closes a connection that pings more often than every 5 s."""
 
 
 def etcd_channel_options() -> Options:
-    """For a channel to etcd: its ping limit, and answers of any size (a listing is one message)."""
+    """etcd's ping limit, and answers of any size: a listing is one message."""
     return (
         *_RECONNECT,
         ("grpc.max_receive_message_length", -1),
@@ -103,7 +97,7 @@ _STATUS_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grp
 
 
 class _ServerCall:
-    """transport.base.ServerCall over a grpc.aio servicer context."""
+    """transport.base.ServerCall"""
 
     __slots__ = ("_context", "_metadata")
 
@@ -131,8 +125,9 @@ class _ServerCall:
 
 
 class _Requests:
-    """The requests of a client stream, parsed one by one. Reads by context.read, not by grpc's iterator: that is an
-    async generator which nobody closes when a handler leaves it early."""
+    """Reads by context.read: grpc's iterator is an async generator that nobody closes when a handler
+    leaves it early.
+    """
 
     __slots__ = ("_context", "_ended", "_request_type")
 
@@ -162,7 +157,7 @@ async def _abort(context: Any, error: ManyloraError) -> None:
 
 
 class _Handlers:
-    """Wraps handlers for grpc.aio, knows the tasks that run them, and refuses more than MAX_CONCURRENT_CALLS."""
+    """Knows the tasks that run handlers, and refuses more than MAX_CONCURRENT_CALLS."""
 
     def __init__(self) -> None:
         self.running: set[asyncio.Task[Any]] = set()
@@ -172,7 +167,7 @@ class _Handlers:
             raise Overloaded(f"{MAX_CONCURRENT_CALLS} calls are under way here")
 
     def wrap(self, method: Method, handler: Callable[..., Any]) -> Any:
-        """grpc's handler object for one method. All bytes: no (de)serializers are given to grpc."""
+        """grpc's handler object, without (de)serializers."""
         run = self._streaming(method, handler) if method.server_streaming else self._single(method, handler)
         kind = ("stream" if method.client_streaming else "unary") + ("_stream" if method.server_streaming else "_unary")
         return getattr(grpc, f"{kind}_rpc_method_handler")(run)
@@ -243,11 +238,7 @@ class _Handlers:
 
 
 class GrpcServer:
-    """A listening server. States: serving, stopped; `stop` may be called again.
-
-    Args:
-        acceptors: grpc's servers, all on one port. They share handlers and health.
-    """
+    """States: serving, stopped; `stop` may be called again. `acceptors` share port, handlers and health."""
 
     def __init__(self, acceptors: Sequence[Any], address: str, health: Health, handlers: _Handlers) -> None:
         self._acceptors = acceptors
@@ -275,8 +266,6 @@ class GrpcServer:
 
 
 class GrpcStream:
-    """One streaming call of a client."""
-
     __slots__ = ("_answered", "_call", "_method", "_sending_closed")
 
     def __init__(self, call: Any, method: Method) -> None:
@@ -284,7 +273,7 @@ class GrpcStream:
         self._method = method
         self._sending_closed = not method.client_streaming
         self._answered = False
-        """The one response of a call without a response stream was read."""
+        """Its one response was read, where there is no response stream."""
 
     async def read(self) -> Any:
         if self._answered:
@@ -303,8 +292,7 @@ class GrpcStream:
         return False  # grpc does not tell
 
     async def write(self, message: Message) -> None:
-        """Goes by grpc's inner call object: its own `write` replaces the status of a call that ended meanwhile with
-        INTERNAL, and the caller would never learn why, say, its upload was refused."""
+        """Past grpc's own `write`, which replaces the status of a call that ended meanwhile with INTERNAL."""
         call = self._call
         try:
             if call.done():
@@ -336,7 +324,6 @@ class GrpcStream:
         self._call.cancel()
 
     async def _ended(self) -> RpcError:
-        """The error for a write to a call that has ended."""
         call = self._call
         try:
             code = await asyncio.wait_for(call.code(), STATUS_NOTICE_S)
@@ -356,7 +343,7 @@ def _decode(code: grpc.StatusCode, details: str | None, trailing_metadata: Any) 
 
 
 def _client_error(error: BaseException) -> BaseException:
-    """Our error for one of grpc's. A CancelledError stays one only where the waiting task itself is cancelled."""
+    """A CancelledError stays one only where the waiting task itself is cancelled."""
     if isinstance(error, asyncio.CancelledError):
         return error if is_task_cancelled() else RpcError(Code.CANCELLED, "the call was cancelled")
     assert isinstance(error, grpc.RpcError)
@@ -364,8 +351,6 @@ def _client_error(error: BaseException) -> BaseException:
 
 
 class GrpcChannel:
-    """A connection to one address. Owns its grpc channel and the multicallables, one a method."""
-
     def __init__(self, address: str, options: Options = _CLIENT) -> None:
         self._channel = grpc.aio.insecure_channel(address, options=options)
         self._multicallables: dict[str, Any] = {}
@@ -418,7 +403,7 @@ class GrpcChannel:
         return GrpcStream(call, method)
 
     def is_ready(self) -> bool:
-        """Whether a connection stands now; starts one where none does."""
+        """Starts a connection where none stands."""
         return self._channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
 
     async def wait_connected(self) -> bool:
@@ -439,13 +424,10 @@ class GrpcChannel:
 
 
 class GrpcTransport:
-    """Stateless: servers and channels belong to those who asked for them.
-
+    """
     Args:
-        acceptors: how many of grpc's servers share a server's port. One of them takes a single call in a turn of the
-            event loop: behind a caller that sends hundreds, another's call waits for as many turns, before any code of
-            ours has seen it. The system spreads connections over acceptors, so with k of them a caller's burst holds up
-            one k-th of the other connections.
+        acceptors: grpc's servers on one port. Each takes one call in a turn of the event loop, so with k of them a
+            caller's burst holds up one k-th of the other connections.
     """
 
     def __init__(self, *, acceptors: int = 1) -> None:
@@ -486,8 +468,7 @@ class GrpcTransport:
 
 
 def _check_unused(host: str, port: int) -> None:
-    """Raises OSError. Acceptors share their port with whoever asks; two processes on one are an error all the same, not
-    a load balancer."""
+    """Raises OSError: acceptors share their port with whoever asks, but two processes on one are an error."""
     for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

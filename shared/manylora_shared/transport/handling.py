@@ -1,7 +1,4 @@
-"""What every transport does alike around a handler and a message: parsing, and exceptions as errors of the call.
-
-Owns no state. The transports differ in how bytes travel; what a caller may observe of a handler is decided here.
-"""
+"""What every transport does alike around a handler and a message. Owns no state."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
 
 def parse_request(message_type: type[Message], data: bytes) -> Message:
-    """Raises InvalidRequest naming the message type."""
+    """Raises InvalidRequest."""
     try:
         return message_type.FromString(data)
     except DecodeError:
@@ -37,7 +34,7 @@ def parse_response(message_type: type[Message], data: bytes) -> Message:
 
 
 def error_of(path: str, raised: BaseException) -> ManyloraError:
-    """The error that the caller gets for what a handler raised; what is not of our tree is logged and stays here.
+    """The call's error for what a handler raised; what is not of our tree is logged and stays here.
 
     Raises the CancelledError where the running task was asked to stop. One that came out of an inner task is a bug.
     """
@@ -50,7 +47,7 @@ def error_of(path: str, raised: BaseException) -> ManyloraError:
 
 
 def is_task_cancelled() -> bool:
-    """Whether the running task itself was asked to stop, as against a CancelledError that came out of an inner call."""
+    """As against a CancelledError that came out of an inner call."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -1,7 +1,6 @@
-"""grpc.health.v1 as one of our services, so that every transport serves it alike.
+"""grpc.health.v1 as one of our services. Owns the serving state of one server, one flag for all its services.
 
-Owns the serving state of one server: one flag for the server ("") and all its services together. Watchers are woken by
-replacing an event, so that none can miss a change; only the loop's thread may call `set_serving`.
+Watchers are woken by replacing an event, so that none can miss a change.
 """
 
 from __future__ import annotations

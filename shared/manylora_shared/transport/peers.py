@@ -1,8 +1,6 @@
-"""How services know one another: a secret that all of a cluster's services read from the coordination store.
+"""The secret by which services know one another: made by the first one, kept in the coordination store.
 
-Owns the secret's making and its place in a call's metadata. Routers show it to the scheduler and to workers, the
-scheduler shows it to workers; a call without it ends with UNAUTHENTICATED before anything of it is read. So nobody can
-use a worker's or the scheduler's port without what etcd holds, and whoever may read etcd is inside the cluster.
+Calls show it in their metadata; one without it ends with UNAUTHENTICATED before anything of it is read.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ class PeerSecret:
         self._value = ""
 
     async def load(self, store: Store, getrandbits: Callable[[int], int]) -> None:
-        """Reads it, or makes it where this is the cluster's first service. Waits for the store as long as it takes."""
+        """Waits for the store as long as it takes."""
         while not self._value:
             try:
                 found = await store.get(keys.PEER_SECRET)
@@ -54,7 +52,6 @@ class PeerSecret:
 
 
 def guarded(service: Service, secret: PeerSecret) -> Service:
-    """The service, for callers that show the secret."""
     methods = methods_of(service.descriptor)
     return Service(
         service.descriptor,

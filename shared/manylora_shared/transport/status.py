@@ -1,7 +1,6 @@
-"""google.rpc.Status: how a ManyloraError's fields travel in the `grpc-status-details-bin` trailer, and back.
+"""google.rpc.Status: a ManyloraError's fields in the `grpc-status-details-bin` trailer, and back.
 
-Owns the bounds of what an error may carry: a message and details that exceed them are cut, because a peer refuses
-trailers over its metadata limit and the caller would then see that refusal instead of the error.
+Owns their bounds: a peer refuses trailers over its metadata limit, and the caller would see that instead of the error.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ _TENANT = "tenant:"
 
 
 def message_of(error: ManyloraError) -> str:
-    """The status message, cut to MAX_MESSAGE_CHARS."""
     return error.message if len(error.message) <= MAX_MESSAGE_CHARS else error.message[: MAX_MESSAGE_CHARS - 3] + "..."
 
 
 def encode_details(error: ManyloraError) -> bytes:
-    """The serialized google.rpc.Status of `error`: ErrorInfo always; BadRequest, QuotaFailure and RetryInfo where it
-    has them. ErrorInfo names the quotas too, for readers of no other detail."""
+    """ErrorInfo always, with the quotas for readers of no other detail; BadRequest, QuotaFailure, RetryInfo as they
+    apply.
+    """
     status = status_pb2.Status(code=int(error.code), message=message_of(error))
     info = error_details_pb2.ErrorInfo(reason=error.label.upper(), domain=ERROR_DOMAIN)
     if error.breaches:
@@ -66,7 +65,7 @@ def encode_details(error: ManyloraError) -> bytes:
 
 
 def decode_error(code: Code, message: str, details: bytes | None) -> RpcError:
-    """The client's view of a status. Details that do not parse are those of another server: the status stands alone."""
+    """Details that do not parse are another server's: the status stands alone."""
     status = status_pb2.Status()
     violations: list[FieldViolation] = []
     breaches: list[QuotaBreach] = []
