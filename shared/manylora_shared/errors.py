@@ -1,29 +1,29 @@
 """Everything that can go wrong with a request, as one tree of exceptions.
 
-    ManyloraError                     has one gRPC code, one HTTP answer and one low-cardinality label
+    ManyloraError
     |-- Rejected                      before the request was queued: nothing was done, nothing is owed
-    |   |-- InvalidRequest            INVALID_ARGUMENT     the request is wrong whatever the state (field violations)
-    |   |-- NotFound                  NOT_FOUND            tenant or adapter; foreign and absent answer alike
-    |   |-- AlreadyExists             ALREADY_EXISTS
-    |   |-- VersionConflict           ABORTED              somebody else changed it since the caller looked
-    |   |-- Unready                   FAILED_PRECONDITION  right request, wrong state
-    |   |-- Overloaded                RESOURCE_EXHAUSTED   the cluster's own caps; may carry a retry hint
-    |   |-- QuotaExceeded             RESOURCE_EXHAUSTED   the tenant's quotas; no hint where it can never fit
-    |   |-- CircuitOpen               UNAVAILABLE          its tenant's or adapter's requests have kept failing
-    |   |-- Quarantined               FAILED_PRECONDITION  the same request was there at every failure of workers
-    |   |-- Unauthenticated           UNAUTHENTICATED      no valid key; missing, unknown and revoked answer alike
-    |   `-- PermissionDenied          PERMISSION_DENIED    a valid key, of which this call needs more
+    |   |-- InvalidRequest            whatever the state
+    |   |-- NotFound                  foreign and absent answer alike
+    |   |-- AlreadyExists
+    |   |-- VersionConflict           somebody else changed it since the caller looked
+    |   |-- Unready                   right request, wrong state
+    |   |-- Overloaded                the cluster's own caps
+    |   |-- QuotaExceeded             the tenant's; no retry hint where it can never fit
+    |   |-- CircuitOpen               its tenant's or adapter's requests have kept failing
+    |   |-- Quarantined               the same prompt was there at every failure of workers
+    |   |-- Unauthenticated           missing, unknown and revoked keys answer alike
+    |   `-- PermissionDenied          a valid key, of which this call needs more
     `-- Interrupted                   after it was queued
-        |-- WorkerLost                UNAVAILABLE
-        |-- ServiceUnavailable        UNAVAILABLE          a service that the request needs cannot be reached
-        |-- DeadlineExceeded          DEADLINE_EXCEEDED
-        |-- Cancelled                 CANCELLED
-        |-- AdapterFailed             FAILED_PRECONDITION  the adapter's weights could not be loaded
-        |-- QuotaExhausted            RESOURCE_EXHAUSTED   the tenant's tokens ran out while the answer streamed
-        |-- SlowReader                RESOURCE_EXHAUSTED   the caller did not read its stream
-        `-- InternalError             INTERNAL
+        |-- WorkerLost
+        |-- ServiceUnavailable        one that the request needs
+        |-- DeadlineExceeded
+        |-- Cancelled
+        |-- AdapterFailed             its weights could not be loaded
+        |-- QuotaExhausted            the tokens ran out while the answer streamed
+        |-- SlowReader
+        `-- InternalError
 
-Programmer errors are asserts, not members of this tree. Only the transport and the fronts turn them into wire formats.
+Programmer errors are asserts, not members of this tree.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 
 class Code(enum.IntEnum):
-    """gRPC status codes, by number, so that pure code can name them."""
+    """gRPC's, by number, so that pure code can name them."""
 
     OK = 0
     CANCELLED = 1
@@ -58,11 +58,9 @@ class Code(enum.IntEnum):
 
 
 class HttpError(NamedTuple):
-    """How an error answers over HTTP."""
-
     status: int
     type: str
-    """`error.type` of the body, in OpenAI's words."""
+    """In OpenAI's words."""
 
 
 HTTP_OF_CODE: Mapping[Code, HttpError] = {
@@ -83,16 +81,15 @@ HTTP_OF_CODE: Mapping[Code, HttpError] = {
     Code.DATA_LOSS: HttpError(500, "server_error"),
     Code.UNAUTHENTICATED: HttpError(401, "authentication_error"),
 }
-"""The answer of every error that has none of its own (`ManyloraError.own_http`)."""
+"""Of every error without its own (`own_http`)."""
 
 
 def retry_after_header(retry_after_s: float | None) -> str | None:
-    """The value of Retry-After: whole seconds, rounded up, one at least; None where there is no hint."""
+    """Whole seconds, rounded up, one at least."""
     return None if retry_after_s is None else str(max(1, math.ceil(retry_after_s)))
 
 
 MAX_SHOWN = 80
-"""Characters of a caller's text that a message repeats."""
 
 
 def shown(text: str) -> str:
@@ -102,7 +99,7 @@ def shown(text: str) -> str:
 
 @dataclass(frozen=True)
 class FieldViolation:
-    """One reason why a request is wrong: the field's path (`sampling.top_p`) and what is wrong with it."""
+    """`field` is its path: `sampling.top_p`."""
 
     field: str
     description: str
@@ -110,10 +107,8 @@ class FieldViolation:
 
 @dataclass(frozen=True)
 class QuotaBreach:
-    """One quota that a request does not fit into."""
-
     quota: str
-    """Its path in the tenant's policy: `classes.batch.token_bucket`, `quotas.concurrency`."""
+    """Its path in the policy: `classes.batch.token_bucket`."""
     tenant_id: str
     limit: int
     """In the quota's own unit; of a bucket its rate a second."""
@@ -121,14 +116,11 @@ class QuotaBreach:
 
 
 class ManyloraError(Exception):
-    """Base of the tree.
-
-    Args:
-        message: what is wrong and where, for the caller to read.
-        violations: the fields at fault, where fields are (google.rpc.BadRequest on the wire).
-        retry_after_s: when trying again may help (google.rpc.RetryInfo on the wire); None where it cannot.
-        breaches: the quotas at fault, where quotas are (google.rpc.QuotaFailure on the wire).
-    """
+    """Args:
+    message: for the caller to read.
+    violations: google.rpc.BadRequest on the wire.
+    retry_after_s: google.rpc.RetryInfo; None: trying again cannot help.
+    breaches: google.rpc.QuotaFailure."""
 
     code: Code = Code.INTERNAL
     label: str = "internal"
@@ -164,12 +156,11 @@ class InvalidRequest(Rejected):
 
     @classmethod
     def of(cls, field: str, description: str) -> InvalidRequest:
-        """The error for one bad field."""
         return cls(f"{field}: {description}", violations=[FieldViolation(field, description)])
 
     @classmethod
     def of_all(cls, violations: Sequence[FieldViolation]) -> InvalidRequest:
-        """One error for several bad fields; `violations` is not empty."""
+        """`violations` is not empty."""
         assert violations
         return cls("; ".join(f"{v.field}: {v.description}" for v in violations), violations=violations)
 
@@ -271,10 +262,7 @@ class InternalError(Interrupted):
 
 
 class RpcError(ManyloraError):
-    """What a client of the transport sees when a call ends with a status other than OK.
-
-    `violations` and `retry_after_s` come from the google.rpc details of the status, where the server sent them.
-    """
+    """What a client of the transport sees when a call does not end with OK."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
 """AdminService: tenants, keys, adapters, public prefixes, status.
 
-Every change of the store is one transaction guarded by what was read before it, so that routers do not overwrite one
-another. An adapter becomes known only when its files stand in the adapter store and are validated (adapter_intake.py).
-Each handler first asks whether the caller's key permits the call, before it looks anything up.
+Every change of the store is one transaction guarded by what was read before it. Each handler first asks whether the
+caller's key permits the call.
 """
 
 from __future__ import annotations

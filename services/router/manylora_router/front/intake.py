@@ -1,7 +1,6 @@
 """Who is it, what do they want, may they: from a request as a front read it to a job that may be queued.
 
-Puts the checks in order, what costs least first: key, turn, tenant and adapter, overload, the request's fields, its
-tokens, the guard. Owns only the turns; admission.py, the overload view and the guard decide.
+Puts the checks in order, what costs least first. Owns only the turns; admission, overload view and guard decide.
 """
 
 from __future__ import annotations
@@ -32,13 +31,12 @@ from manylora_router.text.service import TextService
 from manylora_router.text.stop_strings import StopStrings
 
 DEADLINE_MARGIN_S = 0.02
-"""A request ends this long before its caller's deadline (a tenth of the time at most), so that the frame that says so
-can still be read."""
+"""Before the caller's deadline (at most a tenth of the time), so that the frame that says so can still be read."""
 
 
 @dataclass(frozen=True)
 class Models:
-    """What a tenant may name."""
+    """That a tenant may name."""
 
     base_model: str
     max_context_tokens: int
@@ -81,14 +79,7 @@ class Intake:
         return Models(model.name, model.limits.max_context_tokens, adapters)
 
     async def admit(self, request: RequestInput, tenant: str, call: Call) -> tuple[Job, Permit]:
-        """
-        Args:
-            tenant: what `tenant_of` gave.
-
-        Raises:
-            Rejected: the request is refused.
-            ServiceUnavailable: nothing is known of the model yet.
-        """
+        """`tenant`: what `tenant_of` gave. Raises Rejected, or ServiceUnavailable while there is no model."""
         policy, adapter = self._admit_caller(tenant, request.adapter)
         self._check_overload(policy.tenant_id, request, call.request_id)
         if adapter is not None:
@@ -135,8 +126,7 @@ class Intake:
         return model
 
     def _check_overload(self, tenant_id: TenantId, request: RequestInput, request_id: str) -> None:
-        """Raises Overloaded where requests like this one are given up now. Before the prompt is looked at: refusing
-        must cost next to nothing."""
+        """Raises Overloaded. Before the prompt is looked at: refusing must cost next to nothing."""
         view, qos_class = self._scheduler.overload, request.qos_class
         if view.is_quiet or qos_class is None:
             return
@@ -158,7 +148,7 @@ class Intake:
                 raise AssertionError("a missing prompt is not readable")
 
     def _sampling(self, tenant_id: TenantId, request: RequestInput) -> Sampling:
-        """What the caller asked for, with a seed: its own, or its idempotency key's, or a drawn one."""
+        """With a seed: the caller's own, or its idempotency key's, or a drawn one."""
         if request.sampling.seed is not None:
             return request.sampling
         key = request.idempotency_key

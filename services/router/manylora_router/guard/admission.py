@@ -1,10 +1,8 @@
-"""Admission: may this request be queued, and as what?
+"""Admission: may this request be queued, and as what? Owns no state.
 
-Owns no state. `tenant_of` says in whose name a caller asks, `admit_caller` finds the tenant and the adapter, `check`
-reads everything else that can be said before the prompt is tokenized, `admit` what can only be said after it. A request
-is refused with all violations at once, each naming the field as the caller wrote it (`sampling.top_p`,
-`prompt.token_ids[3]`, `x-request-class`). Tenants learn nothing of one another: an adapter that another tenant owns is
-refused in the same bytes as one that does not exist.
+A request is refused with all violations at once, each naming the field as the caller wrote it (`sampling.top_p`).
+Tenants
+learn nothing of one another: an adapter that another owns is refused in the same bytes as one that does not exist.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ MAX_PRIORITY = 100
 MAX_IDEMPOTENCY_KEY_CHARS = 128
 MAX_CHAT_MESSAGES = 4096
 BYTES_PER_CONTEXT_TOKEN = 16
-"""Text longer than this many bytes for each token of the context is refused unread; tokens of real text are shorter."""
+"""Longer text is refused unread; tokens of real text are shorter."""
 MAX_TEXT_BYTES = 1 << 20
 _CLASSES = frozenset(qos_class.value for qos_class in QosClass)
 
@@ -54,7 +52,7 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 @dataclass(frozen=True)
 class RequestInput:
-    """A request as a front read it. 0 and "" mean absent, as on the wire; nothing of it has been checked."""
+    """As a front read it: 0 and "" mean absent, and nothing has been checked."""
 
     prompt: Prompt | None
     max_tokens: int = 0
@@ -72,7 +70,7 @@ class RequestInput:
     adapter: str = ""
     traceparent: str | None = None
     time_remaining_s: float | None = None
-    """Until the caller's deadline; None: it set none."""
+    """Until the caller's deadline."""
 
     @property
     def qos_class(self) -> QosClass | None:
@@ -83,12 +81,12 @@ class RequestInput:
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What the pool's model can take, by the workers' records."""
+    """By the workers' records."""
 
     vocab_size: int
     max_context_tokens: int
     max_sequences: int
-    """Sequence slots of the largest worker: a request takes one for each choice, all on one worker."""
+    """Slots of the largest worker: a request's choices all run on one worker."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +97,6 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Admitted:
-    """What may be queued."""
-
     qos_class: QosClass
     priority: int
     prompt_token_ids: Sequence[int]
@@ -118,14 +114,7 @@ def not_found_adapter(adapter: str) -> NotFound:
 
 
 def tenant_of(principal: Principal, named: str) -> str:
-    """The tenant in whose name a caller asks: its key's. Only a gateway's key lets the request's metadata name it.
-
-    Args:
-        named: x-tenant-id, empty where absent.
-
-    Raises:
-        PermissionDenied: the key is for nobody's requests, or for another tenant's than the one named.
-    """
+    """The key's tenant; a gateway's key lets the request name one (`named`, maybe empty). Raises PermissionDenied."""
     if principal.may(Scope.GATEWAY):
         return named
     principal.require(Scope.GENERATE)
@@ -143,10 +132,7 @@ def admit_caller(
     """The caller's policy, and the adapter that it names; None: the base model.
 
     Args:
-        tenant: what `tenant_of` gave; empty where a gateway names none.
-        adapter: x-adapter-id, empty where absent.
-        policy_of: the policy of a tenant; None: there is no such tenant.
-        uid_of: the content of a tenant's adapter; None: it has none of that name.
+        tenant: what `tenant_of` gave; maybe empty, as is `adapter`.
 
     Raises:
         InvalidRequest: no tenant is named.
@@ -167,7 +153,7 @@ def admit_caller(
 
 
 def check(request: RequestInput, model: ModelLimits) -> list[FieldViolation]:
-    """Everything that is wrong whatever the prompt's tokens are."""
+    """All that can be said before the prompt is tokenized."""
     found: list[FieldViolation] = []
     _check_metadata(request, found)
     _check_prompt(request.prompt, model, found)
@@ -181,7 +167,7 @@ def check(request: RequestInput, model: ModelLimits) -> list[FieldViolation]:
 
 
 def prompt_field(prompt: Prompt | None) -> str:
-    """The name of the prompt's field, for violations."""
+    """For violations."""
     match prompt:
         case TextPrompt():
             return "prompt.text"
@@ -202,19 +188,13 @@ def admit(
     *,
     default_max_tokens: int,
 ) -> Admitted:
-    """The last word on a request.
-
-    Args:
-        request: the request.
-        prompt_token_ids: the prompt's tokens; None where `check` found the prompt itself wrong.
+    """Args:
+        prompt_token_ids: None where `check` found the prompt itself wrong.
         violations: what `check` found.
-        policy: of the tenant.
-        model: the pool's model.
-        default_max_tokens: for a request that names no max_tokens; less where less fits.
+        default_max_tokens: less where less fits.
 
     Raises:
-        InvalidRequest: with all violations.
-    """
+        InvalidRequest: with all violations."""
     found = list(violations)
     room_tokens = model.max_context_tokens - 1
     if prompt_token_ids is not None:
@@ -248,7 +228,7 @@ def admit(
 
 
 def seed_of_key(tenant: str, idempotency_key: str) -> int:
-    """The seed of a request that gives a key and no seed: the same for the same tenant and key, 64 bits."""
+    """64 bits, the same for the same tenant and key."""
     digest = hashlib.sha256(b"manylora-seed-v1\0" + tenant.encode() + b"\0" + idempotency_key.encode())
     return int.from_bytes(digest.digest()[:8], "big")
 
@@ -264,7 +244,7 @@ def _check_length(
     model: ModelLimits,
     found: list[FieldViolation],
 ) -> int:
-    """Returns how many tokens the prompt leaves for output; none where it is too long."""
+    """Returns how many tokens the prompt leaves for output, maybe none."""
     name = prompt_field(request.prompt)
     num_tokens = len(prompt_token_ids)
     limit_tokens = policy.limits.max_prompt_tokens
@@ -334,7 +314,7 @@ def _check_chat(messages: Sequence[tuple[str, str]], most_bytes: int, found: lis
 
 
 def prompt_is_readable(prompt: Prompt | None, violations: Sequence[FieldViolation]) -> bool:
-    """Whether `check` found nothing wrong with the prompt, so that it may be tokenized and measured."""
+    """`check` found nothing wrong with the prompt: it may be tokenized."""
     return prompt is not None and not any(v.field == "prompt" or v.field.startswith("prompt.") for v in violations)
 
 

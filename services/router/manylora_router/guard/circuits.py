@@ -1,11 +1,9 @@
 """Circuit breakers (Nygard, "Release It!", ch. 5): what keeps failing is refused at once for a while.
 
-    closed --`threshold` failures in a row--> open --its time is over, and somebody asks--> half-open, one probe
-       ^                                       ^                                               |
-       |-----------------the probe succeeds----|-------------------the probe fails-------------|
+    closed --failures in a row--> open --its time is over--> half-open, one probe --it answers--> closed
+                                       <------------------- it fails: twice as long
 
-Owns one router's circuits, of tenants and of their adapters; a tenant never touches another's. A probe's first token
-closes the circuit, and one failure more opens it again, for twice as long. Permits from before an opening do not count.
+Owns one router's circuits, of tenants and of their adapters. Whoever was let in before an opening does not count.
 """
 
 from __future__ import annotations
@@ -16,21 +14,21 @@ from dataclasses import dataclass, field
 from manylora_shared.ids import AdapterUid, TenantId
 
 Scope = tuple[TenantId, AdapterUid | None] | tuple[TenantId]
-"""(tenant, adapter), None: the base model; (tenant,): all of its requests."""
+"""With an adapter (None: the base model), or all of a tenant's requests."""
 
 ADAPTER_THRESHOLD = 5
 TENANT_THRESHOLD = 10
 MIN_TENANT_ADAPTERS = 2
 FORGET_S = 60.0
-"""A row of failures ends where nothing failed for so long."""
+"""A row ends where nothing failed for so long."""
 MIN_OPEN_S = 1.0
 MAX_OPEN_S = 60.0
 JITTER = 0.25
-"""The greatest part taken off an opening's time, so that probes of many routers do not come at once."""
+"""Taken off an opening's time at most, so that routers' probes do not come at once."""
 PROBE_S = 30.0
-"""After so long nobody waits for a probe's verdict."""
+"""Nobody waits longer for a probe's verdict."""
 PROBE_RETRY_S = 1.0
-"""Told to those who come while a probe runs."""
+"""For those who come while a probe runs."""
 MAX_CIRCUITS = 10_000
 
 
@@ -41,7 +39,7 @@ class _Circuit:
     """In a row, while closed."""
     last_failure_at: float = 0.0
     adapters: set[AdapterUid | None] = field(default_factory=set)
-    """That failed in this row. A tenant's circuit opens for failures of two adapters at least."""
+    """In this row: a tenant's circuit needs two."""
     open_until: float | None = None
     """None: closed."""
     openings: int = 0
@@ -60,8 +58,6 @@ class _Circuit:
 
 @dataclass(frozen=True)
 class CircuitState:
-    """Of one that is not closed."""
-
     scope: Scope
     is_half_open: bool
     retry_after_s: float
@@ -70,7 +66,7 @@ class CircuitState:
 
 @dataclass(frozen=True)
 class Change:
-    """A circuit opened, for so long; None: it closed."""
+    """`open_s` None: the circuit closed."""
 
     scope: Scope
     open_s: float | None
@@ -81,18 +77,18 @@ class Breakers:
         """`random` is uniform in [0, 1)."""
         self._random = random
         self._circuits: dict[Scope, _Circuit] = {}
-        """By the time of their last failure."""
+        """By their last failure."""
 
     def __len__(self) -> int:
         return len(self._circuits)
 
     def wait_s(self, scopes: Sequence[Scope], now: float) -> float | None:
-        """None: requests of these scopes are let in."""
+        """None: they are let in."""
         waits = [self._circuits[scope].wait_s(now) for scope in scopes if scope in self._circuits]
         return max((wait for wait in waits if wait is not None), default=None)
 
     def enter(self, scopes: Sequence[Scope], permit: object, now: float) -> None:
-        """Only where `wait_s` is None. The request is the probe of every circuit here that is not closed."""
+        """Only where `wait_s` is None. It is the probe of every circuit here that is not closed."""
         for scope in scopes:
             circuit = self._circuits.get(scope)
             if circuit is not None and circuit.open_until is not None:
@@ -100,7 +96,7 @@ class Breakers:
                 circuit.probe, circuit.probe_at = permit, now
 
     def answered(self, scopes: Sequence[Scope], permit: object) -> list[Change]:
-        """Returns the circuits that the request closed, as their probe."""
+        """Returns the circuits that it closed, as their probe."""
         changes: list[Change] = []
         for scope in scopes:
             circuit = self._circuits.get(scope)
@@ -140,7 +136,7 @@ class Breakers:
         return changes
 
     def left(self, scopes: Sequence[Scope], permit: object) -> None:
-        """It ended without a verdict: cancelled, refused, out of quota."""
+        """Without a verdict: cancelled, refused, out of quota."""
         for scope in scopes:
             circuit = self._circuits.get(scope)
             if circuit is not None and circuit.probe is permit:

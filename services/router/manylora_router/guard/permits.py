@@ -1,8 +1,8 @@
 """What a router lets near the workers, by what happened there: circuit breakers and the quarantine of prompts.
 
-Owns the permits of running requests, and says whose a failure is. An adapter that does not load is its tenant's. A lost
-worker or failed step counts for a tenant's circuits only where no other tenant's request can have been the cause, and
-once, however many requests it ended. Prompts get their strikes either way.
+Owns the permits of running requests, and says whose a failure is: a load's is its tenant's; a lost worker or failed
+step is a tenant's only where no other's request can have been the cause. It counts once for all requests that it
+ended.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from manylora_router.guard.quarantine import Quarantine
 
 
 class Fault(enum.Enum):
-    """What a request's end says of what it asked for."""
-
     NONE = "none"
     NO_VERDICT = "no_verdict"
-    """It was refused, cancelled, out of quota or time, or its worker was stopping."""
+    """Refused, cancelled, out of quota or time, or the worker was stopping."""
     ADAPTER = "adapter"
     """It did not load."""
     WORKER_LOST = "worker_lost"
@@ -39,7 +37,7 @@ class Permit:
     adapter: AdapterUid | None
     prompt_token_ids: Sequence[int]
     worker_id: str = ""
-    """Empty: no worker has begun it."""
+    """Empty: none has begun it."""
     since: float = 0.0
     has_answered: bool = False
 
@@ -68,7 +66,7 @@ class Guard:
     def admit(
         self, tenant: TenantId, adapter: AdapterUid | None, prompt_token_ids: Sequence[int], now: float
     ) -> Permit:
-        """Raises Quarantined or CircuitOpen; then nothing has changed. Otherwise `ended` is called once."""
+        """Raises Quarantined or CircuitOpen, and nothing has changed; else `ended` follows once."""
         permit = Permit(tenant, adapter, prompt_token_ids)
         refused_s = self._quarantine.wait_s(tenant, adapter, prompt_token_ids, now)
         if refused_s is not None:
@@ -89,7 +87,7 @@ class Guard:
         self._workers.setdefault(worker_id, _Worker()).running[permit] = None
 
     def answered(self, permit: Permit) -> list[Change]:
-        """At its first token. Returns the circuits that this closed."""
+        """Returns the circuits that its first token closed."""
         permit.has_answered = True
         return self._breakers.answered(permit.scopes, permit)
 
@@ -124,7 +122,7 @@ class Guard:
         return Ended(changes, is_quarantined)
 
     def circuits(self, now: float, *, tenant_id: str = "") -> list[CircuitState]:
-        """That are not closed; of one tenant, or of all."""
+        """That are not closed."""
         return [state for state in self._breakers.states(now) if tenant_id in ("", state.scope[0])]
 
     def lift_quarantine(self, tenant_id: TenantId, now: float) -> int:
@@ -132,7 +130,7 @@ class Guard:
         return self._quarantine.lift(tenant_id, now)
 
     def quarantines(self, now: float, *, tenant_id: str = "") -> dict[TenantId, tuple[int, float]]:
-        """Prompts, and seconds until the last one ends; of one tenant, or of all."""
+        """Prompts, and seconds until the last one ends."""
         return {each: told for each, told in self._quarantine.tenants(now).items() if tenant_id in ("", each)}
 
     def num_quarantined(self, now: float, *, tenant_id: str = "") -> int:
@@ -140,15 +138,15 @@ class Guard:
 
 
 class _Worker:
-    """Remembers those who left as long as somebody runs who was there with them."""
+    """Remembers those who left while somebody runs who was there with them."""
 
     def __init__(self) -> None:
         self.running: dict[Permit, None] = {}
-        """In the order in which they began."""
+        """In order of beginning."""
         self._left: dict[TenantId, float] = {}
-        """The last that had not completed, oldest first."""
+        """Without having completed, oldest first."""
         self._failures: dict[tuple[TenantId, AdapterUid | None], float] = {}
-        """When one last counted, oldest first."""
+        """That counted, oldest first."""
 
     def is_alone(self, permit: Permit) -> bool:
         """No other tenant's request was here at the same time, unless it completed."""

@@ -1,8 +1,7 @@
-"""Quarantine of queries of death: a request that was there whenever workers failed is not run again for a while.
+"""Quarantine of queries of death: a prompt that was there whenever workers failed is not run again for a while.
 
-Owns the strikes of prompts, by a digest keyed with a secret of this process, which says nothing of the prompt. A strike
-is a failure during which the prompt was in flight, one however many requests had that prompt; MAX_STRIKES quarantine
-it, after that one more does. Any completion clears it. Nothing is hashed while there are no strikes.
+Owns the strikes of prompts, by a digest with a secret key. A failure is one strike of a prompt that was in flight;
+MAX_STRIKES quarantine it, and then one more does. Any completion clears it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from manylora_shared.ids import AdapterUid, TenantId
 MAX_STRIKES = 2
 QUARANTINE_S = 300.0
 MEMORY_S = 600.0
-"""Strikes are forgotten after so long without another."""
+"""After the last one."""
 MAX_PROMPTS = 10_000
 
 
@@ -35,18 +34,18 @@ class Quarantine:
         self._getrandbits = getrandbits
         self._secret: bytes | None = None
         self._records: dict[bytes, _Record] = {}
-        """By the time of their last strike."""
+        """By their last strike."""
 
     def __len__(self) -> int:
         return len(self._records)
 
     def num_quarantined(self, tenant_id: str, now: float) -> int:
-        """Of one tenant, or, where it is empty, of all."""
+        """Of one tenant, or, empty, of all."""
         prefix = tenant_id.encode() + b"/" if tenant_id else b""
         return sum(r.until is not None and now < r.until for key, r in self._records.items() if key.startswith(prefix))
 
     def tenants(self, now: float) -> dict[TenantId, tuple[int, float]]:
-        """How many prompts, and how long until the last is let through."""
+        """Prompts, and seconds until the last is let through."""
         found: dict[TenantId, tuple[int, float]] = {}
         for key, record in self._records.items():
             if record.until is not None and now < record.until:
@@ -81,11 +80,9 @@ class Quarantine:
         since: float,
         now: float,
     ) -> bool:
-        """A worker failed at this prompt. Returns whether that quarantines it.
-
-        Args:
-            since: when the worker began it. What began before the prompt's last strike there ended by the same failure.
-        """
+        """Returns whether this quarantines the prompt. `since`: what a worker began before the prompt's last strike
+        there was
+        ended by the same failure."""
         key = self._key(tenant, adapter, prompt_token_ids)
         record = self._records.pop(key, None)
         if record is None or (now - record.last_at > MEMORY_S and (record.until is None or now >= record.until)):
@@ -103,7 +100,7 @@ class Quarantine:
         return True
 
     def clear(self, tenant: TenantId, adapter: AdapterUid | None, prompt_token_ids: Sequence[int]) -> None:
-        """A request with this prompt has completed."""
+        """By a completion."""
         if self._records:
             self._records.pop(self._key(tenant, adapter, prompt_token_ids), None)
 

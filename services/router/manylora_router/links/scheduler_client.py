@@ -3,9 +3,9 @@
     enqueue --> waiting --Grant--> granted --close_grant--> gone
                    |--Refusal / withdraw--> gone
 
-Owns what waits, what is granted, the quota leases of both, and the messages not yet sent. One task (`run`) writes and
-reads the stream. Messages leave in the order of the calls. A lost stream changes nothing: the next one tells the
-scheduler of leases, ends that were not sent, and all that still wait, in order. A lease is settled exactly once.
+Owns what waits, what is granted, the quota leases of both, and the messages not yet sent, in the order of the calls.
+A
+lost stream changes nothing: the next one tells of leases, unsent ends, and all that still wait.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ GET_STATUS = _METHODS["GetSchedulerStatus"]
 
 MAX_WAITING = 20_000
 _MAX_UNSENT_ENDS = 20_000
-"""Kept for a scheduler that is away; it forgets such grants by itself after a while."""
+"""For a scheduler that is away."""
 _HELLO_TIMEOUT_S = 3.0
 _MIN_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
 _ENDS_S = 0.005
-"""Ends of requests are gathered for so long, unless something else is sent: room is free by the worker's word."""
+"""Ends are gathered for so long, unless something else is sent: room is free by the worker's word."""
 _REFUSED_S = 0.1
-"""Refusals by the overload view are gathered for so long."""
+"""Refusals are gathered for so long."""
 _MAX_MESSAGES = 256
 """Sent at once."""
 _OF_A_STREAM = ("lease_wanted", "refused")
-"""Not sent again on another stream."""
+"""Not sent again on another."""
 
 
 @dataclass(eq=False)
@@ -55,13 +55,13 @@ class _Waiting:
 
 @dataclass(eq=False)
 class Lease:
-    """What one request may use. One task at a time waits for `changed`."""
+    """One task at a time waits for `changed`."""
 
     request: scheduler_pb2.Enqueue
     tokens: int | None = None
     """Prompt and output; None: not bounded."""
     is_known: bool = False
-    """The scheduler has told of it, or granted the request."""
+    """By the scheduler's word or grant."""
     is_wanted: bool = False
     refusal: QuotaExhausted | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -69,8 +69,6 @@ class Lease:
 
 @dataclass
 class SchedulerCounters:
-    """Since the start."""
-
     connects: int = 0
     grants: int = 0
     grants_closed: int = 0
@@ -78,7 +76,7 @@ class SchedulerCounters:
     refused: int = 0
     """By the overload view."""
     stray_grants: int = 0
-    """Nobody waited for them; closed at once."""
+    """Nobody waited for them."""
 
 
 @dataclass(eq=False)
@@ -90,13 +88,12 @@ class _Line:
 
 
 class SchedulerClient:
-    """`run` is one task's; everything else is for tasks of the same event loop."""
+    """`run` is one task's; the rest is for tasks of the same event loop."""
 
     def __init__(
         self, *, router_id: str, transport: Transport, leader_address: Callable[[], str | None], rng: random.Random
     ) -> None:
-        """Args:
-        leader_address: None: there is no leader. `leader_changed` is called whenever the answer changes."""
+        """`leader_address` gives None where there is no leader; `leader_changed` is called when its answer changes."""
         self.counters = SchedulerCounters()
         self._router_id = router_id
         self._transport = transport
@@ -108,7 +105,7 @@ class SchedulerClient:
         self._settling: dict[str, Lease] = {}
         self._outbox: deque[scheduler_pb2.ScheduleRequest | _Waiting] = deque()
         self.overload = OverloadView()
-        """By the scheduler's last word on this stream; without a stream, nothing is given up."""
+        """Without a stream nothing is given up."""
         self._refused: dict[tuple[str, common_pb2.QosClass], int] = {}
         """Since the scheduler was last told."""
         self._line: _Line | None = None
@@ -170,7 +167,7 @@ class SchedulerClient:
             raise
 
     def close_grant(self, request_id: str, *, reached_worker: bool, is_unavailable: bool = False) -> None:
-        """Once for each grant. `is_unavailable`: the worker was tried in vain, not by the request's own doing."""
+        """Once for each grant. `is_unavailable`: the worker was tried in vain."""
         worker_id = self._granted.pop(request_id)
         self.counters.grants_closed += 1
         self._close(request_id, worker_id, reached_worker=reached_worker, is_unavailable=is_unavailable)
@@ -180,7 +177,7 @@ class SchedulerClient:
         return self._leases[request_id]
 
     def want_more(self, request_id: str) -> None:
-        """`changed` is set when the answer comes. Asking again before that changes nothing."""
+        """`changed` is set when the answer comes."""
         lease = self._leases[request_id]
         if not lease.is_wanted:
             lease.is_wanted, lease.refusal = True, None
@@ -190,7 +187,7 @@ class SchedulerClient:
                 self._line.wake.set()
 
     def settle(self, request_id: str, tokens: int) -> None:
-        """A request has ended. One that was never queued, or was refused, has no lease."""
+        """Once, at the request's end. One that was never queued, or was refused, has no lease."""
         lease = self._leases.pop(request_id, None)
         if lease is not None:
             self._settling[request_id] = lease

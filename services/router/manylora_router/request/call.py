@@ -1,7 +1,7 @@
 """One Generate call, from its arrival to its account, whichever front it came through.
 
-Owns the call's span, and what its end means to counters, service levels, metrics and the guard. Knows no wire format;
-who may call is intake's to say, and what becomes of an admitted job the Execution's.
+Owns the call's span, and what its end means to counters, service levels, metrics and the guard. Knows no wire
+format.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from manylora_router.text.service import TextService
 
 _LOG = logging.getLogger(__name__)
 _MAX_SHOWN = 64
-"""Characters of a caller's words in a span, before anything was checked."""
+"""Characters of what was not checked, in a span."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class CallCounters:
 
 
 class Calls:
-    """The calls that run now, and what they share."""
+    """Those that run now, and what they share."""
 
     def __init__(
         self,
@@ -76,15 +76,12 @@ class Calls:
         self.rng = rng
 
     def open(self, request: RequestInput, tenant: str) -> Call:
-        """
-        Args:
-            tenant: in whose name it is; empty where the caller may ask in nobody's.
-        """
+        """`tenant` is empty where the caller may ask in nobody's name."""
         return Call(self, request, tenant)
 
 
 class Call:
-    """`with` it, then `admission` and `begin`, then `advance` until there is nothing more. Belongs to one task."""
+    """`with` it: `admission`, `begin`, then `advance` until there is nothing more. Belongs to one task."""
 
     def __init__(self, calls: Calls, request: RequestInput, tenant: str) -> None:
         self.request_id = f"{calls.rng.getrandbits(128):032x}"
@@ -125,7 +122,7 @@ class Call:
         self.span.end()
 
     def admission(self) -> Span:
-        """The span of all that happens before `begin`."""
+        """All that happens before `begin`."""
         return self._calls.telemetry.span(SpanName.ADMISSION, parent=self.span.traceparent, attributes=self._attributes)
 
     def begin(self, job: Job, permit: Permit) -> None:
@@ -141,7 +138,7 @@ class Call:
         )
 
     async def advance(self) -> list[Frame]:
-        """The next frames; none: the request has completed. Raises its error, after its last frames."""
+        """None: it has completed. Raises the request's error, after its last frames."""
         execution, permit = self._execution, self._permit
         assert execution is not None, "begin comes first"
         assert permit is not None
@@ -158,7 +155,7 @@ class Call:
         return []
 
     async def _advance(self, execution: Execution) -> list[Frame]:
-        """Any failure that nobody foresaw ends this one request, with its outcome."""
+        """What nobody foresaw ends this one request, with its outcome."""
         try:
             return await execution.advance()
         except Exception:
@@ -166,7 +163,6 @@ class Call:
             return execution.fail(InternalError("internal error"))
 
     def _watch(self, permit: Permit, execution: Execution) -> None:
-        """Tells the guard what became of the request since it was last asked."""
         guard = self._calls.guard
         if execution.worker_id and not permit.worker_id:
             guard.began(permit, execution.worker_id, asyncio.get_running_loop().time())
@@ -196,7 +192,7 @@ class Call:
             self.span.fail_with(error)
 
     def _account(self, error: Exception | None) -> None:
-        """Counts the call for its flow's objectives. One of no tenant or class is of no flow."""
+        """For its flow's objectives. A call of no tenant or class is of no flow."""
         calls, execution, qos_class = self._calls, self._execution, self._request.qos_class
         if self._tenant not in calls.directory.tenants or qos_class is None:
             return

@@ -1,7 +1,6 @@
 """The choices of one request: the worker's tokens become deltas of text, until each choice has its end.
 
-Owns each choice's detokenizer, its stop strings, how many of its tokens the caller got, and its end. Knows nothing of
-grants, streams and frames. Synchronous; used by the task that reads the worker's stream.
+Owns each choice's text, how many of its tokens the caller got, and its end. Knows nothing of grants and streams.
 """
 
 from __future__ import annotations
@@ -27,12 +26,7 @@ class _Choice:
 
 @dataclass(slots=True)
 class Taken:
-    """What a worker's tokens amount to.
-
-    Attributes:
-        deltas: for the caller, in the worker's order, each in a frame that has no number yet.
-        stopped: choices that met a stop string just now, and that the worker would go on with.
-    """
+    """Deltas in order, and the choices that met a stop string just now and that the worker would go on with."""
 
     deltas: list[Frame]
     stopped: list[int]
@@ -40,17 +34,13 @@ class Taken:
 
 class Choices:
     def __init__(self, detokenizers: Sequence[Detokenizer], stop: StopStrings | None) -> None:
-        """
-        Args:
-            detokenizers: a fresh one for each choice.
-        """
+        """`detokenizers`: a fresh one for each choice."""
         self._choices = [_Choice(ChoiceText(d, stop)) for d in detokenizers]
         self._is_cut_short = False
         self.num_tokens = 0
         """Of all choices, as the caller got them."""
 
     def goes_on(self, choice: int) -> bool:
-        """Whether the caller is to get what the worker sends of it."""
         return choice < len(self._choices) and self._choices[choice].end is None
 
     @property
@@ -59,7 +49,7 @@ class Choices:
 
     @property
     def are_cut_short(self) -> bool:
-        """All have ended, and not all of them by the worker: it has not said yet that the request is over."""
+        """All have ended, not all by the worker: it has not said yet that the request is over."""
         return self._is_cut_short and self.have_ended
 
     def take(self, chunk: worker_pb2.TokenChunk) -> Taken:
@@ -82,8 +72,7 @@ class Choices:
         return taken
 
     def rest(self) -> list[Frame]:
-        """For a request that ends early: the text that choices without an end still held back, as `Taken.deltas`.
-        Called once."""
+        """What choices without an end still held back. Called once, for a request that ends early."""
         deltas: list[Frame] = []
         for index, choice in enumerate(self._choices):
             text = choice.text.finish().text if choice.end is None else ""
@@ -92,7 +81,7 @@ class Choices:
         return deltas
 
     def ends(self) -> list[ChoiceEnd]:
-        """Of every choice; without a reason where it has not ended by itself."""
+        """Without a reason where a choice has not ended by itself."""
         return [choice.end or ChoiceEnd(i) for i, choice in enumerate(self._choices)]
 
     def _take(self, choice: _Choice, index: int, tokens: worker_pb2.ChoiceTokens, taken: Taken) -> None:

@@ -1,8 +1,4 @@
-"""What a caller reads of its request, frame by frame: plain data that every front turns into its own wire format.
-
-Fields mean what they mean in inference.proto; what a worker says word for word (log-probabilities, reasons) keeps its
-type of common.proto.
-"""
+"""What a caller reads of its request: plain data, with inference.proto's fields, for every front to write."""
 
 from __future__ import annotations
 
@@ -57,7 +53,7 @@ class Finished:
 
 @dataclass(slots=True)
 class Frame:
-    """What there is to tell at one time: at least one of the three, which happened in this order."""
+    """At least one of the three, which happened in this order."""
 
     number: int = 0
     started: Started | None = None

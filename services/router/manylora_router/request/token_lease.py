@@ -1,7 +1,6 @@
 """What one request may hand out of its tenant's tokens, and what it has used.
 
-The worker's tokens go on as far as the lease covers them; the rest waits for it to grow, and where it does not grow the
-request ends. Knows the lease from SchedulerClient and the tokens handed out from Choices.
+Tokens go on as far as the lease covers them; the rest waits for it to grow, or the request ends.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from manylora_router.request.job import Job
 LEASE_WAIT_S = 10.0
 """For the scheduler's answer: longer than a change of leaders takes."""
 _MIN_LEFT_TOKENS = 16
-"""More is asked for at so few: an answer takes less than a stream takes for these."""
+"""An answer takes less than a stream takes for these."""
 
 
 class TokenLease:
-    """Of one request, granted or not yet; `settle`, always."""
+    """`settle` it, granted or not."""
 
     def __init__(self, job: Job, choices: Choices, scheduler: SchedulerClient) -> None:
         self._request_id = job.request_id
@@ -36,7 +35,7 @@ class TokenLease:
         self._rest: worker_pb2.ExecuteResponse | None = None
         """Of the last message, what the lease did not cover."""
         self.was_held_up = False
-        """The stream waited for its lease, and so did not read from the worker."""
+        """Waiting for the lease, and so did not read from the worker."""
 
     def begin(self) -> None:
         """A worker has begun: the prompt is used."""
@@ -62,11 +61,8 @@ class TokenLease:
     async def cover(
         self, read: Callable[[], Awaitable[worker_pb2.ExecuteResponse]], most_tokens: int
     ) -> worker_pb2.ExecuteResponse:
-        """The worker's next message, as far as the lease covers its tokens. Raises QuotaExhausted.
-
-        Args:
-            most_tokens: that the request may come to use.
-        """
+        """The worker's next message, as far as the lease covers it. Raises QuotaExhausted. `most_tokens`: of the
+        request."""
         message = self._rest if self._rest is not None else await read()
         self._rest = None
         lease = self._scheduler.lease(self._request_id)
@@ -107,7 +103,7 @@ class TokenLease:
 def _split(
     message: worker_pb2.ExecuteResponse, tokens: int, goes_on: Callable[[int], bool]
 ) -> tuple[worker_pb2.ExecuteResponse, worker_pb2.ExecuteResponse]:
-    """A message's first tokens of choices that go on, and the rest; ends of choices stay behind their last token."""
+    """Ends of choices stay behind their last token."""
     head, rest = worker_pb2.ExecuteResponse(frame=message.frame), worker_pb2.ExecuteResponse(frame=message.frame)
     for part in message.tokens.choices:
         if not goes_on(part.choice):

@@ -1,8 +1,4 @@
-"""The text of one choice of a request: its tokens' text, up to a stop string.
-
-How tokens were grouped into frames changes nothing: not the text, not the stop string that wins, not the tokens that
-count as delivered.
-"""
+"""The text of one choice of a request, up to a stop string, the same however its tokens come in frames."""
 
 from __future__ import annotations
 
@@ -15,16 +11,14 @@ from manylora_router.text.stop_strings import StopStringMatcher, StopStrings
 
 @dataclass(slots=True)  # not frozen: that would double the time that making one takes
 class TextDelta:
-    """What new tokens of a choice amount to."""
-
     text: str
     num_tokens: int
-    """How many of the tokens were delivered: all of them, or up to the one that completed a stop string."""
+    """That were delivered: all, or up to the one that completed a stop string."""
     stop_string: str | None = None
 
 
 class ChoiceText:
-    """The text of one choice. After a stop string, or `finish`, it takes no more tokens."""
+    """After a stop string, or `finish`, it takes no more tokens."""
 
     __slots__ = ("_detokenizer", "_matcher")
 
@@ -46,7 +40,7 @@ class ChoiceText:
         return TextDelta("".join(pieces), len(token_ids))
 
     def finish(self) -> TextDelta:
-        """The rest of the text. It may complete a stop string too."""
+        """It may complete a stop string too."""
         text = self._detokenizer.finish()
         matcher = self._matcher
         if matcher is None:

@@ -1,8 +1,7 @@
-"""From token ids to text, as they come, never showing half a character.
+"""From token ids to text, as they come, never showing half a character. Knows a tokenizer by its `decode` alone.
 
-Of one choice of one request. Knows a tokenizer by its `decode` alone. tokenizers' own DecodeStream does not do: tokens
-that are no UTF-8, which any tenant can force by a logit bias, make it raise, or hold back all that follows at a cost
-that grows with every token; and it has no end, so a cut character is lost.
+tokenizers' DecodeStream does not do: tokens that are no UTF-8, which a logit bias forces, make it raise or hold back
+what follows at a growing cost, and a character that is cut at the end is lost.
 """
 
 from __future__ import annotations
@@ -13,23 +12,23 @@ from typing import Protocol
 
 class Detokenizer(Protocol):
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain after more tokens; without a character that is incomplete."""
+        """What is certain after more tokens."""
 
     def finish(self) -> str:
-        """What was held back: no token comes any more. An incomplete character becomes U+FFFD."""
+        """No token comes any more: an incomplete character becomes U+FFFD."""
 
 
 _REPLACEMENT = "\ufffd"
 _MAX_HELD_TOKENS = 8
-"""An unfinished character is at most three single-byte tokens; a U+FFFD that outlives this many is meant."""
+"""A character is at most four single-byte tokens; a U+FFFD that outlives this many is meant."""
 
 
 class WindowDetokenizer:
-    """A Detokenizer over any `decode(token_ids) -> text` whose text depends on near neighbours only.
+    """Over a `decode` whose text depends on near neighbours only.
 
-    New text is what a short window that ends in the new tokens decodes to, less what it decodes to without them. The
-    window begins at the last tokens that gave text, so that a decoder which treats the first token specially (leading
-    spaces) treats both alike.
+    New text is what a short window decodes to, less what it does without the new tokens. It begins at the last
+    tokens
+    that gave text, so that a decoder which treats the first token specially (leading spaces) treats both alike.
     """
 
     __slots__ = ("_decode", "_held", "_prefix", "_prefix_text")

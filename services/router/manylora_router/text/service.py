@@ -1,9 +1,4 @@
-"""Text for the router: a TextService turns prompts into token ids and gives detokenizers.
-
-Owns the tokenizer and the threads it runs in. Tokenizing never runs on the event loop, and on `threads` threads at
-most; callers wait their turn in order. How long a text may be is admission's to say, before it comes here. Detokenizers
-are plain objects for the event loop: a frame's tokens cost some microseconds.
-"""
+"""A TextService turns prompts into token ids, never on the event loop, and gives detokenizers, which are for it."""
 
 from __future__ import annotations
 
@@ -21,13 +16,13 @@ from manylora_router.text.detokenizer import Detokenizer, WindowDetokenizer
 class TextService(Protocol):
     @property
     def has_text(self) -> bool:
-        """False: the router knows token ids only; `encode` and `encode_chat` raise Unready, all text is empty."""
+        """False: `encode` and `encode_chat` raise Unready, and all text is empty."""
 
     async def encode(self, text: str) -> Sequence[int]:
-        """The tokens of a plain prompt, with what the tokenizer puts around one (begin-of-sequence)."""
+        """With what the tokenizer puts around a prompt (begin-of-sequence)."""
 
     async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> Sequence[int]:
-        """The tokens of a conversation of (role, content) in the model's chat template, ready for the answer.
+        """Of (role, content) in the model's chat template, ready for the answer.
 
         Raises:
             Unready: the model has no chat template.
@@ -49,7 +44,7 @@ class _NoText:
 
 
 class TokenIdsOnlyText:
-    """The TextService of a router without a tokenizer."""
+    """Of a router without a tokenizer."""
 
     has_text = False
 
@@ -77,13 +72,11 @@ _TOKENIZER_FILES = (
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a model folder holds any file of a tokenizer. A broken one counts: it is an error, not an absence."""
+    """A broken one counts: it is an error, not an absence."""
     return any((folder / name).exists() for name in _TOKENIZER_FILES)
 
 
 class HfTextService:
-    """The tokenizer of a Hugging Face model folder."""
-
     has_text = True
 
     def __init__(self, tokenizer: Any, *, threads: int = 2) -> None:
@@ -98,7 +91,7 @@ class HfTextService:
 
     @classmethod
     def load(cls, folder: Path, *, threads: int = 2) -> HfTextService:
-        """Reads the tokenizer; blocks for seconds. Raises OSError or ValueError where there is none to read."""
+        """Blocks for seconds. Raises OSError or ValueError where there is none to read."""
         from transformers import AutoTokenizer  # here: the import costs seconds, and token-id routers do without
 
         if not folder.is_dir():
@@ -139,8 +132,7 @@ class HfTextService:
 
 
 def _decode_function(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """The text of token ids, without special tokens and without the clean-up of spaces that some tokenizers ask for:
-    it moves text that was already given out."""
+    """Without special tokens, and without the clean-up of spaces: it moves text that was already given out."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         return lambda ids: str(backend.decode(list(ids), skip_special_tokens=True))

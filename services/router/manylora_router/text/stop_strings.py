@@ -13,11 +13,11 @@ class _Node:
         self.fallback: _Node = self
         self.depth = depth
         self.match: str | None = None
-        """The longest stop string that ends here."""
+        """The longest that ends here."""
 
 
 class StopStrings:
-    """The stop strings of one request as one automaton (Aho and Corasick 1975). Immutable; shared by its choices."""
+    """One automaton (Aho and Corasick 1975). Immutable; shared by a request's choices."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops), "a stop string is not empty"
@@ -41,7 +41,7 @@ class StopStrings:
 
 
 def step(node: _Node, character: str) -> _Node:
-    """The state after one more character: the longest suffix of the text that begins some stop string."""
+    """The longest suffix of the text that begins some stop string."""
     while True:
         following = node.children.get(character)
         if following is not None:
@@ -52,11 +52,7 @@ def step(node: _Node, character: str) -> _Node:
 
 
 class StopStringMatcher:
-    """Finds the first stop string in a text that comes in pieces.
-
-    The match that is complete first wins; of several complete at the same character, the longest. What comes before the
-    match is given out, and until then only what may still become one is held back.
-    """
+    """The match that is complete first wins; of several at the same character, the longest."""
 
     __slots__ = ("_held", "_node", "_root", "matched")
 
@@ -66,7 +62,7 @@ class StopStringMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """The text that is certain to be before any match. After a match there is no more."""
+        """What is certain to be before any match. After a match there is no more."""
         assert self.matched is None
         node = self._node
         for index, character in enumerate(text):
@@ -84,6 +80,6 @@ class StopStringMatcher:
         return text[:keep]
 
     def finish(self) -> str:
-        """What was held back: no text comes any more."""
+        """What was held back."""
         held, self._held = self._held, ""
         return held
