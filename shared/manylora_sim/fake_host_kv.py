@@ -11,10 +11,6 @@ from typing import NoReturn, Protocol
 
 from manylora_shared.ids import TenantId
 from manylora_worker.kinds.api import StepBatch
-from manylora_worker.memory.public_prefixes import PUBLIC
-
-COPY_OF_PUBLIC = TenantId("* copied")
-"""Whose a block is that a public one was copied into: a tenant's, who may write it."""
 
 
 class Step(Protocol):
@@ -88,8 +84,7 @@ class FakeHostKv:
             found = self._host[host_block]
             if found is None:
                 self._fail(f"host block {host_block} is read before it was written")
-            self._blocks[block_id][:], tenant_id = found
-            self._tenants[block_id] = COPY_OF_PUBLIC if tenant_id == PUBLIC else tenant_id
+            self._blocks[block_id][:], self._tenants[block_id] = found
 
     def check_step(self, batch: StepBatch) -> None:
         """A step writes nothing that is being copied, and reads nothing that is being copied into."""

@@ -32,10 +32,9 @@ from manylora_worker.kinds.api import (
     SequenceChunk,
     StepBatch,
 )
-from manylora_worker.memory.public_prefixes import PUBLIC
 from manylora_worker.weights.adapter_check import AdapterReport
 
-from manylora_sim.fake_host_kv import COPY_OF_PUBLIC, FakeHostKv
+from manylora_sim.fake_host_kv import FakeHostKv
 
 _CELL = struct.Struct("<II8s")
 _CELL_BYTES = _CELL.size
@@ -89,6 +88,8 @@ class FakeRunner:
         self.vocab_size = vocab_size
         self.max_context_tokens = max_context_tokens
         self.tenant_of = tenant_of
+        self.shares: Callable[[TenantId, TenantId], bool] = lambda reader, writer: False
+        """Whether one tenant may read what another has computed."""
         self.adapters_on_device = adapters_on_device
         self.faults: list[str] = []
         self._draw = TokenDraw(vocab_size, eos_token_id, eos_one_in)
@@ -153,9 +154,8 @@ class FakeRunner:
         tag = _adapter_tag(uid)
         tenant = None if self.tenant_of is None else self.tenant_of(chunk.sequence_id)
         if tenant is not None:
-            readable = (tenant, PUBLIC, COPY_OF_PUBLIC) if uid is None else (tenant,)
             for block_id in block_table[: start // size]:
-                if tenants[block_id] not in readable:
+                if not self._may_touch(tenant, tenants[block_id]):
                     self._fail(f"block {block_id} of {tenants[block_id]} is read by {tenant}")
         position = start
         while position < end:
@@ -170,13 +170,17 @@ class FakeRunner:
                 self._fail(f"block {block_id} is written twice")
             written[block_id] = before | cells
             if tenant is not None:
-                if tenants[block_id] not in (None, tenant, COPY_OF_PUBLIC):
+                # What it brought back from the host into its own block, it may have found in its group's cache before.
+                if tenants[block_id] is not None and not self._may_touch(tenant, tenants[block_id]):
                     self._fail(f"block {block_id} crosses tenants uncleared")
                 tenants[block_id] = tenant
             block = self._blocks[block_id]
             for at in range(position, behind):
                 _CELL.pack_into(block, at % size * _CELL_BYTES, token_ids[at - start], at, tag)
             position = behind
+
+    def _may_touch(self, tenant: TenantId, writer: TenantId | None) -> bool:
+        return writer == tenant or (writer is not None and self.shares(tenant, writer))
 
     def _check_table(self, chunk: SequenceChunk) -> None:
         """A sequence's blocks before the chunk's first one are those that its last chunk had."""

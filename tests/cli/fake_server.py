@@ -33,7 +33,6 @@ class FakeRouter:
     keys: dict[str, admin_pb2.KeyInfo] = field(default_factory=dict)
     tenants: dict[str, tuple[str, int]] = field(default_factory=dict)
     adapters: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
-    prefixes: dict[str, admin_pb2.AddPublicPrefixRequest] = field(default_factory=dict)
     store_paths: dict[tuple[str, str], str] = field(default_factory=dict)
     largest_chunk_bytes: int = 0
     failures_left: int = 0
@@ -59,9 +58,6 @@ class FakeRouter:
                     "CreateKey": self.create_key,
                     "ListKeys": self.list_keys,
                     "RevokeKey": self.revoke_key,
-                    "AddPublicPrefix": self.add_public_prefix,
-                    "ListPublicPrefixes": self.list_public_prefixes,
-                    "RemovePublicPrefix": self.remove_public_prefix,
                     "LiftQuarantine": self.lift_quarantine,
                     "GetStatus": self.get_status,
                 },
@@ -209,24 +205,6 @@ class FakeRouter:
         self.keys[request.key_id].revoked_unix_s = 2.0
         return admin_pb2.RevokeKeyResponse(info=self.keys[request.key_id])
 
-    async def add_public_prefix(
-        self, request: admin_pb2.AddPublicPrefixRequest, call: ServerCall
-    ) -> admin_pb2.AddPublicPrefixResponse:
-        if request.name in self.prefixes:
-            raise AlreadyExists(f"name: there is a public prefix {request.name!r} already")
-        self.prefixes[request.name] = request
-        return admin_pb2.AddPublicPrefixResponse(prefix=_prefix(request.name))
-
-    async def list_public_prefixes(self, request: Any, call: ServerCall) -> admin_pb2.ListPublicPrefixesResponse:
-        return admin_pb2.ListPublicPrefixesResponse(prefixes=[_prefix(name) for name in sorted(self.prefixes)])
-
-    async def remove_public_prefix(
-        self, request: admin_pb2.RemovePublicPrefixRequest, call: ServerCall
-    ) -> admin_pb2.RemovePublicPrefixResponse:
-        if self.prefixes.pop(request.name, None) is None:
-            raise NotFound(f"name: there is no public prefix {request.name!r}")
-        return admin_pb2.RemovePublicPrefixResponse()
-
     async def lift_quarantine(
         self, request: admin_pb2.LiftQuarantineRequest, call: ServerCall
     ) -> admin_pb2.LiftQuarantineResponse:
@@ -321,8 +299,6 @@ class FakeRouter:
                     counters=status_pb2.WorkerCounters(generated_tokens=2**40),
                     kv_blocks_total=32,
                     kv_blocks_free=20,
-                    public_kv_blocks=4,
-                    public_kv_blocks_declared=6,
                 )
             ],
             routers=[admin_pb2.RouterStatus(router_id="r-1", address="127.0.0.1:1")],
@@ -359,10 +335,6 @@ class FakeRouter:
         policy_yaml, version = self.tenants[tenant_id]
         count = sum(key[0] == tenant_id for key in self.adapters)
         return admin_pb2.TenantInfo(tenant_id=tenant_id, policy_yaml=policy_yaml, version=version, adapters=count)
-
-
-def _prefix(name: str) -> admin_pb2.PublicPrefixInfo:
-    return admin_pb2.PublicPrefixInfo(name=name, tokens=48, created_unix_s=1.0)
 
 
 def _adapter(tenant_id: str, name: str) -> admin_pb2.AdapterInfo:

@@ -409,31 +409,6 @@ async def test_keys(manylora: Manylora, router: FakeRouter) -> None:
     assert (await manylora("key", "create", "--scope", "root")).exit_code == 2
 
 
-async def test_public_prefixes(manylora: Manylora, router: FakeRouter, tmp_path: Path) -> None:
-    file = tmp_path / "system.txt"
-    file.write_text("You are kind.\n")
-    out = await manylora("prefix", "add", "kind", str(file), "--as", "system")
-    assert (out.exit_code, out.stdout) == (0, "kind: public, 48 tokens\n")
-    (message,) = router.prefixes["kind"].chat.messages
-    assert (message.role, message.content) == ("system", "You are kind.\n")
-    out = await manylora("prefix", "add", "few-shot", str(file), "--json")
-    assert out.json == {"name": "few-shot", "tokens": 48, "created_unix_s": 1.0}
-    assert router.prefixes["few-shot"].text == "You are kind.\n"
-    out = await manylora("prefix", "list")
-    rows = [line.split()[:2] for line in out.stdout.splitlines() if "48" in line]
-    assert rows == [["few-shot", "48"], ["kind", "48"]]
-    out = await manylora("prefix", "list", "--json")
-    assert [prefix["name"] for prefix in out.json["prefixes"]] == ["few-shot", "kind"]
-    out = await manylora("prefix", "add", "kind", str(file))
-    assert (out.exit_code, out.stderr.split(":")[0]) == (1, "ALREADY_EXISTS")
-    assert (await manylora("prefix", "add", "none", str(tmp_path / "nosuch"))).exit_code == 2
-    out = await manylora("prefix", "remove", "kind")
-    assert (out.exit_code, out.stdout) == (0, "kind: removed\n")
-    out = await manylora("prefix", "remove", "kind", "--json")
-    assert (out.exit_code, out.json["error"]["code"]) == (1, "NOT_FOUND")
-    assert "20/32, 4 of 6 public" in (await manylora("status")).stdout
-
-
 async def test_the_key_that_is_presented(
     manylora: Manylora, router: FakeRouter, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

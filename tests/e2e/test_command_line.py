@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from manylora.client import Client, Sampling
+from manylora.client import Client, Result, Sampling
 from manylora.client.credentials import read_key
 from manylora.demo import adapter_folder, skills
 from manylora.v1 import admin_pb2, inference_pb2, scheduler_pb2, worker_pb2
@@ -73,38 +73,25 @@ async def test_each_tenant_has_its_own_adapters_answer(whole: UpCluster) -> None
     assert answers[0]["timings"]["total_ms"] >= answers[0]["timings"]["ttft_ms"] > 0
 
 
-async def test_a_public_prefix_is_found_by_every_tenant_and_changes_no_answer(whole: UpCluster, tmp_path: Path) -> None:
-    """Of the base model; an adapter's requests do not find it."""
-    file = tmp_path / "system.txt"
-    file.write_text(skills.prompt("a1b2c") * 20)
-    rest = skills.prompt("xy7z")
-    prompts = [file.read_text() + rest, rest]
+async def test_tenants_of_a_cache_group_find_one_anothers_prefixes(whole: UpCluster) -> None:
+    """Of the base model; an adapter's requests do not find them. The answers are the same."""
+    prompt = skills.prompt("a1b2c") * 20 + skills.prompt("xy7z")
 
-    async def ask(tenant: str, adapter: str = "") -> list[Any]:
+    async def ask(tenant: str, adapter: str = "") -> Result:
         async with Client(whole.router, tenant=tenant) as client:
-            return [
-                await client.complete(prompt, adapter=adapter, max_tokens=8, sampling=Sampling(temperature=0))
-                for prompt in prompts
-            ]
+            return await client.complete(prompt, adapter=adapter, max_tokens=8, sampling=Sampling(temperature=0))
 
-    before = await ask("acme")
-    assert before[0].usage.cached_prompt_tokens == 0
-    added = await whole.manylora("prefix", "add", "system", str(file), "--json")
-    assert added.exit_code == 0, added.stderr
-    assert added.json["tokens"] > 100
-    async with asyncio.timeout(20):
-        while True:
-            workers = (await whole.manylora("status", "--json")).json["workers"]
-            if all(w["public_kv_blocks"] == w["public_kv_blocks_declared"] > 0 for w in workers):
-                break
-    after = await ask("birch")
-    assert [answer.token_ids for answer in after] == [answer.token_ids for answer in before]
-    assert after[0].usage.cached_prompt_tokens == workers[0]["public_kv_blocks"] * 16
-    assert added.json["tokens"] - 16 < after[0].usage.cached_prompt_tokens <= added.json["tokens"]
-    with_adapter = await ask("birch", "words")
-    assert with_adapter[0].usage.cached_prompt_tokens == 0
-    assert (await whole.manylora("prefix", "remove", "system")).exit_code == 0
-    assert (await whole.manylora("prefix", "list", "--json")).json == {"prefixes": []}
+    async with Client(whole.router) as client:
+        before = [(await client.tenants.get(tenant)).policy_yaml for tenant in ("acme", "birch")]
+        for policy in before:
+            await client.tenants.apply(policy + "prefix_cache: {group: friends}\n")
+        answers = [await ask("acme") for _ in range(2)]
+        after = await ask("birch")
+        assert [answers[0].token_ids, answers[1].token_ids] == [after.token_ids] * 2
+        assert after.usage.cached_prompt_tokens == answers[1].usage.cached_prompt_tokens > 100
+        assert (await ask("birch", "words")).usage.cached_prompt_tokens == 0
+        for policy in before:
+            await client.tenants.apply(policy)
 
 
 async def test_text_token_ids_stop_strings_and_seeds(whole: UpCluster) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from manylora.client import Client, QuotaStatus, RequestFailed, Result, RetryPolicy, Sampling
+from manylora.client import Client, QuotaStatus, RequestFailed, Result, RetryPolicy, Sampling, Usage
 from manylora.demo import BASE_FOLDER
 from manylora.local.cluster import ClusterOptions, LocalCluster
 
@@ -29,6 +29,10 @@ STREAMS = 12
 """A router: together they ask for far more than the contract."""
 
 
+def charged(usage: Usage) -> int:
+    return usage.prompt_tokens - usage.cached_prompt_tokens + usage.completion_tokens
+
+
 @dataclass
 class Metered:
     """What one kind of caller saw."""
@@ -39,7 +43,7 @@ class Metered:
     cut: int = 0
 
     def add(self, result: Result) -> None:
-        self.tokens += result.usage.prompt_tokens + result.usage.completion_tokens
+        self.tokens += charged(result.usage)
 
     def add_failure(self, error: RequestFailed) -> float:
         """Checks that it is the quota's. Returns how long the server says to wait."""
@@ -146,7 +150,7 @@ async def _ends_in_mid_stream(cluster: LocalCluster, operator: Client, key: str)
         assert error.code == "RESOURCE_EXHAUSTED"
         assert error.result is not None
         assert error.result.outcome == "quota_exhausted"
-        used = error.result.usage.prompt_tokens + error.result.usage.completion_tokens
+        used = charged(error.result.usage)
         assert used == 10 + len(error.result.token_ids)
         with pytest.raises(RequestFailed) as raised:
             await client.complete([7] * 60, qos_class="batch", max_tokens=5)

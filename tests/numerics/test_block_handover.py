@@ -12,6 +12,7 @@ import pytest
 import torch
 from manylora_shared.ids import TenantId
 from manylora_worker.memory.block_pool import BlockPool
+from manylora_worker.memory.tenant_shares import CacheScope
 from manylora_worker.models.torch.kv_cache import KvCache, KvGeometry
 
 TENANTS = [TenantId(f"tenant-{i}") for i in range(7)]
@@ -36,8 +37,8 @@ def leaks_and_handovers(handovers: int) -> tuple[int, int]:
             tenant, blocks = held.pop(rng.randrange(len(held)))
             if rng.random() < 0.3:  # some stay behind as a cached prefix, and are given up later
                 for block_id in blocks[:4]:
-                    pool.publish(block_id, _KEY % (round_ * 1000 + block_id))
-            pool.free(blocks)
+                    pool.publish(block_id, CacheScope(tenant, is_group=False), _KEY % (round_ * 1000 + block_id))
+            pool.free(tenant, blocks)
         number = rng.randrange(len(TENANTS))
         tenant = TENANTS[number]
         blocks = pool.allocate(tenant, rng.randint(1, 256))

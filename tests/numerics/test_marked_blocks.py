@@ -69,7 +69,7 @@ def run_with_a_block_freed_too_early(
     for _ in range(3):
         core.step(0.0)
     (wronged,) = core._requests[RequestId("wronged")].sequences
-    core._pool.free(wronged.block_table[:1])
+    core._pool.free(wronged.tenant_id, wronged.block_table[:1])
     with monkeypatch.context() as patch:
         for refuses in ("free", "unpublish"):  # a block that is not held
             patch.setattr(BlockPool, refuses, lambda *_: None)

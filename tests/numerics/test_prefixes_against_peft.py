@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 
 import pytest
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
@@ -13,6 +12,7 @@ from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.engine.counters import EngineStats
 from manylora_worker.kinds.api import EngineRequest, FinishReason
 from manylora_worker.memory.prefix_cache import Namespace, PrefixKeys, PrefixOptions
+from manylora_worker.memory.tenant_shares import CacheScope, TenantShare
 from manylora_worker.planning.step_planner import PlannerLimits
 
 from tests.numerics.conftest import Family, FamilyOf
@@ -20,12 +20,11 @@ from tests.numerics.driver import GREEDY, make_runner, put_adapter
 from tests.numerics.families import VOCAB_SIZE
 
 MAX_TOKENS = 6
-WITHDRAWN_AFTER_STEPS = 20
 
 
 class WithoutAdapter(PrefixKeys):
-    def namespace(self, tenant_id: TenantId, adapter_uid: AdapterUid | None) -> Namespace:
-        return super().namespace(tenant_id, None)
+    def namespace(self, scope: CacheScope, adapter_uid: AdapterUid | None) -> Namespace:
+        return super().namespace(scope, None)
 
 
 def asked(family: Family, seed: int) -> list[tuple[str | None, list[int], int]]:
@@ -45,36 +44,24 @@ def serve(
     family: Family,
     requests: list[tuple[str | None, list[int], int]],
     keys: PrefixKeys | None,
-    public: Mapping[str, list[int]] | None = None,
+    group: str | None = None,
 ) -> tuple[list[list[int]], int, EngineStats]:
-    """Each request's tokens (all choices are alike), tokens found in the cache, and the engine's counters.
-
-    Args:
-        public: prefixes that are declared before the first request, and withdrawn after some steps.
-    """
+    """Of two tenants, in a cache group or not: each request's tokens (all choices are alike), tokens found in the
+    cache, and the engine's counters."""
     runner = make_runner(family.loaded, num_blocks=22, block_size=4)
-    if public is not None:  # a whole context is to fit beside them
-        runner = make_runner(family.loaded, num_blocks=40 + -(-runner.max_context_tokens // 4), block_size=4)
     uids = {name: put_adapter(runner, family.loaded, folder) for name, folder in family.adapters.items()}
     limits = EngineLimits(PlannerLimits(24, 9, 4), AdapterCacheLimits(64, 64), max_requests=64)
-    prefix = None if keys is None else PrefixOptions(keys, 1.0, 1.0 if public else 0.0)
+    prefix = None if keys is None else PrefixOptions(keys, 1.0)
     core = EngineCore(runner, FakeAdapterBackend(lambda: 0.0), limits, prefix)
-    if public is not None:
-        core.set_public_prefixes(public, 0.0)
-        while core.has_work():
-            assert core.step(0.0) == []
-        assert core.stats().public_blocks == core.stats().public_blocks_declared > 0
+    for tenant in ("t0", "t1"):
+        core.set_share(TenantId(tenant), TenantShare(cache_group=group))
     for i, (name, prompt, n) in enumerate(requests):
         uid = None if name is None else uids[name]
         tenant, request_id = TenantId(f"t{i % 2}"), RequestId(str(i))
         core.add(EngineRequest(request_id, tenant, QosClass.BATCH, uid, tuple(prompt), MAX_TOKENS, GREEDY, n=n), 0.0)
     tokens: dict[tuple[str, int], list[int]] = {}
     num_cached = 0
-    num_steps = 0
     while core.has_work():
-        num_steps += 1
-        if num_steps == WITHDRAWN_AFTER_STEPS and public is not None:
-            core.set_public_prefixes({}, 0.0)
         for output in core.step(0.0):
             assert output.finish_reason is not FinishReason.ERROR, output.message
             tokens.setdefault((output.request_id, output.choice), []).extend(output.token_ids)
@@ -100,16 +87,15 @@ def test_the_cache_changes_no_token(family_of: FamilyOf, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_public_prefixes_change_no_token(family_of: FamilyOf, name: str) -> None:
+def test_a_cache_group_changes_no_token(family_of: FamilyOf, name: str) -> None:
     family = family_of(name)
     requests = asked(family, seed=3)
     expected = [family.reference.greedy(prompt, adapter, MAX_TOKENS) for adapter, prompt, _ in requests]
-    stems = {str(prompt[:8]): prompt[:16] for _, prompt, _ in requests if len(prompt) >= 16}
     keys = PrefixKeys(bytes(32), family.loaded.spec.digest)
-    found, num_cached, _ = serve(family, requests, keys, stems)
+    found, num_cached, _ = serve(family, requests, keys, group="friends")
     assert found == expected
-    _, without, _ = serve(family, requests, keys)
-    assert num_cached > without
+    _, apart, _ = serve(family, requests, keys)
+    assert num_cached > apart
 
 
 def test_adapters_that_shared_a_cache_would_be_noticed(family_of: FamilyOf) -> None:

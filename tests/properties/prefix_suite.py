@@ -20,12 +20,14 @@ from manylora_worker.kinds.api import EngineRequest, FinishReason, Sampling
 from manylora_worker.kinds.sequence import GroupTimes, SequenceGroup
 from manylora_worker.kinds.sequence import Sequence as EngineSequence
 from manylora_worker.memory.prefix_cache import PrefixKeys, PrefixOptions
+from manylora_worker.memory.tenant_shares import CacheScope, TenantShare
 from manylora_worker.planning.step_planner import PlannerLimits
 
 SECRET = bytes(range(32))
 A, B = TenantId("a"), TenantId("b")
 TENANTS = [A, B, TenantId("ab")]
 ADAPTERS = [None, AdapterUid("u"), AdapterUid("b"), AdapterUid("uu")]
+GROUPS = [None, "a", "g"]
 BLOCK_SIZE = 4
 
 
@@ -51,25 +53,32 @@ def request_of(
     )
 
 
-def keys_of(keys: PrefixKeys, request: EngineRequest) -> list[bytes]:
+def scope_of(tenant_id: TenantId, group: str | None = None) -> CacheScope:
+    return CacheScope(tenant_id, is_group=False) if group is None else CacheScope(group, is_group=True)
+
+
+def keys_of(keys: PrefixKeys, request: EngineRequest, group: str | None = None) -> list[bytes]:
     """The keys of the prompt's full blocks."""
-    sequence = EngineSequence(0, SequenceGroup(request, 1, GroupTimes(0.0)), 0, request.max_tokens)
+    scope = scope_of(request.tenant_id, group)
+    sequence = EngineSequence(0, SequenceGroup(request, scope, 1, GroupTimes(0.0)), 0, request.max_tokens)
     num_blocks = len(request.prompt_token_ids) // BLOCK_SIZE
     return [keys.key_at(sequence, index, BLOCK_SIZE) for index in range(num_blocks)]
 
 
 def check_names(of_class: type[PrefixKeys], seed: int) -> None:
-    """Two blocks have one key if and only if secret, model, tenant, adapter and all tokens up to their end agree."""
+    """Two blocks have one key if and only if secret, model, group or tenant, adapter and all tokens up to their end
+    agree."""
     rng = random.Random(seed)
     blocks = [tuple(rng.randrange(2) for _ in range(BLOCK_SIZE)) for _ in range(3)]
     keys = [of_class(secret, model) for secret in (SECRET, SECRET[::-1]) for model in ("m", "mu")]
     seen: dict[bytes, tuple[object, ...]] = {}
     names: dict[tuple[object, ...], bytes] = {}
-    for (i, each), tenant_id, adapter_uid in itertools.product(enumerate(keys), TENANTS, ADAPTERS):
-        for _ in range(6):
+    whose = itertools.product(enumerate(keys), TENANTS, GROUPS, ADAPTERS)
+    for (i, each), tenant_id, group, adapter_uid in whose:
+        for _ in range(3):
             prompt = [t for _ in range(rng.randint(1, 4)) for t in rng.choice(blocks)]
-            for index, key in enumerate(keys_of(each, request_of("r", tenant_id, adapter_uid, prompt))):
-                name = (i, tenant_id, adapter_uid, *prompt[: (index + 1) * BLOCK_SIZE])
+            for index, key in enumerate(keys_of(each, request_of("r", tenant_id, adapter_uid, prompt), group)):
+                name = (i, group or "", "" if group else tenant_id, adapter_uid, *prompt[: (index + 1) * BLOCK_SIZE])
                 assert seen.setdefault(key, name) == name, "two names have one key"
                 assert names.setdefault(name, key) == key, "one name has two keys"
 
@@ -83,6 +92,19 @@ class Run:
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     ends: dict[str, RequestEnd] = field(default_factory=dict)
     steps: int = 0
+    groups: dict[TenantId, str] = field(default_factory=dict)
+    """By tenant, the cache group that it is in."""
+    pairs: dict[tuple[TenantId, TenantId], None] = field(default_factory=dict)
+    """Tenants that were in one group at some time."""
+
+    def put_in_group(self, tenant_id: TenantId, group: str | None) -> None:
+        self.groups.pop(tenant_id, None)
+        if group is not None:
+            self.groups[tenant_id] = group
+            others = [other for other, its in self.groups.items() if its == group]
+            self.pairs |= dict.fromkeys([(tenant_id, other) for other in others])
+            self.pairs |= dict.fromkeys([(other, tenant_id) for other in others])
+        self.core.set_share(tenant_id, TenantShare(cache_group=group))
 
     def step(self) -> None:
         self.steps += 1
@@ -114,7 +136,6 @@ def make_run(
     batch_tokens: int = 24,
     chunk: int = 8,
     share: float = 0.5,
-    public_share: float = 0.0,
     max_context_tokens: int = 4096,
     num_host_blocks: int = 0,
 ) -> Run:
@@ -127,14 +148,17 @@ def make_run(
     )
     backend = FakeAdapterBackend(lambda: 0.0)
     limits = EngineLimits(PlannerLimits(batch_tokens, chunk, slots), AdapterCacheLimits(8, 8), max_requests=10_000)
-    core = EngineCore(runner, backend, limits, None if keys is None else PrefixOptions(keys, share, public_share))
+    core = EngineCore(runner, backend, limits, None if keys is None else PrefixOptions(keys, share))
     runner.tenant_of = core.tenant_of
     runner.adapters_on_device = lambda: backend.on_device
-    return Run(core, runner)
+    run = Run(core, runner)
+    runner.shares = lambda reader, writer: (reader, writer) in run.pairs
+    return run
 
 
-def check_outputs(of_class: type[PrefixKeys] | None, seed: int) -> Run:
-    """A random schedule in a pool that is too small: shared prefixes, tenants, adapters, choices, aborts."""
+def check_outputs(of_class: type[PrefixKeys] | None, seed: int, *, with_groups: bool = False) -> Run:
+    """A random schedule in a pool that is too small: shared prefixes, tenants, adapters, choices, aborts; and tenants
+    that join cache groups and leave them."""
     rng = random.Random(seed)
     keys = None if of_class is None else of_class(SECRET, "m")
     run = make_run(
@@ -153,6 +177,8 @@ def check_outputs(of_class: type[PrefixKeys] | None, seed: int) -> Run:
         prompt = [t for block in stem[: rng.randint(0, 5)] for t in block] + [7] * rng.randint(0, BLOCK_SIZE)
         tenant_id, adapter_uid = rng.choice([*TENANTS, A, A, A]), rng.choice([*ADAPTERS, None, None, None])
         max_tokens, n = rng.randint(1, 16), rng.choice([1, 1, 1, 2])
+        if with_groups and i % 4 == 0:
+            run.put_in_group(rng.choice(TENANTS), rng.choice([*GROUPS, "g"]))
         request = request_of(f"r{i}", tenant_id, adapter_uid, prompt or [1], max_tokens, n=n, seed=i % 3)
         requests[request.request_id] = request
         run.core.add(request, 0.0)
@@ -183,6 +209,6 @@ def run_names(of_class: type[PrefixKeys], seeds: range) -> None:
         check_names(of_class, seed)
 
 
-def run_outputs(of_class: type[PrefixKeys], seeds: range) -> None:
+def run_outputs(of_class: type[PrefixKeys], seeds: range, *, with_groups: bool = False) -> None:
     for seed in seeds:
-        check_outputs(of_class, seed)
+        check_outputs(of_class, seed, with_groups=with_groups)

@@ -7,9 +7,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 from manylora_shared.ids import TenantId
 from manylora_worker.memory.block_pool import BlockPool
+from manylora_worker.memory.tenant_shares import CacheScope
 
 _ALL = [TenantId("a"), TenantId("b"), TenantId("c")]
 _TENANTS = st.sampled_from(_ALL)
+_GROUP, _MEMBERS = CacheScope("a", is_group=True), _ALL[:2]
+"""A cache group with a tenant's name."""
+
+
+def _scope(tenant_id: TenantId, *, in_group: bool) -> CacheScope:
+    return _GROUP if in_group and tenant_id in _MEMBERS else CacheScope(tenant_id, is_group=False)
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
@@ -29,7 +36,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.fresh: set[int] = set()
         self.num_blocks = num_blocks
         self.max_idle = max_idle
-        self.names: dict[int, tuple[TenantId, bytes]] = {}
+        self.names: dict[int, tuple[CacheScope, bytes]] = {}
+        self.writers: dict[int, TenantId] = {}
         self.tables_held: dict[int, tuple[TenantId, list[int]]] = {}
         self.next_table = 0
         self.content: list[TenantId | None] = [None] * num_blocks
@@ -49,7 +57,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         plain = self.pool.num_free - self.pool.num_idle
         taken = self.pool.allocate(tenant_id, count)
         for block_id in taken[plain:]:
-            loser, _ = self.names[block_id]
+            loser = self.writers[block_id]
             if own_first and idle[tenant_id]:
                 assert loser == tenant_id
             else:
@@ -57,6 +65,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
             idle[loser] -= 1
         for block_id in taken:
             self.names.pop(block_id, None)
+            self.writers[block_id] = tenant_id
         self.fresh.update(taken)
         assert len(set(taken)) == count
         assert not held & set(taken)
@@ -67,19 +76,23 @@ class BlockPoolMachine(RuleBasedStateMachine):
         if table not in self.tables_held:
             return multiple()
         tenant_id, blocks = self.tables_held[table]
-        self.pool.share(blocks)
+        self.pool.share(tenant_id, blocks)
         return self._keep(tenant_id, list(blocks))
 
-    @rule(table=tables, index=st.integers(0, 4), key=st.sampled_from([b"1", b"2", b"3"]))
-    def publish(self, table: int, index: int, key: bytes) -> None:
+    @rule(table=tables, index=st.integers(0, 4), key=st.sampled_from([b"1", b"2", b"3"]), in_group=st.booleans())
+    def publish(self, table: int, index: int, key: bytes, in_group: bool) -> None:
         tenant_id, blocks = self.tables_held.get(table, (TenantId("a"), []))
         if index >= len(blocks) or blocks[index] in (*self.names, *self.pool.pending_clears()):
             return
-        self.pool.publish(blocks[index], key)
-        if self.pool.find_cached(tenant_id, [key]) == [blocks[index]]:
-            self.names[blocks[index]] = (tenant_id, key)
+        scope = _scope(tenant_id, in_group=in_group)
+        holders = {holder for holder, held in self.tables_held.values() if blocks[index] in held}
+        if not scope.is_group and holders != {self.writers[blocks[index]]}:
+            return  # it was found in the group's cache
+        self.pool.publish(blocks[index], scope, key)
+        if self.pool.find_cached(scope, [key]) == [blocks[index]]:
+            self.names[blocks[index]] = (scope, key)
         else:
-            assert (tenant_id, key) in self.names.values(), "a key that no block has was not given"
+            assert (scope, key) in self.names.values(), "a key that no block has was not given"
 
     @rule(table=tables, index=st.integers(0, 4))
     def unpublish(self, table: int, index: int) -> None:
@@ -89,20 +102,24 @@ class BlockPoolMachine(RuleBasedStateMachine):
             self.names.pop(block_id, None)
 
     @rule(
-        target=tables, tenant_id=_TENANTS, keys=st.lists(st.sampled_from([b"1", b"2", b"3"]), max_size=3, unique=True)
+        target=tables,
+        tenant_id=_TENANTS,
+        keys=st.lists(st.sampled_from([b"1", b"2", b"3"]), max_size=3, unique=True),
+        in_group=st.booleans(),
     )
-    def take_cached(self, tenant_id: TenantId, keys: list[bytes]) -> object:
-        found = self.pool.find_cached(tenant_id, keys)
-        assert [self.names[block_id] for block_id in found] == [(tenant_id, key) for key in keys[: len(found)]]
+    def take_cached(self, tenant_id: TenantId, keys: list[bytes], in_group: bool) -> object:
+        scope = _scope(tenant_id, in_group=in_group)
+        found = self.pool.find_cached(scope, keys)
+        assert [self.names[block_id] for block_id in found] == [(scope, key) for key in keys[: len(found)]]
         free = self.pool.num_free - self.pool.num_idle_among(found)
-        self.pool.take_cached(found)
-        assert self.pool.num_free == free
+        held = self.pool.held_by(tenant_id) + self.pool.num_new_among(tenant_id, found)
+        self.pool.take_cached(tenant_id, found)
+        assert (self.pool.num_free, self.pool.held_by(tenant_id)) == (free, held)
         return self._keep(tenant_id, found)
 
     @rule(table=consumes(tables))
     def free(self, table: int) -> None:
-        _, blocks = self.tables_held.pop(table)
-        self.pool.free(blocks)
+        self.pool.free(*self.tables_held.pop(table))
 
     @rule(table=tables, index=st.integers(0, 4))
     def copy_on_write(self, table: int, index: int) -> None:
@@ -110,10 +127,13 @@ class BlockPoolMachine(RuleBasedStateMachine):
         if index >= len(blocks) or not self.pool.is_shared(blocks[index]) or self.pool.num_free == 0:
             return
         source = blocks[index]
+        if self.writers[source] != tenant_id:
+            return  # nobody writes what another has computed
         if any(copy == source for _, copy in self.pool.pending_copies()):
             return  # a block is written, and shared again, only after the step that copied it
         blocks[index] = self.pool.copy_on_write(source)
         self.names.pop(blocks[index], None)
+        self.writers[blocks[index]] = tenant_id
         self.copies.append((source, blocks[index], tenant_id))
 
     @rule()
@@ -121,7 +141,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         """What a runner does: clear, copy, then each table's holder writes."""
         for block_id in self.pool.pending_clears():
             self.content[block_id] = None
-        held = {b: t for t, blocks in self.tables_held.values() for b in blocks}
+        held = {b: self.writers[b] for _, blocks in self.tables_held.values() for b in blocks}
         for source, copy in self.pool.pending_copies():
             assert copy in held
             assert self.content[copy] in (None, held[copy])
@@ -135,6 +155,9 @@ class BlockPoolMachine(RuleBasedStateMachine):
         for block_id, tenant_id in held.items():
             assert self.content[block_id] in (None, tenant_id), "another tenant's content was not cleared"
             self.content[block_id] = tenant_id
+        for tenant_id, blocks in self.tables_held.values():
+            readable = _MEMBERS if tenant_id in _MEMBERS else [tenant_id]
+            assert all(self.content[block_id] in readable for block_id in blocks), "who is in no group reads another's"
         self.copies.clear()
         assert not self.pool.pending_clears()
         assert not self.pool.pending_copies()
@@ -159,8 +182,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "pool"):
-            for _, blocks in self.tables_held.values():
-                self.pool.free(blocks)
+            for tenant_id, blocks in self.tables_held.values():
+                self.pool.free(tenant_id, blocks)
             self.pool.commit(self.pool.take_work())
             self.pool.check_invariants()
             assert self.pool.num_free == self.num_blocks
@@ -173,10 +196,10 @@ TestBlockPool.settings = settings(max_examples=120, stateful_step_count=40, dead
 def test_blocks_of_one_tenant_are_not_cleared_for_it_and_are_for_another() -> None:
     pool = BlockPool(1, 4)
     one, other = TenantId("one"), TenantId("other")
-    pool.free(pool.allocate(one, 1))
+    pool.free(one, pool.allocate(one, 1))
     (block_id,) = pool.allocate(one, 1)
     assert pool.pending_clears() == []
-    pool.free([block_id])
+    pool.free(one, [block_id])
     assert pool.allocate(other, 1) == [block_id]
     assert pool.pending_clears() == [block_id]
     pool.commit(pool.take_work())
@@ -185,19 +208,20 @@ def test_blocks_of_one_tenant_are_not_cleared_for_it_and_are_for_another() -> No
 
 def test_a_clear_that_was_not_committed_stays_due() -> None:
     pool = BlockPool(1, 4)
-    pool.free(pool.allocate(TenantId("one"), 1))
-    pool.free(pool.allocate(TenantId("other"), 1))  # the step that should have cleared it failed
+    one, other = TenantId("one"), TenantId("other")
+    pool.free(one, pool.allocate(one, 1))
+    pool.free(other, pool.allocate(other, 1))  # the step that should have cleared it failed
     assert pool.pending_clears() == []
-    assert pool.allocate(TenantId("other"), 1) == pool.pending_clears()
+    assert pool.allocate(other, 1) == pool.pending_clears()
 
 
 def test_a_copys_source_stays_parked_until_the_step_is_done() -> None:
     pool = BlockPool(3, 4)
     tenant = TenantId("one")
     (source,) = pool.allocate(tenant, 1)
-    pool.share([source])
+    pool.share(tenant, [source])
     copy = pool.copy_on_write(source)
-    pool.free([source])
+    pool.free(tenant, [source])
     assert pool.num_free == 1
     assert source not in pool.allocate(TenantId("other"), 1)
     assert pool.pending_copies() == [(source, copy)]
@@ -210,12 +234,12 @@ def test_a_copys_source_stays_parked_until_the_step_is_done() -> None:
 def test_a_step_in_flight_keeps_its_work_from_the_next_and_gives_it_back_if_it_fails() -> None:
     pool = BlockPool(4, 4)
     other, tenant = TenantId("other"), TenantId("one")
-    pool.free(pool.allocate(other, 1))
+    pool.free(other, pool.allocate(other, 1))
     (crossing,) = pool.allocate(tenant, 1)
     (source,) = pool.allocate(tenant, 1)
-    pool.share([source])
+    pool.share(tenant, [source])
     copy = pool.copy_on_write(source)
-    pool.free([source])
+    pool.free(tenant, [source])
     failing = pool.take_work()
     assert (failing.clears, failing.copies) == ([crossing], [(source, copy)])
     pool.check_invariants()
@@ -226,4 +250,27 @@ def test_a_step_in_flight_keeps_its_work_from_the_next_and_gives_it_back_if_it_f
     pool.commit(behind)
     assert pool.pending_clears() == [crossing]
     assert pool.allocate(tenant, 1) == [source]
+    pool.check_invariants()
+
+
+def test_a_block_counts_for_each_tenant_that_holds_it_until_that_one_gives_it_up() -> None:
+    pool = BlockPool(2, 4, max_idle_blocks=2)
+    one, other, third = TenantId("one"), TenantId("other"), TenantId("third")
+    group = CacheScope("g", is_group=True)
+    table = pool.allocate(one, 1)
+    pool.publish(table[0], group, b"key")
+    assert pool.find_cached(CacheScope("g", is_group=False), [b"key"]) == [], "a tenant with the group's name"
+    pool.take_cached(other, pool.find_cached(group, [b"key"]))
+    assert (pool.held_by(one), pool.held_by(other), pool.num_held, pool.num_free) == (1, 1, 1, 1)
+    assert not pool.is_freed_by_holder(table[0])
+    assert pool.is_given_up_by_holder(one, table[0])
+    pool.free(one, table)
+    assert (pool.held_by(one), pool.held_by(other), pool.num_held, pool.num_free) == (0, 1, 1, 1)
+    assert pool.find_cached(group, [b"key"]) == table, "it is there as long as anybody holds it"
+    assert pool.pending_clears() == []
+    pool.check_invariants()
+    pool.free(other, table)
+    assert (pool.idle_of(one), pool.idle_of(other), pool.num_free) == (1, 0, 2)
+    pool.allocate(third, 2)
+    assert pool.pending_clears() == table, "what is cleared is what somebody else has written"
     pool.check_invariants()

@@ -14,7 +14,6 @@ from manylora_worker.adapters.pins import Pin
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.kinds.api import AdapterTier, EngineRequest, Sampling
 from manylora_worker.memory.prefix_cache import PrefixKeys, PrefixOptions
-from manylora_worker.memory.public_prefixes import PUBLIC
 from manylora_worker.memory.tenant_shares import TenantShare
 from manylora_worker.planning.step_planner import PlannerLimits
 
@@ -43,7 +42,6 @@ class EngineMachine(RuleBasedStateMachine):
         device=st.integers(3, 8),
         load_s=st.integers(0, 3),
         cache_share=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
-        public_share=st.sampled_from([0.0, 0.3, 0.7]),
         clears_freed=st.booleans(),
         num_host_blocks=st.sampled_from([0, 16, 80]),
         copy_polls=st.integers(0, 3),
@@ -61,7 +59,6 @@ class EngineMachine(RuleBasedStateMachine):
         clears_freed: bool,
         num_host_blocks: int,
         copy_polls: int,
-        public_share: float = 0.0,
     ) -> None:
         self.now = 0.0
         self.broken: dict[AdapterUid, None] = {}
@@ -88,9 +85,12 @@ class EngineMachine(RuleBasedStateMachine):
         )
         prefix = None
         if cache_share:
-            prefix = PrefixOptions(PrefixKeys(bytes(32), "model"), cache_share, public_share)
+            prefix = PrefixOptions(PrefixKeys(bytes(32), "model"), cache_share)
         self.core = EngineCore(self.runner, self.backend, limits, prefix, clears_freed=clears_freed)
         self.runner.tenant_of = self.core.tenant_of
+        self.groups: dict[str, str] = {}
+        self.pairs: set[tuple[str, str]] = set()
+        self.runner.shares = lambda reader, writer: (reader, writer) in self.pairs
         self.seen = Collector()
         self.serial = 0
         self.failed_steps = 0
@@ -169,18 +169,31 @@ class EngineMachine(RuleBasedStateMachine):
         bounds=st.none() | st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(0, 6)),
         is_soft=st.booleans(),
         is_hard=st.booleans(),
+        group=st.sampled_from([None, None, "g", "h"]),
     )
     def set_share(
-        self, tenant: str, weight: int, bounds: tuple[int, int, int] | None, is_soft: bool, is_hard: bool
+        self,
+        tenant: str,
+        weight: int,
+        bounds: tuple[int, int, int] | None,
+        is_soft: bool,
+        is_hard: bool,
+        group: str | None,
     ) -> None:
         share = None
+        self.groups.pop(tenant, None)
         if bounds is not None:
+            if group is not None:
+                self.groups[tenant] = group
+                others = [other for other, its in self.groups.items() if its == group]
+                self.pairs |= {pair for other in others for pair in ((tenant, other), (other, tenant))}
             reserve, soft, hard = bounds
             share = TenantShare(
                 dict.fromkeys(QosClass, weight),
                 soft_blocks=reserve + soft if is_soft else None,
                 hard_blocks=reserve + soft + hard if is_hard else None,
                 reserve_blocks=reserve,
+                cache_group=group,
             )
         self.core.set_share(TenantId(tenant), share)
 
@@ -192,11 +205,6 @@ class EngineMachine(RuleBasedStateMachine):
     def pin(self, tenant: str, uid: AdapterUid | None) -> None:
         pins = [] if uid is None else [Pin(AdapterName(uid), uid, _SIZES[uid])]
         self.core.set_pins({TenantId(tenant): pins}, max(_SIZES.values()))
-
-    @rule(lengths=st.lists(st.integers(0, 20), min_size=len(_STEMS), max_size=len(_STEMS)))
-    def declare(self, lengths: list[int]) -> None:
-        declared = {f"p{i}": stem[:length] for i, (stem, length) in enumerate(zip(_STEMS, lengths, strict=True))}
-        self.core.set_public_prefixes(declared, self.now)
 
     @rule(uid=st.sampled_from(sorted(_SIZES)))
     def toggle_broken(self, uid: AdapterUid) -> None:
@@ -253,10 +261,7 @@ class EngineMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         if hasattr(self, "core"):
             self.core.check_invariants()
-            own = sum(group.request.tenant_id == PUBLIC for group in self.core._requests.groups)
-            assert self.core._public.num_requests == own
-            assert self.core.stats().requests == len(self._live()) + own
-            assert not any(flow[0] == PUBLIC for flow in (*self.core.flows(), *self.core.flow_slots()))
+            assert self.core.stats().requests == len(self._live())
             most = self.core.stats().host_blocks_total // 2
             assert max(self.core.host_blocks_held().values(), default=0) <= most, "one tenant has all of the host"
 
@@ -280,9 +285,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert self._live() == []
         stats = self.core.stats()
         assert (stats.requests, stats.sequences, stats.running_sequences) == (0, 0, 0)
-        assert stats.blocks_free == stats.blocks_total - stats.public_blocks
-        self.core.set_public_prefixes({}, self.now)
-        assert self.core.stats().blocks_free == stats.blocks_total
+        assert stats.blocks_free == stats.blocks_total
         assert stats.host_blocks_free == stats.host_blocks_total
         assert stats.swaps_in <= stats.swaps_out
         self.core.check_invariants()

@@ -11,9 +11,10 @@ from manylora_worker.kinds.api import FinishReason
 from manylora_worker.kinds.sequence import Sequence
 from manylora_worker.memory.block_pool import BlockPool
 from manylora_worker.memory.prefix_cache import Namespace, PrefixCache, PrefixKeys, PrefixOptions
+from manylora_worker.memory.tenant_shares import CacheScope, TenantShares
 
 from tests.properties import prefix_suite as suite
-from tests.properties.prefix_suite import ADAPTERS, BLOCK_SIZE, SECRET, A, B, Run, make_run, request_of
+from tests.properties.prefix_suite import ADAPTERS, BLOCK_SIZE, SECRET, A, B, Run, make_run, request_of, scope_of
 
 NUM_SEEDS = 20
 """Schedules that a mutant has to survive."""
@@ -21,13 +22,13 @@ NUM_PROBES = 10_000
 
 
 class WithoutTenant(PrefixKeys):
-    def namespace(self, tenant_id: TenantId, adapter_uid: AdapterUid | None) -> Namespace:
-        return super().namespace(A, adapter_uid)
+    def namespace(self, scope: CacheScope, adapter_uid: AdapterUid | None) -> Namespace:
+        return super().namespace(scope_of(A), adapter_uid)
 
 
 class WithoutAdapter(PrefixKeys):
-    def namespace(self, tenant_id: TenantId, adapter_uid: AdapterUid | None) -> Namespace:
-        return super().namespace(tenant_id, None)
+    def namespace(self, scope: CacheScope, adapter_uid: AdapterUid | None) -> Namespace:
+        return super().namespace(scope, None)
 
 
 class WithoutModel(PrefixKeys):
@@ -53,11 +54,27 @@ class WithoutTokens(PrefixKeys):
 class WithoutLengths(PrefixKeys):
     """Tenant "a" with adapter "b" and tenant "ab" with none run together."""
 
-    def namespace(self, tenant_id: TenantId, adapter_uid: AdapterUid | None) -> Namespace:
-        return super().namespace(TenantId(f"{tenant_id}{adapter_uid or ''}"), None)
+    def namespace(self, scope: CacheScope, adapter_uid: AdapterUid | None) -> Namespace:
+        return super().namespace(scope._replace(name=f"{scope.name}{adapter_uid or ''}"), None)
 
 
-MUTANTS = [WithoutTenant, WithoutAdapter, WithoutModel, WithoutSecret, WithoutParent, WithoutTokens, WithoutLengths]
+class GroupsAreTenants(PrefixKeys):
+    """Tenant "a" and group "a" run together."""
+
+    def namespace(self, scope: CacheScope, adapter_uid: AdapterUid | None) -> Namespace:
+        return super().namespace(scope._replace(is_group=False), adapter_uid)
+
+
+MUTANTS = [
+    GroupsAreTenants,
+    WithoutTenant,
+    WithoutAdapter,
+    WithoutModel,
+    WithoutSecret,
+    WithoutParent,
+    WithoutTokens,
+    WithoutLengths,
+]
 
 
 def test_a_namespace_is_hmac_sha256() -> None:
@@ -71,8 +88,8 @@ def test_a_namespace_is_hmac_sha256() -> None:
 def one_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """All tenants share one index: what only the keys keep apart then."""
 
-    def find(self: PrefixCache, tenant_id: TenantId, key: bytes) -> int | None:
-        return next((t.published[key] for t in self._tenants.values() if key in t.published), None)
+    def find(self: PrefixCache, scope: CacheScope, key: bytes) -> int | None:
+        return next((published[key] for published in self._published.values() if key in published), None)
 
     monkeypatch.setattr(PrefixCache, "find", find)
 
@@ -199,13 +216,13 @@ def test_a_prefix_is_evicted_from_its_end_on_and_a_used_one_last() -> None:
     keys = [[b"1", b"2", b"3"], [b"4", b"5", b"6"]]
     for table, names in zip(tables, keys, strict=True):
         for block_id, key in zip(table, names, strict=True):
-            pool.publish(block_id, key)
-        pool.free(table)
-    pool.take_cached(pool.find_cached(A, keys[0]))
-    pool.free(tables[0])
+            pool.publish(block_id, scope_of(A), key)
+        pool.free(A, table)
+    pool.take_cached(A, pool.find_cached(scope_of(A), keys[0]))
+    pool.free(A, tables[0])
     for left in ((3, 2), (3, 1), (3, 0), (2, 0), (1, 0), (0, 0)):
         pool.allocate(A, 1)
-        assert tuple(len(pool.find_cached(A, names)) for names in keys) == left
+        assert tuple(len(pool.find_cached(scope_of(A), names)) for names in keys) == left
 
 
 def test_a_tenants_idle_blocks_are_bounded_and_its_own_go_first_above_the_bound() -> None:
@@ -214,8 +231,8 @@ def test_a_tenants_idle_blocks_are_bounded_and_its_own_go_first_above_the_bound(
         table = pool.allocate(tenant, count)
         pool.commit(pool.take_work())  # the step that computed them has cleared them too
         for block_id in table:
-            pool.publish(block_id, b"%d" % block_id)
-        pool.free(table)
+            pool.publish(block_id, scope_of(tenant), b"%d" % block_id)
+        pool.free(tenant, table)
     assert (pool.idle_of(A), pool.idle_of(B), pool.num_free) == (4, 3, 12)
     pool.allocate(A, 5)  # what was free goes first
     assert (pool.idle_of(A), pool.idle_of(B)) == (4, 3)
@@ -233,8 +250,8 @@ def test_below_its_share_a_tenant_keeps_its_own_while_another_keeps_more() -> No
     for tenant, count in ((A, 2), (B, 4)):
         table = pool.allocate(tenant, count)
         for block_id in table:
-            pool.publish(block_id, b"%d" % block_id)
-        pool.free(table)
+            pool.publish(block_id, scope_of(tenant), b"%d" % block_id)
+        pool.free(tenant, table)
     pool.allocate(A, 1)
     assert (pool.idle_of(A), pool.idle_of(B)) == (2, 3)
     pool.allocate(A, 2)  # two idle, one held, two wanted: just its share
@@ -245,13 +262,13 @@ def test_below_its_share_a_tenant_keeps_its_own_while_another_keeps_more() -> No
 def test_a_block_that_is_only_the_source_of_a_copy_is_not_found() -> None:
     pool = BlockPool(3, 4, max_idle_blocks=3)
     (source,) = pool.allocate(A, 1)
-    pool.publish(source, b"key")
-    pool.share([source])
+    pool.publish(source, scope_of(A), b"key")
+    pool.share(A, [source])
     pool.copy_on_write(source)
-    pool.free([source])
-    assert pool.find_cached(A, [b"key"]) == []
+    pool.free(A, [source])
+    assert pool.find_cached(scope_of(A), [b"key"]) == []
     pool.commit(pool.take_work())
-    assert pool.find_cached(A, [b"key"]) == [source]
+    assert pool.find_cached(scope_of(A), [b"key"]) == [source]
     assert pool.num_idle == 1
     pool.check_invariants()
 
@@ -269,6 +286,108 @@ def test_a_flood_takes_nothing_from_who_keeps_less() -> None:
         run.core.add(request_of(f"victim {i}", A, None, [*system, i % 250, i // 250], 4), 0.0)
         run.finish()
         assert run.ends[f"victim {i}"].cached_prompt_tokens == (len(system) if i else 0)
+
+
+# ---- cache groups
+
+
+def ask(run: Run, name: str, tenant_id: TenantId, adapter_uid: AdapterUid | None = None, length: int = 17) -> int:
+    """Runs a request to its end. Returns the prompt tokens that it found."""
+    run.core.add(request_of(name, tenant_id, adapter_uid, range(length), 3), 0.0)
+    run.finish()
+    return run.ends[name].cached_prompt_tokens
+
+
+def test_tenants_of_a_group_find_one_anothers_prefixes_and_nobody_else_does() -> None:
+    run = make_run(PrefixKeys(SECRET, "m"), num_blocks=64)
+    outside = TenantId("g")
+    for tenant in (A, B):
+        run.put_in_group(tenant, "g")
+    assert ask(run, "first", A) == 0
+    assert ask(run, "second", B) == 16
+    assert ask(run, "outside", outside) == 0
+    assert ask(run, "again", outside) == 16, "its own"
+    before = run.computed_by(B)
+    assert ask(run, "third", B) == 16
+    assert run.computed_by(B) - before == 1, "what was found is not charged"
+
+
+def test_a_group_counts_only_for_who_names_it_itself() -> None:
+    run = make_run(PrefixKeys(SECRET, "m"), num_blocks=64)
+    run.put_in_group(A, "b")
+    assert ask(run, "first", A) == 0
+    assert ask(run, "other", B) == 0, "that a group has its name is nothing that it asked for"
+    run.put_in_group(B, "a")
+    assert ask(run, "another", B) == 0, "another group"
+
+
+def test_adapters_are_shared_by_their_content() -> None:
+    run = make_run(PrefixKeys(SECRET, "m"), num_blocks=64)
+    for tenant in (A, B):
+        run.put_in_group(tenant, "g")
+    assert ask(run, "first", A, ADAPTERS[1]) == 0
+    assert ask(run, "same", B, ADAPTERS[1]) == 16
+    assert ask(run, "different", B, ADAPTERS[2]) == 0
+    assert ask(run, "base", B) == 0
+
+
+def test_who_leaves_a_group_finds_and_leaves_nothing_there_with_new_requests() -> None:
+    run = make_run(PrefixKeys(SECRET, "m"), num_blocks=64)
+    for tenant in (A, B):
+        run.put_in_group(tenant, "g")
+    run.core.add(request_of("long", B, None, range(100, 117), 40), 0.0)
+    run.step()
+    assert ask(run, "first", A) == 0
+    run.put_in_group(B, None)
+    assert ask(run, "left", B) == 0
+    assert ask(run, "its own", B, length=25) == 16
+    assert ask(run, "group", A, length=25) == 16, "what b computed after it had left is not there"
+    run.finish()
+
+
+def test_what_one_holds_with_others_counts_for_it_against_its_own_cap() -> None:
+    """Both hold the same four blocks, each as if alone; a's end leaves them to b, and then they are idle."""
+    run = make_run(PrefixKeys(SECRET, "m"), num_blocks=64, batch_tokens=64, chunk=64)
+    for tenant in (A, B):
+        run.put_in_group(tenant, "g")
+    run.core.add(request_of("a", A, None, range(17), 3), 0.0)
+    run.step()
+    run.core.add(request_of("b", B, None, range(17), 20), 0.0)
+    run.step()
+    held, pool = run.core.blocks_held(), run.core._pool
+    assert held == {A: 5, B: 5}
+    assert pool.num_held == 6
+    while "a" not in run.ends:
+        run.step()
+    assert A not in run.core.blocks_held()
+    assert run.core.blocks_held()[B] >= 5
+    run.finish()
+    assert run.core.stats().blocks_free == 64
+
+
+def test_groups_change_no_output() -> None:
+    found = 0
+    for seed in range(60):
+        run = suite.check_outputs(PrefixKeys, seed, with_groups=True)
+        found += bool(run.pairs) and sum(end.cached_prompt_tokens for end in run.ends.values())
+    assert found > 2_000
+
+
+def test_adapters_that_shared_a_groups_cache_would_be_noticed() -> None:
+    with pytest.raises(AssertionError):
+        suite.run_outputs(WithoutAdapter, range(NUM_SEEDS), with_groups=True)
+
+
+def test_sharing_that_nobody_asked_for_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TenantShares, "cache_scope", lambda shares, tenant_id: CacheScope("g", is_group=True))
+    with pytest.raises(AssertionError, match="is read by"):
+        suite.run_outputs(PrefixKeys, range(NUM_SEEDS), with_groups=True)
+
+
+def test_a_groups_block_that_is_not_cleared_for_others_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockPool, "pending_clears", lambda pool: [])
+    with pytest.raises(AssertionError, match="crosses tenants uncleared"):
+        suite.run_outputs(PrefixKeys, range(NUM_SEEDS), with_groups=True)
 
 
 def auc(positive: list[int], negative: list[int]) -> float:
@@ -318,21 +437,10 @@ def test_ten_thousand_probes_of_a_foreign_prefix_see_nothing() -> None:
 
 def test_the_probes_would_see_a_cache_that_tenants_share(monkeypatch: pytest.MonkeyPatch) -> None:
     one_index(monkeypatch)
-    monkeypatch.setattr(BlockPool, "find_cached", _find_without_owner)
     run = make_run(WithoutTenant(SECRET, "m"), num_blocks=64, chunk=64, batch_tokens=64)
     run.runner.tenant_of = None
     foreign, control, _ = probe(run, 40)
     assert auc(foreign, control) == 1.0
-
-
-def _find_without_owner(self: BlockPool, tenant_id: TenantId, keys: list[bytes]) -> list[int]:
-    found: list[int] = []
-    for key in keys:
-        block_id = self._cache.find(tenant_id, key)
-        if block_id is None:
-            break
-        found.append(block_id)
-    return found
 
 
 def test_what_one_tenant_sees_does_not_depend_on_anothers_tokens() -> None:

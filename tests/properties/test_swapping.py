@@ -298,17 +298,17 @@ def test_a_failed_step_does_not_have_what_came_back_cleared() -> None:
     """A block is to be cleared in a step. Who held it is gone meanwhile, and its next owner's KV is copied into it;
     then the step fails, and its clears are due again."""
     pool = BlockPool(2, 4)
-    pool.free(pool.allocate(_A, 2))
+    pool.free(_A, pool.allocate(_A, 2))
     (block,) = pool.allocate(_B, 1)
     work = pool.take_work()
     assert list(work.clears) == [block]
-    pool.free([block])
+    pool.free(_B, [block])
     held = pool.allocate(_C, 2)
     pool.overwrite([block])
     pool.reject(work)
     assert block in held
     assert block not in pool.pending_clears()
-    pool.free(held)
+    pool.free(_C, held)
     (again,) = pool.allocate(_A, 1)
     assert pool.pending_clears() == [again], "c's KV is not for a"
     pool.check_invariants()

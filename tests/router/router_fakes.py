@@ -63,18 +63,28 @@ def tokens(
 
 
 def finished(
-    frame: int, outcome: common_pb2.Outcome = common_pb2.OUTCOME_COMPLETED, message: str = ""
+    frame: int,
+    outcome: common_pb2.Outcome = common_pb2.OUTCOME_COMPLETED,
+    message: str = "",
+    *,
+    cached_prompt_tokens: int = 0,
 ) -> worker_pb2.ExecuteResponse:
     return worker_pb2.ExecuteResponse(
         frame=frame,
-        finished=worker_pb2.ExecuteFinished(outcome=outcome, message=message, prefill_ms=3.0, decode_ms=5.0),
+        finished=worker_pb2.ExecuteFinished(
+            outcome=outcome,
+            message=message,
+            prefill_ms=3.0,
+            decode_ms=5.0,
+            cached_prompt_tokens=cached_prompt_tokens,
+        ),
     )
 
 
 STARTED = worker_pb2.ExecuteResponse(frame=0, started=worker_pb2.ExecuteStarted())
 
 
-def say(text: str, *, per_frame: int = 4, pause_s: float = 0.001) -> Script:
+def say(text: str, *, per_frame: int = 4, pause_s: float = 0.001, cached_prompt_tokens: int = 0) -> Script:
     """A worker that answers `text` (cut at max_tokens) and then its end-of-sequence."""
 
     async def script(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
@@ -89,7 +99,7 @@ def say(text: str, *, per_frame: int = 4, pause_s: float = 0.001) -> Script:
             frame += 1
         reason = common_pb2.FINISH_REASON_LENGTH if is_cut else common_pb2.FINISH_REASON_STOP
         yield tokens(frame, len(ids), [], finish=reason, stop_token_id=None if is_cut else EOS)
-        yield finished(frame + 1)
+        yield finished(frame + 1, cached_prompt_tokens=cached_prompt_tokens)
 
     return script
 

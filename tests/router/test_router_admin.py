@@ -482,7 +482,7 @@ def test_garbage_on_every_method_disturbs_nothing() -> None:
                     request.scopes.append("\x00\u202e/../" * 20)
                 elif field.cpp_type == field.CPPTYPE_STRING:
                     setattr(request, field.name, "\x00\u202e/../" * 20)
-            if method.path.endswith(("ListTenants", "ListKeys", "ListPublicPrefixes", "GetStatus")):
+            if method.path.endswith(("ListTenants", "ListKeys", "GetStatus")):
                 await cluster.client.call(method, request)
                 continue
             with pytest.raises(RpcError) as error:

@@ -49,6 +49,7 @@ policies = st.builds(
     quotas(),
     st.lists(names.map(AdapterName), max_size=4, unique=True).map(tuple),
     st.builds(TenantSecurity, st.booleans()),
+    st.none() | names,
 )
 
 
@@ -122,6 +123,12 @@ def test_what_is_absent_has_its_default() -> None:
         ("tenant_id: a\nadapters: {pin: a}\n", "adapters.pin", 2),
         ("tenant_id: a\nadapters:\n  pin:\n  - a\n  - ../b\n", "adapters.pin[1]", 5),
         ("tenant_id: a\nadapters:\n  pin: [a,\n    a]\n", "adapters.pin[1]", 4),
+        ("tenant_id: a\nprefix_cache: friends\n", "prefix_cache", 2),
+        ("tenant_id: a\nprefix_cache: {}\n", "prefix_cache", 2),
+        ("tenant_id: a\nprefix_cache:\n  group: b\n  groups: [b]\n", "prefix_cache.groups", 4),
+        ("tenant_id: a\nprefix_cache:\n  group: [b]\n", "prefix_cache.group", 3),
+        ("tenant_id: a\nprefix_cache:\n  group: 7\n", "prefix_cache.group", 3),
+        ("tenant_id: a\nprefix_cache: {group: B/c}\n", "prefix_cache.group", 2),
         ("tenant_id: a\nsecurity: {can_stream: yes}\n", "security.can_stream", 2),
         ("tenant_id: a\nsecurity: {can_stream: 1}\n", "security.can_stream", 2),
         ("tenant_id: a\nsecurity:\n  data_retention_days: 30\n", "security.data_retention_days", 3),

@@ -97,6 +97,21 @@ def test_nothing_is_handed_out_before_the_lease_covers_it() -> None:
     simulate(test, script=say(LONG))
 
 
+@pytest.mark.parametrize("cached", [4, 1000])
+def test_what_a_worker_found_of_a_prompt_is_credited(cached: int) -> None:
+    """At most the prompt; the caller is told of all that it used."""
+
+    async def test(cluster: RouterCluster) -> None:
+        answer = await cluster.ask(text_request(PROMPT, max_tokens=5))
+        await until(lambda: len(cluster.scheduler.settled) == 1)
+        assert used(answer) == len(ids_of(PROMPT)) + 5
+        assert answer.finished.usage.cached_prompt_tokens == cached
+        ((_, settled),) = cluster.scheduler.settled
+        assert settled == used(answer) - min(cached, len(ids_of(PROMPT)))
+
+    simulate(test, script=say(LONG, cached_prompt_tokens=cached))
+
+
 def test_a_lease_that_does_not_grow_ends_the_stream_in_order() -> None:
     async def test(cluster: RouterCluster) -> None:
         prompt_tokens = len(ids_of(PROMPT))

@@ -61,8 +61,8 @@ def check_billed_since(cluster: Cluster, before: Mark) -> None:
 
 
 def check_meter(cluster: Cluster, calls: Sequence[Call]) -> None:
-    """A request is billed at most once: what its caller was told that it used, which is what it got; where the caller
-    saw no end, at least what it got and at most what it asked for."""
+    """A request is billed at most once: what its caller was told that it used, which is what it got, less what was
+    cached; where the caller saw no end, at least the tokens that it got and at most what it asked for."""
     billed = dict(cluster.meter.billed)
     unseen = 0
     for call in calls:
@@ -77,12 +77,11 @@ def check_meter(cluster: Cluster, calls: Sequence[Call]) -> None:
         if call.finished is not None:
             usage = call.finished.usage
             assert usage.prompt_tokens == len(call.prompt), call.describe()
-            assert bills[0] == usage.prompt_tokens + usage.completion_tokens == got, (
-                f"billed {bills}: {call.describe()}"
-            )
+            assert usage.prompt_tokens + usage.completion_tokens == got, call.describe()
+            assert bills[0] == got - usage.cached_prompt_tokens, f"billed {bills}: {call.describe()}"
         else:
             most = len(call.prompt) + sum(len(call.reference(choice)) for choice in range(call.n))
-            assert got <= bills[0] <= most, f"billed {bills} for {got}: {call.describe()}"
+            assert got - len(call.prompt) <= bills[0] <= most, f"billed {bills} for {got}: {call.describe()}"
     # Begun, but the first frame did not reach the caller.
     assert len(billed) <= unseen, f"{len(billed)} requests were billed that {unseen} callers can have asked for"
     assert all(len(bills) == 1 for bills in billed.values()), billed
@@ -91,22 +90,24 @@ def check_meter(cluster: Cluster, calls: Sequence[Call]) -> None:
 def check_cached(cluster: Cluster, calls: Sequence[Call]) -> None:
     """What the prefix cache is said to have had of a prompt, an earlier call of the same tenant and adapter brought, or
     an earlier attempt of the same call, whose stream broke before the router saw that it had begun; or, of the base
-    model, it was public at some time."""
+    model, an earlier call of a tenant that was in its cache group at some time."""
+
+    def whose(call: Call) -> tuple[str, str]:
+        return ("*", "") if not call.adapter and call.tenant in cluster.group_members else (call.tenant, call.adapter)
+
     prompts: dict[tuple[str, str], dict[tuple[int, ...], None]] = {}
     for call in sorted(calls, key=lambda call: call.ended_at or 0.0):
-        mine = prompts.setdefault((call.tenant, call.adapter), {})
+        mine = prompts.setdefault(whose(call), {})
         # An answer that ends later may have left its prompt there before: only its being there at all counts.
         cached = call.finished.usage.cached_prompt_tokens if call.finished is not None else 0
         if cached and tuple(call.prompt) not in mine:
             known = max((_common(call.prompt, prompt) for prompt in mine), default=0)
             if cached > known:
-                beside = [c for c in calls if c is not call and (c.tenant, c.adapter) == (call.tenant, call.adapter)]
+                beside = [c for c in calls if c is not call and whose(c) == whose(call)]
                 known = max((_common(call.prompt, c.prompt) for c in beside if c.began_at < _end(call)), default=0)
             request_id = call.frames[0].started.request_id
             if cached > known and sum(engine.fence.begun[request_id] for engine in cluster.engines) > 1:
                 known = len(call.prompt)
-            if not call.adapter:
-                known = max(known, *(_common(call.prompt, public) for public in cluster.public_prefixes), 0)
             assert cached <= known, f"{cached} tokens were cached, and {known} known: {call.describe()}"
         mine[tuple(call.prompt)] = None
 

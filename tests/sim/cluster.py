@@ -20,7 +20,7 @@ from manylora_scheduler.app import SchedulerApp
 from manylora_scheduler.config import SchedulerConfig
 from manylora_scheduler.core.clock_codec import decode
 from manylora_shared.coordination import keys
-from manylora_shared.coordination.records import AdapterRecord, ClockIndexRecord, PublicPrefixRecord
+from manylora_shared.coordination.records import AdapterRecord, ClockIndexRecord
 from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId
 from manylora_shared.stores.adapter_files import MemoryAdapterFiles
 from manylora_shared.telemetry import Telemetry
@@ -198,11 +198,8 @@ class Cluster:
         self.policies: dict[str, TenantPolicy] = {}
         """As they were put last."""
         self._policies_put = 0
-        self.public_prefix: tuple[int, ...] = ()
-        """As it was put last."""
-        self.public_prefixes: dict[tuple[int, ...], None] = {}
-        """All that there were."""
-        self._prefix_changes = asyncio.Lock()
+        self.group_members: dict[str, None] = {}
+        """Tenants that were in the cache group at some time."""
         self._overload = overload
         self.bounded_tenants: dict[str, None] = {}
         """Those with quotas."""
@@ -254,19 +251,10 @@ class Cluster:
             self.launch(process)
         await self.all_up()
 
-    async def put_public_prefix(self, store: MemoryStore, token_ids: tuple[int, ...]) -> None:
-        """The beginning of prompts that is public from now on; an empty one: none."""
-        async with self._prefix_changes:
-            self.public_prefix = token_ids
-            self.public_prefixes[token_ids] = None
-            key = keys.public_prefix("shared")
-            if token_ids:
-                await store.put(key, PublicPrefixRecord("shared", MODEL.digest, token_ids, 0.0).to_json())
-            else:
-                await store.delete(key)
-
     async def put_policy(self, store: MemoryStore, policy: TenantPolicy) -> None:
         self.policies[policy.tenant_id] = policy
+        if policy.cache_group is not None:
+            self.group_members[policy.tenant_id] = None
         self._policies_put += 1
         await store.put(keys.tenant(policy.tenant_id), policy.to_yaml().encode())
 
@@ -474,6 +462,7 @@ class Cluster:
         limits = engine_limits(settings)
         core = EngineCore(runner, backend, limits, prefix_options(settings, MODEL, secret=bytes(32)))
         runner.tenant_of = core.tenant_of
+        runner.shares = lambda reader, writer: self.group_members.keys() >= {reader, writer}
         runner.adapters_on_device = lambda: backend.on_device
         runtime = LoopRuntime(
             core,

@@ -14,7 +14,7 @@ from manylora_shared.ids import QosClass
 from manylora_sim.store import MemoryStore
 
 from tests.sim.cluster import LEAVING_ADAPTER, TENANTS, WATCH_DELAY_S, Cluster, Process
-from tests.sim.traffic import CLIENT, SHARED_PREFIX
+from tests.sim.traffic import CLIENT
 
 _LEADER = 0.8
 """How often a fault between a scheduler and others is one of the leader."""
@@ -46,7 +46,7 @@ class Faults:
             "adapter removed": self._remove_adapter,
             "policy changed": self._policy,
             "memory policy changed": self._memory_policy,
-            "public prefix changed": self._public_prefix,
+            "cache group changed": self._cache_group,
             "messages are slow": self._slow_messages,
             "loads are slow": self._slow_loads,
             "wall clock jumps": self._jump,
@@ -233,10 +233,13 @@ class Faults:
         policy = replace(before, quotas=replace(before.quotas, kv_hbm_mb=soft, kv_hbm_mb_reserve=reserve))
         await self._operator(lambda store: self._cluster.put_policy(store, policy))
 
-    async def _public_prefix(self) -> None:
-        """What prompts begin with becomes public, more of it, less, or none."""
-        start = (*SHARED_PREFIX, *range(100, 108))[: self._rng.choice([0, 7, 12, 16, 24])]
-        await self._operator(lambda store: self._cluster.put_public_prefix(store, start))
+    async def _cache_group(self) -> None:
+        """Tenants come into a cache group, and others leave it."""
+        members = self._rng.choice([(), ("acme", "bolt"), ("acme", "crux"), ("bolt", "crux"), tuple(TENANTS)])
+        for tenant in TENANTS:
+            group = "friends" if tenant in members else None
+            policy = replace(self._cluster.policies[tenant], cache_group=group)
+            await self._operator(lambda store, policy=policy: self._cluster.put_policy(store, policy))
 
     async def _slow_messages(self) -> None:
         slowest_s = self._rng.choice([0.02, 0.2])

@@ -39,9 +39,8 @@ from manylora_worker.hosting.view import EngineView
 from manylora_worker.memory.block_pool import BlockPool
 from manylora_worker.memory.block_tables import BlockTables
 from manylora_worker.memory.prefix_cache import PrefixCache, PrefixKeys
-from manylora_worker.memory.public_prefixes import PublicPrefixes
 from manylora_worker.memory.swapping import Swapper
-from manylora_worker.memory.tenant_shares import TenantShares
+from manylora_worker.memory.tenant_shares import CacheScope, TenantShares
 from manylora_worker.planning.parking import Parking
 from manylora_worker.serving.control import ControlSession
 from manylora_worker.serving.servicer import WorkerServicer
@@ -632,15 +631,15 @@ def _wrong_block(original: Any) -> Any:
     first=(0,),
 )
 def _other_adapter(original: Any) -> Any:
-    def namespace(self: Any, tenant_id: Any, adapter_uid: Any) -> Any:
-        return original(self, tenant_id, None)
+    def namespace(self: Any, scope: Any, adapter_uid: Any) -> Any:
+        return original(self, scope, None)
 
     return namespace
 
 
 def _found_anywhere(original: Any) -> Any:
-    def find(self: Any, tenant_id: Any, key: bytes) -> Any:
-        return next((each.published[key] for each in self._tenants.values() if key in each.published), None)
+    def find(self: Any, scope: Any, key: bytes) -> Any:
+        return next((published[key] for published in self._published.values() if key in published), None)
 
     return find
 
@@ -655,8 +654,8 @@ def _found_anywhere(original: Any) -> Any:
     first=(2,),
 )
 def _other_tenant(original: Any) -> Any:
-    def namespace(self: Any, tenant_id: Any, adapter_uid: Any) -> Any:
-        return original(self, "everybody", adapter_uid)
+    def namespace(self: Any, scope: Any, adapter_uid: Any) -> Any:
+        return original(self, CacheScope("everybody", is_group=True), adapter_uid)
 
     return namespace
 
@@ -728,32 +727,17 @@ def _let_go(original: Any) -> Any:
 
 @mutant(
     "memory",
-    "public-prefix-under-an-adapter",
-    PublicPrefixes,
-    "find",
-    "what is public of the base model is found under an adapter",
-    first=(1,),
+    "cache-shared-without-opt-in",
+    TenantShares,
+    "cache_scope",
+    "whose policy names no group shares no prefixes",
+    first=(0,),
 )
-def _with_adapters(original: Any) -> Any:
-    def find(self: Any, sequence: Any, num_blocks: int) -> Any:
-        return self._walk(sequence.tokens(0, num_blocks * self._pool.block_size))
+def _all_in_one_group(original: Any) -> Any:
+    def cache_scope(self: Any, tenant_id: Any) -> Any:
+        return CacheScope("friends", is_group=True)
 
-    return find
-
-
-@mutant(
-    "memory",
-    "public-prefix-not-withdrawn",
-    PublicPrefixes,
-    "_forget",
-    "what an operator has withdrawn is still found",
-    first=(10,),
-)
-def _never_forgotten(original: Any) -> Any:
-    def forget(self: Any, block_ids: Any) -> None:
-        pass
-
-    return forget
+    return cache_scope
 
 
 # ---- leaders that are over, and readers

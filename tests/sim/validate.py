@@ -14,7 +14,7 @@ from manylora_worker.app import WorkerApp
 from manylora_worker.hosting.view import MAX_PAUSE_S
 
 from tests.sim import books
-from tests.sim.cluster import BLOCK_SIZE, BROKEN_ADAPTER, LEAVING_ADAPTER, NUM_BLOCKS, TENANTS, Cluster, Engine
+from tests.sim.cluster import BROKEN_ADAPTER, LEAVING_ADAPTER, NUM_BLOCKS, TENANTS, Cluster, Engine
 from tests.sim.traffic import Call
 
 _CODES = {
@@ -139,11 +139,13 @@ def check_windows(calls: Sequence[Call], leased: Sequence[tuple[float, int]], *,
 
 
 def deliveries(calls: Sequence[Call]) -> list[tuple[float, int]]:
-    """When callers got how many tokens, prompts included (with their first frame), in order of time."""
+    """When callers got how many tokens, in order of time: prompts included, with their first frame, less what was
+    cached of them. Where the end was not seen, all of the prompt may have been."""
     got: list[tuple[float, int]] = []
     for call in calls:
+        prompt = 0 if call.finished is None else len(call.prompt) - call.finished.usage.cached_prompt_tokens
         for at, frame in zip(call.frame_times, call.frames, strict=True):
-            tokens = len(call.prompt) * frame.HasField("started") + len(frame.delta.token_ids)
+            tokens = prompt * frame.HasField("started") + len(frame.delta.token_ids)
             got.append((at, tokens))
     return sorted(got)
 
@@ -215,9 +217,7 @@ def check_at_rest(cluster: Cluster) -> None:
             assert isinstance(app, WorkerApp)
             engine = _engine_of(cluster, app)
             stats = engine.core.stats()
-            assert stats.public_blocks == stats.public_blocks_declared == len(cluster.public_prefix) // BLOCK_SIZE
-            num_held = NUM_BLOCKS - stats.public_blocks - stats.blocks_free
-            blocks = (num_held, stats.host_blocks_total - stats.host_blocks_free)
+            blocks = (NUM_BLOCKS - stats.blocks_free, stats.host_blocks_total - stats.host_blocks_free)
             in_engine = (stats.requests, stats.sequences, *blocks)
             assert in_engine == (0, 0, 0, 0), f"{process.name}: {stats}"
             assert not engine.runtime.view.running

@@ -42,7 +42,6 @@ def test_flags_and_environment() -> None:
         ("--model=m --dtype=int8", "--dtype"),
         ("--model=m --prefix-cache-share=-0.1", "--prefix-cache-share"),
         ("--model=m --prefix-cache-share=1.1", "--prefix-cache-share"),
-        ("--model=m --public-prefix-share=1.1", "--public-prefix-share"),
         ("--model=m --host-kv-mb=-2", "--host-kv-mb"),
     ],
 )

@@ -71,6 +71,32 @@ async def test_policies_are_in_force_before_a_worker_is_registered() -> None:
     assert shares == [4]
 
 
+async def test_a_cache_group_is_who_names_it_from_the_next_request_on() -> None:
+    """The second tenant's first request finds what the first tenant's left, and nothing is charged for it."""
+    policies = {name: f"tenant_id: {name}\nprefix_cache: {{group: friends}}\n".encode() for name in ("acme", "beta")}
+    async with running_worker(policies=policies) as worker:
+        names = iter(range(100))
+        worker.engine.runner.shares = lambda reader, writer: True
+
+        async def found(tenant: str, uid: str = "") -> int:
+            prompt = list(range(1, 41))
+            asked = message(f"r{next(names)}", tenant_id=tenant, adapter_uid=uid, prompt_token_ids=prompt, max_tokens=2)
+            return int((await collect(worker.execute(asked))).finished.cached_prompt_tokens)
+
+        assert [await found("acme"), await found("beta"), await found("other")] == [0, 32, 0]
+        assert [await found("acme", UID), await found("beta", UID), await found("beta", OTHER_UID)] == [0, 32, 0]
+        counted = {tenant: tokens.prompt_tokens for (tenant, _), tokens in worker.engine.core.flows().items()}
+        assert counted == {"acme": 80, "beta": 8 + 8 + 40, "other": 40}
+        scope = worker.engine.core._shares.cache_scope
+        store = worker.store.client()
+        await store.put(keys.tenant("beta"), b"tenant_id: beta\n")
+        await eventually(lambda: not scope(TenantId("beta")).is_group)
+        assert await found("beta") == 0
+        await store.put(keys.tenant("other"), policies["acme"].replace(b"acme", b"other"))
+        await eventually(lambda: scope(TenantId("other")).is_group)
+        assert await found("other") == 32
+
+
 # -- pins
 
 

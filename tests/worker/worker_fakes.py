@@ -75,7 +75,7 @@ class Engine:
     def assert_empty(self) -> None:
         stats = self.core.stats()
         assert (stats.requests, stats.sequences, stats.running_sequences) == (0, 0, 0)
-        assert stats.blocks_free == stats.blocks_total - stats.public_blocks
+        assert stats.blocks_free == stats.blocks_total
         assert not self.runtime.view.running
         assert not self.runner.faults
         self.core.check_invariants()

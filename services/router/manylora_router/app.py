@@ -23,7 +23,6 @@ from manylora_shared.transport.peers import PeerSecret, PeerTransport
 
 from manylora_router.admin import operator_key
 from manylora_router.admin.adapters import AdapterIntake
-from manylora_router.admin.prefix_intake import PrefixIntake
 from manylora_router.admin.service_levels import ServiceLevels
 from manylora_router.admin.servicer import AdminServicer
 from manylora_router.admin.status import ClusterStatus
@@ -109,7 +108,6 @@ class RouterApp:
             directory=self.directory,
             store=store,
             intake=self._intake,
-            prefixes=PrefixIntake(self.directory, text),
             status=ClusterStatus(directory=self.directory, transport=peers, levels=levels),
             levels=levels,
             clock=self._clock,

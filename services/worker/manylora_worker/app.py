@@ -1,7 +1,7 @@
 """The worker as a whole: serves, registers, drains, stops. Built from ready parts, so the simulation builds it too.
 
 Owns the order of starting and stopping. Started: the engine turns, the server listens, the tenants' policies are in
-force, the engine knows the public prefixes, the record stands in the store, health says SERVING. Stopping: health says
+force, the record stands in the store, health says SERVING. Stopping: health says
 NOT_SERVING and the scheduler hears of the draining; running requests go on for `drain_s`; what is left ends with
 OUTCOME_WORKER_LOST; then the engine, the record and the server go.
 """
@@ -24,7 +24,6 @@ from manylora_worker.config import WorkerConfig
 from manylora_worker.hosting.runtime import Runtime
 from manylora_worker.serving.metrics import EngineMetrics
 from manylora_worker.serving.policy_watch import TenantWatch
-from manylora_worker.serving.prefix_watch import PrefixWatch
 from manylora_worker.serving.registration import Registration
 from manylora_worker.serving.servicer import WorkerServicer
 from manylora_worker.weights.adapter_check import AdapterValidator
@@ -65,7 +64,6 @@ class WorkerApp:
         if telemetry.has_metrics:
             runtime.view.subscribe(EngineMetrics(runtime.view, telemetry, runtime.model.kv_block_bytes))
         self._tenants = TenantWatch(store, runtime)
-        self._prefixes = PrefixWatch(store, runtime)
         self._server: Server | None = None
         self._registration: Registration | None = None
         self._engine_has_failed = asyncio.Event()
@@ -87,7 +85,7 @@ class WorkerApp:
         services = [guarded(self._servicer.service(), self._peer_secret)]
         self._server = await self._transport.serve(self._config.listen, services)
         await self._peer_secret.load(self._store, self._rng.getrandbits)
-        await asyncio.gather(self._tenants.start(), self._prefixes.start())
+        await self._tenants.start()
         self._registration = Registration(self._store, self._record(), lease_ttl_s=self._config.lease_ttl_s)
         await self._registration.start()
         if self._runtime.view.failure is None:
@@ -109,7 +107,6 @@ class WorkerApp:
             async with asyncio.timeout(self._config.drain_s):
                 await self._servicer.wait_quiet()
         await self._tenants.close()
-        await self._prefixes.close()
         await self._runtime.stop()
         if self._registration is not None:
             await self._registration.stop()

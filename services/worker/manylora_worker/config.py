@@ -45,9 +45,6 @@ class WorkerConfig(ServiceSettings):
     prefix_cache_share: float = setting(
         0.25, "part of the KV blocks that may keep one tenant's prefixes; 0: no prefix cache", at_least=0
     )
-    public_prefix_share: float = setting(
-        0.1, "part of the KV blocks that public prefixes may hold; 0, or without a prefix cache: none", at_least=0
-    )
     debug_fill_freed: bool = setting(
         False, "fill blocks with NaN when they are freed: an answer computed from one fails; for debugging"
     )
@@ -76,8 +73,6 @@ class WorkerConfig(ServiceSettings):
             raise ConfigError(f"--max-batch-tokens: must be at least --sequence-slots, {self.sequence_slots}")
         if self.prefix_cache_share > 1:
             raise ConfigError("--prefix-cache-share: must be 0 to 1")
-        if self.public_prefix_share > 1:
-            raise ConfigError("--public-prefix-share: must be 0 to 1")
         if self.host_kv_mb < 0 and self.host_kv_mb != _BY_DEVICE:
             raise ConfigError("--host-kv-mb: must be at least 0, or -1")
 

@@ -24,12 +24,10 @@ app = typer.Typer(
 )
 tenant_app = typer.Typer(help="Tenants and their policies.", no_args_is_help=True)
 key_app = typer.Typer(help="API keys: who may call, and for whom.", no_args_is_help=True)
-prefix_app = typer.Typer(help="Public prefixes, which all tenants share.", no_args_is_help=True)
 adapter_app = typer.Typer(help="Adapters in tenants' namespaces.", no_args_is_help=True)
 app.add_typer(tenant_app, name="tenant")
 app.add_typer(key_app, name="key")
 app.add_typer(adapter_app, name="adapter")
-app.add_typer(prefix_app, name="prefix")
 
 
 class ServiceClass(enum.StrEnum):
@@ -41,11 +39,6 @@ class ServiceClass(enum.StrEnum):
 class Quantization(enum.StrEnum):
     NONE = "none"
     NF4 = "nf4"
-
-
-class PrefixKind(enum.StrEnum):
-    TEXT = "text"
-    SYSTEM = "system"
 
 
 class KeyScope(enum.StrEnum):
@@ -306,45 +299,6 @@ def key_revoke(
     from manylora.cli import keys
 
     run(keys.revoke(connect(server, key), key_id, as_json=as_json), as_json=as_json)
-
-
-@prefix_app.command("add")
-def prefix_add(
-    name: Annotated[str, typer.Argument()],
-    file: Annotated[Path, typer.Argument(help="What prompts begin with; `-` reads stdin.", allow_dash=True)],
-    kind: Annotated[
-        PrefixKind, typer.Option("--as", help="Of plain prompts, or the system message of conversations.")
-    ] = PrefixKind.TEXT,
-    as_json: Json = False,
-    server: Server = DEFAULT_SERVER,
-    key: Key = None,
-) -> None:
-    """Declare the beginning of prompts public: requests of all tenants to the base model find it computed."""
-    from manylora.cli import prefixes
-
-    is_system = kind is PrefixKind.SYSTEM
-    run(prefixes.add(connect(server, key), name, file, is_system=is_system, as_json=as_json), as_json=as_json)
-
-
-@prefix_app.command("list")
-def prefix_list(as_json: Json = False, server: Server = DEFAULT_SERVER, key: Key = None) -> None:
-    """List public prefixes. `manylora status` says what of them each worker keeps."""
-    from manylora.cli import prefixes
-
-    run(prefixes.list_all(connect(server, key), as_json=as_json), as_json=as_json)
-
-
-@prefix_app.command("remove")
-def prefix_remove(
-    name: Annotated[str, typer.Argument()],
-    as_json: Json = False,
-    server: Server = DEFAULT_SERVER,
-    key: Key = None,
-) -> None:
-    """Nobody finds it any more; requests in flight go on."""
-    from manylora.cli import prefixes
-
-    run(prefixes.remove(connect(server, key), name, as_json=as_json), as_json=as_json)
 
 
 @adapter_app.command("add")

@@ -130,13 +130,6 @@ def _refused(circuit: CircuitStatus) -> str:
     return "whole tenant" if circuit.whole_tenant else adapter
 
 
-def _public(worker: WorkerStatus) -> str:
-    held, declared = worker.public_kv_blocks, worker.public_kv_blocks_declared
-    if not declared:
-        return ""
-    return f", {held} public" if held == declared else f", {held} of {declared} public"
-
-
 def _state(worker: WorkerStatus) -> str:
     return "draining" if worker.draining else "connected" if worker.connected else "not connected"
 
@@ -147,7 +140,7 @@ _WORKERS: Columns[WorkerStatus] = (
     ("device", lambda w: w.device),
     ("state", _state),
     ("running", lambda w: f"{w.running}/{w.sequence_slots}"),
-    ("KV blocks free", lambda w: f"{w.kv_blocks_free}/{w.kv_blocks_total}{_public(w)}"),
+    ("KV blocks free", lambda w: f"{w.kv_blocks_free}/{w.kv_blocks_total}"),
     ("adapters", lambda w: f"{w.adapters_on_device} device, {w.adapters_on_host} host"),
     ("tokens", lambda w: w.generated_tokens),
 )

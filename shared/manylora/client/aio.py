@@ -39,7 +39,6 @@ from manylora.client.cluster import (
     LiftedQuarantine,
     Models,
     PolicyChange,
-    PublicPrefixInfo,
     TenantInfo,
 )
 from manylora.client.credentials import find_key
@@ -51,7 +50,6 @@ from manylora.client.messages import (
     key_from,
     lifted_from,
     models_from,
-    prefix_from,
     status_from,
     tenant_from,
 )
@@ -298,31 +296,6 @@ class Keys:
         return key_from((await self._caller.call(_ADMIN["RevokeKey"], request, timeout_s=timeout_s)).info)
 
 
-class PublicPrefixes:
-    """Beginnings of prompts that requests of all tenants to the base model find computed. Only an operator's key may
-    call these."""
-
-    def __init__(self, caller: _Caller) -> None:
-        self._caller = caller
-
-    async def add(self, name: str, prompt: Prompt, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> PublicPrefixInfo:
-        """Declares what prompts begin with public: text, token ids, or the first messages of conversations in which a
-        user's follows."""
-        request = admin_pb2.AddPublicPrefixRequest(name=name)
-        _set_prompt(request, prompt)
-        answer = await self._caller.call(_ADMIN["AddPublicPrefix"], request, timeout_s=timeout_s, repeatable=False)
-        return prefix_from(answer.prefix)
-
-    async def list(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[PublicPrefixInfo, ...]:
-        request = admin_pb2.ListPublicPrefixesRequest()
-        answer = await self._caller.call(_ADMIN["ListPublicPrefixes"], request, timeout_s=timeout_s)
-        return tuple(prefix_from(each) for each in answer.prefixes)
-
-    async def remove(self, name: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        request = admin_pb2.RemovePublicPrefixRequest(name=name)
-        await self._caller.call(_ADMIN["RemovePublicPrefix"], request, timeout_s=timeout_s, repeatable=False)
-
-
 class Adapters:
     """Adapters in tenants' namespaces."""
 
@@ -413,7 +386,6 @@ class Client:
         self.tenants = Tenants(self._caller)
         self.keys = Keys(self._caller)
         self.adapters = Adapters(self._caller)
-        self.public_prefixes = PublicPrefixes(self._caller)
 
     def generate(
         self,
@@ -515,7 +487,7 @@ def _left_s(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
-def _set_prompt(request: inference_pb2.GenerateRequest | admin_pb2.AddPublicPrefixRequest, prompt: Prompt) -> None:
+def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
     if isinstance(prompt, str):
         request.text = prompt
     elif prompt and isinstance(prompt[0], Mapping):

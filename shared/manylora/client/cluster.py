@@ -53,14 +53,6 @@ class KeyInfo:
 
 
 @dataclass(frozen=True)
-class PublicPrefixInfo:
-    name: str
-    tokens: int
-    """Of these, whole KV blocks are found."""
-    created_unix_s: float
-
-
-@dataclass(frozen=True)
 class AdapterInfo:
     tenant_id: str
     name: str
@@ -223,10 +215,6 @@ class WorkerStatus:
     adapters_on_device: int
     adapters_on_host: int
     generated_tokens: int
-    public_kv_blocks: int
-    """Held by public prefixes."""
-    public_kv_blocks_declared: int
-    """That these are to hold: more while they are computed, or where that failed."""
 
 
 @dataclass(frozen=True)

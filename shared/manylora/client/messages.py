@@ -36,7 +36,6 @@ from manylora.client.cluster import (
     OverloadStatus,
     PinStatus,
     PolicyChange,
-    PublicPrefixInfo,
     QuarantineStatus,
     QuotaStatus,
     RouterStatus,
@@ -145,10 +144,6 @@ def change_from(message: admin_pb2.ApplyTenantResponse) -> PolicyChange:
 
 def key_from(message: admin_pb2.KeyInfo) -> KeyInfo:
     return _scalars(KeyInfo, message, scopes=tuple(message.scopes))
-
-
-def prefix_from(message: admin_pb2.PublicPrefixInfo) -> PublicPrefixInfo:
-    return _scalars(PublicPrefixInfo, message)
 
 
 def events_from(message: inference_pb2.GenerateResponse) -> list[Event]:

@@ -20,7 +20,6 @@ from manylora.client.cluster import (
     LiftedQuarantine,
     Models,
     PolicyChange,
-    PublicPrefixInfo,
     TenantInfo,
 )
 from manylora.client.retry import DEFAULT_RETRY, RetryPolicy
@@ -141,23 +140,6 @@ class SyncKeys:
         return self._thread.run(self._keys.revoke(key_id, timeout_s=timeout_s))
 
 
-class SyncPublicPrefixes:
-    """See PublicPrefixes."""
-
-    def __init__(self, thread: _LoopThread, client: Client) -> None:
-        self._thread = thread
-        self._prefixes = client.public_prefixes
-
-    def add(self, name: str, prompt: Prompt, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> PublicPrefixInfo:
-        return self._thread.run(self._prefixes.add(name, prompt, timeout_s=timeout_s))
-
-    def list(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[PublicPrefixInfo, ...]:
-        return self._thread.run(self._prefixes.list(timeout_s=timeout_s))
-
-    def remove(self, name: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        self._thread.run(self._prefixes.remove(name, timeout_s=timeout_s))
-
-
 class SyncAdapters:
     """See Adapters. `on_progress` is called on the client's thread."""
 
@@ -203,7 +185,6 @@ class SyncClient:
         self.tenants = SyncTenants(self._thread, self._client)
         self.keys = SyncKeys(self._thread, self._client)
         self.adapters = SyncAdapters(self._thread, self._client)
-        self.public_prefixes = SyncPublicPrefixes(self._thread, self._client)
 
     def generate(self, prompt: Prompt, **options: Any) -> SyncGenerateStream:
         """Takes the options of Client.generate."""

@@ -1,5 +1,4 @@
 from manylora.v1 import common_pb2 as _common_pb2
-from manylora.v1 import inference_pb2 as _inference_pb2
 from manylora.v1 import status_pb2 as _status_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -208,54 +207,6 @@ class AdapterInfo(_message.Message):
     target_modules: _containers.RepeatedScalarFieldContainer[str]
     created_unix_s: float
     def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., max_lora_rank: _Optional[int] = ..., size_bytes: _Optional[int] = ..., target_modules: _Optional[_Iterable[str]] = ..., created_unix_s: _Optional[float] = ...) -> None: ...
-
-class AddPublicPrefixRequest(_message.Message):
-    __slots__ = ("name", "text", "token_ids", "chat")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    CHAT_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    text: str
-    token_ids: _inference_pb2.TokenIds
-    chat: _inference_pb2.ChatPrompt
-    def __init__(self, name: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[_inference_pb2.ChatPrompt, _Mapping]] = ...) -> None: ...
-
-class AddPublicPrefixResponse(_message.Message):
-    __slots__ = ("prefix",)
-    PREFIX_FIELD_NUMBER: _ClassVar[int]
-    prefix: PublicPrefixInfo
-    def __init__(self, prefix: _Optional[_Union[PublicPrefixInfo, _Mapping]] = ...) -> None: ...
-
-class ListPublicPrefixesRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class ListPublicPrefixesResponse(_message.Message):
-    __slots__ = ("prefixes",)
-    PREFIXES_FIELD_NUMBER: _ClassVar[int]
-    prefixes: _containers.RepeatedCompositeFieldContainer[PublicPrefixInfo]
-    def __init__(self, prefixes: _Optional[_Iterable[_Union[PublicPrefixInfo, _Mapping]]] = ...) -> None: ...
-
-class RemovePublicPrefixRequest(_message.Message):
-    __slots__ = ("name",)
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
-
-class RemovePublicPrefixResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class PublicPrefixInfo(_message.Message):
-    __slots__ = ("name", "tokens", "created_unix_s")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    tokens: int
-    created_unix_s: float
-    def __init__(self, name: _Optional[str] = ..., tokens: _Optional[int] = ..., created_unix_s: _Optional[float] = ...) -> None: ...
 
 class LiftQuarantineRequest(_message.Message):
     __slots__ = ("tenant_id", "local_only")
@@ -531,7 +482,7 @@ class QuotaStatus(_message.Message):
     def __init__(self, tenant_id: _Optional[str] = ..., qos_class: _Optional[_Union[_common_pb2.QosClass, str]] = ..., requests: _Optional[int] = ..., leased_tokens: _Optional[int] = ..., settled_tokens: _Optional[int] = ..., level_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "address", "device", "connected", "draining", "sequence_slots", "running", "kv_blocks_total", "kv_blocks_free", "adapters_on_device", "adapters_on_host", "public_kv_blocks", "public_kv_blocks_declared", "counters")
+    __slots__ = ("worker_id", "address", "device", "connected", "draining", "sequence_slots", "running", "kv_blocks_total", "kv_blocks_free", "adapters_on_device", "adapters_on_host", "counters")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -543,8 +494,6 @@ class WorkerStatus(_message.Message):
     KV_BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_ON_DEVICE_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_ON_HOST_FIELD_NUMBER: _ClassVar[int]
-    PUBLIC_KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    PUBLIC_KV_BLOCKS_DECLARED_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     address: str
@@ -557,10 +506,8 @@ class WorkerStatus(_message.Message):
     kv_blocks_free: int
     adapters_on_device: int
     adapters_on_host: int
-    public_kv_blocks: int
-    public_kv_blocks_declared: int
     counters: _status_pb2.WorkerCounters
-    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., device: _Optional[str] = ..., connected: _Optional[bool] = ..., draining: _Optional[bool] = ..., sequence_slots: _Optional[int] = ..., running: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., adapters_on_device: _Optional[int] = ..., adapters_on_host: _Optional[int] = ..., public_kv_blocks: _Optional[int] = ..., public_kv_blocks_declared: _Optional[int] = ..., counters: _Optional[_Union[_status_pb2.WorkerCounters, _Mapping]] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., device: _Optional[str] = ..., connected: _Optional[bool] = ..., draining: _Optional[bool] = ..., sequence_slots: _Optional[int] = ..., running: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., adapters_on_device: _Optional[int] = ..., adapters_on_host: _Optional[int] = ..., counters: _Optional[_Union[_status_pb2.WorkerCounters, _Mapping]] = ...) -> None: ...
 
 class RouterStatus(_message.Message):
     __slots__ = ("router_id", "address", "answered")

@@ -167,7 +167,7 @@ class Drain(_message.Message):
     def __init__(self) -> None: ...
 
 class ControlReport(_message.Message):
-    __slots__ = ("snapshot", "sequence_slots", "running_sequences", "kv_blocks_total", "kv_blocks_free", "block_size", "draining", "adapters", "started", "finished_request_ids", "flows", "max_sequences", "tenants", "setbacks", "kv_block_bytes", "public_kv_blocks", "public_kv_blocks_declared", "tenant_adapters", "counters")
+    __slots__ = ("snapshot", "sequence_slots", "running_sequences", "kv_blocks_total", "kv_blocks_free", "block_size", "draining", "adapters", "started", "finished_request_ids", "flows", "max_sequences", "tenants", "setbacks", "kv_block_bytes", "tenant_adapters", "counters")
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -183,8 +183,6 @@ class ControlReport(_message.Message):
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     SETBACKS_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
-    PUBLIC_KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    PUBLIC_KV_BLOCKS_DECLARED_FIELD_NUMBER: _ClassVar[int]
     TENANT_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     snapshot: bool
@@ -202,11 +200,9 @@ class ControlReport(_message.Message):
     tenants: _containers.RepeatedCompositeFieldContainer[TenantKvBlocks]
     setbacks: _containers.RepeatedCompositeFieldContainer[_status_pb2.TenantSetbacks]
     kv_block_bytes: int
-    public_kv_blocks: int
-    public_kv_blocks_declared: int
     tenant_adapters: _containers.RepeatedCompositeFieldContainer[_status_pb2.TenantAdapters]
     counters: _status_pb2.WorkerCounters
-    def __init__(self, snapshot: _Optional[bool] = ..., sequence_slots: _Optional[int] = ..., running_sequences: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., block_size: _Optional[int] = ..., draining: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[ResidentAdapter, _Mapping]]] = ..., started: _Optional[_Iterable[_Union[RunningRequest, _Mapping]]] = ..., finished_request_ids: _Optional[_Iterable[str]] = ..., flows: _Optional[_Iterable[_Union[FlowCounter, _Mapping]]] = ..., max_sequences: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantKvBlocks, _Mapping]]] = ..., setbacks: _Optional[_Iterable[_Union[_status_pb2.TenantSetbacks, _Mapping]]] = ..., kv_block_bytes: _Optional[int] = ..., public_kv_blocks: _Optional[int] = ..., public_kv_blocks_declared: _Optional[int] = ..., tenant_adapters: _Optional[_Iterable[_Union[_status_pb2.TenantAdapters, _Mapping]]] = ..., counters: _Optional[_Union[_status_pb2.WorkerCounters, _Mapping]] = ...) -> None: ...
+    def __init__(self, snapshot: _Optional[bool] = ..., sequence_slots: _Optional[int] = ..., running_sequences: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., block_size: _Optional[int] = ..., draining: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[ResidentAdapter, _Mapping]]] = ..., started: _Optional[_Iterable[_Union[RunningRequest, _Mapping]]] = ..., finished_request_ids: _Optional[_Iterable[str]] = ..., flows: _Optional[_Iterable[_Union[FlowCounter, _Mapping]]] = ..., max_sequences: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantKvBlocks, _Mapping]]] = ..., setbacks: _Optional[_Iterable[_Union[_status_pb2.TenantSetbacks, _Mapping]]] = ..., kv_block_bytes: _Optional[int] = ..., tenant_adapters: _Optional[_Iterable[_Union[_status_pb2.TenantAdapters, _Mapping]]] = ..., counters: _Optional[_Union[_status_pb2.WorkerCounters, _Mapping]] = ...) -> None: ...
 
 class RunningRequest(_message.Message):
     __slots__ = ("request_id", "tenant_id", "qos_class", "sequences")

@@ -7,7 +7,6 @@
 /manylora/scheduler/clock/<bank>/<part>    a part of the clock's bytes
 /manylora/tenants/<tenant_id>              TenantPolicy as YAML text
 /manylora/adapters/<tenant_id>/<name>      AdapterRecord
-/manylora/public_prefixes/<name>           PublicPrefixRecord
 /manylora/keys/<key_id>                    KeyRecord: an API key's hash, never the key
 /manylora/cluster/peer_secret              what services show one another (peers.py), as text
 """
@@ -21,7 +20,6 @@ SCHEDULER_LEADER = ROOT + "scheduler/leader"
 SCHEDULER_CLOCK = ROOT + "scheduler/clock"
 TENANTS = ROOT + "tenants/"
 ADAPTERS = ROOT + "adapters/"
-PUBLIC_PREFIXES = ROOT + "public_prefixes/"
 API_KEYS = ROOT + "keys/"
 PEER_SECRET = ROOT + "cluster/peer_secret"
 
@@ -48,10 +46,6 @@ def adapter(tenant_id: str, name: str) -> str:
 
 def adapters_of(tenant_id: str) -> str:
     return f"{ADAPTERS}{tenant_id}/"
-
-
-def public_prefix(name: str) -> str:
-    return PUBLIC_PREFIXES + name
 
 
 def api_key(key_id: str) -> str:

@@ -83,21 +83,6 @@ class AdapterRecord(_JsonRecord):
 
 
 @dataclass(frozen=True)
-class PublicPrefixRecord(_JsonRecord):
-    """The beginning of prompts that an operator has declared public."""
-
-    name: str
-    model_digest: str
-    """Of the model whose tokens they are: another's workers leave it alone."""
-    token_ids: tuple[int, ...]
-    created_unix_s: float
-
-    def __post_init__(self) -> None:
-        if not self.token_ids or not all(isinstance(token_id, int) and token_id >= 0 for token_id in self.token_ids):
-            raise ValueError("PublicPrefixRecord: token_ids must be token ids, one at least")
-
-
-@dataclass(frozen=True)
 class ClockIndexRecord(_JsonRecord):
     """Where the scheduler's clock stands: parts 0 to `parts` - 1 of a bank, together `size_bytes` long. The banks take
     turns, so that the last whole clock can be read until the next one is whole. What the bytes mean is the scheduler's

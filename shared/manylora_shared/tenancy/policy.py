@@ -22,6 +22,7 @@ equal policies have equal text, and it is what the coordination store keeps.
       kv_hbm_mb_hard: 8192
       kv_hbm_mb_reserve: 1024
     adapters: {pin: [support]}
+    prefix_cache: {group: support-team}
     security: {can_stream: true, data_retention_days: 0}
 
 All of the grammar is enforced: an operator who reads a policy back can rely on it.
@@ -158,6 +159,8 @@ class TenantPolicy:
     """Names of adapters that stay on every worker's device, in the document's order: the first ones first, where not
     all have room."""
     security: TenantSecurity = TenantSecurity()
+    cache_group: str | None = None
+    """Tenants whose policies name the same group find what any of them has computed; None: nobody else's."""
 
     def weight(self, qos_class: QosClass) -> int:
         return self.classes[qos_class].weight
@@ -182,6 +185,8 @@ class TenantPolicy:
             lines += ["quotas:", *quotas]
         if self.pinned_adapters:
             lines += ["adapters:", "  pin:", *(f'  - "{name}"' for name in self.pinned_adapters)]
+        if self.cache_group is not None:
+            lines += ["prefix_cache:", f'  group: "{self.cache_group}"']
         if self.security != TenantSecurity():
             lines += ["security:", *_given(self.security, "  ")]
         return "\n".join(lines) + "\n"
@@ -285,16 +290,18 @@ class _Reader:
         if root is None:
             self._found.append((1, FieldViolation("policy_yaml", "line 1: is empty")))
             return None
-        tenant_id: list[TenantId | None] = []
+        tenant_id: list[str | None] = []
+        cache_group: list[str | None] = []
         classes = _default_classes()
         quotas: dict[str, tuple[int, yaml.Node]] = {}
         pins: list[AdapterName] = []
         security: dict[str, Any] = {}
         readers: dict[str, _Read] = {
-            "tenant_id": lambda path, node: tenant_id.append(self._tenant_id(path, node)),
+            "tenant_id": lambda path, node: tenant_id.append(self._name(path, node)),
             "classes": lambda path, node: self._classes(path, node, classes),
             "quotas": lambda path, node: self._integers(path, node, {**_QUOTAS, **_LIMITS}, quotas),
             "adapters": lambda path, node: self._adapters(path, node, pins),
+            "prefix_cache": lambda path, node: self._prefix_cache(path, node, cache_group),
             "security": lambda path, node: self._security(path, node, security),
         }
         found = self._mapping("", root, readers)
@@ -305,12 +312,13 @@ class _Reader:
             return None
         values = {name: value for name, (value, _) in quotas.items()}
         return TenantPolicy(
-            tenant_id=tenant_id[0],
+            tenant_id=TenantId(tenant_id[0]),
             classes=classes,
             limits=TenantLimits(**{name: value for name, value in values.items() if name in _LIMITS}),
             quotas=TenantQuotas(**{name: value for name, value in values.items() if name in _QUOTAS}),
             pinned_adapters=tuple(pins),
             security=TenantSecurity(**security),
+            cache_group=_only(cache_group),
         )
 
     def _check_quotas(self, quotas: Mapping[str, tuple[int, yaml.Node]]) -> None:
@@ -322,7 +330,7 @@ class _Reader:
         if "requests_burst" in quotas and "requests_per_s" not in quotas:
             self._add("quotas.requests_burst", quotas["requests_burst"][1], "needs requests_per_s beside it")
 
-    def _tenant_id(self, path: str, node: yaml.Node) -> TenantId | None:
+    def _name(self, path: str, node: yaml.Node) -> str | None:
         if not isinstance(node, yaml.ScalarNode):
             self._add(path, node, "must be a string")
         elif node.tag != _STR_TAG:
@@ -335,7 +343,7 @@ class _Reader:
                 "beginning with a letter or digit, without '..'",
             )
         else:
-            return TenantId(node.value)
+            return str(node.value)
         return None
 
     def _classes(self, path: str, node: yaml.Node, classes: dict[QosClass, ClassPolicy]) -> None:
@@ -395,6 +403,11 @@ class _Reader:
                     pins.append(AdapterName(item.value))
 
         self._mapping(path, node, {"pin": read_pins})
+
+    def _prefix_cache(self, path: str, node: yaml.Node, group: list[str | None]) -> None:
+        found = self._mapping(path, node, {"group": lambda at, value: group.append(self._name(at, value))})
+        if found == []:
+            self._add(path, node, "needs the key group")
 
     def _security(self, path: str, node: yaml.Node, security: dict[str, Any]) -> None:
         def read_can_stream(at: str, value: yaml.Node) -> None:

@@ -1,4 +1,4 @@
-"""AdminService: tenants, keys, adapters, public prefixes, status.
+"""AdminService: tenants, keys, adapters, status.
 
 Every change of the store is one transaction guarded by what was read before it. Each handler first asks whether the
 caller's key permits the call.
@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from manylora.v1 import admin_pb2
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Compare, Delete, KeyValue, Put, Store
-from manylora_shared.coordination.records import AdapterRecord, KeyRecord, PublicPrefixRecord
+from manylora_shared.coordination.records import AdapterRecord, KeyRecord
 from manylora_shared.errors import (
     AlreadyExists,
     InternalError,
@@ -33,7 +33,6 @@ from manylora_shared.tenancy.policy import TenantPolicy, line_of, parse_policy
 from manylora_shared.transport.base import ServerCall, Service
 
 from manylora_router.admin.adapters import AdapterIntake
-from manylora_router.admin.prefix_intake import PrefixIntake
 from manylora_router.admin.service_levels import ServiceLevels
 from manylora_router.admin.status import ClusterStatus
 from manylora_router.links.directory import Directory
@@ -55,7 +54,6 @@ class AdminServicer:
         directory: Directory,
         store: Store,
         intake: AdapterIntake,
-        prefixes: PrefixIntake,
         status: ClusterStatus,
         levels: ServiceLevels,
         clock: WallClock,
@@ -64,7 +62,6 @@ class AdminServicer:
         self._directory = directory
         self._store = store
         self._intake = intake
-        self._prefixes = prefixes
         self._status = status
         self._levels = levels
         self._clock = clock
@@ -84,9 +81,6 @@ class AdminServicer:
                 "CreateKey": self.create_key,
                 "ListKeys": self.list_keys,
                 "RevokeKey": self.revoke_key,
-                "AddPublicPrefix": self.add_public_prefix,
-                "ListPublicPrefixes": self.list_public_prefixes,
-                "RemovePublicPrefix": self.remove_public_prefix,
                 "LiftQuarantine": self.lift_quarantine,
                 "GetStatus": self.get_status,
             },
@@ -327,38 +321,6 @@ class AdminServicer:
         await self._directory.adapter_seen(tenant_id, request.name, 0, deleted=True)
         return admin_pb2.RemoveAdapterResponse()
 
-    # Public prefixes
-
-    async def add_public_prefix(
-        self, request: admin_pb2.AddPublicPrefixRequest, call: ServerCall
-    ) -> admin_pb2.AddPublicPrefixResponse:
-        self._caller(call).require(Scope.OPERATOR)
-        model, token_ids = await self._prefixes.read(request)
-        record = PublicPrefixRecord(request.name, model.digest, token_ids, self._clock.now_unix_s())
-        key = keys.public_prefix(record.name)
-        if not (await self._store.txn([Compare(key, 0)], [Put(key, record.to_json())])).succeeded:
-            raise AlreadyExists(f"name: there is a public prefix {record.name!r} already")
-        await self._directory.public_prefix_seen(record.name, record)
-        _LOG.info("a prefix is public", extra=fields(prefix=record.name, tokens=len(token_ids)))
-        return admin_pb2.AddPublicPrefixResponse(prefix=_prefix_info(record))
-
-    async def list_public_prefixes(
-        self, request: admin_pb2.ListPublicPrefixesRequest, call: ServerCall
-    ) -> admin_pb2.ListPublicPrefixesResponse:
-        self._caller(call).require(Scope.OPERATOR)
-        records = [record for _, record in sorted(self._directory.public_prefixes.items())]
-        return admin_pb2.ListPublicPrefixesResponse(prefixes=[_prefix_info(record) for record in records])
-
-    async def remove_public_prefix(
-        self, request: admin_pb2.RemovePublicPrefixRequest, call: ServerCall
-    ) -> admin_pb2.RemovePublicPrefixResponse:
-        self._caller(call).require(Scope.OPERATOR)
-        if not is_valid_name(request.name) or not await self._store.delete(keys.public_prefix(request.name)):
-            raise NotFound(f"name: there is no public prefix {request.name[:80]!r}")
-        await self._directory.public_prefix_seen(request.name, None)
-        _LOG.info("a prefix is public no longer", extra=fields(prefix=request.name))
-        return admin_pb2.RemovePublicPrefixResponse()
-
     # Status
 
     async def lift_quarantine(
@@ -378,12 +340,6 @@ class AdminServicer:
         caller = self._caller(call)
         tenant_id = "" if caller.may(Scope.OPERATOR) else caller.require_tenant("", TENANT_SCOPES)
         return await self._status.told(tenant_id, call.metadata, local_only=request.local_only)
-
-
-def _prefix_info(record: PublicPrefixRecord) -> admin_pb2.PublicPrefixInfo:
-    return admin_pb2.PublicPrefixInfo(
-        name=record.name, tokens=len(record.token_ids), created_unix_s=record.created_unix_s
-    )
 
 
 def _exists(name: str) -> AlreadyExists:

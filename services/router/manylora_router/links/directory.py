@@ -1,4 +1,4 @@
-"""What the router knows of the cluster: tenants, adapters, keys, public prefixes, workers, routers and the leader.
+"""What the router knows of the cluster: tenants, adapters, keys, workers, routers and the leader.
 
 Owns the mirrors; the store owns the truth, and the last knowledge stays in force while it is away. Policies are parsed
 when first used: a router may know many more tenants than it serves.
@@ -18,7 +18,6 @@ from manylora_shared.coordination.policies import stored_policy
 from manylora_shared.coordination.records import (
     AdapterRecord,
     KeyRecord,
-    PublicPrefixRecord,
     RouterRecord,
     SchedulerRecord,
     WorkerRecord,
@@ -72,12 +71,6 @@ class Directory:
         self._api_keys = Mirror(
             store, keys.API_KEYS, parse=lambda kv: KeyRecord.from_json(kv.value), on_change=self._note
         )
-        self._public_prefixes = Mirror(
-            store,
-            keys.PUBLIC_PREFIXES,
-            parse=lambda kv: PublicPrefixRecord.from_json(kv.value),
-            on_change=self._note,
-        )
         self._workers = Mirror(
             store, keys.WORKERS, parse=lambda kv: WorkerRecord.from_json(kv.value), on_change=self._worker_changed
         )
@@ -92,7 +85,6 @@ class Directory:
             self._tenants,
             self._adapters,
             self._api_keys,
-            self._public_prefixes,
             self._workers,
             self._routers,
             self._leader,
@@ -125,11 +117,6 @@ class Directory:
     def api_keys(self) -> Mapping[str, KeyRecord]:
         """By key id, revoked ones too."""
         return self._api_keys.values
-
-    @property
-    def public_prefixes(self) -> Mapping[str, PublicPrefixRecord]:
-        """By name."""
-        return self._public_prefixes.values
 
     @property
     def workers(self) -> Mapping[str, WorkerRecord]:
@@ -199,10 +186,6 @@ class Directory:
 
     async def key_seen(self, record: KeyRecord) -> None:
         await self._until(lambda: self._api_keys.values.get(record.key_id) == record)
-
-    async def public_prefix_seen(self, name: str, record: PublicPrefixRecord | None) -> None:
-        """The same for a public prefix; None: it was removed."""
-        await self._until(lambda: self._public_prefixes.values.get(name) == record)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         # The change is made whether or not the watch is late: the other routers learn it by the same watch.

@@ -345,7 +345,7 @@ class Execution:
     def _end(self, error: ManyloraError | None) -> None:
         self.ended = True
         self._leave_worker(reached_worker=True, error=error)
-        self._lease.settle()
+        self._lease.settle(self._measured.worker.cached_prompt_tokens)
 
     def _elapsed_ms(self) -> float:
         return (asyncio.get_running_loop().time() - self.job.received_at) * 1000

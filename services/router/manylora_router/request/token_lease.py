@@ -54,9 +54,10 @@ class TokenLease:
         tokens = self._scheduler.lease(self._request_id).tokens
         return tokens is None or tokens > self.used_tokens
 
-    def settle(self) -> None:
-        """Idempotent."""
-        self._scheduler.settle(self._request_id, self.used_tokens)
+    def settle(self, cached_prompt_tokens: int) -> None:
+        """What the worker found of the prompt is not charged. Idempotent."""
+        credit = min(cached_prompt_tokens, self.used_prompt_tokens)
+        self._scheduler.settle(self._request_id, self.used_tokens - credit)
 
     async def cover(
         self, read: Callable[[], Awaitable[worker_pb2.ExecuteResponse]], most_tokens: int

@@ -68,8 +68,6 @@ class WorkerReport:
     kv_blocks_free: int
     block_size: int
     draining: bool = False
-    public_kv_blocks: int = 0
-    public_kv_blocks_declared: int = 0
     adapters: Mapping[AdapterUid, Residency] = field(default_factory=dict)
     """HOST, DEVICE or ABSENT, of the adapters that changed; in a snapshot of all that are resident."""
     started: tuple[StartedRequest, ...] = ()

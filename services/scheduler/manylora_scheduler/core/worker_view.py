@@ -73,7 +73,7 @@ class WorkerView:
                  "_loads", "_max_sequences", "_output_tokens", "_prefetches", "adapters", "address", "block_size",
                  "connected", "device", "draining", "granted", "has_reported",
                  "held_sequences", "kv_blocks_free", "kv_blocks_total", "max_context_tokens", "place",
-                 "public_kv_blocks", "public_kv_blocks_declared", "running", "running_sequences", "sequence_slots",
+                 "running", "running_sequences", "sequence_slots",
                  "standing", "worker_id")  # fmt: skip
 
     def __init__(
@@ -92,8 +92,6 @@ class WorkerView:
         self.kv_blocks_total = 0
         self.kv_blocks_free = 0
         self.block_size = 1
-        self.public_kv_blocks = 0
-        self.public_kv_blocks_declared = 0
         self.adapters: dict[AdapterUid, Residency] = {}
         """Those that are resident."""
         self._prefetches: dict[AdapterUid, None] = {}
@@ -397,8 +395,6 @@ class WorkerView:
         self.kv_blocks_free = report.kv_blocks_free
         self._holds_longest = report.kv_blocks_total * self.block_size >= self.max_context_tokens - 1
         self.draining = report.draining
-        self.public_kv_blocks = report.public_kv_blocks
-        self.public_kv_blocks_declared = report.public_kv_blocks_declared
         if report.snapshot:
             self._fold_adapters({**dict.fromkeys(self.adapters, ABSENT), **report.adapters})
         elif report.adapters:

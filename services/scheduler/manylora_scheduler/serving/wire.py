@@ -112,8 +112,6 @@ def worker_report(message: worker_pb2.ControlReport) -> WorkerReport:
         kv_blocks_free=message.kv_blocks_free,
         block_size=message.block_size,
         draining=message.draining,
-        public_kv_blocks=message.public_kv_blocks,
-        public_kv_blocks_declared=message.public_kv_blocks_declared,
         adapters={AdapterUid(a.adapter_uid): _RESIDENCIES.get(a.tier, Residency.ABSENT) for a in message.adapters},
         started=tuple(
             StartedRequest(RequestId(r.request_id), flow_key(r.tenant_id, r.qos_class), r.sequences)
@@ -303,6 +301,4 @@ def worker_status(view: WorkerView, counters: status_pb2.WorkerCounters | None) 
         adapters_on_device=tiers.count(Residency.DEVICE),
         adapters_on_host=len(tiers),
         counters=counters,
-        public_kv_blocks=view.public_kv_blocks,
-        public_kv_blocks_declared=view.public_kv_blocks_declared,
     )

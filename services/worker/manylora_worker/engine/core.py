@@ -56,7 +56,6 @@ from manylora_worker.kinds.sequence import Sequence, SequenceGroup, SequenceStat
 from manylora_worker.memory.block_pool import BlockPool, BlockWork
 from manylora_worker.memory.prefix_cache import PrefixOptions
 from manylora_worker.memory.prefixes import Prefixes
-from manylora_worker.memory.public_prefixes import PUBLIC, PublicPrefixes
 from manylora_worker.memory.swapping import Swapper
 from manylora_worker.memory.tenant_shares import FlowKey, TenantShare, TenantShares
 from manylora_worker.planning.slots import Scheduled
@@ -91,12 +90,7 @@ class EngineCore:
         self._max_requests = limits.max_requests
         max_idle_blocks = 0 if prefix is None else prefix.max_idle_blocks(runner.num_blocks)
         self._pool = BlockPool(runner.num_blocks, runner.block_size, max_idle_blocks, clears_freed=clears_freed)
-        max_public_blocks = 0
-        if prefix is not None:
-            longest = self._pool.blocks_for(runner.max_context_tokens)
-            max_public_blocks = prefix.max_public_blocks(runner.num_blocks, longest)
-        self._public = PublicPrefixes(self._pool, max_public_blocks, runner.max_context_tokens - 1)
-        self._prefixes = Prefixes(self._pool, None if prefix is None else prefix.keys, self._public)
+        self._prefixes = Prefixes(self._pool, None if prefix is None else prefix.keys)
         self._shares = TenantShares(runner.num_blocks)
         self._bounds = RequestBounds(
             runner.max_context_tokens,
@@ -160,9 +154,7 @@ class EngineCore:
         self._shares.accept(tenant_id, max(longest, default=0))
 
     def _request_closed(self, request: EngineRequest) -> None:
-        if request.tenant_id == PUBLIC:
-            self._public.ended(request.request_id)
-        elif self._bounds.longest_blocks(request) == self._shares.hard(request.tenant_id):
+        if self._bounds.longest_blocks(request) == self._shares.hard(request.tenant_id):
             self._note_longest(request.tenant_id)
 
     def add(self, request: EngineRequest, now: float) -> None:
@@ -177,13 +169,10 @@ class EngineCore:
         self._bounds.check_model(request)
         if request.request_id in self._requests:
             raise AlreadyExists(f"request_id: {request.request_id} is being executed")
-        num_requests = len(self._requests) - self._public.num_requests
-        if num_requests >= self._max_requests:
-            raise Overloaded(f"the worker has {num_requests} requests")
-        self._enter(request, now)
-
-    def _enter(self, request: EngineRequest, now: float) -> None:
-        group = self._requests.add(request, self._bounds.max_output_tokens(request), now)
+        if len(self._requests) >= self._max_requests:
+            raise Overloaded(f"the worker has {len(self._requests)} requests")
+        scope = self._shares.cache_scope(request.tenant_id)
+        group = self._requests.add(request, scope, self._bounds.max_output_tokens(request), now)
         if self._bounds.longest_blocks(request) > self._shares.hard(request.tenant_id):
             self._note_longest(request.tenant_id)
         if request.adapter_uid is None or self._adapters.acquire(
@@ -241,13 +230,6 @@ class EngineCore:
         assert self._begun is None
         self._adapters.set_pins(pins, largest_bytes)
 
-    def set_public_prefixes(self, prefixes: Mapping[str, SequenceOf[int]], now: float) -> None:
-        """Which tokens, by name, are public from now on: see PublicPrefixes. They are computed as soon as they can."""
-        assert self._begun is None
-        if self._public.computing is not None:
-            self.abort(self._public.computing, now)
-        self._public.declare(prefixes)
-
     # -- a step --------------------------------------------------------------------------------------------------
 
     def step(self, now: float) -> list[TokenOutput]:
@@ -280,8 +262,6 @@ class EngineCore:
             return None
         self._pump_adapters(now)
         self._pump_copies()
-        if self._public.is_due:
-            self._enter(self._public.next_request(), now)
         plan = self._planner.plan(is_ahead=bool(self._flights))
         self._count_setbacks(plan)
         if not plan.scheduled:
@@ -344,8 +324,7 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether further steps may do something: some request is not paused, adapters are being loaded, or KV is being
         copied."""
-        has_requests = self._requests.num_active > 0 or self._public.is_due
-        return has_requests or self._adapters.has_work or self._swapper.num_copying > 0
+        return self._requests.num_active > 0 or self._adapters.has_work or self._swapper.num_copying > 0
 
     def rest_s(self) -> float | None:
         """Where no step could begin: when to try again, in seconds, unless there is news (a command, or a load that
@@ -357,7 +336,7 @@ class EngineCore:
         return LOOK_AGAIN_S if self._adapters.is_settled and not self._swapper.num_copying else _POLL_S
 
     def request_ids(self) -> list[RequestId]:
-        """Of the requests in the engine, oldest first; its own included."""
+        """Of the requests in the engine, oldest first."""
         return self._requests.ids
 
     def stats(self) -> EngineStats:
@@ -384,8 +363,6 @@ class EngineCore:
             adapter_version=self._adapters.version,
             tenant_adapters_version=self._adapters.tenants_version,
             slots_version=self._planner.slots_version + self._requests.loading_version,
-            public_blocks=self._public.num_blocks,
-            public_blocks_declared=self._public.num_declared_blocks,
         )
 
     def adapter_tiers(self) -> Mapping[AdapterUid, AdapterTier]:
@@ -401,7 +378,7 @@ class EngineCore:
     def flow_slots(self) -> Mapping[FlowKey, FlowSlots]:
         """Of the flows with a slot, and of those with sequences that cannot use one: their own hard cap keeps them, or
         their adapters are being loaded."""
-        slots = {flow: place for flow, place in self._planner.flow_slots().items() if flow[0] != PUBLIC}
+        slots = self._planner.flow_slots()
         for group in self._requests.loading:
             flow = (group.request.tenant_id, group.request.qos_class)
             known = slots.get(flow, FlowSlots())
@@ -423,10 +400,8 @@ class EngineCore:
         return self._pool.held_by(tenant_id)
 
     def blocks_held(self) -> dict[TenantId, int]:
-        """By each tenant that holds any; without what is public."""
-        held = self._pool.held()
-        held.pop(PUBLIC, None)
-        return held
+        """By each tenant that holds any; what several tenants of a cache group hold is counted for each."""
+        return self._pool.held()
 
     def host_blocks_held(self) -> dict[TenantId, int]:
         """Of host memory, by each tenant that has any."""
@@ -440,7 +415,7 @@ class EngineCore:
         """Asserts that the parts agree; between steps. For tests and idle moments, not for each step."""
         assert self._begun is not None or self._pool.pending_copies() == [], "a copy was planned and not made"
         check_queues(self._requests, self._planner)
-        check_blocks(self._requests, self._pool, self._public)
+        check_blocks(self._requests, self._pool)
         check_under_way(self._requests, self._flights, self._swapper)
         check_adapters(self._requests, self._adapters)
 

@@ -5,7 +5,7 @@ EngineStats is both together, as `EngineCore.stats` gathers it.
 
 Work is counted per flow (tenant, class): prompt_tokens are tokens computed in prefill, the one token a further choice
 adds included, those computed again after an eviction (which we chose) left out; output_tokens are tokens drawn, stop
-tokens included. What is computed for nobody (public_prefixes.py) is not counted. What befalls sequences for others'
+tokens included. What befalls sequences for others'
 sake or for want of memory is counted per tenant.
 """
 
@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from manylora_shared.ids import TenantId
 
-from manylora_worker.memory.public_prefixes import PUBLIC
 from manylora_worker.memory.tenant_shares import FlowKey
 
 
@@ -75,10 +74,6 @@ class EngineStats(NamedTuple):
     """Grows with each change of `EngineCore.tenant_adapters`."""
     slots_version: int
     """Grows with each change of `EngineCore.flow_slots`."""
-    public_blocks: int
-    """Held by public prefixes."""
-    public_blocks_declared: int
-    """That these are to hold: more while they are computed, or where that failed."""
 
 
 class WorkCounters:
@@ -99,8 +94,6 @@ class WorkCounters:
 
     def computed(self, flow: FlowKey, prompt_tokens: int, output_tokens: int) -> None:
         """Work for a flow that is charged to it."""
-        if flow[0] == PUBLIC:
-            return
         tokens = self._flows.setdefault(flow, [0, 0])
         tokens[0] += prompt_tokens
         tokens[1] += output_tokens
@@ -109,8 +102,6 @@ class WorkCounters:
 
     def set_back(self, tenant_id: TenantId, more: Setbacks) -> None:
         """What befell a tenant's sequences, beside what is counted already."""
-        if tenant_id == PUBLIC:
-            return
         self._tenants[tenant_id] = self._changed_setbacks[tenant_id] = self._tenants.get(
             tenant_id, Setbacks()
         ).with_more(more)

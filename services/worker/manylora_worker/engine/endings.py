@@ -18,7 +18,6 @@ from manylora_worker.engine.request_table import RequestTable
 from manylora_worker.kinds.api import EngineRequest, FinishReason
 from manylora_worker.kinds.sequence import Sequence, SequenceGroup, SequenceStatus
 from manylora_worker.memory.prefixes import Prefixes
-from manylora_worker.memory.public_prefixes import PUBLIC
 from manylora_worker.planning.step_planner import StepPlanner
 
 
@@ -100,5 +99,4 @@ class Endings:
         self._adapters.release(end.request_id, end.ended_s)
         self._requests.remove(group)
         self._closed(group.request)
-        if group.request.tenant_id != PUBLIC:
-            self._outbox.request_ended(end)
+        self._outbox.request_ended(end)

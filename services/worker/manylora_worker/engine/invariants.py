@@ -6,12 +6,13 @@ part is that part's own `check_invariants`, which is called here too.
 
 from __future__ import annotations
 
+from manylora_shared.ids import TenantId
+
 from manylora_worker.adapters.cache import AdapterCache
 from manylora_worker.engine.flights import Flights
 from manylora_worker.engine.request_table import RequestTable
 from manylora_worker.kinds.sequence import Sequence, SequenceStatus
 from manylora_worker.memory.block_pool import BlockPool
-from manylora_worker.memory.public_prefixes import PUBLIC, PublicPrefixes
 from manylora_worker.memory.swapping import Swapper
 from manylora_worker.planning.step_planner import StepPlanner
 
@@ -29,20 +30,21 @@ def check_queues(requests: RequestTable, planner: StepPlanner) -> None:
     assert not queued, "a sequence of no request is queued"
 
 
-def check_blocks(requests: RequestTable, pool: BlockPool, public: PublicPrefixes) -> None:
-    """Every held block is in the table of a sequence of the tenant that holds it, or public."""
+def check_blocks(requests: RequestTable, pool: BlockPool) -> None:
+    """Every held block is in the table of a sequence, and counts for each tenant that holds it. What a sequence has of
+    another tenant it found in the cache of their group."""
     pool.check_invariants()
-    public.check_invariants()
-    held = public.blocks
+    held: dict[TenantId, set[int]] = {}
     for sequence in requests.sequences:
-        owners = [pool.owner_of(block_id) for block_id in sequence.block_table]
-        first = 0
-        while sequence.group.request.adapter_uid is None and first < len(owners) and owners[first] == PUBLIC:
-            first += 1
-        assert all(owner == sequence.tenant_id for owner in owners[first:])
-        assert first * pool.block_size <= sequence.num_computed_tokens or sequence.tenant_id == PUBLIC
-        held.update(sequence.block_table)
-    assert len(held) == pool.num_held, "a block is held by no sequence"
+        tenant_id, table = sequence.tenant_id, sequence.block_table
+        owners = [pool.owner_of(block_id) for block_id in table]
+        foreign = next((i for i in reversed(range(len(table))) if owners[i] != tenant_id), -1) + 1
+        assert not foreign or sequence.group.cache_scope.is_group
+        assert foreign * pool.block_size <= sequence.num_computed_tokens or sequence.is_copying
+        if table:
+            held.setdefault(tenant_id, set()).update(table)
+    assert {tenant_id: len(blocks) for tenant_id, blocks in held.items()} == pool.held()
+    assert len(set().union(*held.values())) == pool.num_held, "a block is held by no sequence"
 
 
 def check_under_way(requests: RequestTable, flights: Flights, swapper: Swapper) -> None:

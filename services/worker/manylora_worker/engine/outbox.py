@@ -1,7 +1,6 @@
 """What the engine has to tell its callers: tokens and ends of choices in order, and ends of requests behind them.
 
-Of the engine's own requests (public_prefixes.py) there is nothing to tell. Written by EngineCore alone. Nothing here
-decides anything; what is told stays until it is taken.
+Written by EngineCore alone. Nothing here decides anything; what is told stays until it is taken.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from manylora_shared.ids import RequestId
 
 from manylora_worker.kinds.api import FinishReason, Sampled, TokenOutput
 from manylora_worker.kinds.sequence import GroupTimes, Sequence, SequenceGroup
-from manylora_worker.memory.public_prefixes import PUBLIC
 
 _CUT_SHORT = (FinishReason.ABORTED, FinishReason.ADAPTER_FAILED, FinishReason.ERROR)
 
@@ -73,8 +71,6 @@ class Outbox:
 
     def token(self, sequence: Sequence, sampled: Sampled, position: int, *, is_last: bool) -> None:
         """A choice has a token more, at `position` of its output. `is_last`: it ends with it, by LENGTH."""
-        if sequence.tenant_id == PUBLIC:
-            return
         self._outputs.append(
             TokenOutput(
                 request_id=sequence.group.request.request_id,
@@ -90,8 +86,6 @@ class Outbox:
         self, sequence: Sequence, reason: FinishReason, *, message: str = "", stop_token_id: int | None = None
     ) -> None:
         """A choice ends without a further token."""
-        if sequence.tenant_id == PUBLIC:
-            return
         self._outputs.append(
             TokenOutput(
                 request_id=sequence.group.request.request_id,

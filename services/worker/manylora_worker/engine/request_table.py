@@ -20,6 +20,7 @@ from manylora_shared.ids import RequestId
 from manylora_worker.engine.outbox import RequestEnd
 from manylora_worker.kinds.api import EngineRequest
 from manylora_worker.kinds.sequence import GroupTimes, Sequence, SequenceGroup
+from manylora_worker.memory.tenant_shares import CacheScope
 
 _CHOICES_BOUND = 64
 """Sequence ids: arrival x this + choice."""
@@ -77,11 +78,11 @@ class RequestTable:
         """Requests that are not paused."""
         return len(self._groups) - self._num_paused
 
-    def add(self, request: EngineRequest, max_output_tokens: int, now: float) -> SequenceGroup:
+    def add(self, request: EngineRequest, cache_scope: CacheScope, max_output_tokens: int, now: float) -> SequenceGroup:
         """A request with its choices; no request of this id is here."""
         assert request.request_id not in self._groups
         self._arrivals += 1
-        group = SequenceGroup(request, self._arrivals, GroupTimes(added_s=now))
+        group = SequenceGroup(request, cache_scope, self._arrivals, GroupTimes(added_s=now))
         for choice in range(request.n):
             sequence = Sequence(self._arrivals * _CHOICES_BOUND + choice, group, choice, max_output_tokens)
             group.sequences.append(sequence)

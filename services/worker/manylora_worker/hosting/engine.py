@@ -60,4 +60,4 @@ def prefix_options(config: WorkerConfig, model: ModelInfo, secret: bytes) -> Pre
     """The prefix cache as it is configured; None: there is none."""
     if config.prefix_cache_share == 0:
         return None
-    return PrefixOptions(PrefixKeys(secret, model.digest), config.prefix_cache_share, config.public_prefix_share)
+    return PrefixOptions(PrefixKeys(secret, model.digest), config.prefix_cache_share)

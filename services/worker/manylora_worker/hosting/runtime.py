@@ -93,10 +93,6 @@ class Runtime(ABC):
         """What a tenant may have, from the next token boundary on; None: the default."""
         self._send(lambda core, now: core.set_share(tenant_id, share))
 
-    def set_public_prefixes(self, prefixes: Mapping[str, Sequence[int]]) -> None:
-        """Which tokens, by name, are public, from the next token boundary on; as EngineCore.set_public_prefixes."""
-        self._send(lambda core, now: core.set_public_prefixes(prefixes, now))
-
 
 class Mailbox:
     """What the event loop and the engine's thread share. Any thread may call any of it."""

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from manylora_shared.ids import TenantId
 
 from manylora_worker.kinds.api import PENDING_TOKEN, EngineRequest, FinishReason
-from manylora_worker.memory.tenant_shares import FlowKey
+from manylora_worker.memory.tenant_shares import CacheScope, FlowKey
 
 
 class SequenceStatus(enum.Enum):
@@ -241,6 +241,7 @@ class SequenceGroup:
     is through, the others share its blocks and start from the prompt's last token (`is_forked`)."""
 
     request: EngineRequest
+    cache_scope: CacheScope
     arrival: int
     times: GroupTimes
     sequences: list[Sequence] = field(default_factory=list)

@@ -1,8 +1,9 @@
 """Who holds which KV block.
 
-Owns every block's reference count, the tenant that last held it, and two lists of work for the model runner: blocks to
-clear because they come from another tenant, and blocks to copy because a shared one is about to be written. Written by
-EngineCore and StepPlanner alone, on the engine's thread. Knows ids and tenants, never tensors.
+Owns every block's references, its *owner* (the tenant that it was allocated for last, and that wrote it), and two lists
+of work for the model runner: blocks to clear because they come from another tenant, and blocks to copy because a shared
+one is about to be written. Written by EngineCore and StepPlanner alone, on the engine's thread. Knows ids and tenants,
+never tensors.
 
 Blocks have one size, so nothing fragments: any free block serves any sequence.
 
@@ -10,12 +11,13 @@ Blocks have one size, so nothing fragments: any free block serves any sequence.
                                                       the copy source of a step stays *parked* until the step is over
                                                       one that lookups may find stays *idle* (prefix_cache.py)
 
-A *kept* block has a reference that is nobody's table's, until it is let go: other owners' sequences may share it, and
-nobody writes it (public_prefixes.py).
+Tenants of a cache group hold one another's published blocks, as *guests* (decision 36). A block counts for each tenant
+that holds it, once, as if that tenant had it alone. The owner stays its owner where it gives the block up before a
+guest does: an idle block is of its owner's part of the cache, and whoever else gets it next has it cleared.
 
 Invariants (`check_invariants`): a block is free, idle, parked or held, exactly one of them; a tenant's count is the
-number of blocks with references that it owns; but for those that are kept, a held block is not shared between tenants,
-and neither held nor idle ones are found by another tenant's lookup.
+number of blocks that it has references to; only what was found in a group's cache has guests, and only its owner's
+lookups find a block that is published for a tenant.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import NamedTuple
 from manylora_shared.ids import TenantId
 
 from manylora_worker.memory.prefix_cache import PrefixCache
+from manylora_worker.memory.tenant_shares import CacheScope
 
 
 class BlockWork(NamedTuple):
@@ -58,6 +61,8 @@ class BlockPool:
         self.block_size = block_size
         self._clears_freed = clears_freed
         self._references = [0] * num_blocks
+        self._guests: dict[int, dict[TenantId, int]] = {}
+        """References of others than the owner, of blocks that have any."""
         self._owner: list[TenantId | None] = [None] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._held_by: dict[TenantId, int] = {}
@@ -69,7 +74,6 @@ class BlockPool:
         self._overwritten: dict[int, None] = {}
         """Blocks that were overwritten since the oldest work of `_taken` was taken."""
         self._cache = PrefixCache(max_idle_blocks)
-        self._kept: dict[int, None] = {}
 
     @property
     def num_free(self) -> int:
@@ -86,11 +90,11 @@ class BlockPool:
 
     @property
     def num_held(self) -> int:
-        """Blocks with references."""
-        return sum(self._held_by.values())
+        """Blocks with references. Walks them all."""
+        return sum(count > 0 for count in self._references)
 
     def held_by(self, tenant_id: TenantId) -> int:
-        """Blocks that count against the tenant; one that several of its sequences share counts once."""
+        """Blocks that count for the tenant; one that several of its sequences share counts once."""
         return self._held_by.get(tenant_id, 0)
 
     def held(self) -> dict[TenantId, int]:
@@ -107,8 +111,16 @@ class BlockPool:
         """Whether the block is free at once when one holder lets go: nobody else holds it, and no copy of it is due."""
         return self._references[block_id] == 1 and block_id not in self._copies_from
 
+    def is_given_up_by_holder(self, tenant_id: TenantId, block_id: int) -> bool:
+        """Whether the block counts for the tenant no more when one of the tenant's sequences lets go of it."""
+        return self._references_of(tenant_id, block_id) == 1
+
+    def num_new_among(self, tenant_id: TenantId, block_ids: Iterable[int]) -> int:
+        """How many of them do not count for the tenant yet."""
+        return sum(self._references_of(tenant_id, block_id) == 0 for block_id in block_ids)
+
     def owner_of(self, block_id: int) -> TenantId | None:
-        """The tenant that holds the block, or the last one that did; None where nobody ever has."""
+        """The tenant that the block was allocated for last; None where it never was."""
         return self._owner[block_id]
 
     def allocate(self, tenant_id: TenantId, count: int) -> list[int]:
@@ -136,44 +148,26 @@ class BlockPool:
         self._held_by[tenant_id] = self._held_by.get(tenant_id, 0) + count
         return taken
 
-    def share(self, block_ids: Iterable[int]) -> None:
-        """One more reference to each; but for kept ones, sharing stays inside the owning tenant."""
+    def share(self, tenant_id: TenantId, block_ids: Iterable[int]) -> None:
+        """One more reference to each, for another sequence of a tenant that holds them."""
         for block_id in block_ids:
-            assert self._references[block_id] > 0, f"block {block_id} is not held"
-            self._references[block_id] += 1
+            assert self._references_of(tenant_id, block_id) > 0, f"block {block_id} is not held"
+            self._refer(tenant_id, block_id)
 
-    def free(self, block_ids: SequenceOf[int]) -> None:
-        """Drops one reference of each. The last of a table is idle first, so a prefix is evicted from its end on."""
+    def free(self, tenant_id: TenantId, block_ids: SequenceOf[int]) -> None:
+        """Drops one reference of the tenant's to each. The last of a table is idle first, so a prefix is evicted from
+        its end on."""
         for block_id in reversed(block_ids):
-            assert self._references[block_id] > 0, f"block {block_id} is not held"
-            self._references[block_id] -= 1
-            if self._references[block_id] == 0:
-                self._forget(block_id)
+            assert self._references_of(tenant_id, block_id) > 0, f"block {block_id} is not held"
+            self._drop(tenant_id, block_id)
 
-    def keep(self, block_id: int) -> None:
-        """A held block is full and computed, and stays until `let_go`, for whoever finds it."""
-        assert block_id not in self._kept
-        assert block_id not in self._unclean
-        assert not self._cache.is_published(block_id)
-        self.share([block_id])
-        self._kept[block_id] = None
-
-    def let_go(self, block_id: int) -> None:
-        """It is kept no longer: free with its last holder."""
-        del self._kept[block_id]
-        self.free([block_id])
-
-    def kept_blocks(self) -> set[int]:
-        return set(self._kept)
-
-    def find_cached(self, tenant_id: TenantId, keys: Iterable[bytes]) -> list[int]:
-        """The tenant's blocks of these keys, up to the first that there is none of. Changes nothing."""
+    def find_cached(self, scope: CacheScope, keys: Iterable[bytes]) -> list[int]:
+        """The scope's blocks of these keys, up to the first that there is none of. Changes nothing."""
         found: list[int] = []
         for key in keys:
-            block_id = self._cache.find(tenant_id, key)
+            block_id = self._cache.find(scope, key)
             if block_id is None or not (self._references[block_id] or self._cache.is_idle(block_id)):
                 break  # a parked one is not there: it is being given up
-            assert self._owner[block_id] == tenant_id
             found.append(block_id)
         return found
 
@@ -181,23 +175,21 @@ class BlockPool:
         """How many of them `take_cached` takes from `num_free`."""
         return sum(self._references[block_id] == 0 for block_id in block_ids)
 
-    def take_cached(self, block_ids: Iterable[int]) -> None:
-        """One more reference to each of what `find_cached` found, idle ones included."""
+    def take_cached(self, tenant_id: TenantId, block_ids: Iterable[int]) -> None:
+        """One more reference to each of what `find_cached` found for one of the tenant's sequences, idle ones
+        included."""
         for block_id in block_ids:
             if self._references[block_id] == 0:
                 self._cache.wake(block_id)
-                owner = self._owner[block_id]
-                assert owner is not None
-                self._held_by[owner] = self._held_by.get(owner, 0) + 1
-            self._references[block_id] += 1
+            self._refer(tenant_id, block_id)
 
-    def publish(self, block_id: int, key: bytes) -> None:
-        """A held block is full and computed: its tenant's lookups may find it. It is not written from then on."""
+    def publish(self, block_id: int, scope: CacheScope, key: bytes) -> None:
+        """A held block is full and computed: the scope's lookups may find it. It is not written from then on."""
         owner = self._owner[block_id]
         assert self._references[block_id] > 0
         assert owner is not None
         assert block_id not in self._unclean
-        self._cache.publish(owner, key, block_id)
+        self._cache.publish(scope, key, block_id, owner)
 
     def unpublish(self, block_ids: Iterable[int]) -> None:
         """Held blocks that lookups no longer find: they are about to be written, or what is in them is in doubt."""
@@ -208,7 +200,8 @@ class BlockPool:
     def copy_on_write(self, block_id: int) -> int:
         """Trades one reference of a shared block for a block of its own; the content is copied by the coming step.
 
-        The source keeps its content until `commit`, even where its other holders free it before.
+        The source keeps its content until `commit`, even where its other holders free it before. Who writes a block has
+        computed it, so the reference is its owner's.
         """
         assert self.is_shared(block_id), f"block {block_id} can be written in place"
         tenant_id = self._owner[block_id]
@@ -216,7 +209,7 @@ class BlockPool:
         (copy,) = self.allocate(tenant_id, 1)
         self._copies[copy] = block_id
         self._copies_from[block_id] = self._copies_from.get(block_id, 0) + 1
-        self._references[block_id] -= 1
+        self._drop(tenant_id, block_id)
         return copy
 
     def overwrite(self, block_ids: Iterable[int]) -> None:
@@ -231,8 +224,7 @@ class BlockPool:
         """How many of a table's first blocks lookups find as long as another holder of them lives."""
         count = 0
         for block_id in block_ids:
-            is_found = block_id in self._kept or self._cache.is_published(block_id)
-            if self._references[block_id] < 2 or not is_found:
+            if self._references[block_id] < 2 or not self._cache.is_published(block_id):
                 break
             count += 1
         return count
@@ -282,16 +274,22 @@ class BlockPool:
         assert not free & parked
         assert not idle & (free | held | parked)
         assert len(free) + len(idle) + len(held) + len(parked) == self.num_blocks, "a block is lost"
-        assert self._kept.keys() <= held
-        assert published.keys().isdisjoint(self._kept)
         assert published.keys().isdisjoint(free)
         assert published.keys().isdisjoint(self._unclean)
-        assert all(self._owner[block_id] == tenant_id for block_id, tenant_id in published.items())
+        for block_id, (scope, tenant_id) in published.items():
+            assert self._owner[block_id] == tenant_id
+            assert scope.is_group or (scope.name == tenant_id and block_id not in self._guests)
         counts: dict[TenantId, int] = {}
         for block_id in held:
-            owner = self._owner[block_id]
+            owner, guests = self._owner[block_id], self._guests.get(block_id, {})
             assert owner is not None
-            counts[owner] = counts.get(owner, 0) + 1
+            assert owner not in guests
+            holders = [*guests, owner] if sum(guests.values()) < self._references[block_id] else [*guests]
+            assert sum(self._references_of(holder, block_id) for holder in holders) == self._references[block_id]
+            for holder in holders:
+                counts[holder] = counts.get(holder, 0) + 1
+        assert self._guests.keys() <= held
+        assert all(count > 0 for guests in self._guests.values() for count in guests.values())
         assert counts == self._held_by, "the tenants' counts are wrong"
         sources: dict[int, int] = {}
         taken = [(copy, source) for work in self._taken for source, copy in work.copies]
@@ -302,13 +300,38 @@ class BlockPool:
         assert sources == self._copies_from
         assert not parked & self._unclean.keys(), "a copy's source is about to be cleared"
 
+    def _references_of(self, tenant_id: TenantId, block_id: int) -> int:
+        guests = self._guests.get(block_id)
+        if tenant_id != self._owner[block_id]:
+            return 0 if guests is None else guests.get(tenant_id, 0)
+        return self._references[block_id] - (0 if guests is None else sum(guests.values()))
+
+    def _refer(self, tenant_id: TenantId, block_id: int) -> None:
+        if self._references_of(tenant_id, block_id) == 0:
+            self._held_by[tenant_id] = self._held_by.get(tenant_id, 0) + 1
+        self._references[block_id] += 1
+        if tenant_id != self._owner[block_id]:
+            guests = self._guests.setdefault(block_id, {})
+            guests[tenant_id] = guests.get(tenant_id, 0) + 1
+
+    def _drop(self, tenant_id: TenantId, block_id: int) -> None:
+        self._references[block_id] -= 1
+        if tenant_id != self._owner[block_id]:
+            guests = self._guests[block_id]
+            guests[tenant_id] -= 1
+            if guests[tenant_id] == 0:
+                del guests[tenant_id]
+            if not guests:
+                del self._guests[block_id]
+        if self._references_of(tenant_id, block_id) == 0:
+            self._held_by[tenant_id] -= 1
+            if self._held_by[tenant_id] == 0:
+                del self._held_by[tenant_id]
+        if self._references[block_id] == 0:
+            self._forget(block_id)
+
     def _forget(self, block_id: int) -> None:
         """The last reference is gone."""
-        owner = self._owner[block_id]
-        assert owner is not None
-        self._held_by[owner] -= 1
-        if self._held_by[owner] == 0:
-            del self._held_by[owner]
         if block_id in self._copies:
             self._drop_copy(block_id)
         if block_id not in self._copies_from:

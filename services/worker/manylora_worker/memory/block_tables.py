@@ -44,7 +44,7 @@ class BlockTables:
         """Gives a sequence without blocks those of all its tokens. Returns how many of them were cached."""
         cached = self._prefixes.find(sequence)
         num_blocks = self._pool.blocks_for(sequence.num_tokens) - len(cached)
-        self._pool.take_cached(cached)
+        self._pool.take_cached(sequence.tenant_id, cached)
         sequence.block_table = cached + self._pool.allocate(sequence.tenant_id, num_blocks)
         sequence.has_worked = False
         return len(cached)
@@ -52,13 +52,13 @@ class BlockTables:
     def share(self, leader: Sequence, sequence: Sequence, num_tokens: int) -> None:
         """Gives a sequence without blocks those of the leader's first `num_tokens`, which are the leader's prompt."""
         shared = leader.block_table[: self._pool.blocks_for(num_tokens)]
-        self._pool.share(shared)
+        self._pool.share(sequence.tenant_id, shared)
         sequence.block_table = shared
         sequence.block_keys = list(leader.block_keys)  # so far of prompt blocks alone
         sequence.num_computed_tokens = num_tokens
 
     def lose(self, sequence: Sequence) -> None:
         """Frees all that the sequence holds."""
-        self._pool.free(sequence.block_table)
+        self._pool.free(sequence.tenant_id, sequence.block_table)
         sequence.block_table = []
         sequence.num_holdings += 1

@@ -2,13 +2,14 @@
 
 PrefixKeys makes the names of blocks. Its secret is drawn when the worker starts and kept nowhere:
 
-    namespace = HMAC-SHA256(secret, tenant, adapter's content digest or none, model's digest)
+    namespace = HMAC-SHA256(secret, tenant or cache group, adapter's content digest or none, model's digest)
     key(i)    = HMAC-SHA256(namespace, key(i - 1), the token ids of block i)
 
-So a key says: this tenant, adapter and model, and these tokens from position 0 on. Nothing that a request carries but
-its tokens enters it, and who does not know the secret can neither compute a key nor search for colliding ones.
+So a key says: this tenant or group, adapter and model, and these tokens from position 0 on. Nothing that a request
+carries but its tokens enters it, and without the secret nobody can compute a key or search for colliding ones.
 
-PrefixCache maps keys to blocks, each tenant's apart: no lookup reads another tenant's index. It is a part of BlockPool,
+PrefixCache maps keys to blocks, those of each scope (a tenant, or a cache group) apart: no lookup reads another
+scope's index. It is a part of BlockPool,
 which alone writes it and tells it when a block's last reference goes. A block that has a key is *published*; one that
 is published and has no references is *idle*: its KV is kept, and it counts as free.
 
@@ -26,11 +27,12 @@ import hashlib
 import hmac
 import struct
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from manylora_shared.ids import AdapterUid, TenantId
 
 from manylora_worker.kinds.sequence import Sequence
+from manylora_worker.memory.tenant_shares import CacheScope
 
 SECRET_BYTES = 32
 _NO_PARENT = bytes(32)
@@ -55,18 +57,18 @@ class PrefixKeys:
         """The key of the sequence's block `index`, all of whose tokens are known."""
         keys = sequence.block_keys
         if index >= len(keys):
-            namespace = self.namespace(sequence.tenant_id, sequence.group.request.adapter_uid)
+            namespace = self.namespace(sequence.group.cache_scope, sequence.group.request.adapter_uid)
             for i in range(len(keys), index + 1):
                 tokens = sequence.tokens(i * block_size, (i + 1) * block_size)
                 assert len(tokens) == block_size, f"block {i} is not full"
                 keys.append(self.key(namespace, keys[-1] if keys else _NO_PARENT, tokens))
         return keys[index]
 
-    def namespace(self, tenant_id: TenantId, adapter_uid: AdapterUid | None) -> Namespace:
-        return self._kept_namespace(tenant_id, adapter_uid)
+    def namespace(self, scope: CacheScope, adapter_uid: AdapterUid | None) -> Namespace:
+        return self._kept_namespace(scope, adapter_uid)
 
-    def _make_namespace(self, tenant_id: TenantId, adapter_uid: AdapterUid | None) -> Namespace:
-        fields = [tenant_id.encode(), self._model_digest.encode()]
+    def _make_namespace(self, scope: CacheScope, adapter_uid: AdapterUid | None) -> Namespace:
+        fields = [b"group" if scope.is_group else b"tenant", scope.name.encode(), self._model_digest.encode()]
         if adapter_uid is not None:
             fields.append(adapter_uid.encode())
         # With each field's length, no two lists of fields are the same bytes.
@@ -102,32 +104,17 @@ class PrefixOptions:
 
     Attributes:
         tenant_share: of the pool's blocks, how many one tenant's idle ones may be; over 0 and up to 1.
-        public_share: of the pool's blocks, how many public prefixes may hold; 0 up to 1.
     """
 
     keys: PrefixKeys
     tenant_share: float
-    public_share: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0.0 < self.tenant_share <= 1.0:
             raise ValueError("tenant_share must be over 0 and up to 1")
-        if not 0.0 <= self.public_share <= 1.0:
-            raise ValueError("public_share must be 0 up to 1")
 
     def max_idle_blocks(self, num_blocks: int) -> int:
         return max(1, int(self.tenant_share * num_blocks))
-
-    def max_public_blocks(self, num_blocks: int, longest_blocks: int) -> int:
-        """longest_blocks: of a request that fills the model's context: it must be able to run beside them."""
-        return max(0, min(int(self.public_share * num_blocks), num_blocks - longest_blocks))
-
-
-@dataclass(slots=True)
-class _Tenant:
-    published: dict[bytes, int] = field(default_factory=dict)
-    idle: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    """The one that is idle for longest first."""
 
 
 class PrefixCache:
@@ -139,8 +126,11 @@ class PrefixCache:
 
     def __init__(self, max_idle_blocks: int) -> None:
         self.max_idle_blocks = max_idle_blocks
-        self._tenants: dict[TenantId, _Tenant] = {}
-        self._names: dict[int, tuple[TenantId, bytes]] = {}
+        self._published: dict[CacheScope, dict[bytes, int]] = {}
+        self._names: dict[int, tuple[CacheScope, bytes, TenantId]] = {}
+        """With the tenant that owns the block."""
+        self._idle: dict[TenantId, OrderedDict[int, None]] = {}
+        """The one that is idle for longest first."""
         self._num_idle = 0
         self._by_num_idle: dict[int, dict[TenantId, None]] = {}
         self._most_idle = 0
@@ -151,67 +141,68 @@ class PrefixCache:
         return self._num_idle
 
     def idle_of(self, tenant_id: TenantId) -> int:
-        tenant = self._tenants.get(tenant_id)
-        return 0 if tenant is None else len(tenant.idle)
+        return len(self._idle.get(tenant_id, ()))
 
-    def find(self, tenant_id: TenantId, key: bytes) -> int | None:
-        tenant = self._tenants.get(tenant_id)
-        return None if tenant is None else tenant.published.get(key)
+    def find(self, scope: CacheScope, key: bytes) -> int | None:
+        published = self._published.get(scope)
+        return None if published is None else published.get(key)
 
     def is_published(self, block_id: int) -> bool:
         return block_id in self._names
 
     def is_idle(self, block_id: int) -> bool:
         name = self._names.get(block_id)
-        return name is not None and block_id in self._tenants[name[0]].idle
+        return name is not None and block_id in self._idle.get(name[2], ())
 
-    def published_blocks(self) -> dict[int, TenantId]:
-        """With whose lookups may find them. Walks them all, as `idle_blocks` does."""
-        return {block_id: tenant_id for block_id, (tenant_id, _) in self._names.items()}
+    def published_blocks(self) -> dict[int, tuple[CacheScope, TenantId]]:
+        """With whose lookups may find them, and who owns them. Walks them all, as `idle_blocks` does."""
+        return {block_id: (scope, tenant_id) for block_id, (scope, _, tenant_id) in self._names.items()}
 
     def idle_blocks(self) -> set[int]:
-        return {block_id for tenant in self._tenants.values() for block_id in tenant.idle}
+        return {block_id for idle in self._idle.values() for block_id in idle}
 
-    def publish(self, tenant_id: TenantId, key: bytes, block_id: int) -> None:
-        """Makes a held block findable. The first block of a key keeps it: another with the same KV is of no use."""
+    def publish(self, scope: CacheScope, key: bytes, block_id: int, tenant_id: TenantId) -> None:
+        """Makes a tenant's held block findable. The first block of a key keeps it: another with the same KV is of no
+        use."""
         assert self.max_idle_blocks > 0
         if block_id in self._names:
-            assert self._names[block_id] == (tenant_id, key), f"block {block_id} has another key"
+            assert self._names[block_id] == (scope, key, tenant_id), f"block {block_id} has another key"
             return
-        tenant = self._tenants.setdefault(tenant_id, _Tenant())
-        if key not in tenant.published:
-            tenant.published[key] = block_id
-            self._names[block_id] = (tenant_id, key)
+        published = self._published.setdefault(scope, {})
+        if key not in published:
+            published[key] = block_id
+            self._names[block_id] = (scope, key, tenant_id)
 
     def unpublish(self, block_id: int) -> None:
         """Nobody finds the held block any more. Of one that is not published: nothing."""
         name = self._names.pop(block_id, None)
         if name is None:
             return
-        tenant_id, key = name
-        tenant = self._tenants[tenant_id]
-        assert block_id not in tenant.idle
-        del tenant.published[key]
-        if not tenant.published:
-            del self._tenants[tenant_id]
+        scope, key, tenant_id = name
+        assert block_id not in self._idle.get(tenant_id, ())
+        del self._published[scope][key]
+        if not self._published[scope]:
+            del self._published[scope]
 
     def rest(self, block_id: int) -> int | None:
         """The last reference of a published block went. Returns the block that its tenant gives up for it, if any."""
-        tenant_id, _ = self._names[block_id]
-        tenant = self._tenants[tenant_id]
-        assert block_id not in tenant.idle
-        tenant.idle[block_id] = None
-        self._count(tenant_id, len(tenant.idle) - 1, len(tenant.idle))
-        if len(tenant.idle) <= self.max_idle_blocks:
+        tenant_id = self._names[block_id][2]
+        idle = self._idle.setdefault(tenant_id, OrderedDict())
+        assert block_id not in idle
+        idle[block_id] = None
+        self._count(tenant_id, len(idle) - 1, len(idle))
+        if len(idle) <= self.max_idle_blocks:
             return None
         return self._evict_of(tenant_id)
 
     def wake(self, block_id: int) -> None:
         """An idle block has a reference again."""
-        tenant_id, _ = self._names[block_id]
-        idle = self._tenants[tenant_id].idle
+        tenant_id = self._names[block_id][2]
+        idle = self._idle[tenant_id]
         del idle[block_id]
         self._count(tenant_id, len(idle) + 1, len(idle))
+        if not idle:
+            del self._idle[tenant_id]
 
     def evict(self, tenant_id: TenantId, *, own_first: bool) -> int:
         """Gives up an idle block for one that `tenant_id` allocates; ask `num_idle` first.
@@ -225,21 +216,22 @@ class PrefixCache:
         return self._evict_of(tenant_id)
 
     def check_invariants(self) -> None:
-        published = {
-            block: (tenant, key) for tenant, each in self._tenants.items() for key, block in each.published.items()
-        }
-        assert published == self._names, "a block has two names, or a name two blocks"
-        assert all(each.published for each in self._tenants.values()), "an empty tenant was kept"
-        counts = {tenant: len(each.idle) for tenant, each in self._tenants.items() if each.idle}
+        published = {block: (scope, key) for scope, each in self._published.items() for key, block in each.items()}
+        assert published == {block: name[:2] for block, name in self._names.items()}, (
+            "a block has two names, or a name two blocks"
+        )
+        assert all(self._published.values()), "an empty index was kept"
+        counts = {tenant: len(idle) for tenant, idle in self._idle.items()}
+        assert all(counts.values()), "an empty tenant was kept"
         assert sum(counts.values()) == self._num_idle
         assert max(counts.values(), default=0) == self._most_idle <= self.max_idle_blocks
         ranked = {tenant: count for count, tenants in self._by_num_idle.items() for tenant in tenants}
         assert ranked == counts
-        for tenant, each in self._tenants.items():
-            assert all(published[block][0] == tenant for block in each.idle)
+        for tenant, idle in self._idle.items():
+            assert all(self._names[block][2] == tenant for block in idle)
 
     def _evict_of(self, tenant_id: TenantId) -> int:
-        block_id = next(iter(self._tenants[tenant_id].idle))
+        block_id = next(iter(self._idle[tenant_id]))
         self.wake(block_id)
         self.unpublish(block_id)
         return block_id

@@ -192,8 +192,13 @@ class Swapper:
         return len(self._blocks_leaving()) if self._copies else 0
 
     def num_leaving_of(self, tenant_id: TenantId) -> int:
-        """As `num_leaving`, of one tenant's."""
-        return sum(self._pool.owner_of(block_id) == tenant_id for block_id in self._blocks_leaving())
+        """Blocks that count for the tenant no more then."""
+        return sum(
+            self._pool.is_given_up_by_holder(tenant_id, block_id)
+            for sequence in self._copies
+            if sequence.tenant_id == tenant_id and self._is_leaving(sequence)
+            for block_id in sequence.block_table
+        )
 
     def num_leaving_among(self, block_ids: Iterable[int]) -> int:
         """How many of them would not come free if somebody took them out of the cache now."""
@@ -205,11 +210,15 @@ class Swapper:
             self._leaving = frozenset(
                 block_id
                 for sequence in self._copies
-                if sequence.swap is not None and sequence.swap.stage is SwapStage.LEAVING
+                if self._is_leaving(sequence)
                 for block_id in sequence.block_table
                 if self._pool.is_freed_by_holder(block_id)
             )
         return self._leaving
+
+    @staticmethod
+    def _is_leaving(sequence: Sequence) -> bool:
+        return sequence.swap is not None and sequence.swap.stage is SwapStage.LEAVING
 
     def pays(self, sequence: Sequence) -> bool:
         """Whether a parked sequence goes to the host rather than be computed again: that is cheaper, there is room."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from manylora_shared.errors import QuotaBreach, QuotaExceeded
 from manylora_shared.ids import QosClass, TenantId
@@ -25,6 +26,13 @@ from manylora_shared.tenancy.policy import DEFAULT_WEIGHTS, TenantPolicy
 
 FlowKey = tuple[TenantId, QosClass]
 _MIB = 1 << 20
+
+
+class CacheScope(NamedTuple):
+    """Whose prefix cache a request finds and fills, for as long as it lasts: its tenant's own, or its cache group's."""
+
+    name: str
+    is_group: bool
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,7 @@ class TenantShare:
     hard_mb: int = 0
     reserve_mb: int = 0
     """As the policy gives them, for refusals to name."""
+    cache_group: str | None = None
 
     @staticmethod
     def of(policy: TenantPolicy, block_bytes: int) -> TenantShare:
@@ -57,6 +66,7 @@ class TenantShare:
             reserve_blocks=-(-(quotas.kv_hbm_mb_reserve or 0) * _MIB // block_bytes),
             hard_mb=quotas.kv_hbm_mb_hard or 0,
             reserve_mb=quotas.kv_hbm_mb_reserve or 0,
+            cache_group=policy.cache_group,
         )
 
 
@@ -97,6 +107,11 @@ class TenantShares:
             self._accepted[tenant_id] = longest_blocks
         else:
             self._accepted.pop(tenant_id, None)
+
+    def cache_scope(self, tenant_id: TenantId) -> CacheScope:
+        """Of the tenant's requests that come now."""
+        group = self._shares.get(tenant_id, _DEFAULT).cache_group
+        return CacheScope(tenant_id, is_group=False) if group is None else CacheScope(group, is_group=True)
 
     def weight(self, flow: FlowKey) -> int:
         return self._shares.get(flow[0], _DEFAULT).weights[flow[1]]

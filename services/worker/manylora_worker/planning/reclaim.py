@@ -97,15 +97,25 @@ class Reclaim:
         return self._pool.held_by(tenant_id) - self._swapper.num_leaving_of(tenant_id)
 
     def room(
-        self, taker: Sequence, num_blocks: int, *, may_evict: bool, may_swap: bool, is_beside_others: bool
+        self,
+        taker: Sequence,
+        num_blocks: int,
+        *,
+        num_joined: int,
+        may_evict: bool,
+        may_swap: bool,
+        is_beside_others: bool,
     ) -> Room | None:
         """How `taker` comes to `num_blocks`; None: not by anything that this plan can do. Nothing is taken by it.
 
         Args:
+            num_joined: blocks that only other tenants hold and that it will hold with them: they count for its tenant.
             may_swap: victims may take the time to be copied to the host.
             is_beside_others: other sequences have blocks: a new one leaves them some to grow into.
         """
-        victims = self._choose_victims(taker, num_blocks, may_evict=may_evict, is_beside_others=is_beside_others)
+        victims = self._choose_victims(
+            taker, num_blocks, num_joined=num_joined, may_evict=may_evict, is_beside_others=is_beside_others
+        )
         if victims is None:
             return None
         if any(victim.num_steps_in_flight for victim in victims):
@@ -116,19 +126,19 @@ class Reclaim:
         if may_swap and any(self._swapper.pays(victim) for victim in victims):
             return Room(num_blocks, victims, is_now=False)
         freed = sum(self._freed_by(victim) for victim in victims)
-        freed_own = sum(self._freed_by(victim) for victim in victims if victim.tenant_id == taker.tenant_id)
+        given_up = sum(self._given_up_by(victim) for victim in victims if victim.tenant_id == taker.tenant_id)
         pool = self._pool
-        held = pool.held_by(taker.tenant_id) + num_blocks - freed_own
+        held = pool.held_by(taker.tenant_id) + num_joined + num_blocks - given_up
         is_now = num_blocks <= pool.num_free + freed and held <= self._shares.hard(taker.tenant_id)
         return Room(num_blocks, victims, is_now)
 
     def _choose_victims(
-        self, taker: Sequence, num_blocks: int, *, may_evict: bool, is_beside_others: bool
+        self, taker: Sequence, num_blocks: int, *, num_joined: int, may_evict: bool, is_beside_others: bool
     ) -> list[Sequence] | None:
         """In the module's order, also who is in a step in flight; None: it is not possible."""
         pool, shares = self._pool, self._shares
         tenant_id = taker.tenant_id
-        held = self.will_hold(tenant_id)
+        held = self.will_hold(tenant_id) + num_joined
         is_new = taker.is_out
         kept = sum(blocks for claimer, blocks in self.claims.items() if claimer != tenant_id) if self.claims else 0
         kept += sum(blocks for other, blocks in self.awaited.items() if other is not taker) if self.awaited else 0
@@ -156,8 +166,7 @@ class Reclaim:
         for victim in own:
             if over <= 0 and short <= 0:
                 return victims
-            freed = self._freed_by(victim)
-            over, short = over - freed, short - freed
+            over, short = over - self._given_up_by(victim), short - self._freed_by(victim)
             victims.append(victim)
         if over > 0 and not self.is_forced:
             return None
@@ -211,16 +220,16 @@ class Reclaim:
                 else eligible[0]
             )
             eligible.remove(victim)
-            freed = self._freed_by(victim)
+            given_up = self._given_up_by(victim)
             tenant, reserve = victim.tenant_id, self._shares.reserve(victim.tenant_id)
             # Between two reserves the sequence is the grain: one that stands partly above its tenant's may go.
-            is_protected = left[tenant] <= reserve if is_within_reserve else left[tenant] - freed < reserve
+            is_protected = left[tenant] <= reserve if is_within_reserve else left[tenant] - given_up < reserve
             if reserve and is_protected and not self.is_forced:
                 continue
             victims.append(victim)
-            left[tenant] -= freed
-            taken[tenant] += freed
-            short -= freed
+            left[tenant] -= given_up
+            taken[tenant] += given_up
+            short -= self._freed_by(victim)
         return short
 
     def _is_behind(self, other: Sequence, other_tag: int, taker: Sequence, tag: int) -> bool:
@@ -229,6 +238,11 @@ class Reclaim:
             return (other_tag, other.order) > (tag, taker.order)
         recompute = other.num_computed_tokens * PROMPT_TOKEN_COST
         return other_tag - tag > THETA * recompute * TAG_SCALE // self._shares.weight(other.flow)
+
+    def _given_up_by(self, sequence: Sequence) -> int:
+        """Blocks that count for its tenant no more without it; some of them may stay with other tenants."""
+        tenant_id, pool = sequence.tenant_id, self._pool
+        return sum(pool.is_given_up_by_holder(tenant_id, block_id) for block_id in sequence.block_table)
 
     def _freed_by(self, sequence: Sequence) -> int:
         return sum(self._pool.is_freed_by_holder(block_id) for block_id in sequence.block_table)

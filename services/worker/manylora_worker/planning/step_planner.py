@@ -367,8 +367,10 @@ class StepPlanner:
                 cached = self._prefixes.find(sequence)
                 num_blocks = self._pool.blocks_for(sequence.num_tokens) - len(cached)
                 # As good as free are those that are idle, and those that are on their way to be: others may await them.
-                num_blocks += self._pool.num_idle_among(cached) + self._swapper.num_leaving_among(cached)
-                room = self._room(sequence, num_blocks, may_evict=False)
+                num_idle = self._pool.num_idle_among(cached)
+                num_blocks += num_idle + self._swapper.num_leaving_among(cached)
+                num_joined = self._pool.num_new_among(sequence.tenant_id, cached) - num_idle
+                room = self._room(sequence, num_blocks, num_joined=num_joined, may_evict=False)
                 if room is not None:
                     return _Place(num_tokens, sequence.num_tokens, room)
             # A sequence without blocks takes those of all its tokens: two half-computed prompts never lock each other.
@@ -391,10 +393,11 @@ class StepPlanner:
         room = self._room(sequence, self._tables.missing(sequence, end), may_evict=may_evict)
         return None if room is None else _Place(num_tokens, end, room)
 
-    def _room(self, sequence: Sequence, num_blocks: int, *, may_evict: bool) -> Room | None:
+    def _room(self, sequence: Sequence, num_blocks: int, *, num_joined: int = 0, may_evict: bool) -> Room | None:
         return self._reclaim.room(
             sequence,
             num_blocks,
+            num_joined=num_joined,
             may_evict=may_evict,
             may_swap=sequence not in self._late_claims,
             is_beside_others=bool(self._slots or self.parking.parked),

@@ -138,8 +138,6 @@ class ControlSession:
             kv_blocks_free=stats.blocks_free,
             block_size=stats.block_size,
             draining=self._is_draining,
-            public_kv_blocks=stats.public_blocks,
-            public_kv_blocks_declared=stats.public_blocks_declared,
             max_sequences=self._max_sequences,
             finished_request_ids=list(changes.ended),
             kv_block_bytes=self._kv_block_bytes if is_snapshot else 0,
