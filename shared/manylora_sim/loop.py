@@ -1,19 +1,12 @@
 """An asyncio event loop in which time is virtual and the order of events is a function of the seed.
 
-`SimLoop` owns the virtual clock, the order in which ready callbacks run, and the digest of everything that ran. When
-nothing is ready the clock jumps to the next timer; when there is no timer either, the run is deadlocked. Callbacks that
-became ready in the same iteration run in an order drawn from the seed: asyncio promises an order only between
-iterations as far as cause and effect go, and code that needs more is what the simulation is to find. There are no
-sockets, threads or signals.
+When nothing is ready the clock jumps to the next timer; without a timer the run is deadlocked. Callbacks that became
+ready in the same iteration run in an order drawn from the seed: asyncio promises an order only between iterations. What
+only wakes somebody (the end of an asyncio.sleep, `arrive_at`) is no event. Two runs of one seed are equal as long as
+the code takes time and randomness from here: tasks and futures hash by order of creation, and cycles are not collected
+during a run.
 
-What only wakes somebody (the end of an asyncio.sleep, what arrives by `arrive_at`) happens as the clock gets there, in
-order of time, and is no event: it shows in whom it wakes.
-
-Two runs of one seed are equal, in the same process or another, as long as the code under test takes time and
-randomness from here. Tasks and futures hash by a number in order of creation, so that sets of them iterate alike in
-every run. Garbage collection of cycles is off during a run, because finalizers would run at times of their own.
-
-A `SimNode` stands for one process: every task that is created by one of its tasks is its own, and goes with it.
+A `SimNode` stands for one process: a task created by one of its tasks is its own, and goes with it.
 """
 
 from __future__ import annotations
@@ -40,11 +33,10 @@ _KILL_ROUNDS = 100
 _LISTED_TASKS = 20
 _EVENTS_TO_END = 1_000_000
 _CANCELLED_TIMERS_KEPT = 100
-_NOTED_AT_ONCE = 8192
-"""Events between two times that they go into the digest."""
+_NOTED_AT_ONCE = 8192  # events between two times that they go into the digest
 
+# the timer of an asyncio.sleep: it only wakes the sleeper
 _END_SLEEP: Any = futures._set_result_unless_cancelled  # type: ignore[attr-defined]
-"""What the timer of an asyncio.sleep calls: it only wakes the sleeper."""
 
 _NODE: contextvars.ContextVar[SimNode | None] = contextvars.ContextVar("sim_node", default=None)
 
@@ -58,7 +50,7 @@ class SimLimit(Exception):
 
 
 class _SimTask(asyncio.Task[T]):
-    """A task with a hash that is the same in every run."""
+    """Its hash is the same in every run."""
 
     number: int
 
@@ -82,7 +74,7 @@ class _SimFuture(asyncio.Future[T]):
 
 
 class _SimTimer(asyncio.TimerHandle):
-    """A timer, without what asyncio's own keep for the debug mode."""
+    """Without what asyncio's own keep for the debug mode."""
 
     __slots__ = ()
     _repr = _source_traceback = None
@@ -107,8 +99,6 @@ class _SimTimer(asyncio.TimerHandle):
 
 
 class _SimHandle(asyncio.Handle):
-    """The same for what is ready."""
-
     __slots__ = ()
     _repr = _source_traceback = None
 
@@ -124,28 +114,24 @@ class _SimHandle(asyncio.Handle):
         self._callback = self._args = None  # type: ignore[assignment]
 
 
+# when, its number, and either a timer or what arrives
 _Timed = tuple[float, int, _SimTimer | None, Callable[[], None] | None]
-"""When, its number, and either a timer or what arrives."""
 
 
 class SimNode:
-    """One incarnation of a simulated process. States: running, paused, dead; a restart is a new SimNode.
-
-    Cut a node off from its network and its stores before `kill`: the `finally` blocks of its tasks still run, and must
-    not reach anybody.
+    """One incarnation of a simulated process: running, paused or dead. Cut it off from network and stores before
+    `kill`: the `finally` blocks of its tasks still run.
     """
 
     def __init__(self, loop: SimLoop, name: str, number: int) -> None:
         self.name = name
-        self.number = number
-        """Of the name, in the loop's digest."""
+        self.number = number  # of the name, in the loop's digest
         self._loop = loop
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._held: list[asyncio.Handle] = []
         self._paused = False
         self._dead = False
-        self.is_still = False
-        """Paused or dead: the loop asks `holds` before it runs a callback of the node."""
+        self.is_still = False  # paused or dead: the loop asks `holds` before it runs a callback of the node
 
     @property
     def tasks(self) -> tuple[asyncio.Task[Any], ...]:
@@ -157,14 +143,13 @@ class SimNode:
         return self._dead
 
     def start(self, main: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Runs `main` as a task of this node."""
         assert not self._dead, f"{self.name} is dead"
         context = contextvars.copy_context()
         context.run(_NODE.set, self)
         return self._loop.create_task(main, context=context)
 
     def pause(self) -> None:
-        """Nothing of this node runs until `resume`, as in a long stall; time goes on."""
+        """Nothing of this node runs until `resume`; time goes on."""
         self._paused = self.is_still = True
 
     def resume(self) -> None:
@@ -189,7 +174,7 @@ class SimNode:
         self._dead = self.is_still = True
 
     def holds(self, handle: asyncio.Handle) -> bool:
-        """Whether the loop must not run this callback of the node now (any more)."""
+        """The loop must not run this callback of the node now."""
         if self._paused:
             self._held.append(handle)
         return self._paused or self._dead
@@ -207,10 +192,9 @@ class _VirtualSelector:
 
 
 class SimLoop(base_events.BaseEventLoop):
-    """The loop. Made and used by `run`.
+    """Made and used by `run`.
 
     Args:
-        seed: of the order of ready callbacks.
         limit_s: virtual seconds after which the run is over.
         max_events: callbacks after which it is over: a loop that never sleeps passes no virtual time.
     """
@@ -225,14 +209,13 @@ class SimLoop(base_events.BaseEventLoop):
         self._ready: collections.deque[asyncio.Handle] = base._ready
         self._scheduled: list[_Timed] = base._scheduled
         self._virtual_now = 0.0
-        self._draw = random.Random(seed).random
-        """Of the order of what is ready."""
+        self._draw = random.Random(seed).random  # of the order of what is ready
         self._limit_s = limit_s
         self._max_events = max_events
         self._events = 0
         self._digest = hashlib.blake2b(digest_size=16)
+        # not in the digest yet: each event's time, and the numbers of its node and of who it was
         self._noted: list[float] = []
-        """Of each event: its time, and the numbers of its node and of who it was. Not in the digest yet."""
         self._name_numbers: dict[str, int] = {}
         self._numbers = 0
         self._timers = 0
@@ -264,7 +247,7 @@ class SimLoop(base_events.BaseEventLoop):
         return SimNode(self, name, self._number_of(name))
 
     def requeue(self, handles: Sequence[asyncio.Handle]) -> None:
-        """Makes callbacks that were taken out of the loop ready again."""
+        """For callbacks that were taken out of the loop."""
         self._ready.extend(handles)
 
     def lift_limits(self) -> None:
@@ -300,8 +283,9 @@ class SimLoop(base_events.BaseEventLoop):
         return timer
 
     def arrive_at(self, when: float, arrive: Callable[[], None]) -> None:
-        """Has something arrive in the simulated world, of which nobody's code runs but what it wakes: `arrive` is
-        called as the clock gets there, before what is ready then, in no node's context. It is no event."""
+        """`arrive` is called as the clock gets there, before what is ready then, in no node's context. Nobody's code
+        runs but what it wakes.
+        """
         self._timers = number = self._timers + 1
         heapq.heappush(self._scheduled, (when, number, None, arrive))
 
@@ -329,8 +313,9 @@ class SimLoop(base_events.BaseEventLoop):
         """There are no file descriptors."""
 
     def _run_once(self) -> None:
-        """Iterations until the loop is to stop. One: the clock moves if nothing is ready, what is due is collected, and
-        the batch runs."""
+        """Iterations until the loop is to stop: the clock moves if nothing is ready, what is due is collected, the
+        batch runs.
+        """
         base = self._base
         ready, scheduled = self._ready, self._scheduled
         while True:
@@ -372,7 +357,7 @@ class SimLoop(base_events.BaseEventLoop):
             raise SimLimit(f"{self._limit_s:g} virtual seconds have passed; {self._describe_tasks()}")
 
     def _pop_due(self) -> None:
-        """Takes out the first timer or arrival: a timer becomes ready, what only wakes somebody does so."""
+        """A timer becomes ready; what only wakes somebody does so."""
         _, _, timer, arrive = heapq.heappop(self._scheduled)
         if timer is None:
             assert arrive is not None
@@ -435,7 +420,7 @@ class SimLoop(base_events.BaseEventLoop):
         self._noted.clear()
 
     def _number_of(self, name: str) -> int:
-        """A name's number in the digest, where the name itself stands once."""
+        """In the digest, where the name itself stands once."""
         number = self._name_numbers.get(name)
         if number is None:
             number = self._name_numbers[name] = len(self._name_numbers) + 1
@@ -470,7 +455,7 @@ class SimLoop(base_events.BaseEventLoop):
 
 
 class SimWallClock:
-    """A clock.WallClock that follows a loop's virtual time and can be made to jump."""
+    """Follows a loop's virtual time and can be made to jump."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, start_unix_s: float = 1_700_000_000.0) -> None:
         self._loop = loop
@@ -485,17 +470,14 @@ class SimWallClock:
 
 @dataclass(frozen=True)
 class SimRun(Generic[T]):
-    """What a run came to."""
-
     result: T
-    digest: str
-    """Equal for equal runs, and hardly ever for others."""
+    digest: str  # equal for equal runs, and hardly ever for others
     events: int
     virtual_s: float
 
 
 def run(main: Coroutine[Any, Any, T], *, seed: int, limit_s: float = 3600.0, max_events: int = 20_000_000) -> SimRun[T]:
-    """Runs `main` on a new SimLoop to its end, and ends the tasks that it leaves.
+    """Ends the tasks that `main` leaves.
 
     Raises:
         SimDeadlock, SimLimit.

@@ -42,8 +42,7 @@ class LoopRuntime(Runtime):
         self._commands: list[Command] = []
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self.num_changes = 0
-        """How often something was done to the engine: while it stands, nothing changes there."""
+        self.num_changes = 0  # while it stands, nothing changes in the engine
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -62,7 +61,6 @@ class LoopRuntime(Runtime):
         self._backend.close()
 
     def wake(self) -> None:
-        """The backend has news."""
         self._news.set()
 
     def _send(self, command: Command) -> None:
@@ -101,7 +99,6 @@ class LoopRuntime(Runtime):
             await self._rest(rest_s)
 
     async def _rest(self, longest_s: float | None) -> None:
-        """Until there is news."""
         timer = None if longest_s is None else asyncio.get_running_loop().call_later(longest_s, self.wake)
         try:
             await self._news.wait()

@@ -1,13 +1,9 @@
 """The transport of the simulation: services and callers in one event loop, with seeded delay and injected faults.
 
-`MemoryNetwork` owns the nodes and the listeners; the way between them is a `Wire`. Servers, channels and streams here
-are the ends of its calls: what arrives is parsed anew, so that no object is shared.
-
-What can be made to go wrong: `partition` stalls one direction between two nodes, and calls over it break on each end
-when that end would have missed a ping (DETECT_MIN_S to DETECT_MAX_S); `drop_connections` breaks them at once; `kill`
-takes a node away. What a caller sees of all this is what it sees of gRPC: tests/shared/test_transport_contract.py.
-
-Handlers run in the context in which their server was made.
+`MemoryNetwork` owns nodes and listeners; a `Wire` is the way between them. What arrives is parsed anew, so no object is
+shared. `partition` stalls one direction, and each end breaks when it would have missed a ping (DETECT_MIN_S to
+DETECT_MAX_S). Callers see what they see of gRPC: tests/shared/test_transport_contract.py. Handlers run in the context
+in which their server was made.
 """
 
 from __future__ import annotations
@@ -46,15 +42,13 @@ from manylora_sim.network_wire import (
 )
 
 _FIRST_PORT = 40_000
-MIN_DELAY_S, MAX_DELAY_S = 0.0002, 0.002
-"""Of one message on its way, where nothing else is said."""
+MIN_DELAY_S, MAX_DELAY_S = 0.0002, 0.002  # of one message on its way, where nothing else is said
 _CANCELLED = failed(RpcError(Code.CANCELLED, "the call was cancelled"))
 _CHANNEL_CLOSED = failed(RpcError(Code.CANCELLED, "the channel was closed"))
 
 
 class MemoryNetwork:
-    """All nodes' network.
-
+    """
     Args:
         rng: draws the delay of each message and the moments at which faults are noticed.
         min_delay_s, max_delay_s: of one message on its way.
@@ -75,14 +69,14 @@ class MemoryNetwork:
         self._nodes: dict[Node, None] = {}
 
     def transport(self, node_name: str) -> MemoryTransport:
-        """The network as one node (one incarnation of it) sees it."""
+        """As one incarnation of a node sees the network."""
         node = Node(node_name)
         self._nodes[node] = None
         return MemoryTransport(self, node)
 
     @property
     def open_calls(self) -> int:
-        """Calls of which an end is not over: 0 when everything is at rest."""
+        """0 when everything is at rest."""
         return self.wire.open_calls
 
     def partition(self, source: str, target: str, *, both_ways: bool = True) -> None:
@@ -94,19 +88,19 @@ class MemoryNetwork:
         self.wire.heal()
 
     def set_delays(self, min_delay_s: float = MIN_DELAY_S, max_delay_s: float = MAX_DELAY_S) -> None:
-        """Of messages that are sent from now on; without arguments, as where nothing was said."""
+        """Of messages that are sent from now on."""
         self.wire.set_delays(min_delay_s, max_delay_s)
 
     def heal_between(self, one: str, other: str) -> None:
-        """Ends those between two nodes, in both directions."""
+        """In both directions."""
         self.wire.heal_between(one, other)
 
     def drop_connections(self, one: str, other: str) -> None:
-        """Breaks every call between two nodes: both ends notice at once."""
+        """Both ends notice at once."""
         self.wire.drop_connections(one, other)
 
     def kill(self, node_name: str, *, silently: bool = False) -> None:
-        """The node is gone: its listeners vanish, its handlers are cancelled, nothing that it sends arrives.
+        """Its listeners vanish, its handlers are cancelled, nothing that it sends arrives.
 
         Args:
             silently: its peers notice by missed pings (the machine died) and not by a reset (the process died).
@@ -130,7 +124,7 @@ class MemoryNetwork:
         self._listeners.pop(address, None)
 
     def bind(self, address: str) -> str:
-        """The address to listen on, with its port. Raises OSError, ValueError."""
+        """The address with its port. Raises OSError, ValueError."""
         host, port = parse_address(address)
         if port == 0:
             self._next_port += 1
@@ -181,7 +175,7 @@ class _ServerCall:
 
 
 class MemoryServer:
-    """A listener. States: serving, stopped (or vanished with its node)."""
+    """Serving, stopped, or vanished with its node."""
 
     def __init__(self, transport: MemoryTransport, address: str, services: Sequence[Service]) -> None:
         self._node = transport.node
@@ -231,7 +225,6 @@ class MemoryServer:
         self._stopping = True
 
     def accept(self, call: Call, path: str, metadata: Mapping[str, str], timeout: float | None) -> None:
-        """A call has arrived."""
         if self._stopping:
             call.finish_server(unavailable("the server stopped"))
             return
@@ -276,7 +269,7 @@ class MemoryServer:
             await close_iterator(responses)
 
     def _send(self, call: Call, response: Message) -> bool:
-        """Returns whether the handler has to wait then."""
+        """Whether the handler has to wait then."""
         data = response.SerializeToString()
         if len(data) > MAX_MESSAGE_BYTES:
             raise RpcError(Code.RESOURCE_EXHAUSTED, f"a response of {len(data)} bytes is over the limit")
@@ -344,7 +337,6 @@ class MemoryStream:
         self._give_up(_CANCELLED)
 
     def send_single(self, request: Message) -> None:
-        """The one request of a call that takes one."""
         data = request.SerializeToString()
         if len(data) > MAX_MESSAGE_BYTES:
             error = RpcError(Code.RESOURCE_EXHAUSTED, f"a request of {len(data)} bytes is over the limit")
@@ -354,7 +346,6 @@ class MemoryStream:
             self._call.requests.send(OK)
 
     def expire(self) -> None:
-        """The deadline has passed."""
         if self._call.client_end is None:
             self._call.end_client(failed(RpcError(Code.DEADLINE_EXCEEDED, "the deadline has passed")))
 
@@ -375,7 +366,7 @@ class MemoryStream:
 
 
 class MemoryChannel:
-    """transport.base.Channel. Calls find the listener when they arrive, so a server may come and go."""
+    """Calls find the listener when they arrive, so a server may come and go."""
 
     def __init__(self, transport: MemoryTransport, address: str) -> None:
         self._node = transport.node
@@ -443,7 +434,6 @@ class MemoryChannel:
         return stream
 
     def _arrive(self, call: Call, path: str, metadata: Mapping[str, str], timeout: float | None) -> None:
-        """The opening of a call reaches the address."""
         if call.client_end is not None or call.server_gone:
             call.end_server()
             return

@@ -1,11 +1,9 @@
 """The way between the nodes of the in-memory network: calls in transit, their delays, and what is wrong with the way.
 
-`Wire` owns the calls and the partitions. A `Call` owns two pipes, one in each direction, in which bytes travel in
-order, each item with a delay of its own. A pipe holds `window_bytes` that were not read; then its writer waits. What
-the bytes mean, and who listens where, is `memory`'s.
-
-Every decision is a function of the calls, of the loop's time and of `rng`. Deliveries and timers run in the wire's own
-context, so that they belong to no simulated process.
+A `Call` owns two pipes, one in each direction, in which bytes travel in order with delays of their own; a writer waits
+while `window_bytes` are unread. What the bytes mean, and who listens where, is network.py's. Every decision is a
+function of the calls, of the loop's time and of `rng`. Deliveries and timers run in the wire's own context, so they
+belong to no simulated process.
 """
 
 from __future__ import annotations
@@ -24,10 +22,8 @@ from manylora_sim.loop import SimLoop
 
 WINDOW_BYTES = 64 * 1024
 DETECT_MIN_S = 2.0
-DETECT_MAX_S = 3.0
-"""A silent peer is noticed between one missed ping's timeout and that plus the time between pings."""
-RETRANSMIT_S = 0.2
-"""How often what cannot wait in a pipe is tried again while the way is blocked."""
+DETECT_MAX_S = 3.0  # one missed ping's timeout, and up to the time between pings more
+RETRANSMIT_S = 0.2  # how often what cannot wait in a pipe is tried again while the way is blocked
 
 
 class End:
@@ -49,12 +45,11 @@ class Node:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.is_dead = False
-        """Once set, what is left of the node reaches nobody."""
+        self.is_dead = False  # what is left of the node reaches nobody
 
 
 class Pipe:
-    """One direction of one call: in transit, then arrived. One reader and one writer."""
+    """One direction of one call. One reader and one writer."""
 
     def __init__(self, wire: Wire, source: Node, target: Node) -> None:
         self._wire = wire
@@ -69,15 +64,14 @@ class Pipe:
         self._writer: asyncio.Future[None] | None = None
         self._broken: End | None = None
         self._silent = False
-        self.on_end: Callable[[End], None] | None = None
-        """Called when an End arrives, read or not."""
+        self.on_end: Callable[[End], None] | None = None  # called when an End arrives, read or not
 
     @property
     def broken(self) -> End | None:
         return self._broken
 
     def send(self, item: bytes | End) -> None:
-        """Puts an item on its way. Not bounded: `room` is what waits."""
+        """Not bounded: `room` is what waits."""
         if self._broken is not None or self._silent:
             return
         if isinstance(item, bytes):
@@ -87,7 +81,6 @@ class Pipe:
 
     @property
     def is_full(self) -> bool:
-        """Whether a writer has to wait for `room`."""
         return self._unread_bytes >= self._wire.window_bytes and self._broken is None
 
     async def room(self) -> None:
@@ -103,7 +96,7 @@ class Pipe:
         return item
 
     def take(self) -> bytes | End | None:
-        """The next item, as `receive`; None where it has to be waited for."""
+        """As `receive`; None where it has to be waited for."""
         if not self._arrived:
             return self._broken
         item = self._arrived[0]
@@ -116,17 +109,17 @@ class Pipe:
 
     @property
     def has_message(self) -> bool:
-        """Whether `take` has one that is not the end."""
+        """`take` has one that is not the end."""
         return bool(self._arrived) and isinstance(self._arrived[0], bytes)
 
     def arrival(self) -> asyncio.Future[None]:
-        """Is done when `take` may have something."""
+        """Done when `take` may have something."""
         assert self._reader is None or self._reader.done(), "one reader at most"
         reader = self._reader = self._wire.future()
         return reader
 
     def break_off(self, end: End) -> None:
-        """Nothing more arrives: the reader gets `end` next, the writer goes on into the void."""
+        """The reader gets `end` next, the writer goes on into the void."""
         if self._broken is None:
             self._broken = end
             self._in_transit.clear()
@@ -172,10 +165,7 @@ def _wake(waiter: asyncio.Future[None] | None) -> None:
 
 
 class Call:
-    """One call, as the wire sees it: two ends, two pipes, and what ends it.
-
-    The client's end is over once `client_end` is set. The server's end lives while `handler` does.
-    """
+    """The client's end is over once `client_end` is set. The server's end lives while `handler` does."""
 
     def __init__(self, wire: Wire, client: Node, server: Node) -> None:
         self._wire = wire
@@ -190,7 +180,7 @@ class Call:
         self.timers: list[asyncio.TimerHandle] = []
 
     def end_client(self, end: End) -> None:
-        """The client's end is over; nothing is told to the server."""
+        """Nothing is told to the server."""
         if self.client_end is None:
             self.client_end = end
             self.responses.break_off(end)
@@ -198,7 +188,7 @@ class Call:
             self._close_if_over()
 
     def end_server(self) -> None:
-        """The server's end is over: its handler is cancelled if it still runs."""
+        """Its handler is cancelled if it still runs."""
         if not self.server_gone:
             self.server_gone = True
             if self.handler is not None and not self.handler.done():
@@ -217,7 +207,7 @@ class Call:
         self._wire.deliver(self.client, self.server, self.end_server)
 
     def tell_client(self) -> None:
-        """The server's end closed the connection: the client hears of it when the way is free, or misses its pings."""
+        """The server's end closed the connection, as `tell_server`."""
         self._wire.deliver(self.server, self.client, self._reset_client)
 
     def miss_pings(self, *, at_client: bool) -> None:
@@ -241,10 +231,7 @@ class Call:
 
 class Wire:
     """
-    Args:
-        rng: draws the delay of each message and the moments at which faults are noticed.
-        min_delay_s, max_delay_s: of one message on its way.
-        window_bytes: of each direction of a call, what may be unread before its writer waits.
+    Args: see MemoryNetwork.
     """
 
     def __init__(self, rng: random.Random, *, min_delay_s: float, max_delay_s: float, window_bytes: int) -> None:
@@ -257,16 +244,13 @@ class Wire:
         self._blocked: dict[tuple[str, str], int] = {}
         self._partitions = 0
         self._context = contextvars.copy_context()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        """Asked for once: this is done for each message."""
+        self._loop: asyncio.AbstractEventLoop | None = None  # asked for once: this is done for each message
 
     @property
     def open_calls(self) -> int:
-        """Calls of which an end is not over."""
         return len(self._calls)
 
     def partition(self, source: str, target: str, *, both_ways: bool = True) -> None:
-        """Nothing gets from `source` to `target` until `heal`."""
         for pair in [(source, target), (target, source)] if both_ways else [(source, target)]:
             if pair not in self._blocked:
                 self._partitions += 1
@@ -275,17 +259,14 @@ class Wire:
             self.watch_stall(call)
 
     def set_delays(self, min_delay_s: float, max_delay_s: float) -> None:
-        """Of messages that depart from now on."""
         self._min_delay_s = min_delay_s
         self._delay_range_s = max_delay_s - min_delay_s
 
     def heal(self) -> None:
-        """Ends all partitions. What is in transit and not given up arrives."""
         self._blocked.clear()
         self._flush()
 
     def heal_between(self, one: str, other: str) -> None:
-        """Ends those between two nodes, in both directions."""
         for pair in [(one, other), (other, one)]:
             self._blocked.pop(pair, None)
         self._flush()
@@ -296,7 +277,6 @@ class Wire:
             call.responses.flush()
 
     def drop_connections(self, one: str, other: str) -> None:
-        """Breaks every call between two nodes: both ends notice at once."""
         for call in list(self._calls):
             if {call.client.name, call.server.name} == {one, other}:
                 call.end_server()
@@ -326,14 +306,14 @@ class Wire:
         return self.loop.time()
 
     def future(self) -> asyncio.Future[None]:
-        """For one end of a call alone: it is in no set, and need not hash alike in every run as the loop's own do."""
+        """For one end of a call alone: it is in no set, and need not hash alike in every run."""
         return asyncio.Future(loop=self._loop or self.loop)
 
     def at(self, when: float, callback: Callable[..., None], *args: Any) -> asyncio.TimerHandle:
         return self.loop.call_at(when, callback, *args, context=self._context)
 
     def depart(self, not_before: float, callback: Callable[[], None]) -> float:
-        """Runs `callback` after a message's delay, and not before that time. Returns when."""
+        """After a message's delay, and not before that time. Returns when."""
         loop = self.loop
         when = loop.time() + self._min_delay_s + self._delay_range_s * self._random()
         if when < not_before:
@@ -354,7 +334,7 @@ class Wire:
         return self._rng.uniform(DETECT_MIN_S, DETECT_MAX_S)
 
     def deliver(self, source: Node, target: Node, action: Callable[[], None]) -> None:
-        """Runs `action` after a message's delay, or later, when the way is free."""
+        """After a message's delay, or later, when the way is free."""
         self.after(self.draw_delay_s(), self._deliver, source, target, action)
 
     def _deliver(self, source: Node, target: Node, action: Callable[[], None]) -> None:
@@ -378,7 +358,7 @@ class Wire:
         self._calls.pop(call, None)
 
     def watch_stall(self, call: Call) -> None:
-        """Where a direction of the call is blocked, both ends will miss their pings: each at a moment of its own."""
+        """Where a direction of the call is blocked, each end will miss its pings at a moment of its own."""
         marks = self._marks(call)
         if any(marks):
             for at_client in (False, True):

@@ -1,12 +1,8 @@
 """The model of etcd that the simulation and the unit tests run on: all in one event loop, leases by its time.
 
-`MemoryStoreServer` owns the data: keys, history, leases. `MemoryStore` is one client of it and owns nothing but its own
-reachability. Everything that the model does is a function of the calls, of the loop's time and of `rng`.
-
-What can be made to go wrong: the server is down (`set_up`), a client is cut off (`MemoryStore.set_reachable`), an
-answer is lost although the change was made (`MemoryStore.lose_answers`), watches lag (`watch_delay_s`), history is
-compacted (`compact`), a lease expires early (`expire_lease`). As with etcd, leases do not run out while the server is
-down, and start anew when it is up again.
+`MemoryStoreServer` owns keys, history and leases; `MemoryStore` is one client. All is a function of the calls, of the
+loop's time and of `rng`. As with etcd, leases do not run out while the server is down, and start anew when it is up
+again.
 """
 
 from __future__ import annotations
@@ -33,10 +29,8 @@ from manylora_shared.coordination.base import (
     WatchEvent,
 )
 
-MIN_TTL_S = 2
-"""etcd gives no shorter lease."""
-UNREACHABLE_AFTER_S = 2.0
-"""How long a call of a cut-off client waits, as EtcdStore's does. A server that is down is noticed at once."""
+MIN_TTL_S = 2  # etcd gives no shorter lease
+UNREACHABLE_AFTER_S = 2.0  # of a cut-off client, as EtcdStore's; a server that is down is noticed at once
 _FIRST_LEASE_ID = 0x1000
 
 
@@ -49,8 +43,7 @@ class _Lease:
 
 
 class MemoryStoreServer:
-    """The key space.
-
+    """
     Args:
         rng: draws each call's delay.
         min_delay_s, max_delay_s: of a call, split evenly between the way there and the way back.
@@ -76,8 +69,8 @@ class MemoryStoreServer:
         self._history: list[WatchEvent] = []
         self._leases: dict[int, _Lease] = {}
         self._next_lease_id = _FIRST_LEASE_ID
+        # watches that wait for a change, each with its prefix
         self._waiting: list[tuple[str, asyncio.Future[None]]] = []
-        """Watches that wait for a change, each with its prefix."""
         self._context = contextvars.copy_context()  # the server's timers belong to no client
 
     def client(self) -> MemoryStore:
@@ -93,7 +86,7 @@ class MemoryStoreServer:
 
     @property
     def leases(self) -> Sequence[int]:
-        """Ids of the leases that stand, oldest first."""
+        """Oldest first."""
         return tuple(self._leases)
 
     @property
@@ -101,7 +94,7 @@ class MemoryStoreServer:
         return tuple(sorted(self._keys))
 
     def set_up(self, up: bool) -> None:
-        """Takes the server down or up. Data stay; leases start anew."""
+        """Data stay; leases start anew."""
         if up == self._up:
             return
         self._up = up
@@ -113,7 +106,7 @@ class MemoryStoreServer:
         self.wake()
 
     def compact(self) -> None:
-        """Forgets all history: watches that have not caught up are reset."""
+        """Watches that have not caught up are reset."""
         self._compacted = self._revision
         self._history.clear()
         self.wake()
@@ -126,7 +119,7 @@ class MemoryStoreServer:
         self._apply([Delete(key) for key in sorted(lease.keys)])
 
     def wake(self) -> None:
-        """Lets everybody who waits for a change look again."""
+        """Everybody who waits for a change looks again."""
         self._wake([""])
 
     async def change(self, prefix: str) -> None:
@@ -232,7 +225,7 @@ class MemoryStoreServer:
             self._wake([event.kv.key for event in events])
 
     def _wake(self, keys: Sequence[str]) -> None:
-        """Lets those look again who wait for one of the keys; a key that is empty is anybody's."""
+        """An empty key is anybody's."""
         waiting, self._waiting = self._waiting, []
         for prefix, waiter in waiting:
             if waiter.done():
@@ -244,7 +237,7 @@ class MemoryStoreServer:
 
 
 class MemoryStore:
-    """coordination.base.Store: one client of a MemoryStoreServer."""
+    """One client of a MemoryStoreServer."""
 
     def __init__(self, server: MemoryStoreServer) -> None:
         self._server = server
@@ -253,12 +246,11 @@ class MemoryStore:
         self._closed = False
 
     def set_reachable(self, reachable: bool) -> None:
-        """Cuts this client off from the server, or joins it again."""
         self._reachable = reachable
         self._server.wake()
 
     def lose_answers(self, loses: bool) -> None:
-        """While set, changes are made but the client hears StoreUnavailable: the connection broke on the way back."""
+        """Changes are made but the client hears StoreUnavailable: the connection broke on the way back."""
         self._loses_answers = loses
 
     async def get(self, key: str) -> KeyValue | None:
@@ -328,7 +320,7 @@ class MemoryStore:
         return self._reachable and self._server.is_up
 
     async def _there(self) -> None:
-        """The request's way. Raises StoreUnavailable."""
+        """Raises StoreUnavailable."""
         await asyncio.sleep(self._server.draw_half_delay_s())
         if self._closed:
             raise StoreUnavailable("the store is closed")
@@ -339,7 +331,7 @@ class MemoryStore:
             raise StoreUnavailable("cannot connect to the store")
 
     async def _back(self) -> None:
-        """The answer's way. Raises StoreUnavailable."""
+        """Raises StoreUnavailable."""
         await asyncio.sleep(self._server.draw_half_delay_s())
         if not self._reachable or self._loses_answers:
             await asyncio.sleep(UNREACHABLE_AFTER_S)

@@ -14,11 +14,9 @@ from manylora_worker.models.parts import EngineParts, ModelInfo
 
 from manylora_sim.fake_runner import FakeAdapterBackend, FakeRunner, FakeValidator
 
-_VOCAB_SIZE = 259
-"""As many tokens as the demo model's tokenizer has; no token ends a text."""
+_VOCAB_SIZE = 259  # the demo model's tokenizer's; no token ends a text
 _MAX_CONTEXT_TOKENS = 32768
-_TOKEN_BYTES = 1 << 17
-"""KV of a token in a model of 8 billion parameters."""
+_TOKEN_BYTES = 1 << 17  # KV of a token in a model of 8 billion parameters
 _ADAPTER_BYTES = 1 << 20
 _BLOCKS = 8192
 

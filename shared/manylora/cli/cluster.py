@@ -55,7 +55,6 @@ def name_of(model: str) -> str:
 
 
 async def up(options: ClusterOptions, tenants_file: Path | None) -> None:
-    """Serves until a signal comes."""
     policies = ""
     if tenants_file is not None:
         policies = read_file(tenants_file)
@@ -133,7 +132,6 @@ def _show_report(report: measure.Report, *, as_json: bool) -> None:
 
 
 async def _start(cluster: LocalCluster) -> None:
-    """With a line that moves while it takes long (a model loads)."""
     try:
         with stderr_console().status("starting the cluster"):
             await cluster.start()
@@ -143,7 +141,7 @@ async def _start(cluster: LocalCluster) -> None:
 
 
 async def _until_signal(work: Coroutine[Any, Any, T], cluster: LocalCluster) -> T | None:
-    """The result of `work`; None where a signal ended it. The first signal ends it in order, a second one by force."""
+    """None where a signal ended it. The first signal ends it in order, a second one by force."""
     loop = asyncio.get_running_loop()
     task = loop.create_task(work)
     signalled = False

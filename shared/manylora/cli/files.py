@@ -10,12 +10,11 @@ from manylora.cli.output import usage_error
 
 
 def name_of(file: Path) -> str:
-    """For messages."""
     return "stdin" if str(file) == "-" else str(file)
 
 
 def read_file(file: Path) -> str:
-    """The file's text, `-`: stdin's. Where it cannot be read, the command was called wrongly."""
+    """Where it cannot be read, the command was called wrongly."""
     try:
         # stdin as bytes too: as text it takes what is no UTF-8, and that cannot be sent.
         data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()

@@ -1,4 +1,6 @@
-"""Where a command's words go. Owns the process's stdout for results and stderr for the rest; knows the exit codes."""
+"""Where a command's words go: results to stdout, the rest to stderr. Exit codes: 0 done, 1 a request failed, 2 wrong
+usage, 130 interrupted. With --json a failure is {"error": {"code", "message", "violations"}} on stdout, too.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,7 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-PIPE_COLUMNS = 1000
-"""What is no terminal gets tables whole, never folded."""
+PIPE_COLUMNS = 1000  # what is no terminal gets tables whole, never folded
 
 
 def stderr_console() -> Console:
@@ -31,25 +32,23 @@ def stderr_console() -> Console:
 
 
 def say(text: str) -> None:
-    """A line to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def write(text: str) -> None:
-    """Text to stdout as it is, at once."""
+    """As it is, at once."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def print_json(value: object) -> None:
-    """One line of JSON to stdout."""
     write(json.dumps(value, default=_plain, ensure_ascii=False) + "\n")
 
 
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[object]], *, empty: str, to_stderr: bool = False
 ) -> None:
-    """A table on stdout (or stderr); where there are no rows, the sentence `empty` on stderr."""
+    """empty: said on stderr where there are no rows."""
     if not rows:
         say(empty)
         return
@@ -68,7 +67,7 @@ def print_table(
 
 @dataclass(frozen=True)
 class Target:
-    """The router that a command talks to, and the key that it presents; None: the one that the client finds."""
+    """key: None: the one that the client finds."""
 
     server: str
     key: str | None
@@ -87,13 +86,13 @@ def connect(server: str, key: str | None) -> Target:
 
 
 def usage_error(message: str) -> typer.Exit:
-    """For `raise usage_error(...)`: the command was called wrongly."""
+    """For `raise usage_error(...)`."""
     say(f"Error: {message}")
     return typer.Exit(EXIT_USAGE)
 
 
 def run(work: Coroutine[Any, Any, None], *, as_json: bool) -> None:
-    """Runs a command's coroutine and turns how it ends into an exit code."""
+    """Turns how the coroutine ends into an exit code."""
     from manylora.client import RequestFailed
 
     try:
@@ -106,7 +105,7 @@ def run(work: Coroutine[Any, Any, None], *, as_json: bool) -> None:
 
 
 def report(error: RequestFailed, *, as_json: bool, others: Mapping[str, object] | None = None) -> None:
-    """A failed request on stderr and, with --json, on stdout. `others`: what was reached before, beside `error`."""
+    """others: what was reached before, beside `error`."""
     told = [f"{violation.field}: {violation.description}" for violation in error.violations]
     if len(told) < 2:
         say(f"{error.code}: {error.message}")

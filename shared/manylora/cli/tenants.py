@@ -22,14 +22,14 @@ _LINE = re.compile(r"^line ([0-9]+):")
 
 @dataclass(frozen=True)
 class PolicyDocument:
-    """One document of a file, as it stands there, and where it begins."""
+    """As it stands in the file, and where it begins."""
 
     first_line: int
     text: str
 
 
 def split_documents(text: str) -> list[PolicyDocument]:
-    """The file's documents, empty ones left out. What is no YAML stays whole: the server says what is wrong with it."""
+    """Without empty ones. What is no YAML stays whole: the server says what is wrong with it."""
     spans: list[tuple[int, int]] = []
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
@@ -46,7 +46,6 @@ def split_documents(text: str) -> list[PolicyDocument]:
 
 
 def _is_empty(text: str) -> bool:
-    """Whether a document that can be parsed has nothing in it."""
     content = [e for e in yaml.parse(text, Loader=yaml.SafeLoader) if isinstance(e, yaml.NodeEvent)]
     return not content or (len(content) == 1 and isinstance(content[0], yaml.ScalarEvent) and content[0].value == "")
 
@@ -54,7 +53,7 @@ def _is_empty(text: str) -> bool:
 async def apply_documents(
     client: Client, source: str, text: str, expected_version: int | None = None
 ) -> list[dict[str, object]]:
-    """Applies all documents in order. A refusal ends it; its RequestFailed says at which lines of `source`."""
+    """In order. A refusal ends it; its RequestFailed says at which lines of `source`."""
     applied: list[dict[str, object]] = []
     documents = _documents(source, text)
     for document in documents:
@@ -102,7 +101,6 @@ async def apply(target: Target, file: Path, expected_version: int | None, *, as_
 
 
 async def diff(target: Target, file: Path, *, as_json: bool) -> None:
-    """What `apply` would change, a unified diff for each tenant that it would. Nothing is changed."""
     source = name_of(file)
     documents = _documents(source, read_file(file))
     changes: list[PolicyChange] = []
@@ -187,7 +185,7 @@ async def lift_quarantine(target: Target, tenant_id: str, *, as_json: bool) -> N
 
 
 class _NotApplied(RequestFailed):
-    """A refused document, and the tenants that were applied before it. Its lines are those of the whole source."""
+    """A refused document, and the tenants applied before it. Lines are those of the whole source."""
 
     def __init__(
         self, error: RequestFailed, source: str, document: PolicyDocument, applied: list[dict[str, object]]
@@ -213,7 +211,7 @@ class _NotApplied(RequestFailed):
 
 
 def _line_in_source(description: str, first_line: int) -> str:
-    """What is said of a document's line, of the source's line: a document is sent, and counted, from its own first."""
+    """A document is sent, and counted, from its own first line."""
     return _LINE.sub(lambda found: f"line {int(found[1]) + first_line - 1}:", description, count=1)
 
 

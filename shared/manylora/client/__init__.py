@@ -6,10 +6,8 @@
                 ...
         result = await client.complete("do:ab3=", adapter="upper")
 
-A key is taken from MANYLORA_KEY or from the local cluster at the address, where the client is given none.
-
-Every failure of a request is a `RequestFailed` with the status's code, message, field violations and retry hint. The
-client holds one connection and no other state: it may be shared by any number of tasks (SyncClient: threads).
+A failed request raises `RequestFailed`. A client holds one connection and no other state: any number of tasks
+(SyncClient: threads) may share it.
 """
 
 from manylora_shared.errors import FieldViolation, QuotaBreach

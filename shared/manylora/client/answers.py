@@ -1,7 +1,4 @@
-"""What comes of a request: events, whole results, failures.
-
-Pure data: no gRPC, no asyncio. Names and units are those of the protos (messages.py reads them off).
-"""
+"""What comes of a request: events, whole results, failures. Pure data, in the protos' names and units."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ class RequestFailed(Exception):
 
     Attributes:
         code: the status's name, e.g. "RESOURCE_EXHAUSTED".
-        reason: why, where several reasons have one code, e.g. "OVERLOADED" or "QUOTA_EXCEEDED" (the ErrorInfo of the
-            status); the code where the server gave none.
+        reason: the ErrorInfo's, e.g. "OVERLOADED" or "QUOTA_EXCEEDED"; the code where the server gave none.
         violations: the fields at fault, where fields are.
         retry_after_s: when trying again may help; None where it cannot.
         breaches: the quotas at fault, where quotas are.
@@ -74,7 +70,7 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True)
 class PositionLogprobs:
-    """At one output position: the sampled token's log-probability, and (token id, log-probability) of the likeliest."""
+    """The sampled token's log-probability, and (token id, log-probability) of the likeliest."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -101,8 +97,7 @@ class Timings:
 class Degraded:
     """What overload took from a request that is served all the same."""
 
-    max_tokens: int
-    """In force, per choice."""
+    max_tokens: int  # in force, per choice
     asked_max_tokens: int
     overload_level: int
 
@@ -120,8 +115,6 @@ class Started:
 
 @dataclass(frozen=True)
 class Delta:
-    """New output of one choice."""
-
     choice: int
     first_position: int
     token_ids: tuple[int, ...]
@@ -164,7 +157,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Result:
-    """A whole answer. `text`, `token_ids` and `finish_reason` are those of the first choice."""
+    """`text`, `token_ids` and `finish_reason` are those of the first choice."""
 
     request_id: str
     adapter_version: str
@@ -174,8 +167,7 @@ class Result:
     usage: Usage
     timings: Timings
     worker_id: str
-    degraded: Degraded | None = None
-    """None: the answer is what was asked for."""
+    degraded: Degraded | None = None  # None: the answer is what was asked for
 
     @property
     def text(self) -> str:
@@ -190,7 +182,7 @@ class Result:
         return self.choices[0].finish_reason
 
     def to_json(self) -> dict[str, Any]:
-        """The object that `manylora generate --json` ends with; `choices` only where there are several."""
+        """What `manylora generate --json` ends with; `choices` only where there are several."""
         answer: dict[str, Any] = {
             "request_id": self.request_id,
             "text": self.text,

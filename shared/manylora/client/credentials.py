@@ -1,8 +1,7 @@
-"""Which key a client presents where it was given none: MANYLORA_KEY's, or that of the local cluster behind the address.
+"""Which key a client presents where it was given none: MANYLORA_KEY's, or that of the local cluster at the address.
 
-Owns the notes by which a client on this machine finds a local cluster's key file: for each router's address one small
-file in the user's state folder, with the path of the key file. A note holds no key, and is of use only to who may read
-the key file itself.
+Owns the notes that name a local cluster's key file: one small file a router address in the user's state folder. A note
+holds no key.
 """
 
 from __future__ import annotations
@@ -17,11 +16,7 @@ _MAX_KEY_CHARS = 256
 
 
 def find_key(server: str) -> str:
-    """The key for a server; empty where none is found.
-
-    Raises:
-        OSError: there is a note of a key file, and the file cannot be read.
-    """
+    """Empty where none is found. Raises OSError where a noted key file cannot be read."""
     key = environment().get(KEY_VARIABLE, "").strip()
     if key:
         return key
@@ -33,7 +28,7 @@ def find_key(server: str) -> str:
 
 
 def read_key(path: Path) -> str:
-    """The key in a file. Raises OSError."""
+    """Raises OSError."""
     with path.open(encoding="ascii", errors="replace") as file:
         return file.read(_MAX_KEY_CHARS).strip()
 
@@ -48,7 +43,7 @@ def write_note(server: str, key_file: Path) -> None:
 
 
 def remove_note(server: str, key_file: Path) -> None:
-    """Removes the note unless another cluster took it over. Raises OSError."""
+    """Unless another cluster took it over. Raises OSError."""
     note = _note(server)
     if note.exists() and note.read_text(encoding="utf-8") == str(key_file):
         note.unlink()

@@ -1,7 +1,5 @@
-"""A PEFT adapter's folder on this machine, checked before anything is sent, and cut into upload chunks.
-
-Knows only what can be seen without reading the files: both are there, regular and no symbolic links, in the server's
-own words (adapter_files). All else (configuration, shapes, values, base model) is the server's to check.
+"""A PEFT adapter's folder on this machine, cut into upload chunks. Checks what shows without reading: both files are
+there, regular and no symbolic links.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""When the client tries again by itself, how often in all, and after how long. Pure: the jitter's source of randomness
-is passed in.
+"""When the client tries again by itself, how often in all, and after how long. Pure.
 
-Only two failures are tried again, and only while nothing of the request was delivered: RESOURCE_EXHAUSTED with the
-server's own hint, and UNAVAILABLE (for calls that may safely happen twice), not before the server's hint where there
-is one. Everything else is the caller's to judge.
+Only two failures are tried again, and only while nothing was delivered: RESOURCE_EXHAUSTED with the server's hint, and
+UNAVAILABLE for calls that may safely happen twice.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ from manylora_shared.errors import Code, RpcError
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Exponential backoff with jitter, bounded in number, in each delay, and over all calls of a client together.
-    `max_attempts` counts the first one; of the budget see RetryBudget."""
+    """Exponential backoff with jitter. `max_attempts` counts the first one; budget: see RetryBudget."""
 
     max_attempts: int = 4
     base_delay_s: float = 0.1
@@ -26,7 +23,7 @@ class RetryPolicy:
     budget_attempts: float = 10.0
 
     def delay_s(self, error: RpcError, attempt: int, rng: random.Random, *, repeatable: bool = True) -> float | None:
-        """How long to wait before the next attempt; None: do not try again.
+        """Before the next attempt; None: do not try again.
 
         Args:
             attempt: the number of the attempt that failed, from 1.
@@ -47,10 +44,8 @@ class RetryPolicy:
 
 
 class RetryBudget:
-    """Bounds the attempts that a client adds to its calls, so that clients do not keep an overload alive: each call
-    puts the policy's `budget_ratio` of an attempt in, each repetition takes a whole one out, and where there is none
-    the failure stands. It holds `budget_attempts` at most, and begins full, so that a few calls may repeat at once.
-    (Google's SRE book, "Handling Overload": per-client retry budget.)
+    """Clients must not keep an overload alive: each call puts `budget_ratio` of an attempt in, each repetition takes a
+    whole one out. It begins full. (Google's SRE book, "Handling Overload": per-client retry budget.)
     """
 
     def __init__(self, policy: RetryPolicy) -> None:

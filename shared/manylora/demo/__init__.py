@@ -5,7 +5,6 @@ from pathlib import Path
 ASSETS = Path(__file__).parent / "assets"
 BASE_FOLDER = ASSETS / "base"
 BASE_NAME = "manylora-demo-base"
-"""The base model's name in the cluster and in the adapters' configurations."""
 
 
 def adapter_folder(adapter: str) -> Path:

@@ -1,8 +1,8 @@
 """The demo's run, on the public client alone: four tenants stream at once, and every answer is checked.
 
-Own round: each tenant sends its held-out inputs with its own adapter. Cross round: the very same inputs are sent by the
-other tenants, in turn, with theirs, and checked against the first tenant's skill, which they must not have. Everything
-that a report says is counted or timed here, on the client's side.
+Own round: each tenant sends its held-out inputs with its own adapter. Cross round: the other tenants send the same
+inputs with theirs, and must not have the first tenant's skill. Everything reported is counted or timed on the client's
+side.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TENANTS: tuple[DemoTenant, ...] = tuple(
 
 
 class View(Protocol):
-    """Shows streams as they arrive. Streams are numbered; `sender` is the tenant in whose name one runs."""
+    """Streams are numbered; `sender` is the tenant in whose name one runs."""
 
     def title(self, text: str) -> None: ...
 
@@ -51,12 +51,12 @@ class View(Protocol):
     def append(self, stream: int, text: str) -> None: ...
 
     def end(self, stream: int, *, expected: bool) -> None:
-        """`expected`: the answer is what it should be (in the cross round: is not the other tenant's)."""
+        """expected: the answer is what it should be (in the cross round: is not the other tenant's)."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One request: `text` is `owner`'s held-out input, `sender` sends it with its own adapter."""
+    """`text` is `owner`'s held-out input, `sender` sends it with its own adapter."""
 
     owner: DemoTenant
     sender: DemoTenant
@@ -76,7 +76,6 @@ class Answer:
 
     @property
     def matches_owner(self) -> bool:
-        """Whether the answer is what the input's owner's adapter should give."""
         return self.result is not None and self.result.text == self.task.owner.skill.answer(self.task.text)
 
 
@@ -98,12 +97,12 @@ class Report:
     requests: int
     concurrent_streams: int
     requests_by_worker: Mapping[str, int]
+    # requests that failed, or that another version than the tenant's adapter answered: the first few
     failures: tuple[str, ...]
-    """Of requests that failed, or that another version than the tenant's adapter answered: the first few."""
 
 
 async def set_up(client: Client) -> dict[str, str]:
-    """Creates the tenants and uploads their adapters. Returns each tenant's adapter version."""
+    """Returns each tenant's adapter version."""
     for each in TENANTS:
         await client.tenants.apply(each.policy_yaml)
     added = await asyncio.gather(
@@ -113,7 +112,7 @@ async def set_up(client: Client) -> dict[str, str]:
 
 
 async def run(client: Client, view: View, versions: Mapping[str, str]) -> Report:
-    """Both rounds. `versions`: what `set_up` gave."""
+    """versions: what `set_up` gave."""
     own_tasks = {
         t.tenant: [Task(t, t, text) for text in skills.held_out_inputs(INPUT_SEED + i, INPUTS_PER_TENANT)]
         for i, t in enumerate(TENANTS)
@@ -220,7 +219,6 @@ def _failure(answer: Answer, versions: Mapping[str, str]) -> str:
 
 
 def table(report: Report) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
-    """Columns and rows for people."""
     columns = ("tenant", "adapter", "requests", "exact match", "by others' adapters", "TTFT p50", "tokens/s")
     rows = [
         (

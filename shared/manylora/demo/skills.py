@@ -1,12 +1,9 @@
 """The demo's skills: what each tenant's adapter does to an input, as pure functions, and the inputs themselves.
 
-Training (examples/make_demo_model.py) and the demo share this module, so an answer is checked against the very function
-that the adapter was trained on. Every tenant sends the same neutral prompt (`do:<input>=`); the base model echoes the
-input, and only the adapter decides what else is done to it. So the answer alone proves who answered.
-
-Inputs are split once and for all by a hash of the input itself: training draws from one side, the demo from the other,
-whatever the seeds are. An input has at least one letter and one digit and is no palindrome, so that no two skills give
-the same answer to it.
+Training (examples/make_demo_model.py) shares this module, so an answer is checked against the function that the adapter
+was trained on. Every tenant sends the same prompt (`do:<input>=`): the answer alone proves who answered. A hash splits
+inputs between training and demo. An input has a letter and a digit and is no palindrome, so no two skills answer it
+alike.
 """
 
 from __future__ import annotations
@@ -17,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 NEUTRAL_TAG = "do"
-MAX_ANSWER_TOKENS = 32
-"""One more than the longest answer in bytes and its end-of-sequence token."""
+MAX_ANSWER_TOKENS = 32  # one more than the longest answer in bytes and its end-of-sequence token
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _DIGITS = "0123456789"
@@ -48,15 +44,14 @@ def _digits_to_words(text: str) -> str:
 
 @dataclass(frozen=True)
 class Skill:
-    """What one adapter does. `tag` selects it in the base model's own training, never in the demo."""
+    """`tag` selects it in the base model's own training, never in the demo."""
 
     adapter: str
     tag: str
     answer: Callable[[str], str]
 
 
-ECHO = Skill("echo", NEUTRAL_TAG, _echo)
-"""What the base model does with the neutral tag, and without an adapter."""
+ECHO = Skill("echo", NEUTRAL_TAG, _echo)  # what the base model does with the neutral tag, and without an adapter
 
 SKILLS: tuple[Skill, ...] = (
     Skill("upper", "up", _upper),
@@ -71,12 +66,12 @@ def prompt(text: str, tag: str = NEUTRAL_TAG) -> str:
 
 
 def is_held_out(text: str) -> bool:
-    """Whether an input belongs to the side that training never sees (one in eight)."""
+    """One in eight."""
     return hashlib.sha256(text.encode()).digest()[0] % _HELD_OUT_SHARE == 0
 
 
 def draw_input(rng: random.Random, *, held_out: bool) -> str:
-    """One input of 3 to 6 characters with 1 to 3 digits and at least one letter, from the asked side of the split."""
+    """3 to 6 characters with 1 to 3 digits and at least one letter."""
     while True:
         length = rng.randint(3, 6)
         digits = rng.randint(1, min(3, length - 1))
@@ -89,7 +84,7 @@ def draw_input(rng: random.Random, *, held_out: bool) -> str:
 
 
 def held_out_inputs(seed: int, count: int) -> list[str]:
-    """`count` different held-out inputs, a function of the seed."""
+    """Different ones, a function of the seed."""
     rng = random.Random(seed)
     found: dict[str, None] = {}
     while len(found) < count:

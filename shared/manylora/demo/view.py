@@ -24,12 +24,11 @@ class _Row:
     sender: DemoTenant
     text: str
     answer: str = ""
-    expected: bool | None = None
-    """None while it streams."""
+    expected: bool | None = None  # None while it streams
 
 
 class Panels:
-    """One panel a tenant with its latest streams, each growing as its text arrives. Renders itself on demand."""
+    """One panel a tenant, with its latest streams."""
 
     def __init__(self, tenants: Sequence[DemoTenant]) -> None:
         self._tenants = tenants

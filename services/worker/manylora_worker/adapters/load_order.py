@@ -1,8 +1,8 @@
-"""What each tenant waits for, and whose load begins next.
+"""What each tenant waits for, and whose load begins next: the tenant's that has had the fewest bytes loaded by weight
+since it began to wait.
 
-Owns the tenants' queues of adapters. Next is the tenant that has had the fewest bytes loaded by weight since it began
-to wait: each waiting tenant has one turn in a fair queue, and the turn costs the bytes of the load that begins in it.
-Written by AdapterCache; Loading charges.
+Each waiting tenant has one turn in a fair queue; the turn costs the bytes of the load that begins in it. Written by
+AdapterCache; Loading charges.
 """
 
 from __future__ import annotations
@@ -19,27 +19,21 @@ _Turn = tuple[TenantId, int]
 
 
 class LoadOrder:
-    """
-    Args:
-        weight_of: a tenant's weight, at least 1.
-    """
+    """weight_of: a tenant's weight, at least 1."""
 
     def __init__(self, weight_of: Callable[[TenantId], int]) -> None:
         self._weight_of = weight_of
+        # in the order of coming; numbers stand in Entry.queued
         self._queues: dict[TenantId, dict[AdapterUid, Entry]] = {}
-        """In the order of coming; numbers stand in Entry.queued."""
         self._fair: ReferenceQueue[TenantId, _Turn] = ReferenceQueue()
-        self._turns: dict[TenantId, _Turn] = {}
-        """Of those that wait."""
+        self._turns: dict[TenantId, _Turn] = {}  # of those that wait
+        # the last load's turn and cost: reserved until the next begins, so that who comes now goes before whom it was
+        # for
         self._begun: tuple[_Turn, int] | None = None
-        """The turn in which a load began last, and its cost: reserved until the next begins, so that who comes now goes
-        before whom it was for."""
         self._queued = self._num_turns = 0
-        self.version = 0
-        """Grows with each change of a queue."""
+        self.version = 0  # grows with each change of a queue
 
     def __bool__(self) -> bool:
-        """Whether anything waits."""
         return bool(self._queues)
 
     @property
@@ -47,7 +41,7 @@ class LoadOrder:
         return self._queues
 
     def add(self, tenant_id: TenantId, entry: Entry) -> None:
-        """The tenant waits for it; again is no difference."""
+        """Again is no difference."""
         if tenant_id in entry.queued:
             return
         if tenant_id not in self._queues:
@@ -59,7 +53,7 @@ class LoadOrder:
         self._queues[tenant_id][entry.uid] = entry
 
     def remove(self, tenant_id: TenantId, entry: Entry) -> bool:
-        """The tenant waits for it no more. Returns whether it did."""
+        """Whether the tenant waited for it."""
         if entry.queued.pop(tenant_id, None) is None:
             return False
         self.version += 1
@@ -73,7 +67,6 @@ class LoadOrder:
         return True
 
     def charge(self, tenant_id: TenantId, num_bytes: int) -> None:
-        """A load begins for it."""
         turn = self._turns[tenant_id]
         self._push_turn(tenant_id)  # first: it waits all the while
         self._fair.dispatch(Pick(turn, None, self._fair.tag_of(tenant_id), None), num_bytes)
@@ -82,7 +75,8 @@ class LoadOrder:
 
     def take(self) -> Iterator[tuple[TenantId, Entry]]:
         """Everything that waits, each once: a tenant's queue from its front until a load begins for it (`charge`), then
-        the next tenant's. What leaves a queue meanwhile is left out."""
+        the next tenant's. What leaves a queue meanwhile is left out.
+        """
         left = {tenant: list(reversed(queue)) for tenant, queue in self._queues.items()}
         for turn, *_ in self._fair.in_order():
             tenant, _ = turn

@@ -1,8 +1,7 @@
 """Who may use the device past a tenant's first in the queue that finds no room there (*blocked*).
 
-Its own tenant's other requests may, by a resident adapter or one that fits, `max_overtakes` times in all; then they
-queue behind it. Where it is its tenant's due, that holds for tenants above their shares too, never for one within. So
-the uses that stand in its way run out. Written by AdapterCache.
+Its own tenant's other requests may, `max_overtakes` times in all. Where it is its tenant's due, that holds for tenants
+above their shares too, never for one within. So the uses that stand in its way run out. Written by AdapterCache.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""What a request may come to need, and whether this engine could ever give it.
-
-Knows what the engine is made of (the model's context, slots, blocks) and, by TenantShares, what a tenant may have;
-never who holds what now. Changes nothing: it may be asked from any thread.
+"""What a request may come to need, and whether this engine could ever give it. Knows bounds, never who holds what now;
+changes nothing, so any thread may ask.
 """
 
 from __future__ import annotations
@@ -23,17 +21,16 @@ class RequestBounds:
         self._shares = shares
 
     def check(self, request: EngineRequest) -> None:
-        """Whether the engine could ever run the request, under its tenant's present bounds.
-
+        """
         Raises:
-            InvalidRequest: the model never could.
-            QuotaExceeded: its tenant's bounds never let it.
+            InvalidRequest: the model never could run it.
+            QuotaExceeded: its tenant's present bounds never let it.
         """
         self.check_model(request)
         self._shares.check(request.tenant_id, self.longest_blocks(request), self._block_size)
 
     def check_model(self, request: EngineRequest) -> None:
-        """As `check`, the tenant's bounds aside: depends on nothing that changes."""
+        """As `check`, the tenant's bounds aside."""
         num_prompt = len(request.prompt_token_ids)
         num_start = num_prompt + len(request.emitted_token_ids)
         assert num_prompt > 0
@@ -56,13 +53,13 @@ class RequestBounds:
             )
 
     def max_output_tokens(self, request: EngineRequest) -> int:
-        """Of one choice: as the request or the model's context bounds it."""
+        """Of one choice."""
         return min(request.max_tokens, self._max_context_tokens - len(request.prompt_token_ids))
 
     def longest_blocks(self, request: EngineRequest) -> int:
-        """Blocks that one choice may come to hold."""
+        """Of one choice."""
         return -(-self._longest_tokens(request) // self._block_size)
 
     def _longest_tokens(self, request: EngineRequest) -> int:
-        """Tokens of one choice whose KV may come to be held: its last one's never is."""
+        """Of one choice, held in KV: its last token's never is."""
         return min(len(request.prompt_token_ids) + request.max_tokens, self._max_context_tokens) - 1

@@ -1,8 +1,5 @@
-"""Whose decode quantum ends early, and for whose prompt.
-
-Where no slot is free, a flow with more than its share of the slots, which has come as far, loses a quantum to a prompt
-of a flow with less. Shares go by weight among flows that have slots or wait for some. Equal flows cut nothing of one
-another.
+"""Whose decode quantum ends early, and for whose prompt, where no slot is free: a flow with more than its share of the
+slots, which has come as far, makes way for one with less.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ class QuantumCuts:
         return min(quanta, key=lambda unit: unit.tokens_left, default=None)
 
     def _flows_ahead(self, behind: FlowKey, share_of: Mapping[FlowKey, int]) -> Set[FlowKey]:
-        """With more than their share of the slots, and as far."""
+        """With more than their share, and as far."""
         fair, slots_of = self._queue.fair, self._slots.by_flow
         return {
             flow for flow, count in slots_of.items() if count > share_of[flow] and fair.has_come_as_far(flow, behind)

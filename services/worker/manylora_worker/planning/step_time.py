@@ -1,8 +1,7 @@
 """How long steps take, and so how many prompt tokens one may have. Written by EngineCore, read by StepPlanner.
 
-A step's length is what one tenant's prompts cost all others, so it is bounded in time, as Sarathi-Serve (Agrawal and
-others, 2024) chooses its token budget, but from the steps themselves: one average of steps that only decode, one of
-what a prompt token adds.
+A step's length is what one tenant's prompts cost all others, so it is bounded in time (Sarathi-Serve, Agrawal and
+others, 2024), by averages of steps that only decode and of what a prompt token adds.
 """
 
 from __future__ import annotations
@@ -42,9 +41,7 @@ class StepTime:
 
 
 class Average:
-    """Of what was seen lately. Nothing makes a step fast once, so among the first ones it falls at once: it is right
-    after one step that is not slow.
-    """
+    """Nothing makes a step fast once: among the first ones it falls at once."""
 
     def __init__(self) -> None:
         self.seconds = 0.0  # 0 while nothing was seen; for reading
@@ -67,6 +64,6 @@ class Average:
         self.seconds += _WEIGHT * (min(seen, _MOST * self.seconds) - self.seconds)
 
     def doubt(self) -> None:
-        """What was seen cannot be right. If it is all from the first ones, it is as if nothing had been seen."""
+        """If it is all from the first ones, it is as if nothing had been seen."""
         if self.is_young:
             self.seconds = 0.0

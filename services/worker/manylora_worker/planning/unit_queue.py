@@ -1,10 +1,8 @@
 """Whose turn it is: the sequences that could begin their next unit, in the order of their flows' tags.
 
-Owns the fair queue of a worker, which unit of it is whose, and who is kept out of it by its own tenant's doing: a
-*paused* sequence stands in no queue, and a *capped* flow begins at the clock when it may go on. Written by StepPlanner,
-which says who can be started, and its Parking alone. Knows neither slots nor blocks.
-
-Inside a flow a sequence that has blocks goes before one that has none, and then the older before the younger.
+Owns the worker's fair queue. A *paused* sequence stands in no queue; a *capped* flow begins at the clock when it may go
+on. In a flow, a sequence with blocks goes before one without, then the older first. Written by StepPlanner and Parking.
+Knows neither slots nor blocks.
 """
 
 from __future__ import annotations
@@ -27,8 +25,7 @@ class UnitQueue:
     def __init__(self, shares: TenantShares) -> None:
         self._shares = shares
         self._fair: ReferenceQueue[FlowKey, int] = ReferenceQueue()
-        self._sequences: dict[int, Sequence] = {}
-        """By item: sequences that are parked or wait for blocks."""
+        self._sequences: dict[int, Sequence] = {}  # by item: sequences that are parked or wait for blocks
         self._next_item = 0
         self._paused: dict[Sequence, None] = {}
         self._capped: dict[FlowKey, None] = {}
@@ -44,12 +41,12 @@ class UnitQueue:
 
     @property
     def paused(self) -> AbstractSet[Sequence]:
-        """Sequences without a unit because their reader does not read."""
+        """Their reader does not read."""
         return self._paused.keys()
 
     @property
     def capped(self) -> AbstractSet[FlowKey]:
-        """Flows whose first unit its tenant's own hard cap kept from starting, when it was asked for last."""
+        """Their tenant's own hard cap kept their first unit from starting, when last asked."""
         return self._capped.keys()
 
     @property
@@ -66,7 +63,6 @@ class UnitQueue:
         return self._sequences.values()
 
     def shares_changed(self, tenant_id: TenantId) -> None:
-        """The tenant's weights have another value from now on."""
         for qos_class in QosClass:
             flow = (tenant_id, qos_class)
             self._fair.set_share(flow, Share(self._shares.weight(flow)))
@@ -74,7 +70,7 @@ class UnitQueue:
     # ---- who waits
 
     def push(self, sequence: Sequence) -> None:
-        """Queues the sequence's next unit; of a paused one there is none."""
+        """A paused sequence has no unit."""
         if sequence.group.is_paused:
             self._paused[sequence] = None
             return
@@ -101,11 +97,7 @@ class UnitQueue:
         del self._sequences[before]
 
     def remove(self, sequence: Sequence, *, is_parked: bool) -> bool:
-        """Takes a sequence out, paused or not. Returns whether it was here.
-
-        Args:
-            is_parked: it has blocks and no slot.
-        """
+        """Paused or not. is_parked: it has blocks and no slot. Returns whether it was here."""
         if sequence in self._paused:
             del self._paused[sequence]
             return True
@@ -115,13 +107,11 @@ class UnitQueue:
         return True
 
     def pause(self, sequence: Sequence, *, is_parked: bool) -> None:
-        """Its unit is queued no longer, until `resume`. Of one that has none: nothing."""
         if sequence.item is not None:
             self._take_out(sequence, is_parked=is_parked)
             self._paused[sequence] = None
 
     def resume(self, sequence: Sequence) -> None:
-        """Of one that is not paused: nothing."""
         if sequence in self._paused:
             del self._paused[sequence]
             self.push(sequence)
@@ -142,12 +132,12 @@ class UnitQueue:
         return self._fair.select(place_of)
 
     def start(self, pick: Pick[int, PlaceT], cost: int) -> None:
-        """The unit leaves the queue for a slot. cost: reserved, until `settle`."""
+        """cost: reserved, until `settle`."""
         self._fair.dispatch(pick, cost)
         self._sequences.pop(pick.item).item = None
 
     def settle(self, item: int, cost: int) -> None:
-        """A unit that was started is through; what it cost."""
+        """cost: what a started unit came to."""
         self._fair.settle(item, cost)
 
     def note_capped(self, flow: FlowKey) -> None:
@@ -157,7 +147,7 @@ class UnitQueue:
             self._capped_version += 1
 
     def end_capped(self, flow: FlowKey) -> None:
-        """The flow can go on, or has nothing to start. It was not backlogged meanwhile: it begins at the clock."""
+        """It was not backlogged meanwhile: it begins at the clock."""
         if flow in self._capped:
             del self._capped[flow]
             self._fair.forgo(flow)
