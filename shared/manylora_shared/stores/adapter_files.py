@@ -4,13 +4,8 @@
     <root>/incoming/<random>/...                                             one adapter while it is being added
     <root>/<any other folder>                                                where an operator lays adapters to import
 
-Routers write, workers read; the folder may be shared by many of both. An incoming folder belongs to the one call that
-began it, and ends as an object (`commit`) or not at all (`discard`; `sweep` after a crash). Objects that no registered
-adapter names are removed by `collect` after a time of grace. The module knows nothing of tenants and of what makes an
-adapter valid for a model.
-
-The functions at the top are plain and synchronous, for routers and workers alike; LocalAdapterFiles runs all of its
-file work in threads, MemoryAdapterFiles keeps everything in memory and has none.
+Routers write, workers read, any number of both. An incoming folder belongs to the one call that began it, and ends as
+an object (`commit`) or not at all (`discard`; `sweep` after a crash).
 """
 
 from __future__ import annotations
@@ -51,9 +46,8 @@ def canonical_config(config: dict[str, Any]) -> bytes:
 
 
 def adapter_uid(config: dict[str, Any], safetensors: Path) -> AdapterUid:
-    """The content digest of an adapter, in hex.
-
-    sha256(domain + length of the canonical configuration as 8 bytes, big-endian + the configuration + the weight file).
+    """sha256 in hex over domain, length of the canonical configuration (8 bytes, big-endian), configuration, weight
+    file.
     """
     digest = _uid_digest(config)
     with safetensors.open("rb") as file:
@@ -79,13 +73,13 @@ def is_uid(text: str) -> bool:
 
 
 def object_path(uid: AdapterUid) -> str:
-    """Where an object stands, relative to the store's root."""
+    """Relative to the store's root."""
     assert is_uid(uid)
     return f"{OBJECTS}/{uid}"
 
 
 def parse_config(data: bytes) -> dict[str, Any]:
-    """An adapter_config.json. Raises InvalidRequest where it is no JSON object of finite numbers and distinct keys."""
+    """Raises InvalidRequest where it is no JSON object of finite numbers and distinct keys."""
     if len(data) > MAX_CONFIG_BYTES:
         raise InvalidRequest.of(CONFIG_NAME, f"has {len(data)} bytes, more than {MAX_CONFIG_BYTES}")
     try:
@@ -118,8 +112,7 @@ def resolve_inside(root: Path, relative: str, *, field: str) -> Path:
     """The folder `relative` inside `root`, reached without any symbolic link.
 
     Raises:
-        InvalidRequest: naming `field`: the path is absolute, has `..` or NUL in it, passes a link, leaves the root, or
-            is no folder.
+        InvalidRequest: naming `field`: it is absolute, has `..` or NUL in it, passes a link, or is no folder.
     """
     parts = relative.split("/")
     if not relative or "\0" in relative or "\\" in relative:
@@ -148,7 +141,7 @@ def resolve_inside(root: Path, relative: str, *, field: str) -> Path:
 
 
 def open_regular(path: Path, *, field: str) -> int:
-    """A file descriptor for reading. Raises InvalidRequest where `path` is missing, a link, or no regular file."""
+    """Raises InvalidRequest where `path` is missing, a link, or no regular file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as e:
@@ -164,7 +157,7 @@ def open_regular(path: Path, *, field: str) -> int:
 
 
 def _instead_of(path: Path) -> str:
-    """What a folder has in place of the safetensors file, where that explains why it is missing."""
+    """What there is in place of the safetensors file."""
     pickle = path.with_name("adapter_model.bin")
     if path.name == WEIGHTS_NAME and os.path.lexists(pickle):
         return f"; {pickle.name} is a pickle file, which is never read: save the adapter as safetensors"
@@ -172,7 +165,7 @@ def _instead_of(path: Path) -> str:
 
 
 def _check_chunk(file_name: str, data: bytes, size_bytes: int, limits: dict[str, int]) -> None:
-    """Raises InvalidRequest unless `data` may be appended to a file that has `size_bytes` so far."""
+    """Raises InvalidRequest."""
     if file_name not in FILE_NAMES:
         hint = "; pickle files are never read" if file_name.endswith((".bin", ".pt", ".pth", ".pkl")) else ""
         shown = file_name if len(file_name) <= 80 else file_name[:80] + "..."
@@ -184,42 +177,34 @@ def _check_chunk(file_name: str, data: bytes, size_bytes: int, limits: dict[str,
 
 
 class AdapterFiles(Protocol):
-    """The store, as a router writes it.
-
-    `incoming` is what `begin` returned: a path relative to the root, which a worker that shares the store can read. One
-    task uses an incoming folder at a time.
-    """
+    """`incoming` is what `begin` returned: a path relative to the root. One task uses it at a time."""
 
     async def begin(self) -> str: ...
 
     async def append(self, incoming: str, file_name: str, data: bytes) -> None:
-        """Appends to one of FILE_NAMES. Raises InvalidRequest: another name, or too large a chunk or file."""
+        """Raises InvalidRequest: no such file name, or too large a chunk or file."""
 
     async def import_from(self, incoming: str, store_path: str) -> None:
-        """Copies the adapter's files from a folder inside the store.
-
-        Raises:
-            InvalidRequest: the path is not a plain folder inside the store, or a file is missing, linked or too large.
-        """
+        """From a folder inside the store. Raises InvalidRequest: none, or a file is missing, linked or too large."""
 
     async def finish(self, incoming: str) -> AdapterUid:
         """Ends the writing. Raises InvalidRequest where a file is missing or the configuration is not JSON."""
 
     async def commit(self, incoming: str, uid: AdapterUid) -> None:
-        """Makes the incoming folder the object `uid` (as `finish` returned it), which may exist already."""
+        """Makes it the object `uid`, which may exist already."""
 
     async def discard(self, incoming: str) -> None:
-        """Removes an incoming folder; one that is gone is fine."""
+        """One that is gone is fine."""
 
     async def sweep(self, *, now_unix_s: float, older_than_s: float) -> int:
         """Removes incoming folders of calls that died, by their age. Returns how many."""
 
     async def collect(self, referenced: Collection[AdapterUid], *, now_unix_s: float, older_than_s: float) -> list[str]:
-        """Removes objects not in `referenced` whose last commit is older than `older_than_s`. Returns their uids."""
+        """Removes objects not in `referenced` whose last commit is older. Returns their uids."""
 
 
 class LocalAdapterFiles:
-    """The store in a folder. The blocking work runs in threads; the folder is the state, so any number may share it."""
+    """Blocking work runs in threads; the folder is the state, so any number may share it."""
 
     def __init__(self, root: Path, *, max_weights_bytes: int = DEFAULT_MAX_WEIGHTS_BYTES) -> None:
         self._root = root
@@ -372,11 +357,7 @@ def _folder_descriptor(path: Path) -> Iterator[int]:
 
 
 class MemoryAdapterFiles:
-    """The store for tests and the simulation: no files, no threads, names by counting.
-
-    `files` holds folders by their path relative to the root; a test lays folders to import there itself. `now_unix_s`
-    gives commits their time.
-    """
+    """For tests and the simulation. `files` holds folders by their path; a test lays folders to import there itself."""
 
     def __init__(
         self,
@@ -391,7 +372,6 @@ class MemoryAdapterFiles:
         self._begun = 0
 
     def incoming(self) -> list[str]:
-        """The incoming folders that exist now."""
         return sorted(path for path in self.files if path.startswith(INCOMING + "/"))
 
     async def begin(self) -> str:
@@ -451,7 +431,7 @@ class MemoryAdapterFiles:
         return removed
 
     def read(self, uid: AdapterUid) -> dict[str, bytes]:
-        """An object's files. Raises NotFound."""
+        """Raises NotFound."""
         try:
             return self.files[object_path(uid)]
         except KeyError:

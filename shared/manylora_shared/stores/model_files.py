@@ -1,8 +1,6 @@
-"""Where a base model's files are. Owns nothing, downloads nothing.
+"""Where a base model's files are: a folder, or a hub id in the local cache. Downloads nothing.
 
-The command line, the router and the worker all take a model as a folder or as a hub id, and all find it here. The hub
-cache is read by its documented layout (huggingface.co/docs/hub, "Local cache"), since not every process that asks has
-huggingface_hub:
+Not every process that asks has huggingface_hub, so the cache is read by its documented layout ("Local cache"):
 
     <cache>/models--ORG--NAME/refs/main                the commit that the branch stands at
     <cache>/models--ORG--NAME/snapshots/<commit>/      the files
@@ -20,19 +18,11 @@ _HUB_ID = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)?")
 
 
 class ModelNotFound(FileNotFoundError):
-    """There is no such model on this machine; the message names it."""
+    """The message names it."""
 
 
 def model_folder(model: str, env: Mapping[str, str] | None = None) -> Path:
-    """The folder with a base model's files.
-
-    Args:
-        model: a folder, or a hub id (`ORG/NAME`) whose files are in the local Hugging Face cache. A folder wins.
-        env: says where the cache is; default: this process's environment.
-
-    Raises:
-        ModelNotFound: it is neither.
-    """
+    """`model` as a folder wins over a hub id. Raises ModelNotFound."""
     folder = Path(model)
     if folder.is_dir():
         return folder
@@ -44,12 +34,12 @@ def model_folder(model: str, env: Mapping[str, str] | None = None) -> Path:
 
 
 def model_name(model: str) -> str:
-    """The last component of a folder or of a hub id. Adapters name the model that they were made for by it."""
+    """The last part. Adapters name the model that they were made for by it."""
     return model.rstrip("/").rsplit("/", 1)[-1]
 
 
 def hub_cache(env: Mapping[str, str]) -> Path:
-    """Where huggingface_hub keeps what it has downloaded, under these environment variables."""
+    """Of huggingface_hub, under these environment variables."""
     if named := env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE"):
         return Path(named).expanduser()
     if home := env.get("HF_HOME"):

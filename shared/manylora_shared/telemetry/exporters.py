@@ -19,23 +19,23 @@ _EXPORT_TIMEOUT_S = 3
 _BATCH_DELAY_MS = 500
 _METRICS_INTERVAL_MS = 5000
 _QUEUE_SPANS = 8192
-"""Ended spans waiting for export; more are dropped."""
+"""More are dropped."""
 
 
 def spans_to_receiver(endpoint: str) -> BatchSpanProcessor:
-    """To an OTLP gRPC receiver, in batches."""
+    """OTLP over gRPC, in batches."""
     exporter = OTLPSpanExporter(endpoint=endpoint, insecure=_is_plain(endpoint), timeout=_EXPORT_TIMEOUT_S)
     return _batched(exporter)
 
 
 def metrics_to_receiver(endpoint: str) -> MetricReader:
-    """To an OTLP gRPC receiver, every few seconds."""
+    """OTLP over gRPC, every few seconds."""
     exporter = OTLPMetricExporter(endpoint=endpoint, insecure=_is_plain(endpoint), timeout=_EXPORT_TIMEOUT_S)
     return PeriodicExportingMetricReader(exporter, export_interval_millis=_METRICS_INTERVAL_MS)
 
 
 def spans_to_file(path: Path) -> BatchSpanProcessor:
-    """To a file, one JSON object a line, in batches."""
+    """One JSON object a line, in batches."""
     return _batched(_FileExporter(path))
 
 
@@ -53,7 +53,6 @@ def _batched(exporter: SpanExporter) -> BatchSpanProcessor:
 
 
 def _as_object(span: ReadableSpan) -> dict[str, Any]:
-    """A span as a trace file holds it."""
     context = span.get_span_context()
     assert context is not None
     return {
@@ -74,10 +73,7 @@ def _as_object(span: ReadableSpan) -> dict[str, Any]:
 
 
 class _FileExporter(SpanExporter):
-    """Appends spans to a file, one JSON object a line.
-
-    Each batch is one write, so that processes do not tear each other's lines.
-    """
+    """Each batch is one write, so that processes do not tear each other's lines."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,8 @@
-"""Logs: one JSON object a line on stderr. Owns the process's root logger once `setup` was called, in `__main__`.
+"""Logs: one JSON object a line on stderr. Owns the process's root logger once `setup` was called.
 
-Any module logs through the standard library, with fields instead of text built from values:
+    log.warning("adapter load failed", extra=fields(tenant=tenant, traceparent=span.traceparent))
 
-    log = logging.getLogger(__name__)
-    log.warning("adapter load failed", extra=fields(tenant=tenant, adapter=adapter, traceparent=span.traceparent))
-
-gives `{"time": "2026-01-31T12:00:00.123Z", "level": "warning", "service": "worker", "logger": "...",
-"message": "adapter load failed", "trace_id": "...", "span_id": "...", "tenant": ..., "adapter": ...}`.
+gives `{"time": "2026-01-31T12:00:00.123Z", "level": "warning", "service": "worker", "message": ..., "tenant": ...}`.
 Prompts, answers and token ids are never logged.
 """
 
@@ -22,11 +18,11 @@ from manylora_shared.telemetry.traceparent import trace_id_of
 
 _KEY = "manylora_fields"
 _FORBIDDEN = frozenset({"prompt", "text", "completion", "messages", "token_ids", "prompt_token_ids", "authorization"})
-"""Names of fields that would carry a tenant's content or secrets."""
+"""A tenant's content, or secrets."""
 
 
 def fields(*, traceparent: str = "", **values: object) -> dict[str, Any]:
-    """The `extra` of a log call. `traceparent` becomes trace_id and span_id; empty strings and None are left out."""
+    """`traceparent` becomes trace_id and span_id; empty strings and None are left out."""
     forbidden = _FORBIDDEN & values.keys()
     assert not forbidden, f"never logged: {sorted(forbidden)}"
     found = {name: value for name, value in values.items() if value is not None and value != ""}
@@ -36,11 +32,7 @@ def fields(*, traceparent: str = "", **values: object) -> dict[str, Any]:
 
 
 def setup(service: str, level: str = "info", *, instance_id: str = "", stream: TextIO | None = None) -> None:
-    """Sends all log records of the process to `stream` (default: stderr) as JSON lines, replacing earlier handlers.
-
-    Raises:
-        ValueError: `level` is not one of debug, info, warning, error.
-    """
+    """Replaces earlier handlers. Raises ValueError where `level` is not debug, info, warning or error."""
     if level not in ("debug", "info", "warning", "error"):
         raise ValueError(f"--log-level: {level!r} is not one of debug, info, warning, error")
     handler = logging.StreamHandler(stream or sys.stderr)
@@ -52,8 +44,6 @@ def setup(service: str, level: str = "info", *, instance_id: str = "", stream: T
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one JSON object on one line."""
-
     def __init__(self, service: str, instance_id: str = "") -> None:
         super().__init__()
         self._constant = {"service": service} | ({"instance": instance_id} if instance_id else {})

@@ -22,11 +22,10 @@ from manylora_shared.telemetry.spans import LiveSpan, NullSpan, Span, context_of
 
 _FLUSH_TIMEOUT_MS = 3000
 _BUCKETS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 30_000, 60_000)
-"""Upper bounds of every histogram's buckets."""
 
 
 class Telemetry:
-    """A process's source of spans. Thread-safe."""
+    """Thread-safe."""
 
     def __init__(
         self, service: str, *, instance_id: str = "", otlp_endpoint: str = "", trace_file: Path | str = ""
@@ -56,7 +55,7 @@ class Telemetry:
 
     @classmethod
     def recording(cls, service: str, *, instance_id: str = "") -> Telemetry:
-        """Keeps ended spans and metrics in memory, for tests: `recorded()`, `recorded_metrics()`."""
+        """In memory, for tests: `recorded()`, `recorded_metrics()`."""
         telemetry = cls.__new__(cls)
         telemetry._recorder = Recorder()
         telemetry._start(service, instance_id, [SimpleSpanProcessor(telemetry._recorder)], InMemoryMetricReader())
@@ -95,7 +94,7 @@ class Telemetry:
         return self._provider is not None
 
     def now_ns(self) -> int:
-        """Unix time for a later `start_ns` or `end_ns`; 0 while disabled, which `span` and `end` do not read then."""
+        """Unix time for a later `start_ns` or `end_ns`; 0 while disabled."""
         return time.time_ns() if self._provider is not None else 0
 
     def span(
@@ -131,30 +130,22 @@ class Telemetry:
 
     @property
     def has_metrics(self) -> bool:
-        """Whether anybody reads them."""
         return self._meters is not None
 
     def gauge(self, name: str, value: float, attributes: Attributes | None = None) -> None:
-        """What a metric is now.
-
-        Args:
-            name: a MetricName.
-            attributes: few distinct ones: each combination is kept as long as the process lives.
-        """
+        """`attributes`: few distinct ones: each combination is kept as long as the process lives."""
         if self._meters is not None:
             if name not in self._gauges:
                 self._gauges[name] = self._meter.create_gauge(name)
             self._gauges[name].set(value, attributes)
 
     def count(self, name: str, amount: int, attributes: Attributes | None = None) -> None:
-        """Adds to a counter; arguments as for `gauge`."""
         if self._meters is not None:
             if name not in self._counters:
                 self._counters[name] = self._meter.create_counter(name)
             self._counters[name].add(amount, attributes)
 
     def histogram(self, name: str, duration_ms: float, attributes: Attributes | None = None) -> None:
-        """Adds a duration to a histogram; arguments as for `gauge`."""
         if self._meters is not None:
             if name not in self._histograms:
                 self._histograms[name] = self._meter.create_histogram(
@@ -163,7 +154,7 @@ class Telemetry:
             self._histograms[name].record(duration_ms, attributes)
 
     def recorded_metrics(self) -> dict[tuple[str, frozenset[tuple[str, AttributeValue]]], float]:
-        """The metrics of a `recording` telemetry as they stand, by name and attributes; of a histogram its sum."""
+        """By name and attributes; of a histogram its sum."""
         assert isinstance(self._reader, InMemoryMetricReader), "this telemetry does not record"
         data = self._reader.get_metrics_data()
         found: dict[tuple[str, frozenset[tuple[str, AttributeValue]]], float] = {}
@@ -178,12 +169,12 @@ class Telemetry:
         return found
 
     def recorded(self) -> list[dict[str, Any]]:
-        """The ended spans of a `recording` telemetry, as the objects that a trace file holds."""
+        """As the objects of a trace file."""
         assert self._recorder is not None, "this telemetry does not record"
         return self._recorder.taken()
 
     def shutdown(self) -> None:
-        """Exports what is queued and stops; blocks for some seconds at most. Safe to call again."""
+        """Exports what is queued; blocks for some seconds at most."""
         provider, self._provider = self._provider, None
         meters, self._meters = self._meters, None
         if meters is not None:

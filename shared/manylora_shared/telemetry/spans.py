@@ -16,14 +16,11 @@ from manylora_shared.telemetry.names import Attribute, Attributes, AttributeValu
 
 
 class Span(Protocol):
-    """One span. As a context manager it ends on exit, failed where an exception passes; else call `end`.
-
-    Ends once; calls after that do nothing.
-    """
+    """As a context manager it ends on exit, failed where an exception passes; calls after the end do nothing."""
 
     @property
     def traceparent(self) -> str:
-        """The W3C traceparent for children, here and in other services; while disabled the parent's, or empty."""
+        """For children, here and in other services; while disabled the parent's, or empty."""
 
     def set(self, name: str, value: AttributeValue) -> None: ...
 
@@ -35,10 +32,10 @@ class Span(Protocol):
         """The work succeeded."""
 
     def fail(self, code: Code, message: str = "") -> None:
-        """The work ended with `code`; CANCELLED and DEADLINE_EXCEEDED count as failures here."""
+        """CANCELLED and DEADLINE_EXCEEDED count as failures."""
 
     def fail_with(self, error: BaseException) -> None:
-        """As `fail`, with the code of a ManyloraError, CANCELLED for a cancelled task, INTERNAL for all else."""
+        """A ManyloraError's code, CANCELLED for a cancelled task, else INTERNAL."""
 
     def end(self, end_ns: int | None = None) -> None: ...
 
@@ -50,8 +47,6 @@ class Span(Protocol):
 
 
 class NullSpan:
-    """The span of a disabled telemetry."""
-
     __slots__ = ("traceparent",)
 
     def __init__(self, traceparent: str) -> None:
@@ -88,7 +83,7 @@ class NullSpan:
 
 
 class LiveSpan:
-    """A span of the SDK, which itself ignores what comes after its end."""
+    """The SDK's, which ignores what comes after its end."""
 
     __slots__ = ("_ended", "_span", "_status_set")
 

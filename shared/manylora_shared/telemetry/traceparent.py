@@ -10,13 +10,13 @@ _TRACEPARENT = re.compile(
 
 
 def trace_id_of(traceparent: str) -> str:
-    """The trace id (32 hex digits) in a traceparent; empty where there is none or it is malformed."""
+    """32 hex digits; empty where there is none."""
     parts = split(traceparent)
     return f"{parts[0]:032x}" if parts is not None else ""
 
 
 def split(traceparent: str) -> tuple[int, int, int] | None:
-    """Trace id, span id and flags, by W3C Trace Context 1, section 3.2; None: it is malformed."""
+    """Trace id, span id and flags (W3C Trace Context 1, section 3.2); None: it is malformed."""
     match = _TRACEPARENT.fullmatch(traceparent)
     if match is None or match["version"] == "ff" or (match["version"] == "00" and match["rest"] is not None):
         return None

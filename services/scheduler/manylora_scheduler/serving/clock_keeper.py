@@ -1,7 +1,7 @@
 """Keeps the leader's clock in the coordination store, and reads the last leader's. Moves bytes; decides nothing.
 
-A clock is written whole or not at all: its parts go to the bank that the index does not name, then the index names it.
-Every write holds only while the leader's key has this term's revision, so a leader that was replaced writes nothing.
+A clock's parts go to the bank that the index does not name, then the index names it. Every write holds only while the
+leader's key has this term's revision.
 """
 
 from __future__ import annotations
@@ -19,15 +19,11 @@ from manylora_scheduler.core.succession import ClockSnapshot
 
 _LOG = logging.getLogger(__name__)
 PART_BYTES = 512 * 1024
-"""Of one value; the store takes 1.5 MiB in a request."""
+"""The store takes 1.5 MiB in a request."""
 
 
 class ClockKeeper:
-    """One term's. `save` is called by one task, one call after the other.
-
-    Args:
-        epoch: the term's: the revision of the leader's key.
-    """
+    """One term's; `epoch` is the revision of the leader's key. One task saves."""
 
     def __init__(self, store: Store, epoch: int) -> None:
         self._store = store
@@ -36,7 +32,7 @@ class ClockKeeper:
         self._saved: bytes | None = None
 
     async def load(self) -> ClockSnapshot | None:
-        """The clock that was kept last; None where there is none that can be read. Raises StoreUnavailable."""
+        """None: there is none that can be read. Raises StoreUnavailable."""
         kv = await self._store.get(keys.SCHEDULER_CLOCK)
         if kv is None:
             return None
@@ -54,14 +50,7 @@ class ClockKeeper:
             return None
 
     async def save(self, snapshot: ClockSnapshot) -> bool:
-        """Writes a clock, unless it is the one that was written last.
-
-        Returns:
-            False where another leads by now, and nothing was written.
-
-        Raises:
-            StoreUnavailable
-        """
+        """False: another leads by now, and nothing was written. Raises StoreUnavailable."""
         steps = []
         for step in encode(snapshot):
             steps.append(step)

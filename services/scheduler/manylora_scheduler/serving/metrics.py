@@ -1,8 +1,4 @@
-"""What a leader's metrics say: what is given up, who disturbs others, and what becomes of adapters.
-
-Owns what was counted last. Recorded whenever the term's clock is saved: so they are a second old at most while that is
-small. No metric names a tenant.
-"""
+"""A leader's metrics, recorded whenever the term's clock is saved. Owns what was counted last."""
 
 from __future__ import annotations
 
@@ -25,10 +21,7 @@ class TermMetrics:
         """By worker and kind."""
 
     def record(self, state: OverloadState, workers: Mapping[WorkerId, Told | None]) -> None:
-        """
-        Args:
-            workers: what each has told; None: its stream is down.
-        """
+        """`workers`: what each has told; None: its stream is down."""
         telemetry = self._telemetry
         if not telemetry.has_metrics:
             return
@@ -47,7 +40,7 @@ class TermMetrics:
         self._record_adapters(workers)
 
     def _record_adapters(self, workers: Mapping[WorkerId, Told | None]) -> None:
-        """A worker's counts fall when it is another process: that is a new beginning, not a loss."""
+        """Counts fall when the worker is another process: a new beginning, not a loss."""
         unmet = 0
         counted: dict[tuple[WorkerId, str], int] = {}
         for worker_id, told in workers.items():

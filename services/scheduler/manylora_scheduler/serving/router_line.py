@@ -10,9 +10,8 @@ from manylora_shared.errors import ManyloraError, Overloaded
 from manylora_shared.ids import RouterId
 
 MAX_UNREAD = 100_000
-"""Answers that a router may leave unread; one that leaves more loses its stream."""
+"""A router that leaves more answers unread loses its stream."""
 _MAX_MESSAGES = 256
-"""That are sent at once."""
 
 
 class RouterLine:
@@ -34,14 +33,14 @@ class RouterLine:
         self._news.set()
 
     def close(self, error: ManyloraError | None = None) -> None:
-        """Ends the stream after what was sent before; the first call counts."""
+        """After what was sent before; the first call counts."""
         if not self._closed:
             self._closed = True
             self._error = error
             self._news.set()
 
     async def next(self) -> scheduler_pb2.ScheduleResponse | None:
-        """All that is to be sent now, as one message; None at a good end. Raises what `close` was given."""
+        """As one message; None at a good end. Raises what `close` was given."""
         while not self._outbox:
             if self._closed:
                 if self._error is not None:

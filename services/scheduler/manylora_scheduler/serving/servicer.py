@@ -1,7 +1,6 @@
-"""SchedulerService: the routers' end. Moves messages between the streams and the present term; decides nothing.
+"""SchedulerService. Moves messages between the routers' streams and the present term; decides nothing.
 
-Without a term (a standby, or a leader whose lease is in doubt) every call ends with UNAVAILABLE, and the router asks
-the coordination store who leads.
+Without a term every call ends with UNAVAILABLE, and the router asks the coordination store who leads.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _DESCRIPTOR = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 
 
 class SchedulerServicer:
-    """`term` is set and taken away by the app."""
+    """The app sets `term` and takes it away."""
 
     def __init__(self, telemetry: Telemetry) -> None:
         self.term: Term | None = None
@@ -71,7 +70,6 @@ class SchedulerServicer:
     async def _read_all(
         self, term: Term, line: RouterLine, requests: AsyncIterator[scheduler_pb2.ScheduleRequest]
     ) -> None:
-        """Until the router has no more to say; then its line is ended."""
         try:
             async for received in requests:
                 for message in received.more or (received,):

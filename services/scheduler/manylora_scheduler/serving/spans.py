@@ -1,7 +1,4 @@
-"""The scheduler's part of a request's trace: its time in the queue, and the choice of its worker.
-
-Owns nothing: both spans are told when the request leaves the queue.
-"""
+"""The scheduler's spans of a request, told when it leaves the queue: its time there, and the choice of its worker."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ class QueueSpans:
         waiting.end()
 
     def ended(self, request: QueuedRequest, code: Code, message: str) -> None:
-        """A request that was not granted."""
+        """It was not granted."""
         if not self._telemetry.enabled:
             return
         span = self._waiting(request, {})

@@ -1,8 +1,7 @@
-"""One term of leadership: a core and all that hangs on it, from election to loss.
+"""One term of leadership: a core, its one timer, the routers' and the workers' lines.
 
-Owns the core, its one timer, the routers' lines and the workers' lines. Everything goes through `post`: events in, then
-the core's commands out, in one turn of the event loop without awaits, so that a grant leaves in the turn in which its
-room appeared. Once leadership is not certain any more nothing is posted, and the term is closed soon after.
+Events go in by `post` and the core's commands out, in one turn of the event loop, so that a grant leaves in the turn in
+which its room appeared. Once leadership is not certain any more nothing is posted.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ _LOG = logging.getLogger(__name__)
 
 MIN_CLOCK_PAUSE_S = 1.0
 CLOCK_ENTRIES_PER_S = 10_000
-"""A large clock is saved less often, so that saving it takes a few percent of the time."""
+"""A large clock is saved less often: saving takes a few percent of the time."""
 LAST_SAVE_TIMEOUT_S = 0.5
 
 
@@ -122,15 +121,13 @@ class Term:
         self._routers: dict[RouterId, RouterLine] = {}
         self._workers: dict[WorkerId, WorkerLine] = {}
         self._ending: dict[asyncio.Task[None], None] = {}
-        """Workers' lines that are being closed."""
         self._known_tenants: dict[TenantId, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        """When it is due; only where there is one."""
         self._clock_pause_s = MIN_CLOCK_PAUSE_S
         self._next_session = 1
         self.num_events = 0
-        """Applied so far; nothing else changes the core, the overload gate and the quotas."""
+        """Nothing else changes the core, the overload gate and the quotas."""
         self._closed = False
         self._failure: asyncio.Future[None] = self._loop.create_future()
         self._keeping = asyncio.create_task(self._keep_clock(), name="clock")
@@ -150,7 +147,6 @@ class Term:
         return len(self._workers)
 
     def post(self, event: Event) -> None:
-        """Applies one event and sends what follows from it."""
         now = self._loop.time()
         if self._closed or not self._is_leading(now):
             return
@@ -161,11 +157,11 @@ class Term:
         self._set_timer()
 
     async def failed(self) -> None:
-        """Waits for ever, unless a bug ends a part of the term: then raises what it raised."""
+        """Waits for ever, unless a bug ends a part of the term: raises that."""
         await asyncio.shield(self._failure)
 
     async def close(self) -> None:
-        """Ends all streams: routers are told to look for the leader, workers go on with what they have."""
+        """Routers are told to look for the leader; workers go on with what they have."""
         was_leading = self.is_leading
         self._closed = True
         self._keeping.cancel()
@@ -188,7 +184,7 @@ class Term:
     # ---- routers
 
     def connect_router(self, router_id: RouterId, leases: tuple[HeldLease, ...] = ()) -> RouterLine:
-        """A new stream of a router; an earlier one that is not over yet is ended."""
+        """An earlier stream of the router's that is not over yet is ended."""
         line = RouterLine(router_id, self._next_session)
         self._next_session += 1
         before = self._routers.get(router_id)
@@ -206,7 +202,7 @@ class Term:
         self.post(RouterDisconnected(line.router_id, line.session))
 
     def learn_tenant(self, tenant_id: TenantId) -> None:
-        """Before a tenant's request: the core knows its policy."""
+        """Before its first request, so that the core knows its policy."""
         if tenant_id not in self._known_tenants:
             self._known_tenants[tenant_id] = None
             self._post_policy(tenant_id)
@@ -224,7 +220,7 @@ class Term:
     # ---- workers
 
     def worker_changed(self, worker_id: WorkerId, record: WorkerRecord | None) -> None:
-        """A worker's record came, changed, or went."""
+        """None: its record went."""
         line = self._workers.get(worker_id)
         if line is not None and (record is None or record.address != line.address):
             self._end_line(worker_id)
@@ -242,8 +238,7 @@ class Term:
             )
 
     def _post_of_worker(self, event: Event) -> None:
-        """Work is charged by its tenant's weight. After a takeover workers may tell of work before a router tells of
-        its tenant."""
+        """After a takeover workers may tell of work before a router tells of its tenant."""
         if isinstance(event, WorkerReported):
             for tenant_id in self.core.view.tenants_charged(event):
                 self.learn_tenant(tenant_id)
@@ -264,7 +259,6 @@ class Term:
     # ---- the clock
 
     async def _keep_clock(self) -> None:
-        """Saves the clock again and again; how often depends on how large it is."""
         while True:
             await asyncio.sleep(self._clock_pause_s)
             told = {worker_id: line.told for worker_id, line in self._workers.items()}

@@ -1,4 +1,4 @@
-"""What workers tell for the status alone. Nothing is decided by it, so it stays in the messages that it came in."""
+"""What workers tell for the status alone; nothing is decided by it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T", status_pb2.TenantSetbacks, status_pb2.TenantAdapters)
 
 
 class Told:
-    """One worker's, over one Control stream."""
+    """Over one Control stream."""
 
     def __init__(self) -> None:
         self.counters = status_pb2.WorkerCounters()
@@ -35,7 +35,7 @@ class Told:
 
 
 def sums(kind: type[T], tellers: Iterable[Mapping[str, T]]) -> list[T]:
-    """Of all counts, by tenant and in order of tenants."""
+    """By tenant, sorted."""
     names = [field.name for field in kind.DESCRIPTOR.fields if field.type == FieldDescriptor.TYPE_UINT64]
     found: dict[str, T] = {}
     for tenants in tellers:
@@ -47,7 +47,7 @@ def sums(kind: type[T], tellers: Iterable[Mapping[str, T]]) -> list[T]:
 
 
 def adapter_sums(tellers: Iterable[Mapping[str, status_pb2.TenantAdapters]]) -> list[status_pb2.TenantAdapters]:
-    """Pins as the first worker tells that has them, with the first problem that one tells."""
+    """Pins as the first worker tells that has them, with the first problem told."""
     workers = list(tellers)
     totals = sums(status_pb2.TenantAdapters, workers)
     for total in totals:

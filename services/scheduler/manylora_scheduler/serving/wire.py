@@ -1,4 +1,4 @@
-"""Between protobuf messages and the core's plain data. Owns no state; messages stop here."""
+"""Between protobuf messages and the core's plain data. Owns no state."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _check_id(field: str, value: str) -> None:
 
 
 def _check_tenant(field: str, value: str) -> None:
-    """A tenant of another name has neither policy nor account, and workers refuse it. Raises InvalidRequest."""
+    """Workers refuse a tenant of another name. Raises InvalidRequest."""
     if not is_valid_name(value):
         raise InvalidRequest.of(field, "is not a tenant's name")
 

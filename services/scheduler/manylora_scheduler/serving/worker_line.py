@@ -1,8 +1,6 @@
-"""The leader's lines to the workers: one Control stream to each member of the pool, dialled again while it is one.
+"""The leader's line to a worker: one Control stream, dialled again while the worker is a member of the pool.
 
-Owns one task and one outbox a worker, and what it tells for the status alone. Turns reports into events and sends
-commands; decides nothing. A worker that cannot be reached stays a member until its lease ends: the core gives it
-nothing meanwhile.
+Owns its task, its outbox and what the worker tells for the status alone. Turns reports into events and sends commands.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ class WorkerLine:
         self._task.add_done_callback(self._ended)
 
     def prefetch(self, adapter_uid: AdapterUid, tenant_id: TenantId) -> None:
-        """Dropped where there is no stream: it was only a hint."""
+        """A hint: dropped where there is no stream."""
         if self._outbox is not None:
             prefetch = worker_pb2.PrefetchAdapter(adapter_uid=adapter_uid, tenant_id=tenant_id)
             self._outbox.put_nowait(worker_pb2.ControlCommand(prefetch=prefetch))
@@ -94,7 +92,7 @@ class WorkerLine:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _serve(self) -> None:
-        """One stream, from hello to its end. Raises RpcError."""
+        """From hello to the end of one stream. Raises RpcError."""
         channel: Channel = self._transport.connect(self.address)
         stream: Stream | None = None
         writer: asyncio.Task[None] | None = None
