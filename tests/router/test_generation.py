@@ -21,7 +21,7 @@ from manylora_shared.errors import (
     WorkerLost,
 )
 from router_fakes import RouterCluster, ids_of, plain_request, say, simulate, until
-from test_router_guard import lost
+from test_permits import lost
 
 
 class Door:

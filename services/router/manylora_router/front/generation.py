@@ -15,8 +15,7 @@ from manylora_router.request.frames import Frame
 
 async def generate(request: RequestInput, *, intake: Intake, calls: Calls) -> AsyncGenerator[Frame]:
     """Close it (`contextlib.aclosing`): it ends what runs for a reader that stops. Raises ManyloraError, of a request
-    that
-    failed after its last frame."""
+    that failed after its last frame."""
     tenant, refusal = "", None
     try:
         tenant = intake.tenant_of(request)

@@ -1,8 +1,8 @@
 """Admission: may this request be queued, and as what? Owns no state.
 
 A request is refused with all violations at once, each naming the field as the caller wrote it (`sampling.top_p`).
-Tenants
-learn nothing of one another: an adapter that another owns is refused in the same bytes as one that does not exist.
+Tenants learn nothing of one another: an adapter that another owns is refused in the same bytes as one that does not
+exist.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What a router lets near the workers, by what happened there: circuit breakers and the quarantine of prompts.
 
 Owns the permits of running requests, and says whose a failure is: a load's is its tenant's; a lost worker or failed
-step is a tenant's only where no other's request can have been the cause. It counts once for all requests that it
-ended.
+step is a tenant's only where no other's request can have been the cause. It counts once for all requests that it ended.
 """
 
 from __future__ import annotations

@@ -81,8 +81,7 @@ class Quarantine:
         now: float,
     ) -> bool:
         """Returns whether this quarantines the prompt. `since`: what a worker began before the prompt's last strike
-        there was
-        ended by the same failure."""
+        there was ended by the same failure."""
         key = self._key(tenant, adapter, prompt_token_ids)
         record = self._records.pop(key, None)
         if record is None or (now - record.last_at > MEMORY_S and (record.until is None or now >= record.until)):

@@ -3,8 +3,7 @@
     enqueue --> waiting --Grant--> granted --close_grant--> gone
                    |--Refusal / withdraw--> gone
 
-Owns what waits, what is granted, the quota leases of both, and the messages not yet sent, in the order of the calls.
-A
+Owns what waits, what is granted, the quota leases of both, and the messages not yet sent, in the order of the calls. A
 lost stream changes nothing: the next one tells of leases, unsent ends, and all that still wait.
 """
 

@@ -1,7 +1,6 @@
 """One Generate call, from its arrival to its account, whichever front it came through.
 
-Owns the call's span, and what its end means to counters, service levels, metrics and the guard. Knows no wire
-format.
+Owns the call's span, and what its end means to counters, service levels, metrics and the guard. Knows no wire format.
 """
 
 from __future__ import annotations

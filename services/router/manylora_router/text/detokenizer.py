@@ -26,8 +26,7 @@ _MAX_HELD_TOKENS = 8
 class WindowDetokenizer:
     """Over a `decode` whose text depends on near neighbours only.
 
-    New text is what a short window decodes to, less what it does without the new tokens. It begins at the last
-    tokens
+    New text is what a short window decodes to, less what it does without the new tokens. It begins at the last tokens
     that gave text, so that a decoder which treats the first token specially (leading spaces) treats both alike.
     """
 
