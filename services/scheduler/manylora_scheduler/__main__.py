@@ -32,7 +32,6 @@ def main() -> None:
 
 
 def run(kind: type[C], build: Callable[[C, Parts], Awaitable[App]]) -> NoReturn:
-    """A scheduler's process, with the app that the builder gives it."""
     config = load(kind)
     logs.setup("scheduler", config.log_level, instance_id=config.scheduler_id)
     collect_seldom()

@@ -1,8 +1,4 @@
-"""`python -m manylora_worker`: a WorkerApp over an engine, gRPC and etcd, until SIGTERM or SIGINT.
-
-Ends with 0 after a signal, with 1 where the worker cannot run or its engine has failed (who supervises it starts it
-again), and with 2 on wrong settings.
-"""
+"""`python -m manylora_worker`. Ends with 0 after a signal, 1 where it cannot go on, 2 on wrong settings."""
 
 from __future__ import annotations
 
@@ -52,7 +48,6 @@ def main() -> None:
 
 
 def run(kind: type[C], build_engine: EngineBuilder[C]) -> NoReturn:
-    """A worker's process, with the engine that the builder gives it."""
     config = load(kind)
     logs.setup("worker", config.log_level, instance_id=config.worker_id)
     for number in (signal.SIGTERM, signal.SIGINT):

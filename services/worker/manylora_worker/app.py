@@ -1,10 +1,4 @@
-"""The worker as a whole: serves, registers, drains, stops. Built from ready parts, so the simulation builds it too.
-
-Owns the order of starting and stopping. Started: the engine turns, the server listens, the tenants' policies are in
-force, the record stands in the store, health says SERVING. Stopping: health says
-NOT_SERVING and the scheduler hears of the draining; running requests go on for `drain_s`; what is left ends with
-OUTCOME_WORKER_LOST; then the engine, the record and the server go.
-"""
+"""The worker as a whole: owns the order of its start and its end. Built from ready parts, by the simulation too."""
 
 from __future__ import annotations
 

@@ -86,29 +86,28 @@ class WorkerConfig(ServiceSettings):
 
     @property
     def compute_dtype(self) -> str:
-        """`dtype` with auto resolved."""
         if self.dtype != "auto":
             return self.dtype
         return "float32" if self.device == "cpu" else "bfloat16"
 
     @property
     def compute_threads(self) -> int:
-        """`threads` resolved: the event loop, and what else runs on the machine, have a core left."""
+        # The event loop, and what else runs on the machine, have a core left.
         return self.threads or max(1, num_cores() - 1)
 
     @property
     def parked_sequences(self) -> int:
-        """Sequences beyond the slots that it takes for flows that are behind."""
+        """Beyond the slots, for flows that are behind."""
         return PARKED_SEQUENCES
 
     @property
     def frames_per_s(self) -> int:
-        """Frames it sends over all streams: by the cores, as long as router and callers may be on them too."""
+        """Over all streams. By the cores, for router and callers may be on them too."""
         return min(_FRAMES_PER_CORE * num_cores(), _MAX_FRAMES)
 
     @property
     def host_kv_bytes(self) -> int:
-        """`host_kv_mb` resolved. On the CPU the KV is in host memory: what swaps took would be missing there."""
+        # On the CPU the KV is in host memory: what swaps took would be missing there.
         if self.host_kv_mb != _BY_DEVICE:
             return round(self.host_kv_mb * _MIB)
         return 0 if self.device == "cpu" else _GPU_HOST_KV_MB * _MIB

@@ -1,9 +1,6 @@
-"""One supervised child process of a local cluster.
+"""One supervised child process of a local cluster. The first start must succeed; later, what ends is started again.
 
-States: new -> starting -> ready -> (ended -> waiting -> starting -> ready)* -> stopped. The first start must succeed;
-later ends of the process are answered by starting it again, after a delay that doubles while it keeps ending early. A
-child's output goes to its log file; of its stdout, the first JSON line with `"ready": true` is what `start` waits for
-(where the child speaks so), and is kept in `ready`.
+Its output goes to its log. The first line of its stdout that is JSON with `"ready": true` is kept in `ready`.
 """
 
 from __future__ import annotations
@@ -22,8 +19,7 @@ from manylora.local import tether
 
 FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 5.0
-STEADY_AFTER_S = 10.0
-"""A process that lived this long ended for a new reason: the backoff starts over."""
+STEADY_AFTER_S = 10.0  # what lived this long ended for a new reason: the backoff starts over
 LOG_TAIL_LINES = 15
 MAX_READY_LINE_BYTES = 1 << 16
 
@@ -32,16 +28,15 @@ Probe = Callable[[], Awaitable[bool]]
 
 
 class ChildFailed(Exception):
-    """The process ended, or was not ready in time; the message holds the end of its log."""
+    """The message has the end of its log."""
 
 
 class Child:
     """
     Args:
-        command: gives the argument list of each start, from what the last start reported as ready (empty at first).
-        probe: for a process without a ready line: whether it serves. Asked until it says so.
-        notify: told, in a line, of every unexpected end and new start.
-        environment: the process's; None: this one's.
+        command: of each start, from what the last one reported as ready.
+        probe: whether it serves, for a process without a ready line.
+        notify: told of unexpected ends and new starts.
     """
 
     def __init__(
@@ -70,24 +65,24 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs, or ran last; 0 before the first start."""
+        """0 before the first start."""
         return self._process.pid if self._process is not None else 0
 
     async def start(self) -> None:
-        """Raises ChildFailed; the process is gone then."""
+        """Raises ChildFailed."""
         assert self._supervisor is None
         await self._spawn()
         self._supervisor = asyncio.create_task(self._supervise(), name=f"supervise {self.name}")
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM, and SIGKILL after `grace_s` seconds. Idempotent; safe in any state."""
+        """SIGTERM, and SIGKILL after `grace_s`."""
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.wait([self._supervisor])
         await self._end_process(grace_s)
 
     def kill(self) -> None:
-        """SIGKILL, at once; the supervisor will notice."""
+        """The supervisor will notice."""
         self._signal(signal.SIGKILL)
 
     def log_tail(self) -> str:
@@ -130,9 +125,7 @@ class Child:
                 stderr=log,
                 env=self._environment,
                 limit=MAX_READY_LINE_BYTES,
-                # The terminal's Ctrl-C is for the parent, which stops its children in order. Not a session of its own:
-                # Linux shares the cores among sessions first (sched_autogroup), so niceness would say nothing.
-                process_group=0,
+                process_group=0,  # the terminal's Ctrl-C is for the parent, which stops its children in order
             )
         self.starts += 1
         try:

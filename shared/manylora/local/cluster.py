@@ -1,16 +1,7 @@
-"""A whole cluster on this machine: etcd, scheduler, routers and workers as supervised child processes.
+"""A whole cluster on this machine: etcd, scheduler, routers and workers as supervised child processes, on loopback.
 
-Owns its children and the data folder (locked against a second cluster):
-
-    <data>/etcd/        the coordination store          <data>/adapters/   the adapter store
-    <data>/logs/        one file a process              <data>/lock
-    <data>/operator.key the operator's key, readable by its owner alone
-
-Clients of the same user find that key by the router's address (client/credentials.py).
-
-A child that dies is started again with its id and data, and a router at its address, so that what a client or a test
-sees is what it would see of a real cluster under a process supervisor. All listen on loopback. Children end with their
-parent, even where it is killed (tether.py).
+Owns them and the data folder: etcd/, adapters/, logs/, operator.key (which clients of the same user find by the
+router's address) and lock. What dies is started again with its id, data and address. Children end with their parent.
 """
 
 from __future__ import annotations
@@ -44,54 +35,42 @@ POLL_S = 0.05
 
 
 class ClusterFailed(Exception):
-    """The cluster could not be started; the message says which part and why."""
+    """The message says which part, and why."""
 
 
-_SHARED_KV_CACHE_MB = 512
-"""Of each worker, where several share a device."""
+_SHARED_KV_CACHE_MB = 512  # of each worker, where several share a device
 
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """What `manylora up` takes. Empty strings and None leave a setting to the service's own default."""
+    """What `manylora up` takes. Empty strings and None leave a setting to the service."""
 
     model: Path | str
-    """A folder, or a hub id in the local cache."""
     model_name: str
     data: Path
     workers: int = 1
     routers: int = 1
-    device: str = "cpu"
-    """Several, comma-separated, are dealt to the workers in turn."""
-    port: int = 0
-    """Of the first router; 0: a free one."""
-    etcd: str = ""
-    """`host:port[,host:port]`, with or without http://; empty: one is started."""
+    device: str = "cpu"  # several, comma-separated, are dealt to the workers in turn
+    port: int = 0  # of the first router
+    etcd: str = ""  # host:port[,host:port], with or without http://; empty: one is started
     dtype: str = ""
     quantization: str = "none"
     kv_cache_mb: int | None = None
     max_lora_rank: int | None = None
-    threads: int | None = None
-    """Torch threads a worker; None: the machine's cores shared among the workers, but for a quarter of them, one at
-    least, which the services take."""
+    threads: int | None = None  # torch's, a worker; None: three quarters of the cores, shared out
     worker_module: str = WORKER_MODULE
-    """What `python -m` runs; tests and benchmarks give another, and so for the scheduler."""
+    """What `python -m` runs; tests and benchmarks give another."""
     scheduler_module: str = SCHEDULER_MODULE
     worker_flags: tuple[str, ...] = ()
-    """Further settings of the workers, as flags (`--block-size=4`), for tests and measurements."""
+    """Further settings, as flags; for tests and benchmarks."""
     router_flags: tuple[str, ...] = ()
     scheduler_flags: tuple[str, ...] = ()
-    start_timeout_s: float = 900.0
-    """For each process; a large model takes its time to load."""
+    start_timeout_s: float = 900.0  # of each process: a large model takes its time to load
     grace_s: float = 10.0
-    """For each process, to end in order."""
 
 
 class LocalCluster:
-    """
-    Args:
-        notify: told, in a line each, of what starts, dies and is started again.
-    """
+    """notify: told, in a line each, of what starts, dies and is started again."""
 
     def __init__(self, options: ClusterOptions, *, notify: Notify = lambda line: None) -> None:
         self.options = options
@@ -107,7 +86,7 @@ class LocalCluster:
 
     @property
     def router(self) -> str:
-        """The first router's address."""
+        """The first one's address."""
         return self.router_addresses[0]
 
     @property
@@ -139,11 +118,7 @@ class LocalCluster:
         }
 
     async def start(self) -> None:
-        """Returns when every router serves and has every worker connected behind it.
-
-        Raises:
-            ClusterFailed: nothing runs any more then.
-        """
+        """Returns when every router serves, with all workers behind it. Raises ClusterFailed: nothing runs any more."""
         self._take_lock()
         try:
             await self._start_all()
@@ -154,7 +129,7 @@ class LocalCluster:
             raise
 
     async def stop(self) -> None:
-        """Ends all children, the store last. Idempotent."""
+        """Idempotent."""
         self._forget_key()
         services = [child for name, child in self.children.items() if name != ETCD]
         await asyncio.gather(*(child.stop(self.options.grace_s) for child in services))
@@ -165,12 +140,12 @@ class LocalCluster:
             self._lock = None
 
     def kill(self) -> None:
-        """SIGKILL to all children, at once, for an impatient operator; `stop` still has to run."""
+        """`stop` still has to run."""
         for child in self.children.values():
             child.kill()
 
     async def wait_connected(self, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
-        """Until every router serves, reaches the scheduler, and that one has all workers. Raises ClusterFailed."""
+        """Raises ClusterFailed."""
         key = read_key(self.key_file)
         for address in self.router_addresses:
             async with Client(address, key=key, retry=None) as client:
@@ -326,7 +301,6 @@ class LocalCluster:
         return self._data / "logs" / f"{name}.log"
 
     async def _what_is_missing(self, client: Client) -> str:
-        """Why a router's cluster is not complete; empty where it is."""
         try:
             await client.wait_until_serving(2.0)
             status = await client.status(timeout_s=2.0)
@@ -345,7 +319,6 @@ def _threads(options: ClusterOptions, cores: int) -> int:
 
 
 def worker_environment() -> Mapping[str, str]:
-    """This process's environment, with what a worker needs beside other processes and the user did not set."""
     # By default OpenMP's threads spin while they wait for each other at the end of every parallel region. Where another
     # process has one of their cores, the others spin for its whole time slice, and a worker of two threads is 10 to 25
     # times slower. Sleeping costs microseconds a region.
@@ -361,7 +334,6 @@ def _incomplete(status: ClusterStatus, options: ClusterOptions) -> str:
 
 
 def _endpoints(url: str) -> str:
-    """`http://a:1,b:2` as `a:1,b:2`, which the services take."""
     return ",".join(part.strip().removeprefix("http://").rstrip("/") for part in url.split(",") if part.strip())
 
 
@@ -381,7 +353,7 @@ async def _etcd_answers(endpoint: str) -> bool:
 
 
 class _FirstFailure:
-    """Unwraps a task group's group of exceptions: the first one is what the operator needs."""
+    """Raises the first of a task group's exceptions in the place of all."""
 
     async def __aenter__(self) -> None: ...
 

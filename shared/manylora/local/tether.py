@@ -1,7 +1,6 @@
 """`python -I -S tether.py PARENT_PID COMMAND...`: becomes COMMAND, which the kernel kills when the parent ends.
 
-Run as a file, with the standard library alone, so that it costs a few milliseconds. On systems without
-PR_SET_PDEATHSIG the command runs untethered; a parent that ends in order still stops its children.
+Run as a file, with the standard library alone: it costs a few milliseconds. Linux alone has PR_SET_PDEATHSIG.
 """
 
 import os

@@ -1,7 +1,4 @@
-"""Wall-clock time, for timestamps that people read. Durations and deadlines use the event loop's time, never this.
-
-Owns no state but FakeClock's reading. The simulation and the tests pass a FakeClock; `__main__` passes SystemClock.
-"""
+"""Wall-clock time, for people. Durations use the event loop's time."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Protocol
 
 class WallClock(Protocol):
     def now_unix_s(self) -> float:
-        """Seconds since the Unix epoch. May jump in either direction."""
+        """May jump in either direction."""
 
 
 class SystemClock:
@@ -20,8 +17,6 @@ class SystemClock:
 
 
 class FakeClock:
-    """A clock that moves only when it is told to."""
-
     def __init__(self, start_unix_s: float = 1_700_000_000.0) -> None:
         self._now_unix_s = start_unix_s
 
@@ -29,5 +24,4 @@ class FakeClock:
         return self._now_unix_s
 
     def advance(self, seconds: float) -> None:
-        """Moves the clock; a negative value is a jump back, as a real wall clock may make."""
         self._now_unix_s += seconds

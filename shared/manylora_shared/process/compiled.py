@@ -1,9 +1,4 @@
-"""Modules that run compiled where they were compiled; their sources are what is read, tested and debugged.
-
-`deploy/compile.py` makes the folder: beside the installed packages, a folder `manylora_compiled` with extension modules
-(mypyc) under the packages' own names, and a manifest of what they were made from. A process that wants them calls `use`
-before it imports any of them; all others run the sources. Why, and which: docs/decisions/0028.
-"""
+"""Modules that run compiled where `deploy/compile.py` has compiled them (docs/decisions/0028)."""
 
 from __future__ import annotations
 
@@ -20,32 +15,17 @@ MANIFEST = "manifest.json"
 
 
 def interpreter() -> str:
-    """What compiled modules fit: this Python's version and machine."""
     return str(sysconfig.get_config_var("EXT_SUFFIX"))
 
 
 def manifest(sources: Mapping[str, Path]) -> dict[str, object]:
-    """What is noted beside compiled modules.
-
-    Args:
-        sources: by the modules' full names.
-    """
+    """sources: by the modules' full names."""
     digests = {name: _digest(path) for name, path in sources.items()}
     return {"interpreter": interpreter(), "sources": digests}
 
 
 def use(folder: Path | None = None) -> str:
-    """From now on the compiled modules are imported, all of them or, where they do not fit, none.
-
-    Args:
-        folder: None: the first `manylora_compiled` on `sys.path`.
-
-    Returns:
-        why there are none, or "".
-
-    Raises:
-        RuntimeError: one of them was imported before.
-    """
+    """From now on compiled modules are imported; or says why not. Raises RuntimeError: one was imported before."""
     found = folder if folder is not None else _find(sys.path)
     if found is None:
         return "nothing was compiled"

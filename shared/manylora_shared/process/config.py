@@ -1,14 +1,7 @@
-"""Settings: flags, environment and a file become one frozen dataclass, once, in a service's `__main__`.
+"""Flags, MANYLORA_* variables and the file that --config names become one frozen dataclass; the first named wins.
 
-The only module that touches `os.environ`. Where a setting comes from, the first wins:
-
-    --block-size 16              a flag, the field's name in kebab case; booleans also take --no-<name>
-    MANYLORA_BLOCK_SIZE=16       the environment
-    block_size: 16               a YAML file named by --config (or MANYLORA_CONFIG)
-    block_size: int = 16         the field's default; a field without one must be set
-
-Unknown flags and file keys are errors; an unknown MANYLORA_ variable is one where it looks like a misspelt field, for
-all processes of a machine share the environment. A field is a str, int, float, bool, Path or Literal of strings.
+The only module that touches `os.environ`. All processes of a machine share the environment, so an unknown variable is
+an error only where it looks like a misspelt field.
 """
 
 from __future__ import annotations
@@ -28,8 +21,7 @@ import yaml
 PREFIX = "MANYLORA_"
 CONFIG_FLAG = "config"
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-_TYPO_SIMILARITY = 0.85
-"""Above this ratio (difflib) an unknown environment variable counts as a misspelling."""
+_TYPO_SIMILARITY = 0.85  # difflib's ratio
 
 
 class ConfigError(ValueError):
@@ -44,7 +36,7 @@ C = TypeVar("C", bound=_Dataclass)
 
 
 def setting(default: Any, help: str, *, at_least: float | None = None, above: float | None = None) -> Any:
-    """A dataclass's field: its line in --help, and its bounds, which `check_bounds` checks."""
+    """A dataclass's field, with its line in --help and its bounds."""
     return dataclasses.field(default=default, metadata={"help": help, "at_least": at_least, "above": above})
 
 
@@ -59,7 +51,7 @@ def check_bounds(config: _Dataclass) -> None:
 
 
 def load(config: type[C], argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None) -> C:
-    """The settings of this process, for a `__main__`: exits with 2 and what is wrong, or with 0 after --help."""
+    """Exits with 2 and what is wrong, or with 0 after --help."""
     arguments = sys.argv[1:] if argv is None else argv
     if "--help" in arguments or "-h" in arguments:
         print(help_text(config))
@@ -72,12 +64,12 @@ def load(config: type[C], argv: Sequence[str] | None = None, env: Mapping[str, s
 
 
 def environment() -> Mapping[str, str]:
-    """This process's environment, for code outside this module that passes it on."""
+    """This process's, to pass on."""
     return dict(os.environ)
 
 
 def set_default(variable: str, value: str) -> None:
-    """In this process's environment, for a library that has no other way to be set; what is set already stays."""
+    """For a library that has no other way to be set."""
     os.environ.setdefault(variable, value)
 
 
@@ -103,7 +95,6 @@ def parse(config: type[C], argv: Sequence[str], env: Mapping[str, str]) -> C:
 
 
 def help_text(config: type[_Dataclass]) -> str:
-    """One line a setting: flag, type, default, meaning."""
     kinds = get_type_hints(config)
     rows = [("--config FILE", "a YAML file of settings; flags and environment come before it")]
     for field in dataclasses.fields(config):
@@ -120,7 +111,7 @@ def help_text(config: type[_Dataclass]) -> str:
 
 
 def check_listen(listen: str) -> None:
-    """For `__post_init__`: raises ConfigError where `listen` is no `host:port`."""
+    """Raises ConfigError: it is no `host:port`."""
     host, separator, port = listen.rpartition(":")
     if not separator or not host or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"--listen: {listen!r} is not host:port")
@@ -132,10 +123,8 @@ def flag_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class _Raw:
-    """A value as it was found, and how to name the place to the operator."""
-
     value: object
-    source: str
+    source: str  # as the operator is told
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:
@@ -206,7 +195,7 @@ def _read_file(path: Path, fields: Mapping[str, Any]) -> dict[str, _Raw]:
 
 
 def _convert(value: object, kind: Any, source: str) -> object:
-    """`value` (text from a flag or the environment, or what YAML made of it) as an object of type `kind`."""
+    """value: a text, or what YAML made of one."""
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             raise ConfigError(f"{source}: {value!r} is not one of {', '.join(get_args(kind))}")
@@ -237,7 +226,6 @@ def _convert_number(value: object, kind: type[int] | type[float], source: str) -
 
 
 def _describe(kind: Any) -> str:
-    """The type as --help shows it."""
     if get_origin(kind) is Literal:
         return "|".join(get_args(kind))
     return {str: "TEXT", int: "INT", float: "NUMBER", Path: "PATH"}[kind]

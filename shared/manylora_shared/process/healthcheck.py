@@ -1,8 +1,4 @@
-"""`python -m manylora_shared.process.healthcheck HOST:PORT [--timeout SECONDS]`: exits with 0 when a server serves.
-
-Asks grpc.health.v1 for the whole server (the empty service name); the containers' health checks use it.
-Exit codes: 0 serving, 1 not serving or not reached, 2 wrong usage.
-"""
+"""The containers' health check. Exits with 0 where the server serves, 1 where not, 2 on wrong usage."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 
 def check(address: str, timeout_s: float) -> str:
-    """The answer: SERVING, NOT_SERVING or UNKNOWN. Raises grpc.RpcError where there is none within `timeout_s`."""
+    """Raises grpc.RpcError."""
     with grpc.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         response = stub.Check(health_pb2.HealthCheckRequest(service=""), timeout=timeout_s, wait_for_ready=True)

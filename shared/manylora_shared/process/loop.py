@@ -1,9 +1,4 @@
-"""The event loop of a service's process: uvloop's, with an exact clock (docs/decisions/0035).
-
-uvloop's own time is the millisecond in which the loop's pass began, so what is measured by it is off by a pass, and its
-timers may end up to a millisecond and a half early. Services measure times to the first token by the loop's time, and
-do what is due when it is: here time is the system's monotonic clock, read anew, and no timer ends before its time.
-"""
+"""A service's event loop: uvloop's, with an exact clock, before which no timer ends (docs/decisions/0035)."""
 
 from __future__ import annotations
 
@@ -21,8 +16,6 @@ _Ts = TypeVarTuple("_Ts")
 
 
 class ServiceLoop(uvloop.Loop):
-    """See the module. A timer ends up to two milliseconds late."""
-
     def time(self) -> float:
         return time.monotonic()
 
@@ -38,7 +31,7 @@ class ServiceLoop(uvloop.Loop):
     def call_at(
         self, when: float, callback: Callable[[Unpack[_Ts]], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """Of what is returned only `cancel` and `cancelled` may be used: what is due already has no `when`."""
+        """What is due already has no `when`."""
         delay_s = when - time.monotonic()
         if delay_s > 0 and math.isfinite(delay_s):
             # libuv counts this clock's whole milliseconds: from the one that it is in to the first not before `when`.
@@ -47,6 +40,5 @@ class ServiceLoop(uvloop.Loop):
 
 
 def run(main: Coroutine[Any, Any, _T]) -> _T:
-    """As asyncio.run."""
     with asyncio.Runner(loop_factory=ServiceLoop) as runner:
         return runner.run(main)

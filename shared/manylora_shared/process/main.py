@@ -1,8 +1,4 @@
-"""The life of a service's process: its parts, its signals, its ready line, and its end in order.
-
-Owns the store and the telemetry that every service is given, and the answer to SIGTERM and SIGINT. Knows nothing of
-what a service does: that is the App's, which a service's `__main__` builds.
-"""
+"""The life of a service's process: its parts, its signals, its ready line, and its end in order."""
 
 from __future__ import annotations
 
@@ -29,20 +25,18 @@ _LOG = logging.getLogger(__name__)
 
 
 class App(Protocol):
-    """A service as one object."""
-
     @property
     def instance_id(self) -> str: ...
 
     @property
     def address(self) -> str:
-        """Where others dial it, once it is started."""
+        """Where others dial it."""
 
     async def start(self) -> None:
         """Returns when it serves."""
 
     async def failed(self) -> str | None:
-        """Waits until it cannot go on. Returns why, or raises what a bug raised."""
+        """Waits until it cannot go on. Returns why, or raises."""
 
     async def stop(self) -> None:
         """Ends in order; also what was started in part."""
@@ -50,7 +44,7 @@ class App(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """What an App is built from. They are the runner's to close."""
+    """What an App is built from, and does not close."""
 
     transport: Transport
     store: Store
@@ -66,16 +60,11 @@ async def serve(
     instance_id: str = "",
     acceptors: int = 1,
 ) -> bool:
-    """Runs a service until SIGTERM or SIGINT, or until it cannot go on. Called once, as a process's main task.
+    """Runs a service until SIGTERM or SIGINT. Returns whether it was told to end.
 
     Args:
-        service: router, scheduler or worker.
-        build: makes the App. What it raises ends the process before anything is started.
-        instance_id: the configured one, for the telemetry; empty: none is.
+        instance_id: the configured one; empty: none is.
         acceptors: see GrpcTransport.
-
-    Returns:
-        Whether it ended because it was told to.
     """
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()

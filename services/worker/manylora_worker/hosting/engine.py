@@ -1,4 +1,4 @@
-"""A worker's engine from its parts and the worker's settings: its limits, its prefix cache, its thread."""
+"""A worker's engine, of its parts and the worker's settings."""
 
 from __future__ import annotations
 
@@ -18,17 +18,15 @@ from manylora_worker.weights.adapter_check import AdapterValidator
 
 C = TypeVar("C", bound=WorkerConfig)
 EngineBuilder = Callable[[C, Callable[[], None]], EngineParts]
-"""Takes the settings, and what any thread of the backend calls when it has news. May take as long as a model takes to
-load. Raises ValueError where the model cannot be served with these settings; the message says why."""
+"""Takes the settings, and what any thread of the backend calls when it has news. Raises ValueError: the model cannot be
+served so."""
 
 _REQUESTS_PER_SLOT = 4
-"""Bound of requests in the worker: running, waiting for a slot, or for their adapter. Never below what it announces."""
-_OVERTAKES_PER_SLOT = 2
-"""Requests that may overtake one whose adapter finds no room: fewer leave slots empty while pins run out."""
+_OVERTAKES_PER_SLOT = 2  # of one whose adapter finds no room: fewer leave slots empty while pins run out
 
 
 def host(config: C, build: EngineBuilder[C]) -> tuple[ThreadRuntime, AdapterValidator]:
-    """The engine on its thread, and what checks its adapters. Raises ValueError, see EngineBuilder."""
+    """The engine, and what checks its adapters. Raises ValueError, as the builder."""
     mailbox = Mailbox()
     parts = build(config, mailbox.wake)
     capacity_tokens = parts.runner.num_blocks * parts.runner.block_size
@@ -57,7 +55,7 @@ def engine_limits(config: WorkerConfig) -> EngineLimits:
 
 
 def prefix_options(config: WorkerConfig, model: ModelInfo, secret: bytes) -> PrefixOptions | None:
-    """The prefix cache as it is configured; None: there is none."""
+    """None: no prefix cache."""
     if config.prefix_cache_share == 0:
         return None
     return PrefixOptions(PrefixKeys(secret, model.digest), config.prefix_cache_share)

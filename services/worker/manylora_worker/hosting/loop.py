@@ -1,7 +1,4 @@
-"""The engine's loop in parts: commands in, a step, what is new out. Who drives them waits in between as suits it.
-
-Two drive them: the worker's engine thread (runtime.py), and the simulation, whose steps take virtual time.
-"""
+"""The engine's loop in parts, which the engine's thread and the simulation drive: commands in, a step, news out."""
 
 from __future__ import annotations
 
@@ -15,17 +12,10 @@ from manylora_worker.kinds.api import StepBatch
 
 _LOG = logging.getLogger(__name__)
 
-MAX_FAILED_STEPS = 3
-"""Steps that may fail one after the other before the engine counts as broken."""
+MAX_FAILED_STEPS = 3  # one after the other
 
 
 class EngineLoop:
-    """
-    Args:
-        now: the clock that the engine is told.
-        post: takes what is new, see `tell`.
-    """
-
     def __init__(self, core: EngineCore, now: Callable[[], float], post: Callable[[EnginePost], None]) -> None:
         self._core = core
         self._now = now
@@ -34,7 +24,7 @@ class EngineLoop:
         self._last_stats: EngineStats | None = None
 
     def begin(self, commands: Iterable[Command]) -> StepBatch | None:
-        """Does the commands and begins the next step; None where there is none to begin now."""
+        """Begins the next step, if there is one now."""
         self._do(commands)
         batch = self._core.begin_step(self._now())
         if batch is not None:
@@ -42,7 +32,7 @@ class EngineLoop:
         return batch
 
     def end(self) -> None:
-        """Waits for the oldest step in flight. Raises RuntimeError where the model fails in every step."""
+        """Waits for the oldest step in flight. Raises RuntimeError: the model fails in every step."""
         core = self._core
         core.end_step(core.wait(), self._now())
         error = core.step_error
@@ -55,7 +45,7 @@ class EngineLoop:
             raise RuntimeError(f"{MAX_FAILED_STEPS} steps failed one after the other") from error
 
     def stop(self, commands: Iterable[Command]) -> None:
-        """Does the last commands, and aborts what is left."""
+        """Aborts what is left."""
         self._do(commands)
         for request_id in self._core.request_ids():
             self._core.abort(request_id, self._now())
@@ -63,7 +53,7 @@ class EngineLoop:
         self.tell()
 
     def tell(self) -> None:
-        """Posts what is new, if anything is."""
+        """Posts what is new."""
         core, last = self._core, self._last_stats
         stats, outputs, ends = core.stats(), core.take_outputs(), core.take_ended()
         if stats == last and not outputs and not ends:

@@ -1,8 +1,4 @@
-"""The outputs of one request on their way to its one reader.
-
-Owns what is not read yet, and how much that is: a stream that is full has its request paused, which EngineView does. On
-the event loop alone. Knows nothing of the engine.
-"""
+"""The unread outputs of one request, for its one reader. EngineView pauses the request of a full stream."""
 
 from __future__ import annotations
 
@@ -17,8 +13,7 @@ from manylora_worker.engine.outbox import RequestEnd
 from manylora_worker.hosting.waiter import Waiter
 from manylora_worker.kinds.api import EngineRequest, TokenOutput
 
-PAUSE_UNREAD_TOKENS = 1024
-"""Of one request, over its choices. A unit of each choice and what is on its way from the engine come on top."""
+PAUSE_UNREAD_TOKENS = 1024  # over its choices; what is on its way from the engine comes on top
 
 
 class EndKind(enum.Enum):
@@ -33,24 +28,16 @@ class EndKind(enum.Enum):
 class StreamEnd:
     kind: EndKind
     message: str = ""
-    request_end: RequestEnd | None = None
-    """None where the engine failed and could not tell."""
+    request_end: RequestEnd | None = None  # None: the engine failed
 
 
 class OutputBatch(NamedTuple):
     outputs: Sequence[TokenOutput]
-    """In order; several of one choice may follow one another."""
     end: StreamEnd | None = None
-    """Set on the last batch."""
 
 
 class OutputStream:
-    """The outputs of one request, for one reader.
-
-    Args:
-        when_read: called after each read that found something, while the stream is paused.
-        pause_unread_tokens: with so many unread it is full.
-    """
+    """when_read: called after a read while the stream is paused."""
 
     def __init__(
         self,
@@ -67,33 +54,24 @@ class OutputStream:
         self._pending: list[TokenOutput] = []
         self._pending_tokens = 0
         self._left_tokens = [request.max_tokens - len(request.emitted_token_ids)] * request.n
-        """By choice: those that may still come."""
         self._end: StreamEnd | None = None
         self._flush_at = float("-inf")
-        self._grace_s = 0.0
-        """So long after `_flush_at` an end that is near is waited for."""
+        self._grace_s = 0.0  # for an end that is near
         self._news = Waiter()
-        """Something to read, or the end."""
         self._ending = Waiter()
-        """The end alone."""
 
     @property
     def is_ended(self) -> bool:
-        """Whether the engine has let go of the request; unread outputs may be left."""
+        """Unread outputs may be left."""
         return self._end is not None
 
     async def has_something(self, timeout_s: float) -> None:
-        """Returns when there is something to read, or after so long."""
         if not self._pending and self._end is None:
             await self._news.wait(asyncio.get_running_loop().time() + timeout_s)
 
     async def read(self, *, interval_s: float = 0.0) -> OutputBatch:
-        """All outputs since the last read, at least one of them or the end.
-
-        Args:
-            interval_s: until the next read outputs are gathered for so long, up to a third longer, and half as long
-                again where the end is near. The end is not waited with.
-        """
+        """At least one output, or the end. The next read gathers for `interval_s`, up to a third longer, and half as
+        long again where the end is near."""
         loop = asyncio.get_running_loop()
         await self._wait_for_end(self._flush_at)
         while not self._pending and self._end is None:
@@ -109,24 +87,20 @@ class OutputStream:
         return batch
 
     async def _wait_for_end(self, until: float) -> None:
-        """Until then at most."""
         loop = asyncio.get_running_loop()
         while self._end is None and loop.time() < until:
             await self._ending.wait(until)
 
     @property
     def _is_end_near(self) -> bool:
-        """Whether half as many tokens as have gathered are the last ones. A frame that another follows so soon costs
-        a router and the caller as much as the other."""
+        # Half as many tokens as have gathered are the last ones: a frame of their own would cost as much as another.
         return 2 * max(self._left_tokens) * self.request.n <= self._pending_tokens
 
     @property
     def is_full(self) -> bool:
-        """Whether so much is unread that the request is to be paused."""
         return self._pending_tokens >= self._pause_unread_tokens
 
     def put(self, output: TokenOutput) -> None:
-        """From EngineView."""
         if output.finish_reason is not None:
             self.unfinished_choices -= 1
             self._left_tokens[output.choice] = 0
@@ -138,7 +112,6 @@ class OutputStream:
         self._pending_tokens += len(output.token_ids)
 
     def end(self, end: StreamEnd) -> None:
-        """From EngineView."""
         assert self._end is None
         self._end = end
         self._news.wake()
@@ -146,11 +119,8 @@ class OutputStream:
 
 
 def _flush_time(now: float, interval_s: float) -> float:
-    """When a stream that was read at `now` is read again: on a grid, so that the frames of many streams leave together.
-
-    Their reader then wakes once for all of them. The grid is the power of two that is a sixth to a third of the
-    interval, so that it stays the same while streams come and go.
-    """
+    """On a grid, so that the frames of many streams leave together and their reader wakes once. It is a power of two, a
+    sixth to a third of the interval, and so stays the same while streams come and go."""
     if interval_s <= 0.0:
         return now
     # interval_s / 3 is m * 2**e with m from 0.5 to 1: the power of two below it is 2**(e - 1).

@@ -1,12 +1,7 @@
-"""The engine beside the event loop: commands in, outputs out, each at token boundaries.
+"""The engine beside the event loop. Commands go in between two steps; one post a step comes out.
 
-Only the engine's thread touches EngineCore; only the event loop touches `EngineView` and `OutputStream`.
-
-    event loop                                engine's thread
-    submit/abort/stop/prefetch --commands-->  between two steps
-    OutputStream, EngineView  <--one post a step, gathered while the loop is busy--
-
-When the engine itself fails (a bug, or step after step), every stream ends, and the runtime takes nothing more.
+Only the engine's thread touches EngineCore; only the event loop touches `EngineView` and `OutputStream`. When the
+engine fails, every stream ends, and the runtime takes nothing more.
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Runtime(ABC):
-    """The engine for those on the event loop, who call all of this there. The subclass says who drives its loop."""
+    """Called on the event loop. The subclass drives the engine's loop."""
 
     def __init__(
         self,
@@ -44,7 +39,6 @@ class Runtime(ABC):
         max_requests: int,
         pause_unread_tokens: int = PAUSE_UNREAD_TOKENS,
     ) -> None:
-        """check: whether the engine could ever run a request, see EngineCore.check."""
         self.model = model
         self.view = EngineView(stats, max_requests, self._send, pause_unread_tokens)
         self._check = check
@@ -58,15 +52,13 @@ class Runtime(ABC):
 
     @abstractmethod
     async def stop(self) -> None:
-        """Aborts what is left and ends the engine."""
+        """Aborts what is left."""
 
     @abstractmethod
-    def _send(self, command: Command) -> None:
-        """Has it done between two steps."""
+    def _send(self, command: Command) -> None: ...
 
     def submit(self, request: EngineRequest) -> OutputStream:
-        """Gives a request to the engine, from the next token boundary on.
-
+        """
         Raises:
             InvalidRequest, QuotaExceeded: it could never run.
             AlreadyExists, Overloaded, ServiceUnavailable: as things are now.
@@ -86,16 +78,16 @@ class Runtime(ABC):
         self._send(lambda core, now: core.prefetch(adapter_uid, tenant_id))
 
     def set_pins(self, pins: Mapping[TenantId, Sequence[Pin]], largest_bytes: int) -> None:
-        """Which adapters stay on the device, from the next token boundary on; as AdapterCache.set_pins."""
+        """As AdapterCache.set_pins."""
         self._send(lambda core, now: core.set_pins(pins, largest_bytes))
 
     def set_share(self, tenant_id: TenantId, share: TenantShare | None) -> None:
-        """What a tenant may have, from the next token boundary on; None: the default."""
+        """None: the default."""
         self._send(lambda core, now: core.set_share(tenant_id, share))
 
 
 class Mailbox:
-    """What the event loop and the engine's thread share. Any thread may call any of it."""
+    """What the threads share. Any may call any of it."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -121,14 +113,14 @@ class Mailbox:
             self._condition.notify()
 
     def take(self) -> tuple[Sequence[Command], bool]:
-        """The commands since the last call, and whether the engine is to stop."""
+        """New commands, and whether to stop."""
         with self._condition:
             commands, self._commands = self._commands, []
             self._has_news = False
             return commands, self._is_stopping
 
     def sleep(self, timeout_s: float | None) -> None:
-        """Until there is something to take, or news, or the time is over; None: for as long as it is."""
+        """Until there is something to take, or news, or the time is over."""
         with self._condition:
             self._condition.wait_for(lambda: self._commands or self._has_news or self._is_stopping, timeout_s)
 
@@ -145,8 +137,6 @@ class Mailbox:
 
 
 class ThreadRuntime(Runtime):
-    """The engine on a thread of its own, which sleeps while there is nothing to do."""
-
     def __init__(
         self, core: EngineCore, backend: AdapterBackend, model: ModelInfo, mailbox: Mailbox, *, max_requests: int
     ) -> None:

@@ -1,11 +1,7 @@
 """The engine as the event loop knows it: one post behind at most.
 
-Owns the open output streams, the last counters, and which requests are paused because nobody reads them. Touched on the
-event loop alone; whoever turns the engine sends posts, and is sent commands.
-
-A request is in `EngineView.running` from `open` until the engine has let go of all that it held. A request of which
-PAUSE_UNREAD_TOKENS wait for their reader is paused: it gives its slot up at its unit's end, until the reader reads.
-One that is not read for MAX_PAUSE_S is aborted, and its stream ends with SLOW_READER.
+Owns the open output streams, the last counters, and which requests are paused until their reader reads; one that is not
+read for MAX_PAUSE_S is aborted. Touched on the event loop alone.
 """
 
 from __future__ import annotations
@@ -29,8 +25,7 @@ from manylora_worker.planning.step_planner import FlowSlots
 Command = Callable[[EngineCore, float], None]
 """Done to the engine between two steps, with the time."""
 
-MAX_PAUSE_S = 15.0
-"""Longer than a router waits for a stream's token lease (10 s), during which it does not read either."""
+MAX_PAUSE_S = 15.0  # a router waits for a stream's token lease for 10 s, and does not read meanwhile
 
 _END_KINDS = {
     FinishReason.STOP: EndKind.COMPLETED,
@@ -42,7 +37,7 @@ _END_KINDS = {
 
 
 class EngineListener(Protocol):
-    """Told by EngineView, on the event loop. Must not block or raise."""
+    """Must not block or raise."""
 
     def request_started(self, request: EngineRequest) -> None: ...
 
@@ -53,25 +48,21 @@ class EngineListener(Protocol):
 
 
 class EnginePost(NamedTuple):
-    """What one turn of the engine has to tell."""
+    """What one turn of the engine has to tell. None: unchanged."""
 
     outputs: Sequence[TokenOutput]
     ends: Sequence[RequestEnd]
     stats: EngineStats
     flows: Mapping[FlowKey, FlowTokens]
     setbacks: Mapping[TenantId, Setbacks]
-    """Of the tenants whose counts grew."""
     kv_blocks: Mapping[TenantId, int]
     adapters: Mapping[AdapterUid, AdapterTier] | None
-    """None: unchanged."""
     tenant_adapters: Mapping[TenantId, TenantAdapters] | None
-    """None: unchanged."""
     slots: Mapping[FlowKey, FlowSlots] | None
-    """None: unchanged."""
 
 
 class FlowLoad(NamedTuple):
-    """A flow's unfinished sequences, as in worker.proto's FlowCounter."""
+    """Unfinished sequences, as in worker.proto's FlowCounter."""
 
     slotted: int = 0
     ready: int = 0
@@ -79,12 +70,7 @@ class FlowLoad(NamedTuple):
 
 
 class EngineView:
-    """The engine as the event loop knows it: one post behind at most.
-
-    Args:
-        send: takes commands for the engine.
-        pause_unread_tokens: of one request that its reader may leave before it is paused.
-    """
+    """`slots`, `adapters` and `tenant_adapters` are never changed in place."""
 
     def __init__(
         self,
@@ -95,23 +81,16 @@ class EngineView:
     ) -> None:
         self.stats = stats
         self.slots: Mapping[FlowKey, FlowSlots] = {}
-        """Never changed in place."""
         self._send = send
-        self._unfinished: dict[FlowKey, int] = {}
-        """Sequences of each flow, waiting ones included."""
-        self._paused: dict[RequestId, asyncio.TimerHandle] = {}
-        """Requests that their readers keep from going on, and what ends them."""
+        self._unfinished: dict[FlowKey, int] = {}  # sequences, waiting ones included
+        self._paused: dict[RequestId, asyncio.TimerHandle] = {}  # and what ends them
         self.adapters: Mapping[AdapterUid, AdapterTier] = {}
         self.tenant_adapters: Mapping[TenantId, TenantAdapters] = {}
-        """Never changed in place."""
         self.flows: dict[FlowKey, FlowTokens] = {}
-        self.setbacks: dict[TenantId, Setbacks] = {}
-        """Whose counts grew last stands last."""
+        self.setbacks: dict[TenantId, Setbacks] = {}  # whose counts grew last stands last
         self.kv_blocks: Mapping[TenantId, int] = {}
-        """That tenants' sequences hold; those that hold none are absent."""
-        self.running: dict[RequestId, OutputStream] = {}
-        self.failure: str | None = None
-        """Why the engine is no more; None while it lives."""
+        self.running: dict[RequestId, OutputStream] = {}  # until the engine has let go of all that they held
+        self.failure: str | None = None  # why the engine is no more
         self._is_closed = False
         self._max_requests = max_requests
         self._pause_unread_tokens = pause_unread_tokens
@@ -124,7 +103,6 @@ class EngineView:
         return sum(self._unfinished.values())
 
     def loads(self) -> dict[FlowKey, FlowLoad]:
-        """Of all flows with unfinished sequences."""
         paused: dict[FlowKey, int] = {}
         for request_id in self._paused:
             stream = self.running[request_id]
@@ -145,7 +123,7 @@ class EngineView:
         self._listeners.append(listener)
 
     def when_failed(self, callback: Callable[[str], None]) -> None:
-        """Calls back with the reason once the engine has failed, after its streams have ended."""
+        """Called with the reason, after the streams have ended."""
         self._failure_callbacks.append(callback)
 
     def close(self) -> None:
@@ -153,7 +131,7 @@ class EngineView:
         self._is_closed = True
 
     def open(self, request: EngineRequest) -> OutputStream:
-        """A stream for a request that is about to be given to the engine."""
+        """Raises AlreadyExists, Overloaded, ServiceUnavailable."""
         if self.failure is not None:
             raise ServiceUnavailable(f"the engine has failed: {self.failure}")
         if self._is_closed:
@@ -169,7 +147,6 @@ class EngineView:
         return stream
 
     def take(self, post: EnginePost) -> None:
-        """Hands out a post, and pauses the requests that are not read."""
         for output in post.outputs:
             stream = self.running.get(output.request_id)
             if stream is not None:
@@ -196,7 +173,6 @@ class EngineView:
             listener.engine_changed()
 
     def fail(self, message: str) -> None:
-        """The engine is no more: every stream ends."""
         self.failure = message
         for request_id in list(self.running):
             self._end(request_id, StreamEnd(EndKind.ERROR, f"the engine has failed: {message}"))
@@ -224,7 +200,6 @@ class EngineView:
         self._paused[request_id] = asyncio.get_running_loop().call_later(MAX_PAUSE_S, self._give_up, stream)
 
     def _resume(self, stream: OutputStream) -> None:
-        """Its reader reads again."""
         stream.is_paused = False
         request_id = stream.request.request_id
         timer = self._paused.pop(request_id, None)

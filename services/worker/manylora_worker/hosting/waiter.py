@@ -1,18 +1,16 @@
-"""Where one task waits on the event loop for what others tell it."""
-
 from __future__ import annotations
 
 import asyncio
 
 
 class Waiter:
-    """One place to wait. A wake that finds nobody is forgotten: who waits looks first whether it has to."""
+    """Where one task waits. A wake that finds nobody is forgotten."""
 
     def __init__(self) -> None:
         self._future: asyncio.Future[None] | None = None
 
     async def wait(self, until: float | None = None) -> None:
-        """Until the next `wake`, or until that time of the loop's clock. One waits at a time."""
+        """Until the next `wake`, or that time of the loop's clock."""
         assert self._future is None, "one waits at a time"
         loop = asyncio.get_running_loop()
         self._future = loop.create_future()

@@ -1,19 +1,15 @@
-"""Puts the torch half of a worker together: the model, its KV cache, its runner and its adapter backend.
-
-Owns nothing: the parts are handed to the caller, who closes the backend. Importing this module imports torch; the rest
-of the worker does so only through it.
-"""
+"""The torch half of a worker: the model, its KV cache, its runner, its adapters. The rest imports torch through it."""
 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from manylora_shared.process.cores import num_cores
 
 from manylora_worker.config import WorkerConfig
 from manylora_worker.models.decoder_weights import DecoderWeights
@@ -41,24 +37,14 @@ _LORA_COSTS = {"cpu": LoraCosts(product=2e5, copied_weight=40.0), "cuda": LoraCo
 """By device type: about 4 us a product on either; 10 GB/s copied on the one, 2 TB/s on the other."""
 DEFAULT_KV_CACHE_MB = 512
 GIB = 1 << 30
-_MARGIN_DIVISOR = 50
-"""Part of the device's memory that nobody plans with."""
+_MARGIN_DIVISOR = 50  # of the device's memory: nobody plans with it
 _MAX_READERS = 8
-_OTHER_CORES = 2
-"""For the engine's thread and the event loop: readers take the rest, where there are so many."""
-_STACKED_ADAPTER_BYTES = 256 * MIB
-"""Bound on the copies that stack the adapters of a step, see LoraPlanner."""
+_OTHER_CORES = 2  # for the engine's thread and the event loop
+_STACKED_ADAPTER_BYTES = 256 * MIB  # see LoraPlanner
 
 
 def build_engine(config: WorkerConfig, notify: Callable[[], None] = lambda: None) -> EngineParts:
-    """Loads the model and allocates the cache.
-
-    Args:
-        notify: see TorchAdapterBackend.
-
-    Raises:
-        ModelRefused: the model cannot be served with these settings.
-    """
+    """As EngineBuilder. Raises ModelRefused."""
     loaded = load_model(
         config.model,
         name=config.model_name,
@@ -105,7 +91,7 @@ def _reader(base: AdapterBase, config: WorkerConfig, *, is_gpu: bool) -> Adapter
 
 
 def _num_readers() -> int:
-    return max(1, min(_MAX_READERS, len(os.sched_getaffinity(0)) - _OTHER_CORES))
+    return max(1, min(_MAX_READERS, num_cores() - _OTHER_CORES))
 
 
 def _reference_runner(loaded: LoadedModel, weights: DecoderWeights | None, config: WorkerConfig) -> TorchModelRunner:
