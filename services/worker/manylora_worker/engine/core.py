@@ -1,25 +1,16 @@
-"""The engine: requests in, token outputs out, step by step.
+"""The engine: requests in, token outputs out, step by step. One thread, no clock: times are the caller's `now`, in
+seconds.
 
-Owns what happens to a request and in which order; how it ends is told in Endings. The state is its parts', which
-it composes and alone writes: requests (RequestTable), blocks (BlockPool), queues (StepPlanner), adapter references
-(AdapterCache), steps under way (Flights), what is to be told (Outbox, WorkCounters). One thread, no clock: times are
-the caller's `now`, in seconds.
+Its parts hold the state and it alone writes them. A step is `begin_step` -> `submit` -> `wait` -> `end_step`; commands
+(`add`, `abort`, `stop_choice`, `prefetch`) come between these, except between `begin_step` and `submit`.
 
-A step is `begin_step` (what to compute) -> `submit` (the model starts) -> `wait` (it is through) -> `end_step` (what
-came of it); `step` is one turn of these. Commands (`add`, `abort`, `stop_choice`, `prefetch`) come between these calls,
-but not between `begin_step` and `submit`. Outputs collect until `take_outputs` and `take_ended`.
+With an AheadRunner the next step begins before the last has ended, as if each sequence in both went on: what the last
+one draws is a PENDING_TOKEN of the next. What it draws for a sequence that has ended is dropped. Blocks, adapter and
+request are let go when no step in flight and no copy has the sequence (*lingering* until then). A failed step takes the
+one behind it along. A failed copy is the end of the engine: nothing on the device can be relied upon.
 
-With an AheadRunner, the next step is begun before the last one has ended. It is planned as if each sequence that is in
-both went on: what the last step draws is a PENDING_TOKEN of the next. Where a sequence turns out to have ended (a stop
-token, an abort), what the step in flight still draws for it is dropped: not put out, and not charged where a stop token
-came in between. Blocks, adapter and request are let go only when no step in flight has the sequence, and no copy of its
-KV is under way (*lingering* until then). A step that fails takes the one in flight behind it along, which built on it.
-A copy that fails is the end of the engine: the exception goes through, for nothing on the device can be relied upon.
-
-What a choice's output is: tokens are drawn until a stop token, `max_tokens` or a full context. A stop token ends the
-choice with STOP and is *not* part of its output (`stop_token_id` names it); it is otherwise what greedy `generate` of
-transformers returns behind the prompt, without the end-of-sequence token. Tokens emitted by an earlier attempt count
-towards `max_tokens` and are not put out again.
+A stop token ends a choice with STOP and is *not* part of its output. Tokens emitted by an earlier attempt count towards
+`max_tokens` and are not put out again.
 """
 
 from __future__ import annotations
@@ -67,16 +58,14 @@ from manylora_worker.planning.step_time import StepTime
 class EngineLimits:
     planner: PlannerLimits
     adapters: AdapterCacheLimits
-    max_requests: int
-    """Requests in the engine, waiting ones included."""
+    max_requests: int  # in the engine, waiting ones included
 
 
-_POLL_S = 0.002
-"""How often it is asked whether copies of KV are over, where nothing else is to do."""
+_POLL_S = 0.002  # how often copies of KV are asked for, where nothing else is to do
 
 
 class EngineCore:
-    """See the module. `prefix`: the prefix cache; None: there is none. `clears_freed`: see BlockPool."""
+    """prefix: the prefix cache; None: there is none. clears_freed: see BlockPool."""
 
     def __init__(
         self,
@@ -112,35 +101,26 @@ class EngineCore:
         self._adapters = AdapterCache(backend, limits.adapters, self._shares.tenant_weight)
         self._requests = RequestTable()
         self._flights = Flights(runner)
-        self._begun: tuple[SequenceOf[Part], BlockWork, float] | None = None
-        """Between `begin_step` and `submit`."""
+        self._begun: tuple[SequenceOf[Part], BlockWork, float] | None = None  # between `begin_step` and `submit`
         self._outbox = Outbox()
         self._endings = Endings(
             self._requests, self._planner, self._prefixes, self._adapters, self._outbox, self._request_closed
         )
         self._counters = WorkCounters()
+        # with the version that they are of
         self._tenant_adapters: tuple[int, Mapping[TenantId, TenantAdapters]] | None = None
-        """With the version that they are of."""
         self._step_ended_s = float("-inf")
-        self.step_error: Exception | None = None
-        """Why the last step failed; None after one that did not."""
+        self.step_error: Exception | None = None  # why the last step failed; None after one that did not
 
     # -- commands, between steps ---------------------------------------------------------------------------------
 
     def check(self, request: EngineRequest) -> None:
-        """Whether the engine could ever run the request, under its tenant's present bounds. From any thread.
-
-        Raises:
-            InvalidRequest: the model never could.
-            QuotaExceeded: its tenant's bounds never let it.
-        """
+        """See RequestBounds.check. From any thread."""
         self._bounds.check(request)
 
     def set_share(self, tenant_id: TenantId, share: TenantShare | None) -> None:
-        """What a tenant may have from now on; None: the default weights and no bounds.
-
-        Requests that are here run to their end, see TenantShares.accept. A hard cap that falls below what is held is
-        reached as soon as the running quanta are over.
+        """None: the default weights and no bounds. Requests that are here run to their end (TenantShares.accept). A
+        hard cap that falls below what is held is reached as soon as the running quanta are over.
         """
         assert self._begun is None
         self._shares.set(tenant_id, share)
@@ -183,14 +163,14 @@ class EngineCore:
             self._requests.load_begun(group)
 
     def abort(self, request_id: RequestId, now: float) -> None:
-        """Ends the request's unfinished choices with ABORTED and frees all that it holds. Unknown ids are ignored."""
+        """Unknown ids are ignored, here and below."""
         assert self._begun is None
         group = self._requests.find(request_id)
         if group is not None:
             self._endings.end_request(group, FinishReason.ABORTED, "aborted", now)
 
     def stop_choice(self, request_id: RequestId, choice: int, now: float) -> None:
-        """Ends one choice with STOP; the others go on. Unknown and finished ones are ignored."""
+        """Ends it with STOP; the others go on."""
         assert self._begun is None
         group = self._requests.find(request_id)
         if group is None or choice >= len(group.sequences):
@@ -200,12 +180,12 @@ class EngineCore:
             self._endings.end_choice(sequence, FinishReason.STOP, now)
 
     def pause(self, request_id: RequestId) -> None:
-        """The request takes no further slot until `resume`; a unit that runs goes on to its end. Unknown ids are
-        ignored. Nothing of it is lost: its KV stays until others take it, and then it is computed again."""
+        """The request takes no further slot until `resume`. Its KV stays until others take it, and then is computed
+        again.
+        """
         self._set_paused(request_id, is_paused=True)
 
     def resume(self, request_id: RequestId) -> None:
-        """The request goes on. Unknown ids are ignored."""
         self._set_paused(request_id, is_paused=False)
 
     def _set_paused(self, request_id: RequestId, *, is_paused: bool) -> None:
@@ -221,19 +201,19 @@ class EngineCore:
             self._planner.resume(unfinished)
 
     def prefetch(self, adapter_uid: AdapterUid, tenant_id: TenantId | None = None) -> None:
-        """Loads an adapter that a request of the tenant may need soon. Best effort."""
+        """Best effort."""
         assert self._begun is None
         self._adapters.prefetch(adapter_uid, tenant_id)
 
     def set_pins(self, pins: Mapping[TenantId, SequenceOf[Pin]], largest_bytes: int) -> None:
-        """Which adapters stay on the device from now on; see AdapterCache.set_pins."""
+        """See AdapterCache.set_pins."""
         assert self._begun is None
         self._adapters.set_pins(pins, largest_bytes)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
     def step(self, now: float) -> list[TokenOutput]:
-        """One turn: starts a step if one can be, ends the oldest if it must be; the outputs since `take_outputs`."""
+        """Starts a step if one can be, ends the oldest if it must be. Returns the outputs since `take_outputs`."""
         batch = self.begin_step(now)
         if batch is not None:
             self.submit(batch)
@@ -243,19 +223,15 @@ class EngineCore:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that are submitted and not ended."""
         return len(self._flights)
 
     @property
     def must_wait(self) -> bool:
-        """Whether the oldest step in flight has to end before another may begin."""
+        """The oldest step has to end before another may begin."""
         return self._flights.must_wait
 
     def begin_step(self, now: float) -> StepBatch | None:
-        """Decides the next step; None where nothing can be computed now, or not before the step in flight has ended.
-
-        A batch must go to `submit`.
-        """
+        """A batch must go to `submit`. None: nothing can be computed, or not before the step in flight has ended."""
         assert self._begun is None
         assert not self.must_wait
         if self._flights.is_over:
@@ -276,7 +252,7 @@ class EngineCore:
         return StepBatch(chunks, copy_blocks=work.copies, clear_blocks=work.clears)
 
     def submit(self, batch: StepBatch) -> None:
-        """Has the model compute what `begin_step` gave: at once, or beside what comes next."""
+        """At once, or beside what comes next."""
         assert self._begun is not None
         (parts, work, begun_s), self._begun = self._begun, None
         self._flights.submit(batch, parts, work, begun_s)
@@ -284,12 +260,11 @@ class EngineCore:
             self._advance(part.scheduled)
 
     def wait(self) -> SequenceOf[Sampled] | Exception:
-        """What came of the oldest step in flight. Touches no state, so it may take its time."""
+        """Touches no state, so it may take its time."""
         return self._flights.wait()
 
     def end_step(self, result: SequenceOf[Sampled] | Exception, now: float) -> None:
-        """Takes what the model made of the oldest step in flight. An exception ends every request of it and of the
-        step behind it, and no other."""
+        """An exception ends every request of the oldest step and of the step behind it, and no other."""
         flight = self._flights.end()
         self._counters.steps += 1
         result = self._flights.checked(flight, result)
@@ -312,23 +287,23 @@ class EngineCore:
         self._pump_copies()
 
     def take_outputs(self) -> list[TokenOutput]:
-        """Outputs since the last call, in order."""
+        """In order."""
         return self._outbox.take_outputs()
 
     def take_ended(self) -> list[RequestEnd]:
-        """Requests that ended since the last call; nothing of them is left in the engine."""
+        """Nothing of them is left in the engine."""
         return self._outbox.take_ended()
 
     # -- what others may know ------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        """Whether further steps may do something: some request is not paused, adapters are being loaded, or KV is being
-        copied."""
+        """Some request is not paused, adapters are being loaded, or KV is being copied."""
         return self._requests.num_active > 0 or self._adapters.has_work or self._swapper.num_copying > 0
 
     def rest_s(self) -> float | None:
-        """Where no step could begin: when to try again, in seconds, unless there is news (a command, or a load that
-        ended); None: then only."""
+        """Seconds until to try again where no step could begin; None: only after news (a command, or a load that
+        ended).
+        """
         if not self.has_work():
             return None
         # Who is not paused and has its adapter can be computed, unless blocks are being copied: so loads and copies are
@@ -336,7 +311,7 @@ class EngineCore:
         return LOOK_AGAIN_S if self._adapters.is_settled and not self._swapper.num_copying else _POLL_S
 
     def request_ids(self) -> list[RequestId]:
-        """Of the requests in the engine, oldest first."""
+        """Oldest first."""
         return self._requests.ids
 
     def stats(self) -> EngineStats:
@@ -376,8 +351,7 @@ class EngineCore:
         return self._tenant_adapters[1]
 
     def flow_slots(self) -> Mapping[FlowKey, FlowSlots]:
-        """Of the flows with a slot, and of those with sequences that cannot use one: their own hard cap keeps them, or
-        their adapters are being loaded."""
+        """Of flows with a slot, or with sequences that cannot use one: capped, or loading."""
         slots = self._planner.flow_slots()
         for group in self._requests.loading:
             flow = (group.request.tenant_id, group.request.qos_class)
@@ -389,30 +363,29 @@ class EngineCore:
         return self._counters.flows()
 
     def take_changed_flows(self) -> dict[FlowKey, FlowTokens]:
-        """The flows whose counters grew since the last call."""
+        """Since the last call."""
         return self._counters.take_changed_flows()
 
     def take_changed_setbacks(self) -> Mapping[TenantId, Setbacks]:
-        """Of the tenants whose counts grew since the last call."""
+        """Since the last call."""
         return self._counters.take_changed_setbacks()
 
     def blocks_held_by(self, tenant_id: TenantId) -> int:
         return self._pool.held_by(tenant_id)
 
     def blocks_held(self) -> dict[TenantId, int]:
-        """By each tenant that holds any; what several tenants of a cache group hold is counted for each."""
+        """What several tenants of a cache group hold is counted for each."""
         return self._pool.held()
 
     def host_blocks_held(self) -> dict[TenantId, int]:
-        """Of host memory, by each tenant that has any."""
         return self._swapper.host.held()
 
     def tenant_of(self, holding_id: int) -> TenantId:
-        """The tenant of a sequence that is in the engine, by the id that the runner sees."""
+        """holding_id: of a sequence in the engine, as the runner sees it."""
         return self._requests.sequence(sequence_id_of(holding_id)).tenant_id
 
     def check_invariants(self) -> None:
-        """Asserts that the parts agree; between steps. For tests and idle moments, not for each step."""
+        """For tests and idle moments between steps."""
         assert self._begun is not None or self._pool.pending_copies() == [], "a copy was planned and not made"
         check_queues(self._requests, self._planner)
         check_blocks(self._requests, self._pool)
@@ -441,7 +414,7 @@ class EngineCore:
         self._endings.let_go()
 
     def _measure(self, flight: Flight, now: float) -> None:
-        """How long a step took: the device begins it when the one before it is through."""
+        """The device begins a step when the one before it is through."""
         num_tokens = num_prefill = 0
         for part in flight.parts:
             num_tokens += part.scheduled.num_tokens
@@ -470,7 +443,7 @@ class EngineCore:
         self._planner.parking.enqueue(leader)
 
     def _advance(self, item: Scheduled) -> None:
-        """One sequence, when a step with it is started."""
+        """A step with it is started."""
         sequence, group = item.sequence, item.sequence.group
         is_prefill = sequence.status is SequenceStatus.PREFILL
         is_charged = is_prefill and sequence.num_new_tokens(item.num_tokens) > 0
@@ -489,7 +462,7 @@ class EngineCore:
             self._planner.parking.fork(sequence, others)
 
     def _settle(self, part: Part, sampled: Sampled | None, now: float) -> None:
-        """One sequence, when a step that computed its tokens is over."""
+        """A step that computed its tokens is over."""
         sequence = part.scheduled.sequence
         group = sequence.group
         self._leave_step(part)

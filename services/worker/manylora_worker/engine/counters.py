@@ -30,14 +30,10 @@ class FlowTokens(NamedTuple):
 class Setbacks(NamedTuple):
     """Of a tenant's sequences, cumulative since the engine's start."""
 
-    preemptions: int = 0
-    """They gave up their slot to others at a unit's end."""
-    swaps_out: int = 0
-    """Their KV went to host memory."""
-    evictions: int = 0
-    """They lost their blocks and are computed again."""
-    recomputed_tokens: int = 0
-    """That were computed again, for whatever reason."""
+    preemptions: int = 0  # they gave up their slot to others at a unit's end
+    swaps_out: int = 0  # their KV went to host memory
+    evictions: int = 0  # they lost their blocks and are computed again
+    recomputed_tokens: int = 0  # for whatever reason
 
     def with_more(self, more: Setbacks) -> Setbacks:
         return Setbacks(*map(operator.add, self, more))
@@ -45,8 +41,7 @@ class Setbacks(NamedTuple):
 
 class EngineStats(NamedTuple):
     requests: int
-    sequences: int
-    """Unfinished, waiting ones included."""
+    sequences: int  # unfinished, waiting ones included
     running_sequences: int
     blocks_total: int
     blocks_free: int
@@ -54,46 +49,34 @@ class EngineStats(NamedTuple):
     generated_tokens: int
     steps: int
     failed_steps: int
-    preemptions: int
-    """See Setbacks, as of the two below."""
+    preemptions: int  # see Setbacks, as of the two below
     evictions: int
     recomputed_tokens: int
-    swaps_out: int
-    """Sequences whose KV went to host memory."""
-    swaps_in: int
-    """And came back."""
-    blocks_out: int
-    """Copied to host memory."""
-    blocks_in: int
-    """Copied back; what was in the prefix cache is not."""
+    swaps_out: int  # sequences whose KV went to host memory
+    swaps_in: int  # and came back
+    blocks_out: int  # copied to host memory
+    blocks_in: int  # copied back; what was in the prefix cache is not
     host_blocks_total: int
     host_blocks_free: int
-    adapter_version: int
-    """Grows with each change of `EngineCore.adapter_tiers`."""
-    tenant_adapters_version: int
-    """Grows with each change of `EngineCore.tenant_adapters`."""
-    slots_version: int
-    """Grows with each change of `EngineCore.flow_slots`."""
+    adapter_version: int  # grows with each change of `EngineCore.adapter_tiers`
+    tenant_adapters_version: int  # of `EngineCore.tenant_adapters`
+    slots_version: int  # of `EngineCore.flow_slots`
 
 
 class WorkCounters:
-    """The plain counts are written in place, as EngineStats names them; those of flows by `computed`, of tenants by
-    `set_back`."""
+    """The plain counts are written in place, as EngineStats names them; `computed` and `set_back` write the others."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.failed_steps = 0
         self.generated_tokens = 0
-        self._flows: dict[FlowKey, list[int]] = {}
-        """[prompt tokens, output tokens], both cumulative."""
+        self._flows: dict[FlowKey, list[int]] = {}  # [prompt tokens, output tokens], both cumulative
         self._changed_flows: dict[FlowKey, None] = {}
-        self.setbacks = Setbacks()
-        """Of all tenants together."""
+        self.setbacks = Setbacks()  # of all tenants together
         self._tenants: dict[TenantId, Setbacks] = {}
         self._changed_setbacks: dict[TenantId, Setbacks] = {}
 
     def computed(self, flow: FlowKey, prompt_tokens: int, output_tokens: int) -> None:
-        """Work for a flow that is charged to it."""
         tokens = self._flows.setdefault(flow, [0, 0])
         tokens[0] += prompt_tokens
         tokens[1] += output_tokens
@@ -101,7 +84,6 @@ class WorkCounters:
         self.generated_tokens += output_tokens
 
     def set_back(self, tenant_id: TenantId, more: Setbacks) -> None:
-        """What befell a tenant's sequences, beside what is counted already."""
         self._tenants[tenant_id] = self._changed_setbacks[tenant_id] = self._tenants.get(
             tenant_id, Setbacks()
         ).with_more(more)
@@ -111,12 +93,12 @@ class WorkCounters:
         return {flow: FlowTokens(*tokens) for flow, tokens in self._flows.items()}
 
     def take_changed_flows(self) -> dict[FlowKey, FlowTokens]:
-        """The flows whose counters grew since the last call."""
+        """Since the last call."""
         changed = {flow: FlowTokens(*self._flows[flow]) for flow in self._changed_flows}
         self._changed_flows.clear()
         return changed
 
     def take_changed_setbacks(self) -> Mapping[TenantId, Setbacks]:
-        """Of the tenants whose counts grew since the last call."""
+        """Since the last call."""
         changed, self._changed_setbacks = self._changed_setbacks, {}
         return changed

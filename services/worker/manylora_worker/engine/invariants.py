@@ -1,7 +1,5 @@
-"""Whether the parts of the engine agree on every sequence and block, as each part sees them.
-
-Assertions alone, for tests and idle moments: each takes a pass over all that the engine has. What is true inside one
-part is that part's own `check_invariants`, which is called here too.
+"""Whether the parts of the engine agree on every sequence and block. Assertions alone, for tests and idle moments: each
+takes a pass over all that the engine has.
 """
 
 from __future__ import annotations

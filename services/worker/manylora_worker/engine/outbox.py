@@ -17,18 +17,15 @@ _CUT_SHORT = (FinishReason.ABORTED, FinishReason.ADAPTER_FAILED, FinishReason.ER
 
 @dataclass(frozen=True)
 class RequestEnd:
-    """The end of a request, after the last output of its last choice."""
+    """After the last output of its last choice."""
 
     request_id: RequestId
-    reason: FinishReason
-    """STOP where all choices ended by themselves (each TokenOutput says how), else why the request was cut short."""
+    reason: FinishReason  # STOP where all choices ended by themselves, else why the request was cut short
     message: str
     cached_prompt_tokens: int
     """Found in the prefix cache at the first admission; what the request finds after an eviction is not counted."""
-    num_swaps: int
-    """How often one of its sequences went to host memory."""
-    num_evictions: int
-    """How often one lost its blocks and was computed again."""
+    num_swaps: int  # of its sequences to host memory
+    num_evictions: int  # its sequences lost their blocks and were computed again
     times: GroupTimes
     ended_s: float
 
@@ -70,7 +67,7 @@ class Outbox:
         self._ended: list[RequestEnd] = []
 
     def token(self, sequence: Sequence, sampled: Sampled, position: int, *, is_last: bool) -> None:
-        """A choice has a token more, at `position` of its output. `is_last`: it ends with it, by LENGTH."""
+        """position: in the choice's output. is_last: it ends with it, by LENGTH."""
         self._outputs.append(
             TokenOutput(
                 request_id=sequence.group.request.request_id,
@@ -85,7 +82,7 @@ class Outbox:
     def choice_ended(
         self, sequence: Sequence, reason: FinishReason, *, message: str = "", stop_token_id: int | None = None
     ) -> None:
-        """A choice ends without a further token."""
+        """Without a further token."""
         self._outputs.append(
             TokenOutput(
                 request_id=sequence.group.request.request_id,
@@ -102,11 +99,10 @@ class Outbox:
         self._ended.append(end)
 
     def take_outputs(self) -> list[TokenOutput]:
-        """Since the last call, in order."""
+        """In order."""
         taken, self._outputs = self._outputs, []
         return taken
 
     def take_ended(self) -> list[RequestEnd]:
-        """Since the last call."""
         taken, self._ended = self._ended, []
         return taken

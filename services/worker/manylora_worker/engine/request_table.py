@@ -1,13 +1,11 @@
 """The requests in the engine, from `add` until nothing of them is left, and what keeps each of them.
 
-Owns every SequenceGroup with its Sequences, and the counts of them. A request may
-
     load       its adapter is not on the device yet
     be paused  its reader does not read
-    linger     a choice of it is finished, and in a step in flight or being copied: its blocks are not free yet
+    linger     a finished choice is in a step in flight or being copied: its blocks are not free yet
     close      all of its choices are finished, and one lingers: its end is not told yet
 
-Written by EngineCore alone. Knows neither blocks, queues nor adapters: whoever moves a sequence tells it here.
+Written by EngineCore alone. Knows neither blocks, queues nor adapters.
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ from manylora_worker.kinds.api import EngineRequest
 from manylora_worker.kinds.sequence import GroupTimes, Sequence, SequenceGroup
 from manylora_worker.memory.tenant_shares import CacheScope
 
-_CHOICES_BOUND = 64
-"""Sequence ids: arrival x this + choice."""
+_CHOICES_BOUND = 64  # sequence ids: arrival x this + choice
 
 
 class RequestTable:
@@ -70,7 +67,6 @@ class RequestTable:
 
     @property
     def num_unfinished(self) -> int:
-        """Sequences."""
         return self._num_unfinished
 
     @property
@@ -79,7 +75,7 @@ class RequestTable:
         return len(self._groups) - self._num_paused
 
     def add(self, request: EngineRequest, cache_scope: CacheScope, max_output_tokens: int, now: float) -> SequenceGroup:
-        """A request with its choices; no request of this id is here."""
+        """No request of this id is here."""
         assert request.request_id not in self._groups
         self._arrivals += 1
         group = SequenceGroup(request, cache_scope, self._arrivals, GroupTimes(added_s=now))
@@ -92,7 +88,6 @@ class RequestTable:
         return group
 
     def remove(self, group: SequenceGroup) -> None:
-        """Nothing of the request is left."""
         del self._groups[group.request.request_id]
         self._num_paused -= group.is_paused
         self.load_over(group)
@@ -103,7 +98,6 @@ class RequestTable:
 
     @property
     def loading(self) -> Collection[SequenceGroup]:
-        """Those that wait for their adapter."""
         return self._loading.values()
 
     @property
@@ -116,7 +110,7 @@ class RequestTable:
         self._loading_version += 1
 
     def load_over(self, group: SequenceGroup) -> None:
-        """Of one that does not load: nothing."""
+        """Nothing, for one that does not load."""
         if self._loading.pop(group.request.request_id, None) is not None:
             self._loading_version += 1
 
@@ -129,16 +123,15 @@ class RequestTable:
 
     @property
     def lingering(self) -> AbstractSet[Sequence]:
-        """Finished, and in a step in flight or being copied."""
         return self._lingering.keys()
 
     @property
     def closing(self) -> AbstractSet[RequestId]:
-        """Whose end `let_go` will tell."""
+        """`let_go` will tell their end."""
         return self._closing.keys()
 
     def finished(self, sequence: Sequence) -> bool:
-        """A choice is finished. Returns whether it lingers."""
+        """Whether the choice lingers."""
         self._num_unfinished -= 1
         lingers = bool(sequence.num_steps_in_flight or sequence.is_copying)
         if lingers:
@@ -146,7 +139,7 @@ class RequestTable:
         return lingers
 
     def all_finished(self, group: SequenceGroup, end: RequestEnd) -> bool:
-        """The last choice of a request is finished. Returns whether none lingers; else `let_go` tells the end."""
+        """Whether none lingers; else `let_go` tells the end."""
         lingers = self._lingers(group)
         if lingers:
             self._closing[end.request_id] = end

@@ -1,23 +1,13 @@
-"""Who holds which KV block.
-
-Owns every block's references, its *owner* (the tenant that it was allocated for last, and that wrote it), and two lists
-of work for the model runner: blocks to clear because they come from another tenant, and blocks to copy because a shared
-one is about to be written. Written by EngineCore and StepPlanner alone, on the engine's thread. Knows ids and tenants,
-never tensors.
-
-Blocks have one size, so nothing fragments: any free block serves any sequence.
+"""Who holds which KV block. Knows ids and tenants, never tensors; written by EngineCore and StepPlanner on the engine's
+thread.
 
     free --allocate--> held (1 reference) --share--> held (n) --free, n times--> free
                                                       the copy source of a step stays *parked* until the step is over
                                                       one that lookups may find stays *idle* (prefix_cache.py)
 
-Tenants of a cache group hold one another's published blocks, as *guests* (decision 36). A block counts for each tenant
-that holds it, once, as if that tenant had it alone. The owner stays its owner where it gives the block up before a
-guest does: an idle block is of its owner's part of the cache, and whoever else gets it next has it cleared.
-
-Invariants (`check_invariants`): a block is free, idle, parked or held, exactly one of them; a tenant's count is the
-number of blocks that it has references to; only what was found in a group's cache has guests, and only its owner's
-lookups find a block that is published for a tenant.
+A block's *owner* is the tenant that it was allocated for last, and that wrote it. Tenants of a cache group hold one
+another's published blocks, as *guests* (decision 36); a block counts once for each tenant that holds it. The owner
+stays its owner where it gives the block up before a guest does. Whoever else gets it next has it cleared.
 """
 
 from __future__ import annotations
@@ -36,20 +26,14 @@ from manylora_worker.memory.tenant_shares import CacheScope
 class BlockWork(NamedTuple):
     """What a step does to blocks before its pass."""
 
-    clears: SequenceOf[int] = ()
-    """To be cleared before anything else."""
-    copies: SequenceOf[tuple[int, int]] = ()
-    """(from, to), after the clears."""
+    clears: SequenceOf[int] = ()  # before anything else
+    copies: SequenceOf[tuple[int, int]] = ()  # (from, to), after the clears
 
 
 class BlockPool:
-    """A fixed number of blocks of `block_size` tokens.
-
-    Work for the runner collects in `pending_clears` and `pending_copies` until a step takes it (`take_work`), and ends
-    with that step: `commit` where it was done, `reject` where the step failed. Then its clears are due again, and its
-    copies, whose targets end with the step's sequences, are not. A target is held until then.
-
-    With `clears_freed`, a block is due to be cleared whenever it becomes free, whoever gets it next.
+    """A step takes the pending clears and copies (`take_work`) and ends with `commit` or `reject`. After `reject` its
+    clears are due again; its copies, whose targets end with the step's sequences, are not. With `clears_freed` a block
+    is cleared whenever it becomes free.
     """
 
     def __init__(
@@ -61,28 +45,26 @@ class BlockPool:
         self.block_size = block_size
         self._clears_freed = clears_freed
         self._references = [0] * num_blocks
+        # references of others than the owner, of blocks that have any
         self._guests: dict[int, dict[TenantId, int]] = {}
-        """References of others than the owner, of blocks that have any."""
         self._owner: list[TenantId | None] = [None] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._held_by: dict[TenantId, int] = {}
         self._unclean: dict[int, None] = {}
         self._copies: dict[int, int] = {}
-        self._copies_from: dict[int, int] = {}
-        """Copies of a block that are due, or in a step that is not over."""
+        self._copies_from: dict[int, int] = {}  # copies of a block that are due, or in a step that is not over
         self._taken: list[BlockWork] = []
-        self._overwritten: dict[int, None] = {}
-        """Blocks that were overwritten since the oldest work of `_taken` was taken."""
+        self._overwritten: dict[int, None] = {}  # since the oldest work of `_taken` was taken
         self._cache = PrefixCache(max_idle_blocks)
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can give, idle ones included."""
+        """Idle ones included."""
         return len(self._free) + self._cache.num_idle
 
     @property
     def num_idle(self) -> int:
-        """Blocks without references whose KV lookups may find."""
+        """Without references, and lookups may find them."""
         return self._cache.num_idle
 
     def idle_of(self, tenant_id: TenantId) -> int:
@@ -90,15 +72,14 @@ class BlockPool:
 
     @property
     def num_held(self) -> int:
-        """Blocks with references. Walks them all."""
+        """Walks them all."""
         return sum(count > 0 for count in self._references)
 
     def held_by(self, tenant_id: TenantId) -> int:
-        """Blocks that count for the tenant; one that several of its sequences share counts once."""
+        """One that several of its sequences share counts once."""
         return self._held_by.get(tenant_id, 0)
 
     def held(self) -> dict[TenantId, int]:
-        """`held_by` of every tenant that holds any."""
         return dict(self._held_by)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -108,11 +89,11 @@ class BlockPool:
         return self._references[block_id] > 1
 
     def is_freed_by_holder(self, block_id: int) -> bool:
-        """Whether the block is free at once when one holder lets go: nobody else holds it, and no copy of it is due."""
+        """Nobody else holds the block, and no copy of it is due."""
         return self._references[block_id] == 1 and block_id not in self._copies_from
 
     def is_given_up_by_holder(self, tenant_id: TenantId, block_id: int) -> bool:
-        """Whether the block counts for the tenant no more when one of the tenant's sequences lets go of it."""
+        """The block counts for the tenant no more when one of its sequences lets go."""
         return self._references_of(tenant_id, block_id) == 1
 
     def num_new_among(self, tenant_id: TenantId, block_ids: Iterable[int]) -> int:
@@ -120,14 +101,12 @@ class BlockPool:
         return sum(self._references_of(tenant_id, block_id) == 0 for block_id in block_ids)
 
     def owner_of(self, block_id: int) -> TenantId | None:
-        """The tenant that the block was allocated for last; None where it never was."""
+        """None where it never was allocated."""
         return self._owner[block_id]
 
     def allocate(self, tenant_id: TenantId, count: int) -> list[int]:
-        """Takes `count` free blocks (ask `num_free` first), each with one reference.
-
-        Idle ones are taken last: the tenant's own first where it is, held and idle together, above its share of the
-        cache.
+        """Ask `num_free` first. Idle blocks are taken last: the tenant's own first where it is, held and idle together,
+        above its share of the cache.
         """
         assert 0 <= count <= self.num_free, f"{count} blocks wanted, {self.num_free} are free"
         if count == 0:
@@ -149,20 +128,19 @@ class BlockPool:
         return taken
 
     def share(self, tenant_id: TenantId, block_ids: Iterable[int]) -> None:
-        """One more reference to each, for another sequence of a tenant that holds them."""
+        """For another sequence of a tenant that holds them."""
         for block_id in block_ids:
             assert self._references_of(tenant_id, block_id) > 0, f"block {block_id} is not held"
             self._refer(tenant_id, block_id)
 
     def free(self, tenant_id: TenantId, block_ids: SequenceOf[int]) -> None:
-        """Drops one reference of the tenant's to each. The last of a table is idle first, so a prefix is evicted from
-        its end on."""
+        """The last of a table is idle first, so a prefix is evicted from its end on."""
         for block_id in reversed(block_ids):
             assert self._references_of(tenant_id, block_id) > 0, f"block {block_id} is not held"
             self._drop(tenant_id, block_id)
 
     def find_cached(self, scope: CacheScope, keys: Iterable[bytes]) -> list[int]:
-        """The scope's blocks of these keys, up to the first that there is none of. Changes nothing."""
+        """Up to the first key that has no block. Changes nothing."""
         found: list[int] = []
         for key in keys:
             block_id = self._cache.find(scope, key)
@@ -176,8 +154,7 @@ class BlockPool:
         return sum(self._references[block_id] == 0 for block_id in block_ids)
 
     def take_cached(self, tenant_id: TenantId, block_ids: Iterable[int]) -> None:
-        """One more reference to each of what `find_cached` found for one of the tenant's sequences, idle ones
-        included."""
+        """For one of the tenant's sequences, idle ones included."""
         for block_id in block_ids:
             if self._references[block_id] == 0:
                 self._cache.wake(block_id)
@@ -192,16 +169,14 @@ class BlockPool:
         self._cache.publish(scope, key, block_id, owner)
 
     def unpublish(self, block_ids: Iterable[int]) -> None:
-        """Held blocks that lookups no longer find: they are about to be written, or what is in them is in doubt."""
+        """Held blocks that are about to be written, or whose content is in doubt."""
         for block_id in block_ids:
             assert self._references[block_id] > 0
             self._cache.unpublish(block_id)
 
     def copy_on_write(self, block_id: int) -> int:
-        """Trades one reference of a shared block for a block of its own; the content is copied by the coming step.
-
-        The source keeps its content until `commit`, even where its other holders free it before. Who writes a block has
-        computed it, so the reference is its owner's.
+        """Trades one reference of a shared block for a block of its own; the coming step copies the content. The source
+        keeps it until `commit`. Who writes a block has computed it, so the reference is its owner's.
         """
         assert self.is_shared(block_id), f"block {block_id} can be written in place"
         tenant_id = self._owner[block_id]
@@ -213,7 +188,7 @@ class BlockPool:
         return copy
 
     def overwrite(self, block_ids: Iterable[int]) -> None:
-        """Held blocks whose whole content is being replaced by their owner's: there is nothing to clear any more."""
+        """Their owner replaces their whole content: there is nothing to clear any more."""
         for block_id in block_ids:
             assert self._references[block_id] > 0
             self._unclean.pop(block_id, None)
@@ -230,16 +205,14 @@ class BlockPool:
         return count
 
     def pending_clears(self) -> list[int]:
-        """Held blocks that still have another tenant's content: to be cleared before anything else. With `clears_freed`
-        also free ones."""
+        """Held blocks with another tenant's content; with `clears_freed` also free ones."""
         return [block_id for block_id in self._unclean if self._clears_freed or self._references[block_id] > 0]
 
     def pending_copies(self) -> list[tuple[int, int]]:
-        """(from, to), to be copied after the clears and before the pass."""
+        """(from, to), after the clears and before the pass."""
         return [(source, copy) for copy, source in self._copies.items()]
 
     def take_work(self) -> BlockWork:
-        """All that is pending, for a step that is started now."""
         work = BlockWork(self.pending_clears(), self.pending_copies())
         for block_id in work.clears:
             del self._unclean[block_id]
@@ -249,7 +222,6 @@ class BlockPool:
         return work
 
     def commit(self, work: BlockWork) -> None:
-        """The step that took it is over."""
         if work.clears or work.copies:
             self._taken.remove(work)
             for source, _ in work.copies:
@@ -258,7 +230,7 @@ class BlockPool:
                 self._overwritten.clear()
 
     def reject(self, work: BlockWork) -> None:
-        """The step that took it failed: nothing of it may have been done."""
+        """The step failed: nothing of it may have been done."""
         self._unclean.update((block_id, None) for block_id in work.clears if block_id not in self._overwritten)
         self.commit(work)
 

@@ -1,7 +1,5 @@
-"""What stands in a sequence's block table: every block that a sequence is given, shares, or loses.
-
-Written through Parking alone, for whom StepPlanner has made the room. Knows tokens and blocks; neither the queue, slots
-nor shares of tenants.
+"""What stands in a sequence's block table. Written through Parking alone, for whom StepPlanner has made the room; knows
+neither the queue, slots nor shares of tenants.
 """
 
 from __future__ import annotations
@@ -17,20 +15,17 @@ class BlockTables:
         self._prefixes = prefixes
 
     def missing(self, sequence: Sequence, end: int) -> int:
-        """Blocks that the sequence takes to write its tokens up to `end`, the copy of a shared one included."""
+        """Blocks to write the tokens up to `end`, the copy of a shared one included."""
         missing = max(0, self._pool.blocks_for(end) - len(sequence.block_table))
         return missing + self._writes_shared_block(sequence)
 
     def _writes_shared_block(self, sequence: Sequence) -> bool:
-        """Only the first block that is written can be shared: those behind it are the sequence's own."""
+        """Only the first block that is written can be shared."""
         index = sequence.num_computed_tokens // self._pool.block_size
         return index < len(sequence.block_table) and self._pool.is_shared(sequence.block_table[index])
 
     def extend(self, sequence: Sequence, end: int) -> None:
-        """Gives a sequence with blocks those up to position `end`.
-
-        They are counted anew: the victims that made the room may have been who shared a block.
-        """
+        """Up to position `end`."""
         num_blocks = self.missing(sequence, end)
         index = sequence.num_computed_tokens // self._pool.block_size
         if num_blocks and self._writes_shared_block(sequence):
@@ -50,7 +45,7 @@ class BlockTables:
         return len(cached)
 
     def share(self, leader: Sequence, sequence: Sequence, num_tokens: int) -> None:
-        """Gives a sequence without blocks those of the leader's first `num_tokens`, which are the leader's prompt."""
+        """Gives a sequence without blocks those of the leader's prompt."""
         shared = leader.block_table[: self._pool.blocks_for(num_tokens)]
         self._pool.share(sequence.tenant_id, shared)
         sequence.block_table = shared
@@ -58,7 +53,6 @@ class BlockTables:
         sequence.num_computed_tokens = num_tokens
 
     def lose(self, sequence: Sequence) -> None:
-        """Frees all that the sequence holds."""
         self._pool.free(sequence.tenant_id, sequence.block_table)
         sequence.block_table = []
         sequence.num_holdings += 1

@@ -1,23 +1,15 @@
 """Which full blocks of KV can be found again, and by whom.
 
-PrefixKeys makes the names of blocks. Its secret is drawn when the worker starts and kept nowhere:
-
     namespace = HMAC-SHA256(secret, tenant or cache group, adapter's content digest or none, model's digest)
     key(i)    = HMAC-SHA256(namespace, key(i - 1), the token ids of block i)
 
-So a key says: this tenant or group, adapter and model, and these tokens from position 0 on. Nothing that a request
-carries but its tokens enters it, and without the secret nobody can compute a key or search for colliding ones.
-
-PrefixCache maps keys to blocks, those of each scope (a tenant, or a cache group) apart: no lookup reads another
-scope's index. It is a part of BlockPool,
-which alone writes it and tells it when a block's last reference goes. A block that has a key is *published*; one that
-is published and has no references is *idle*: its KV is kept, and it counts as free.
+The secret is drawn when the worker starts and kept nowhere, so nobody can compute a key or search for colliding ones.
+PrefixCache keeps each scope's index apart; only BlockPool writes it.
 
     held --publish--> held, published --last reference goes--> idle --evict--> free
                            ^------------taken by a lookup--------'
 
-Which idle block goes when one is wanted and none is free depends on counts alone, never on what another tenant looked
-up or when: see `evict`. Neither class knows references, tensors or time.
+Which idle block goes depends on counts alone, never on what another tenant looked up or when.
 """
 
 from __future__ import annotations
@@ -41,11 +33,7 @@ _SHA256_BLOCK_BYTES = 64
 
 
 class PrefixKeys:
-    """Names blocks; the keys of a sequence are kept with it (`Sequence.block_keys`), for its tokens never change.
-
-    Args:
-        secret: `SECRET_BYTES` random bytes.
-    """
+    """Names blocks; a sequence keeps its keys (`Sequence.block_keys`). secret: `SECRET_BYTES` random bytes."""
 
     def __init__(self, secret: bytes, model_digest: str) -> None:
         assert len(secret) == SECRET_BYTES
@@ -54,7 +42,7 @@ class PrefixKeys:
         self._kept_namespace = functools.lru_cache(maxsize=_KEPT_NAMESPACES)(self._make_namespace)
 
     def key_at(self, sequence: Sequence, index: int, block_size: int) -> bytes:
-        """The key of the sequence's block `index`, all of whose tokens are known."""
+        """All tokens of the block are known."""
         keys = sequence.block_keys
         if index >= len(keys):
             namespace = self.namespace(sequence.group.cache_scope, sequence.group.request.adapter_uid)
@@ -80,8 +68,7 @@ class PrefixKeys:
 
 
 class Namespace:
-    """HMAC-SHA256 (RFC 2104) under one key: its two pads are hashed once and not for each message, which is most of
-    what a short message costs."""
+    """HMAC-SHA256 (RFC 2104) under one key: its two pads, most of what a short message costs, are hashed once."""
 
     __slots__ = ("_inner", "_outer")
 
@@ -100,11 +87,7 @@ class Namespace:
 
 @dataclass(frozen=True)
 class PrefixOptions:
-    """A prefix cache for EngineCore.
-
-    Attributes:
-        tenant_share: of the pool's blocks, how many one tenant's idle ones may be; over 0 and up to 1.
-    """
+    """tenant_share: of the pool's blocks, how many one tenant's idle ones may be; over 0 and up to 1."""
 
     keys: PrefixKeys
     tenant_share: float
@@ -118,23 +101,16 @@ class PrefixOptions:
 
 
 class PrefixCache:
-    """At most one block a key, and one key a block; so it holds no more than the pool has blocks.
-
-    Args:
-        max_idle_blocks: of one tenant. 0: no block is published.
-    """
+    """At most one block a key, and one key a block. max_idle_blocks: of one tenant; 0: no block is published."""
 
     def __init__(self, max_idle_blocks: int) -> None:
         self.max_idle_blocks = max_idle_blocks
         self._published: dict[CacheScope, dict[bytes, int]] = {}
-        self._names: dict[int, tuple[CacheScope, bytes, TenantId]] = {}
-        """With the tenant that owns the block."""
-        self._idle: dict[TenantId, OrderedDict[int, None]] = {}
-        """The one that is idle for longest first."""
+        self._names: dict[int, tuple[CacheScope, bytes, TenantId]] = {}  # with the tenant that owns the block
+        self._idle: dict[TenantId, OrderedDict[int, None]] = {}  # the one that is idle for longest first
         self._num_idle = 0
         self._by_num_idle: dict[int, dict[TenantId, None]] = {}
-        self._most_idle = 0
-        """The greatest count of a tenant's idle blocks."""
+        self._most_idle = 0  # the greatest count of a tenant's idle blocks
 
     @property
     def num_idle(self) -> int:
@@ -162,8 +138,7 @@ class PrefixCache:
         return {block_id for idle in self._idle.values() for block_id in idle}
 
     def publish(self, scope: CacheScope, key: bytes, block_id: int, tenant_id: TenantId) -> None:
-        """Makes a tenant's held block findable. The first block of a key keeps it: another with the same KV is of no
-        use."""
+        """The first block of a key keeps it: another with the same KV is of no use."""
         assert self.max_idle_blocks > 0
         if block_id in self._names:
             assert self._names[block_id] == (scope, key, tenant_id), f"block {block_id} has another key"
@@ -174,7 +149,6 @@ class PrefixCache:
             self._names[block_id] = (scope, key, tenant_id)
 
     def unpublish(self, block_id: int) -> None:
-        """Nobody finds the held block any more. Of one that is not published: nothing."""
         name = self._names.pop(block_id, None)
         if name is None:
             return
@@ -185,7 +159,7 @@ class PrefixCache:
             del self._published[scope]
 
     def rest(self, block_id: int) -> int | None:
-        """The last reference of a published block went. Returns the block that its tenant gives up for it, if any."""
+        """The last reference went. Returns the block that its tenant gives up for it, if any."""
         tenant_id = self._names[block_id][2]
         idle = self._idle.setdefault(tenant_id, OrderedDict())
         assert block_id not in idle
@@ -205,11 +179,9 @@ class PrefixCache:
             del self._idle[tenant_id]
 
     def evict(self, tenant_id: TenantId, *, own_first: bool) -> int:
-        """Gives up an idle block for one that `tenant_id` allocates; ask `num_idle` first.
-
-        It is one of its own where `own_first` and it has one, else one of the tenant that has the most. So a tenant
-        loses nothing to others while one of them keeps more idle blocks than it does. Of a tenant's idle blocks, the
-        one that is idle for longest goes.
+        """Ask `num_idle` first. The block is one of the tenant's own where `own_first` and it has one, else one of the
+        tenant that has the most: a tenant loses nothing to others while one of them keeps more idle blocks. The one
+        that is idle for longest goes.
         """
         if not own_first or self.idle_of(tenant_id) == 0:
             tenant_id = next(iter(self._by_num_idle[self._most_idle]))

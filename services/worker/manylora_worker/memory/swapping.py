@@ -1,21 +1,11 @@
-"""KV of sequences in host memory: who has it there, whether that pays, and the copies that are under way.
-
-Owns the host blocks (a number each, as HostKv copies to and from them), every Swap of a sequence, and the rates
-that the choice is made by. Written by EngineCore and Parking alone, on the engine's thread. Decides whether a
-sequence that has to give up its blocks goes to the host; who has to, and who comes back when, is StepPlanner's.
+"""KV of sequences in host memory: who has it there, whether that pays, and the copies under way.
 
     parked --leave--> LEAVING --copy over--> ON_HOST --bring_back--> ARRIVING --copy over--> parked
                       holds its blocks       holds none              holds new ones
 
-A copy is its sequence's alone: until it is over neither the blocks nor the host blocks go to anybody else, not even
-where the sequence has ended meanwhile. A host block is overwritten whole by whoever has it next before it is read, and
-is read by nothing but the way back.
-
-The choice (`pays`): out and in again costs 2 * blocks * seconds a block, computing again its tokens / (tokens a
-second), less those that lookups find for certain: its first blocks while another sequence holds them too.
-
-A tenant has of the host blocks what it may have of the others (TenantShares), in proportion: no more than its hard
-cap's part and never more than half, and what others have reserved and do not use is left to them.
+Written by EngineCore and Parking. StepPlanner chooses who gives up blocks and who comes back. Until a copy is over, its
+blocks and host blocks go to nobody else, even where the sequence has ended. A tenant's part of the host blocks is that
+of its hard cap, at most half, less what others have reserved and do not use.
 """
 
 from __future__ import annotations
@@ -30,18 +20,12 @@ from manylora_worker.kinds.sequence import Sequence, Swap, SwapStage
 from manylora_worker.memory.block_pool import BlockPool
 from manylora_worker.memory.tenant_shares import TenantShares
 
-_MOST_OF_ONE_TENANT = 2
-"""A tenant has at most one part in so many of all host blocks."""
-_WEIGHT = 0.2
-"""Of a new measurement in the average."""
+_MOST_OF_ONE_TENANT = 2  # a tenant has at most one part in so many of all host blocks
+_WEIGHT = 0.2  # of a new measurement in the average
 
 
 class SwapCosts:
-    """What a swap costs, and what computing again does, in seconds.
-
-    Args:
-        block_copy_s: of one block, out and in again, until copies of sequences are measured.
-    """
+    """In seconds. block_copy_s: of one block, out and in again, until copies of sequences are measured."""
 
     def __init__(self, block_copy_s: float) -> None:
         self._one_way_s = block_copy_s / 2
@@ -53,13 +37,12 @@ class SwapCosts:
         return self._prefill_tokens_per_s
 
     def copied(self, num_blocks: int, seconds: float) -> None:
-        """So many blocks were copied in one direction."""
+        """In one direction."""
         if num_blocks:
             self._one_way_s += _WEIGHT * (seconds / num_blocks - self._one_way_s)
 
     def computed(self, num_prefill_tokens: int, num_tokens: int, seconds: float) -> None:
-        """A step took so long. It counts where at least half of its tokens were of prompts: with fewer, it says what
-        decoding costs."""
+        """A step counts where at least half of its tokens were of prompts; else it says what decoding costs."""
         if seconds <= 0 or 2 * num_prefill_tokens < num_tokens:
             return
         rate = num_tokens / seconds
@@ -70,7 +53,7 @@ class SwapCosts:
         return 2 * num_blocks * self._one_way_s
 
     def recompute_s(self, num_tokens: int) -> float:
-        """Of any tokens infinite while nothing was measured."""
+        """Infinite while nothing was measured."""
         if self._prefill_tokens_per_s is None:
             return float("inf") if num_tokens else 0.0
         return num_tokens / self._prefill_tokens_per_s
@@ -95,8 +78,6 @@ class SwapCounts:
 
 
 class HostBlocks:
-    """Who has which host block."""
-
     def __init__(self, num_blocks: int, shares: TenantShares, num_device_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._shares = shares
@@ -105,7 +86,6 @@ class HostBlocks:
         self._held: dict[TenantId, int] = {}
         self._reserves: Mapping[TenantId, int] = {}
         self._all_reserves = 0
-        """Of all of these together."""
 
     @property
     def num_free(self) -> int:
@@ -115,7 +95,6 @@ class HostBlocks:
         return self._held.get(tenant_id, 0)
 
     def held(self) -> dict[TenantId, int]:
-        """Of every tenant that has any."""
         return dict(self._held)
 
     def bound(self, tenant_id: TenantId) -> int:
@@ -143,7 +122,7 @@ class HostBlocks:
             del self._held[tenant_id]
 
     def _reserved(self) -> int:
-        """What is kept for tenants that do not use their reserves."""
+        """Kept for tenants that do not use their reserves."""
         reserves = self._shares.reserves
         if reserves is not self._reserves:
             self._reserves, self._all_reserves = reserves, sum(map(self._part, reserves.values()))
@@ -158,27 +137,25 @@ class HostBlocks:
 
 
 class Swapper:
-    """See the module. Where there are no host blocks nothing ever leaves (`pays` is False)."""
+    """Without host blocks nothing ever leaves (`pays` is False)."""
 
     def __init__(self, host_kv: HostKv | None, pool: BlockPool, shares: TenantShares) -> None:
         self._host_kv = host_kv
         self._pool = pool
         self.host = HostBlocks(0 if host_kv is None else host_kv.num_blocks, shares, pool.num_blocks)
         self.costs = SwapCosts(0.0 if host_kv is None else host_kv.block_copy_s)
+        # under way, oldest first, and how many blocks each copies
         self._copies: dict[Sequence, tuple[PendingCopy, int]] = {}
-        """Under way, oldest first, and how many blocks each copies."""
-        self._leaving: frozenset[int] | None = None
-        """Blocks that come free by copies that are under way; None: to be found anew."""
+        self._leaving: frozenset[int] | None = None  # blocks that copies under way will free; None: to be found anew
         self._counts = SwapCounts()
 
     @property
     def num_copying(self) -> int:
-        """Copies under way."""
         return len(self._copies)
 
     @property
     def copying(self) -> list[Sequence]:
-        """Whose they are, finished ones included."""
+        """Finished sequences included."""
         return list(self._copies)
 
     @property
@@ -187,12 +164,10 @@ class Swapper:
 
     @property
     def num_leaving(self) -> int:
-        """Blocks that come free when the copies to the host that are under way are over, as of the last `poll`, `leave`
-        or `bring_back`."""
+        """Blocks that copies under way will free, as of the last `poll`, `leave` or `bring_back`."""
         return len(self._blocks_leaving()) if self._copies else 0
 
     def num_leaving_of(self, tenant_id: TenantId) -> int:
-        """Blocks that count for the tenant no more then."""
         return sum(
             self._pool.is_given_up_by_holder(tenant_id, block_id)
             for sequence in self._copies
@@ -221,7 +196,10 @@ class Swapper:
         return sequence.swap is not None and sequence.swap.stage is SwapStage.LEAVING
 
     def pays(self, sequence: Sequence) -> bool:
-        """Whether a parked sequence goes to the host rather than be computed again: that is cheaper, there is room."""
+        """Whether a parked sequence goes to the host rather than be computed again: there is room, and 2 * blocks *
+        seconds a block is less than its tokens / (tokens a second). Blocks that another sequence holds too cost
+        nothing.
+        """
         num_blocks = self._num_computed_blocks(sequence)
         if not num_blocks or not self.host.has_room(sequence.tenant_id, num_blocks):
             return False
@@ -230,7 +208,7 @@ class Swapper:
         return self.costs.swap_s(num_blocks) < self.costs.recompute_s(again)
 
     def leave(self, sequence: Sequence) -> None:
-        """Starts the copy of what stands in its blocks; it holds them until that is over. Ask `pays` first."""
+        """The sequence holds its blocks until the copy is over. Ask `pays` first."""
         assert self._host_kv is not None
         assert not sequence.num_steps_in_flight
         assert sequence.swap is None
@@ -243,7 +221,7 @@ class Swapper:
         self._counts += SwapCounts(swaps_out=1, blocks_out=len(blocks))
 
     def bring_back(self, sequence: Sequence, num_cached_blocks: int) -> None:
-        """Starts the copy into the blocks that it was given, but the first ones, which were found in the cache."""
+        """Copies into the blocks that it was given, except the first ones, which were found in the cache."""
         assert self._host_kv is not None
         assert sequence.swap is not None
         assert sequence.swap.stage is SwapStage.ON_HOST
@@ -266,12 +244,12 @@ class Swapper:
         return over
 
     def wait(self) -> None:
-        """Returns when every copy under way is over; `poll` tells of them then."""
+        """For every copy under way; `poll` tells of them then."""
         for copy, _ in self._copies.values():
             copy.wait()
 
     def ended(self, sequence: Sequence) -> SwapStage:
-        """Its copy is over: it is on the host now, or it was ARRIVING and has nothing there any more."""
+        """The copy is over: the sequence is on the host now, or it was ARRIVING and has nothing there any more."""
         assert sequence.swap is not None
         assert sequence not in self._copies
         stage = sequence.swap.stage
@@ -283,7 +261,7 @@ class Swapper:
         return stage
 
     def forget(self, sequence: Sequence) -> None:
-        """Lets go of what the sequence has on the host; nothing where it has nothing. No copy of it is under way."""
+        """Frees the sequence's host blocks, if any. No copy of it is under way."""
         assert sequence not in self._copies
         if sequence.swap is not None:
             self.host.free(sequence.tenant_id, sequence.swap.host_blocks)

@@ -1,17 +1,12 @@
-"""What each tenant may have of this worker: weights of its flows (its share of adapter memory goes by these too), and
-KV blocks.
+"""What each tenant may have of this worker: weights of its flows (its adapter memory goes by these too), and KV blocks.
+Knows limits, never who holds what.
 
-Owns the tenants' shares as their policies give them. Written by EngineCore alone; `check` may be called from any
-thread: what it reads is replaced, never changed in place. Knows limits, never who holds what: that is BlockPool's.
-
-Of KV blocks a tenant has up to three bounds:
-
-    reserve    always its own: given back to it within one quantum of asking, and never reclaimed for others' sake
+    reserve    always its own: given back within one quantum of asking, never reclaimed for others' sake
     soft       what it may hold while others want memory; what it holds above is reclaimed first
     hard       what it never passes
 
-Reserves are promises that all hold at once, so together they take half of the pool at most: more than that is scaled
-down in proportion. Unused reserve is lent out.
+Reserves take half of the pool at most; more than that is scaled down in proportion. Written by EngineCore; any thread
+may call `check`, because what it reads is replaced, never changed in place.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ _MIB = 1 << 20
 
 
 class CacheScope(NamedTuple):
-    """Whose prefix cache a request finds and fills, for as long as it lasts: its tenant's own, or its cache group's."""
+    """Whose prefix cache a request finds and fills: its tenant's own, or its cache group's."""
 
     name: str
     is_group: bool
@@ -44,16 +39,12 @@ class TenantShare:
     hard_blocks: int | None = None
     reserve_blocks: int = 0
     hard_mb: int = 0
-    reserve_mb: int = 0
-    """As the policy gives them, for refusals to name."""
+    reserve_mb: int = 0  # as the policy gives it, as below, for refusals to name
     cache_group: str | None = None
 
     @staticmethod
     def of(policy: TenantPolicy, block_bytes: int) -> TenantShare:
-        """A policy's part that a worker enforces, whose KV blocks have `block_bytes` each.
-
-        Bounds are rounded down to whole blocks, the reserve up.
-        """
+        """Bounds are rounded down to whole blocks, the reserve up. block_bytes: of KV."""
         quotas = policy.quotas
 
         def blocks(mib: int | None) -> int | None:
@@ -77,13 +68,12 @@ class TenantShares:
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
         self._shares: dict[TenantId, TenantShare] = {}
-        self._reserves: dict[TenantId, int] = {}
-        """As scaled; of tenants with a reserve alone."""
+        self._reserves: dict[TenantId, int] = {}  # as scaled; of tenants with a reserve alone
         self._reserved_blocks = 0
         self._has_caps = False
         self._has_soft = False
+        # blocks of the longest request that a tenant had here when its bounds fell below that
         self._accepted: dict[TenantId, int] = {}
-        """Blocks of the longest request that a tenant had here when its bounds fell below that."""
 
     def set(self, tenant_id: TenantId, share: TenantShare | None) -> None:
         """None: the tenant has the default weights and no bounds."""
@@ -100,8 +90,9 @@ class TenantShares:
         self._has_caps = any(each.hard_blocks is not None for each in shares.values())
 
     def accept(self, tenant_id: TenantId, longest_blocks: int) -> None:
-        """The tenant's longest request here may come to hold so many blocks. A request that was accepted under wider
-        bounds runs to its end: until then the tenant's hard cap is what that request needs, if that is more."""
+        """A request that was accepted under wider bounds runs to its end: until then the tenant's hard cap is what its
+        longest request needs, if that is more.
+        """
         share = self._shares.get(tenant_id)
         if share is not None and share.hard_blocks is not None and longest_blocks > share.hard_blocks:
             self._accepted[tenant_id] = longest_blocks
@@ -109,7 +100,7 @@ class TenantShares:
             self._accepted.pop(tenant_id, None)
 
     def cache_scope(self, tenant_id: TenantId) -> CacheScope:
-        """Of the tenant's requests that come now."""
+        """Of requests that come now."""
         group = self._shares.get(tenant_id, _DEFAULT).cache_group
         return CacheScope(tenant_id, is_group=False) if group is None else CacheScope(group, is_group=True)
 
@@ -117,7 +108,7 @@ class TenantShares:
         return self._shares.get(flow[0], _DEFAULT).weights[flow[1]]
 
     def tenant_weight(self, tenant_id: TenantId) -> int:
-        """Of the tenant as a whole: what its flows have together."""
+        """What its flows have together."""
         return sum(self._shares.get(tenant_id, _DEFAULT).weights.values())
 
     def soft(self, tenant_id: TenantId) -> int:
@@ -133,24 +124,22 @@ class TenantShares:
 
     @property
     def reserves(self) -> Mapping[TenantId, int]:
-        """Of the tenants that have one; never changed in place."""
+        """Never changed in place."""
         return self._reserves
 
     @property
     def has_caps(self) -> bool:
-        """Whether some tenant has a hard cap."""
         return self._has_caps
 
     @property
     def has_soft(self) -> bool:
-        """Whether some tenant has a soft share."""
         return self._has_soft
 
     def check(self, tenant_id: TenantId, longest_blocks: int, block_size: int) -> None:
-        """Whether a request that may come to hold so many blocks can count on them. From any thread.
+        """From any thread.
 
         Raises:
-            QuotaExceeded: it cannot, now or later: past its hard cap, or more than others' reserves leave.
+            QuotaExceeded: it can never hold so many: past its hard cap, or more than others' reserves leave.
         """
         share = self._shares.get(tenant_id, _DEFAULT)
         others = self._reserved_blocks - self._reserves.get(tenant_id, 0)

@@ -1,23 +1,16 @@
-"""Whose blocks a sequence gets that needs some.
-
-Owns what is kept for whom in one plan. Chooses, and takes nothing: that is StepPlanner's, which asks. Knows sequences
-with their flows' tags, blocks and shares; neither steps nor slots.
-
-A sequence takes blocks that are free; then from parked ones, in this order:
+"""Whose blocks a sequence gets that needs some. Chooses and takes nothing: StepPlanner asks. From parked sequences,
+after free blocks, in this order:
 
 1. of its own tenant, the least recently run first;
 2. of tenants above their soft share, for one within its own, proportionally to what each holds above it;
-3. of other flows, the greatest tag first;
+3. of other flows, the greatest tag first, if the flow leads by THETA times what is to be computed again;
 
-never so that a tenant falls below its reserve, and never past the taker's hard cap. Where a sequence without blocks
-takes (3), the other's flow must lead by THETA times what is to be computed again, so eviction costs a bounded share of
-the work; where victims are swapped, it costs less. Who asks for no more than its reserve takes from any that holds more
-than its own. Paused sequences go first in 1 and 3, whatever the tags.
+never so that a tenant falls below its reserve, never past the taker's hard cap; for a taker within its reserve, from
+any that holds more than its own. Paused sequences go first in 1 and 3. A victim in a step in flight, or being copied to
+the host, keeps its blocks until then; they are kept for the taker (*awaited*).
 
-A victim that is in a step in flight keeps its blocks: who would take them waits for the next plan, and nothing else is
-started before it, so the order holds. A victim that is copied to the host keeps them until that is over: who waits for
-that *awaits* its blocks. Those that are free and those that come free are kept for it from who is after it in the
-order, and who needs no more than is left goes on.
+Progress: in 1 and 3 the taker is before its victim in the order (tag, age), and tags grow by charged work only; in 2
+the victim has done charged work since it got its blocks. So no eviction is undone without charged work between.
 """
 
 from __future__ import annotations
@@ -35,26 +28,20 @@ from manylora_worker.memory.block_pool import BlockPool
 from manylora_worker.memory.swapping import Swapper
 from manylora_worker.memory.tenant_shares import FlowKey, TenantShares
 
-THETA = 3
-"""Lower follows the shares faster, higher computes less again."""
+THETA = 3  # lower follows the shares faster, higher computes less again
+# A twenty-fifth of all blocks stays free when a sequence is admitted beside others, for these to grow into. With a
+# hundredth, nearly twice as much is computed again.
 _WATERMARK_DIVISOR = 25
-"""A twenty-fifth of all blocks stays free when a sequence is admitted beside others, for these to grow into. With a
-hundredth, nearly twice as much is computed again."""
 
 
 class Room(NamedTuple):
-    """How a sequence comes to blocks."""
-
     num_blocks: int
-    victims: SequenceOf[Sequence]
-    """Who gives its own up."""
-    is_now: bool = True
-    """They are there as soon as the victims are evicted. If not: when copies to the host are over."""
+    victims: SequenceOf[Sequence]  # who gives its own up
+    is_now: bool = True  # there as soon as the victims are evicted; if not: when copies to the host are over
 
 
 class Reclaim:
-    """See the module.
-
+    """
     Args:
         queue: for the flows' tags.
         parked: sequences that can give up blocks; the owner's own, read as it stands.
@@ -76,16 +63,11 @@ class Reclaim:
         self._queue = queue
         self._parked = parked
         self._paused = paused
-        self.claims: dict[TenantId, int] = {}
-        """Blocks that are kept for a tenant's reserve."""
-        self.awaited: dict[Sequence, int] = {}
-        """Blocks that are kept for sequences that wait for copies to be over."""
-        self.waits = False
-        """Who is next takes the blocks of a sequence in a step in flight: nothing is started in this plan any more."""
-        self.is_forced = False
-        """Whoever asks gets what it asks for, reserves and leads aside."""
-        self._is_short = False
-        """A sequence without blocks was refused those of others."""
+        self.claims: dict[TenantId, int] = {}  # blocks that are kept for a tenant's reserve
+        self.awaited: dict[Sequence, int] = {}  # blocks that are kept for sequences that wait for copies to be over
+        self.waits = False  # the next one takes from a step in flight: nothing more is started in this plan
+        self.is_forced = False  # whoever asks gets what it asks for, reserves and leads aside
+        self._is_short = False  # a sequence without blocks was refused those of others
 
     def begin_plan(self) -> None:
         """What was kept in the last plan is kept no longer: who still wants it asks again."""
@@ -93,7 +75,7 @@ class Reclaim:
         self.waits = self.is_forced = self._is_short = False
 
     def will_hold(self, tenant_id: TenantId) -> int:
-        """What the tenant holds, without what is on its way to the host."""
+        """Without what is on its way to the host."""
         return self._pool.held_by(tenant_id) - self._swapper.num_leaving_of(tenant_id)
 
     def room(
@@ -106,7 +88,7 @@ class Reclaim:
         may_swap: bool,
         is_beside_others: bool,
     ) -> Room | None:
-        """How `taker` comes to `num_blocks`; None: not by anything that this plan can do. Nothing is taken by it.
+        """None: not by anything that this plan can do. Nothing is taken.
 
         Args:
             num_joined: blocks that only other tenants hold and that it will hold with them: they count for its tenant.
@@ -135,7 +117,7 @@ class Reclaim:
     def _choose_victims(
         self, taker: Sequence, num_blocks: int, *, num_joined: int, may_evict: bool, is_beside_others: bool
     ) -> list[Sequence] | None:
-        """In the module's order, also who is in a step in flight; None: it is not possible."""
+        """In the module's order, those in a step in flight too; None: it is not possible."""
         pool, shares = self._pool, self._shares
         tenant_id = taker.tenant_id
         held = self.will_hold(tenant_id) + num_joined
@@ -193,7 +175,7 @@ class Reclaim:
         is_within_reserve: bool,
         is_within_soft: bool,
     ) -> int:
-        """Adds victims of other tenants until nothing is short. Returns what still is."""
+        """Adds victims until nothing is short. Returns what still is."""
         left = {tenant: self.will_hold(tenant) for tenant in {s.tenant_id: None for s in others}}
         excess = {tenant: held - self._shares.soft(tenant) for tenant, held in left.items()}
         taken = dict.fromkeys(left, 0)
@@ -240,7 +222,7 @@ class Reclaim:
         return other_tag - tag > THETA * recompute * TAG_SCALE // self._shares.weight(other.flow)
 
     def _given_up_by(self, sequence: Sequence) -> int:
-        """Blocks that count for its tenant no more without it; some of them may stay with other tenants."""
+        """Blocks that count for its tenant no more without it; some may stay with other tenants."""
         tenant_id, pool = sequence.tenant_id, self._pool
         return sum(pool.is_given_up_by_holder(tenant_id, block_id) for block_id in sequence.block_table)
 

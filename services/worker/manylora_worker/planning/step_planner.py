@@ -1,44 +1,13 @@
-"""Which sequences the next step computes, and with which blocks.
+"""Which sequences the next step computes, and with which blocks. Called by EngineCore alone; knows flows, tokens and
+blocks, neither adapters nor models. It alone writes its parts (Slots, Parking, UnitQueue, BlockTables).
 
-Of the sequences whose adapter is on the device it decides who takes a slot, with which blocks, and who gives up blocks
-for that. It alone writes its parts: those in the slots (Slots), those without one (Parking), the queue of their units
-(UnitQueue) and what blocks they have (BlockTables); EngineCore tells Parking who comes, and what is let go. Called by
-EngineCore alone. Knows flows, tokens and blocks; neither adapters nor models.
+A *unit* is one prefill chunk, or one decode quantum of up to QUANTUM_TOKENS. At its end a sequence is *parked*, with
+its blocks, and its next unit queued. A free slot goes to the unit of the flow (tenant, class) with the least tag
+(`Fairness`: reserved at dispatch, settled at the end; 1 a prompt token, 2 an output token, nothing for what is computed
+again). Quanta end in different steps (`Slots.spread`), so a newcomer waits for the next end only.
 
-A *unit* is one prefill chunk, or one decode quantum: up to QUANTUM_TOKENS tokens of one sequence. A sequence in a slot
-runs one unit; at the unit's end it is *parked*, with its blocks, and its next unit is queued. A free slot goes to the
-queued unit of the flow (tenant, class) with the least tag (`Fairness`: reserved at dispatch, settled at the end; 1 for
-a prompt token, 2 for an output token, nothing for what is computed again). So where all fit into the slots every
-sequence gets its slot back at once, and where they do not, a slot is given away at a quantum's end. Quanta are cut so
-that they end in different steps (`Slots.spread`): who comes anew waits for the next end, and not for that of a whole
-batch of quanta that began together. Nor does it wait for that where its flow has less than its share of the slots: a
-quantum of a flow that has more is cut for it (quantum_cuts.py).
-
-A step is filled under `max_batch_tokens`: one token of each quantum, then prefills in the order of the queue, up to
-`prefill_chunk_tokens` each, and in all as many as fit into the time that a step should take (StepTime). A token is kept
-for each decode that could still take a slot, so no prefill holds one up.
-
-Blocks are taken when a unit is started: all that it may write; of a sequence without blocks those of all its tokens.
-So what is in a slot never waits for memory, and all that is not can be *evicted*: it frees its blocks and is computed
-again; or, where that is cheaper (swapping.py), *swapped*: its blocks are free when they are copied to host memory.
-
-Where none are free, parked sequences give theirs up: reclaim.py has the order. A swapped sequence whose turn it is
-takes its blocks as one without blocks does; it is parked again when its KV is back in them. It has no slot meanwhile,
-and neither has who awaits blocks that are being copied.
-
-A waiting sequence that asks for no more than its tenant's reserve gets its blocks before anybody is started, slot or
-none (`_claim_reserves`); if it has waited for a quantum's end, nothing is swapped for it.
-
-A paused sequence, whose reader does not read, keeps its blocks until somebody lacks blocks. It takes nothing until its
-reader reads, so it undoes no such eviction.
-
-Progress. In 1 and 3 of reclaim.py's order the taker is before its victim in the order (tag of the flow, age), and tags
-grow by charged work only; in 2 the victim has done charged work since it got its blocks; a claim's taker stays within
-its reserve, where nothing is taken from it. So no eviction is undone without charged work between: no livelock. What
-comes back from the host is a taker like any other. Where nothing at all can be started and no step or copy is under
-way, the first in order takes from whomever it needs, and nothing is swapped for it (`_force`). Since no sequence is
-added that could not run alone (`EngineCore.add`), each step with a sequence in it computes at least one token, and
-those without one end with a copy.
+A unit gets all the blocks that it may write when it starts, so nothing in a slot waits for memory. What is in none can
+be *evicted* (it is computed again) or *swapped* (its KV is copied to the host first), in reclaim.py's order.
 """
 
 from __future__ import annotations
@@ -68,14 +37,10 @@ from manylora_worker.planning.unit_queue import UnitQueue
 
 @dataclass(frozen=True)
 class PlannerLimits:
-    max_batch_tokens: int
-    """Tokens a step; at least `sequence_slots`, so that every running sequence can decode in every step."""
-    prefill_chunk_tokens: int
-    """Prompt tokens of one sequence in one step."""
-    sequence_slots: int
-    """Sequences that run at the same time."""
-    target_step_s: float | None = None
-    """How long a step with prompts should take at most; None: any time."""
+    max_batch_tokens: int  # a step; at least `sequence_slots`, so that every running sequence can decode in every step
+    prefill_chunk_tokens: int  # of one sequence in one step
+    sequence_slots: int  # sequences that run at the same time
+    target_step_s: float | None = None  # for a step with prompts; None: any time
 
     def __post_init__(self) -> None:
         if self.sequence_slots < 1 or self.prefill_chunk_tokens < 1:
@@ -90,30 +55,22 @@ class PlannerLimits:
 
 class StepPlan(NamedTuple):
     scheduled: SequenceOf[Scheduled]
-    yielded: SequenceOf[Sequence]
-    """Their unit is through, and others are before their next one."""
-    swapped: SequenceOf[Sequence]
-    """Their KV is on its way to the host."""
-    evicted: SequenceOf[Sequence]
-    """They lost their blocks; one that came in between, more than once."""
+    yielded: SequenceOf[Sequence]  # their unit is through, and others are before their next one
+    swapped: SequenceOf[Sequence]  # their KV is on its way to the host
+    evicted: SequenceOf[Sequence]  # they lost their blocks; one that came in between, more than once
 
 
 class FlowSlots(NamedTuple):
-    """A flow's place in the slots."""
-
     num_slots: int = 0
-    is_capped: bool = False
-    """Its tenant's own hard cap keeps its next sequence from starting."""
-    num_loading: int = 0
-    """Sequences that wait for their adapter."""
+    is_capped: bool = False  # its tenant's own hard cap keeps its next sequence from starting
+    num_loading: int = 0  # sequences that wait for their adapter
 
 
 class _Place(NamedTuple):
     """How a unit can be started."""
 
     num_tokens: int
-    end: int
-    """The position up to which blocks are taken."""
+    end: int  # the position up to which blocks are taken
     room: Room
 
 
@@ -137,16 +94,16 @@ class StepPlanner:
         self._queue = UnitQueue(shares)
         self._slots = Slots(limits.sequence_slots, QUANTUM_TOKENS)
         self._cuts = QuantumCuts(self._slots, self._queue, shares)
+        # of it EngineCore calls `enqueue`, `fork`, `copy_ended` and `release_blocks`
         self.parking = Parking(pool, self._tables, swapper, prefixes, self._queue)
-        """Of it EngineCore calls `enqueue`, `fork`, `copy_ended` and `release_blocks`."""
+        # their claim on their tenant's reserve has waited for a unit's end
         self._late_claims: dict[Sequence, None] = {}
-        """Sequences whose claim on their tenant's reserve has waited for a unit's end."""
         self._reclaim = Reclaim(pool, shares, swapper, self._queue.fair, self.parking.parked, self._queue.paused)
         self._round = _Round(0, None)
 
     @property
     def running(self) -> SequenceOf[Sequence]:
-        """In a slot; oldest first."""
+        """Oldest first."""
         return [unit.sequence for unit in self._slots.units]
 
     @property
@@ -164,16 +121,14 @@ class StepPlanner:
         return self._slots.version + self._queue.capped_version
 
     def flow_slots(self) -> dict[FlowKey, FlowSlots]:
-        """Who has the slots, and whom its own hard cap holds back."""
         slots, capped = self._slots.by_flow, self._queue.capped
         return {flow: FlowSlots(slots.get(flow, 0), flow in capped) for flow in dict.fromkeys((*slots, *capped))}
 
     def shares_changed(self, tenant_id: TenantId) -> None:
-        """The tenant's weights or bounds have another value from now on."""
         self._queue.shares_changed(tenant_id)
 
     def remove(self, sequence: Sequence, *, refund: bool = False) -> bool:
-        """Takes a finished sequence out and settles its unit; its blocks it keeps. Returns whether it was here.
+        """Settles a finished sequence's unit; its blocks it keeps. Returns whether it was here.
 
         Args:
             refund: its part of the last plan is not charged: it is computed for nothing, or was not computed.
@@ -186,13 +141,12 @@ class StepPlanner:
         return unit is not None
 
     def pause(self, sequences: Iterable[Sequence]) -> None:
-        """Their group is paused: they take no slot until `resume`. One that has a slot keeps it to its unit's end."""
+        """They take no slot until `resume`. One that has a slot keeps it to its unit's end."""
         for sequence in sequences:
             assert sequence.group.is_paused
             self._queue.pause(sequence, is_parked=sequence in self.parking.parked)
 
     def resume(self, sequences: Iterable[Sequence]) -> None:
-        """Their group is paused no longer."""
         for sequence in sequences:
             assert not sequence.group.is_paused
             self._queue.resume(sequence)
@@ -203,8 +157,7 @@ class StepPlanner:
         """Decides one step and takes its blocks. Everything scheduled must then be computed, or its sequences ended.
 
         Args:
-            is_ahead: a step is in flight, and what becomes of its sequences is not known yet. There may be nothing to
-                schedule then, though there would be without it.
+            is_ahead: a step is in flight, and what becomes of its sequences is not known yet.
         """
         parking = self.parking
         parking.begin_plan()
@@ -236,9 +189,8 @@ class StepPlanner:
         return StepPlan(scheduled + chunks, yielded, parking.swapped, parking.evicted)
 
     def _end_units(self) -> list[Sequence]:
-        """Parks the sequences whose units are through, and queues their next ones; what is ENDING has none.
-
-        The next unit is queued before the present one is settled, so the flow does not count as newly backlogged.
+        """What is ENDING has no next unit. The next unit is queued before the present one is settled, so the flow does
+        not count as newly backlogged.
         """
         over = self._slots.take_ended()
         for unit in over:
@@ -246,7 +198,7 @@ class StepPlanner:
         return [unit.sequence for unit in over]
 
     def _park(self, unit: Unit) -> None:
-        """After its unit, which has left its slot."""
+        """Its unit has left its slot."""
         unit.sequence.has_worked |= unit.cost > 0
         if unit.sequence.status is not SequenceStatus.ENDING:
             self.parking.park(unit.sequence)
@@ -264,8 +216,9 @@ class StepPlanner:
                 self._start(pick)
 
     def _cut_quanta(self) -> list[Sequence]:
-        """Where no slot is free, ends quanta for prompts that are not to wait (quantum_cuts.py), which begin in this
-        step. Returns whose they were: they are parked."""
+        """Where no slot is free, ends quanta for prompts that begin in this step (quantum_cuts.py). Returns whose they
+        were.
+        """
         cut: list[Sequence] = []
         while self._queue and not self._slots.num_free and (prompts := self._cuts.prompts()):
             pick = self._queue.select(lambda item: self._fits(item) if item in prompts else None)
@@ -283,7 +236,9 @@ class StepPlanner:
         return cut
 
     def _force(self) -> None:
-        """Nothing can be started: the first in order takes from whomever it needs, reserves and leads aside."""
+        """Nothing can be started and nothing is under way: the first in order takes from whomever it needs, reserves
+        and leads aside.
+        """
         round_ = self._round
         self._reclaim.is_forced = True
         for refusals in (self._reclaim.claims, self._reclaim.awaited, round_.refused):
@@ -298,7 +253,7 @@ class StepPlanner:
         self._fill_slots()
 
     def _do_deferred(self) -> None:
-        """Makes room for a sequence that cannot be started in this plan: it awaits copies, or its own KV comes back."""
+        """Room for a sequence that cannot be started in this plan: it awaits copies, or its own KV comes back."""
         assert self._round.deferred is not None
         (sequence, room), self._round.deferred = self._round.deferred, None
         for victim in room.victims:
@@ -311,7 +266,6 @@ class StepPlanner:
             self.parking.bring_back(sequence)
 
     def _start(self, pick: Pick[int, _Place]) -> None:
-        """Gives the unit its slot and its blocks."""
         sequence, place = self._queue.sequence(pick.item), pick.place
         for victim in place.room.victims:
             self.parking.evict(victim)
@@ -331,7 +285,7 @@ class StepPlanner:
         self._slots.take(Unit(sequence, pick.item, chunk, num_tokens, ends_at))
 
     def _fits(self, item: int) -> _Place | None:
-        """How a queued unit can be started now; None: it cannot. Changes nothing."""
+        """None: it cannot be started now. Changes nothing."""
         round_ = self._round
         if self._reclaim.waits or round_.deferred is not None or item in round_.refused:
             return None
@@ -404,7 +358,7 @@ class StepPlanner:
         )
 
     def _chunk_tokens(self, sequence: Sequence) -> int:
-        """Tokens of the next part of a prefill; 0 where the step has none left for it."""
+        """0 where the step has none left for it."""
         other_slots = max(0, self._slots.num_free - 1)
         prompt_budget = self._round.prompt_budget
         if not self._round.prompt_tokens:
@@ -415,10 +369,9 @@ class StepPlanner:
     # ---- blocks
 
     def _claim_reserves(self) -> None:
-        """Gives waiting sequences their blocks, slot or none, as far as their tenant's reserve goes.
-
-        Where what others hold above their reserves is in the slots now, the blocks are kept for the claim as they come
-        free: at the latest when every quantum that runs now is over.
+        """Gives waiting sequences their blocks, slot or none, as far as their tenant's reserve goes. Where others hold
+        them in the slots now, they are kept for the claim as they come free: at the latest when every quantum that runs
+        now is over.
         """
         blocked: dict[TenantId, None] = {}
         for sequence in list(self.parking.waiting):
@@ -461,7 +414,6 @@ class StepPlanner:
                 self.parking.evict(victim)
 
     def check_invariants(self) -> None:
-        """For tests and idle moments."""
         self._queue.check_invariants()
         self._slots.check_invariants()
         paused, fair = self._queue.paused, self._queue.fair
@@ -479,26 +431,21 @@ class _Round:
     __slots__ = ("budget", "deferred", "prompt_budget", "prompt_tokens", "refused")
 
     def __init__(self, budget: int, max_prompt_tokens: int | None) -> None:
-        self.budget = budget
-        """Tokens of the step."""
+        self.budget = budget  # tokens of the step
+        # of these what prompts may have; the first one LEAST_CHUNK_TOKENS, if that is more
         self.prompt_budget = budget if max_prompt_tokens is None else min(budget, max_prompt_tokens)
-        """Of these what prompts may have; the first one LEAST_CHUNK_TOKENS, if that is more."""
-        self.prompt_tokens = 0
-        """Of those that were started."""
+        self.prompt_tokens = 0  # of those that were started
+        # who gets room when the present choice is over; until then nothing else is chosen
         self.deferred: tuple[Sequence, Room] | None = None
-        """Who gets room when the choice that is being made is over; until then nothing else is chosen."""
-        self.refused: dict[int, None] = {}
-        """Items that cannot be started in this plan."""
+        self.refused: dict[int, None] = {}  # items that cannot be started in this plan
 
     def take_prompt(self, chunk: Scheduled) -> None:
-        """A part of a prompt is in the step."""
         self.budget -= chunk.num_tokens
         self.prompt_budget -= chunk.num_tokens
         self.prompt_tokens += chunk.num_tokens
 
 
 def _cost(item: Scheduled) -> int:
-    """What a step's part costs its flow."""
     if item.sequence.status is SequenceStatus.DECODE:
         return OUTPUT_TOKEN_COST
     new_tokens = item.sequence.num_new_tokens(item.num_tokens)
