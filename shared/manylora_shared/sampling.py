@@ -8,13 +8,15 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Protocol, Self
 
 from manylora_shared.errors import FieldViolation
 
 MAX_TOP_LOGPROBS = 20
+MAX_BAD_TOKENS = 1024
+"""Tokens of all bad words of a request."""
 MAX_LISTED = 8
 """Violations listed of one field; what follows is not told, or counted."""
 
@@ -24,6 +26,7 @@ class Kind(enum.Enum):
     COUNT = enum.auto()
     BIASES = enum.auto()
     """A number by token id."""
+    WORDS = enum.auto()
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One row of the table. `range`: of the number, or of each bias; `max_entries`: where there may be several."""
+    """One row of the table. `range`: of the number, of each bias, of each word's bytes; `max_entries`: of several."""
 
     name: str
     kind: Kind
@@ -63,6 +66,10 @@ class Parameter:
             wrong = (found for entry in sorted(value.items()) if (found := self._wrong_bias(entry, vocab_size)))
             for (token_id, problem), _ in zip(wrong, range(MAX_LISTED), strict=False):
                 yield FieldViolation(f"{path}[{token_id}]", problem)
+        elif self.kind is Kind.WORDS:
+            sizes = ((index, len(word.encode())) for index, word in enumerate(value))
+            for index, num_bytes in (each for each in sizes if each[1] not in self.range):
+                yield FieldViolation(f"{path}[{index}]", f"must have {self.range} bytes, not {num_bytes}")
         elif value not in self.range:
             yield FieldViolation(path, self._outside(value))
 
@@ -107,15 +114,19 @@ class Sampling:
         Kind.COUNT, None, Range(0, MAX_TOP_LOGPROBS), "log-probabilities of a token and of so many others"
     )
     logit_bias: Mapping[int, float] = _row(Kind.BIASES, None, Range(-100, 100), "added to tokens' logits", 1024)
+    min_tokens: int = _row(Kind.COUNT, 0, Range(0, 2**32 - 1), "nothing stops a choice before it has so many tokens")
+    bad_words: Sequence[str] = _row(Kind.WORDS, (), Range(1, 64), "text that no output completes", 64)
 
     @classmethod
     def of_message(cls, message: _Message) -> Self:
         """What a SamplingParams says, defaults filled in; not checked."""
         given: dict[str, Any] = {}
         for row in PARAMETERS:
+            # No more than is read: a message of millions costs nobody their copy before it is refused.
             if row.kind is Kind.BIASES:
-                # No more than is read: a message of millions costs nobody their copy before it is refused.
                 given[row.name] = dict(itertools.islice(getattr(message, row.name).items(), row.max_entries + 1))
+            elif row.kind is Kind.WORDS:
+                given[row.name] = tuple(getattr(message, row.name)[: row.max_entries + 1])
             elif message.HasField(row.name):
                 given[row.name] = getattr(message, row.name)
         return cls(**given)
@@ -141,3 +152,16 @@ PARAMETERS = tuple(
     )
     for each in fields(Sampling)
 )
+
+
+def barred_too_much(bad_sequences: Sequence[Sequence[int]], stop_token_ids: Collection[int], vocab_size: int) -> str:
+    """What is wrong with bad words in tokens; empty: nothing. stop_token_ids: those that min_tokens may bar besides."""
+    num_tokens = sum(map(len, bad_sequences))
+    if num_tokens > MAX_BAD_TOKENS:
+        return f"has {num_tokens} tokens, more than {MAX_BAD_TOKENS}"
+    if any(token_id >= vocab_size for sequence in bad_sequences for token_id in sequence):
+        return f"has a token outside the model's vocabulary of {vocab_size} tokens"
+    if not all(bad_sequences):
+        return "has a word without a token"
+    # Each bars one token at most at a time.
+    return "leaves no token to draw" if len(bad_sequences) + len(stop_token_ids) >= vocab_size else ""

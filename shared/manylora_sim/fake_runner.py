@@ -23,6 +23,7 @@ from typing import NoReturn
 from manylora_shared.errors import FieldViolation
 from manylora_shared.ids import AdapterUid, TenantId
 from manylora_worker.kinds.api import (
+    ANY_TOKEN,
     PENDING_TOKEN,
     AdapterEvent,
     AdapterTier,
@@ -211,6 +212,9 @@ class FakeRunner:
             chunk.adapter_uid,
             memoryview(context)[: end * _CELL.size],
         )
+        barred = {token for token, before in chunk.bars if before in (ANY_TOKEN, *chunk.output_token_ids[-1:])}
+        while token_id in barred:
+            token_id = (token_id + 1) % self.vocab_size
         return Sampled(chunk.sequence_id, token_id, logprobs)
 
 
@@ -302,7 +306,7 @@ class FakeStep:
 
 class TokenDraw:
     """The pretended distribution. Temperature 0 makes the text independent of seed and choice; all other sampling
-    parameters but `top_logprobs` are ignored."""
+    parameters but `top_logprobs` are ignored here."""
 
     def __init__(self, vocab_size: int, eos_token_id: int | None, eos_one_in: int) -> None:
         assert vocab_size > 1
@@ -360,6 +364,8 @@ def reference_tokens(
     eos_one_in: int = 64,
     emitted_token_ids: Sequence[int] = (),
     stop_token_ids: Collection[int] = (),
+    min_tokens: int = 0,
+    bad_sequences: Collection[tuple[int, ...]] = (),
 ) -> list[int]:
     """The output of a FakeRunner behind a right engine: up to `count` tokens, `emitted_token_ids` included, ended
     before the first stop token."""
@@ -372,6 +378,10 @@ def reference_tokens(
     output = list(emitted_token_ids)
     while len(output) < count:
         token_id, _ = draw.draw(sampling, choice, len(output), adapter_uid, context)
+        barred = set(stop_token_ids) if len(output) < min_tokens else set()
+        barred |= {word[-1] for word in bad_sequences if (*output, word[-1])[-len(word) :] == word}
+        while token_id in barred:
+            token_id = (token_id + 1) % vocab_size
         if token_id in stop_token_ids:
             break
         context += _CELL.pack(token_id, len(prompt_token_ids) + len(output), tag)

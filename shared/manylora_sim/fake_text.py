@@ -34,6 +34,9 @@ class FakeText:
     async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> Sequence[int]:
         return self.ids("".join(f"{role}: {content}\n" for role, content in messages))
 
+    async def encode_words(self, words: Sequence[str]) -> Sequence[Sequence[int]]:
+        return [self.ids(word.lstrip() or word) for word in words]
+
     def detokenizer(self) -> FakeDetokenizer:
         return FakeDetokenizer(self._first_byte_id)
 

@@ -55,13 +55,14 @@ async def test_chat_and_all_options_reach_the_server(address: str, router: FakeR
             ignore_eos=True,
             stop_token_ids=[5],
             idempotency_key="k",
-            sampling=Sampling(top_k=4, top_logprobs=0, logit_bias={3: -1.0}),
+            sampling=Sampling(top_k=4, top_logprobs=0, logit_bias={3: -1.0}, min_tokens=2, bad_words=["no"]),
         )
     request, metadata = router.requests[0], router.metadata[0]
     assert [(m.role, m.content) for m in request.chat.messages] == [("user", "hi")]
     assert (request.n, request.ignore_eos, list(request.stop_token_ids)) == (2, True, [5])
     assert (request.sampling.top_k, request.sampling.HasField("top_logprobs")) == (4, True)
     assert dict(request.sampling.logit_bias) == {3: -1.0}
+    assert (request.sampling.min_tokens, list(request.sampling.bad_words)) == (2, ["no"])
     assert (metadata["x-tenant-id"], metadata["x-priority"], metadata["idempotency-key"]) == ("birch", "-3", "k")
 
 

@@ -63,7 +63,8 @@ async def test_generate_has_an_option_for_each_sampling_parameter(manylora: Many
             "0.125",
         ),
         *("--repetition-penalty", "1.5", "--presence-penalty", "-0.5", "--frequency-penalty", "0.75", "--seed", "0"),
-        *("--top-logprobs", "0", "--logit-bias", "3=-1.5", "--logit-bias", "7=2", "one two"),
+        *("--top-logprobs", "0", "--logit-bias", "3=-1.5", "--logit-bias", "7=2", "--min-tokens", "4"),
+        *("--bad-words", "no", "--bad-words", " never", "one two"),
     )
     assert out.exit_code == 0, out.stderr
     assert Sampling.of_message(router.requests[0].sampling) == Sampling(
@@ -77,6 +78,8 @@ async def test_generate_has_an_option_for_each_sampling_parameter(manylora: Many
         seed=0,
         top_logprobs=0,
         logit_bias={3: -1.5, 7: 2.0},
+        min_tokens=4,
+        bad_words=("no", " never"),
     )
     options = (await manylora("generate", "--help")).stdout
     assert all(f"--{row.name.replace('_', '-')}" in options for row in PARAMETERS)

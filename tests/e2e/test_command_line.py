@@ -112,6 +112,23 @@ async def test_text_token_ids_stop_strings_and_seeds(whole: UpCluster) -> None:
     assert first != other
 
 
+async def test_no_answer_is_shorter_than_min_tokens_or_has_a_bad_word(whole: UpCluster) -> None:
+    plain = await generate(whole, "acme", "upper", "xy7z")
+    assert (plain["text"], plain["finish_reason"]) == ("XY7Z", "stop")
+    stops = ("--stop", "7", "--max-tokens", "24")
+    assert (await generate(whole, "acme", "upper", "xy7z", *stops))["text"] == "XY"
+    least = await generate(whole, "acme", "upper", "xy7z", *stops, "--min-tokens", "12")
+    assert least["text"].startswith("XY7Z")
+    assert len(least["token_ids"]) >= 12
+    assert (await generate(whole, "acme", "upper", "xy7z", "--min-tokens", "2"))["text"] == "XY7Z"
+    for words in (("Y7",), ("X",), ("XY7Z", "Y7Z")):
+        given = [option for word in words for option in ("--bad-words", word)]
+        answer = await generate(whole, "acme", "upper", "xy7z", "--max-tokens", "12", *given)
+        assert answer["text"] != "XY7Z"
+        assert not any(word in answer["text"] for word in words)
+    assert (await generate(whole, "acme", "upper", "xy7z", "--bad-words", "Q"))["text"] == "XY7Z"
+
+
 async def test_a_chat_is_rendered_with_the_models_template(whole: UpCluster) -> None:
     async with Client(whole.router, tenant="acme") as client:
         result = await client.complete(

@@ -7,7 +7,8 @@ the same kernels, slowly, for a few cases.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,11 +178,18 @@ def test_the_core_runs_ahead_in_the_interpreter(
     penalized = Sampling(seed=1, temperature=0.9, repetition_penalty=1.4, frequency_penalty=0.6)
     samplings = {name: Sampling(seed=0, temperature=0.0) for name in prompts} | {"penalties": penalized}
     prompts["penalties"] = [4, 4, 9]
+    bad = {name: tuple(tuple(want["long"][at : at + size]) for at, size in words) for name, words in BAD.items()}
+    for name in BAD:
+        samplings[name], prompts[name] = samplings["long"], prompts["long"]
+        want[name] = _without(family, prompts[name], bad[name], 5)
+    samplings["least"], prompts["least"] = replace(samplings["stops"], min_tokens=4), prompts["stops"]
+    want["least"] = _without(family, prompts["least"], ((stop,),), 4)
     for name, prompt in prompts.items():
         core.add(
             EngineRequest(
                 RequestId(name), TenantId("t"), QosClass.BATCH, None, tuple(prompt), 5, samplings[name],
-                stop_token_ids=frozenset([stop]) if name == "stops" else frozenset(),
+                stop_token_ids=frozenset([stop]) if name in ("stops", "least") else frozenset(),
+                bad_sequences=bad.get(name, ()),
             ),
             0.0,
         )  # fmt: skip
@@ -196,7 +204,24 @@ def test_the_core_runs_ahead_in_the_interpreter(
     assert ahead > 4
     assert bool(runner._recordings) == bool(runner._mixed_graphs) == has_graphs
     assert got.pop("penalties") == _drawn_on_the_cpu(family, prompts["penalties"], penalized, 5)
+    assert got.pop("least")[:4] == want.pop("least")
     assert got == want
+
+
+BAD = {"two": [(1, 2)], "three": [(0, 3), (3, 1)]}
+"""By request: (start, length) of its bad words in what it would say without them."""
+
+
+def _without(family: Family, prompt: list[int], bad: Sequence[tuple[int, ...]], count: int) -> list[int]:
+    """The likeliest tokens of which none completes a bad word, by the reference's pass over all of them."""
+    output: list[int] = []
+    while len(output) < count:
+        logits = family.reference.logits([*prompt, *output], None)[-1]
+        for word in bad:
+            if (*output, word[-1])[-len(word) :] == word:
+                logits[word[-1]] = float("-inf")
+        output.append(int(logits.argmax()))
+    return output
 
 
 class Rehearsal:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from manylora_worker.kinds.api import Sampled, Sampling, SequenceChunk
+from manylora_worker.kinds.api import ANY_TOKEN, Sampled, Sampling, SequenceChunk
 from manylora_worker.models.torch import sampler as oracle
 
 triton = pytest.importorskip("triton", reason="triton is not installed: it comes with CUDA builds of torch")
@@ -20,6 +20,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed: it comes
 import triton.language as tl  # noqa: E402
 from manylora_worker.models.cuda.kernels import sampling_maths  # noqa: E402
 from manylora_worker.models.cuda.kernels.sampling import DeviceSampler, RowState, SamplingPlan  # noqa: E402
+from manylora_worker.models.cuda.sampler_rows import bars_on_device  # noqa: E402
 
 from tests.numerics.interpreter import DEVICES, INTERPRETED  # noqa: E402
 
@@ -35,6 +36,7 @@ class Rows:
         rng = random.Random(seed)
         self.samplings = samplings
         self.device = device
+        self.bars: list[list[tuple[int, int]]] = [[] for _ in samplings]
         self.choices = [rng.randrange(4) for _ in samplings]
         self.prompts = [[rng.randrange(vocab) for _ in range(rng.randrange(1, 30))] for _ in samplings]
         self.outputs = [[rng.randrange(vocab) for _ in range(rng.randrange(12))] * 2 for _ in samplings]
@@ -59,8 +61,15 @@ class Rows:
         return SequenceChunk(
             sequence_id=row, token_ids=[1], start_position=0, block_table=[0], adapter_uid=None, samples=True,
             sampling=self.samplings[row], choice=self.choices[row], output_index=len(self.outputs[row]),
-            prompt_token_ids=self.prompts[row], output_token_ids=self.outputs[row],
+            prompt_token_ids=self.prompts[row], output_token_ids=self.outputs[row], bars=self.known_bars(row),
         )  # fmt: skip
+
+    def known_bars(self, row: int) -> list[tuple[int, int]]:
+        """As one says it who knows the row's last token."""
+        return [(token, ANY_TOKEN) for token, before in self.bars[row] if before in (ANY_TOKEN, self.pending(row))]
+
+    def pending(self, row: int) -> int:
+        return self.outputs[row][-1] if self.outputs[row] else 0
 
     def expected(self, logits: torch.Tensor) -> list[Sampled]:
         return oracle.sample(logits, [self.chunk(row) for row in range(len(self.samplings))])
@@ -70,7 +79,10 @@ class Rows:
         expected = self.expected(logits)
         before = logits.clone()
         poison(self.sampler)
-        drawn = self.sampler.sample(logits.to(self.device), plan or SamplingPlan.of(self.samplings))
+        last = torch.tensor([self.pending(row) for row in range(len(expected))], device=self.device)
+        bars = bars_on_device(self.bars, last)
+        plan = plan or SamplingPlan.of(self.samplings, has_bars=bars is not None)
+        drawn = self.sampler.sample(logits.to(self.device), plan, bars)
         assert torch.equal(logits, before) or logits.isnan().any()
         assert drawn.sound.tolist() == [s.error is None for s in expected]
         assert drawn.token_ids.tolist() == [s.token_id for s in expected]
@@ -125,6 +137,20 @@ def test_tokens_equal_the_cpus(seed: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(4))
+def test_bars_hold_always_or_after_the_pending_token(seed: int, device: str) -> None:
+    rng = random.Random(seed)
+    rows = Rows([random_sampling(rng) for _ in range(8)], device, seed=seed)
+    logits = random_logits(rng, 8)
+    for _ in range(3):
+        likely = logits.topk(6, dim=-1).indices.tolist()
+        for row in range(1, 8):  # one row has none
+            before = [ANY_TOKEN, rows.pending(row), rows.pending(row) + 1]
+            rows.bars[row] = [(token, rng.choice(before)) for token in likely[row] + likely[row][:2]]
+        rows.check(logits)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(2))
 def test_more_candidates_than_room(seed: int, device: str) -> None:
     rng = random.Random(seed)
@@ -164,6 +190,7 @@ def test_the_least_plan() -> None:
     assert SamplingPlan.of([greedy, Sampling(seed=0)]) == SamplingPlan(draws=True)
     assert SamplingPlan.of([Sampling(seed=0, top_k=3)]) == SamplingPlan(draws=True, cuts=True)
     assert SamplingPlan.of([Sampling(seed=0, temperature=0.0, logit_bias={1: 1.0})]) == SamplingPlan(penalties=True)
+    assert SamplingPlan.of([greedy], has_bars=True) == SamplingPlan(penalties=True)
     assert SamplingPlan.of([greedy, Sampling(seed=0, top_logprobs=0)]) == SamplingPlan(draws=True, top_logprobs=0)
     assert not SamplingPlan(top_logprobs=None).covers(SamplingPlan(top_logprobs=0))
 

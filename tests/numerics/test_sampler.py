@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from manylora_worker.kinds.api import Sampling, SequenceChunk
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from manylora_worker.kinds.api import ANY_TOKEN, Sampling, SequenceChunk
 from manylora_worker.models.torch.sampler import _draw, _exponential_noise, _penalized, _row_key, _thresholds, sample
 from transformers import (
     MinPLogitsWarper,
@@ -191,6 +193,21 @@ def test_presence_and_frequency_count_the_output_only() -> None:
     expected[0, 8] -= 0.5 + 0.25 + 1.0
     expected[0, 11] += 2.0
     torch.testing.assert_close(scores, expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.sets(st.integers(0, VOCAB - 1), max_size=VOCAB - 1), st.sampled_from(SAMPLINGS))
+def test_bars_are_as_if_the_model_gave_these_tokens_nothing(seed: int, barred: set[int], sampling: Sampling) -> None:
+    logits = random_logits(3, seed=seed % 1000)
+    bars = [(token_id, ANY_TOKEN) for token_id in [*barred, *list(barred)[:5]]]
+    rows = [chunk(replace(sampling, seed=seed + i), index=i, output=[1, 2]) for i in range(3)]
+    without = logits.clone()
+    without[:, list(barred)] = float("-inf")
+    drawn = sample(logits, [replace(row, bars=bars) for row in rows])
+    assert [s.token_id for s in drawn] == [s.token_id for s in sample(without, rows)]
+    assert not {s.token_id for s in drawn} & barred
+    own = logits.log_softmax(-1)
+    assert all(s.logprobs is None or s.logprobs.logprob == own[i, s.token_id] for i, s in enumerate(drawn))
 
 
 def test_logprobs_are_the_models_own() -> None:

@@ -78,6 +78,8 @@ def expected(request: EngineRequest, choice: int) -> list[int]:
         eos_one_in=EOS_ONE_IN,
         emitted_token_ids=request.emitted_token_ids,
         stop_token_ids=request.stop_token_ids,
+        min_tokens=request.sampling.min_tokens,
+        bad_sequences=request.bad_sequences,
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -110,6 +113,8 @@ class EngineMachine(RuleBasedStateMachine):
         num_emitted=st.integers(0, 6),
         greedy=st.booleans(),
         has_stop=st.booleans(),
+        min_tokens=st.sampled_from([0, 0, 3, 12]),
+        bad_words=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4)), max_size=3),
     )
     def add(
         self,
@@ -121,7 +126,10 @@ class EngineMachine(RuleBasedStateMachine):
         num_emitted: int,
         greedy: bool,
         has_stop: bool,
+        min_tokens: int = 0,
+        bad_words: Sequence[tuple[int, int]] = (),
     ) -> None:
+        """bad_words: (start, length) in what the output would be."""
         self.serial += 1
         request = EngineRequest(
             request_id=RequestId(f"r{self.serial}"),
@@ -130,10 +138,13 @@ class EngineMachine(RuleBasedStateMachine):
             adapter_uid=adapter,
             prompt_token_ids=tuple(prompt),
             max_tokens=max_tokens,
-            sampling=Sampling(seed=self.serial, temperature=0.0 if greedy else 1.0),
+            sampling=Sampling(seed=self.serial, temperature=0.0 if greedy else 1.0, min_tokens=min_tokens),
             stop_token_ids=frozenset([EOS]) if has_stop else frozenset(),
             n=n,
         )
+        would_be = expected(request, 0)
+        words = {tuple(would_be[start : start + length]) for start, length in bad_words} - {()}
+        request = replace(request, bad_sequences=tuple(sorted(words)))
         if n == 1 and num_emitted:
             emitted = tuple(expected(request, 0)[: min(num_emitted, max_tokens - 1)])
             request = EngineRequest(**{**request.__dict__, "emitted_token_ids": emitted})

@@ -67,6 +67,9 @@ INF = math.inf
         ({"logit_bias": {5: 100.5}}, "sampling.logit_bias[5]"),
         ({"logit_bias": {5: NAN}}, "sampling.logit_bias[5]"),
         ({"logit_bias": dict.fromkeys(range(2000), 0.0)}, "sampling.logit_bias"),
+        ({"bad_words": ["x", ""]}, "sampling.bad_words[1]"),
+        ({"bad_words": ["x"] * 65}, "sampling.bad_words"),
+        ({"min_tokens": 1000}, "sampling.min_tokens"),
     ],
 )
 def test_bad_sampling(sampling: dict[str, Any], field: str) -> None:

@@ -42,6 +42,22 @@ def test_any_grouping_of_tokens_is_the_same_choice(text: str, stops: list[str], 
     assert grouped[1] == len((expected + stop).encode() if stop else ids)
 
 
+@settings(max_examples=150, deadline=None)
+@given(st.text(st.sampled_from("ab"), max_size=30), st.lists(st.sampled_from(["a", "ab", "bba", "abab"]), max_size=3))
+def test_no_stop_string_ends_in_the_first_tokens(text: str, stops: list[str]) -> None:
+    for min_tokens in range(0, 12, 3):
+        choice = ChoiceText(FakeDetokenizer(), StopStrings(stops) if stops else None, min_tokens)
+        delta = choice.push(list(text.encode()))
+        rest = choice.finish().text if delta.stop_string is None else ""
+        ends = [end for end in range(min_tokens + 1, len(text) + 1) if any(text[:end].endswith(s) for s in stops)]
+        if not ends:
+            assert (delta.text + rest, delta.stop_string) == (text, None)
+            continue
+        longest = max((s for s in stops if text[: ends[0]].endswith(s)), key=len)
+        want = (text[: ends[0] - len(longest)], ends[0], longest)
+        assert (delta.text, delta.num_tokens, delta.stop_string) == want
+
+
 def test_a_stop_string_may_be_completed_by_the_last_replacement_character() -> None:
     choice = ChoiceText(FakeDetokenizer(), StopStrings(["\ufffd"]))
     assert choice.push(list(b"a\xe6")) == TextDelta("a", 2)

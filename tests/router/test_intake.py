@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from manylora_router.guard.admission import RequestInput, TextPrompt
+from manylora_router.guard.admission import RequestInput, TextPrompt, TokenPrompt
 from manylora_router.guard.permits import Permit
 from manylora_router.request.job import Job
+from manylora_router.text.service import TokenIdsOnlyText
 from manylora_shared.errors import InvalidRequest, NotFound, Overloaded, Unready
 from manylora_shared.metadata import ADAPTER_KEY
 from manylora_shared.sampling import Sampling
@@ -73,6 +74,30 @@ def test_a_request_that_asks_for_little_gets_defaults() -> None:
         assert again.sampling.seed != job.sampling.seed
 
     simulate(test)
+
+
+def test_bad_words_go_on_as_tokens() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        sampling = Sampling(min_tokens=3, bad_words=[" no", "  "])
+        job, _ = await admit(cluster, await plain_request(cluster, sampling=sampling))
+        assert (job.sampling.min_tokens, job.sampling.bad_words) == (3, ())
+        assert job.bad_sequences == [ids_of("no"), ids_of("  ")]
+        for words in (["x"] * 65, [""]):
+            with pytest.raises(InvalidRequest, match=r"sampling\.bad_words"):
+                await admit(cluster, await plain_request(cluster, sampling=Sampling(bad_words=words)))
+        with pytest.raises(InvalidRequest, match=r"sampling\.bad_words: has 1280 tokens, more than 1024"):
+            await admit(cluster, await plain_request(cluster, sampling=Sampling(bad_words=["x" * 20] * 64)))
+
+    simulate(test)
+
+
+def test_bad_words_need_a_tokenizer() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        asked = await plain_request(cluster, TokenPrompt([3]), sampling=Sampling(bad_words=["no"]))
+        with pytest.raises(Unready, match=r"sampling\.bad_words"):
+            await admit(cluster, asked)
+
+    simulate(test, text=TokenIdsOnlyText())
 
 
 def test_a_short_deadline_keeps_most_of_its_time() -> None:

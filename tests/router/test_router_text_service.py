@@ -133,6 +133,20 @@ async def test_chat_template() -> None:
         await service.close()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+async def test_words_as_they_come_in_a_text(kind: str) -> None:
+    service = HfTextService(wrapped(KINDS[kind]()))
+    try:
+        own, *spaced = await service.encode_words(["world"])
+        ids = list(await service.encode("hello world"))
+        found = [sequence for sequence in (own, *spaced) if ids[-len(sequence) :] == list(sequence)]
+        assert found, "a word in the middle of a text has one of them"
+        assert text_of(service.detokenizer(), list(own)) == "world"
+        assert len(await service.encode_words([" world", "world"])) == 2 * (1 + len(spaced))
+    finally:
+        await service.close()
+
+
 async def test_no_chat_template() -> None:
     service = HfTextService(wrapped(byte_level()))
     with pytest.raises(Unready, match="chat template"):

@@ -7,7 +7,7 @@ import math
 
 import pytest
 from manylora.v1 import common_pb2
-from manylora_shared.sampling import PARAMETERS, Kind, Range, Sampling
+from manylora_shared.sampling import PARAMETERS, Kind, Range, Sampling, barred_too_much
 
 GIVEN = {
     "temperature": 0.5,
@@ -20,6 +20,8 @@ GIVEN = {
     "seed": 0,
     "top_logprobs": 0,
     "logit_bias": {3: -1.5},
+    "min_tokens": 4,
+    "bad_words": ("no", " never"),
 }
 
 
@@ -70,3 +72,27 @@ def test_violations_name_the_field_and_what_is_right() -> None:
     many = Sampling(logit_bias=dict.fromkeys(range(2000), 0.0))
     assert [v.description for v in many.violations(10)] == ["has more than 1024 entries"]
     assert len(Sampling(logit_bias=dict.fromkeys(range(50), 200.0)).violations(100)) == 8
+
+
+def test_bad_words_are_some_and_short() -> None:
+    sampling = Sampling(bad_words=["fine", "", "\u00e9" * 33])
+    assert [(v.field, v.description) for v in sampling.violations(100)] == [
+        ("sampling.bad_words[1]", "must have from 1 to 64 bytes, not 0"),
+        ("sampling.bad_words[2]", "must have from 1 to 64 bytes, not 66"),
+    ]
+    assert [v.description for v in Sampling(bad_words=["x"] * 65).violations(9)] == ["has more than 64 entries"]
+
+
+@pytest.mark.parametrize(
+    ("sequences", "stops", "problem"),
+    [
+        ([[1], [2, 3]], [4], ""),
+        ([[1] * 1024], [], ""),
+        ([[1] * 1000, [2] * 25], [], "has 1025 tokens, more than 1024"),
+        ([[9], [10]], [], "has a token outside the model's vocabulary of 10 tokens"),
+        ([[1], []], [], "has a word without a token"),
+        ([[i] for i in range(7)], [7, 8, 9], "leaves no token to draw"),
+    ],
+)
+def test_what_is_too_much(sequences: list[list[int]], stops: list[int], problem: str) -> None:
+    assert barred_too_much(sequences, stops, 10) == problem

@@ -110,6 +110,10 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"emitted_token_ids": [1], "n": 2}, "emitted_token_ids"),
     ({"emitted_token_ids": [1] * 8}, "emitted_token_ids"),
     ({"emitted_token_ids": [259]}, "emitted_token_ids"),
+    ({"bad_sequences": [{"token_ids": [1]}, {}]}, "bad_sequences"),
+    ({"bad_sequences": [{"token_ids": [259]}]}, "bad_sequences"),
+    ({"bad_sequences": [{"token_ids": [1] * 1025}]}, "bad_sequences"),
+    ({"bad_sequences": [{"token_ids": [i]} for i in range(259)]}, "bad_sequences"),
 ]
 BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"seed": None}, "seed"),
@@ -128,6 +132,23 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {1: 101.0}}, "logit_bias[1]"),
     ({"logit_bias": {1: math.nan}}, "logit_bias[1]"),
 ]
+
+
+async def test_min_tokens_and_bad_sequences_reach_the_engine() -> None:
+    def wanted(**more: Any) -> list[int]:
+        return reference_tokens(PROMPT, None, 9, 0, 900, eos_token_id=0, stop_token_ids=[0], **more)
+
+    plain = wanted()
+    assert 5 < len(plain) < 500, "the test wants a stop"
+    bad = ((plain[2],), tuple(plain[3:5]))
+    want = wanted(min_tokens=500, bad_sequences=bad)
+    sampling = common_pb2.SamplingParams(seed=9, min_tokens=500)
+    async with running_worker(eos_token_id=0) as worker:
+        asked = message(max_tokens=900, stop_token_ids=[0], sampling=sampling, adapter_uid="")
+        asked.bad_sequences.extend(worker_pb2.TokenSequence(token_ids=ids) for ids in bad)
+        result = await collect(worker.execute(asked))
+    assert result.tokens == {0: want}
+    assert len(want) >= 500
 
 
 async def test_every_bad_field_is_named() -> None:

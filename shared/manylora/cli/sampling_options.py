@@ -36,7 +36,7 @@ def with_sampling_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _option(row: Parameter) -> Any:
     help_ = row.meaning[0].upper() + row.meaning[1:]
-    if row.default not in (None, {}):
+    if row.kind in (Kind.NUMBER, Kind.COUNT) and row.default is not None:
         help_ += f"; default: {row.default:g}"
     match row.kind:
         case Kind.NUMBER:
@@ -44,6 +44,8 @@ def _option(row: Parameter) -> Any:
         case Kind.COUNT:
             low, high = int(row.range.low), int(row.range.high)
             return Annotated[int | None, typer.Option(min=low, max=high, help=f"{help_}.")]
+        case Kind.WORDS:
+            return Annotated[list[str] | None, typer.Option(metavar="TEXT", help=f"{help_}; may be repeated.")]
         case Kind.BIASES:
             return Annotated[list[str] | None, typer.Option(metavar="TOKEN_ID=BIAS", help=f"{help_}; may be repeated.")]
 

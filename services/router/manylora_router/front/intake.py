@@ -10,9 +10,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from manylora_shared.errors import Overloaded, ServiceUnavailable, Unready
+from manylora_shared.errors import InvalidRequest, Overloaded, ServiceUnavailable, Unready
 from manylora_shared.ids import QosClass, TenantId
-from manylora_shared.sampling import Sampling
+from manylora_shared.sampling import Sampling, barred_too_much
 from manylora_shared.telemetry import Attribute
 from manylora_shared.tenancy.identity import AUTHORIZATION_KEY, authenticate
 from manylora_shared.tenancy.overload import retry_after_s
@@ -94,6 +94,8 @@ class Intake:
         )
         if request.stop and not self._text.has_text:
             raise Unready("stop: this router has no tokenizer; send stop_token_ids")
+        stop_token_ids = _stop_token_ids(request, model)
+        bad_sequences = await self._bad_sequences(request.sampling, stop_token_ids, model)
         call.span.set(Attribute.MAX_TOKENS, admitted.max_tokens)
         job = Job(
             request_id=call.request_id,
@@ -106,7 +108,8 @@ class Intake:
             n=admitted.n,
             sampling=self._sampling(policy.tenant_id, request),
             stop=StopStrings(request.stop) if request.stop else None,
-            stop_token_ids=_stop_token_ids(request, model),
+            stop_token_ids=stop_token_ids,
+            bad_sequences=bad_sequences,
             received_at=call.received_at,
             deadline=_deadline(request, call.received_at),
             traceparent=call.span.traceparent,
@@ -148,12 +151,23 @@ class Intake:
                 raise AssertionError("a missing prompt is not readable")
 
     def _sampling(self, tenant_id: TenantId, request: RequestInput) -> Sampling:
-        """With a seed: the caller's own, or its idempotency key's, or a drawn one."""
-        if request.sampling.seed is not None:
-            return request.sampling
-        key = request.idempotency_key
-        seed = admission.seed_of_key(tenant_id, key) if key else self._rng.getrandbits(64)
-        return replace(request.sampling, seed=seed)
+        """Without words, and with a seed: the caller's own, or its idempotency key's, or a drawn one."""
+        seed, key = request.sampling.seed, request.idempotency_key
+        if seed is None:
+            seed = admission.seed_of_key(tenant_id, key) if key else self._rng.getrandbits(64)
+        return replace(request.sampling, seed=seed, bad_words=())
+
+    async def _bad_sequences(
+        self, sampling: Sampling, stop_token_ids: Sequence[int], model: Model
+    ) -> Sequence[Sequence[int]]:
+        """Raises InvalidRequest where these, with all that is barred besides, are too much."""
+        words = sampling.bad_words
+        found = await self._text.encode_words(words) if words else []
+        stops = stop_token_ids if sampling.min_tokens else ()
+        problem = barred_too_much(found, stops, model.limits.vocab_size)
+        if problem:
+            raise InvalidRequest.of("sampling.bad_words" if words else "sampling.min_tokens", problem)
+        return found
 
 
 def _stop_token_ids(request: RequestInput, model: Model) -> list[int]:

@@ -213,16 +213,20 @@ def admit(
                 f"not {request.max_tokens}",
             )
         )
+    bounds = [default_max_tokens, room_tokens] + ([limit_tokens] if limit_tokens is not None else [])
+    max_tokens, min_tokens = request.max_tokens or min(bounds), request.sampling.min_tokens
+    if min_tokens > max_tokens > 0:
+        message = f"must be at most max_tokens ({max_tokens}), not {min_tokens}"
+        found.append(FieldViolation("sampling.min_tokens", message))
     if found:
         raise InvalidRequest.of_all(found)
     assert prompt_token_ids is not None
     assert request.qos_class is not None
-    bounds = [default_max_tokens, room_tokens] + ([limit_tokens] if limit_tokens is not None else [])
     return Admitted(
         qos_class=request.qos_class,
         priority=int(request.priority) if request.priority else 0,
         prompt_token_ids=prompt_token_ids,
-        max_tokens=request.max_tokens or min(bounds),
+        max_tokens=max_tokens,
         n=request.n or 1,
     )
 

@@ -33,9 +33,9 @@ class Taken:
 
 
 class Choices:
-    def __init__(self, detokenizers: Sequence[Detokenizer], stop: StopStrings | None) -> None:
+    def __init__(self, detokenizers: Sequence[Detokenizer], stop: StopStrings | None, min_tokens: int = 0) -> None:
         """`detokenizers`: a fresh one for each choice."""
-        self._choices = [_Choice(ChoiceText(d, stop)) for d in detokenizers]
+        self._choices = [_Choice(ChoiceText(d, stop, min_tokens)) for d in detokenizers]
         self._is_cut_short = False
         self.num_tokens = 0
         """Of all choices, as the caller got them."""

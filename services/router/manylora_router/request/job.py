@@ -29,6 +29,8 @@ class Job:
     """With its seed."""
     stop: StopStrings | None
     stop_token_ids: Sequence[int]
+    bad_sequences: Sequence[Sequence[int]]
+    """The bad words in tokens; `sampling` has them no more."""
     received_at: float
     """By the event loop's clock, as is the deadline."""
     deadline: float | None

@@ -70,6 +70,7 @@ class WorkerStream:
             sampling=common_pb2.SamplingParams(**job.sampling.given()),
             stop_token_ids=job.stop_token_ids,
             n=job.n,
+            bad_sequences=[worker_pb2.TokenSequence(token_ids=ids) for ids in job.bad_sequences],
         )
         self._channel = channels.acquire(grant.worker_address)
         try:

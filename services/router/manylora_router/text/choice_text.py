@@ -18,11 +18,12 @@ class TextDelta:
 
 
 class ChoiceText:
-    """After a stop string, or `finish`, it takes no more tokens."""
+    """After a stop string, or `finish`, it takes no more tokens. None of the first `min_tokens` ends a stop string."""
 
-    __slots__ = ("_detokenizer", "_matcher")
+    __slots__ = ("_detokenizer", "_matcher", "_tokens_past")
 
-    def __init__(self, detokenizer: Detokenizer, stops: StopStrings | None) -> None:
+    def __init__(self, detokenizer: Detokenizer, stops: StopStrings | None, min_tokens: int = 0) -> None:
+        self._tokens_past = -min_tokens
         self._detokenizer = detokenizer
         self._matcher = StopStringMatcher(stops) if stops is not None else None
 
@@ -33,8 +34,9 @@ class ChoiceText:
         pieces: list[str] = []
         for index, token_id in enumerate(token_ids):
             text = self._detokenizer.push((token_id,))  # one by one: the token that completes a match is the last
+            self._tokens_past += 1
             if text:
-                pieces.append(matcher.push(text))
+                pieces.append(matcher.push(text, may_match=self._tokens_past > 0))
                 if matcher.matched is not None:
                     return TextDelta("".join(pieces), index + 1, matcher.matched)
         return TextDelta("".join(pieces), len(token_ids))
@@ -45,7 +47,7 @@ class ChoiceText:
         matcher = self._matcher
         if matcher is None:
             return TextDelta(text, 0)
-        text = matcher.push(text)
+        text = matcher.push(text, may_match=self._tokens_past > 0)
         if matcher.matched is not None:
             return TextDelta(text, 0, matcher.matched)
         return TextDelta(text + matcher.finish(), 0)

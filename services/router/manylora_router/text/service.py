@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from manylora_shared.errors import InvalidRequest, Unready
 
 from manylora_router.text.detokenizer import Detokenizer, WindowDetokenizer
+
+_T = TypeVar("_T")
 
 
 class TextService(Protocol):
@@ -28,6 +30,10 @@ class TextService(Protocol):
             Unready: the model has no chat template.
             InvalidRequest: the template refuses the messages.
         """
+
+    async def encode_words(self, words: Sequence[str]) -> Sequence[Sequence[int]]:
+        """The token sequences by which words come in a text: as they are, and behind a space where these do not end in
+        the same tokens. Raises Unready where there is no tokenizer."""
 
     def detokenizer(self) -> Detokenizer:
         """A fresh one, for one choice."""
@@ -54,11 +60,26 @@ class TokenIdsOnlyText:
     async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> Sequence[int]:
         raise Unready("prompt.chat: this router has no tokenizer; send prompt.token_ids")
 
+    async def encode_words(self, words: Sequence[str]) -> Sequence[Sequence[int]]:
+        raise Unready("sampling.bad_words: this router has no tokenizer")
+
     def detokenizer(self) -> Detokenizer:
         return _NoText()
 
     async def close(self) -> None:
         pass
+
+
+def word_sequences(words: Sequence[str], encode: Callable[[str], list[int]]) -> list[list[int]]:
+    """See TextService.encode_words."""
+    found: list[list[int]] = []
+    for word in words:
+        bare = word.lstrip() or word
+        own, spaced = encode(bare), encode(" " + bare)
+        found.append(own)
+        if spaced[-len(own) :] != own:
+            found.append(spaced)
+    return found
 
 
 _TOKENIZER_FILES = (
@@ -106,13 +127,16 @@ class HfTextService:
             raise Unready("prompt.chat: the model's tokenizer has no chat template; send prompt.text")
         return await self._in_thread(self._encode_chat, messages)
 
+    async def encode_words(self, words: Sequence[str]) -> Sequence[Sequence[int]]:
+        return await self._in_thread(word_sequences, words, lambda text: self._encode(text, False))
+
     def detokenizer(self) -> Detokenizer:
         return WindowDetokenizer(self._decode)
 
     async def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    async def _in_thread(self, function: Callable[..., list[int]], *arguments: object) -> list[int]:
+    async def _in_thread(self, function: Callable[..., _T], *arguments: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:

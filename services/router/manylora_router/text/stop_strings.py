@@ -61,13 +61,13 @@ class StopStringMatcher:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
-        """What is certain to be before any match. After a match there is no more."""
+    def push(self, text: str, *, may_match: bool = True) -> str:
+        """What is certain to be before any match; nothing comes after one. may_match: whether one may end here."""
         assert self.matched is None
         node = self._node
         for index, character in enumerate(text):
             node = step(node, character)
-            if node.match is not None:
+            if may_match and node.match is not None:
                 self.matched = node.match
                 # The automaton is in the longest candidate; the match may begin later in it.
                 certain = self._held + text[: index + 1]

@@ -126,6 +126,7 @@ def part_of(item: Scheduled) -> Part:
 
 def chunk_of(item: Scheduled) -> SequenceChunk:
     sequence, request = item.sequence, item.sequence.group.request
+    bars = sequence.group.bars if item.samples else None
     return SequenceChunk(
         sequence_id=sequence.holding_id,
         token_ids=sequence.next_tokens(item.num_tokens),
@@ -138,4 +139,5 @@ def chunk_of(item: Scheduled) -> SequenceChunk:
         output_index=sequence.num_output_tokens,
         prompt_token_ids=request.prompt_token_ids,
         output_token_ids=sequence.output_token_ids,
+        bars=bars.after(sequence.output_token_ids, sequence.num_pending_tokens) if bars is not None else (),
     )

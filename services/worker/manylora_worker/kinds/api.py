@@ -51,6 +51,8 @@ class EngineRequest:
     n: int = 1
     emitted_token_ids: tuple[int, ...] = ()
     """Output of an earlier attempt, forced before sampling goes on (n = 1 only)."""
+    bad_sequences: tuple[tuple[int, ...], ...] = ()
+    """Tokens that do not come in a row in the output of a choice; none is empty."""
 
 
 class FinishReason(enum.Enum):
@@ -91,6 +93,9 @@ class TokenOutput:
 PENDING_TOKEN = -1
 """In SequenceChunk.token_ids: the token that this sequence drew in the step before, not known to the host yet."""
 
+ANY_TOKEN = -2
+"""In SequenceChunk.bars."""
+
 
 @dataclass(slots=True)
 class SequenceChunk:
@@ -116,6 +121,8 @@ class SequenceChunk:
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
     """Those that are known: without the one that is pending."""
+    bars: Sequence[tuple[int, int]] = ()
+    """(token, before): a token that is not drawn where `before` is the pending token, or ANY_TOKEN (bars.py)."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from manylora_shared.ids import TenantId
 
 from manylora_worker.kinds.api import PENDING_TOKEN, EngineRequest, FinishReason
+from manylora_worker.kinds.bars import RequestBars
 from manylora_worker.memory.tenant_shares import CacheScope, FlowKey
 
 
@@ -254,6 +255,10 @@ class SequenceGroup:
     """How often one lost its blocks and is computed again."""
     cached_prompt_tokens: int | None = None
     """Prompt tokens that were in the cache when it was first admitted; None: it never was."""
+    bars: RequestBars | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bars = RequestBars.of(self.request)
 
     @property
     def num_unfinished(self) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from manylora.v1 import common_pb2, worker_pb2
 from manylora_shared.errors import FieldViolation, InvalidRequest
 from manylora_shared.ids import AdapterUid, RequestId, TenantId, is_valid_name
+from manylora_shared.sampling import barred_too_much
 from manylora_shared.stores.adapter_files import is_uid
 from manylora_shared.wire import QOS_CLASSES
 
@@ -79,6 +80,9 @@ def engine_request(message: worker_pb2.ExecuteRequest, model: ModelInfo) -> Engi
     check(message.sampling.HasField("seed"), "sampling.seed", "must be set")
     sampling = Sampling.of_message(message.sampling)
     found.found += sampling.violations(model.vocab_size)
+    bad_sequences = tuple(tuple(each.token_ids) for each in message.bad_sequences)
+    problem = barred_too_much(bad_sequences, message.stop_token_ids if sampling.min_tokens else (), model.vocab_size)
+    check(not problem, "bad_sequences", problem)
     if found.found:
         raise InvalidRequest.of_all(found.found)
     return EngineRequest(
@@ -92,6 +96,7 @@ def engine_request(message: worker_pb2.ExecuteRequest, model: ModelInfo) -> Engi
         stop_token_ids=frozenset(message.stop_token_ids),
         n=message.n,
         emitted_token_ids=emitted,
+        bad_sequences=bad_sequences,
     )
 
 

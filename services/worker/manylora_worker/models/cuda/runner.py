@@ -34,9 +34,9 @@ from manylora_worker.models.cuda.graph_shapes import (
     room_for_prefill_tiles,
 )
 from manylora_worker.models.cuda.kernels.attention import PagedLayout, prefill_block_m
-from manylora_worker.models.cuda.kernels.sampling import DeviceSampler, SampledRows, SamplingPlan
+from manylora_worker.models.cuda.kernels.sampling import DeviceBars, DeviceSampler, SampledRows, SamplingPlan
 from manylora_worker.models.cuda.pending_step import PendingStep
-from manylora_worker.models.cuda.sampler_rows import SamplerRows
+from manylora_worker.models.cuda.sampler_rows import SamplerRows, bars_on_device
 from manylora_worker.models.cuda.step_packing import PackedStep, StepPacker
 from manylora_worker.models.cuda.step_tables import StepTables, to_device
 from manylora_worker.models.decoder_weights import DecoderWeights
@@ -177,14 +177,17 @@ class DeviceModelRunner:
             sampled = [chunk for chunk in batch.chunks if chunk.samples]
             plan = self._packer.pack(batch.chunks)
             rows = [plan.row_of[chunk.sequence_id] for chunk in sampled]
-            needed = SamplingPlan.of([chunk.sampling for chunk in sampled])
+            needed = SamplingPlan.of(
+                [chunk.sampling for chunk in sampled], has_bars=any(chunk.bars for chunk in sampled)
+            )
             if not sampled:
                 self._run_logits(plan, rows)
                 return PendingStep([], [], None)
             if plan.is_decode and self._capture and not needed.penalties:
                 return PendingStep(sampled, rows, self._replay(plan, sampled, rows, needed))
+            bars = self._bars(plan, sampled, rows) if needed.penalties else None
             logits = self._run_logits(plan, rows)
-            drawn = self._draw(logits, sampled, needed)
+            drawn = self._draw(logits, sampled, needed, bars)
             self._keep_tokens(plan, rows, drawn.token_ids)
             return PendingStep(sampled, range(len(sampled)), drawn)
 
@@ -286,13 +289,20 @@ class DeviceModelRunner:
         recorded.graph.replay()
         return recorded.drawn
 
-    def _draw(self, logits: Tensor, sampled: Sequence[SequenceChunk], needed: SamplingPlan) -> SampledRows:
+    def _bars(self, plan: PackedStep, sampled: Sequence[SequenceChunk], rows: Sequence[int]) -> DeviceBars | None:
+        """Before the pass: the graph of decoding rows ends with a draw of its own, which it keeps as their last."""
+        table_rows = plan.step.table_rows[to_device(rows, torch.long, self._device)]
+        return bars_on_device([chunk.bars for chunk in sampled], self._last_tokens[table_rows.long()])
+
+    def _draw(
+        self, logits: Tensor, sampled: Sequence[SequenceChunk], needed: SamplingPlan, bars: DeviceBars | None
+    ) -> SampledRows:
         """Row i for chunk i. Not in a graph, where rows of padding would count for whose penalties they had."""
         if needed.draws or needed.penalties:
             self._sampler_rows.write(sampled, range(len(sampled)))
         else:
             self._sampler_rows.clear()
-        return self._sampler.sample(logits, needed)
+        return self._sampler.sample(logits, needed, bars)
 
     def _keep_tokens(self, plan: PackedStep, rows: Sequence[int], tokens: Tensor) -> None:
         index = to_device(rows, torch.long, self._device)

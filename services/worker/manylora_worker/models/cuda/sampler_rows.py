@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from manylora_worker.kinds.api import SequenceChunk
-from manylora_worker.models.cuda.kernels.sampling import DeviceSampler, RowState
+import torch
+from torch import Tensor
+
+from manylora_worker.kinds.api import ANY_TOKEN, SequenceChunk
+from manylora_worker.models.cuda.kernels.sampling import DeviceBars, DeviceSampler, RowState
+from manylora_worker.models.cuda.step_tables import to_device
 
 
 class SamplerRows:
@@ -71,3 +75,17 @@ class _PenaltySlots:
             self._sampler.write_penalty_slot(slot, chunk.sampling, chunk.prompt_token_ids, chunk.output_token_ids)
             found[chunk.sequence_id] = slot
         return found
+
+
+def bars_on_device(bars: Sequence[Sequence[tuple[int, int]]], pending_tokens: Tensor) -> DeviceBars | None:
+    """
+    Args:
+        bars: of each row, as in api.SequenceChunk.
+        pending_tokens: [rows], on the device; read where a bar asks for a row's pending token.
+    """
+    entries = [(row, token_id, before) for row, own in enumerate(bars) for token_id, before in own]
+    if not entries:
+        return None
+    rows, token_ids, before = to_device(entries, torch.long, pending_tokens.device).unbind(1)
+    holds = (before == ANY_TOKEN) | (before == pending_tokens[rows])
+    return DeviceBars(rows, token_ids, torch.where(holds, float("-inf"), 0.0))

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from manylora_worker.kinds.api import Logprobs, Sampled, Sampling, SequenceChunk
+from manylora_worker.kinds.api import ANY_TOKEN, Logprobs, Sampled, Sampling, SequenceChunk
 
 _MASK_64 = (1 << 64) - 1
 _FIRST_NUCLEUS_WIDTH = 256
@@ -79,8 +79,8 @@ def _logprobs(raw: Tensor, tokens: Tensor, chunks: Sequence[SequenceChunk]) -> d
 
 
 def _penalized(raw: Tensor, chunks: Sequence[SequenceChunk]) -> Tensor:
-    """Logits after repetition, presence and frequency penalties and bias; `raw` itself where no row has any."""
-    if not any(chunk.sampling.adjusts_logits for chunk in chunks):
+    """Logits after repetition, presence and frequency penalties, bias and bars; `raw` itself where no row has any."""
+    if not any(chunk.sampling.adjusts_logits or chunk.bars for chunk in chunks):
         return raw
     scores = raw.clone()
     _apply_repetition_penalty(scores, chunks)
@@ -98,6 +98,11 @@ def _penalized(raw: Tensor, chunks: Sequence[SequenceChunk]) -> Tensor:
             rows.append(i)
             token_ids.append(token_id)
             additions.append(bias)
+        for token_id, before in chunk.bars:
+            assert before == ANY_TOKEN, "what is pending is not known here"
+            rows.append(i)
+            token_ids.append(token_id)
+            additions.append(float("-inf"))
     if rows:
         where = (torch.tensor(rows, device=raw.device), torch.tensor(token_ids, device=raw.device))
         scores.index_put_(where, torch.tensor(additions, device=raw.device), accumulate=True)

@@ -53,7 +53,7 @@ class SamplingPlan:
     Attributes:
         draws: some row has a temperature.
         cuts: some of those has top-k, top-p or min-p.
-        penalties: some row has a penalty or a bias.
+        penalties: some row has a penalty, a bias or a bar.
         top_logprobs: None: no logprobs; k: the sampled token's and the k likeliest.
     """
 
@@ -63,13 +63,13 @@ class SamplingPlan:
     top_logprobs: int | None = None
 
     @classmethod
-    def of(cls, samplings: Sequence[Sampling]) -> SamplingPlan:
-        """The least plan for the rows."""
+    def of(cls, samplings: Sequence[Sampling], *, has_bars: bool = False) -> SamplingPlan:
+        """The least plan for the rows; has_bars: some row has one (api.SequenceChunk.bars)."""
         logprobs = [s.top_logprobs for s in samplings if s.top_logprobs is not None]
         return cls(
             draws=any(not s.is_greedy for s in samplings),
             cuts=any(not s.is_greedy and (s.top_k or s.top_p < 1 or s.min_p > 0) for s in samplings),
-            penalties=any(s.adjusts_logits for s in samplings),
+            penalties=has_bars or any(s.adjusts_logits for s in samplings),
             top_logprobs=max(logprobs) if logprobs else None,
         )
 
@@ -98,6 +98,15 @@ class RowState:
     choice: int
     output_index: int
     penalty_slot: int = -1
+
+
+@dataclass(frozen=True)
+class DeviceBars:
+    """What rows may not draw next, one entry a bar: [bars] each. A bar that does not hold adds 0."""
+
+    rows: Tensor
+    token_ids: Tensor
+    additions: Tensor
 
 
 @dataclass(frozen=True)
@@ -182,12 +191,13 @@ class DeviceSampler:
             values = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32)
             bias.index_copy_(0, ids, self._to_device(values))
 
-    def sample(self, logits: Tensor, plan: SamplingPlan) -> SampledRows:
+    def sample(self, logits: Tensor, plan: SamplingPlan, bars: DeviceBars | None = None) -> SampledRows:
         """Draws a token for each row and advances the rows.
 
         Args:
             logits: [rows, vocab], any float type, contiguous; not changed.
             plan: must cover the rows' own.
+            bars: the rows', of this draw alone.
         """
         num_rows, vocab_size = logits.shape
         assert num_rows <= self.max_rows
@@ -205,6 +215,8 @@ class DeviceSampler:
                 logits, scores, self._floats, self._ints, self._counts, self._bias, vocab_size, self.max_rows,
                 SEGMENT=self._segment, num_warps=8,
             )  # fmt: skip
+        if bars is not None:
+            scores.view(-1).index_add_(0, bars.rows * vocab_size + bars.token_ids, bars.additions)
         best_kernel[by_segment](scores, scratch.best_values, scratch.best_ids, vocab_size, **sizes, num_warps=8)
         if plan.draws:
             race_kernel[by_segment](
