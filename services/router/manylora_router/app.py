@@ -121,7 +121,6 @@ class RouterApp:
 
     @property
     def address(self) -> str:
-        """Where others dial this router."""
         assert self._server is not None, "start comes first"
         return self.config.advertise or self._server.address
 

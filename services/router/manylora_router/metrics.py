@@ -1,6 +1,6 @@
 """What a router's metrics say: how flows with a target are served, and what is refused because it kept failing.
 
-Owns which flows have been named, by tenant and class: each costs the receiver a series for this process's life.
+Owns the names of flows: each costs the receiver a series for this process's life.
 """
 
 from __future__ import annotations

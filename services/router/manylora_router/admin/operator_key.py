@@ -1,7 +1,6 @@
-"""The operator's key in a file: how a cluster without keys gets its first one.
+"""The operator's key in a file, readable by its owner alone: how a cluster without keys gets its first one.
 
-Owns the file: one line, readable by its owner alone. A key that was revoked is never brought back: a new one takes its
-place.
+A key that was revoked is never brought back: a new one takes its place.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ async def _ensure(store: Store, path: Path, getrandbits: Callable[[int], int], n
 
 
 def _as_key(text: str, now_unix_s: float) -> NewKey | None:
-    """With the record that it is to have; None: the file holds no key."""
+    """None: the file holds no key."""
     parts = split_key(text.strip())
     if parts is None:
         return None

@@ -1,7 +1,6 @@
 """How well flows are served, over all routers, asked for when somebody wants to know.
 
-A router asks the others in its caller's name, so each decides by the caller's own key what it may see. One that does
-not answer in time is missing from the sums, and the status says so. The counts and circuits are the Calls'.
+A router asks the others in its caller's name. One that does not answer in time is missing, and the status says so.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class ServiceLevels:
     async def of_cluster(
         self, tenant_id: str, metadata: Mapping[str, str]
     ) -> tuple[admin_pb2.GetStatusResponse, list[str]]:
-        """With the sums over all routers as `slos`, and the ids of the routers in them. `metadata`: the caller's."""
+        """With the sums over all routers as `slos`, and the ids of the routers in them."""
         heard = await self._ask_others(GET_STATUS, admin_pb2.GetStatusRequest(local_only=True), metadata)
         parts = [self.local(tenant_id), *(answer for answer in heard.values() if answer is not None)]
         whole = admin_pb2.GetStatusResponse(

@@ -36,14 +36,12 @@ MAX_CIRCUITS = 10_000
 class _Circuit:
     scope: Scope
     failures: int = 0
-    """In a row, while closed."""
     last_failure_at: float = 0.0
     adapters: set[AdapterUid | None] = field(default_factory=set)
     """In this row: a tenant's circuit needs two."""
     open_until: float | None = None
     """None: closed."""
     openings: int = 0
-    """In a row."""
     probe: object | None = None
     probe_at: float = 0.0
 

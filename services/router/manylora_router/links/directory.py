@@ -1,7 +1,6 @@
-"""What the router knows of the cluster: tenants, adapters, keys, workers, routers and the leader.
+"""What the router knows of the cluster, in mirrors of the store. The last knowledge stays in force while that is away.
 
-Owns the mirrors; the store owns the truth, and the last knowledge stays in force while it is away. Policies are parsed
-when first used: a router may know many more tenants than it serves.
+Policies are parsed when first used: a router may know many more tenants than it serves.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Model:
 
 
 class Directory:
-    """`start` it, wait until it is `ready`, read, `close`. It calls back after a change."""
+    """`start` it, wait until it is `ready`, read, `close`."""
 
     def __init__(
         self, store: Store, *, on_leader_changed: Callable[[], None], on_workers_changed: Callable[[], None]
@@ -148,7 +147,7 @@ class Directory:
         return cached[1]
 
     def slo_of(self, tenant_id: TenantId, qos_class: QosClass) -> Slo | None:
-        """A flow's targets; None also where the tenant is not known, or its policy cannot be read."""
+        """None: no targets, no such tenant, or a policy that cannot be read."""
         try:
             policy = self.policy_of(tenant_id)
         except InternalError:  # logged where it was read

@@ -137,7 +137,7 @@ class Call:
         )
 
     async def advance(self) -> list[Frame]:
-        """None: it has completed. Raises the request's error, after its last frames."""
+        """Empty: it has completed. Raises the request's error, after its last frames."""
         execution, permit = self._execution, self._permit
         assert execution is not None, "begin comes first"
         assert permit is not None

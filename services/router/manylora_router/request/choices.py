@@ -1,6 +1,6 @@
 """The choices of one request: the worker's tokens become deltas of text, until each choice has its end.
 
-Owns each choice's text, how many of its tokens the caller got, and its end. Knows nothing of grants and streams.
+Knows nothing of grants and streams.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class Choices:
         self._choices = [_Choice(ChoiceText(d, stop, min_tokens)) for d in detokenizers]
         self._is_cut_short = False
         self.num_tokens = 0
-        """Of all choices, as the caller got them."""
 
     def goes_on(self, choice: int) -> bool:
         return choice < len(self._choices) and self._choices[choice].end is None
@@ -72,7 +71,7 @@ class Choices:
         return taken
 
     def rest(self) -> list[Frame]:
-        """What choices without an end still held back. Called once, for a request that ends early."""
+        """That choices without an end still held back; called once."""
         deltas: list[Frame] = []
         for index, choice in enumerate(self._choices):
             text = choice.text.finish().text if choice.end is None else ""

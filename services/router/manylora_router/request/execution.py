@@ -1,11 +1,11 @@
 """One admitted request on its way through the scheduler and a worker, as the frames that its caller reads.
 
-    waiting --grant--> starting --first frame--> streaming --> ended (`error` says how, None: completed)
-       ^-----------------|  the worker was never reached: its grant is given back, and the request queued again
+    waiting --grant--> starting --first frame--> streaming --> ended (`error` says how)
+       ^-----------------|  its worker was never reached
 
-Owns the grant, the outcome and the numbers of frames. Frames are made when the caller asks (`advance`), so one that
-does not read holds up its own stream alone. Every grant is closed once, what was used is settled once, and a request
-that was queued has exactly one Finished frame; one that the scheduler refuses has no frame.
+Frames are made when the caller asks: one that does not read holds up its own stream alone. Every grant is closed
+once,
+use is settled once, and a request that was queued has exactly one Finished frame; one that is refused has no frame.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Execution:
         self._stream: WorkerStream | None = None
         self._is_queued = False
         self.worker_id = ""
-        """The worker that has begun it; it stays after the end."""
+        """That has begun it, and after the end."""
         self._is_worker_gone = False
 
     @property
@@ -120,7 +120,7 @@ class Execution:
 
     @property
     def was_queued(self) -> bool:
-        """False: the scheduler refused the request, or was not asked yet."""
+        """False: refused, or not asked for yet."""
         return self._is_queued
 
     @property
@@ -168,7 +168,6 @@ class Execution:
     # Waiting and starting
 
     async def _start(self) -> worker_pb2.ExecuteResponse:
-        """The worker's first message, from whichever worker gives one."""
         attempt = 0
         while True:
             attempt += 1
@@ -315,7 +314,6 @@ class Execution:
     # Ending
 
     def _finish(self, outcome: common_pb2.Outcome) -> list[Frame]:
-        """Text that was held back, and the end."""
         untold = self._choices.rest()
         measured = self._measured
         finished = Finished(

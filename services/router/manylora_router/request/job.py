@@ -36,17 +36,17 @@ class Job:
     deadline: float | None
     traceparent: str
     can_stream: bool = True
-    """False: the caller gets all frames once the request has ended."""
+    """False: all frames come at the end."""
     degraded: Degraded | None = None
     """By overload; `max_tokens` is as it is in force."""
 
     @property
     def most_tokens(self) -> int:
-        """Prompt and output of all choices, if each takes all that it may."""
+        """If each choice takes all that it may."""
         return len(self.prompt_token_ids) + self.max_tokens * self.n
 
     def as_granted(self, grant: Grant) -> Job:
-        """With less output than was asked for, where overload makes it so."""
+        """With less output, where overload makes it so."""
         cap = grant.max_output_tokens
         if cap is None or cap >= self.max_tokens:
             return self
@@ -55,7 +55,6 @@ class Job:
         return replace(self, max_tokens=cap, degraded=degraded)
 
     def attributes(self) -> dict[str, str | bool | int | float]:
-        """Of every span of the request."""
         return request_attributes(
             tenant=self.tenant_id,
             qos_class=self.qos_class.value,

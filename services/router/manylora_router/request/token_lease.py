@@ -35,7 +35,7 @@ class TokenLease:
         self._rest: worker_pb2.ExecuteResponse | None = None
         """Of the last message, what the lease did not cover."""
         self.was_held_up = False
-        """Waiting for the lease, and so did not read from the worker."""
+        """The stream waited for its lease, and so did not read from the worker."""
 
     def begin(self) -> None:
         """A worker has begun: the prompt is used."""
@@ -62,8 +62,7 @@ class TokenLease:
     async def cover(
         self, read: Callable[[], Awaitable[worker_pb2.ExecuteResponse]], most_tokens: int
     ) -> worker_pb2.ExecuteResponse:
-        """The worker's next message, as far as the lease covers it. Raises QuotaExhausted. `most_tokens`: of the
-        request."""
+        """The worker's next message, as far as the lease covers it. Raises QuotaExhausted."""
         message = self._rest if self._rest is not None else await read()
         self._rest = None
         lease = self._scheduler.lease(self._request_id)

@@ -1,7 +1,6 @@
-"""One Execute stream: a granted request on one worker, from its opening to its end.
+"""One Execute stream: a granted request on one worker, from its opening to its end. Used by one task.
 
-Owns the stream, its deadline and span, the numbers of the worker's frames, and the StopChoice calls beside it. Knows
-nothing of grants' ends, quotas and text. Used by one task.
+Owns its span, the numbers of the worker's frames, and the StopChoice calls beside it.
 """
 
 from __future__ import annotations
