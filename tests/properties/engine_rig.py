@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from manylora_shared.fairness.costs import OUTPUT_TOKEN_COST, QUANTUM_TOKENS
@@ -12,6 +13,7 @@ from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.engine.counters import Setbacks
 from manylora_worker.kinds.api import EngineRequest, FinishReason, Sampling
+from manylora_worker.memory.prefix_cache import PrefixKeys, PrefixOptions
 from manylora_worker.memory.tenant_shares import TenantShare
 from manylora_worker.planning.step_planner import PlannerLimits
 
@@ -47,12 +49,14 @@ class Rig:
         make_runner: type[FakeRunner] = FakeRunner,
         num_host_blocks: int = 0,
         copy_polls: int = 0,
+        has_cache: bool = False,
     ) -> Rig:
         runner = make_runner(
             num_blocks=num_blocks, block_size=BLOCK, num_host_blocks=num_host_blocks, copy_polls=copy_polls
         )
         limits = EngineLimits(PlannerLimits(batch_tokens, CHUNK, slots), AdapterCacheLimits(8, 8), max_requests=512)
-        core = EngineCore(runner, FakeAdapterBackend(lambda: 0.0), limits)
+        prefix = PrefixOptions(PrefixKeys(bytes(32), "m"), 0.5) if has_cache else None
+        core = EngineCore(runner, FakeAdapterBackend(lambda: 0.0), limits, prefix)
         runner.tenant_of = core.tenant_of
         return Rig(core, runner, {}, {}, {})
 
@@ -64,14 +68,16 @@ class Rig:
         *,
         n: int = 1,
         qos_class: QosClass = QosClass.STANDARD,
+        stem: SequenceOf[int] = (),
     ) -> RequestId:
+        """stem: what the prompt begins with, as far as it is long enough."""
         number = len(self.requests) + 1
         request = EngineRequest(
             request_id=RequestId(f"{tenant}{number}"),
             tenant_id=tenant,
             qos_class=qos_class,
             adapter_uid=None,
-            prompt_token_ids=tuple((number * 31 + i * 7) % 259 for i in range(prompt)),
+            prompt_token_ids=(*stem, *((number * 31 + i * 7) % 259 for i in range(prompt)))[:prompt],
             max_tokens=max_tokens,
             sampling=Sampling(seed=number),
             n=n,
@@ -136,9 +142,11 @@ def fight(
     make_runner: type[FakeRunner] = FakeRunner,
     num_host_blocks: int = 0,
     copy_polls: int = 0,
+    group: str | None = None,
 ) -> Rig:
     """Three tenants want three times what there is. One is bounded, one has a reserve, one has nothing. In a step a
-    request's reader stops with the probability `pauses`, and goes on some steps later."""
+    request's reader stops with the probability `pauses`, and goes on some steps later. With a cache group all are in
+    it, and their prompts begin alike."""
     rng = random.Random(seed)
     rig = Rig.make(
         NUM_BLOCKS,
@@ -146,9 +154,14 @@ def fight(
         make_runner=make_runner,
         num_host_blocks=num_host_blocks,
         copy_polls=copy_polls,
+        has_cache=group is not None,
     )
-    rig.core.set_share(A, TenantShare(weights(1), soft_blocks=SOFT, hard_blocks=HARD))
-    rig.core.set_share(B, TenantShare(weights(rng.choice([1, 3])), soft_blocks=SOFT, reserve_blocks=RESERVE))
+    rig.runner.shares = lambda reader, writer: group is not None
+    stem = range(16) if group is not None else ()
+    rig.core.set_share(A, TenantShare(weights(1), soft_blocks=SOFT, hard_blocks=HARD, cache_group=group))
+    bounds = TenantShare(weights(rng.choice([1, 3])), soft_blocks=SOFT, reserve_blocks=RESERVE, cache_group=group)
+    rig.core.set_share(B, bounds)
+    rig.core.set_share(C, TenantShare(cache_group=group))
     live: list[RequestId] = []
     paused: list[RequestId] = []
     asked: dict[RequestId, int] = {}
@@ -160,11 +173,9 @@ def fight(
             if counts[tenant] < 14 and waiting < 7 and rng.random() < 0.5:
                 counts[tenant] += 1
                 is_alone = tenant == B and not waiting
-                request_id = rig.add(
-                    tenant, rng.randint(1, 24), rng.randint(1, 28), n=1 if is_alone else rng.choice([1, 1, 3])
-                )
+                prompt, output, n = rng.randint(1, 24), rng.randint(1, 28), 1 if is_alone else rng.choice([1, 1, 3])
+                request_id = rig.add(tenant, prompt, output, n=n, stem=stem)
                 live.append(request_id)
-                prompt = len(rig.requests[request_id].prompt_token_ids)
                 if is_alone and -(-prompt // BLOCK) <= RESERVE:
                     asked[request_id] = rig.steps
         if pauses and live and rng.random() < pauses:

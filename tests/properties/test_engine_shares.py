@@ -13,8 +13,10 @@ from manylora_shared.errors import QuotaExceeded
 from manylora_shared.fairness.costs import OUTPUT_TOKEN_COST, QUANTUM_TOKENS
 from manylora_shared.fairness.reference import ReferenceQueue
 from manylora_shared.ids import QosClass, TenantId
+from manylora_sim.fake_runner import AheadFakeRunner, FakeRunner
 from manylora_worker.engine.core import EngineCore
 from manylora_worker.kinds.sequence import Sequence
+from manylora_worker.memory.block_pool import BlockPool
 from manylora_worker.memory.tenant_shares import TenantShare, TenantShares
 from manylora_worker.planning import step_planner
 from manylora_worker.planning.parking import Parking
@@ -319,6 +321,33 @@ def test_three_tenants_fight_for_a_third_of_what_they_need(seed: int) -> None:
     assert_all_is_counted_once(rig)
 
 
+@pytest.mark.parametrize("make_runner", [FakeRunner, AheadFakeRunner])
+@pytest.mark.parametrize("seed", range(15))
+def test_and_in_a_cache_group(seed: int, make_runner: type[FakeRunner]) -> None:
+    """The bounds hold though tenants hold one another's blocks: each counts for all that it holds."""
+    rig = fight(seed, make_runner=make_runner, num_host_blocks=30 * (seed % 2), copy_polls=2, group="g")
+    assert rig.core.stats().blocks_free == rig.core.stats().blocks_total
+
+
+def test_what_a_group_has_computed_counts_before_it_is_found() -> None:
+    """b holds nine blocks, of which a would find eight; of a's cap of twelve only six are left."""
+    rig = Rig.make(100, 8, has_cache=True)
+    rig.runner.shares = lambda reader, writer: True
+    rig.core.set_share(A, TenantShare(hard_blocks=12, cache_group="g"))
+    rig.core.set_share(B, TenantShare(cache_group="g"))
+    stem = range(100, 132)
+    rig.add(B, 33, 60, stem=stem)
+    for _ in range(4):
+        rig.step()
+    first = rig.add(A, 17, 8)
+    rig.step()
+    second = rig.add(A, 33, 8, stem=stem)
+    while rig.core.has_work():
+        rig.step()
+        assert rig.core.blocks_held_by(A) <= 12, "the hard cap was passed"
+    assert rig.ended[first] < rig.ended[second]
+
+
 @pytest.mark.parametrize("seed", range(25))
 def test_and_with_readers_that_stop_and_go_on(seed: int) -> None:
     rig = fight(seed, pauses=0.2)
@@ -480,6 +509,15 @@ def _ends_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Slots, "spread", lambda self, step, most: most)
 
 
+def _joins_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others hold already is not counted before it is shared."""
+    monkeypatch.setattr(BlockPool, "num_new_among", _only_idle)
+
+
+def _only_idle(pool: BlockPool, tenant_id: TenantId, block_ids: list[int]) -> int:
+    return pool.num_idle_among(block_ids)
+
+
 def _fights() -> None:
     for seed in FIGHTS:
         test_three_tenants_fight_for_a_third_of_what_they_need(seed)
@@ -513,6 +551,7 @@ def _shares_slots() -> None:
     [
         (_drops_a_token, _fights),
         (_cap_off_by_one, _fights),
+        (_joins_for_nothing, test_what_a_group_has_computed_counts_before_it_is_found),
         (_no_claims, _reserves),
         (_charges_recompute, _fights),
         (_no_quanta, _shares_slots),
