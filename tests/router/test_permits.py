@@ -17,11 +17,11 @@ from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import RouterRecord
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.ids import QosClass, TenantId
-from manylora_shared.process.clock import FakeClock
 from manylora_shared.stores.adapter_files import MemoryAdapterFiles
 from manylora_shared.telemetry import Attribute, MetricName, Telemetry
 from manylora_shared.tenancy.policy import Slo
 from manylora_shared.tenancy.slo import Verdict
+from manylora_sim.clock import FakeClock
 from manylora_sim.fake_text import FakeText
 from router_fakes import (
     ADMIN,

@@ -14,14 +14,3 @@ class WallClock(Protocol):
 class SystemClock:
     def now_unix_s(self) -> float:
         return time.time()
-
-
-class FakeClock:
-    def __init__(self, start_unix_s: float = 1_700_000_000.0) -> None:
-        self._now_unix_s = start_unix_s
-
-    def now_unix_s(self) -> float:
-        return self._now_unix_s
-
-    def advance(self, seconds: float) -> None:
-        self._now_unix_s += seconds
