@@ -16,37 +16,12 @@ from manylora_worker.models.cuda.kernels.lora import LoraRows, expand, expand_ar
 
 @triton.jit
 def _add_norm_kernel(
-    delta_ptr,
-    residual_ptr,
-    out_ptr,
-    post_weight_ptr,
-    pre_weight_ptr,
-    num_rows_ptr,
-    counters_ptr,
-    outputs_ptr,
-    row_adapters_ptr,
-    low_rank_ptr,
-    weights_ptr,
-    sites_ptr,
-    stride_part,
-    stride_low_rank,
-    stride_split,
-    stride_site,
-    eps,
-    N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PIECES: tl.constexpr,
-    PARTS: tl.constexpr,
-    HAS_DELTA: tl.constexpr,
-    HAS_POST: tl.constexpr,
-    WEIGHT_PLUS_ONE: tl.constexpr,
-    HAS_OUTPUTS: tl.constexpr,
-    HAS_LORA: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    delta_ptr, residual_ptr, out_ptr, post_weight_ptr, pre_weight_ptr, num_rows_ptr, counters_ptr, outputs_ptr,
+    row_adapters_ptr, low_rank_ptr, weights_ptr, sites_ptr, stride_part, stride_low_rank, stride_split, stride_site,
+    eps, N: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, HAS_DELTA: tl.constexpr,
+    HAS_POST: tl.constexpr, WEIGHT_PLUS_ONE: tl.constexpr, HAS_OUTPUTS: tl.constexpr, HAS_LORA: tl.constexpr,
+    CHUNKS: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     BLOCK_P: tl.constexpr = BLOCK_N // PIECES
     columns = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -136,26 +111,9 @@ def add_norm(
     if lora is not None:
         num_warps = max(1, min(16, block_n // pieces // 256))
     _add_norm_kernel[(rows, pieces)](
-        residual if delta is None else delta,
-        residual,
-        out,
-        residual if post_weight is None else post_weight,
-        pre_weight,
-        num_rows,
-        counters,
-        residual if outputs is None else outputs,
-        **expand_arguments(lora, num_rows),
-        stride_part=0 if delta is None else delta.stride(0),
-        eps=eps,
-        N=hidden,
-        BLOCK_N=block_n,
-        PIECES=pieces,
-        PARTS=1 if delta is None else delta.shape[0],
-        HAS_DELTA=delta is not None,
-        HAS_POST=post_weight is not None,
-        WEIGHT_PLUS_ONE=weight_plus_one,
-        HAS_OUTPUTS=outputs is not None,
-        PDL=pdl,
-        num_warps=num_warps,
-        launch_pdl=pdl,
-    )
+        residual if delta is None else delta, residual, out, residual if post_weight is None else post_weight,
+        pre_weight, num_rows, counters, residual if outputs is None else outputs, **expand_arguments(lora, num_rows),
+        stride_part=0 if delta is None else delta.stride(0), eps=eps, N=hidden, BLOCK_N=block_n, PIECES=pieces,
+        PARTS=1 if delta is None else delta.shape[0], HAS_DELTA=delta is not None, HAS_POST=post_weight is not None,
+        WEIGHT_PLUS_ONE=weight_plus_one, HAS_OUTPUTS=outputs is not None, PDL=pdl, num_warps=num_warps, launch_pdl=pdl,
+    )  # fmt: skip

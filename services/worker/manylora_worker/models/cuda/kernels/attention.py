@@ -72,35 +72,12 @@ def _attend_tile(q, k, v, token_mask, largest, total, acc, scale, SOFTCAP: tl.co
 
 @triton.jit
 def _decode_kernel(
-    q_ptr,
-    cache_ptr,
-    tables_ptr,
-    table_rows_ptr,
-    positions_ptr,
-    num_rows_ptr,
-    out_ptr,
-    partial_ptr,
-    stats_ptr,
-    counters_ptr,
-    scale,
-    stride_table,
-    stride_block,
-    stride_token,
-    stride_kv,
-    stride_head,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SPLITS: tl.constexpr,
-    EARLY: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q_ptr, cache_ptr, tables_ptr, table_rows_ptr, positions_ptr, num_rows_ptr, out_ptr, partial_ptr, stats_ptr,
+    counters_ptr, scale, stride_table, stride_block, stride_token, stride_kv, stride_head, NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SPLITS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -241,63 +218,22 @@ def attend_decode(
     is_many = rows * shape.num_kv_heads >= 1024
     block_n = 32 if is_many or block_d > 128 else 64
     _decode_kernel[(rows, shape.num_kv_heads, splits)](
-        q,
-        cache,
-        tables,
-        table_rows,
-        positions,
-        num_rows,
-        out,
-        scratch.partial,
-        scratch.stats,
-        scratch.counters,
-        shape.scale,
-        tables.stride(0),
-        layout.stride_block,
-        layout.stride_token,
-        layout.stride_kv,
-        layout.stride_head,
-        NUM_HEADS=shape.num_heads,
-        NUM_KV_HEADS=shape.num_kv_heads,
-        HEAD_DIM=shape.head_dim,
-        BLOCK_D=block_d,
-        BLOCK_G=max(16, triton.next_power_of_2(group)),
-        BLOCK_N=block_n,
-        BLOCK_SIZE=layout.block_size,
-        WINDOW=shape.window or 0,
-        SOFTCAP=shape.softcap or 0.0,
-        SPLITS=splits,
-        EARLY=not is_many,
-        PDL=pdl,
-        num_warps=1 if is_many else 4,
-        num_stages=2,
-        launch_pdl=pdl,
-    )
+        q, cache, tables, table_rows, positions, num_rows, out, scratch.partial, scratch.stats, scratch.counters,
+        shape.scale, tables.stride(0), layout.stride_block, layout.stride_token, layout.stride_kv, layout.stride_head,
+        NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads, HEAD_DIM=shape.head_dim, BLOCK_D=block_d,
+        BLOCK_G=max(16, triton.next_power_of_2(group)), BLOCK_N=block_n, BLOCK_SIZE=layout.block_size,
+        WINDOW=shape.window or 0, SOFTCAP=shape.softcap or 0.0, SPLITS=splits, EARLY=not is_many, PDL=pdl,
+        num_warps=1 if is_many else 4, num_stages=2, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 @triton.jit
 def _prefill_kernel(
-    q_ptr,
-    cache_ptr,
-    tables_ptr,
-    tiles_ptr,
-    out_ptr,
-    scale,
-    stride_table,
-    stride_block,
-    stride_token,
-    stride_kv,
-    stride_head,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
+    q_ptr, cache_ptr, tables_ptr, tiles_ptr, out_ptr, scale, stride_table, stride_block, stride_token, stride_kv,
+    stride_head, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-):
+):  # fmt: skip
     head = tl.program_id(0)
     tile = tl.program_id(1)
     first_row = tl.load(tiles_ptr + tile * 4)
@@ -396,26 +332,9 @@ def attend_prefill(
     wide = q.dtype.itemsize == 4
     block_m = prefill_block_m(shape)
     _prefill_kernel[(shape.num_heads, num_tiles)](
-        q,
-        cache,
-        tables,
-        tiles,
-        out,
-        shape.scale,
-        tables.stride(0),
-        layout.stride_block,
-        layout.stride_token,
-        layout.stride_kv,
-        layout.stride_head,
-        NUM_HEADS=shape.num_heads,
-        NUM_KV_HEADS=shape.num_kv_heads,
-        HEAD_DIM=shape.head_dim,
-        BLOCK_D=block_d,
-        BLOCK_M=block_m,
-        BLOCK_N=32 if wide else 64,
-        BLOCK_SIZE=layout.block_size,
-        WINDOW=shape.window or 0,
-        SOFTCAP=shape.softcap or 0.0,
-        num_warps=8 if block_m == 128 else 4,
-        num_stages=1 if wide else 2,
-    )
+        q, cache, tables, tiles, out, shape.scale, tables.stride(0), layout.stride_block, layout.stride_token,
+        layout.stride_kv, layout.stride_head, NUM_HEADS=shape.num_heads, NUM_KV_HEADS=shape.num_kv_heads,
+        HEAD_DIM=shape.head_dim, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=32 if wide else 64,
+        BLOCK_SIZE=layout.block_size, WINDOW=shape.window or 0, SOFTCAP=shape.softcap or 0.0,
+        num_warps=8 if block_m == 128 else 4, num_stages=1 if wide else 2,
+    )  # fmt: skip
