@@ -64,7 +64,7 @@ kernels: $(STAMP) ## the GPU's kernels on the CPU: Triton's in its interpreter, 
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(addprefix tests/numerics/test_,attention_decode.py device_runner.py device_sampler.py gate_kernel.py lora_outputs.py lora_tiles.py nf4_kernel.py)
 
 fairness: $(STAMP) ## random schedules against the fairness bound: make fairness SCHEDULES=10000
-	@$(BIN)/python -m pytest -q -s tests/properties/test_fair_queue.py --fair-schedules $(SCHEDULES)
+	@$(BIN)/python -m pytest -q -s tests/properties/test_fair_queue.py tests/properties/test_seam.py --fair-schedules $(SCHEDULES)
 
 shares: $(STAMP) ## shares of backlogged tenants through real services: make shares SHARE_SECONDS=60
 	@$(BIN)/python -m pytest -q -s -m e2e tests/e2e/test_fairness.py --fairness-seconds $(SHARE_SECONDS)

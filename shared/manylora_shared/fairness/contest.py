@@ -1,10 +1,8 @@
-"""Whose turn it is: flows with queued items in the order of their boosted tags, and the choice among them.
+"""The choice among flows with queued items: their places in the orders of the tags. Pure; written by its `FairQueue`
+alone.
 
-Pure; written by its `FairQueue` alone, whose docstring has the rules. Owns every backlogged flow's places in the orders
-and when boosts reach their caps. Knows nothing of running items, counters or the clock V.
-
-Aging is in proportion to the weight, so all boosts that still rise do so at one pace, and the order of these flows
-stands still: a flow changes orders once, when its boost reaches its cap.
+Knows nothing of running items, counters or the clock V. All boosts that still rise do so at one pace, so the order of
+these flows stands still: a flow changes orders once, when its boost reaches its cap.
 """
 
 from __future__ import annotations
@@ -29,32 +27,29 @@ P = TypeVar("P")
 
 
 class Queued(NamedTuple, Generic[I]):
-    """A queued item, and its entry in its flow's heap: the first four compare. One object an item: there may be a
-    hundred thousand, all of them cold, and the garbage collector walks them."""
+    """A queued item, and its entry in its flow's heap: the first four compare. One object, since there may be a hundred
+    thousand, all of them cold."""
 
     urgency: int
     due_us: int
     order: int
     serial: int
-    """Unique."""
     item: I
     need: Hashable
     since_us: int
     urgent_us: int
-    """When its flow's boost is at its cap, however short it waited; NEVER_US: not before that is by its age."""
+    """When its flow's boost is at its cap, however short it waited."""
     flow: Any
-    """Its `Contender`."""
 
 
 _NEED: Final = 5
 _SINCE_US: Final = 6
 _URGENT_US: Final = 7
-"""Where these are in a `Queued`."""
 assert Queued._fields[_NEED : _URGENT_US + 1] == ("need", "since_us", "urgent_us")
 
 
 class Contender(Generic[F, I]):
-    """What the contest has of a flow. Its owner sets share, head and the rest; places are the contest's."""
+    """What the contest has of a flow. Its owner sets what follows from the share, and head."""
 
     __deletable__ = ("plain", "boosted")
     """For mypyc: a compiled class's attributes are for good otherwise."""
@@ -67,50 +62,44 @@ class Contender(Generic[F, I]):
         """Unique; decides between equal tags."""
         self.base = 0
         self.cap = 0
-        """The boost that it has from the beginning, and the largest, in tag units."""
+        """Both in tag units."""
         self.fill_us = NEVER_US
-        """How long it waits until its age alone has brought the boost to the cap."""
+        """How long its age alone takes to bring the boost to the cap."""
         self.served_us = -NEVER_US
-        """When an item of it was dispatched last: what it waited before that is no part of its age."""
+        """The last dispatch."""
         self.is_apart = False
         self.head: Queued[I] | None = None
-        """The first queued item, as it stands in the contest; None: the flow does not."""
+        """As it stands in the contest; None: the flow does not."""
         self.need: Hashable = None
-        """What it takes to start its first item; of a flow apart that is its own."""
         self.plain: Place[Contender[F, I]] = Place(self, order)
         """Its key is the tag by which it stands there."""
         self.boosted: Place[Contender[F, I]] = Place(self, order)
         self.is_full = False
-        """Whether `boosted` is in the order of those whose boost is at its cap."""
+        """Whether `boosted` is in `Contest.full`."""
         self.fills_at = NEVER_US
-        """The time of its valid entry among the flows whose boost is going to reach its cap: no later than that."""
+        """Of its valid entry in `Contest._filling`."""
 
 
 class Contest(Generic[F, I]):
-    """See the module's docstring. Times are whole microseconds of one clock."""
-
     def __init__(self, aging_per_s: int) -> None:
         self._aging = aging_per_s * TAG_SCALE // _US_PER_S
         """In tag units per microsecond."""
         self.now_us = 0
-        """As of the last choice."""
         self.plain: FlowOrder[Contender[F, I]] = FlowOrder()
         """By tag."""
         self.rising: FlowOrder[Contender[F, I]] = FlowOrder()
-        """Flows whose boost still grows, by what their boosted tag would have been at time 0."""
+        """By what the boosted tag would have been at time 0."""
         self.full: FlowOrder[Contender[F, I]] = FlowOrder()
-        """Those whose boost is at its cap, by their boosted tag."""
+        """By the boosted tag."""
         self._filling: list[tuple[int, int, Contender[F, I]]] = []
-        """(when, order, flow) of the rising flows; as in `FlowOrder`, entries may be early, or left behind."""
+        """(when, order, flow) of the rising; as in `FlowOrder`, entries may be early, or left behind."""
 
     def fill_us(self, base: int, cap: int) -> int:
-        """How long an item waits until its age has brought a boost from base to cap (tag units)."""
         if cap <= base:
             return -NEVER_US
         return -((base - cap) // self._aging) if self._aging else NEVER_US
 
     def put(self, flow: Contender[F, I], tag: int) -> None:
-        """Takes note of a flow's tag, share and first item, any of which may have changed."""
         head = flow.head
         assert head is not None
         # By their names they cost four times as much, and all at once are touched in memory, the others too.
@@ -121,9 +110,8 @@ class Contest(Generic[F, I]):
             need = (flow.key, need)
         flow.need = need
         order, place = self.plain, flow.plain
-        # Mostly the flow stands unsorted and its tag rises. Then that is all, in both orders. It is written out, in
-        # `retag` too: with calls of `FlowOrder.put` in all four places, and this case asked for first there, a
-        # decision of the scheduler has 1.1 % more instructions (docs/decisions/0022, the fifth round).
+        # Mostly the flow stands unsorted and its tag rises. It is written out, in `retag` too: with calls of
+        # `FlowOrder.put` a decision of the scheduler has 1.1 % more instructions.
         if place.group is order.unsorted:
             place.key, place.need = tag, need
             if tag < place.floor:
@@ -155,8 +143,8 @@ class Contest(Generic[F, I]):
             order.put(place, key, need)
 
     def retag(self, flow: Contender[F, I], tag: int) -> None:
-        """As `put`, for a flow that stands in the contest and of which nothing but its tag has changed: its first item,
-        which may lie cold in memory, is not looked at. (When its boost comes to its cap is up to the time alone.)"""
+        """As `put`, for a flow that stands here and of which nothing but its tag has changed: its first item, which may
+        be cold, is not looked at."""
         order, place = self.plain, flow.plain
         grown = tag - place.key
         if place.group is order.unsorted:
@@ -182,14 +170,13 @@ class Contest(Generic[F, I]):
             heapq.heapify(self._filling)
 
     def drop(self, flow: Contender[F, I]) -> None:
-        """Takes a flow out that stands in the contest."""
         self.plain.drop(flow.plain)
         (self.full if flow.is_full else self.rising).drop(flow.boosted)
         flow.head = None
         flow.fills_at = NEVER_US
 
     def forget(self, flow: Contender[F, I]) -> None:
-        """A flow that is not to be put again, whether it stands in the contest or not."""
+        """It is not put again."""
         if flow.head is not None:
             self.drop(flow)
         del flow.plain, flow.boosted  # they refer to the flow
@@ -197,7 +184,6 @@ class Contest(Generic[F, I]):
     # ---- the choice
 
     def select(self, fits: Callable[[I], P | None], now_us: int) -> Pick[I, P] | None:
-        """The first item of the flow with the least boosted tag whose first item `fits`."""
         assert now_us >= self.now_us, "time falls"
         self.now_us = now_us
         if self._filling and self._filling[0][0] <= now_us:
@@ -224,7 +210,6 @@ class Contest(Generic[F, I]):
         return None
 
     def select_one_by_one(self, fits: Callable[[F, I], P | None], now_us: int, *, limit: int) -> Pick[I, P] | None:
-        """As `select`, for a test that depends on the flow: asks for the first `limit` flows, one after the other."""
         assert now_us >= self.now_us, "time falls"
         self.now_us = now_us
         if self._filling and self._filling[0][0] <= now_us:
@@ -239,7 +224,6 @@ class Contest(Generic[F, I]):
         return None
 
     def _fill_boosts(self) -> None:
-        """Moves the flows on whose boost has reached its cap by now."""
         while self._filling and self._filling[0][0] <= self.now_us:
             at_us, _, flow = heapq.heappop(self._filling)
             if at_us == flow.fills_at:
@@ -260,7 +244,6 @@ class Contest(Generic[F, I]):
         return full.flow if is_full_first else rising.flow
 
     def _first_in_order(self, limit: int) -> list[Contender[F, I]]:
-        """As `_in_order`, the first `limit`."""
         if not self.full.size:
             return [place.flow for place in self.rising.first_places(limit)]
         if not self.rising.size:
@@ -271,7 +254,6 @@ class Contest(Generic[F, I]):
     def _in_order(
         self, rising: Iterable[Place[Contender[F, I]]], full: Iterable[Place[Contender[F, I]]]
     ) -> Iterator[Contender[F, I]]:
-        """Two orders' flows by their boosted tags of now."""
         if not self.full.size:
             for place in rising:
                 yield place.flow
@@ -285,7 +267,7 @@ class Contest(Generic[F, I]):
             yield flow
 
     def _floor(self, fits: Callable[[I], P | None], fitting: dict[Hashable, bool]) -> int:
-        """The least tag of a flow that can be started. `fitting` has the needs that were asked for already."""
+        """`fitting`: needs that were asked for already."""
         first = self.plain.first()
         assert first is not None
         for place in itertools.chain((first,), self.plain.heads()):
@@ -303,7 +285,7 @@ class Contest(Generic[F, I]):
 
 
 class ArrivalContest(Contest[F, I]):
-    """First come, first served: of the flows whose first item can be started, the one whose first item came first."""
+    """First come, first served."""
 
     def put(self, flow: Contender[F, I], tag: int) -> None:
         head = flow.head

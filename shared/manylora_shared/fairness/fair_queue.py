@@ -1,51 +1,12 @@
-"""TWFQ-Q, the fair-scheduling policy: who is next, by one virtual clock. Pure; one writer, its owner.
+"""The fair queue of the scheduler, for tens of thousands of flows. Pure; one writer, its owner.
 
-Start-time fair queuing (Goyal, Vin, Cheng 1996; with several servers SFQ(D), Jin, Chase, Kaur 2004) over token costs,
-generalised to costs that are known only afterwards, refunds, and capped boosts. The scheduler dispatches requests by
-it; a worker can choose whose quantum or prefill chunk is next by it (docs/decisions/0008). Whatever is dispatched is an
-*item* here.
+Follows the rules of seam.py, and knows capped boosts, needs, and costs that are counted elsewhere:
 
-Owns, of every flow f with items, its weight phi_f, its settled tag a_f (charges per weight, plus lifts), the cost R_f
-that its running items have reserved and not used yet, and its queue; the clock V; and what each source has counted.
-The tag by which flows are compared is
-
-    vt_f = a_f + R_f / phi_f                      exact integers: a cost c counts c * (TAG_SCALE // phi_f)
-
-    push      on a flow without queued items:     V = max(V, a_g of the other queued flow g with the least vt_g), and
-                                                  vt_f = max(vt_f, V), so that idling saves nothing up
-    select    argmin of vt_f - boost_f / phi_f over the flows whose first item can be started now
-    dispatch  V = max(V, min of vt_f over those same flows), un-boosted and before the charge; then R_f += reserve
+    select    argmin of vt_f - boost_f / phi_f, where
+              boost_f = min(cap_f, base_f + aging * phi_f * wait), and cap_f once the first item is urgent
     count     a source's cumulative counter grew by c: min(c, R_f) moves from R_f to a_f, the rest is added to a_f
-    settle    an item ended: what is left of its reservation leaves R_f, once; a cost that no counter names joins a_f
-    share     a new weight leaves vt_f as it is: R_f counts by the new weight, and a_f makes up for the difference
-    idle      a flow without items and with vt_f <= V is forgotten; when no item is left at all, V passes every tag
 
-    boost_f = min(cap_f, base_f + aging * phi_f * wait)      and cap_f from the moment the first item is urgent
-
-Aging is in proportion to the weight, so all tags that still rise do so at one pace, and their order stands still. A
-flow waits from when its first item came or, where that is later, from its last dispatch: the items of a flood are old
-by its own doing, and would bring it before those that come anew though it is served all the time.
-
-The bound. Call f *startable* while its first item is accepted by `select`'s test. Let c_f be f's largest reservation,
-R_f its largest reserved sum, beta_f its cap, and U_f the most that its running items could come to cost beyond R_f
-(0 where a reservation is the most that its item can cost). In any interval in which f and g are startable throughout,
-with W the work really done in it (counted already or not) and L_f = max(0, V - vt_f) at its beginning,
-
-    | W_f / phi_f - W_g / phi_g |  <=  (R_f + c_f + beta_f + U_f) / phi_f + L_f  +  the same of g
-
-Proof. a_f(t) <= vt_f(tau-) + (c_f + U_f) / phi_f with tau f's last dispatch before t. If g was startable at tau, then
-vt_f(tau-) <= vt_g(tau) + beta_f / phi_f by the choice; and if it was not, vt_f(tau-) <= V + beta_f / phi_f, and g came
-back at vt_g >= V - L_g. In the other direction vt_g <= a_g + R_g / phi_g. Exchange f and g, and subtract the values at
-both ends of the interval. L counts only for a flow that was denied since it became backlogged: one that was passed over
-because its first item fitted nowhere keeps the credit of what it was denied. For all others it is 0.
-
-With several choosers that hear late of each other, or a clock rebuilt from a snapshot, E_f / phi_f + E_V joins: the
-errors of the tags and of the clock that were used. A change of f's weight begins an interval, and joins with what a_f
-made up for, R_f * |1 / phi_f - 1 / phi_f'|, if that work is never done, and, where the weight rises, with what the one
-before allowed the tag to be ahead, (c_f + beta_f + U_f) * (1 / phi_f - 1 / phi_f').
-
-Counters name a flow and not an item, so what they count eats the flow's reservations oldest first. A source is one
-worker's counting: cumulative, so that a report that comes twice, or late, or not at all changes nothing in the end.
+A flow waits since its first item came or, where that is later, since its last dispatch.
 """
 
 from __future__ import annotations
@@ -69,7 +30,7 @@ P = TypeVar("P")
 
 
 class FlowBooks(Contender[F, I]):
-    """One flow's books. `queue` is a heap in which items that were removed may linger."""
+    """`queue` is a heap in which items that were removed may linger."""
 
     __slots__ = ("inverse", "num_queued", "num_running", "queue", "reserved", "settled", "share", "unspent")
 
@@ -80,7 +41,8 @@ class FlowBooks(Contender[F, I]):
         self.settled = 0
         self.reserved = 0
         self.unspent: dict[I, int] = {}
-        """Running items that have some of their reservation left, in the order of their dispatch."""
+        """What running items have left of their reservations, in the order of dispatch: charges eat the oldest
+        first."""
         self.queue: list[Queued[I]] = []
         self.num_queued = 0
         self.num_running = 0
@@ -95,14 +57,11 @@ class FlowBooks(Contender[F, I]):
 
 
 class FairQueue(Generic[F, I]):
-    """Queued items in flows, and the choice among them. Not thread-safe. Times are whole microseconds of one clock.
+    """A `Fairness`. Times are whole microseconds of one clock.
 
-    An item is queued (push), then either removed, or dispatched and settled. `need` is what it takes to start an item:
-    items of equal need are offered to `select`'s test through one of them only, so that a decision costs O(log n) in
-    the number of flows plus, where the first in order does not fit, the number of distinct needs.
-
-    A flow's tag may change several times between two choices (counters, ends, refunds). Its place in the contest is
-    brought up to date once, before the next choice.
+    `need` is what it takes to start an item: items of equal need are offered to `select`'s test through one of them
+    only. So a decision costs O(log n) in the number of flows plus, where the first in order does not fit, the number of
+    distinct needs.
 
     Args:
         aging_per_s: units of cost per unit of weight by which a waiting flow's boost grows in a second, up to its cap.
@@ -114,26 +73,23 @@ class FairQueue(Generic[F, I]):
         self._contest: Contest[F, I] = self._contest_type(aging_per_s)
         # What queue_succession.py takes over, for a successor and from a predecessor; for all others to read:
         self.virtual_time = 0
-        """The clock V. Never falls."""
         self.books: dict[F, FlowBooks[F, I]] = {}
-        """Of the flows that are remembered."""
         self.counted: dict[str, dict[F, int]] = {}
-        """By source: its counters as they were settled last."""
+        """By source: cumulative, as they were settled last."""
         self.returning: dict[F, None] | None = None
-        """While a rebuilt clock waits for `resume`: the flows that were backlogged when the snapshot was taken. Nothing
-        is dispatched or forgotten until then, and whoever comes back of these keeps its tag."""
+        """Until `resume`: the flows that were backlogged when the snapshot was taken. Nothing is dispatched or
+        forgotten until then, and whoever comes back of these keeps its tag."""
         self._items: dict[I, Any] = {}
-        """A queued item's entry in its flow's queue, a running one's flow: one book, so that a dispatch changes one."""
+        """A queued item's entry in its flow's queue, a running one's flow."""
         self.num_queued = 0
-        """For reading; items in all, and so are those that run."""
         self.num_running = 0
         self._moved: dict[FlowBooks[F, I], bool] = {}
-        """Flows whose place in the contest is to be brought up to date, and whether more than their tag has changed."""
+        """Flows whose place in the contest is brought up to date before the next choice; whether more than their tag
+        has changed."""
         self._resting: list[tuple[int, int, F]] = []
-        """Idle flows ahead of the clock, by tag; stale entries linger."""
+        """(tag, order, flow) of idle flows ahead of the clock; stale entries linger."""
         self._follows: dict[Share, tuple[int, int, int, int]] = {}
-        """What follows from a share (inverse, base, cap, fill_us), once for all flows that have it: numbers of each
-        flow's own would be cold whenever its turn comes."""
+        """Inverse, base, cap and fill_us, once for all flows of a share: numbers of each flow's own would be cold."""
         self._next_order = 0
         self._next_serial = 0
 
@@ -141,21 +97,17 @@ class FairQueue(Generic[F, I]):
 
     @property
     def num_flows(self) -> int:
-        """Flows that are remembered."""
         return len(self.books)
 
     @property
     def is_restoring(self) -> bool:
-        """Whether it waits for `resume`."""
         return self.returning is not None
 
     def tag_of(self, flow: F) -> int:
-        """The flow's tag; a flow that is not remembered would start at the clock."""
         found = self.books.get(flow)
         return found.tag if found is not None else self.virtual_time
 
     def has_come_as_far(self, flow: F, as_other: F) -> bool:
-        """Whether a flow's tag is no less than another's settled one, which is that one's tag if nothing of it ran."""
         found, other = self.books.get(flow), self.books.get(as_other)
         return found is not None and found.tag >= (self.virtual_time if other is None else other.settled)
 
@@ -165,7 +117,6 @@ class FairQueue(Generic[F, I]):
         return found.share.weight if found is not None else 1
 
     def reserved_by(self, flow: F) -> int:
-        """Cost that the flow's running items reserved and have not used."""
         found = self.books.get(flow)
         return found.reserved if found is not None else 0
 
@@ -178,7 +129,7 @@ class FairQueue(Generic[F, I]):
         return found.num_running if found is not None else 0
 
     def flows(self) -> list[F]:
-        """Flows with queued or running items, in the order in which they came."""
+        """Those with items, in the order in which they came."""
         return [flow.key for flow in self.books.values() if not flow.idle]
 
     # ---- items
@@ -224,28 +175,22 @@ class FairQueue(Generic[F, I]):
             self._moved[entry] = True
 
     def remove(self, item: I) -> None:
-        """Forgets a queued item."""
         flow = self._take(item)
         del self._items[item]
         self._move(flow)
         self.rest(flow)
 
     def select(self, fits: Callable[[I], P | None], now_us: int = 0) -> Pick[I, P] | None:
-        """The item to start next: the first of the flow with the least boosted tag whose first item `fits`.
-
-        `fits` returns where the item would start, or None. Changes nothing but the time.
-        """
         self._show_moved()
         return self._contest.select(fits, now_us)
 
     def select_one_by_one(self, fits: Callable[[F, I], P | None], now_us: int, *, limit: int) -> Pick[I, P] | None:
-        """As `select`, for a test that depends on the flow: asks for the first items of the first `limit` flows, one
-        after the other. The clock passes nobody by it: its floor is the least tag of all that are queued."""
+        """As `select`, for a test that depends on the flow: asks for the first `limit` flows, one after the other. The
+        pick's floor is the least tag of all that are queued."""
         self._show_moved()
         return self._contest.select_one_by_one(fits, now_us, limit=limit)
 
     def dispatch(self, pick: Pick[I, P], reserve: int) -> None:
-        """Starts what `select` chose just before, and reserves its cost."""
         assert reserve >= 0
         assert self.returning is None, "a rebuilt clock is resumed first"
         item, _, _, _ = pick
@@ -259,7 +204,7 @@ class FairQueue(Generic[F, I]):
             self._forget_passed()
 
     def adopt(self, item: I, flow: F, *, share: Share, reserve: int) -> None:
-        """An item that a predecessor dispatched is running, with `reserve` left of what it had reserved."""
+        """A predecessor dispatched the item; `reserve` is left of what it had reserved."""
         assert item not in self._items, f"{item} is queued or runs"
         entry = self.remember(flow, share)
         self._run(item, entry)
@@ -267,11 +212,9 @@ class FairQueue(Generic[F, I]):
         self._move(entry)
 
     def settle(self, item: I, cost: int = 0) -> None:
-        """A running item has ended, however it did: what it reserved and did not use is given back.
-
+        """
         Args:
-            cost: what it used and no counter names. A worker that settles its quanta one by one says it here; the
-                scheduler hears it from the counters and leaves it out.
+            cost: what it used and no counter names.
         """
         assert cost >= 0
         flow: FlowBooks[F, I] = self._items.pop(item)
@@ -287,15 +230,11 @@ class FairQueue(Generic[F, I]):
             self.rest(flow)
 
     def set_share(self, flow: F, share: Share) -> None:
-        """A new share for a remembered flow. Its tag stays: V may have come to it, reservations included, and a flow
-        that fell behind V as its weight rose would go before all newcomers until it has come there again."""
         found = self.books.get(flow)
         if found is not None and found.share != share:
             self._share(found, share)
 
     def forgo(self, flow: F) -> None:
-        """The flow had queued items and could not start one by its own doing (a bound of its own): it was not
-        backlogged, so it keeps no credit of what it was denied and begins at the clock."""
         found = self.books.get(flow)
         if found is not None:
             self._catch_up(flow)
@@ -303,8 +242,8 @@ class FairQueue(Generic[F, I]):
             self._move(found)
 
     def set_apart(self, flow: F, *, is_apart: bool) -> None:
-        """Whether the flow's items are offered to `select`'s test by themselves, not through another of equal need,
-        because something of the flow's own may keep them from starting. Lasts until the flow is forgotten."""
+        """Whether the flow's items are offered to `select`'s test by themselves, not through another's of equal need.
+        Lasts until the flow is forgotten."""
         found = self.books.get(flow)
         if found is not None and found.is_apart != is_apart:
             found.is_apart = is_apart
@@ -315,10 +254,8 @@ class FairQueue(Generic[F, I]):
     def count(
         self, source: str, totals: Mapping[F, int], share_of: Callable[[F], Share], *, are_all: bool = False
     ) -> list[tuple[F, int]]:
-        """Settles what a source's cumulative counters grew by; returns (flow, cost) for each that grew.
-
-        Counters are of the whole life of one process. One that fell back is a new process's, and then all of the
-        source's begin at zero.
+        """Settles what a source's cumulative counters grew by; returns (flow, cost) for each that grew. One that fell
+        back is a new process's, and then all of the source's begin at zero.
 
         Args:
             share_of: asked for each flow that grew, and in force from then on.
@@ -345,25 +282,24 @@ class FairQueue(Generic[F, I]):
         return grown
 
     def begin_counting(self, source: str, totals: Mapping[F, int]) -> None:
-        """A source is new, and what it has counted until now is not to be charged."""
+        """Of a new source; these are not charged."""
         self.counted[source] = dict(totals)
 
     def counted_by(self, source: str) -> Mapping[F, int]:
-        """The counters of a source as they were settled last; for reading, until the next call."""
+        """For reading, until the next call."""
         return self.counted.get(source, {})
 
     def knows_source(self, source: str) -> bool:
         return source in self.counted
 
     def forget_source(self, source: str) -> None:
-        """The source is gone for good."""
         self.counted.pop(source, None)
 
     # ---- the rules; the property tests break each of them to see that it is noticed
 
     def _catch_up(self, newcomer: F) -> None:
-        """The other queued flow with the least tag may have been charged, since the last dispatch, for work that it had
-        not reserved. V passes what it was charged for: a newcomer has no claim to the time in which that was done."""
+        """The least of the others may have been charged, since the last dispatch, for work that it had not reserved: a
+        newcomer has no claim to the time in which that was done."""
         if self.returning is not None:
             return
         self._show_moved()
@@ -391,11 +327,10 @@ class FairQueue(Generic[F, I]):
         flow.reserved -= flow.unspent.pop(item, 0)
 
     def _cap(self, flow: FlowBooks[F, I]) -> int:
-        """The flow's largest boost, in tag units."""
+        """In tag units."""
         return flow.share.cap * flow.inverse
 
     def _charge(self, flow: FlowBooks[F, I], cost: int) -> None:
-        """Counts work that was done for a flow, whether it has items here or not; it eats reservations oldest first."""
         flow.settled += cost * flow.inverse
         unspent = flow.unspent
         while cost and unspent:
@@ -415,7 +350,6 @@ class FairQueue(Generic[F, I]):
     # ---- books
 
     def remember(self, flow: F, share: Share) -> FlowBooks[F, I]:
-        """The flow's books, with this share from now on; new ones begin at the clock."""
         entry = self.books.get(flow)
         if entry is None:
             entry = self.books[flow] = FlowBooks(flow, self._next_order)
@@ -443,7 +377,6 @@ class FairQueue(Generic[F, I]):
         self._move(flow)
 
     def _take(self, item: I) -> FlowBooks[F, I]:
-        """Takes a queued item out of its flow's queue."""
         queued: Queued[I] = self._items[item]
         flow: FlowBooks[F, I] = queued.flow
         self.num_queued -= 1
@@ -461,7 +394,6 @@ class FairQueue(Generic[F, I]):
         self.num_running += 1
 
     def _move(self, flow: FlowBooks[F, I]) -> None:
-        """The flow's queue, tag or share has changed."""
         self._moved[flow] = True
 
     def _show_moved(self) -> None:
@@ -507,14 +439,13 @@ class FairQueue(Generic[F, I]):
                 self._forget(flow)
 
     def _forget(self, flow: FlowBooks[F, I]) -> None:
-        """Cuts what refers to the flow from its own parts: then its memory is free without a garbage collection."""
+        """Cuts what refers to the flow from its own parts: then its memory needs no garbage collection."""
         del self.books[flow.key]
         self._moved.pop(flow, None)
         flow.queue.clear()
         self._contest.forget(flow)
 
     def check_invariants(self) -> None:
-        """Every derived number against what it is derived from; for tests and for idle moments."""
         self._show_moved()
         self._contest.check_invariants()
         queued: dict[F, int] = {}
@@ -542,12 +473,8 @@ class FairQueue(Generic[F, I]):
 
 
 class ArrivalQueue(FairQueue[F, I]):
-    """First come, first served, with the books of the fair queue: what fair queuing is compared with.
-
-    Weights, boosts, priorities and deadlines count for nothing (`ArrivalContest`). Tags, reservations, counters and
-    snapshots go on, so that an owner may change from the one queue to the other. Ranks' `order` must be unique over all
-    flows and grow as items come.
-    """
+    """First come, first served, with the books of the fair queue: what that is compared with. Ranks' `order` must be
+    unique over all flows and grow as items come."""
 
     _contest_type = ArrivalContest
 

@@ -1,6 +1,5 @@
-"""Flows by one key, as parts of a `FlowOrder`: those of one need in a heap, and all others in buckets. Pure.
-
-Written by the `FlowOrder` alone, whose docstring says what entries are. A place knows the group that it stands in.
+"""Flows by one key, as parts of a `FlowOrder`: those of one need in a heap, and all others in buckets. Pure; written by
+the `FlowOrder` alone, whose docstring says what entries are.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from typing import Any, Generic, TypeVar
 COMPACT_SLACK = 64
 """A heap is rebuilt once it has this many entries more than twice the valid ones."""
 _FIRST_SHIFT = 40
-"""Keys are virtual times: buckets of one unit of cost at weight 1, until it is seen how close they are."""
+"""Buckets of one unit of cost at weight 1, until it is seen how close the keys are."""
 _BEFORE_ALL = -(1 << 200)
 _LEAST_IN_BUCKET = 64
 _IN_BUCKET = 256
 _MOST_IN_BUCKET = 1024
-"""Between these numbers of entries in the buckets of late, their width stays."""
+"""Between these numbers of entries in a bucket, the width stays."""
 _MOST_NARROWED = 3
 """Bits at a time."""
 
@@ -26,7 +25,7 @@ F = TypeVar("F")
 
 
 class Place(Generic[F]):
-    """A flow's place in one order: places compare by `key`, then by `order`, which is unique. Written by the order."""
+    """A flow's place in one order: places compare by `key`, then by `order`, which is unique."""
 
     __slots__ = ("entry", "floor", "flow", "group", "key", "need", "order")
 
@@ -36,16 +35,14 @@ class Place(Generic[F]):
         self.key = 0
         self.need: Hashable = None
         self.group: Group[F] | None = None
-        """None: it stands nowhere."""
         self.entry: Any = None
-        """The valid `Entry` in its group's heap, or the bucket that it lies in: told apart by identity."""
+        """The valid `Entry` in its group's heap, or the bucket that it lies in."""
         self.floor = 0
-        """The least key for which that will do: one that falls below needs another entry."""
+        """The least key for which that will do."""
 
 
 Entry = Any
-"""(key, order, place), told from others by its identity. So its type is not known: mypyc would keep a tuple of known
-types as so many variables, and make another object of it wherever one is needed."""
+"""(key, order, place), told from others by its identity: mypyc would make another object of a tuple of known types."""
 
 
 def _entry(place: Place[F]) -> Entry:
@@ -59,7 +56,7 @@ class _Bucket(Generic[F]):
 
     def __init__(self, floor: int) -> None:
         self.floor = floor
-        """One number for all of them: each place would have its own, and it would be cold when the place moves on."""
+        """One number for all of them: of each place's own it would be cold."""
         self.places: list[Place[F]] = []
 
 
@@ -73,12 +70,10 @@ class Group(Generic[F]):
         self.index = index
         self.heap: list[Entry] = []
         self.size = 0
-        """Flows that stand here; entries may be more."""
+        """Entries may be more."""
         self.entry: GroupEntry = None
-        """While it has flows."""
 
     def enter(self, place: Place[F]) -> None:
-        """Gives a place that stands here an entry at its key."""
         heap = self.heap
         place.floor = place.key
         place.entry = entry = _entry(place)
@@ -88,7 +83,7 @@ class Group(Generic[F]):
             heapify(heap)
 
     def head(self) -> Place[F]:
-        """The first place of a group that has some. Leaves it at the root, with an entry at its key."""
+        """Leaves it at the root, with an entry at its key."""
         heap = self.heap
         while True:
             entry = heap[0]
@@ -106,19 +101,17 @@ class Group(Generic[F]):
         self.heap.clear()
 
     def valid(self) -> list[Place[F]]:
-        """The places of all valid entries, in no order."""
+        """In no order."""
         return [entry[2] for entry in self.heap if entry is entry[2].entry]
 
 
 class Unsorted(Group[F]):
-    """All flows but those that were sorted by their needs: tens of thousands.
+    """All flows that were not sorted by their needs: tens of thousands, and a heap of so many is cold memory.
 
-    A heap of so many is cold memory: an operation goes down fifteen levels of it, and was a quarter of a decision. So
-    `heap` has the entries up to a *horizon* alone, some tens, and the places beyond lie in buckets, by the upper bits
-    of their keys and otherwise in no order. A bucket is looked through once, when the heap has run out: what was left
-    behind goes, what has risen goes on to its own bucket, and the rest becomes the heap (as in a calendar queue: Brown
-    1988; the buckets' width follows the number of entries that they are found to have). A bucket has no objects but its
-    places: one that was left behind and comes back lies there twice, and the second is dropped.
+    So `heap` has the entries up to a *horizon* alone, and the places beyond lie in buckets by the upper bits of their
+    keys (a calendar queue: Brown 1988). A bucket is looked through once, when the heap has run out: what has risen goes
+    on to its own bucket, and the rest becomes the heap. The buckets' width follows the number of entries that they
+    have.
     """
 
     __slots__ = ("_far", "_horizon", "_looked_through", "_num_entries", "_num_laid", "_num_loads", "_numbers",
@@ -128,14 +121,14 @@ class Unsorted(Group[F]):
         super().__init__(None, 0)
         self._far: dict[int, _Bucket[F]] = {}
         self._numbers: list[int] = []
-        """The buckets' numbers, a heap."""
+        """A heap."""
         self._shift = _FIRST_SHIFT
-        """An entry's bucket is its key without so many of its lower bits."""
+        """A bucket's number is the key without so many of its lower bits."""
         self._horizon = _BEFORE_ALL
-        """The last bucket of which the entries are in the heap; later ones of lower keys go there too."""
+        """The last bucket of which the entries are in the heap."""
         self._num_entries = 0
         self._num_laid = 0
-        """Entries that were made since the buckets' width was last looked at. So are these counted:"""
+        """Since the width was last looked at, as the next two."""
         self._num_loads = 0
         self._looked_through = 0
 
@@ -180,11 +173,10 @@ class Unsorted(Group[F]):
 
     @property
     def has_more(self) -> bool:
-        """Whether there are entries that are not in the heap."""
         return bool(self._far)
 
     def extend(self) -> None:
-        """Takes one more bucket, if there is one, into the heap."""
+        """Takes one more bucket into the heap."""
         if not self._far:
             return
         before, self.heap = self.heap, []
@@ -240,7 +232,6 @@ class Unsorted(Group[F]):
         heapify(heap)
 
     def _fit_width(self) -> None:
-        """Makes buckets wider or narrower where those of late had too few or too many entries."""
         mean = max(self._looked_through // max(1, self._num_loads), len(self.heap))
         if mean > _MOST_IN_BUCKET and self._shift:
             # In small steps: many equal keys, as at a start, fill one bucket of any width, and soon spread.
@@ -269,5 +260,4 @@ class Unsorted(Group[F]):
 
 
 GroupEntry = Any
-"""(key, order, the group's index, group), of a place at or before the group's first; by its identity, as an `Entry`.
-The unsorted have the index 0."""
+"""(key, order, the group's index, group), of a place at or before the group's first. The unsorted have the index 0."""

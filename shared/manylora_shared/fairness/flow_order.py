@@ -1,14 +1,9 @@
 """Flows in the order of one key, and the first flow of each need. Pure; one writer, its owner.
 
-A heap's entry is a lower bound. A flow has one valid entry, at or below its key; one whose key rises keeps its entry
-and is moved when that surfaces, so that most changes of a key touch no heap at all. Only a key that falls below its
-entry gets another one, and the entry left behind is dropped when it surfaces. Putting a flow and finding the first one
-each cost O(log n), amortised; a heap is rebuilt when most of it was left behind.
-
-A flow comes into the group of the unsorted, whatever its first item needs. Only `heads`, which is asked where the
-first in order does not fit, sorts flows by their needs, as far as it is read; they stay so until they need something
-else. So while there is room for all, needs cost nothing, and where room is short, no flow is looked at again and again.
-Each group of a need has its own heap, and one more heap holds these groups by their first flow, as lower bounds too.
+An entry is a lower bound. A flow has one valid entry, at or below its key; one whose key rises is moved when its entry
+surfaces, and only a key that falls below its entry gets another. Putting a flow and finding the first cost O(log n),
+amortised. Flows come unsorted, whatever they need: only `heads`, which is asked where the first does not fit, sorts
+them into groups by need, as far as it is read. One more heap holds the groups by their first flow, as lower bounds too.
 """
 
 from __future__ import annotations
@@ -25,17 +20,16 @@ F = TypeVar("F")
 class FlowOrder(Generic[F]):
     def __init__(self) -> None:
         self.unsorted: Unsorted[F] = Unsorted()
-        """For reading. A place that stands there is `put` by its key and need alone, and entered there if its key fell
-        below its floor: a caller with many places may do that itself."""
+        """A caller may do `put` itself for a place that stands here: its key and need, and `enter` if the key is below
+        its floor."""
         self._groups: dict[Hashable, Group[F]] = {}
         """By need."""
         self._firsts: list[GroupEntry] = []
         self._next_index = 1
         self.size = 0
-        """Places that stand here. For reading."""
 
     def put(self, place: Place[F], key: int, need: Hashable) -> None:
-        """Gives a place its key and its need, or others. A place stands in one order at a time."""
+        """A place stands in one order at a time."""
         place.key, place.need = key, need
         group = place.group
         if group is None:
@@ -50,14 +44,12 @@ class FlowOrder(Generic[F]):
                 self._show_if_first(group, place)
 
     def drop(self, place: Place[F]) -> None:
-        """Takes a place out that stands here."""
         assert place.group is not None
         self.size -= 1
         self._leave(place.group)
         place.group = place.entry = None
 
     def first(self) -> Place[F] | None:
-        """The first place of all."""
         if not self._groups:
             return self.unsorted.head() if self.unsorted.size else None
         sorted_first = self._first_of_sorted()
@@ -109,14 +101,13 @@ class FlowOrder(Generic[F]):
                     yield place
 
     def first_places(self, limit: int) -> list[Place[F]]:
-        """The first `limit` places, whatever they need, in order: O(needs + limit log limit), but for entries that were
-        left behind or are below their keys."""
+        """Whatever they need, in order: O(needs + limit log limit), and what entries are left behind."""
         while (found := self._walk(limit)) is None:
             self.unsorted.extend()
         return found
 
     def _walk(self, limit: int) -> list[Place[F]] | None:
-        """The first places; None: there may be others before them that are not in the heap of the unsorted."""
+        """None: there may be others before them that are not in the heap of the unsorted."""
         # Each heap is walked from its root: an entry's children are no smaller than itself.
         unsorted = self.unsorted
         groups = (unsorted, *self._groups.values())
@@ -150,7 +141,7 @@ class FlowOrder(Generic[F]):
         group.enter(place)
 
     def _sort_in(self, place: Place[F]) -> GroupEntry:
-        """Puts a place that has left the unsorted into the group of its need; returns the group's entry."""
+        """Returns the group's entry."""
         group = self._groups.get(place.need)
         if group is None:
             group = self._groups[place.need] = Group(place.need, self._next_index)
@@ -167,14 +158,14 @@ class FlowOrder(Generic[F]):
                 del self._groups[group.need]
 
     def _show_if_first(self, group: Group[F], place: Place[F]) -> GroupEntry:
-        """Brings the group's entry down to one of its places; returns it."""
+        """Returns the group's entry."""
         shown = group.entry
         if shown is None or (place.key, place.order) < shown[:2]:
             return self._show(group, place)
         return shown
 
     def _show(self, group: Group[F], first: Place[F]) -> GroupEntry:
-        """Gives a group the entry of its first place; returns it."""
+        """Returns the group's entry."""
         shown = group.entry = _bound(group, first)
         heappush(self._firsts, shown)
         if len(self._firsts) > 2 * len(self._groups) + COMPACT_SLACK:

@@ -1,17 +1,8 @@
 """How one fair queue's clock becomes the next one's, in another process. Pure; called by the two queues' owners.
 
-Owns nothing. `take_snapshot` reads a queue's clock, books and counters; `restore` and `resume` write those of a new
-queue, which has no other writer but its own rules. What was queued and what runs is not in a snapshot, but for
-reservations: those who know come and say it again. The order of a succession, on the new queue:
-
-    restore   the clock, every flow's settled tag and the counters are the snapshot's
-    count     each source's cumulative counters: what was done since the snapshot
-    adopt     each item that runs, with what is left of its reservation
-    push      each item that waits
-    resume    V is brought up to date, and dispatch begins
-
-The middle three come in any order, and as often as anybody comes. Then the tag of a flow that was backlogged all the
-time is exactly what it would have been without a succession.
+What was queued and what runs is not in a snapshot: those who know come and say it again. On the new queue comes
+`restore` first, `resume` last; between them, in any order, `count` for each source, `adopt` for each item that runs and
+`push` for each that waits. Then the tag of a flow that was backlogged all the time is what it would have been.
 """
 
 from __future__ import annotations
@@ -36,14 +27,12 @@ class FlowSnapshot(NamedTuple, Generic[F]):
 
 @dataclass(frozen=True)
 class Snapshot(Generic[F, I]):
-    """All that a successor cannot hear from the sources. Together with their counters it gives the tags again."""
-
     clock: int
     flows: tuple[FlowSnapshot[F], ...]
     reserved: tuple[tuple[I, F, int], ...]
-    """What is left of each running item's reservation, in the order of dispatch."""
+    """(item, flow, what is left), in the order of dispatch."""
     counted: Mapping[str, Mapping[F, int]]
-    """By source: the counters up to which `settled` goes."""
+    """By source: up to which `settled` goes."""
 
     @property
     def size(self) -> int:
@@ -52,7 +41,7 @@ class Snapshot(Generic[F, I]):
 
 
 def take_snapshot(queue: FairQueue[F, I]) -> Snapshot[F, I]:
-    """What the queue's successor needs; O(all flows and counters)."""
+    """O(all flows and counters)."""
     books = queue.books.values()
     return Snapshot(
         clock=queue.virtual_time,
@@ -63,10 +52,6 @@ def take_snapshot(queue: FairQueue[F, I]) -> Snapshot[F, I]:
 
 
 def restore(queue: FairQueue[F, Any], taken: Snapshot[F, Any]) -> None:
-    """Has a new queue take over its predecessor's clock, before anything else is done there.
-
-    Reservations are not restored: whoever hears that an item runs adopts it.
-    """
     assert not queue.books
     assert not queue.counted
     queue.virtual_time = taken.clock
@@ -80,11 +65,8 @@ def restore(queue: FairQueue[F, Any], taken: Snapshot[F, Any]) -> None:
 
 
 def resume(queue: FairQueue[F, Any]) -> None:
-    """Whoever was to come back has: V is brought up to date.
-
-    The clock went on behind the snapshot. It passed no flow that stayed backlogged, so the least tag of those is where
-    it may have come to; whoever was not among them begins there.
-    """
+    """The clock went on behind the snapshot. It passed no flow that stayed backlogged, so the least tag of those is
+    where it may have come to; whoever was not among them begins there."""
     returning, queue.returning = queue.returning, None
     assert returning is not None, "nothing is being restored"
     books = queue.books
