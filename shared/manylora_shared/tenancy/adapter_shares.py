@@ -1,10 +1,7 @@
-"""How the adapter memory of a worker is shared out between tenants, and which pins it can honour.
+"""How the adapter memory of a worker is shared out between tenants, and which pins it can honour. Pure; owns nothing.
 
-Owns nothing: rules over sizes and weights, the same for a worker that enforces them and a router that refuses a policy
-by them. All sizes are bytes.
-
-A tenant's *share* of a tier is max-min fair by weight: what it wants, as far as that is no more by weight than what
-each tenant gets that wants more still. Its pins are inside its share, and a share is never below them.
+The same rules for a worker that enforces them and a router that refuses a policy by them. All sizes are bytes. A
+tenant's *share* is max-min fair by weight; its pins are inside its share, and a share is never below them.
 """
 
 from __future__ import annotations
@@ -21,14 +18,11 @@ def max_min(
     wants: Mapping[K, int], weights: Mapping[K, int], capacity: int, floors: Mapping[K, int] | None = None
 ) -> dict[K, int]:
     """Shares of `capacity`: clamp(weight * level, floor, want) at the one level at which they fill it (water-filling,
-    Bertsekas and Gallager, Data Networks, 6.5.2, with floors).
+    Bertsekas and Gallager, Data Networks, 6.5.2, with floors). Their sum is at most `capacity`, or the floors'.
 
     Args:
         weights: of every key of `wants`, at least 1.
-        floors: what a key gets in any case, at most its want; absent: 0.
-
-    Returns:
-        The share of every key. Their sum is at most `capacity`, or the floors' where these are more.
+        floors: what a key gets in any case, at most its want.
     """
     if sum(wants.values()) <= capacity:
         return dict(wants)
@@ -61,10 +55,8 @@ def max_min(
 def honoured_pins(
     pins: Mapping[K, Sequence[int]], weights: Mapping[K, int], capacity: int, largest: int
 ) -> dict[K, list[bool]]:
-    """Which pins a worker keeps on its device.
-
-    All of them, where they leave room for the largest adapter. Where they do not, each tenant has its max-min share of
-    what they may take, and its pins are honoured in their order while they fit into that.
+    """Which pins a worker keeps on its device: all of them, where they leave room for the largest adapter; else each
+    tenant's in their order, while they fit into its max-min share of what they may take.
 
     Args:
         pins: the sizes of each tenant's pins, in the policy's order.
@@ -93,18 +85,15 @@ def pins_problem(
     own_other: int,
     largest: int,
 ) -> str | None:
-    """Why one tenant's pins are refused, as far as the sizes are known; None: they are not.
-
-    Several pins fit into the tenant's share among all tenants with adapters, with one of its other adapters beside
-    them; a single one always does. All pins together leave room for the largest adapter.
+    """Why one tenant's pins are refused; None: they are not. Several fit into its share among all tenants with
+    adapters, with one of its other adapters beside them. All pins together leave room for the largest adapter.
 
     Args:
-        pins: the sizes of the pinned adapters, of every tenant.
+        pins: sizes.
         registered: the sizes of all its adapters together, of every tenant that has any.
-        weights: of every tenant in `pins` or `registered`.
         capacity: of the smallest worker's device tier.
         own_other: the largest of the tenant's adapters that it does not pin; 0: there is none.
-        largest: the largest adapter of all.
+        largest: of all adapters.
     """
     own = pins.get(key, ())
     total = sum(own)

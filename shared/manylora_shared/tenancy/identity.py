@@ -1,8 +1,7 @@
 """Who calls: API keys, what they may do, and how one is checked. Pure; owns no state.
 
-A key is `mlk-<key id>-<secret>`: 64 random bits that name it and 256 that prove it. The store has only the hash of the
-secret. A plain sha256 is enough for it: no search finds 256 random bits, so a slow hash would protect nothing and cost
-every request. Whoever presents a key is told neither which part of it was wrong nor whether such a key ever existed.
+A key is `mlk-<key id>-<secret>`: 64 random bits that name it and 256 that prove it. The store has only the secret's
+sha256: no search finds 256 random bits. Nobody is told which part of a key was wrong, or whether it ever existed.
 
     scope      bound to       may
     generate   a tenant       InferenceService in the tenant's name
@@ -48,8 +47,6 @@ CLUSTER_SCOPES = (Scope.GATEWAY, Scope.OPERATOR)
 
 @dataclass(frozen=True)
 class Principal:
-    """Who a valid key belongs to."""
-
     key_id: str
     tenant_id: TenantId | None
     scopes: tuple[Scope, ...]
@@ -63,14 +60,11 @@ class Principal:
             raise self.denied()
 
     def require_tenant(self, tenant: str, scopes: Iterable[Scope]) -> str:
-        """The tenant that a call is about, where the caller may make it.
+        """The tenant that a call is about. Raises PermissionDenied.
 
         Args:
             tenant: as the caller names it; empty: its own.
             scopes: of which a key that is bound to the tenant needs one. An operator needs none.
-
-        Raises:
-            PermissionDenied: before anything is looked up, so it says nothing of what exists.
         """
         if self.may(Scope.OPERATOR):
             return tenant
@@ -79,7 +73,7 @@ class Principal:
         return self.tenant_id
 
     def denied(self) -> PermissionDenied:
-        """For a call that needs more than this key. It tells of the key alone, so it is the same whatever exists."""
+        """It tells of the key alone, so it is the same whatever exists."""
         held = ", ".join(self.scopes) or "nothing"
         whose = f"in tenant {self.tenant_id}" if self.tenant_id is not None else "in no tenant"
         return PermissionDenied(f"this key does not permit the call: it is for {held} {whose}")
@@ -87,7 +81,7 @@ class Principal:
 
 @dataclass(frozen=True)
 class NewKey:
-    """A key that was just made: the only moment at which `key` exists outside its holder's hands."""
+    """The only moment at which `key` exists outside its holder's hands."""
 
     key: str
     record: KeyRecord
@@ -122,7 +116,7 @@ def new_key(
 
 
 def hash_of(key_id: str, secret: str) -> str:
-    """sha256 in hex, over the id too: a hash that is moved to another record is good for nothing."""
+    """Over the id too: a hash that is moved to another record is good for nothing."""
     return hashlib.sha256(f"manylora-key-v1\0{key_id}\0{secret}".encode()).hexdigest()
 
 
@@ -139,19 +133,13 @@ def is_key(key: str, record: KeyRecord) -> bool:
 
 
 def bearer(key: str) -> dict[str, str]:
-    """The metadata that presents a key; none for an empty one."""
+    """Metadata; none for an empty key."""
     return {AUTHORIZATION_KEY: f"Bearer {key}"} if key else {}
 
 
 def authenticate(metadata: Mapping[str, str], record_of: Callable[[str], KeyRecord | None]) -> Principal:
-    """Whose key a request presents.
-
-    The work is the same for a key that is missing, malformed, unknown, wrong or revoked: one look-up, one hash, one
-    comparison in constant time.
-
-    Raises:
-        Unauthenticated: in the same words for all of these.
-    """
+    """Raises Unauthenticated. Work and words are the same for a key that is missing, malformed, unknown, wrong or
+    revoked: one look-up, one hash, one comparison in constant time."""
     value = metadata.get(AUTHORIZATION_KEY, "")
     given = value[len(_BEARER) :].strip() if value[: len(_BEARER)].lower() == _BEARER else ""
     key_id, secret = split_key(given) or (_NO_KEY_ID, _NO_SECRET)

@@ -1,31 +1,19 @@
 """What is given up under overload, in which order, and how far: the ladder, and the controllers that move along it.
+Pure.
 
-Owns no requests. A level is a whole number from 0 (nothing is given up) to LEVELS; each rung of the ladder is a stretch
-of levels, and a rung begins only once the one below it is used up:
+A level goes from 0 (nothing is given up) to LEVELS; a rung of the ladder begins only once the one below is used up:
 
-    levels     rung             what is given up
-    1..16      TURNS            nothing: who is more important goes first, by more than the weights (from here on up)
+    1..16      TURNS            nothing: who is more important goes first, by more than the weights
     17..32     BATCH_ADMISSION  batch requests that are not queued yet
-    33..48     BATCH_OUTPUT     output of batch requests that are granted now: a cap that falls to MIN_OUTPUT_TOKENS
+    33..48     BATCH_OUTPUT     output of batch requests that are granted now
     49..64     BATCH_QUEUE      batch requests that are queued
     65..96     STANDARD         standard requests, queued ones too
     97..128    INTERACTIVE      interactive requests, queued ones too
 
-Each level of a rung that takes requests takes an equal part of the class's demand, and it is the tenants furthest above
-their share who give it. A tenant's demand is a stack, measured in shares of what the cluster gets done: interactive at
-the bottom, then standard, then batch. A request's *height* is its place in that stack (`OverloadView.height_of`), and
-what is at a limit or above it is given up; the scheduler finds the limit at which so much of the demand is left. So of
-a tenant at three times its share two thirds go before anything goes of a tenant within its share. (WeChat's DAGOR, SoCC
-2018, and Uber's Cinnamon order by class and then by user or cohort; here the cohort is the place in the stack.)
-
-Turns come first because waiting is not by itself a reason to refuse anything: at a load that just fits a backlog of
-batch work makes others wait, and it is enough that it does not go before them. Only what that does not mend is refused.
-
-A level is moved by a PI controller on queueing time, as DAGOR's is and for its reason: response time also grows where
-nothing is wrong. There is one level for the cluster, moved by what tenants within their share wait, and one for each
-tenant that is above it, moved by its own waiting alone: a tenant that floods gives up its own requests, not others'.
-
-Pure: time is passed in.
+A tenant's demand is a stack, measured in shares: interactive at the bottom, then standard, then batch. A request's
+*height* is its place in it, and what is at a limit or above is given up, so the tenants furthest above their share give
+first (DAGOR, SoCC 2018, orders by class and then by user). There is one level for the cluster, moved by what tenants
+within their share wait, and one for each tenant above it, moved by its own waiting.
 """
 
 from __future__ import annotations
@@ -42,30 +30,26 @@ from manylora_shared.ids import QosClass, TenantId
 
 LEVELS = 128
 MAX_OUTPUT_TOKENS = 1024
-"""Per choice: the cap at BATCH_OUTPUT's first level."""
+"""A choice, at BATCH_OUTPUT's first level."""
 MIN_OUTPUT_TOKENS = 16
 """At its last."""
 ALLOWED_PART = 0.1
-"""Of a class's requests, that may wait longer than its target. A mean would let a part of them wait for far longer."""
+"""Of a class's requests, that may wait longer than its target."""
 HOLD_PART = 0.05
 """Between this part and ALLOWED_PART a level stays where it is."""
 WARNING_PART = 0.4
-"""Of a class's target: where it is missed, less important requests give way, and are given up where the class is the
-interactive one, so that the target itself is kept."""
+"""Of a class's target: where it is missed, less important requests give way, so that the target itself is kept."""
 MAX_ERROR = 2.0
-"""More than three times ALLOWED_PART moves a level no faster."""
 WINDOW_S = 0.5
 RISE_PER_S = 4.0
-"""Levels a second at an error of 1. What a level gives up shows when requests that run have ended, after seconds: so a
-rung of 32 levels takes four seconds at the greatest error. Turns are given meanwhile."""
+"""Levels at an error of 1. What a level gives up shows after seconds, when requests that run have ended."""
 FALL_PER_S = 2.0
-"""Levels a second at an error of -1: as slow, relative to the greatest errors of both signs."""
+"""Levels at an error of -1."""
 ROOM_FALL_PER_S = 16.0
-"""The same while nobody waits and MUCH_ROOM of all slots is free, or more; in proportion where less is. What is given
-up then is given up for nothing."""
+"""The same while nobody waits and MUCH_ROOM of all slots is free; in proportion where less is."""
 MUCH_ROOM = 0.05
 PROPORTIONAL = 2.0
-"""Levels for a change of the error by 1: the greatest change stays within TURNS, so no single moment refuses anyone."""
+"""Levels for a change of the error by 1: the greatest stays within TURNS, so no single moment refuses anyone."""
 _MIN_SEEN = 0.5
 MAX_RETRY_S = 8.0
 MIN_RETRY_S = 1.0
@@ -101,8 +85,7 @@ ADMISSION = {
 _QUEUE = ADMISSION | {QosClass.BATCH: Rung.BATCH_QUEUE}
 _CLASSES = {rung: qos_class for rungs in (ADMISSION, _QUEUE) for qos_class, rung in rungs.items()}
 _OWN = {qos_class: (_BEGINS[ADMISSION[qos_class]], _ENDS[_QUEUE[qos_class]]) for qos_class in QosClass}
-"""The levels that take requests of a class. Its own waiting does not raise a level beyond: what is more important is
-not given up for it."""
+"""The levels that take requests of a class. Its own waiting does not raise a level beyond."""
 STACK = (QosClass.INTERACTIVE, QosClass.STANDARD, QosClass.BATCH)
 """From the bottom of a tenant's demand to its top."""
 STACK_INDEX = {qos_class: index for index, qos_class in enumerate(STACK)}
@@ -114,7 +97,7 @@ def rung_of(level: int) -> Rung:
 
 
 def kept_part(level: int, rung: Rung) -> float:
-    """Of the demand of the rung's class: what a level leaves; 1 up to the rung's begin, 0 from its end on."""
+    """Of the demand of the rung's class: 1 up to the rung's begin, 0 from its end on."""
     begin, end = _BEGINS[rung], _ENDS[rung]
     if level <= begin:
         return 1.0
@@ -122,12 +105,12 @@ def kept_part(level: int, rung: Rung) -> float:
 
 
 def class_of(level: int) -> QosClass | None:
-    """Whose requests the highest rung that has begun takes; None: nobody's."""
+    """Whose requests the highest rung that has begun takes."""
     return _CLASSES.get(rung_of(level))
 
 
 def output_cap(level: int) -> int | None:
-    """Tokens that a choice of a batch request may have if it is granted now; None: no cap."""
+    """For a choice of a batch request that is granted now; None: no cap."""
     begin, end = _ENDS[Rung.BATCH_ADMISSION], _ENDS[Rung.BATCH_OUTPUT]
     if level <= begin:
         return None
@@ -136,28 +119,25 @@ def output_cap(level: int) -> int | None:
 
 
 def place_of(request_id: str) -> float:
-    """A request's place in its class's part of the stack, from 0 up to 1: the same wherever it is asked for, and
-    evenly spread over requests."""
+    """In its class's part of the stack, from 0 up to 1: the same wherever it is asked for."""
     return zlib.crc32(request_id.encode()) / (1 << 32)
 
 
 def retry_after_s(level: int, request_id: str) -> float:
-    """When to try again: later at higher levels, and spread from half of that to one and a half times it, so that
-    those who were refused together do not come back together."""
+    """Later at higher levels, and spread from half to one and a half times that, so that those who were refused
+    together do not come back together."""
     jitter = zlib.crc32(b"retry " + request_id.encode()) / (1 << 32)
     return (MIN_RETRY_S + (MAX_RETRY_S - MIN_RETRY_S) / 1.5 * level / LEVELS) * (0.5 + jitter)
 
 
 @dataclass(frozen=True)
 class TenantView:
-    """What is known of one tenant."""
-
     tops: tuple[float, float, float] = (1.0, 1.0, 1.0)
     """In shares: its demand up to and with each class of STACK."""
     level: int = 0
     """Its own."""
     limit: float = math.inf
-    """In shares: of the highest rung that its own level has begun, the height from which on it takes requests."""
+    """The height from which on the highest rung that its own level has begun takes requests."""
 
 
 _UNKNOWN = TenantView()
@@ -165,10 +145,8 @@ _UNKNOWN = TenantView()
 
 @dataclass(frozen=True)
 class OverloadView:
-    """What is given up now: made by the scheduler's leader, told to all routers, read by both alike.
-
-    A tenant that is not listed counts as one with a share's demand, all of it in the class that is asked for.
-    """
+    """What is given up now: made by the scheduler's leader, read by routers too. A tenant that is not listed counts as
+    one with a share's demand, all of it in the class that is asked for."""
 
     level: int = 0
     limit: float = math.inf
@@ -177,7 +155,6 @@ class OverloadView:
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing is given up."""
         return not self.level and not self.tenants
 
     def level_of(self, tenant_id: TenantId) -> int:
@@ -185,7 +162,7 @@ class OverloadView:
         return max(self.level, self.tenants.get(tenant_id, _UNKNOWN).level)
 
     def why_refused(self, tenant_id: TenantId, qos_class: QosClass) -> str:
-        """For the caller: whose level it is, for only the tenant can do something about its own."""
+        """For the caller."""
         level = self.level_of(tenant_id)
         why = "this tenant asks for more than its share of a full cluster"
         if level == self.level:
@@ -193,23 +170,21 @@ class OverloadView:
         return f"{why} (level {level} of {LEVELS}): this {qos_class.value} request is not taken now"
 
     def height_of(self, tenant_id: TenantId, qos_class: QosClass, request_id: str) -> float:
-        """In shares."""
         below, top = self._part(tenant_id, qos_class)
         return below + place_of(request_id) * (top - below)
 
     def admits(self, tenant_id: TenantId, qos_class: QosClass, request_id: str) -> bool:
-        """Whether a request may be queued."""
         if self.is_quiet:
             return True
         limit = self._limit(tenant_id, ADMISSION[qos_class])
         return self.height_of(tenant_id, qos_class, request_id) < limit
 
     def keeps(self, tenant_id: TenantId, qos_class: QosClass, request_id: str) -> bool:
-        """Whether a request that is queued stays so."""
+        """Of a queued request."""
         return self.height_of(tenant_id, qos_class, request_id) < self._limit(tenant_id, _QUEUE[qos_class])
 
     def place_limit(self, tenant_id: TenantId, qos_class: QosClass) -> float:
-        """From which place (`place_of`) on `keeps` is false for the flow's requests; infinity: for none."""
+        """The place (`place_of`) from which on `keeps` is false for the flow's requests."""
         limit = self._limit(tenant_id, _QUEUE[qos_class])
         below, top = self._part(tenant_id, qos_class)
         if top > below:
@@ -217,7 +192,7 @@ class OverloadView:
         return math.inf if below < limit else 0.0
 
     def _part(self, tenant_id: TenantId, qos_class: QosClass) -> tuple[float, float]:
-        """Where the class's part of the tenant's stack begins and ends."""
+        """Of the class in the tenant's stack: its begin and end."""
         tenant = self.tenants.get(tenant_id)
         if tenant is None:
             return 0.0, 1.0
@@ -229,16 +204,15 @@ class OverloadView:
         return min(_limit_of(rung, self.level, self.limit), _limit_of(rung, tenant.level, tenant.limit))
 
     def output_cap(self, tenant_id: TenantId, qos_class: QosClass) -> int | None:
-        """Tokens a choice that a request which is granted now may have; None: no cap."""
         return output_cap(self.level_of(tenant_id)) if qos_class is QosClass.BATCH else None
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Of requests of one class that have a target, how many waited for how long."""
+    """Of requests of one class that have a target."""
 
     count: float = 0
-    """Those that were looked at stand for others too, so it need not be whole."""
+    """They stand for others too, so it need not be whole."""
     warned: float = 0
     """Longer than WARNING_PART of their target."""
     late: float = 0
@@ -257,25 +231,16 @@ def _limit_of(rung: Rung, level: int, limit: float) -> float:
 
 
 def error_of(late_part: float) -> float:
-    """By how much waiting misses its aim: 0 from HOLD_PART to ALLOWED_PART (the hysteresis), -1 where nobody is late,
-    MAX_ERROR at most.
-
-    Args:
-        late_part: of requests that have waited longer than their target.
-    """
+    """0 from HOLD_PART to ALLOWED_PART, -1 where nobody is late, MAX_ERROR at most."""
     if late_part > ALLOWED_PART:
         return min(late_part / ALLOWED_PART - 1.0, MAX_ERROR)
     return 0.0 if late_part >= HOLD_PART else late_part / HOLD_PART - 1.0
 
 
 class LevelController:
-    """A PI controller in velocity form: what it adds is kept nowhere else, so it cannot wind up beyond its bounds.
-
-    Its input is, over a window that fades with WINDOW_S, the part of requests that wait too long. Longer than
-    WARNING_PART of the target makes others give way, and where interactive requests wait so, also gives up what is less
-    important. Longer than the whole of it does so for every class, and gives up requests of the class itself. The class
-    that misses its aim most moves the level, up to the end of what it gives up itself.
-    """
+    """A PI controller in velocity form, so it cannot wind up beyond its bounds. Its input is the part of requests that
+    wait too long, over a window that fades with WINDOW_S. The class that misses its aim most moves the level, up to the
+    end of what it gives up itself."""
 
     def __init__(self) -> None:
         self._level = 0.0
@@ -288,20 +253,19 @@ class LevelController:
 
     @property
     def is_idle(self) -> bool:
-        """A new one would do the same."""
+        """As a new one."""
         return self._level == 0.0 and self._error == -1.0
 
     def late_part(self, qos_class: QosClass) -> float | None:
-        """Of the window's requests, those that waited longer than their target; None: too few were seen."""
+        """Of the window's requests; None: too few were seen."""
         window = self._windows[qos_class]
         return window.late / window.count if window.count >= _MIN_SEEN else None
 
     def step(self, samples: Mapping[QosClass, Sample], dt_s: float, *, free_part: float) -> None:
-        """Moves the level.
-
+        """
         Args:
-            samples: measured in the last `dt_s` seconds.
-            free_part: of all slots; 0 while anybody waits. While it is more, what is given up is given up for nothing.
+            samples: of the last `dt_s` seconds.
+            free_part: of all slots; 0 while anybody waits.
         """
         faded = math.exp(-dt_s / WINDOW_S)
         # Turns end where there is room, and not before: without them those who are given way to would wait again.

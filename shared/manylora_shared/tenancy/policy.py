@@ -1,8 +1,7 @@
 """TenantPolicy: what an operator grants to one tenant, and the YAML document that says so.
 
-Owns the document's grammar. A document is read whole before anything of it counts, and a bad one is refused with every
-error that it has (the first 24 of them: they travel in a status), each at its line. `to_yaml` is the canonical form:
-equal policies have equal text, and it is what the coordination store keeps.
+Owns the document's grammar, all of which is enforced. A bad document is refused with every error that it has, each at
+its line. `to_yaml` is the canonical form, which the coordination store keeps: equal policies have equal text.
 
     tenant_id: "acme"
     classes:                     # all optional; a class that is absent has its default weight and no bounds
@@ -24,8 +23,6 @@ equal policies have equal text, and it is what the coordination store keeps.
     adapters: {pin: [support]}
     prefix_cache: {group: support-team}
     security: {can_stream: true, data_retention_days: 0}
-
-All of the grammar is enforced: an operator who reads a policy back can rely on it.
 """
 
 from __future__ import annotations
@@ -52,10 +49,10 @@ MIN_AVAILABILITY = 0.5
 MAX_RETENTION_DAYS = 36_500
 MAX_DOCUMENT_BYTES = 16 * 1024
 _MAX_DEPTH = 8
-"""Deeper nesting than the grammar has, and far less than would exhaust the stack."""
+"""More than the grammar has."""
 _KEPT_POLICIES = 256
 _MAX_VIOLATIONS = 24
-"""That a refusal tells one by one: they travel in a status."""
+"""They travel in a status."""
 
 _Read = Callable[[str, yaml.Node], object]
 V = TypeVar("V")
@@ -84,34 +81,32 @@ _ORDERED = (
 
 @dataclass(frozen=True)
 class TokenRate:
-    """A token bucket: what a flow may use in the long run, and at once."""
-
     rate_tps: int
-    """Tokens a second, prompt and output tokens alike."""
+    """Prompt and output tokens alike."""
     burst_tps: int
-    """Tokens that the bucket holds: what may be used at once after a pause."""
+    """Tokens that may be used at once after a pause."""
 
 
 @dataclass(frozen=True)
 class Slo:
-    """What the operator promises the flow: routers measure it and report it (slo.py). At least one is given."""
+    """What routers measure and report (slo.py). At least one is given."""
 
     ttft_p95_ms: int | None = None
     availability: float | None = None
-    """Share of requests that end well, e.g. 0.999."""
+    """Of requests, e.g. 0.999."""
 
 
 @dataclass(frozen=True)
 class ClassPolicy:
     weight: int
-    """1..1000: the flow's share of contended service, relative to all other flows."""
+    """1..1000, relative to all other flows."""
     token_bucket: TokenRate | None = None
     slo: Slo | None = None
 
 
 @dataclass(frozen=True)
 class TenantLimits:
-    """Bounds on one request, besides the model's own; None leaves the model's."""
+    """Of one request; None leaves the model's."""
 
     max_prompt_tokens: int | None = None
     max_output_tokens: int | None = None
@@ -120,21 +115,21 @@ class TenantLimits:
 
 @dataclass(frozen=True)
 class TenantQuotas:
-    """Bounds on what a tenant uses, over all routers; None: unbounded."""
+    """Over all routers; None: unbounded."""
 
     requests_per_s: int | None = None
     requests_burst: int | None = None
-    """Requests at once after a pause; None: as many as requests_per_s."""
+    """None: as many as requests_per_s."""
     concurrency: int | None = None
-    """Requests that are admitted and have not ended, queued ones included."""
+    """Queued ones included."""
     max_queued: int | None = None
     """Of these, requests that no worker runs yet."""
     kv_hbm_mb: int | None = None
-    """KV memory on each worker's device that the tenant may hold while others want it, MiB."""
+    """On each worker, while others want it, MiB."""
     kv_hbm_mb_hard: int | None = None
-    """KV memory on each worker's device that it never passes, MiB."""
+    """Never passed."""
     kv_hbm_mb_reserve: int | None = None
-    """KV memory on each worker's device that is always its own, MiB."""
+    """Always its own."""
 
 
 @dataclass(frozen=True)
@@ -152,12 +147,11 @@ def _default_classes() -> dict[QosClass, ClassPolicy]:
 class TenantPolicy:
     tenant_id: TenantId
     classes: Mapping[QosClass, ClassPolicy] = field(default_factory=_default_classes)
-    """Always all classes, in the order of QosClass."""
+    """All, in the order of QosClass."""
     limits: TenantLimits = TenantLimits()
     quotas: TenantQuotas = TenantQuotas()
     pinned_adapters: tuple[AdapterName, ...] = ()
-    """Names of adapters that stay on every worker's device, in the document's order: the first ones first, where not
-    all have room."""
+    """They stay on every worker's device; the first ones first, where not all have room."""
     security: TenantSecurity = TenantSecurity()
     cache_group: str | None = None
     """Tenants whose policies name the same group find what any of them has computed; None: nobody else's."""
@@ -167,11 +161,11 @@ class TenantPolicy:
 
     @property
     def tenant_weight(self) -> int:
-        """Of the tenant as a whole: what its flows have together."""
+        """What its flows have together."""
         return sum(each.weight for each in self.classes.values())
 
     def to_yaml(self) -> str:
-        """The canonical document; parse_policy gives an equal policy back."""
+        """parse_policy gives an equal policy back."""
         lines = [f'tenant_id: "{self.tenant_id}"', "classes:"]
         for qos_class in QosClass:
             policy = self.classes[qos_class]
@@ -193,7 +187,6 @@ class TenantPolicy:
 
 
 def _given(values: TokenRate | Slo | TenantLimits | TenantQuotas | TenantSecurity, indent: str) -> list[str]:
-    """Lines of a document for all values that are not None."""
     return [f"{indent}{name}: {_scalar(value)}" for name, value in vars(values).items() if value is not None]
 
 
@@ -203,7 +196,7 @@ def _scalar(value: bool | int | float) -> str:
 
 @functools.lru_cache(maxsize=_KEPT_POLICIES)
 def parse_policy(yaml_text: str) -> TenantPolicy:
-    """Reads one policy document. The last ones are kept: a service lists them all again whenever its watch is reset.
+    """The last ones are kept: a service lists them all again whenever its watch is reset.
 
     Raises:
         InvalidRequest: with one violation for each error; its description begins with `line N`.
@@ -222,8 +215,7 @@ def parse_policy(yaml_text: str) -> TenantPolicy:
 
 
 def line_of(yaml_text: str, path: str) -> int:
-    """The line of a document that parse_policy has read in which a field stands, by its path ("adapters.pin"); 1 where
-    it does not."""
+    """Of a field ("adapters.pin") in a document that parse_policy has read; 1 where it is not there."""
     node, line = _compose(yaml_text), 1
     for name in path.split("."):
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
@@ -235,7 +227,7 @@ def line_of(yaml_text: str, path: str) -> int:
 
 
 def _compose(yaml_text: str) -> yaml.Node | None:
-    """The document as nodes; what could cost more than its bytes (aliases, depth, size) is refused before."""
+    """What could cost more than its bytes (aliases, depth, size) is refused before."""
     try:
         size_bytes = len(yaml_text.encode())
     except UnicodeEncodeError as e:
@@ -275,15 +267,14 @@ def _line(marked: Any) -> int:
 
 
 class _Reader:
-    """Walks the nodes of one document and collects its violations. A value that is None had one."""
+    """Collects the violations of one document. A value that is None had one."""
 
     def __init__(self) -> None:
         self._found: list[tuple[int, FieldViolation]] = []
-        """Each with its line."""
 
     @property
     def violations(self) -> list[FieldViolation]:
-        """In the order of their lines: what two fields say of one another is found after what each says."""
+        """In the order of their lines."""
         return [violation for _, violation in sorted(self._found, key=lambda found: found[0])]
 
     def policy(self, root: yaml.Node | None) -> TenantPolicy | None:
@@ -430,7 +421,7 @@ class _Reader:
         ranges: Mapping[str, tuple[int, int]],
         values: dict[str, tuple[int, yaml.Node]],
     ) -> list[str] | None:
-        """Reads a mapping of whole numbers into `values`, each with its node. Returns the keys found, as `_mapping`."""
+        """Whole numbers, into `values`. Returns as `_mapping`."""
 
         def reader(name: str, low: int, high: int) -> _Read:
             def read(at: str, value_node: yaml.Node) -> None:
@@ -443,7 +434,7 @@ class _Reader:
         return self._mapping(path, node, {name: reader(name, *bounds) for name, bounds in ranges.items()})
 
     def _mapping(self, path: str, node: yaml.Node, readers: Mapping[str, _Read]) -> list[str] | None:
-        """Reads every known key of a mapping. Returns the keys found; None where the node is no mapping."""
+        """Returns the keys found; None where the node is no mapping."""
         if not isinstance(node, yaml.MappingNode):
             self._add(path or "policy_yaml", node, f"must be a mapping with the keys {', '.join(readers)}")
             return None

@@ -1,17 +1,13 @@
-"""Token buckets and the leases cut from them. Exact: whole numbers throughout, time passed in, no event loop.
+"""Token buckets and the leases cut from them. Pure and exact: whole numbers throughout, time passed in.
 
-Owns one flow's account. Tokens leave the bucket when a lease is granted or extended, never later; what a stream did not
-use comes back once, when its lease is settled. So for every moment t since the account's begin
+Owns one flow's account. Tokens leave the bucket when a lease is granted or extended; what a stream did not use comes
+back once, when its lease is settled. So at every moment t since the account's begin, whatever the order of events,
 
-    settled + leased <= burst + rate * t                             (no overshoot: what is used was debited before)
+    settled + leased <= burst + rate * t
     level + leased + settled + lost == begin + rate * t              (lost: what a full bucket turns away)
 
-whatever the order of leases, extensions, settlements and lost holders. A window of length w sees at most burst +
-rate * w plus the tokens that were leased when it began. The scheme is Doorman's (youtube/doorman, doc/design.md) with
-tokens in the place of rates: a lease that is lost costs its tokens and nothing else.
-
-Extensions wait in the order in which they were asked for, and new leases are cut from what these leave, so that streams
-that run are not starved by those that would like to.
+The scheme is Doorman's (youtube/doorman, doc/design.md) with tokens in the place of rates. Extensions wait in their
+order, and new leases are cut from what these leave, so that streams that run are not starved.
 """
 
 from __future__ import annotations
@@ -29,15 +25,9 @@ def to_ns(seconds: float) -> int:
 
 
 class TokenBucket:
-    """Holds up to `burst` tokens and gains `rate` a second. Its level is kept in billionths of a token, so that any
-    whole rate over any whole number of nanoseconds is exact. Below zero it is in debt: it gives nothing until repaid.
-
-    Args:
-        rate: tokens a second, at least 1.
-        burst: tokens, at least 1.
-        now_ns: where its time begins; moments given later never fall.
-        level: tokens to begin with.
-    """
+    """Holds up to `burst` tokens and gains `rate` a second, both at least 1. Its level is kept in billionths of a
+    token, so that any whole rate over whole nanoseconds is exact. Below zero it is in debt: it gives nothing until
+    repaid."""
 
     def __init__(self, rate: int, burst: int, now_ns: int, *, level: int) -> None:
         assert rate >= 1
@@ -53,7 +43,7 @@ class TokenBucket:
         return self._level_nanos // NANOS
 
     def wait_ns(self, tokens: int, now_ns: int) -> int | None:
-        """How long until it holds so many, if nobody takes any; 0: it does now; None: it never will."""
+        """Until it holds so many, if nobody takes any; None: it never will."""
         if tokens > self.burst:
             return None
         self._advance(now_ns)
@@ -61,17 +51,17 @@ class TokenBucket:
         return max(0, -(-missing // self.rate))
 
     def take(self, tokens: int, now_ns: int) -> None:
-        """Debits; ask `wait_ns` first, unless it is to go into debt."""
+        """Ask `wait_ns` first, unless it is to go into debt."""
         self._advance(now_ns)
         self._level_nanos -= tokens * NANOS
 
     def give_back(self, tokens: int, now_ns: int) -> None:
-        """Takes tokens back that nobody used; what does not fit is lost."""
+        """What does not fit is lost."""
         self._advance(now_ns)
         self._level_nanos = min(self.burst * NANOS, self._level_nanos + tokens * NANOS)
 
     def change(self, rate: int, burst: int, now_ns: int) -> None:
-        """Another rate and size from now on; what it holds stays, up to the new size."""
+        """What it holds stays, up to the new size."""
         self._advance(now_ns)
         self.rate, self.burst = rate, burst
         self._level_nanos = min(burst * NANOS, self._level_nanos)
@@ -86,21 +76,20 @@ class TokenBucket:
 @dataclass
 class _Lease:
     tokens: int | None
-    """Debited in all; None: not bounded, nothing was debited."""
+    """Debited in all; None: not bounded."""
     own_tokens: int
-    """Of these, debited from this account's bucket: no more than these come back to it."""
+    """Of these, debited from this account's bucket, to which no more come back."""
 
 
 class FlowAccount(Generic[K]):
-    """The leases of one flow and the bucket that they come from; None: no bucket, leases are not bounded."""
+    """Without a bucket leases are not bounded."""
 
     def __init__(self, bucket: TokenBucket | None) -> None:
         self.bucket = bucket
         self.settled_tokens = 0
-        """Used, as told when leases were settled."""
         self._leases: dict[K, _Lease] = {}
         self._pending: dict[K, int] = {}
-        """Extensions that wait for tokens, oldest first."""
+        """Extensions, oldest first."""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -110,7 +99,6 @@ class FlowAccount(Generic[K]):
 
     @property
     def leased_tokens(self) -> int:
-        """Debited for leases that are not settled."""
         return sum(lease.tokens or 0 for lease in self._leases.values())
 
     @property
@@ -118,11 +106,11 @@ class FlowAccount(Generic[K]):
         return sum(self._pending.values())
 
     def tokens_of(self, key: K) -> int | None:
-        """What a lease holds, used or not; None: it is not bounded."""
+        """Used or not; None: not bounded."""
         return self._leases[key].tokens
 
     def wait_ns(self, tokens: int, now_ns: int) -> int | None:
-        """How long until a new lease of so many tokens could be cut, behind all extensions that wait. None: never."""
+        """Until a new lease could be cut, behind all extensions. None: never."""
         if self.bucket is None:
             return 0
         if tokens > self.bucket.burst:
@@ -137,7 +125,7 @@ class FlowAccount(Generic[K]):
         return full_ns - (-missing * NANOS // self.bucket.rate)
 
     def open(self, key: K, tokens: int, now_ns: int) -> None:
-        """Cuts a lease; `wait_ns` said 0."""
+        """After `wait_ns` said 0."""
         assert key not in self._leases
         if self.bucket is None:
             self._leases[key] = _Lease(None, 0)
@@ -147,21 +135,21 @@ class FlowAccount(Generic[K]):
         self._leases[key] = _Lease(tokens, tokens)
 
     def take_over(self, key: K, tokens: int | None) -> None:
-        """A lease that an earlier leader cut: its tokens were debited there, and are not given back here."""
+        """An earlier leader's lease: its tokens were debited there, and are not given back here."""
         assert key not in self._leases
         self._leases[key] = _Lease(tokens, 0)
 
     def extend(self, key: K, tokens: int) -> None:
-        """Asks for more; `serve` grants it, in its turn. A request that waits already is not repeated."""
+        """`serve` grants it, in its turn. What waits already is not repeated."""
         assert self._leases[key].tokens is not None
         self._pending.setdefault(key, tokens)
 
     def give_up(self, key: K) -> None:
-        """Takes an extension back that was not granted."""
+        """Of an extension that was not granted."""
         self._pending.pop(key, None)
 
     def serve(self, now_ns: int) -> list[K]:
-        """Grants extensions in their order, as far as the bucket reaches. Returns whose lease grew."""
+        """Grants extensions as far as the bucket reaches. Returns whose lease grew."""
         grown: list[K] = []
         for key, wanted in list(self._pending.items()):
             tokens = wanted if self.bucket is None else min(wanted, self.bucket.burst)
@@ -178,7 +166,7 @@ class FlowAccount(Generic[K]):
         return grown
 
     def next_service_ns(self, now_ns: int) -> int | None:
-        """When the next extension can be granted; None: none waits."""
+        """Of the next extension; None: none waits."""
         if not self._pending:
             return None
         wanted = next(iter(self._pending.values()))
@@ -189,7 +177,7 @@ class FlowAccount(Generic[K]):
         return now_ns + wait_ns
 
     def settle(self, key: K, used: int, now_ns: int) -> None:
-        """Ends a lease: what was used counts, the rest comes back. More than was leased is debited now (debt)."""
+        """The rest comes back. More than was leased is debited now (debt)."""
         lease = self._end(key)
         self.settled_tokens += used
         if lease.tokens is None or self.bucket is None:
@@ -200,7 +188,7 @@ class FlowAccount(Generic[K]):
             self.bucket.give_back(min(lease.tokens - used, lease.own_tokens), now_ns)
 
     def write_off(self, key: K) -> None:
-        """Ends a lease whose holder is gone: it may have used all of it, so nothing comes back."""
+        """Its holder is gone and may have used all of it, so nothing comes back."""
         self._end(key)
 
     def _end(self, key: K) -> _Lease:

@@ -1,15 +1,9 @@
 """How well flows are served, against what their tenants' policies promise: time to first token, time per output token,
-availability and the error budget, each over a sliding window.
+availability and the error budget, each over a sliding window. Pure; time is passed in.
 
-Owns the counts of the flows that one observer (a router) has seen, and which ends of a request count against
-availability. Knows no policies: the target of a request is told with it, and the targets of a report with the report.
-Time is passed in, in seconds of one clock that never falls. What is older than a window is forgotten, and at most
-`max_flows` flows are kept: the one that was idle longest goes first.
-
-A window is a ring of `NUM_SLICES` slices that fall out of it whole, so it covers between `window_s` less one slice and
-`window_s`. Durations are counted in fixed buckets, each `RATIO` times as wide as the one below it (Prometheus' and
-HDR's histograms do the same), so a quantile costs the same at any load, and reads up to `RATIO` times its true value,
-never below it. Whether a target was met is not read off the buckets: late requests are counted one by one.
+Owns the counts of the flows that one observer (a router) has seen; at most `max_flows`, the one that was idle longest
+goes first. Durations are counted in fixed buckets, each `RATIO` times as wide as the one below it, so a quantile reads
+up to `RATIO` times its true value, never below it. Whether a target was met is counted request by request.
 """
 
 from __future__ import annotations
@@ -40,13 +34,13 @@ NUM_SLICES = 60
 MAX_FLOWS = 10_000
 RATIO = 1.1
 MIN_MS = 0.1
-"""The upper bound of the first bucket."""
+"""Of the first bucket."""
 NUM_BUCKETS = 184
-"""The last bucket's upper bound is beyond an hour; what is longer counts in it."""
+"""Up to an hour; what is longer counts in the last."""
 TTFT_QUANTILE = 0.95
 """Of `Slo.ttft_p95_ms`."""
 PATIENCE_MS = 10_000.0
-"""How long a caller must have given a request without a TTFT target, for its deadline to count against the service."""
+"""What a caller must have given a request without a TTFT target, for its deadline to count against the service."""
 
 _GOOD, _BAD = 0, 1
 _IN_TIME, _LATE = 0, 1
@@ -67,24 +61,18 @@ _EXCUSED = frozenset(
 
 
 class Verdict(enum.Enum):
-    """How a request's end counts for availability."""
-
     GOOD = "good"
     BAD = "bad"
     EXCUSED = "excused"
-    """Not the service's doing: it counts neither way."""
+    """It counts neither way."""
 
 
 def verdict_of(error: Exception | None, *, given_ms: float, has_answered: bool, slo: Slo | None) -> Verdict:
-    """Whose doing a request's end was.
-
-    The caller's are requests that are wrong, may not be made or name what is not there, cancellations, streams that it
-    does not read, and what its quotas refuse or cut short. A deadline is the caller's too, unless it passed before the
-    first token although the caller had given at least the TTFT target (PATIENCE_MS without one). All else is the
-    service's: lost workers, adapters that do not load, refusals for the service's own bounds and by open breakers.
+    """Whose doing a request's end was. A deadline is the caller's, unless it passed before the first token although the
+    caller had given at least the TTFT target (PATIENCE_MS without one).
 
     Args:
-        error: what ended the request; None: it completed. What is no ManyloraError is a bug, so the service's.
+        error: None: it completed. What is no ManyloraError is a bug, so the service's.
         given_ms: from the request's arrival to its end.
         has_answered: whether the caller got a token.
         slo: the flow's targets.
@@ -121,12 +109,8 @@ def upper_ms(bucket: int) -> float:
 
 
 def quantile_ms(counts: Mapping[int, int], share: float) -> float | None:
-    """The upper bound of the bucket that holds the value of rank ceil(share * n) of n; None of none.
-
-    Args:
-        counts: by bucket.
-        share: above 0, up to 1.
-    """
+    """The upper bound of the bucket that holds the value of rank ceil(share * n) of n; None of none. counts: by
+    bucket."""
     total = sum(counts.values())
     if not total:
         return None
@@ -139,12 +123,12 @@ def quantile_ms(counts: Mapping[int, int], share: float) -> float | None:
 
 
 class SlidingCounts:
-    """Counts by key over the last `window_s` seconds."""
+    """A ring of `NUM_SLICES` slices that fall out of it whole."""
 
     def __init__(self, window_s: float) -> None:
         self._slice_s = window_s / NUM_SLICES
         self._slices: deque[tuple[int, dict[int, int]]] = deque()
-        """Numbered by their time, oldest first; empty ones are left out."""
+        """Numbered by their time; empty ones are left out."""
         self._totals: dict[int, int] = {}
 
     def add(self, key: int, now: float) -> None:
@@ -156,12 +140,12 @@ class SlidingCounts:
         self._totals[key] = self._totals.get(key, 0) + 1
 
     def totals(self, now: float) -> Mapping[int, int]:
-        """Of keys that were counted in the window. Valid until the next call."""
+        """Valid until the next call."""
         self._expire(now)
         return self._totals
 
     def _expire(self, now: float) -> int:
-        """Returns the number of the slice that `now` is in."""
+        """Returns the slice that `now` is in."""
         number = math.floor(now / self._slice_s)
         while self._slices and self._slices[0][0] <= number - NUM_SLICES:
             for key, count in self._slices.popleft()[1].items():
@@ -175,7 +159,7 @@ class SlidingCounts:
 
 @dataclass(frozen=True)
 class FlowCounts:
-    """What the windows of one flow hold. Counts of several observers add up."""
+    """Of one flow; of several observers they add up."""
 
     good: int = 0
     bad: int = 0
@@ -198,12 +182,12 @@ class FlowCounts:
 
     @property
     def num_counted(self) -> int:
-        """Requests that count for availability."""
+        """For availability."""
         return self.good + self.bad
 
     @property
     def num_measured(self) -> int:
-        """Requests with a first token."""
+        """Those with a first token."""
         return sum(self.ttft.values())
 
     @property
@@ -212,14 +196,12 @@ class FlowCounts:
         return 1.0 - self.bad / self.num_counted if self.num_counted else 1.0
 
     def error_budget(self, target: float) -> float:
-        """What is left of the failures that `target` permits among so many requests: 1 all of it, 0 none, below 0
-        overspent. (Google's SRE book, "Embracing Risk": error budgets.)"""
+        """What is left of the failures that `target` permits: 1 all of it, below 0 overspent (Google's SRE book)."""
         return 1.0 - self.bad / ((1.0 - target) * self.num_counted) if self.num_counted else 1.0
 
     @property
     def is_ttft_met(self) -> bool | None:
-        """Whether the TTFT's quantile is within its target, by the same rank as `quantile_ms`, but exactly. None: no
-        measured request had a target."""
+        """By the same rank as `quantile_ms`, but exactly. None: no measured request had a target."""
         total = self.in_time + self.late
         return self.in_time >= math.ceil(TTFT_QUANTILE * total) if total else None
 
@@ -253,7 +235,7 @@ class SloTracker:
     def __init__(self, max_flows: int = MAX_FLOWS) -> None:
         self._max_flows = max_flows
         self._flows: dict[Flow, _FlowWindows] = {}
-        """The one that was idle longest first."""
+        """Idle longest first."""
 
     def __len__(self) -> int:
         return len(self._flows)
@@ -268,7 +250,7 @@ class SloTracker:
         tpot_ms: float | None = None,
         slo: Slo | None = None,
     ) -> None:
-        """A request has ended; told once for each.
+        """Told once for each request.
 
         Args:
             flow: whose.
@@ -294,6 +276,6 @@ class SloTracker:
             windows.tpot.add(bucket_of(tpot_ms), now)
 
     def counts(self, now: float, *, tenant_id: str = "") -> dict[Flow, FlowCounts]:
-        """Of flows with anything in their windows; of one tenant, or of all."""
+        """Of one tenant, or of all."""
         found = {flow: windows.counts(now) for flow, windows in self._flows.items() if tenant_id in ("", flow[0])}
         return {flow: counts for flow, counts in found.items() if counts.num_counted or counts.num_measured}

@@ -5,8 +5,7 @@
     {"reserved": [[request id, flow, what is left of its reservation], ...]}
     {"counted": {worker: [[flow, cost], ...], ...}}
 
-in any number and order, but that flows are named before others mention them, by their place among all flows. Many
-short lines, so that a large clock can be written in steps between which other work goes on.
+in any number and order, but flows are named before others mention them, by their place among all flows.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ ENTRIES_PER_STEP = 1000
 
 
 def encode(snapshot: ClockSnapshot) -> Iterator[bytes]:
-    """The bytes of a clock, in steps of at most some milliseconds; a step may have none."""
+    """In steps of at most some milliseconds; a step may have no bytes."""
     compress = zlib.compressobj(level=1)
     index: dict[FlowKey, int] = {}
 
@@ -59,7 +58,7 @@ def encode(snapshot: ClockSnapshot) -> Iterator[bytes]:
 
 
 def decode(data: bytes) -> ClockSnapshot:
-    """Raises ValueError on anything that `encode` did not make."""
+    """Raises ValueError."""
     clock: int | None = None
     flows: list[FlowKey] = []
     known: list[FlowSnapshot[FlowKey]] = []

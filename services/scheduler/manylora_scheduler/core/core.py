@@ -1,21 +1,13 @@
 """The scheduler's one writer: events in, commands out. Pure; `now` comes with each event and never falls.
 
-Owns every queued request and live grant, the fair queue, the fleet, and all timers; the rooms beside it (tickets,
-flows, dispatch, succession) keep one kind of books each and are written from here; what others may ask of them is in
-`CoreView`. The shell turns streams, reports and
-store changes into events, sends the commands, and calls with Tick when `next_wakeup` says. A core lives for one term of
-leadership: the next one gets the clock's snapshot, the workers' counters and snapshots, and the routers' enqueues.
-
-What it promises:
+Owns every queued request and live grant, the fair queue, the fleet, and all timers. A core lives for one term of
+leadership. What it promises:
 
 * never more sequences on a worker than it said it takes, and never more in its slots, or more prompt blocks, than it
-  said are free (as of its last report), but for flows that are behind: see `dispatch`;
-* every enqueued request gets exactly one answer (a grant or a refusal), unless it is withdrawn or its router goes;
-  a repeated enqueue of a request that is queued changes nothing, of one that holds a live grant repeats that grant;
-* room never stays empty while a queued request could use it, but for requests behind another in their own flow and for
-  room that is held: a request that was passed over `HOLD_AFTER_PASSES` times because nothing had room for it gets one
-  worker reserved until it fits, so that large requests do not starve;
-* what a request costs is reserved at its grant (prompt + 2 * expected output) and settled from the workers' counters.
+  said are free, except for flows that are behind (`dispatch`);
+* every enqueued request gets exactly one answer, a grant or a refusal, unless it is withdrawn or its router goes;
+* room never stays empty while a queued request could use it, except for one that is behind another in its own flow, and
+  for room that is held.
 """
 
 from __future__ import annotations
@@ -77,20 +69,19 @@ from manylora_scheduler.core.timers import Moments, Timers, earlier
 from manylora_scheduler.core.worker_view import WorkerView
 
 GRANT_TIMEOUT_S = 10.0
-"""A grant that neither the worker nor the router mentions for so long is dropped."""
+"""Then a grant that neither the worker nor the router mentioned is dropped."""
 CLOSING_GRACE_S = 0.2
-"""How long a grant that its router has ended keeps its room while the worker has not reported it: that may be late."""
+"""How long a grant that its router has ended keeps its room: the worker's report may be late."""
 PREFETCHES_PER_WORKER = 4
-"""Prefetches that a worker may have been sent and not have answered."""
+"""Sent and not answered."""
 PREFETCH_TIMEOUT_S = 10.0
 PREFETCH_WORKERS = 8
-"""So many workers, in the adapter's own order, may be asked to prefetch it; if all are busy with others, none is."""
+"""So many, in the adapter's own order, may be asked."""
 MAX_RETRY_AFTER_S = 30.0
 MAX_DEPARTED = 1024
 
 Order = Literal["fair", "arrival"]
-"""fair: by the fair queue's tags. arrival: first come, first served over all tenants, for comparison: who was granted
-holds a slot to its end."""
+"""arrival: first come, first served over all tenants, for comparison: who was granted holds a slot to its end."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +93,9 @@ class CoreLimits:
 
 
 class Core:
-    """See the module's docstring.
-
+    """
     Args:
-        predecessor: the last snapshot of the clock that an earlier leader kept; None where there was none.
-        order: in which queued requests are granted.
+        predecessor: the last snapshot of the clock that an earlier leader kept.
     """
 
     def __init__(
@@ -125,13 +114,12 @@ class Core:
         self._succession = Succession(cast("FairQueue[FlowKey, Ticket | RequestId]", self._queue), predecessor)
         self._is_restoring = self._queue.is_restoring
         self._moments: Moments[Ticket] = Moments()
-        """One a ticket that waits for something: what is due follows from its phase (`_on_moment`)."""
+        """One a ticket that waits for something (`_on_moment`)."""
         self._timers: Timers[tuple[str, *tuple[object, ...]]] = Timers()
-        """All else."""
         self._routers: dict[RouterId, int] = {}
-        """Connected routers and their session."""
+        """Sessions of the connected ones."""
         self._departed: dict[WorkerId, str] = {}
-        """Workers that left, and their address: one that only lost its lease comes back with its counters."""
+        """Addresses of workers that left: one that only lost its lease comes back with its counters."""
         self._unserved_since: float | None = 0.0
         self._now = 0.0
         self._out: list[Command] = []
@@ -139,7 +127,7 @@ class Core:
     # ---- the seam
 
     def apply(self, event: Event, now: float) -> list[Command]:
-        """Takes one event in, with all timers that are due at `now`, and returns what is to be sent, in order."""
+        """With all timers that are due at `now`. Returns what is to be sent, in order."""
         assert now >= self._now
         self._now = now
         if self._is_restoring:
@@ -192,16 +180,14 @@ class Core:
                 pass
 
     def next_wakeup(self) -> float | None:
-        """When Tick is to be applied at the latest, if no other event comes before."""
+        """When Tick is to be applied at the latest."""
         return earlier(self._moments.next_at(), self._timers.next_at())
 
     @property
     def is_restoring(self) -> bool:
-        """Whether the clock waits for those who know what was done since the predecessor's snapshot."""
         return self._is_restoring
 
     def clock_snapshot(self) -> ClockSnapshot:
-        """What the next leader's core is to be given."""
         return self._succession.snapshot()
 
     # ---- events of routers
@@ -241,7 +227,7 @@ class Core:
             self._prefetch(request.adapter_uid, flow.tenant_id)
 
     def _comes_anew(self, known: Ticket, event: Enqueued) -> bool:
-        """Whether a request that is queued or granted is to be queued; if not, its router is answered here."""
+        """Whether a request that is queued or granted is queued anew; if not, its router is answered here."""
         request = event.request
         if known.request.router_id != request.router_id:
             message = f"request id {request.request_id} is in use by another router"
@@ -313,8 +299,7 @@ class Core:
             self._moments.set_after(ticket, self._now, CLOSING_GRACE_S)
 
     def _return_grant(self, ticket: Ticket) -> None:
-        """A router has no use for a grant, or did not reach the worker; the request may come again, and then keeps its
-        place."""
+        """The request may come again, and then keeps its place."""
         self._tickets.release(ticket)
         self._tickets.keep_place(ticket)
         self._timers.set_after(("returned", ticket.request.request_id), self._now, GRANT_TIMEOUT_S)
@@ -333,7 +318,6 @@ class Core:
             self._out.append(Dropped(ticket.request))
 
     def _unqueue(self, ticket: Ticket) -> None:
-        """Forgets a queued ticket."""
         self._queue.remove(ticket)
         self._moments.cancel(ticket)
         self._tickets.leave_queue(ticket)
@@ -416,14 +400,13 @@ class Core:
                 flows.known[flow].served_cost += cost
 
     def _end_ticket(self, ticket: Ticket) -> None:
-        """A granted ticket whose grant is no longer with its worker."""
+        """Its grant is no longer with its worker."""
         self._queue.settle(ticket)
         if ticket.due_in is not None:
             self._moments.cancel(ticket)
         self._tickets.forget(ticket)
 
     def _drop_grant(self, ticket: Ticket) -> None:
-        """Takes a grant that was not reported back from its worker."""
         worker = self._worker_of(ticket)
         worker.drop_grant(ticket)
         self._fleet.update(worker)
@@ -459,7 +442,6 @@ class Core:
                     pass  # time to dispatch again
 
     def _on_moment(self, ticket: Ticket) -> None:
-        """What a ticket waited for has not happened."""
         deadline = ticket.request.deadline
         if ticket.phase is not QUEUED:
             self._drop_grant(ticket)
@@ -528,7 +510,7 @@ class Core:
         )
 
     def _prefetch(self, uid: AdapterUid, tenant_id: TenantId) -> None:
-        """Has a worker load the adapter of a request that must wait, unless one has it or is about to."""
+        """For a request that must wait, unless a worker has the adapter or is about to."""
         for worker in self._fleet.holders.of(uid):  # mostly the first one is
             if worker.serving:
                 return
@@ -542,7 +524,7 @@ class Core:
     # ---- the rest of the seam
 
     def set_precedence(self, precedence: Precedence | None) -> None:
-        """From now on some flows go before others; None: weights are as the policies say."""
+        """None: weights are as the policies say."""
         self._flows.precedence = self._dispatch.precedence = precedence
 
     @property
@@ -551,7 +533,7 @@ class Core:
 
     @property
     def num_granted(self) -> int:
-        """Live grants, running ones included, and those of an earlier leader's of which it had said what they cost."""
+        """Running ones included, and an earlier leader's."""
         return self._queue.num_running
 
     @property
@@ -560,7 +542,6 @@ class Core:
         return list(self._fleet.workers)
 
     def check_invariants(self) -> None:
-        """Every book against the others; for tests and idle moments."""
         self._queue.check_invariants()
         self._fleet.check_invariants()
         granted = {ticket for worker in self._fleet.workers for ticket in worker.tickets()}

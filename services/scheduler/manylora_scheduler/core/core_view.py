@@ -1,7 +1,4 @@
-"""What others may ask of the core: overload control, its term, and whoever shows its flows. Pure; reads alone.
-
-Owns nothing and writes nothing: the answers are from the books that the core writes, as they are between two events.
-"""
+"""What others may ask of the core. Pure; owns and writes nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ class CoreView:
 
     @property
     def is_serving(self) -> bool:
-        """Whether requests are granted as room appears: a worker takes them, and the clock is not being restored."""
+        """Whether requests are granted as room appears."""
         return self._fleet.any_serving and not self._queue.is_restoring
 
     @property
@@ -53,7 +50,7 @@ class CoreView:
         return ticket is not None and ticket.phase is QUEUED
 
     def is_known(self, request_id: RequestId) -> bool:
-        """Whether an attempt at the request is queued, has a live grant, or came back unused lately."""
+        """Whether an attempt is queued, has a live grant, or came back unused lately."""
         return request_id in self._tickets.wanted or self._tickets.has_place(request_id)
 
     def expected_cost(self, request: QueuedRequest) -> int:
@@ -66,8 +63,7 @@ class CoreView:
     # ---- for who applies events
 
     def tenants_charged(self, event: WorkerReported) -> list[TenantId]:
-        """Whose policies are to be known before a report is applied: the tenants that it may charge for work. In most
-        reports all flows have done some; a snapshot names whoever did anything since the worker began."""
+        """Whose policies are to be known before a report is applied: those that it may charge for work."""
         flows = event.report.flows
         if not event.report.snapshot:
             return [flow.tenant_id for flow in flows]
@@ -81,7 +77,7 @@ class CoreView:
     # ---- for a status
 
     def flow_views(self, now: float) -> list[FlowView]:
-        """Flows with queued or running work, in the order in which they came."""
+        """In the order in which they came."""
         queue, oldest = self._queue, self._tickets.oldest_by_flow()
         return [
             FlowView(

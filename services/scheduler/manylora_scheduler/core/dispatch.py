@@ -1,29 +1,10 @@
-"""What is granted next, and where: the fair queue's order, placement's choice, and what stands between the two.
+"""What is granted next, and where: between the fair queue's order and placement's choice. Pure; written by the core
+alone.
 
-Pure; written by the core alone. Owns the held worker (a request that was passed over `HOLD_AFTER_PASSES` times because
-nothing had room for it gets one worker reserved until it fits, or until one of equal need that is before it in the
-order by then does), which workers a router could not reach lately, and which flows have held sequences on some worker.
-
-Where nothing fits into free room, a request may be granted *beyond* it (`_beyond`), so that whoever is behind gets into
-the workers' decode loop, where slots change hands at each quantum's end: of the first flows in the order, the first
-that on some worker with spare places
-
-* has fewer sequences that wait there for a slot, or were granted and not reported yet, than a quarter of its share of
-  the slots by weight (or none: of a share below four), or comes to no more sequences there than that share (more would
-  only be parked), and has held sequences for a quarter of the slots at most;
-* is within its share of the slots, or not ahead of a flow that would come before it and only has enough waiting there
-  by this rule (light flows would else pass a heavy one whenever more slots came free at once than it had sequences
-  waiting, and the worker cannot know that it was backlogged);
-* is behind, or level: another flow with a slot there has come as far, by the scheduler's clock, as this one would be
-  if nothing of it ran (what is in flight takes turns by the worker's quanta), and has no fewer sequences there for its
-  weight;
-* is before the request, if any, for which that worker is held;
-* may, where overload control has some flows go before others (`Precedence`).
-
-So a flow comes to as many sequences as it can keep in slots by its share, and as many more as slots come free for it
-while it hears of that; flows that are equal take turns as far as there are spare places. The rule is the "admit beyond
-the slots only the flow with the least virtual time that has no ready unit"; admitting more freely fills the KV with
-parked sequences, and they are computed again.
+Owns the held worker, which workers a router could not reach lately, and which flows have held sequences where. A
+request that was passed over `HOLD_AFTER_PASSES` times, because nothing had room for it, gets one worker reserved until
+it fits. Where nothing fits into free room, a flow that is behind may be granted *beyond* it (`_beyond`), so that it
+gets into a worker's decode loop, where slots change hands at each quantum's end: docs/decisions/0016.
 """
 
 from __future__ import annotations
@@ -42,16 +23,14 @@ from manylora_scheduler.core.request import FlowKey, Need, QueuedRequest, Ticket
 from manylora_scheduler.core.worker_view import WorkerView
 
 UNREACHED_PAUSE_S = (0.25, 0.5, 1.0, 2.0)
-"""How long a worker gets nothing from a router that could not reach it, by failures in a row."""
+"""For a router that could not reach a worker, by failures in a row."""
 HOLD_AFTER_PASSES = 16
 _MAX_BEHIND = 8
-"""So many flows are asked whether one of them is to be granted beyond the free room."""
+"""Flows that are asked whether one of them is to be granted beyond the free room."""
 
 
 @dataclass(slots=True)
 class _Unreached:
-    """A worker that a router could not reach."""
-
     failures: int
     until: float
 
@@ -64,32 +43,27 @@ class _Hold:
 
 
 class Dispatch:
-    """
-    Args:
-        goes_beyond: whether requests are granted beyond free room.
-    """
-
     def __init__(self, queue: FairQueue[FlowKey, Ticket], fleet: Fleet, *, goes_beyond: bool = True) -> None:
         self._goes_beyond = goes_beyond
         self.held: dict[FlowKey, dict[WorkerId, None]] = {}
-        """Flows with held sequences, and where; for reading."""
+        """For reading."""
         self._held_on: dict[WorkerId, dict[FlowKey, None]] = {}
         self._queue = queue
         self._fleet = fleet
         self._hold: _Hold | None = None
         self._passed_over: tuple[Ticket | None, int] = (None, 0)
-        """The ticket that was first in order last time, and how often another was granted before it."""
+        """The ticket that was first in order last time; how often another was granted before it."""
         self._is_behind_hold = False
-        """In a search beyond the free room: whether what is asked now comes after the request that holds a worker."""
+        """In a search beyond the free room: whether what is asked comes after the request that holds a worker."""
         self._claims: dict[WorkerId, int] = {}
         """In a search beyond the free room: the least tag of a flow that has enough waiting on a worker."""
         self.unreached: dict[tuple[RouterId, WorkerId], _Unreached] = {}
-        """Which router could not reach which worker lately; for reading."""
+        """For reading."""
         self._now = 0.0
         self.precedence: Precedence | None = None
 
     def next_pick(self, now: float) -> Pick[Ticket, WorkerView] | None:
-        """The ticket that is to be granted next and its worker; None where nothing more can be granted now."""
+        """None where nothing more can be granted now."""
         fleet = self._fleet
         self._now = now
         if not self._queue.num_queued:
@@ -110,12 +84,16 @@ class Dispatch:
         return None
 
     def _place(self, ticket: Ticket) -> WorkerView | None:
-        """The worker on which a ticket could start now."""
         request = ticket.request
         return choose(request, self._fleet, self._allows(request))
 
     def _beyond(self, flow: FlowKey, ticket: Ticket) -> WorkerView | None:
-        """The worker on which a ticket may be granted though nothing is free for it."""
+        """The worker that takes the flow's next request though nothing is free for it.
+
+        There the flow has fewer sequences waiting than a quarter of its share of the slots, or comes to no more than
+        its share; has held ones for a quarter of the slots at most; and is behind. It does not pass a flow that would
+        come before it and only has enough waiting there.
+        """
         if self.precedence is not None and not self.precedence.goes_beyond(flow):
             return None
         request = ticket.request
@@ -158,7 +136,6 @@ class Dispatch:
         return any(other != flow and is_before(other) for other in worker.slotted_flows())
 
     def _allows(self, request: QueuedRequest, *, heeds_hold: bool = True) -> Callable[[WorkerView], bool]:
-        """Whether a request may go to a worker, were there room."""
         hold, unreached = self._hold if heeds_hold else None, self.unreached
         if hold is None and not unreached:
             return _allow_all
@@ -172,7 +149,6 @@ class Dispatch:
         return allowed
 
     def _count_pass(self, first: Ticket) -> None:
-        """Another ticket than the first in order is granted. Holds a worker for that once it was too often."""
         if self._hold is not None:
             return
         ticket, passes = self._passed_over
@@ -192,9 +168,8 @@ class Dispatch:
     # ---- what others tell it
 
     def note_held(self, worker_id: WorkerId, flows: Iterable[FlowKey]) -> None:
-        """The flows that have held sequences on a worker, as of now. They are placed by themselves: what room there is
-        depends on them (`WorkerView.can_take`). A flow that has none left anywhere begins at the clock: while it was
-        held up by its own doing it was not backlogged, and it keeps no credit of that time."""
+        """Flows with held sequences are placed by themselves: what room there is depends on them
+        (`WorkerView.can_take`). One that has none left anywhere keeps no credit: it was held up by its own doing."""
         before = self._held_on.pop(worker_id, {})
         now = dict.fromkeys(flows)
         if now:
@@ -216,14 +191,14 @@ class Dispatch:
             self._hold = None
 
     def check_hold(self) -> None:
-        """Nothing is held on a worker that takes no requests."""
+        """A worker that takes no requests is not held."""
         if self._hold is not None:
             worker = self._fleet.get(self._hold.worker_id)
             if worker is None or not worker.serving:
                 self._hold = None
 
     def pause(self, router_id: RouterId, worker_id: WorkerId, now: float) -> float | None:
-        """The router could not reach the worker. Returns until when it is not sent there, unless that was known."""
+        """Returns until when the router is not sent there, unless that was known."""
         found = self.unreached.setdefault((router_id, worker_id), _Unreached(0, now))
         if found.until > now:
             return None

@@ -25,7 +25,7 @@ class HeldLease:
 
 @dataclass(frozen=True, slots=True)
 class RouterConnected:
-    """A router's new stream. Numbers of sessions grow; a later one of the same router replaces the earlier."""
+    """Numbers of sessions grow; a later one of the same router replaces the earlier."""
 
     router_id: RouterId
     session: int
@@ -58,7 +58,7 @@ class GrantClosed:
     worker_id: WorkerId
     reached_worker: bool
     is_unavailable: bool = False
-    """The worker was tried in vain, and not by the request's own doing."""
+    """The worker was tried in vain, not by the request's own doing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class LeaseWanted:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A request that was enqueued has ended. `tokens`: prompt and output tokens that it used."""
+    """`tokens`: prompt and output tokens that the request used."""
 
     router_id: RouterId
     request_id: RequestId
@@ -79,7 +79,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class RoutersRefused:
-    """A router refused so many requests of these flows by the overload view."""
+    """So many requests of these flows, by the overload view."""
 
     flows: tuple[tuple[FlowKey, int], ...]
 
@@ -93,7 +93,7 @@ class Shed:
 
 @dataclass(frozen=True, slots=True)
 class WorkerJoined:
-    """A worker's record stands in the store. One that is known is replaced if its address differs."""
+    """A known one is replaced if its address differs."""
 
     worker_id: WorkerId
     address: str
@@ -154,7 +154,7 @@ Event = (
 
 @dataclass(slots=True)
 class SendGrant:
-    """Not frozen: there is one a decision, and freezing would double what making it costs."""
+    """Not frozen: that would double what making it costs."""
 
     request: QueuedRequest
     session: int
@@ -213,12 +213,11 @@ class SendPrefetch:
     worker_id: WorkerId
     adapter_uid: AdapterUid
     tenant_id: TenantId
-    """Whose request waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A queued request was withdrawn, or its router went: nothing to send."""
+    """Withdrawn, or its router went: nothing to send."""
 
     request: QueuedRequest
 

@@ -1,7 +1,5 @@
-"""All workers, and the orders in which placement looks for one. Pure.
-
-Owns who is a member, how many members take requests or have room, and the orders by load and by room. Written by the
-core alone, which calls `Fleet.update` once it is done with a worker.
+"""All workers, and the orders in which placement looks for one. Pure; written by the core alone, which calls
+`Fleet.update` once it is done with a worker.
 """
 
 from __future__ import annotations
@@ -29,30 +27,24 @@ from manylora_scheduler.core.worker_view import (
 
 
 class Fleet:
-    """All workers that stand in the coordination store, and the orders in which placement looks for one.
-
-    A worker is *open* while it takes requests and has a free sequence slot, and *spare* while it takes requests and
-    could hold one more sequence beyond its slots. How many are is known at once. The orders are sorted lists, brought
-    up to date when they are read: in a busy cluster one worker opens at a time and is filled before anything is
-    compared. Moving a worker costs two binary searches and a memmove of a few kilobytes, which thousands of workers do
-    not feel.
-    """
+    """A worker that takes requests is *open* while it has a free sequence slot, and *spare* while it could hold one
+    more sequence beyond its slots. The orders are sorted lists, brought up to date when they are read: in a busy
+    cluster one worker opens at a time and is filled before anything is compared."""
 
     def __init__(self) -> None:
         self.ring = Ring()
         self.holders = Holders()
         self._workers: dict[WorkerId, WorkerView] = {}
         self.get: Callable[[WorkerId], WorkerView | None] = self._workers.get
-        """A member; the dict's own, for it is asked with every report."""
+        """The dict's own: it is asked with every report."""
         self._open: dict[WorkerId, WorkerView] = {}
         self._unsorted: dict[WorkerId, WorkerView] = {}
-        """Workers whose place in the orders may be another by now."""
+        """Those whose place in the orders may be another by now."""
         self._by_load: list[Load] = []
-        """Open workers."""
         self._by_free_kv: list[tuple[int, WorkerId]] = []
-        """Open workers by the KV tokens that are free on them."""
+        """Open ones."""
         self._by_spare: list[tuple[int, WorkerId]] = []
-        """Spare workers, most spare places first (negated)."""
+        """Most spare places first (negated)."""
         self._slotted_sequences = 0
         """On open workers, as the orders have them."""
         self._num_connected = 0
@@ -61,9 +53,8 @@ class Fleet:
         self.num_open = 0
         self.num_spare = 0
         self.has_room = False
-        """Whether any worker is open or spare."""
+        """Any is open or spare."""
         self.only_open: WorkerView | None = None
-        """The open worker, where there is one alone."""
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -90,7 +81,7 @@ class Fleet:
         return worker
 
     def update(self, worker: WorkerView) -> bool:
-        """Takes note of all that may have changed in a member. Returns whether it began or ceased to take requests."""
+        """Returns whether it began or ceased to take requests."""
         before, standing = worker.standing, worker.standing_now()
         if standing != before:
             self._stand(worker, standing)
@@ -119,7 +110,6 @@ class Fleet:
             self.has_room = self.num_open > 0 or self.num_spare > 0
 
     def _sort(self) -> None:
-        """Brings the orders up to date."""
         for worker in self._unsorted.values():
             place = worker.place_now()
             if place != worker.place:
@@ -152,13 +142,13 @@ class Fleet:
 
     @property
     def slotted_sequences(self) -> int:
-        """On open workers, all together."""
+        """On open workers."""
         self._sort()
         return self._slotted_sequences
 
     @property
     def most_free_kv(self) -> int:
-        """KV tokens that are free on the open worker that has most of them."""
+        """In tokens, on open workers."""
         self._sort()
         return self._by_free_kv[-1][0] if self._by_free_kv else 0
 

@@ -1,7 +1,7 @@
 """What the scheduler knows of each flow besides its place in the fair queue. Pure; written by the core alone.
 
-Owns the shares that follow from the tenants' policies, and for flows that were served lately what they were served, how
-long their requests' outputs were and how long their last one waited. From these comes what a request reserves.
+Owns the shares that follow from the tenants' policies, and of flows that were served lately what they were served, how
+long their outputs were and how long the last one waited.
 """
 
 from __future__ import annotations
@@ -26,53 +26,49 @@ BOOSTS: Mapping[QosClass, tuple[int, int]] = {
     QosClass.STANDARD: (0, CHUNK_COST),
     QosClass.BATCH: (0, CHUNK_COST),
 }
-"""(base, cap) of each class: interactive work begins one chunk ahead, and nobody ever comes further than the cap."""
+"""(base, cap)."""
 AGING_PER_S = 32
-"""Cost per unit of weight by which a waiting flow's boost grows in a second."""
+"""Cost per unit of weight."""
 MAX_KNOWN_FLOWS = 262_144
-"""Flows of which the served cost and the output estimate are remembered; beyond, the oldest are forgotten."""
+"""Beyond, the oldest are forgotten."""
 
 
 class KnownFlow(OutputEstimate):
-    """One flow's record: what a request of it needs to have looked up once. Its tickets have it at hand."""
+    """One flow's record. Its tickets have it at hand."""
 
     __slots__ = ("is_forgotten", "last_wait_s", "policy_share", "served_cost")
 
     def __init__(self, policy_share: Share) -> None:
         super().__init__()
         self.policy_share = policy_share
-        """By its tenant's policy."""
         self.served_cost = 0
         self.last_wait_s = 0.0
-        """Time in the queue of the request that was granted last."""
+        """In the queue, of the request that was granted last."""
         self.is_forgotten = False
         """Whether the flow has another record by now, or none."""
 
     def expected_cost(self, request: QueuedRequest) -> int:
-        """What a request is expected to cost in all."""
         expected = self.expect(request.max_new_tokens)
         return PROMPT_TOKEN_COST * request.prompt_tokens + OUTPUT_TOKEN_COST * expected
 
     def reservation(self, request: QueuedRequest) -> int:
-        """The most that a request's first units may cost: a chunk of its prompt and a quantum of each sequence. What
-        comes after them is another turn of its flow, in the worker, and charged as the worker counts it. Were whole
-        requests paid in advance, a newcomer would be level with a hog after the first of its own requests, and then
-        wait until all was done that the hog has paid for."""
+        """The most that a request's first units may cost: a chunk of its prompt and a quantum of each sequence. The
+        rest is charged as the worker counts it."""
         expected = self.expect(request.max_new_tokens)
         output_tokens = min(expected, QUANTUM_TOKENS * request.sequences)
         return min(PROMPT_TOKEN_COST * request.prompt_tokens, CHUNK_COST) + OUTPUT_TOKEN_COST * output_tokens
 
 
 class Precedence(Protocol):
-    """Which flows go before others for the time being. Asked whenever it matters, so it answers at once."""
+    """Which flows go before others for the time being."""
 
     def factor(self, flow: FlowKey) -> int:
-        """By what the flow's weight is multiplied. It is asked for when a request of the flow comes or work of it is
-        counted, and holds until then."""
+        """By what the flow's weight is multiplied. Asked for when a request of the flow comes or work of it is
+        counted."""
         ...
 
     def goes_beyond(self, flow: FlowKey) -> bool:
-        """Whether the flow's requests may be granted beyond workers' free room."""
+        """Whether it may be granted beyond workers' free room."""
         ...
 
 
@@ -83,13 +79,12 @@ class _Records(dict[FlowKey, KnownFlow]):
     """A dict itself: most flows have a record, and finding it takes no call then."""
 
     def __init__(self, shares: Mapping[TenantId, _ClassShares], default: _ClassShares) -> None:
-        """What `Flows` has of policies, for reading: not `Flows` itself, which would be a cycle to be collected."""
+        """Both are for reading: `Flows` itself would be a cycle to be collected."""
         super().__init__()
         self._shares = shares
         self._default = default
 
     def policy_share(self, flow: FlowKey) -> Share:
-        """By its tenant's policy."""
         return self._shares.get(flow.tenant_id, self._default)[flow.qos_class]
 
     def __missing__(self, flow: FlowKey) -> KnownFlow:
@@ -102,12 +97,11 @@ class _Records(dict[FlowKey, KnownFlow]):
 class Flows:
     def __init__(self) -> None:
         self._shares: dict[TenantId, _ClassShares] = {}
-        """Of the tenants that have a policy."""
         self._made: dict[tuple[int, QosClass], Share] = {}
-        """Every share that is in use, once: flows by the thousand have few different ones."""
+        """Each share once: flows by the thousand have few different ones."""
         self._default = {qos_class: self._make(weight, qos_class) for qos_class, weight in DEFAULT_WEIGHTS.items()}
         self.known = _Records(self._shares, self._default)
-        """For reading; a flow that has no record gets one when it is asked for by `[]`."""
+        """For reading; a flow gets a record when it is asked for by `[]`."""
         self.precedence: Precedence | None = None
 
     def set_policy(self, tenant_id: TenantId, policy: TenantPolicy | None) -> None:
@@ -144,7 +138,6 @@ class Flows:
         return found
 
     def known_of(self, ticket: Ticket) -> KnownFlow:
-        """The record of the ticket's flow."""
         known = ticket.known
         if known.is_forgotten:
             known = ticket.known = self.known[ticket.request.flow]

@@ -1,20 +1,9 @@
 """Which worker runs a request: where its adapter is, while that does not crowd one worker. Pure; keeps nothing.
 
-Among the open workers (a free sequence slot), with n of them and `total` sequences in flight on these, a worker is
-*under the cap* while
-
-    load + 1 <= min(slots, max(ceil(1.25 * (total + 1) / n), slots // 4))
-
-(bounded load: Mirrokni, Thorup, Zadimoghaddam 2018; never above the real slots, and a lightly loaded worker is not left
-for the sake of balance). Of those with room for the request (a slot for each sequence, KV blocks for the prompt), in
-this order, least loaded first:
-
-    1. the adapter is on the device, under the cap          2. on the host, under the cap
-    3. it is arriving there, under the cap                  4. the first under the cap in the adapter's own order
-    5. any
-
-The adapter's own order is the ring's. Requests for the base model go to the least loaded. A request with no worker
-here stays in the queue. A choice costs O(log n) but for what cannot be used: it looks through workers until one fits.
+Of the open workers with room, least loaded first: one that is *under the cap* and has the adapter on its device, on its
+host, or arriving; the first under the cap in the adapter's own order (the ring's); any. Requests for the base model go
+to the least loaded. The cap is bounded load (Mirrokni, Thorup, Zadimoghaddam 2018), never above the real slots, and a
+lightly loaded worker is not left for the sake of balance.
 """
 
 from __future__ import annotations
@@ -30,15 +19,14 @@ from manylora_scheduler.core.request import QueuedRequest
 from manylora_scheduler.core.worker_view import WorkerView
 
 _MAX_NEAR = 32
-"""Of an adapter that more workers have, so many are looked at: the least loaded open workers first."""
+"""Of more workers that have an adapter, so many are looked at."""
 _MAX_SPARE = 8
-"""So many workers with spare places are looked at, and as many that have the adapter."""
 _FEW = 16
 """So many open workers are compared by their distance; of more, the ring is walked."""
 
 
 def choose(request: QueuedRequest, fleet: Fleet, allowed: Callable[[WorkerView], bool]) -> WorkerView | None:
-    """The worker for a request among those that `allowed` accepts; None where none of them has room."""
+    """None where none that `allowed` accepts has room."""
     only = fleet.only_open
     if only is not None:  # a busy cluster's usual case, and then there is nothing to compare
         return only if only.can_take(request) and allowed(only) else None
@@ -71,11 +59,8 @@ def choose(request: QueuedRequest, fleet: Fleet, allowed: Callable[[WorkerView],
 
 
 def choose_spare(request: QueuedRequest, fleet: Fleet, allowed: Callable[[WorkerView], bool]) -> WorkerView | None:
-    """The worker that is to take a request beyond its free room, among those that `allowed` accepts; None: none does.
-
-    First one with blocks for its prompt, then one that has its adapter, then the one with most spare places. Looks at
-    the first few alone.
-    """
+    """The worker that takes a request beyond its free room, among those that `allowed` accepts: first one with blocks
+    for its prompt, then one that has its adapter, then the one with most spare places. Looks at the first few alone."""
     near = dict.fromkeys(islice(fleet.spare_workers(), _MAX_SPARE))
     uid = request.adapter_uid
     if uid is not None:
@@ -90,7 +75,7 @@ def choose_spare(request: QueuedRequest, fleet: Fleet, allowed: Callable[[Worker
 
 
 def home(uid: AdapterUid, fleet: Fleet, accepts: Callable[[WorkerView], bool]) -> WorkerView | None:
-    """The first open worker in the adapter's own order that `accepts` takes."""
+    """The first open one in the adapter's own order."""
     if fleet.num_open <= _FEW:
         found = [worker for worker in fleet.open_workers() if accepts(worker)]
         if len(found) == 1:
@@ -100,7 +85,6 @@ def home(uid: AdapterUid, fleet: Fleet, accepts: Callable[[WorkerView], bool]) -
 
 
 def in_order(uid: AdapterUid, fleet: Fleet, accepts: Callable[[WorkerView], bool]) -> Iterator[WorkerView]:
-    """All workers that `accepts` takes, in the adapter's own order."""
     for worker_id in fleet.ring.walk(uid):
         worker = _member(fleet, worker_id)
         if accepts(worker):
@@ -108,12 +92,12 @@ def in_order(uid: AdapterUid, fleet: Fleet, accepts: Callable[[WorkerView], bool
 
 
 def load_cap(fleet: Fleet) -> int:
-    """ceil(1.25 * (total + 1) / n) over the open workers, of which there is one at least."""
+    """ceil(1.25 * (sequences + 1) / workers) over the open workers, of which there is one at least."""
     return -(-5 * (fleet.slotted_sequences + 1) // (4 * fleet.num_open))
 
 
 def _holders(uid: AdapterUid, fleet: Fleet) -> Iterable[WorkerView]:
-    """Workers that have the adapter, or will; some of them where they are many."""
+    """Some of them where they are many."""
     holders = fleet.holders.of(uid)
     if len(holders) <= _MAX_NEAR:
         return holders

@@ -1,4 +1,4 @@
-"""What a worker says of itself, as plain data; meaning as in worker.proto. Owns nothing."""
+"""What a worker says of itself, as plain data; meaning as in worker.proto."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ class Residency(enum.IntEnum):
 
     ABSENT = 0
     ARRIVING = 1
-    """A request for it was granted, or a prefetch was sent, and the worker has not reported it yet."""
+    """Granted or prefetched, and not reported yet."""
     HOST = 2
     DEVICE = 3
 
 
 ABSENT = Residency.ABSENT
-"""At hand: asking an enum for a member takes longer than a call."""
 
 
 class StartedRequest(NamedTuple):
@@ -40,13 +39,13 @@ class FlowTokens(NamedTuple):
 
 
 class FlowLoad(NamedTuple):
-    """A flow's unfinished sequences on a worker."""
+    """Unfinished sequences."""
 
     slotted: int
     ready: int
     """Without a slot, and others are why."""
     held: int
-    """Without a slot and unable to use one, by their own tenant's doing (worker.proto)."""
+    """Without a slot, by their own tenant's doing."""
 
     @property
     def unheld(self) -> int:
@@ -58,8 +57,7 @@ NO_LOAD = FlowLoad(0, 0, 0)
 
 @dataclass(slots=True)
 class WorkerReport:
-    """One report of a worker. Meaning as in worker.proto. Never changed; not frozen, which would double the time that
-    making one takes."""
+    """Never changed; not frozen, which would double what making it costs."""
 
     snapshot: bool
     sequence_slots: int
@@ -69,7 +67,7 @@ class WorkerReport:
     block_size: int
     draining: bool = False
     adapters: Mapping[AdapterUid, Residency] = field(default_factory=dict)
-    """HOST, DEVICE or ABSENT, of the adapters that changed; in a snapshot of all that are resident."""
+    """Of those that changed; in a snapshot of all that are resident."""
     started: tuple[StartedRequest, ...] = ()
     finished: tuple[RequestId, ...] = ()
     flows: Mapping[FlowKey, FlowTokens] = field(default_factory=dict)

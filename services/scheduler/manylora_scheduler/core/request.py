@@ -4,8 +4,8 @@
       |                  |--given back unused; not reported in time; worker lost------------------> gone
       |--withdrawn; refused (deadline, no worker, full queue); its router's stream lost----------> gone
 
-A request is enqueued again (with the same id) by its router when a grant could not be used, or after the router's
-stream was lost; that is a new attempt with a new ticket. Sizes and names only: prompts and tokens never come here.
+A request that is enqueued again, with the same id, is a new attempt with a new ticket. Sizes and names only: prompts
+and tokens never come here.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ if TYPE_CHECKING:
     from manylora_scheduler.core.flows import KnownFlow
 
 PATIENCE_S = 60.0
-"""A request without a deadline takes its place in its flow as if it had this one."""
+"""The deadline of a request without one, as to its place in its flow."""
 
 
 class FlowKey(NamedTuple):
-    """What fairness is between."""
-
     tenant_id: TenantId
     qos_class: QosClass
 
@@ -43,27 +41,26 @@ class QueuedRequest:
     max_new_tokens: int
     """Over all choices."""
     sequences: int = 1
-    """Slots that it takes on a worker."""
     priority: int = 0
     """Higher is sooner, inside its flow."""
     adapter_uid: AdapterUid | None = None
     adapter_id: str = ""
-    """The adapter's name in its tenant's namespace, for traces."""
+    """For traces."""
     deadline: float | None = None
     """By the clock that `Core.apply` is given."""
     traceparent: str = ""
     enqueued_ns: int = 0
-    """Unix time of its arrival, for traces; 0 while they are off."""
+    """Unix time, for traces; 0 while they are off."""
 
 
 class Phase(enum.Enum):
     QUEUED = "queued"
     GRANTED = "granted"
-    """Sent to the router; the worker has not reported it yet."""
+    """The worker has not reported it yet."""
     CLOSING = "closing"
-    """As GRANTED, but the router is done with it: the worker may still report it, or may never have seen it."""
+    """As GRANTED, and the router is done with it: the worker may never have seen it."""
     RUNNING = "running"
-    """Reported by the worker. Only the worker's own word ends it."""
+    """Only the worker's own word ends it."""
 
 
 QUEUED, GRANTED, CLOSING, RUNNING = Phase
@@ -71,7 +68,7 @@ QUEUED, GRANTED, CLOSING, RUNNING = Phase
 
 
 class Ticket(Timed):
-    """One attempt at one request: what the core's books, the fair queue among them, have as their item."""
+    """One attempt at one request: the item of the fair queue and of the other books."""
 
     __slots__ = ("attempt", "blocks", "enqueued_at", "granted_at", "is_wanted", "known", "order", "phase", "request",
                  "session", "waits_since", "worker_id")  # fmt: skip
@@ -88,23 +85,22 @@ class Ticket(Timed):
     ) -> None:
         self.request = request
         self.known = known
-        """What is known of its flow: read by `Flows.known_of`."""
+        """Read by `Flows.known_of`."""
         self.session = session
-        """The router's stream that asked for it, or that its grant was last sent on."""
+        """The router's stream that asked for it, or got its grant last."""
         self.order = order
-        """Its place inside its flow, which grows with each ticket; an attempt after an unused grant keeps the first's
-        place."""
+        """Its place inside its flow; an attempt after an unused grant keeps the first's."""
         self.attempt = attempt
         self.enqueued_at = enqueued_at
         self.waits_since = waits_since
-        """When the first of its attempts was enqueued."""
+        """Since its first attempt."""
         self.phase = QUEUED
         self.is_wanted = True
-        """Whether it stands for its request: its router is not done with it. Written by `Tickets` alone."""
+        """Its router is not done with it. Written by `Tickets` alone."""
         self.due_in = None
         self.worker_id: WorkerId | None = None
         self.blocks = 0
-        """While it is granted: KV blocks that it takes on its worker to begin with."""
+        """While it is granted: KV blocks to begin with."""
         self.granted_at = 0.0
 
 
@@ -113,9 +109,9 @@ class Need(NamedTuple):
 
     sequences: int
     prompt_tokens: int
-    """Rounded up to three significant bits more than the leading one, so that there are few distinct needs."""
+    """Rounded up to four significant bits, so that there are few distinct needs."""
     router_id: RouterId
-    """A router may be unable to reach a worker."""
+    """It may be unable to reach a worker."""
 
 
 def need_of(request: QueuedRequest) -> Need:
@@ -128,17 +124,16 @@ def need_of(request: QueuedRequest) -> Need:
 
 @functools.lru_cache(maxsize=16_384)
 def _need(sequences: int, prompt_tokens: int, router_id: RouterId) -> Need:
-    """One object for all that are equal: every queued request has one."""
+    """One object for all that are equal."""
     return Need(sequences, prompt_tokens, router_id)
 
 
 def to_us(seconds: float) -> int:
-    """A moment of the core's clock in the fair queue's whole microseconds."""
     return int(1e6 * seconds)
 
 
 def rank_of(ticket: Ticket) -> Rank:
-    """The ticket's place in its flow: priority, then earliest deadline, then the order of coming."""
+    """Priority, then earliest deadline, then the order of coming."""
     deadline = ticket.request.deadline
     due = ticket.waits_since + PATIENCE_S
     if deadline is not None and deadline < due:
@@ -147,7 +142,7 @@ def rank_of(ticket: Ticket) -> Rank:
 
 
 def urgent_us_of(ticket: Ticket) -> int | None:
-    """When the request becomes urgent: once half of the time that its caller gave it has gone by in the queue."""
+    """Once half of the time that its caller gave it has gone by in the queue."""
     deadline = ticket.request.deadline
     if deadline is None:
         return None
@@ -155,7 +150,7 @@ def urgent_us_of(ticket: Ticket) -> int | None:
 
 
 class OutputEstimate:
-    """How many output tokens a flow's requests have had lately: two sums that fade with each finished request."""
+    """Two sums that fade with each finished request."""
 
     __slots__ = ("_finished", "_tokens")
 
@@ -177,7 +172,7 @@ class OutputEstimate:
             self._finished -= self._finished // self._MEMORY
 
     def expect(self, max_new_tokens: int) -> int:
-        """Output tokens to reserve for a request: never more than it may have, and that where nothing is known yet."""
+        """Output tokens of a request: at most what it may have, and that where nothing is known yet."""
         if not self._finished:
             return max_new_tokens
         expected = -(-self._tokens // self._finished)

@@ -1,8 +1,5 @@
-"""Each adapter's own order of the workers: a hash ring. Pure; keeps only its members and a cache of hashes.
-
-A worker stands at `POINTS_PER_WORKER` places of the ring (blake2b, the same in every process). An adapter's order is
-clockwise from its own hash, so a worker that comes or goes moves only what it gets or had (consistent hashing: Karger
-et al. 1997), and the first worker with a property is found by a walk that ends soon if many have it.
+"""Each adapter's own order of the workers: a hash ring (consistent hashing: Karger et al. 1997). Pure; keeps only its
+members and a cache of hashes. A worker that comes or goes moves only what it gets or had.
 """
 
 from __future__ import annotations
@@ -35,7 +32,6 @@ class Ring:
             del self._points[bisect_left(self._points, (point, worker_id))]
 
     def walk(self, uid: AdapterUid) -> Iterator[WorkerId]:
-        """All workers in the adapter's order."""
         begin = bisect_right(self._points, (self._hash_of(uid), WorkerId("")))
         seen: set[WorkerId] = set()
         for i in range(len(self._points)):
@@ -45,7 +41,7 @@ class Ring:
                 yield worker_id
 
     def distance(self, uid: AdapterUid, worker_id: WorkerId) -> int:
-        """How far clockwise a worker is from the adapter: `walk` goes by it."""
+        """`walk` goes by it."""
         at, points = self._hash_of(uid), self._points_of[worker_id]
         return (points[bisect_left(points, at) % len(points)] - at) % _CIRCLE
 

@@ -1,9 +1,7 @@
 """How one leader's clock becomes the next one's. Pure; written by the core alone.
 
 Owns, after a takeover, what the predecessor had reserved for requests that may still run, and when dispatch begins:
-once all workers have reported (their counters say what was done since the snapshot) and routers had a moment to ask
-again for what waits, and after `MAX_WAIT_S` in any case. Nothing is granted before, so that nobody gains by being
-heard of first.
+once all workers have reported and routers had a moment to ask again, after `MAX_WAIT_S` in any case.
 """
 
 from __future__ import annotations
@@ -27,21 +25,21 @@ class Succession:
         self._follows = predecessor is not None
         self._inherited: dict[RequestId, tuple[FlowKey, int]] = {}
         self._adopted: dict[RequestId, WorkerId] = {}
-        """Requests of the predecessor's that still run, and where; the queue has them by their ids."""
+        """The predecessor's that still run, and where."""
         self._began_at: float | None = None
         if predecessor is not None:
             self._inherited = {request_id: (flow, left) for request_id, flow, left in predecessor.reserved}
             restore(self._queue, predecessor)
 
     def begin(self, now: float) -> tuple[float, ...]:
-        """While dispatch waits. At the core's first event: the moments at which it may begin."""
+        """At the core's first event: the moments at which dispatch may begin."""
         if self._began_at is not None:
             return ()
         self._began_at = now
         return now + MIN_WAIT_S, now + MAX_WAIT_S
 
     def try_resume(self, now: float, *, all_reported: bool) -> bool:
-        """Lets dispatch begin where there is nothing to wait for any more. Returns whether it still waits."""
+        """Returns whether dispatch still waits."""
         assert self._began_at is not None, "begin comes first"
         if now >= self._began_at + (MIN_WAIT_S if all_reported else MAX_WAIT_S):
             resume(self._queue)
@@ -49,8 +47,7 @@ class Succession:
         return self._queue.is_restoring
 
     def adopt(self, request_id: RequestId, worker_id: WorkerId, flows: Flows) -> None:
-        """A worker runs a request that this leader did not grant: if it is the predecessor's, its reservation is taken
-        over."""
+        """A worker runs a request that this leader did not grant."""
         found = self._inherited.pop(request_id, None)
         if found is not None:
             flow, left = found
@@ -58,21 +55,21 @@ class Succession:
             self._adopted[request_id] = worker_id
 
     def end(self, request_id: RequestId, worker_id: WorkerId) -> None:
-        """A request that this leader did not grant runs no more; one that was not adopted is ignored."""
+        """One that was not adopted is ignored."""
         if self._adopted.get(request_id) == worker_id:
             del self._adopted[request_id]
             self._queue.settle(request_id)
 
     def first_report(self, worker_id: str, totals: dict[FlowKey, int]) -> bool:
-        """Whether the counters of a worker's first report are to be charged. What it did before this cluster had a
-        clock is not; what it did since the predecessor's snapshot is, all of it where that does not know the worker."""
+        """Whether the counters of a worker's first report are charged: not for what it did before this cluster had a
+        clock, but for what it did since the predecessor's snapshot."""
         if self._follows or self._queue.knows_source(worker_id):
             return True
         self._queue.begin_counting(worker_id, totals)
         return False
 
     def snapshot(self) -> ClockSnapshot:
-        """For the next leader: the queue's, with requests by their ids. Not to be taken while dispatch waits."""
+        """Not to be taken while dispatch waits."""
         assert not self._queue.is_restoring, "what was inherited is not all here yet"
         taken = take_snapshot(self._queue)
         reserved = [
@@ -83,5 +80,4 @@ class Succession:
 
     @property
     def adopted(self) -> set[tuple[RequestId, WorkerId]]:
-        """Adopted requests that still run, and where."""
         return set(self._adopted.items())

@@ -1,8 +1,6 @@
-"""The book of tickets: every request that is queued or granted, by all the names under which it is asked for.
+"""Every request that is queued or granted, by the names under which it is asked for. Pure; written by the core alone.
 
-Pure; written by the core alone. Decides nothing. A ticket enters queued, may become granted (`leave_queue`), and goes
-(`forget`). Apart from tickets it remembers for a while the requests whose grant came back unused, so that their next
-attempt keeps its place.
+A ticket enters queued, may become granted (`leave_queue`), and goes (`forget`).
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ class Tickets:
     def __init__(self) -> None:
         self._num_live = 0
         self.wanted: dict[RequestId, Ticket] = {}
-        """The ticket that stands for a request: queued, or granted and not ended by its router. For reading."""
+        """Queued, or granted and not ended by their routers. For reading."""
         self.queued_by_tenant: dict[TenantId, int] = {}
-        """How many are queued; for reading."""
+        """For reading."""
         self._returned: dict[RequestId, Ticket] = {}
-        """The last attempt of requests whose grant came back unused."""
+        """The last attempts of requests whose grants came back unused: their next ones keep the place."""
         self._next_order = 0
 
     def __len__(self) -> int:
@@ -38,7 +36,6 @@ class Tickets:
         return [t for t in self.wanted.values() if t.phase is QUEUED and t.request.router_id == router_id]
 
     def oldest_by_flow(self) -> Mapping[FlowKey, float]:
-        """When the oldest queued request of each flow was enqueued."""
         oldest: dict[FlowKey, float] = {}
         for ticket in self.wanted.values():
             if ticket.phase is QUEUED:
@@ -47,7 +44,6 @@ class Tickets:
         return oldest
 
     def enqueue(self, request: QueuedRequest, known: KnownFlow, session: int, now: float) -> Ticket:
-        """A new queued ticket; it has the place of the request's attempt that came back, if there is one."""
         before = self._returned.pop(request.request_id, None) if self._returned else None
         if before is None:
             ticket = Ticket(request, known, session, self._next_order, 1, now, now)
@@ -84,14 +80,17 @@ class Tickets:
         self._returned[ticket.request.request_id] = ticket
 
     def has_place(self, request_id: RequestId) -> bool:
-        """Whether its place is kept."""
         return request_id in self._returned
 
     def lose_place(self, request_id: RequestId) -> None:
         self._returned.pop(request_id, None)
 
     def check_invariants(self, routers: Iterable[RouterId], granted: Set[Ticket]) -> set[Ticket]:
-        """Every index against the tickets, of which workers have the granted ones. Returns the queued ones."""
+        """Returns the queued ones.
+
+        Args:
+            granted: as the workers have them.
+        """
         queued = {ticket for ticket in self.wanted.values() if ticket.phase is QUEUED}
         assert len(queued) == sum(self.queued_by_tenant.values())
         assert len(queued) + len(granted) == self._num_live

@@ -1,6 +1,5 @@
-"""Moments in the future: by name (`Timers`), and one for each of very many things (`Moments`). Pure.
-
-Both own which are set, and know no clock: the owner asks for what is due.
+"""Moments in the future: by name (`Timers`), and one for each of very many things (`Moments`). Pure; they know no
+clock.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from typing import Any, Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 _COMPACT_SLACK = 64
-"""Everything is rebuilt once there are this many entries more than twice the set timers."""
+"""Everything is rebuilt once there are so many entries more than twice the set timers."""
 
 _Entry = Any
-"""(moment, order, key), told from others by its identity: why its type is not known, `flow_group.Entry` says."""
+"""(moment, order, key), told from others by its identity, as `flow_group.Entry`."""
 
 
 class Timers(Generic[K]):
     """A set of (key, moment); setting a key again moves it. Ties are due in the order of setting.
 
-    Moments of any kind stand in a heap. Those that are a fixed delay from now stand in a lane of that delay, where they
-    are in order by themselves: most timers are such, and are cancelled long before they are due.
+    Moments that are a fixed delay from now stand in a lane of that delay, where they are in order by themselves, and
+    all others in a heap.
     """
 
     def __init__(self) -> None:
@@ -32,10 +31,10 @@ class Timers(Generic[K]):
         self._heap: list[_Entry] = []
         self._lanes: dict[float, deque[_Entry]] = {}
         self._num_entries = 0
-        """In the heap and the lanes, stale ones included."""
+        """Stale ones included."""
         self._next_order = 0
         self.not_before = math.inf
-        """For reading: no timer is due before, so nothing needs to be looked at until then."""
+        """For reading: no timer is due before."""
 
     def __len__(self) -> int:
         return len(self._set)
@@ -54,16 +53,15 @@ class Timers(Generic[K]):
         lane.append(self._entry(key, now + delay_s))
 
     def cancel(self, key: K) -> None:
-        """Unsets a key; one that is not set is ignored."""
+        """One that is not set is ignored."""
         self._set.pop(key, None)
 
     def next_at(self) -> float | None:
-        """When the next timer is due."""
         first = self._first()
         return first[0] if first is not None else None
 
     def pop_due(self, now: float) -> K | None:
-        """Unsets and returns the earliest timer that is due at `now`."""
+        """Unsets and returns the earliest that is due."""
         if now < self.not_before:
             return None
         first = self._first()
@@ -84,7 +82,7 @@ class Timers(Generic[K]):
         return entry
 
     def _first(self) -> _Entry:
-        """The earliest entry that is set, or None. Takes stale ones off the ends on the way."""
+        """None: there is none. Takes stale ones off the ends on the way."""
         first: _Entry = None
         for lane in self._lanes.values():
             while lane and self._set.get(lane[0][2]) is not lane[0]:
@@ -117,22 +115,21 @@ def _made(at: float, order: int, key: Hashable) -> _Entry:
 
 
 class Timed:
-    """What can wait for one moment. Its `Moments` writes what is here."""
+    """What can wait for one moment; its `Moments` writes this."""
 
     __slots__ = ("due_in", "due_slot", "waits_from")
 
     due_in: _Lane[Any] | list[Any] | None
-    """Where it stands: a lane, or its entry in the heap. None: it waits for nothing."""
+    """A lane, or its entry in the heap. None: it waits for nothing."""
     due_slot: int
-    """Its place in the lane."""
     waits_from: float
-    """In a lane: its moment is the lane's delay later. A sum kept here would be an object more."""
+    """In a lane: its moment is the lane's delay later."""
 
 
 T = TypeVar("T", bound=Timed)
 
 _HOLES = 4
-"""A lane is closed up once it has this many places, and `_COMPACT_SLACK`, for each thing that waits in it."""
+"""Places for each thing that waits in a lane, beyond which it is closed up."""
 
 
 class _Lane(Generic[T]):
@@ -163,22 +160,18 @@ class _Lane(Generic[T]):
 
 
 class Moments(Generic[T]):
-    """One moment for each thing, which is kept in the thing itself. Setting it again moves it.
-
-    As `Timers`, with lanes for fixed delays and a heap for the others, but made for moments by the ten thousand that
-    are nearly all cancelled: setting one in a lane makes no object and looks nothing up, and what is cancelled is not
-    kept alive by it, so that its memory is used again at once. Of equal moments the lanes' are due first.
-    """
+    """As `Timers`, with one moment for each thing, kept in the thing itself: made for ten thousands that are nearly all
+    cancelled. Setting one in a lane makes no object, and what is cancelled is not kept alive. Of equal moments the
+    lanes' are due first."""
 
     def __init__(self) -> None:
         self._lanes: dict[float, _Lane[T]] = {}
         self._heap: list[list[Any]] = []
         """[at, order, thing]; None in place of a thing that waits no more."""
         self._num_in_heap = 0
-        """Things that wait there."""
         self._next_order = 0
         self.not_before = math.inf
-        """For reading: nothing is due before, so nothing needs to be looked at until then."""
+        """For reading: nothing is due before."""
 
     def __len__(self) -> int:
         return self._num_in_heap + sum(lane.num_waiting for lane in self._lanes.values())
@@ -238,11 +231,10 @@ class Moments(Generic[T]):
             place.num_waiting -= 1
 
     def next_at(self) -> float | None:
-        """When the next thing is due."""
         return self.not_before if self._first() is not None else None
 
     def pop_due(self, now: float) -> T | None:
-        """Cancels and returns what is due first, if it is at `now`."""
+        """Cancels and returns what is due first, if it is due."""
         if now < self.not_before:
             return None
         first = self._first()
@@ -252,7 +244,7 @@ class Moments(Generic[T]):
         return first
 
     def _first(self) -> T | None:
-        """What is due first; `not_before` is its moment."""
+        """`not_before` is its moment."""
         first, due_at = None, math.inf
         for lane in self._lanes.values():
             thing = lane.first()

@@ -1,8 +1,7 @@
 """One worker as the scheduler sees it: folded from its record in the coordination store and from its reports.
 
-Owns what it said last and what was granted to it since and is not part of a report yet. Room is always the worker's
-word minus those grants, so a grant counts exactly once. Written by the core alone, but for what its `Fleet` writes of
-it: where it stands among the others. `Holders` follows what workers have of adapters.
+Owns what it said last, and what was granted to it since: room is always its word minus those grants. Written by the
+core, and by its `Fleet`, which says where it stands among the others.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from manylora_scheduler.core.reports import (
 )
 from manylora_scheduler.core.request import FlowKey, QueuedRequest, Ticket
 
-# A worker's standing: bits, because an enum's are combined by calls, and this is asked twice a decision.
+# A worker's standing. Bits: an enum's are combined by calls.
 AWAY = 0
 CONNECTED = 1
 SERVING = 2
@@ -32,7 +31,7 @@ IS_OPEN = IS_FULL | OPEN
 
 
 class Holders:
-    """For each adapter the workers that have it or will, in the order in which they came to it."""
+    """Of each adapter the workers that have it or will, in the order in which they came to it."""
 
     def __init__(self) -> None:
         self._workers: dict[AdapterUid, dict[WorkerId, WorkerView]] = {}
@@ -42,14 +41,12 @@ class Holders:
         return found.values() if found is not None else ()
 
     def note(self, uid: AdapterUid, worker: WorkerView) -> None:
-        """The worker's residency for this adapter may have changed."""
         if worker.has_or_awaits(uid):
             self.add(uid, worker)
         else:
             self.forget(uid, worker)
 
     def add(self, uid: AdapterUid, worker: WorkerView) -> None:
-        """The worker has the adapter, or awaits it."""
         found = self._workers.get(uid)
         if found is None:
             self._workers[uid] = {worker.worker_id: worker}
@@ -67,7 +64,7 @@ class Holders:
 
 
 class WorkerView:
-    """One worker. It takes requests while it is connected (the present stream brought a snapshot) and not draining."""
+    """Takes requests while it is connected (the present stream brought a snapshot) and not draining."""
 
     __slots__ = ("_assigned", "_front", "_granted_blocks", "_granted_sequences", "_holders", "_holds_longest",
                  "_loads", "_max_sequences", "_output_tokens", "_prefetches", "adapters", "address", "block_size",
@@ -93,32 +90,28 @@ class WorkerView:
         self.kv_blocks_free = 0
         self.block_size = 1
         self.adapters: dict[AdapterUid, Residency] = {}
-        """Those that are resident."""
         self._prefetches: dict[AdapterUid, None] = {}
         """Sent and not yet answered by residency."""
         self.running: dict[RequestId, Ticket | None] = {}
-        """What the worker reported; without a ticket, what an earlier leader granted."""
+        """None: an earlier leader granted it."""
         self.granted: dict[RequestId, Ticket] = {}
-        """Granted and not yet reported."""
+        """Not yet reported."""
         self._output_tokens: dict[FlowKey, int] = {}
-        """The worker's counters of output tokens, as of its last report."""
+        """Cumulative, as of its last report."""
         self._holders = holders
         self._granted_sequences = 0
         self._granted_blocks = 0
         self._max_sequences = 0
         self._loads: dict[FlowKey, FlowLoad] = {}
-        """Of the flows that have unfinished sequences there."""
         self.held_sequences = 0
-        """For reading, and so are the properties."""
         self._front: FlowKey | None = None
         self._assigned: dict[AdapterUid, int] = {}
         """Live tickets by adapter."""
         self._holds_longest = False
-        """Whether its KV holds a sequence that is as long as its context can be."""
+        """Its KV holds a sequence that is as long as its context can be."""
         self.standing = AWAY
-        """As of its last `Fleet.update`. Written by `Fleet` alone, and so is its place."""
+        """As of its last `Fleet.update`, which alone writes it, and place."""
         self.place = NOWHERE
-        """Where the fleet's orders have it; they may be behind."""
 
     # ---- room
 
@@ -128,56 +121,53 @@ class WorkerView:
 
     @property
     def used_sequences(self) -> int:
-        """All that are there or granted."""
         return self.running_sequences + self._granted_sequences
 
     @property
     def slotted_sequences(self) -> int:
-        """Those that use a slot, or could: all but the held ones."""
+        """Those that use a slot, or could: the held ones do not."""
         return self.running_sequences + self._granted_sequences - self.held_sequences
 
     @property
     def free_sequences(self) -> int:
-        """Slots that are free. Sequences whose own tenants hold them up use none."""
         free = min(self.sequence_slots - self.slotted_sequences, self.spare_sequences)
         return free if free > 0 else 0
 
     @property
     def spare_sequences(self) -> int:
-        """How many more sequences it takes, in slots or parked."""
+        """In slots or parked."""
         return max(self._max_sequences, self.sequence_slots) - self.running_sequences - self._granted_sequences
 
     @property
     def parks(self) -> bool:
-        """Whether it takes sequences beyond its slots at all."""
+        """Whether it takes sequences beyond its slots."""
         return self._max_sequences > self.sequence_slots
 
     def load_of(self, flow: FlowKey) -> FlowLoad:
         return self._loads.get(flow, NO_LOAD)
 
     def granted_to(self, flow: FlowKey) -> int:
-        """Sequences of the flow that were granted and are not reported yet."""
+        """Sequences that are not reported yet."""
         return sum(ticket.request.sequences for ticket in self.granted.values() if ticket.request.flow == flow)
 
     def share_of(self, flow: FlowKey, weight_of: Callable[[FlowKey], int]) -> int:
-        """How many of its slots are the flow's by weight, among the flows that have sequences there or are granted."""
+        """The flow's slots by weight, among the flows that have sequences there or are granted."""
         sharing = {ticket.request.flow for ticket in self.granted.values()}
         sharing.update(other for other, load in self._loads.items() if load.unheld)
         sharing.add(flow)
         return self.sequence_slots * weight_of(flow) // sum(map(weight_of, sharing))
 
     def held_flows(self) -> list[FlowKey]:
-        """Flows with held sequences there."""
         return [flow for flow, load in self._loads.items() if load.held]
 
     def front(self, tag_of: Callable[[FlowKey], int]) -> FlowKey | None:
-        """Of the flows with a slot the one with the greatest tag, as of the last report; None: nobody has one."""
+        """The flow with a slot that has the greatest tag."""
         if self._front is None:
             self._front = max(self.slotted_flows(), key=tag_of, default=None)
         return self._front
 
     def slotted_flows(self) -> list[FlowKey]:
-        """Those with a slot, as of the last report."""
+        """As of the last report."""
         return [flow for flow, load in self._loads.items() if load.slotted]
 
     @property
@@ -186,19 +176,18 @@ class WorkerView:
         return free if free > 0 else 0
 
     def blocks_for(self, request: QueuedRequest) -> int:
-        """KV blocks to begin with: the prompt and the first token, and one more for each further choice."""
+        """To begin with: the prompt and the first token, and one more for each further choice."""
         return -(-(request.prompt_tokens + 1) // self.block_size) + request.sequences - 1
 
     def can_take(self, request: QueuedRequest) -> bool:
-        """Whether there is room for it now. An earlier attempt that is still here has to end first."""
+        """An earlier attempt that is still here has to end first."""
         sequences, request_id = request.sequences, request.request_id
         free = self.sequence_slots - self.running_sequences - self._granted_sequences
         if self.held_sequences:
             # Others may use the slots of held sequences; to their own flow they count as used.
             held = self.held_sequences - self.load_of(request.flow).held
             free = min(free + held, self.spare_sequences)
-        # With room for its beginning it has slots and blocks enough to be able to run at all, but for its end. The
-        # blocks are `blocks_for`'s: this is asked twice a decision.
+        # The blocks are `blocks_for`'s: this is asked twice a decision.
         return (
             free >= sequences
             and self.kv_blocks_free - self._granted_blocks
@@ -209,11 +198,11 @@ class WorkerView:
         )
 
     def place_ticket(self, ticket: Ticket) -> WorkerView | None:
-        """The worker itself, if there is room for the ticket now: what the fair queue asks where no other is open."""
+        """What the fair queue asks where no other is open."""
         return self if self.can_take(ticket.request) else None
 
     def can_hold(self, request: QueuedRequest) -> bool:
-        """Whether it can be taken beyond the room that is free: parked, or waiting for blocks that others give up."""
+        """Beyond the room that is free: parked, or waiting for blocks that others give up."""
         request_id = request.request_id
         return (
             self.parks
@@ -224,11 +213,10 @@ class WorkerView:
         )
 
     def has_blocks_for(self, request: QueuedRequest) -> bool:
-        """Whether its prompt's KV fits beside all that is there."""
         return self.free_blocks >= self.blocks_for(request)
 
     def could_ever_run(self, request: QueuedRequest) -> bool:
-        """Whether it could if it were empty: slots, and KV for one choice at its longest (its last token has none)."""
+        """If it were empty: slots, and KV for one choice at its longest (its last token has none)."""
         return (
             self.sequence_slots >= request.sequences
             and self.kv_blocks_total >= self.blocks_for(request)
@@ -248,11 +236,9 @@ class WorkerView:
         return found
 
     def has_or_awaits(self, uid: AdapterUid) -> bool:
-        """Whether an adapter's residency is any but ABSENT."""
         return bool(self.adapters.get(uid)) or uid in self._assigned or uid in self._prefetches
 
     def standing_now(self) -> int:
-        """What of `CONNECTED`, `SERVING`, `OPEN` and `SPARE` it is."""
         if not self.connected:
             return AWAY
         if self.draining:
@@ -266,7 +252,7 @@ class WorkerView:
         return IS_OPEN | SPARE if used - self.held_sequences < slots else IS_FULL | SPARE
 
     def place_now(self) -> FleetPlace:
-        """Where the fleet's orders are to have it, by its standing."""
+        """By its standing."""
         standing = self.standing
         if not standing & (OPEN | SPARE):
             return NOWHERE
@@ -274,7 +260,7 @@ class WorkerView:
         if not standing & OPEN:
             return FleetPlace(spare=spare)
         free_blocks, slotted = self.free_blocks, self.slotted_sequences
-        # Free blocks change with every report: eighths are fine enough to tell two workers of equal load apart.
+        # Free blocks change with every report: eighths are fine enough.
         eighths = 8 * free_blocks // max(1, self.kv_blocks_total)
         load = (slotted / self.sequence_slots, -eighths, self.worker_id, self)
         return FleetPlace(slotted, load, free_blocks * self.block_size, spare)
@@ -306,7 +292,7 @@ class WorkerView:
         self._unassign(ticket)
 
     def start(self, request_id: RequestId) -> Ticket | None:
-        """The worker reported a request as running. Returns its ticket where it was granted from here."""
+        """Returns its ticket where it was granted from here."""
         ticket = self.granted.pop(request_id, None)
         if ticket is None:
             return self.running.setdefault(request_id, None)
@@ -316,7 +302,7 @@ class WorkerView:
         return ticket
 
     def finish(self, request_id: RequestId) -> Ticket | None:
-        """The worker reported a request's end. Returns its ticket where it was granted from here."""
+        """As `start`."""
         if request_id in self.running:
             ticket = self.running.pop(request_id)
             if ticket is not None:
@@ -328,7 +314,6 @@ class WorkerView:
         return ticket
 
     def tickets(self) -> list[Ticket]:
-        """Of all live grants."""
         return [ticket for ticket in self.running.values() if ticket is not None] + list(self.granted.values())
 
     def _unassign(self, ticket: Ticket) -> None:
@@ -354,7 +339,6 @@ class WorkerView:
         self._holders.note(uid, self)
 
     def forget_prefetch(self, uid: AdapterUid) -> None:
-        """It was answered, or is not waited for any more."""
         if uid in self._prefetches:
             del self._prefetches[uid]
             self._holders.note(uid, self)
@@ -366,7 +350,6 @@ class WorkerView:
             self.forget_prefetch(uid)
 
     def leave(self) -> None:
-        """The worker is gone, and with it all that it held."""
         for uid in self._residents():
             self._holders.forget(uid, self)
 
@@ -376,11 +359,8 @@ class WorkerView:
     # ---- reports
 
     def fold_capacity(self, report: WorkerReport, *, with_loads: bool = True) -> None:
-        """Takes over everything of a report but its requests and counters.
-
-        Args:
-            with_loads: also what its flows have there; without, every sequence counts as one that uses a slot.
-        """
+        """Takes over everything of a report but its requests and counters; without loads every sequence counts as one
+        that uses a slot."""
         if report.block_size != self.block_size:
             self.block_size = max(1, report.block_size)
             for ticket in self.granted.values():
@@ -430,8 +410,8 @@ class WorkerView:
             self.held_sequences += load.held - before.held
 
     def fold_outputs(self, report: WorkerReport) -> list[tuple[FlowKey, int]]:
-        """Output tokens by flow since the last report; nothing for the worker's first. Counters that fell back belong
-        to a new process and count from zero."""
+        """Output tokens by flow since the last report; nothing for the first. Counters that fell back are a new
+        process's and count from zero."""
         before, grown = self._output_tokens, []
         if report.snapshot and any(
             flow not in report.flows or report.flows[flow].output_tokens < tokens for flow, tokens in before.items()
@@ -465,8 +445,6 @@ class WorkerView:
 
 
 class FleetPlace(NamedTuple):
-    """Where the fleet's orders have a worker."""
-
     slotted_sequences: int = 0
     """While it is open."""
     load: Load | None = None
@@ -476,8 +454,8 @@ class FleetPlace(NamedTuple):
 
 
 Load = tuple[float, int, WorkerId, WorkerView]
-"""Least loaded first: the part of the slots that is used, the eighths of the KV that are free (negated). Loads differ
-by the worker's id at the latest, so views are never compared."""
+"""The part of the slots that is used, the eighths of the KV that are free (negated). Loads differ by the worker's id at
+the latest."""
 
 
 NOWHERE = FleetPlace()

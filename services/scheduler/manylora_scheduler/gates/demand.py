@@ -1,15 +1,11 @@
 """How much each tenant asks for, against what its share of the cluster is. Pure; time is passed in.
 
-Owns sums of cost that fade with DEMAND_WINDOW_S: what each tenant's requests of each class would cost that came lately
-(those that routers refused included), and what was granted lately over all. A tenant's *share* is what max-min fairness
-by weight gives it of what was granted: nobody's share is larger than its demand while another's is not met. Where all
-demand is met, the largest demand by weight counts as one share, so that nobody is above its share.
+Owns sums of cost that fade with DEMAND_WINDOW_S: of what requests would cost that came lately, refused ones included,
+and of what was granted. A tenant's *share* is its max-min fair part, by weight, of what was granted. Where all demand
+is met, the largest demand by weight is one share.
 
-All sums fade alike, so they are kept as of one moment (`_epoch`), to which what comes later is projected back, larger
-(forward decay: Cormode, Shkapenyuk, Srivastava, Xu, ICDE 2009). So nothing has to be faded, and who asks for more than
-whom changes with requests alone: tenants stand in buckets by demand per weight, a bucket's tenants within a twelfth of
-each other, and a share is found from the buckets' sums. What it costs does not grow with the number of tenants, but
-for looking through the buckets that a choice falls into, up to self._exact tenants.
+All sums are kept as of one moment, `_epoch` (forward decay: Cormode, Shkapenyuk, Srivastava, Xu, ICDE 2009), so nothing
+has to be faded. Tenants stand in buckets by demand per weight, and a share is found from the buckets' sums.
 """
 
 from __future__ import annotations
@@ -25,23 +21,22 @@ from manylora_scheduler.core.request import FlowKey
 
 DEMAND_WINDOW_S = 10.0
 CAPACITY_MEMORY_S = 60.0
-"""What the cluster can do is the most that it did in a window, and fades with this: while it gives up more than it
-must, it does less than it can, and that must not make shares look smaller."""
+"""With this the most that the cluster did in a window fades: while it gives up more than it must, it does less than it
+can."""
 MAX_TENANTS = 10_000
-"""Of which the demand is known; the one that came first is forgotten first, and counts as one within its share."""
+"""The one that came first is forgotten first, and counts as within its share."""
 SLACK = 1.1
-"""Demand that is so little above what was granted counts as met: both are sums over the same window, not of the same
-requests."""
+"""Demand that is so little above what was granted counts as met."""
 DEFAULT_COST = 256.0
-"""Of a request of which a router told only that it refused it, while none of its flow has come here."""
+"""Of a request that a router refused, while none of its flow has come here."""
 _MEMORY = 0.1
-"""The weight of the last request in a flow's mean cost."""
+"""Of the last request in a flow's mean cost."""
 _NEGLIGIBLE = 1.0
 _NO_DEMAND = (0.0, 0.0, 0.0)
 _STANDARD = STACK_INDEX[QosClass.STANDARD]
 _BUCKETS_PER_OCTAVE = 8
 _MAX_EXPONENT = 512.0
-"""Sums are projected to a new moment before they are 2 to this times what they count."""
+"""Sums are at most 2 to this times what they count."""
 _FORGOTTEN_AT_ONCE = 256
 
 
@@ -50,19 +45,17 @@ class _Tenant:
 
     def __init__(self, weights: tuple[int, ...]) -> None:
         self.costs = [0.0] * len(STACK)
-        """By class, as of the epoch."""
+        """As of the epoch."""
         self.means = [0.0] * len(STACK)
-        """Cost of a request; 0: none has come."""
+        """Of a request; 0: none has come."""
         self.weights = weights
         self.cost = 0.0
-        """Over all classes."""
         self.weight = 0
         """Of the flows that it uses."""
         self.bucket: int | None = None
         self.add_up()
 
     def add_up(self) -> None:
-        """After a change of its costs or weights."""
         self.cost = sum(self.costs)
         used = sum(weight for weight, cost in zip(self.weights, self.costs, strict=True) if cost)
         self.weight = used or self.weights[_STANDARD]
@@ -73,7 +66,7 @@ class _Tenant:
 
 
 class _Bucket:
-    """Tenants whose demand by weight is from 2 ** (index / _BUCKETS_PER_OCTAVE) to the next bucket's."""
+    """Demand by weight from 2 ** (index / _BUCKETS_PER_OCTAVE) to the next bucket's."""
 
     __slots__ = ("cost", "tenants", "weight")
 
@@ -86,9 +79,8 @@ class _Bucket:
 class Demand:
     """
     Args:
-        weight_of: a flow's weight.
-        exact: of so many tenants, or fewer, everything is exact. Of a bucket with more the mean stands for each, and a
-            limit is found from the so many that ask for most and a sample of as many of the others.
+        exact: of so many tenants everything is exact. Of a bucket with more the mean stands for each, and a limit is
+            found from those that ask for most and a sample of the others.
     """
 
     def __init__(self, weight_of: Callable[[FlowKey], int], exact: int = 256) -> None:
@@ -100,21 +92,18 @@ class Demand:
         self._granted = 0.0
         self._granted_at = 0.0
         self._most = 0.0
-        """The largest `_granted` of late."""
         self._most_at = 0.0
         self._unit = math.inf
-        """Cost of one share, by unit of weight, as of the epoch: the tenants' sums are compared with it."""
+        """Cost of one share, by unit of weight, as of the epoch."""
 
     def __len__(self) -> int:
         return len(self._tenants)
 
     def tenants(self) -> Iterator[TenantId]:
-        """Those with demand."""
         return iter(self._tenants)
 
     def furthest(self, count: int) -> list[TenantId]:
-        """The tenants furthest above their share, or nearest to it, the furthest first. Which ones of a bucket that
-        holds more than `exact` are among them, and in which order, says nothing."""
+        """The furthest above their share first; of a bucket with more than `exact`, any."""
         found: list[TenantId] = []
         for index in sorted(self._buckets, reverse=True):
             tenants = self._buckets[index].tenants
@@ -127,14 +116,13 @@ class Demand:
         return found[:count]
 
     def came(self, flow: FlowKey, cost: float, now: float) -> None:
-        """A request asks to be queued."""
         tenant, index = self._tenant(flow.tenant_id), STACK_INDEX[flow.qos_class]
         self._add(flow.tenant_id, tenant, index, cost, now)
         mean = tenant.means[index]
         tenant.means[index] = mean + _MEMORY * (cost - mean) if mean else cost
 
     def was_refused(self, flow: FlowKey, requests: int, now: float) -> None:
-        """Routers refused so many requests, whose sizes they do not know."""
+        """By routers, which do not know sizes."""
         tenant, index = self._tenant(flow.tenant_id), STACK_INDEX[flow.qos_class]
         self._add(flow.tenant_id, tenant, index, requests * (tenant.means[index] or DEFAULT_COST), now)
 
@@ -145,7 +133,6 @@ class Demand:
         self._most_at = now
 
     def reweigh(self, tenant_id: TenantId) -> None:
-        """The tenant's weights have changed."""
         tenant = self._tenants.get(tenant_id)
         if tenant is not None:
             self._leave(tenant_id, tenant)
@@ -181,7 +168,7 @@ class Demand:
         return most
 
     def tops(self, tenant_id: TenantId) -> tuple[float, float, float]:
-        """The tenant's demand in the shares of the last `weigh`: interactive, that and standard, all."""
+        """In the shares of the last `weigh`: interactive, that and standard, all."""
         tenant = self._tenants.get(tenant_id)
         return self._tops(tenant) if tenant is not None else _NO_DEMAND
 
@@ -193,7 +180,7 @@ class Demand:
         return interactive / share, (interactive + standard) / share, (interactive + standard + batch) / share
 
     def limit(self, qos_class: QosClass, part: float) -> float:
-        """The height below which `part` of the class's demand is, over all tenants."""
+        """The height below which `part` of the class's demand is."""
         index = STACK_INDEX[qos_class]
         bends: list[tuple[float, float]] = []  # at each height, by how much more cost there is in a share
         total = 0.0
@@ -215,7 +202,7 @@ class Demand:
         return height
 
     def _sample(self) -> Iterator[tuple[_Tenant, float]]:
-        """Tenants, and how many each stands for."""
+        """With how many each stands for."""
         if len(self._tenants) <= 2 * self._exact:
             for tenant in self._tenants.values():
                 yield tenant, 1.0
@@ -253,7 +240,7 @@ class Demand:
         self._leave(tenant_id, self._tenants.pop(tenant_id))
 
     def _forget_negligible(self, scale: float) -> None:
-        """Some of those whose demand has faded away: they are in the lowest buckets."""
+        """Some of those in the lowest buckets."""
         end = _bucket_of(_NEGLIGIBLE * scale)
         looked_at = 0
         for index in sorted(index for index in self._buckets if index <= end):
@@ -298,7 +285,6 @@ class Demand:
         return float(2.0**exponent)
 
     def check_invariants(self) -> None:
-        """The buckets against the tenants."""
         assert sum(len(bucket.tenants) for bucket in self._buckets.values()) == len(self._tenants)
         for index, bucket in self._buckets.items():
             assert bucket.tenants

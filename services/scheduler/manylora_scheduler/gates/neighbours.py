@@ -1,16 +1,10 @@
 """Who makes trouble for others, and the numbers that say so. Pure; time is passed in.
 
-Owns what three detectors remember. They report and nothing else follows from it: what protects the others are the fair
-queue, the memory shares and the overload levels, which act on what they measure themselves and would act too late on a
-suspicion. A tenant alone is nobody's neighbour: each detector asks for others who are there.
+Owns what three detectors remember. They report, and nothing follows from it. A tenant alone is nobody's neighbour.
 
-    kv_growth       On one worker: a tenant holds a quarter of the KV blocks at least, gained a tenth of them within
-                    MEMORY_WINDOW_S, and at that pace the free ones end within EXHAUSTED_IN_S.
-    adapter_thrash  Half of a tenant's grants at least had to load their adapter, MIN_LOADS times at least within
-                    LOADS_WINDOW_S, over MIN_ADAPTERS adapters at least, and that is half of all loads at least.
-    wait_skew       A tenant's oldest request of a class has waited SKEW times as long as the median of the other
-                    tenants' at least, and the tenant has half of what is queued in the class: it is above its share, or
-                    starves.
+    kv_growth       a tenant holds much of a worker's KV blocks, and at its pace the free ones end soon
+    adapter_thrash  most of a tenant's grants load their adapter, over many adapters, and most loads are its
+    wait_skew       a tenant's oldest request has waited much longer than the other tenants', and it has half the queue
 """
 
 from __future__ import annotations
@@ -34,7 +28,7 @@ LOADS_WINDOW_S = 30.0
 MIN_LOADS = 16
 MIN_ADAPTERS = 8
 MAX_GRANTS = 10_000
-"""With adapters, that are remembered; in a busier cluster the window is shorter."""
+"""In a busier cluster the window is shorter."""
 SKEW = 4.0
 MIN_SKEW_S = 0.2
 NOISY_KINDS = ("kv_growth", "adapter_thrash", "wait_skew")
@@ -44,13 +38,11 @@ MAX_FOUND = 32
 
 @dataclass(frozen=True)
 class FlowWait:
-    """A flow with queued requests."""
-
     flow: FlowKey
     queued: int
     oldest_s: float
     stands_for: int = 1
-    """So many flows like it, where they are too many to look at each."""
+    """So many flows like it."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +79,6 @@ class Neighbours:
         self._grants: deque[_Grant] = deque(maxlen=MAX_GRANTS)
 
     def memory(self, worker_id: WorkerId, report: WorkerReport, now: float) -> None:
-        """A worker told of its tenants' KV."""
         if report.snapshot:
             self._workers[worker_id] = _Memory()
         memory = self._workers.get(worker_id)
@@ -105,7 +96,6 @@ class Neighbours:
             memory.samples.popleft()
 
     def kv_blocks(self, worker_id: WorkerId) -> Mapping[TenantId, int]:
-        """Of the tenants that hold some on a worker, by its last word."""
         memory = self._workers.get(worker_id)
         return memory.blocks if memory is not None else {}
 
@@ -113,7 +103,7 @@ class Neighbours:
         self._workers.pop(worker_id, None)
 
     def granted(self, tenant_id: TenantId, uid: AdapterUid, is_resident: bool, now: float) -> None:
-        """A request with an adapter goes to a worker that has the adapter's weights, or does not."""
+        """is_resident: the worker has the adapter's weights."""
         self._grants.append(_Grant(now, tenant_id, uid, not is_resident))
 
     def find(

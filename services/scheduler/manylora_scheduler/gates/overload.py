@@ -1,21 +1,10 @@
 """Overload control at the scheduler's leader: what it measures, and what follows for requests. Pure.
 
-Owns the level controllers of one term (manylora_shared/overload.py), the book of queued requests in which waiting is
-measured (waiting.py), the tenants' demand and the counts of what was given up. It stands between the quotas and the
-core: an event passes here on its way in, and the core's commands on their way out. It does four things:
-
-* refuses an Enqueued whose class and place the level excludes (routers do the same earlier, by the view that they were
-  told last);
-* every TICK_S, while anything is queued or a level is above 0: measures, moves the levels, and tells all routers what
-  changed;
-* takes out of the queue what the new levels exclude: batch before standard before interactive, in a class the furthest
-  above its share first;
-* caps the output of batch requests that are granted while the level says so.
-
-What is measured is how many requests are in the queue for longer than their class's target: of those that were granted
-since the last tick, and of the oldest of each flow that still waits. Flows whose tenant is within its share move the
-cluster's level, those of another tenant that tenant's own. While no worker takes requests nobody's waiting counts: that
-is an outage, and giving up other requests would not end it.
+Owns the level controllers of one term, the book in which waiting is measured (queue_delay.py), the tenants' demand and
+the counts of what was given up. Stands between the quotas and the core. Refuses what the level excludes, as routers do
+earlier; each TICK_S moves the levels, tells routers, and takes out of the queue what they exclude; caps the output of
+batch requests. Flows whose tenant is within its share move the cluster's level, those of another that tenant's own.
+While no worker takes requests nobody's waiting counts: giving up others would not end an outage.
 """
 
 from __future__ import annotations
@@ -67,21 +56,20 @@ from manylora_scheduler.gates.queue_delay import OverloadTargets, WaitingBook
 
 TICK_S = 0.1
 LOOK_S = 1.0
-"""Between two looks for noisy neighbours."""
+"""For noisy neighbours."""
 MAX_STEP_S = 1.0
 """A tick never counts for longer than this."""
 WITHIN_SHARE = 1.25
-"""Demand in shares up to which a tenant's waiting is the cluster's matter: what it asks for fluctuates."""
+"""Demand in shares up to which a tenant's waiting is the cluster's matter."""
 MAX_LISTED = 256
-"""Tenants in a view, those with levels of their own first, then those furthest above their share; and tenants with
-levels of their own. Where more than these are above their share no one of them is the cause, so the others' waiting is
-the cluster's."""
+"""Tenants in a view, and tenants with levels of their own. Where more are above their share, none of them is the
+cause."""
 MAX_SHED_PER_TICK = 100
 PRECEDENCE = {QosClass.INTERACTIVE: 64, QosClass.STANDARD: 16, QosClass.BATCH: 1}
 """By what weights are multiplied while anything is given up."""
 _MAX_SHARES = 1024.0
 _STEPS_PER_SHARE = 64
-"""Demand is told in such parts of a share, so that it does not change with every request."""
+"""Demand is told in such parts, so that it does not change with every request."""
 _NOBODY = TenantId("")
 """Is in no view: stands for all that are not."""
 _Samples = dict[QosClass, Sample]
@@ -96,7 +84,6 @@ class ClassCounts:
     capped: int = 0
 
     def by_stage(self) -> dict[str, int]:
-        """By the names that metrics have for it."""
         return {
             "router": self.refused_by_routers,
             "admission": self.refused,
@@ -111,7 +98,7 @@ class OverloadState:
 
     view: OverloadView
     late_parts: Mapping[QosClass, float | None]
-    """Of tenants within their share: the part of requests that waited longer than the target; None: nobody waited."""
+    """Of tenants within their share, those that waited longer than the target; None: nobody waited."""
     targets: OverloadTargets
     counts: Mapping[QosClass, ClassCounts]
     demand: Mapping[TenantId, float]
@@ -125,9 +112,7 @@ class OverloadGate:
     def __init__(self, core: Core, targets: OverloadTargets | None = None, *, enabled: bool = True) -> None:
         """
         Args:
-            core: of this term.
-            targets: see OverloadTargets.
-            enabled: whether anything is given up. Waiting, demand and noisy neighbours are measured either way.
+            enabled: whether anything is given up; it is measured either way.
         """
         self._core = core
         self._core_view = core.view
@@ -197,7 +182,6 @@ class OverloadGate:
         return OverloadState(self._view, late, self._targets, self._counts, demand, self._noisy)
 
     def kv_blocks(self, worker_id: WorkerId) -> Mapping[TenantId, int]:
-        """As Neighbours.kv_blocks."""
         return self._neighbours.kv_blocks(worker_id)
 
     def check_invariants(self) -> None:
@@ -223,7 +207,7 @@ class OverloadGate:
         return None
 
     def _seen(self, commands: list[Command], now: float) -> list[Command]:
-        """Notes what the core did with requests; grants get their caps."""
+        """Grants get their caps."""
         for command in commands:
             if isinstance(command, SendGrant):
                 if not command.repeated:
@@ -279,13 +263,11 @@ class OverloadGate:
         return commands
 
     def factor(self, flow: FlowKey) -> int:
-        """See Precedence. What is more important does not wait for what is given up; that is for tenants within their
-        share: who floods a class gets no more than its weight for it."""
+        """For tenants within their share: who floods a class gets no more than its weight for it."""
         return PRECEDENCE[flow.qos_class] if self._goes_before(flow) else 1
 
     def goes_beyond(self, flow: FlowKey) -> bool:
-        """See Precedence. Others wait in the queue, where their waiting is seen, and not in the workers, where it makes
-        all wait."""
+        """Others wait in the queue, where their waiting is seen, and not in the workers, where it makes all wait."""
         return flow.qos_class is QosClass.INTERACTIVE and self._goes_before(flow)
 
     def _goes_before(self, flow: FlowKey) -> bool:
@@ -325,7 +307,7 @@ class OverloadGate:
                 del self._own[tenant_id]
 
     def _make_view(self) -> OverloadView:
-        """Tenants with levels of their own are in it, then those furthest above their share, up to a bound."""
+        """Tenants with levels of their own come first, then those furthest above their share."""
         if not self._cluster.level and not any(controller.level for controller in self._own.values()):
             return OverloadView()
         listed = dict.fromkeys(
@@ -353,8 +335,7 @@ class OverloadGate:
         return TenantView(tops, level, limit)
 
     def _shed(self, looked_at: list[FlowKey], now: float) -> list[Command]:
-        """Takes out of the queue what the view excludes: of the tenants in it, and of the other flows that this tick
-        looks through. The most at once is bounded, the rest is a later tick's."""
+        """Takes out of the queue what the view excludes; the most at once is bounded, the rest is a later tick's."""
         if self._view.is_quiet:
             return []
         room = MAX_SHED_PER_TICK

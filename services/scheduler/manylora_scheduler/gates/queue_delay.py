@@ -1,8 +1,8 @@
-"""How long requests wait: the book of queued requests by flow, and what is measured in it. Pure.
+"""How long requests wait: the book of queued requests by flow, and what is measured in it. Pure; written by
+OverloadGate.
 
-Owns what is queued, in the order in which it came and by place, what was granted since the last measurement, and which
-flows have sequences that wait for a slot on a worker. Written by OverloadGate, which sees every request come and go; it
-decides what follows from the samples. Time is passed in.
+Owns what is queued, what was granted since the last measurement, and which flows have sequences that wait for a slot on
+a worker. Time is passed in.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from manylora_scheduler.core.request import FlowKey, QueuedRequest
 from manylora_scheduler.gates.neighbours import FlowWait
 
 MAX_LOOKED_AT = 512
-"""Flows that a tick looks through; of more, all in turn, over several ticks. Those that it sees stand for the rest."""
+"""Flows that a tick looks through; of more, all in turn."""
 MAX_WAITS = 1_024
-"""Flows whose waiting is compared in a look for noisy neighbours; of more a sample."""
+"""Flows that are compared for noisy neighbours; of more a sample."""
 _MIN_TARGET_S = 1e-3
 _COMPACT_SLACK = 64
 
 
 @dataclass(frozen=True)
 class OverloadTargets:
-    """Queueing time that is aimed at, in seconds. A batch request's target is half of the time its caller gives it."""
+    """Of queueing time. A batch request's target is half of the time its caller gives it."""
 
     interactive_s: float = 0.2
     standard_s: float = 2.0
 
     def of(self, qos_class: QosClass) -> float | None:
-        """None: it is half of what each request's caller gives it."""
         match qos_class:
             case QosClass.INTERACTIVE:
                 return self.interactive_s
@@ -66,9 +65,9 @@ class FlowBook:
     queued: dict[RequestId, Waiting] = field(default_factory=dict)
     """In the order in which they came."""
     highest: list[tuple[float, RequestId]] = field(default_factory=list)
-    """A heap of (negated place, request): the greatest place first. Entries of requests that left linger."""
+    """A heap of (negated place, request). Entries of requests that left linger."""
     count: float = 0.0
-    """Requests with a target that were granted since the last tick; `warned` and `late` as in Sample."""
+    """With a target, granted since the last tick; `warned` and `late` as in Sample."""
     warned: float = 0.0
     late: float = 0.0
 
@@ -80,8 +79,7 @@ class FlowBook:
             heapq.heapify(self.highest)
 
     def from_place(self, limit: float, count: int) -> list[RequestId]:
-        """The queued requests with a place of `limit` or more, so many at most, the greatest place first. They are to
-        leave the queue: they are not found again."""
+        """Those with a place of `limit` or more, the greatest first. They leave the queue: they are not found again."""
         found: list[RequestId] = []
         while self.highest and -self.highest[0][0] >= limit and len(found) < count:
             place, request_id = heapq.heappop(self.highest)
@@ -100,18 +98,18 @@ class WaitingBook:
     def __init__(self, targets: OverloadTargets) -> None:
         self._targets = targets
         self.flows: dict[FlowKey, FlowBook] = {}
-        """Of every flow that has something queued, or of which something was granted since the last measurement."""
+        """With something queued, or granted since the last measurement."""
         self.num_queued = 0
         self._granted: dict[FlowKey, None] = {}
-        """Flows of which something was granted since the last tick."""
+        """Since the last tick."""
         self._round: list[FlowKey] = []
-        """Flows that are still to be looked through, from the end."""
+        """Still to be looked through, from the end."""
         self._ready: dict[WorkerId, dict[FlowKey, float]] = {}
-        """Flows that have sequences on a worker which wait for a slot there, and since when they have had some."""
+        """Flows with sequences that wait for a slot on a worker, and since when."""
         self._offset = 0
-        """Where the next sample of those begins."""
+        """Where the next sample of `_ready` begins."""
         self._longest: dict[QosClass, FlowKey] = {}
-        """Of each class the flow with most that is queued, as far as it was looked through."""
+        """The flow with most that is queued, as far as it was looked through."""
 
     # ---- who comes and goes
 
@@ -122,7 +120,7 @@ class WaitingBook:
         self.num_queued += 1
 
     def leave(self, request: QueuedRequest) -> Waiting | None:
-        """Takes a request out of the book, if that is where it is."""
+        """None: it is not here."""
         book = self.flows.get(request.flow)
         waiting = book.queued.get(request.request_id) if book is not None else None
         if book is None or waiting is None or waiting.router_id != request.router_id:
@@ -132,13 +130,12 @@ class WaitingBook:
         return waiting
 
     def granted(self, flow: FlowKey, waiting: Waiting, now: float) -> None:
-        """A request of the flow was granted, which has left."""
+        """After `leave`."""
         if waiting.target_s is not None:
             self.flows[flow].add(now - waiting.since, waiting.target_s)
             self._granted[flow] = None
 
     def note_ready(self, worker_id: WorkerId, report: WorkerReport, now: float) -> None:
-        """What a worker says of sequences that wait for a slot there."""
         if report.snapshot:
             self._ready.pop(worker_id, None)
         for flow, load in report.loads.items():
@@ -153,7 +150,7 @@ class WaitingBook:
     # ---- what is measured
 
     def next_flows(self) -> list[FlowKey]:
-        """The flows that this tick looks through. Those that have nothing left are forgotten on the way."""
+        """Those that this tick looks through. Flows that have nothing left are forgotten on the way."""
         if not self._round:
             self._round = list(self.flows)
         some = self._round[-MAX_LOOKED_AT:]
@@ -173,8 +170,7 @@ class WaitingBook:
         return found
 
     def measure(self, looked_at: list[FlowKey], now: float) -> list[tuple[FlowKey, Sample]]:
-        """What was waited since the last tick, by flow: by those that were granted, and by the oldest of each flow that
-        still waits. Then flows begin anew."""
+        """Since the last tick, of those that were granted, and of the oldest of each flow that still waits."""
         stands_for = max(1.0, len(self.flows) / MAX_LOOKED_AT)
         for flow in looked_at:
             book = self.flows[flow]
@@ -195,9 +191,8 @@ class WaitingBook:
         return found
 
     def _measure_ready(self, now: float) -> None:
-        """Sequences that were granted beyond the slots and wait for one on their worker have not come out of the queue:
-        it is only elsewhere. A flow that takes turns with others there waits for a few steps every now and then, so
-        nothing less than the target counts."""
+        """Sequences that were granted beyond the slots wait on their worker. A flow that takes turns there waits for a
+        few steps now and then, so nothing less than the target counts."""
         number = sum(map(len, self._ready.values()))
         stride = max(1, number // MAX_LOOKED_AT)
         waiting = chain.from_iterable(map(dict.items, self._ready.values()))

@@ -1,15 +1,11 @@
 """The authority over tenants' quotas: what may be queued, and how many tokens each request may use. Pure.
 
-Owns every lease, request bucket and token account of one term. It stands before the core: an event that brings a
-request passes here first, and what the core grants or refuses is noted here. Life of a lease:
+Owns every lease, request bucket and token account of one term. Stands before the core: an event that brings a request
+passes here first. A lease is opened at its admission, extended on demand, and settled at its request's end.
 
-    Enqueued --admitted--> open --(LeaseWanted, answered by a longer lease or a refusal)*--> Settled: the rest returns
-        `--refused: nothing is debited, the core never sees the request
-
-Token buckets and request buckets of a new leader begin empty when its term begins, which is after the last lease of
-the leader before: so no change of leaders gives anybody a second burst. Leases that routers still hold are taken over
-without a debit. A router that is gone for ABSENCE_S, or comes back without a lease, has it written off: it may have
-been used whole.
+Buckets of a new leader begin empty, after the last lease of the leader before: no change of leaders gives anybody a
+second burst. Leases that routers still hold are taken over without a debit. Those of a router that is gone for
+ABSENCE_S are written off: they may have been used whole.
 """
 
 from __future__ import annotations
@@ -43,16 +39,15 @@ from manylora_scheduler.core.request import FlowKey, QueuedRequest
 from manylora_scheduler.core.timers import Timers, earlier
 
 EXTENSION_WAIT_S = 2.0
-"""An extension that could not be granted for so long is refused, and its stream ends."""
+"""Then it is refused, and its stream ends."""
 ABSENCE_S = 10.0
-"""How long the leases of a router without a stream are kept for it."""
+"""Of a router without a stream."""
 BUSY_RETRY_S = 0.5
-"""The hint where it is others' ends that make room, whose time nobody knows."""
+"""Where others' ends make room, whose time nobody knows."""
 MIN_SLICE_TOKENS = 16
 MAX_SLICE_TOKENS = 512
 _SLICES_PER_S = 4
-"""A lease grows by what the bucket gains in a quarter of a second, within these bounds: leases outstanding stay a small
-part of the rate, and a stream asks for more a few times a second at most."""
+"""A lease grows by what the bucket gains in such a part of a second, within these bounds."""
 
 
 @dataclass
@@ -61,7 +56,7 @@ class _Lease:
     router_id: RouterId
     flow: FlowKey
     max_tokens: int
-    """The prompt and all of the output that was asked for."""
+    """The prompt and all output that was asked for."""
     is_queued: bool
     refuse_at: float = 0.0
     """Of an extension that waits."""
@@ -73,7 +68,7 @@ class _Tenant:
     requests: TokenBucket | None = None
     accounts: dict[QosClass, FlowAccount[RequestId]] = field(default_factory=dict)
     removed_ns: dict[QosClass | None, int] = field(default_factory=dict)
-    """When a class's bucket (None: of requests) was taken away: one that comes in its place fills from then on."""
+    """When a class's bucket (None: of requests) was taken away: the next fills from then on."""
     leases: dict[RequestId, _Lease] = field(default_factory=dict)
     num_queued: int = 0
 
@@ -107,14 +102,13 @@ class QuotaAuthority:
         self._by_router: dict[RouterId, dict[RequestId, _Lease]] = {}
         self._sessions: dict[RouterId, int] = {}
         self._waiting: dict[FlowKey, None] = {}
-        """Flows with extensions that wait."""
         self._timers: Timers[tuple[str, FlowKey | RequestId | RouterId]] = Timers()
 
     # ---- policies
 
     def set_policy(self, tenant_id: TenantId, policy: TenantPolicy | None, now: float) -> list[Command]:
-        """Levels stay. A bucket that is new in mid-term begins as if it had been filling since the term began, or since
-        the one before it was taken away: taking a quota away and giving it back gives nobody a burst."""
+        """Levels stay. A new bucket begins as if it had been filling since the term began, or since the one before it
+        was taken away: that gives nobody a burst."""
         tenant = self._tenants.setdefault(tenant_id, _Tenant())
         tenant.policy = policy
         now_ns = to_ns(now)
@@ -154,7 +148,7 @@ class QuotaAuthority:
     # ---- requests
 
     def admit(self, request: QueuedRequest, now: float) -> _Refusal | None:
-        """Opens a lease, unless the request has one already. None: it may be queued."""
+        """Opens a lease, unless the request has one. None: it may be queued."""
         known = self._leases.get(request.request_id)
         if known is not None:
             if known.router_id == request.router_id:
@@ -176,7 +170,7 @@ class QuotaAuthority:
         return None
 
     def lease_command(self, request: QueuedRequest, session: int) -> list[Command]:
-        """What the router is to know of the lease that `admit` opened; nothing where the tenant has no quotas."""
+        """Nothing where the tenant has no quotas."""
         lease = self._leases.get(request.request_id)
         if lease is None or lease.router_id != request.router_id:
             return []
@@ -192,7 +186,7 @@ class QuotaAuthority:
             self._set_queued(lease, False)
 
     def refused(self, request: QueuedRequest, now: float) -> list[Command]:
-        """The core refused it after it was admitted here: as if it had never been."""
+        """By the core, after it was admitted here."""
         lease = self._lease_of(request)
         return self.settle(lease.router_id, lease.request_id, 0, now) if lease is not None else []
 
@@ -211,7 +205,7 @@ class QuotaAuthority:
         return self._serve(lease.flow, now)
 
     def settle(self, router_id: RouterId, request_id: RequestId, used: int, now: float) -> list[Command]:
-        """The request has ended. One that is settled already, or was never admitted, is ignored."""
+        """One that is settled already, or was never admitted, is ignored."""
         lease = self._leases.get(request_id)
         if lease is None or lease.router_id != router_id:
             return []
@@ -293,7 +287,7 @@ class QuotaAuthority:
     # ---- the inside
 
     def _refusal(self, tenant: _Tenant, flow: FlowKey, first: int, now_ns: int) -> _Refusal | None:
-        """Every quota that the request does not fit into now; with the hint of the one that takes longest."""
+        """With the hint of the quota that takes longest."""
         if tenant.policy is None:
             return None
         quotas = tenant.policy.quotas
@@ -329,7 +323,6 @@ class QuotaAuthority:
         return _Refusal(message, None if never else _seconds(max(wait or 0 for wait in waits)), breaches)
 
     def _serve(self, flow: FlowKey, now: float) -> list[Command]:
-        """Grants the flow's extensions as far as its bucket reaches, and sets the moment of the next."""
         account, now_ns = self._account(flow), to_ns(now)
         commands: list[Command] = []
         for request_id in account.serve(now_ns):
@@ -400,7 +393,7 @@ class QuotaAuthority:
         self._remove(lease)
 
     def _forget_if_gone(self, tenant_id: TenantId) -> None:
-        """A tenant that was deleted is forgotten with its last lease, so tenants that come and go leave nothing."""
+        """A tenant that was deleted is forgotten with its last lease."""
         tenant = self._tenants[tenant_id]
         if tenant.policy is None and not tenant.leases:
             for qos_class in tenant.accounts:
@@ -417,7 +410,7 @@ class Seam(Protocol):
 
 
 class QuotaGate:
-    """The core behind the quotas: the same seam, `apply` and `next_wakeup`."""
+    """The core behind the quotas."""
 
     def __init__(self, core: Seam, began_at: float) -> None:
         self.authority = QuotaAuthority(began_at)
@@ -477,14 +470,13 @@ def _has_quotas(policy: TenantPolicy) -> bool:
 
 
 def _slice(bucket: TokenBucket | None) -> int:
-    """By how much a lease grows."""
     if bucket is None:
         return MAX_SLICE_TOKENS
     return min(bucket.burst, max(MIN_SLICE_TOKENS, min(MAX_SLICE_TOKENS, bucket.rate // _SLICES_PER_S)))
 
 
 def _first_lease(bucket: TokenBucket | None, prompt_tokens: int, max_new_tokens: int) -> int:
-    """The prompt and a slice of output, as far as the bucket could ever hold it, but never less than one token."""
+    """The prompt and a slice of output, as far as the bucket could ever hold it, at least one token."""
     if bucket is None:
         return 0
     least = prompt_tokens + min(1, max_new_tokens)
@@ -497,5 +489,5 @@ def _seconds(wait_ns: int) -> float:
 
 
 def _after(at_ns: int) -> float:
-    """The first moment in floating point that is not before `at_ns`, by a microsecond at most."""
+    """The first float that is not before."""
     return at_ns / 1e9 + 1e-6
