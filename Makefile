@@ -6,13 +6,17 @@ SCHEDULES ?= 10000
 SOAK_SECONDS ?= 600
 SHARE_SECONDS ?= 60
 
+# What pytest runs by default (pyproject.toml), and the folders and files of pure modules' tests.
+DEFAULT := not gpu and not slow and not compose and not mutants and not kernels and not wide
+PURE := tests/properties tests/scheduler
+
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 COMPILED := $(VENV)/.compiled
 
 .DEFAULT_GOAL := help
-.PHONY: help install compiled demo up test unit oracle soak sim mutants kernels fairness shares check lint types layers format proto compose-test clean
+.PHONY: help install compiled demo up quick test wide test-all house oracle soak sim mutants kernels fairness shares check lint types layers format proto compose-test clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
@@ -39,13 +43,18 @@ demo: $(STAMP) ## four tenants, four adapters, three services and etcd, on this 
 up: $(COMPILED) ## a local cluster in the foreground: make up MODEL=/path/to/model
 	@$(BIN)/manylora up --model $(MODEL)
 
-test: $(COMPILED) ## all tests but the slow, GPU and compose ones
-	@$(BIN)/python -m pytest -q
+quick: $(STAMP) ## the pure modules' tests, on all cores: seconds
+	@$(BIN)/python -m pytest -q -n logical --dist worksteal -m 'not long and not wide and not slow' $(PURE)
 
-unit: $(STAMP) ## unit and property tests, on all cores: no clusters, no other processes, no comparisons with PEFT
-	@$(BIN)/python -m pytest -q -n logical --dist worksteal -m 'not e2e and not gpu and not slow and not compose' \
-		--ignore=tests/sim --ignore=tests/scheduler/test_overload_gate.py \
-		--ignore-glob='*_against_peft.py' --ignore=tests/numerics/test_reader_processes.py
+test: $(COMPILED) ## everything that a change can break, in one of its kind: minutes
+	@$(BIN)/python -m pytest -q -n logical --dist worksteal -m '$(DEFAULT) and not e2e'
+	@$(BIN)/python -m pytest -q -m '$(DEFAULT) and e2e'
+
+wide: $(COMPILED) ## the further ones of each kind: more families, longer histories, clusters of their own
+	@$(BIN)/python -m pytest -q -n logical --dist worksteal -m 'wide and not e2e and not gpu'
+	@$(BIN)/python -m pytest -q -m 'wide and e2e and not gpu' --ignore=tests/e2e/test_oracle.py
+
+test-all: wide oracle sim mutants kernels test ## all of them: tests, oracle, simulation, planted bugs, kernels
 
 oracle: $(STAMP) ## every model family through a running cluster, against transformers + PEFT
 	@$(BIN)/python -m pytest -q -m e2e tests/e2e/test_oracle.py
@@ -61,7 +70,7 @@ mutants: $(STAMP) ## planted bugs: the simulation finds every one of them, on al
 
 kernels: $(STAMP) ## the GPU's kernels on the CPU: Triton's in its interpreter, CUDA's as C++ (installs Triton)
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt triton
-	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(addprefix tests/numerics/test_,attention_decode.py device_runner.py device_sampler.py gate_kernel.py lora_outputs.py lora_tiles.py nf4_kernel.py)
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -m "kernels and not gpu" tests/numerics
 
 fairness: $(STAMP) ## random schedules against the fairness bound: make fairness SCHEDULES=10000
 	@$(BIN)/python -m pytest -q -s tests/properties/test_fair_queue.py tests/properties/test_seam.py --fair-schedules $(SCHEDULES)
@@ -85,6 +94,9 @@ layers: $(STAMP)
 format: $(STAMP) ## format the code
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
+
+house: $(STAMP) ## how the house stands: folders, docstrings, longest functions, what has no test of its name
+	@$(BIN)/python tests/arch/house.py
 
 proto: $(STAMP) ## generate the stubs from protos/
 	@$(BIN)/python protos/generate.py

@@ -16,7 +16,7 @@ from manylora.client import Client, ClusterStatus, RequestFailed, TenantAdapters
 from manylora.demo import BASE_FOLDER
 from manylora.local.cluster import ClusterOptions, LocalCluster
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.wide]
 
 DEVICE_ADAPTERS, HOST_ADAPTERS = 8, 16
 """Adapters of the fake engine take a MiB each."""

@@ -20,7 +20,7 @@ from manylora.demo import BASE_FOLDER
 from manylora.local.cluster import ClusterOptions, LocalCluster
 from manylora_sim.fake_runner import reference_tokens
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.wide]
 
 WEIGHTS = {"one": 1, "two": 2, "four": 4, "eight": 8}
 STREAMS = 48

@@ -17,13 +17,11 @@ from manylora.client import Client, Sampling
 from manylora.local.cluster import ClusterOptions, LocalCluster
 
 from tests.numerics.adapters import Reference, recipes, save_adapter
-from tests.numerics.families import FAMILIES, VOCAB_SIZE, make_model
+from tests.numerics.families import EACH_FAMILY, VOCAB_SIZE, make_model
 
 TENANT = "oracle"
 MAX_TOKENS = 24
 ROUNDS = 3
-QUICK = ("llama", "gemma2")
-"""The default run; the others are marked slow."""
 
 DEVICE_ADAPTER_MB = 0.28
 WORKER_FLAGS = (
@@ -40,7 +38,7 @@ WORKER_FLAGS = (
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in QUICK else (pytest.mark.slow,)) for f in FAMILIES])
+@pytest.mark.parametrize("family", EACH_FAMILY)
 async def test_cluster_equals_peft(family: str, tmp_path: Path) -> None:
     model = make_model(family, tmp_path / "model")
     folders = {

@@ -13,7 +13,7 @@ from manylora.client import Client, QuotaStatus, RequestFailed, Result, RetryPol
 from manylora.demo import BASE_FOLDER
 from manylora.local.cluster import ClusterOptions, LocalCluster
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.wide]
 
 TENANT = "acme"
 RATE, BURST = 300, 600

@@ -14,7 +14,7 @@ from manylora_router.guard.circuits import ADAPTER_THRESHOLD
 
 from tests.e2e.conftest import UpCluster
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.wide]
 
 TENANT = "dove"
 POLICY = f"""\

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -78,6 +79,9 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
         **_SHAPE, embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0, attention_multiplier=0.2
     ),
 }  # fmt: skip
+
+
+EACH_FAMILY = [pytest.param(name, marks=() if name == "llama" else pytest.mark.wide) for name in FAMILIES]
 
 
 def make_model(family: str, folder: Path, seed: int = 0) -> PreTrainedModel:

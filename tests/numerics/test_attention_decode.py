@@ -20,6 +20,8 @@ from manylora_worker.models.cuda.kernels.attention import AttentionShape, Decode
 from manylora_worker.models.cuda.kernels.attention_decode import DecodeAttention, Variant  # noqa: E402
 from manylora_worker.models.cuda.kernels.cuda_module import CudaUnavailable  # noqa: E402
 
+pytestmark = pytest.mark.kernels
+
 POSITIONS = (0, 1, 14, 15, 16, 17, 47, 63, 100, 130, 5, 31)
 PADDING = 2
 """Rows behind those that are there."""

@@ -41,6 +41,8 @@ from manylora_worker.models.decoder_weights import read_decoder
 from tests.numerics.interpreter import needs_interpreter
 from tests.numerics.reference_tiles import ReferenceTiles
 
+pytestmark = pytest.mark.kernels
+
 ON_DEVICE = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"]
 TOLERANCE = 1e-3
 

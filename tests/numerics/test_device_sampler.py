@@ -24,6 +24,8 @@ from manylora_worker.models.cuda.sampler_rows import bars_on_device  # noqa: E40
 
 from tests.numerics.interpreter import DEVICES, INTERPRETED  # noqa: E402
 
+pytestmark = pytest.mark.kernels
+
 VOCAB = 700
 
 

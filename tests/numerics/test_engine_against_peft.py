@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.driver import ALWAYS_STACK, NEVER_STACK, Driver, Stream, make_runner, mixed_streams, prompts
-from tests.numerics.families import FAMILIES, WINDOW
+from tests.numerics.families import EACH_FAMILY, WINDOW
 
 TOLERANCE = 1e-4
 
@@ -20,7 +20,7 @@ def assert_next_logits(family: Family, streams: list[tuple[Stream, str | None]],
 
 
 @pytest.mark.parametrize("product_flops", [NEVER_STACK, ALWAYS_STACK], ids=["segmented", "stacked"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EACH_FAMILY)
 def test_mixed_batch_logits(family_of: FamilyOf, name: str, product_flops: float) -> None:
     family = family_of(name)
     driver = Driver(make_runner(family.loaded, num_blocks=200, product_flops=product_flops))
@@ -33,7 +33,7 @@ def test_mixed_batch_logits(family_of: FamilyOf, name: str, product_flops: float
         assert_next_logits(family, mixed, driver.logits(streams))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EACH_FAMILY)
 def test_greedy_tokens(family_of: FamilyOf, name: str) -> None:
     """Chunked prefill, arrivals in mid-flight: prefill chunks and decodes of many adapters share steps."""
     family = family_of(name)
@@ -47,7 +47,7 @@ def test_greedy_tokens(family_of: FamilyOf, name: str) -> None:
         assert stream.output == family.reference.greedy(stream.prompt, adapter, 8)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EACH_FAMILY)
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 16])
 def test_chunked_prefill_equals_whole(family_of: FamilyOf, name: str, chunk_tokens: int) -> None:
     family = family_of(name)

@@ -18,6 +18,8 @@ from manylora_worker.models.cuda.kernels.lora import (
 
 from tests.numerics.interpreter import DEVICES
 
+pytestmark = pytest.mark.kernels
+
 WIDTH, CHUNKS = 64, 4
 RANKS = (0, 8, 16, 40)
 RUNS = ((0, 3, 0), (3, 4, 1), (7, 5, 2), (12, 11, 3))

@@ -22,6 +22,8 @@ from manylora_worker.models.cuda.graph_shapes import (
 from manylora_worker.models.cuda.kernels.lora import TILE_ROWS
 from manylora_worker.models.cuda.kernels.sampling import SamplingPlan
 
+pytestmark = pytest.mark.kernels
+
 _SAMPLINGS = [
     Sampling(seed=0, temperature=0.0),
     Sampling(seed=0, temperature=0.0, top_logprobs=0),

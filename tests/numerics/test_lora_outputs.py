@@ -15,6 +15,8 @@ from manylora_worker.models.cuda.kernels.rotate import rotate_store
 
 from tests.numerics.interpreter import DEVICES
 
+pytestmark = pytest.mark.kernels
+
 ROWS, ROWS_THERE = 6, 5
 
 

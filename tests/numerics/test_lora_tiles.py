@@ -30,6 +30,8 @@ from manylora_worker.models.cuda.kernels.lora_tiles import SPLIT, LoraTiles, Siz
 
 from tests.numerics.reference_tiles import ReferenceTiles, activated  # noqa: E402
 
+pytestmark = pytest.mark.kernels
+
 CHUNKS = 4
 RANKS = (0, 8, 16, 40, 64)
 TILES = ((0, 3, 1), (3, 4, 2), (7, 2, 0), (9, 16, 3), (25, 11, 4), (36, 1, 2))

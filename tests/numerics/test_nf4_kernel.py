@@ -26,6 +26,8 @@ from manylora_worker.models.cuda.kernels.nf4_rows import VARIANTS, Nf4Rows, plan
 
 from tests.numerics.interpreter import DEVICES, INTERPRETED
 
+pytestmark = pytest.mark.kernels
+
 SHAPES = [(64, 64), (7, 192), (130, 448), (66, 1024)]
 """(out, in): one block, less than a tile of outputs, no multiple of one; inputs of 64 but of no tile; whole tiles."""
 TOLERANCE = 1e-2

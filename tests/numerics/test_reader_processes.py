@@ -179,6 +179,7 @@ def test_calls_at_once_have_a_process_each(pool: Pool, family: Family, base: Ada
     assert 1 <= len(pool.readers) <= 20
 
 
+@pytest.mark.wide
 def test_what_fits_in_no_hole_is_read_into_memory_of_its_own(family: Family, base: AdapterBase) -> None:
     pool = Pool(base, HostMemory(4096))
     try:
@@ -348,6 +349,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.wide
 def test_processes_end_with_the_worker_and_have_none_of_its_sockets(
     family: Family, base: AdapterBase, tmp_path: Path
 ) -> None:

@@ -88,8 +88,8 @@ def fight(core: EngineCore, requests: list[Asked], uids: dict[str | None, Adapte
     assert (stats.blocks_free, stats.host_blocks_free) == (stats.blocks_total, stats.host_blocks_total)
 
 
-@pytest.mark.parametrize("cache_share", [0.0, 0.5])
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("cache_share", [pytest.param(0.0, marks=pytest.mark.wide), 0.5])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.wide)])
 def test_outputs_are_the_references(family_of: FamilyOf, name: str, cache_share: float) -> None:
     family = family_of(name)
     runner = make_runner(family.loaded, num_blocks=NUM_BLOCKS, block_size=8, num_host_blocks=20)

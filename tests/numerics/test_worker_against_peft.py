@@ -40,7 +40,14 @@ def store_adapter(source: Path, store: Path) -> AdapterUid:
     return uid
 
 
-@pytest.mark.parametrize(("family", "debug_fill_freed"), [("llama", False), ("gemma2", False), ("gemma2", True)])
+@pytest.mark.parametrize(
+    ("family", "debug_fill_freed"),
+    [
+        ("llama", False),
+        pytest.param("gemma2", False, marks=pytest.mark.wide),
+        pytest.param("gemma2", True, marks=pytest.mark.wide),
+    ],
+)
 async def test_worker_equals_peft(family: str, debug_fill_freed: bool, tmp_path: Path) -> None:
     model = make_model(family, tmp_path / "model")
     folders = {

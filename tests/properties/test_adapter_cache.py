@@ -195,7 +195,7 @@ def check_eviction(eviction: Eviction) -> None:
             assert held > share or idle_s >= after_s, f"{loser} was within its share: {eviction}"
 
 
-TestAdapterCache = AdapterCacheMachine.TestCase
+TestAdapterCache = pytest.mark.long(AdapterCacheMachine.TestCase)
 TestAdapterCache.settings = settings(max_examples=150, stateful_step_count=50, deadline=None, derandomize=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manylora_shared.tenancy.adapter_shares import honoured_pins, max_min, pins_problem
@@ -15,6 +16,7 @@ _TENANTS = st.integers(1, 6).flatmap(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=2000, deadline=None, derandomize=True)
 @given(tenants=_TENANTS, capacity=st.integers(0, 120))
 def test_shares_are_max_min_fair(tenants: tuple[list[int], list[int], list[int]], capacity: int) -> None:
@@ -41,6 +43,7 @@ def test_what_nobody_wants_is_borrowed() -> None:
     assert max_min({"a": 100, "b": 100}, {"a": 1, "b": 3}, 80, {"a": 35}) == {"a": 35, "b": 45}
 
 
+@pytest.mark.long
 @settings(max_examples=500, deadline=None, derandomize=True)
 @given(
     pins=st.dictionaries(st.sampled_from("abc"), st.lists(st.integers(1, 9), max_size=4)),

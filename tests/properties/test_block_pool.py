@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
@@ -189,7 +190,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
             assert self.pool.num_free == self.num_blocks
 
 
-TestBlockPool = BlockPoolMachine.TestCase
+TestBlockPool = pytest.mark.long(BlockPoolMachine.TestCase)
 TestBlockPool.settings = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True)
 
 

@@ -18,6 +18,7 @@ from manylora_worker.planning.step_planner import PlannerLimits
 from tests.properties.engine_suite import CONTEXT, Collector, FaultyAheadRunner, FaultyRunner, make_engine, make_request
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 16), st.integers(1, 20), st.integers(1, 3)), min_size=2, max_size=8),

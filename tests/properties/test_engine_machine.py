@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -302,7 +303,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.core.check_invariants()
 
 
-TestEngineCore = EngineMachine.TestCase
+TestEngineCore = pytest.mark.long(EngineMachine.TestCase)
 TestEngineCore.settings = settings(max_examples=200, stateful_step_count=30, deadline=None, derandomize=True)
 
 
@@ -310,7 +311,7 @@ class AheadEngineMachine(EngineMachine):
     make_runner = FaultyAheadRunner
 
 
-TestAheadEngineCore = AheadEngineMachine.TestCase
+TestAheadEngineCore = pytest.mark.long(AheadEngineMachine.TestCase)
 TestAheadEngineCore.settings = settings(max_examples=200, stateful_step_count=30, deadline=None, derandomize=True)
 
 

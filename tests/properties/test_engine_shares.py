@@ -55,6 +55,7 @@ def _contended(weight_a: int, weight_b: int, seed: int) -> None:
     assert rig.core.stats().preemptions > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
 def test_two_flows_of_weights_1_and_4_share_the_slots_1_to_4(seed: int) -> None:
     _contended(1, 4, seed)
@@ -122,6 +123,7 @@ def test_a_prefill_yields_after_each_chunk() -> None:
     assert rig.tokens[short, 0], "it waited for another's whole prompt"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("slots", "most_steps"), [(4, 5), (QUANTUM_TOKENS, 2), (4 * QUANTUM_TOKENS, 2)])
 def test_a_newcomer_waits_for_the_next_end_of_a_quantum_and_these_are_spread(slots: int, most_steps: int) -> None:
     """Steps from a newcomer's coming to its first token where no quantum is cut for it: until one ends, and one for its
@@ -314,6 +316,7 @@ FIGHTS = [seed for seed in range(26) if seed != 14]
 """In 14 the pool is not short: its requests come one after the other."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", FIGHTS)
 def test_three_tenants_fight_for_a_third_of_what_they_need(seed: int) -> None:
     rig = fight(seed)
@@ -348,6 +351,7 @@ def test_what_a_group_has_computed_counts_before_it_is_found() -> None:
     assert rig.ended[first] < rig.ended[second]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(25))
 def test_and_with_readers_that_stop_and_go_on(seed: int) -> None:
     rig = fight(seed, pauses=0.2)

@@ -25,12 +25,14 @@ NUM_SEEDS = 300
 """Schedules that a mutant has to survive."""
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 2**32), num_actions=st.integers(1, 100))
 def test_any_schedule_stays_within_the_bound(seed: int, num_actions: int) -> None:
     suite.random_schedule(FairQueue, seed, num_actions)
 
 
+@pytest.mark.long
 def test_spread_against_its_bound(fair_schedules: int) -> None:
     """Every schedule's spread is within the formula, and some come close to it: the formula has no slack to hide in."""
     ratios = sorted(suite.random_schedule(FairQueue, seed).worst for seed in range(fair_schedules))
@@ -70,6 +72,7 @@ def test_age_is_of_who_gets_nothing() -> None:
     suite.age_is_of_who_gets_nothing(FairQueue)
 
 
+@pytest.mark.long
 def test_equal_histories_give_equal_choices() -> None:
     for seed in range(20):
         first = suite.random_schedule(FairQueue, seed)
@@ -167,6 +170,7 @@ MUTANTS = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.__name__)
 def test_the_suite_notices(mutant: type[Queue]) -> None:
     with pytest.raises(AssertionError):
@@ -379,6 +383,7 @@ def test_forgotten_flows_need_no_garbage_collection() -> None:
         gc.enable()
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_in_order_of_arrival_the_first_that_fits_is_next(data: st.DataObject) -> None:
@@ -424,6 +429,7 @@ def _queue_of(tags: dict[str, int], needs: dict[str, str] | None = None) -> Fair
     return queue
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_the_first_flows_are_the_least_whatever_they_need(data: st.DataObject) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manylora_shared.coordination.base import Compare, Delete, EventKind, Put
@@ -26,6 +27,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(STEPS, st.integers(0, 3))
 def test_the_model_is_a_dict_with_history(steps: list[tuple[str, int, list[Put | Delete]]], seed: int) -> None:

@@ -77,6 +77,7 @@ def test_each_level_gives_up_what_the_one_below_it_did(
     assert caps[1] <= caps[0]
 
 
+@pytest.mark.long
 @given(
     costs,
     st.floats(1.0, 1e6),
@@ -165,6 +166,7 @@ def test_shares_are_max_min_fair(tenants: list[tuple[float, float, float]], gran
     assert all(by_weight[t] >= max(by_weight.values()) * (1 - 1e-6) for t in above)
 
 
+@pytest.mark.wide
 @given(st.integers(1, 6), st.integers(0, 2**32), st.floats(0.05, 2.0), st.sampled_from(STACK), st.floats(0.05, 0.95))
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_many_tenants_are_measured_nearly_as_few_are(
@@ -235,6 +237,7 @@ samples = st.dictionaries(
 )
 
 
+@pytest.mark.long
 @given(st.lists(st.tuples(samples, st.floats(0.01, 1.0), st.sampled_from([0.0, 0.0, 0.3]))))
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_a_level_stays_on_the_ladder_and_comes_down_when_the_load_ends(

@@ -98,6 +98,7 @@ def test_names_are_those_of_tenant_adapter_model_and_all_tokens() -> None:
     suite.run_names(PrefixKeys, range(60))
 
 
+@pytest.mark.long
 def test_outputs_are_the_same_with_the_cache_and_without() -> None:
     found = evicted = 0
     for seed in range(40):
@@ -123,6 +124,7 @@ def test_the_outputs_alone_notice(mutant: type[PrefixKeys]) -> None:
         suite.run_outputs(mutant, range(NUM_SEEDS))
 
 
+@pytest.mark.long
 def test_keys_and_index_each_keep_tenants_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     suite.run_outputs(WithoutTenant, range(NUM_SEEDS))  # the index alone
     one_index(monkeypatch)
@@ -273,6 +275,7 @@ def test_a_block_that_is_only_the_source_of_a_copy_is_not_found() -> None:
     pool.check_invariants()
 
 
+@pytest.mark.long
 def test_a_flood_takes_nothing_from_who_keeps_less() -> None:
     """An attacker cycles prompts through the cache; the victim, who keeps little, finds its prefix every time."""
     run = make_run(PrefixKeys(SECRET, "m"), num_blocks=64, chunk=32, batch_tokens=32, share=0.25)
@@ -426,6 +429,7 @@ def probe(run: Run, num_probes: int) -> tuple[list[int], list[int], list[int]]:
     return foreign, control, own
 
 
+@pytest.mark.wide
 def test_ten_thousand_probes_of_a_foreign_prefix_see_nothing() -> None:
     run = make_run(PrefixKeys(SECRET, "m"), num_blocks=64, chunk=64, batch_tokens=64)
     foreign, control, own = probe(run, NUM_PROBES)
@@ -443,6 +447,7 @@ def test_the_probes_would_see_a_cache_that_tenants_share(monkeypatch: pytest.Mon
     assert auc(foreign, control) == 1.0
 
 
+@pytest.mark.long
 def test_what_one_tenant_sees_does_not_depend_on_anothers_tokens() -> None:
     """The same sizes and times, in one world with the attacker's own prompts in the victim's cache, in the other not:
     each step gives the attacker the same tokens, the same counts and the same room, under eviction and preemption."""

@@ -282,6 +282,7 @@ class Play:
         return worst - self.burst
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
 def test_eight_routers_never_use_more_than_the_contract(seed: int) -> None:
     play = Play(seed)
@@ -293,6 +294,7 @@ def test_eight_routers_never_use_more_than_the_contract(seed: int) -> None:
     print(f"most tokens leased and unused at a time: {outstanding} of {play.rate}/s; streams cut: {play.cut}")
 
 
+@pytest.mark.long
 def test_the_contract_is_used_up() -> None:
     """Demand of twice the contract: at least 97 % of it is used, where leaders and routers fail too."""
     for faults in (False, True):

@@ -23,11 +23,13 @@ def test_both_are_of_the_seam() -> None:
         assert queue.select(lambda item: "place") == (0, "place", 0, None)
 
 
+@pytest.mark.long
 @BOTH
 def test_the_suite_passes(make: Any) -> None:
     suite.run_suite(make, range(40), plain=True)
 
 
+@pytest.mark.long
 @BOTH
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32), num_actions=st.integers(1, 100), reweighs=st.booleans())
@@ -35,10 +37,12 @@ def test_any_schedule_stays_within_the_bound(make: Any, seed: int, num_actions: 
     suite.random_schedule(make, seed, num_actions, plain=True, reweighs=reweighs)
 
 
+@pytest.mark.long
 def test_both_choose_alike(fair_schedules: int) -> None:
     suite.same_choices(ReferenceQueue, FairQueue, range(fair_schedules // 2))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("rule", suite.SHARED_MUTANTS, ids=lambda rule: rule.__name__)
 def test_the_suite_notices(rule: type) -> None:
     """In the reference; in the fast one: test_fair_queue.py."""

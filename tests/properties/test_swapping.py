@@ -155,6 +155,7 @@ def test_without_host_blocks_nothing_leaves() -> None:
 # ---- contention
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make_runner", _RUNNERS)
 @pytest.mark.parametrize("copy_polls", range(4))
 def test_three_tenants_fight_and_are_swapped(copy_polls: int, make_runner: type[FakeRunner]) -> None:
@@ -173,6 +174,7 @@ def test_three_tenants_fight_and_are_swapped(copy_polls: int, make_runner: type[
     assert min(parked, swapped, recomputed) > 10, "not all of it happened: the test shows nothing"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make_runner", _RUNNERS)
 @pytest.mark.parametrize("seed", range(10))
 def test_and_with_readers_that_stop_and_go_on(seed: int, make_runner: type[FakeRunner]) -> None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -460,7 +461,7 @@ class World(RuleBasedStateMachine):
         assert self.core.next_wakeup() is None or self.core._dispatch.unreached or self.workers
 
 
-TestWorld = World.TestCase
+TestWorld = pytest.mark.long(World.TestCase)
 TestWorld.settings = settings(
     max_examples=120,
     stateful_step_count=60,

@@ -432,6 +432,7 @@ def at_one() -> Result:
     return run(Scenario(load=1.0, until_s=60.0))
 
 
+@pytest.mark.long
 def test_three_times_the_load_costs_neither_goodput_nor_interactive_latency(at_one: Result) -> None:
     three, without = run(Scenario(load=3.0, until_s=60.0)), run(Scenario(load=3.0, overload=False, until_s=60.0))
     assert three.good_tokens >= 0.95 * at_one.good_tokens
@@ -442,12 +443,14 @@ def test_three_times_the_load_costs_neither_goodput_nor_interactive_latency(at_o
     assert ttft_p95_s(without) > 4 * ttft_p95_s(three), "the load is too small to need any control"
 
 
+@pytest.mark.long
 def test_a_load_that_just_fits_is_not_refused(at_one: Result) -> None:
     assert at_one.refused[BATCH] <= 0.02 * at_one.offered[BATCH]
     assert not at_one.refused[STANDARD]
     assert not at_one.refused[INTERACTIVE]
 
 
+@pytest.mark.wide
 def test_callers_that_ask_again_at_once_complete_as_much_as_without_control() -> None:
     """Two workers with 24 slots, and streams that each ask for something else as soon as they are refused."""
     mix = {qos_class: ClassLoad(1 / 3, (2, 150), (4, 64), 60.0) for qos_class in QosClass}
@@ -459,6 +462,7 @@ def test_callers_that_ask_again_at_once_complete_as_much_as_without_control() ->
     assert sum(controlled.refused.values()) <= 0.1 * sum(controlled.completed.values())
 
 
+@pytest.mark.wide
 def test_a_flood_costs_the_flooder_alone() -> None:
     flooded = run(Scenario(load=4.0, base_load=0.6, flooder=True))
     assert flooded.refused[INTERACTIVE] > 10_000
@@ -468,6 +472,7 @@ def test_a_flood_costs_the_flooder_alone() -> None:
     assert others <= 0.02 * offered
 
 
+@pytest.mark.wide
 def test_after_a_spike_everything_is_admitted_again() -> None:
     spike = run(Scenario(load=10.0, base_load=0.7, ends_s=40.0, measured_from_s=70.0, until_s=90.0))
     assert spike.at_rest_s is not None
@@ -476,6 +481,7 @@ def test_after_a_spike_everything_is_admitted_again() -> None:
     assert ttft_p95_s(spike) < 0.1
 
 
+@pytest.mark.wide
 def test_the_same_seed_is_one_run() -> None:
     first, second = (run(Scenario(load=3.0, until_s=40.0)) for _ in range(2))
     assert (first.levels, first.good_tokens) == (second.levels, second.good_tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manylora_scheduler.core import placement
@@ -74,6 +75,7 @@ def test_room_counts_before_the_cap() -> None:
     assert chosen(workers, prompt_tokens=60) == "c"
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_every_choice_has_room_and_is_under_the_cap(data: st.DataObject) -> None:

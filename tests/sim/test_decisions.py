@@ -14,6 +14,7 @@ from manylora_shared.process import compiled
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.wide
 def test_compiled_code_decides_as_its_sources_do() -> None:
     folder = Path(sysconfig.get_path("platlib")) / compiled.FOLDER
     if not folder.exists():

@@ -137,7 +137,14 @@ def leading(cluster: Cluster) -> Process:
     return next(process for process in cluster.processes.values() if process.app is leader)
 
 
-@pytest.mark.parametrize("trouble", [no_trouble, workers_die, leaders_die])
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        pytest.param(no_trouble, marks=pytest.mark.wide),
+        pytest.param(workers_die, marks=pytest.mark.wide),
+        leaders_die,
+    ],
+)
 def test_shares_stay_within_the_bound(trouble: Trouble) -> None:
     async def main() -> None:
         cluster = Cluster(3, workers=2, overload=False)

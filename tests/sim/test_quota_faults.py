@@ -121,6 +121,7 @@ CONTRACT_RATE, CONTRACT_BURST = 150, 300
 CONTRACT_S = 90.0
 
 
+@pytest.mark.wide
 @pytest.mark.each_nth_seed(200)
 def test_a_contract_at_eight_routers_is_kept_and_used_while_leaders_restart(sim_seed: int) -> None:
     """Twice the contract is asked for, at eight routers. The leader restarts every 30 s, and now and then one to three
