@@ -1,7 +1,7 @@
 """The asyncio client. Owns one channel to one router; all methods may run concurrently.
 
-A stream's state machine: idle -> (connecting, maybe several attempts) -> running -> ended. Attempts are repeated only
-before the first frame. Leaving a stream early cancels its call, which frees its work on the worker at the next token.
+A stream: idle -> (connecting, maybe several attempts) -> running -> ended. Attempts are repeated only before the first
+frame. Leaving a stream early cancels its call, which frees its work on the worker at the next token.
 """
 
 from __future__ import annotations
@@ -57,13 +57,11 @@ from manylora.client.retry import DEFAULT_RETRY, RetryBudget, RetryPolicy
 from manylora.v1 import admin_pb2, common_pb2, inference_pb2
 
 DEFAULT_SERVER = "127.0.0.1:7070"
-DEFAULT_TIMEOUT_S = 30.0
-"""Of calls with one answer. Streams have no deadline unless one is given."""
+DEFAULT_TIMEOUT_S = 30.0  # of calls with one answer; streams have no deadline unless one is given
 
+# text, token ids, or chat messages ({"role": ..., "content": ...})
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text, token ids, or chat messages ({"role": ..., "content": ...})."""
-Progress = Callable[[int, int], None]
-"""Called with (bytes sent, bytes in all)."""
+Progress = Callable[[int, int], None]  # called with (bytes sent, bytes in all)
 
 _INFERENCE = methods_of(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"])
 _ADMIN = methods_of(admin_pb2.DESCRIPTOR.services_by_name["AdminService"])
@@ -71,8 +69,7 @@ _HEALTH = methods_of(health_pb2.DESCRIPTOR.services_by_name["Health"])
 
 
 class _Caller:
-    """One connection, the key that its calls present, its retry policy and its randomness; shared by the client and
-    its parts."""
+    """One connection, its key, retry policy and randomness; shared by the client and its parts."""
 
     def __init__(self, channel: Channel, key: str, retry: RetryPolicy | None, rng: random.Random) -> None:
         self.channel = channel
@@ -146,8 +143,7 @@ class GenerateStream:
         self._deadline = _deadline(timeout_s)
         self._stream: Stream | None = None
         self._collector = Collector()
-        self._told: collections.deque[Event] = collections.deque()
-        """Of the last frame, what was not given out yet."""
+        self._told: collections.deque[Event] = collections.deque()  # of the last frame, what was not given out yet
         self._ended = False
 
     def __aiter__(self) -> Self:
@@ -177,7 +173,7 @@ class GenerateStream:
         return self._collector.result()
 
     def cancel(self) -> None:
-        """Ends the request. Safe to call again, and after the end."""
+        """Safe to call again, and after the end."""
         self._ended = True
         self._told.clear()
         if self._stream is not None:
@@ -204,7 +200,7 @@ class GenerateStream:
         return message
 
     async def _first(self) -> Any:
-        """The first frame, after as many attempts as the policy and the client's budget allow."""
+        """After as many attempts as the policy and the client's budget allow."""
         self._caller.budget.on_call()
         attempt = 1
         while True:
@@ -221,8 +217,6 @@ class GenerateStream:
 
 
 class Tenants:
-    """Policies of tenants."""
-
     def __init__(self, caller: _Caller) -> None:
         self._caller = caller
 
@@ -241,7 +235,7 @@ class Tenants:
         return answer.tenant_id, answer.version
 
     async def diff(self, policy_yaml: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> PolicyChange:
-        """What applying the document would change. Checks it as `apply` does, and changes nothing."""
+        """Checks the document as `apply` does, and changes nothing."""
         request = admin_pb2.ApplyTenantRequest(policy_yaml=policy_yaml, validate_only=True)
         return change_from(await self._caller.call(_ADMIN["ApplyTenant"], request, timeout_s=timeout_s))
 
@@ -260,13 +254,13 @@ class Tenants:
         return int(answer.removed_adapters)
 
     async def lift_quarantine(self, tenant_id: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> LiftedQuarantine:
-        """Lets all routers run the tenant's quarantined prompts again, as if no worker had failed at them."""
+        """All routers run the tenant's quarantined prompts again."""
         request = admin_pb2.LiftQuarantineRequest(tenant_id=tenant_id)
         return lifted_from(await self._caller.call(_ADMIN["LiftQuarantine"], request, timeout_s=timeout_s))
 
 
 class Keys:
-    """API keys. Only an operator's key may call these."""
+    """Only an operator's key may call these."""
 
     def __init__(self, caller: _Caller) -> None:
         self._caller = caller
@@ -274,7 +268,7 @@ class Keys:
     async def create(
         self, scopes: Sequence[str], *, tenant: str = "", name: str = "", timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> tuple[str, KeyInfo]:
-        """A new key, which nothing will show again, and what is known of it.
+        """The new key, which nothing will show again, and what is known of it.
 
         Args:
             scopes: generate, admin (with a tenant); gateway, operator (without one).
@@ -286,7 +280,7 @@ class Keys:
         return answer.key, key_from(answer.info)
 
     async def list(self, tenant: str = "", *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[KeyInfo, ...]:
-        """All keys, revoked ones too, oldest first; with a tenant those bound to it."""
+        """Revoked ones too, oldest first; with a tenant those bound to it."""
         request = admin_pb2.ListKeysRequest(tenant_id=tenant)
         answer = await self._caller.call(_ADMIN["ListKeys"], request, timeout_s=timeout_s)
         return tuple(key_from(k) for k in answer.keys)
@@ -297,8 +291,6 @@ class Keys:
 
 
 class Adapters:
-    """Adapters in tenants' namespaces."""
-
     def __init__(self, caller: _Caller) -> None:
         self._caller = caller
 
@@ -311,7 +303,7 @@ class Adapters:
         on_progress: Progress | None = None,
         timeout_s: float = 300.0,
     ) -> AdapterInfo:
-        """Uploads a PEFT folder. The folder is looked at first: what the server would surely refuse is not sent."""
+        """Uploads a PEFT folder. What the server would surely refuse is not sent."""
         folder = AdapterFolder.open(Path(path))
         header = admin_pb2.AddAdapterHeader(tenant_id=tenant_id, name=name)
         return await self._add(header, folder, on_progress, timeout_s)
@@ -319,12 +311,12 @@ class Adapters:
     async def add_from_store(
         self, tenant_id: str, name: str, store_path: str, *, timeout_s: float = 300.0
     ) -> AdapterInfo:
-        """Registers a folder that stands in the cluster's adapter store already (a path relative to its root)."""
+        """store_path: a folder in the cluster's adapter store already, relative to its root."""
         header = admin_pb2.AddAdapterHeader(tenant_id=tenant_id, name=name, store_path=store_path)
         return await self._add(header, None, None, timeout_s)
 
     async def list(self, tenant_id: str = "", *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[AdapterInfo, ...]:
-        """The tenant's adapters; without a tenant those of all."""
+        """Without a tenant those of all."""
         request = admin_pb2.ListAdaptersRequest(tenant_id=tenant_id)
         answer = await self._caller.call(_ADMIN["ListAdapters"], request, timeout_s=timeout_s)
         return tuple(adapter_from(a) for a in answer.adapters)
@@ -451,7 +443,7 @@ class Client:
         )
 
     async def wait_until_serving(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Returns once the server's health says SERVING; raises RequestFailed with DEADLINE_EXCEEDED otherwise."""
+        """Raises RequestFailed with DEADLINE_EXCEEDED where the server's health never says SERVING."""
         deadline = time.monotonic() + timeout_s
         last = "no answer yet"
         while (left_s := deadline - time.monotonic()) > 0:

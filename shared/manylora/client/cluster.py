@@ -1,6 +1,5 @@
-"""What a cluster tells of itself: models, tenants, keys, adapters, and the status of its parts.
-
-Pure data: no gRPC, no asyncio. Names and units are those of the protos (messages.py reads them off).
+"""What a cluster tells of itself: models, tenants, keys, adapters, and the status of its parts. Pure data, in the
+protos' names and units.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ class TenantInfo:
 
 @dataclass(frozen=True)
 class PolicyChange:
-    """A tenant's policy as it stands and as a document would have it, both in canonical form."""
+    """As it stands and as a document would have it, both in canonical form."""
 
     tenant_id: str
-    version: int
-    """Of what stands; 0: there is no such tenant."""
+    version: int  # of what stands; 0: there is no such tenant
     previous_policy_yaml: str
     policy_yaml: str
 
@@ -41,15 +39,14 @@ class PolicyChange:
 
 @dataclass(frozen=True)
 class KeyInfo:
-    """What is known of an API key: all but the key."""
+    """All but the key."""
 
     key_id: str
     tenant_id: str
     scopes: tuple[str, ...]
     name: str
     created_unix_s: float
-    revoked_unix_s: float
-    """0: in force."""
+    revoked_unix_s: float  # 0: in force
 
 
 @dataclass(frozen=True)
@@ -82,8 +79,7 @@ class QuotaStatus:
     requests: int
     leased_tokens: int
     settled_tokens: int
-    level_tokens: int | None
-    """What the token bucket holds; None: there is none."""
+    level_tokens: int | None  # what the token bucket holds; None: there is none
 
 
 @dataclass(frozen=True)
@@ -91,10 +87,9 @@ class ClassOverload:
     """Counts are since the scheduler's term began."""
 
     qos_class: str
+    # of requests of tenants within their share that wait longer than the target; None: there were none
     late_part: float | None
-    """Part of requests of tenants within their share that wait longer than the target; None: there were none."""
-    target_ms: float | None
-    """None: half of each request's own deadline."""
+    target_ms: float | None  # None: half of each request's own deadline
     refused_by_routers: int
     refused: int
     shed: int
@@ -104,8 +99,7 @@ class ClassOverload:
 @dataclass(frozen=True)
 class TenantOverload:
     tenant_id: str
-    level: int
-    """Its own; the cluster's counts where it is higher."""
+    level: int  # its own; the cluster's counts where it is higher
     rung: str
     demand_shares: float
 
@@ -114,8 +108,7 @@ class TenantOverload:
 class OverloadStatus:
     """What is given up for want of capacity (docs/POLICY.md, Overload)."""
 
-    level: int
-    """Of the cluster: 0 (nothing) to 128."""
+    level: int  # of the cluster: 0 (nothing) to 128
     rung: str
     classes: tuple[ClassOverload, ...]
     tenants: tuple[TenantOverload, ...]
@@ -127,8 +120,7 @@ class NoisyNeighbour:
 
     kind: str
     tenant_id: str
-    worker_id: str
-    """Empty: on all."""
+    worker_id: str  # empty: on all
     evidence: Mapping[str, float]
 
 
@@ -137,53 +129,42 @@ class PinStatus:
     """An adapter that a tenant's policy pins."""
 
     name: str
-    adapter_version: str
-    """Empty: no adapter has this name."""
+    adapter_version: str  # empty: no adapter has this name
     workers: int
-    on_device: int
-    """Of these workers."""
-    problem: str
-    """Why a worker does not keep it on its device; empty: all do, or load it now."""
+    on_device: int  # of these workers
+    problem: str  # why a worker does not keep it on its device; empty: all do, or load it now
 
 
 @dataclass(frozen=True)
 class TenantAdapters:
-    """A tenant's part of the workers' adapter memory. What several tenants use counts in full for each."""
+    """Of the workers' adapter memory. What several tenants use counts in full for each."""
 
     tenant_id: str
     device_bytes: int
     host_bytes: int
-    evictions: int
-    """Of its adapters from devices, since the workers' starts."""
-    displaced: int
-    """Of these, for another tenant's adapter."""
+    evictions: int  # of its adapters from devices, since the workers' starts
+    displaced: int  # of these, for another tenant's adapter
     pins: tuple[PinStatus, ...]
 
 
 @dataclass(frozen=True)
 class TenantSetbacks:
-    """What befell a tenant's sequences because others were before them or memory was short, since the workers' starts.
-    A sequence counts each time."""
+    """Of a tenant's sequences, since the workers' starts. A sequence counts each time."""
 
     tenant_id: str
-    preemptions: int
-    """They gave up their slot to others at a unit's end."""
-    swaps_out: int
-    """Their KV went to host memory."""
-    evictions: int
-    """They lost their KV and are computed again."""
-    recomputed_tokens: int
-    """That were computed again, for whatever reason."""
+    preemptions: int  # they gave up their slot to others at a unit's end
+    swaps_out: int  # their KV went to host memory
+    evictions: int  # they lost their KV and are computed again
+    recomputed_tokens: int  # for whatever reason
 
 
 @dataclass(frozen=True)
 class TenantKv:
-    """KV memory that a tenant's sequences hold on the devices of connected workers. Quotas bound it on each worker."""
+    """On the devices of connected workers. Quotas bound it on each worker."""
 
     tenant_id: str
     device_bytes: int
-    most_bytes: int
-    """On the worker where it has most."""
+    most_bytes: int  # on the worker where it has most
 
 
 @dataclass(frozen=True)
@@ -197,8 +178,7 @@ class SchedulerStatus:
     neighbours: tuple[NoisyNeighbour, ...]
     kv: tuple[TenantKv, ...]
     adapters: tuple[TenantAdapters, ...]
-    setbacks: tuple[TenantSetbacks, ...]
-    """An operator alone sees them."""
+    setbacks: tuple[TenantSetbacks, ...]  # an operator alone sees them
 
 
 @dataclass(frozen=True)
@@ -219,27 +199,24 @@ class WorkerStatus:
 
 @dataclass(frozen=True)
 class SloStatus:
-    """How well a flow was served, over all routers that answered: latencies of the last five minutes, availability of
-    the last hour. What was not measured, or has no target, is None."""
+    """Over all routers that answered: latencies of the last five minutes, availability of the last hour. What was not
+    measured, or has no target, is None.
+    """
 
     tenant_id: str
     qos_class: str
-    requests: int
-    """That count for availability: not those that the caller got wrong, cancelled or had no quota for."""
+    requests: int  # that count for availability: not those that the caller got wrong, cancelled or had no quota for
     failed: int
     availability: float
     availability_target: float | None
-    error_budget: float | None
-    """What is left of the failures that the target permits: 1 all, 0 none, below 0 overspent."""
-    measured: int
-    """Requests with a first token."""
+    error_budget: float | None  # left of the failures that the target permits: 1 all, 0 none, below 0 overspent
+    measured: int  # requests with a first token
     ttft_p50_ms: float | None
     ttft_p95_ms: float | None
     ttft_p99_ms: float | None
     ttft_p95_target_ms: int | None
     ttft_met: bool | None
-    tpot_p50_ms: float | None
-    """Mean time per output token of a choice after its first."""
+    tpot_p50_ms: float | None  # mean time per output token of a choice after its first
     tpot_p95_ms: float | None
 
 
@@ -249,22 +226,18 @@ class CircuitStatus:
 
     tenant_id: str
     whole_tenant: bool
-    adapter_version: str
-    """Empty: the base model, or the whole tenant."""
+    adapter_version: str  # empty: the base model, or the whole tenant
     router_id: str
-    half_open: bool
-    """A request is let through to try."""
+    half_open: bool  # a request is let through to try
     retry_after_s: float
-    openings: int
-    """In a row."""
+    openings: int  # in a row
 
 
 @dataclass(frozen=True)
 class RouterStatus:
     router_id: str
     address: str
-    answered: bool
-    """What it counted is in the sums."""
+    answered: bool  # what it counted is in the sums
 
 
 @dataclass(frozen=True)
@@ -274,16 +247,13 @@ class QuarantineStatus:
     tenant_id: str
     router_id: str
     prompts: int
-    longest_s: float
-    """Until the last of them is let through again."""
+    longest_s: float  # until the last of them is let through again
 
 
 @dataclass(frozen=True)
 class LiftedQuarantine:
-    prompts: int
-    """That were quarantined; each router counts its own."""
-    missed_router_ids: tuple[str, ...]
-    """Routers that did not answer: there they stay."""
+    prompts: int  # each router counts its own
+    missed_router_ids: tuple[str, ...]  # did not answer: there they stay
 
 
 @dataclass(frozen=True)

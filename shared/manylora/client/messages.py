@@ -1,7 +1,5 @@
-"""The messages of `manylora.v1` as the client's own data (answers.py, cluster.py).
-
-Names and units stay; enums become their lower-case names without the prefix (`OUTCOME_COMPLETED` -> "completed"), an
-unset one the empty string.
+"""The messages of `manylora.v1` as the client's own data. Enums become their lower-case names without the prefix
+(`OUTCOME_COMPLETED` -> "completed"), an unset one the empty string.
 """
 
 from __future__ import annotations
@@ -147,7 +145,7 @@ def key_from(message: admin_pb2.KeyInfo) -> KeyInfo:
 
 
 def events_from(message: inference_pb2.GenerateResponse) -> list[Event]:
-    """What a frame tells, in order; nothing where this client does not know it (a newer server's)."""
+    """In order; nothing where this client does not know the frame (a newer server's)."""
     events: list[Event] = []
     if message.HasField("started"):
         events.append(_scalars(Started, message.started, degraded=_degraded_from(message.started)))
@@ -171,7 +169,7 @@ def events_from(message: inference_pb2.GenerateResponse) -> list[Event]:
 
 
 def _enum_name(enum: EnumDescriptor, number: int, prefix: str) -> str:
-    """Numbers that this client does not know (a newer server's) stay readable as themselves."""
+    """Unknown numbers (a newer server's) stay readable as themselves."""
     value = enum.values_by_number.get(number)
     short = value.name.removeprefix(prefix).lower() if value else str(number)
     return "" if short == "unspecified" else short

@@ -1,8 +1,7 @@
-"""Steps that are begun and not ended: the way of a batch through the model, and what has to be remembered of it.
+"""Steps that are begun and not ended: at most one, or two with an AheadRunner, oldest first.
 
-Owns the model runner's order of work: at most one step in flight, or two with an AheadRunner, oldest first. Written by
-EngineCore alone. Knows neither what a step is for nor what becomes of it: a Part is one sequence's share of a step,
-which EngineCore makes when the step is begun and settles when it is over.
+Written by EngineCore alone. Knows neither what a step is for nor what becomes of it: a Part is one sequence's share of
+a step, which EngineCore makes when the step begins and settles when it is over.
 """
 
 from __future__ import annotations
@@ -21,20 +20,14 @@ from manylora_worker.planning.slots import Scheduled
 
 @dataclass(slots=True)
 class Part:
-    """One sequence's part of a step in flight."""
-
     scheduled: Scheduled
     holding_id: int
-    num_new_tokens: int
-    """Prompt tokens that count."""
+    num_new_tokens: int  # prompt tokens that count
     num_recomputed_tokens: int
-    end: int
-    """The position up to which the step computes."""
+    end: int  # the position up to which the step computes
 
 
 class Flight(NamedTuple):
-    """A step that is begun and not ended."""
-
     parts: SequenceOf[Part]
     work: BlockWork
     pending: PendingStep
@@ -42,7 +35,7 @@ class Flight(NamedTuple):
 
 
 class Over:
-    """A step that is over: the runner computed it at once, or did not take it."""
+    """The runner computed the step at once, or did not take it."""
 
     def __init__(self, outcome: SequenceOf[Sampled] | Exception) -> None:
         self._outcome = outcome
@@ -54,13 +47,10 @@ class Over:
 
 
 class Flights:
-    """Those in flight."""
-
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._ahead = runner if isinstance(runner, AheadRunner) else None
-        self._flights: deque[Flight] = deque()
-        """Oldest first."""
+        self._flights: deque[Flight] = deque()  # oldest first
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -70,16 +60,16 @@ class Flights:
 
     @property
     def must_wait(self) -> bool:
-        """Whether the oldest has to end before another may begin."""
+        """The oldest has to end before another may begin."""
         return len(self._flights) > (self._ahead is not None)
 
     @property
     def is_over(self) -> bool:
-        """Whether the oldest is known to be over without a wait: the runner did not take it."""
+        """The oldest needs no wait: the runner did not take it."""
         return bool(self._flights) and isinstance(self._flights[0].pending, Over)
 
     def submit(self, batch: StepBatch, parts: SequenceOf[Part], work: BlockWork, begun_s: float) -> None:
-        """Has the model compute the batch: at once, or beside what comes next. An exception is the step's result."""
+        """Computes the batch at once, or beside what comes next. An exception is the step's result."""
         pending: PendingStep
         try:
             pending = Over(self._runner.execute(batch)) if self._ahead is None else self._ahead.submit(batch)
@@ -88,18 +78,18 @@ class Flights:
         self._flights.append(Flight(parts, work, pending, begun_s))
 
     def wait(self) -> SequenceOf[Sampled] | Exception:
-        """What came of the oldest. Touches no state, so it may take its time."""
+        """Of the oldest. Touches no state, so it may take its time."""
         try:
             return self._flights[0].pending.result()
         except Exception as error:
             return error
 
     def end(self) -> Flight:
-        """The oldest is in flight no longer."""
+        """Removes the oldest."""
         return self._flights.popleft()
 
     def checked(self, flight: Flight, result: SequenceOf[Sampled] | Exception) -> SequenceOf[Sampled] | Exception:
-        """The result of a step, or what is wrong with it."""
+        """The result, or what is wrong with it."""
         if isinstance(result, Exception):
             return result
         expected = [part.holding_id for part in flight.parts if part.scheduled.samples]

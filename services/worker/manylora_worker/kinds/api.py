@@ -4,8 +4,7 @@
                     <------TokenOutput-------             <--Sampled---
                                                EngineCore <--> AdapterBackend          (loads weights beside the loop)
 
-EngineCore (core.py) is pure: it owns sequences, blocks and adapter residency, and decides each step. A ModelRunner owns
-tensors and nothing else. All of it runs on one thread; only an AdapterBackend may use others.
+A ModelRunner owns tensors and nothing else. All runs on one thread; only an AdapterBackend may use others.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ class Sampling(sampling.Sampling):
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether there is a penalty or a bias."""
         return bool(
             self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty or self.logit_bias
         )
@@ -44,13 +42,11 @@ class EngineRequest:
     qos_class: QosClass
     adapter_uid: AdapterUid | None
     prompt_token_ids: tuple[int, ...]
-    max_tokens: int
-    """Per choice, tokens in `emitted_token_ids` included."""
+    max_tokens: int  # per choice, tokens in `emitted_token_ids` included
     sampling: Sampling
     stop_token_ids: frozenset[int] = frozenset()
     n: int = 1
-    emitted_token_ids: tuple[int, ...] = ()
-    """Output of an earlier attempt, forced before sampling goes on (n = 1 only)."""
+    emitted_token_ids: tuple[int, ...] = ()  # of an earlier attempt, forced before sampling goes on (n = 1 only)
     bad_sequences: tuple[tuple[int, ...], ...] = ()
     """Tokens that do not come in a row in the output of a choice; none is empty."""
 
@@ -65,8 +61,9 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True)
 class Logprobs:
-    """At one output position: the sampled token's log-probability and the likeliest tokens with theirs, best first.
-    Taken from the model's distribution before temperature, penalties and truncation."""
+    """At one output position: the sampled token's and the likeliest tokens', best first. Of the model's distribution
+    before temperature, penalties and truncation.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -86,8 +83,7 @@ class TokenOutput:
     logprobs: tuple[Logprobs, ...] = ()
     finish_reason: FinishReason | None = None
     message: str = ""
-    stop_token_id: int | None = None
-    """The token that ended the choice (STOP); it is not among token_ids."""
+    stop_token_id: int | None = None  # ended the choice (STOP); not among token_ids
 
 
 PENDING_TOKEN = -1
@@ -99,28 +95,25 @@ ANY_TOKEN = -2
 
 @dataclass(slots=True)
 class SequenceChunk:
-    """The part of one sequence that a step computes.
+    """Positions [start_position, start_position + len(token_ids)) of a sequence, which a step computes.
 
-    Positions [start_position, start_position + len(token_ids)) are computed; KV of everything before them stands in
-    `block_table`, which covers the new positions too. While a sequence keeps its id, the blocks before the one where a
-    chunk starts do not change; a sequence that has lost its blocks comes back under another id. Where `samples`, the
-    next token is drawn from the last position's logits; its output index is `output_index` (0 = first token after the
-    prompt).
+    KV of everything before them stands in `block_table`, which covers the new positions too. While a sequence keeps its
+    id, the blocks before a chunk's first do not change; one that has lost its blocks comes back under another id. Where
+    `samples`, the next token is drawn from the last position's logits; its output index is `output_index` (0 = first
+    after the prompt).
     """
 
     sequence_id: int
     token_ids: Sequence[int]
     start_position: int
-    block_table: Sequence[int]
-    """Physical block ids by logical block, position p in block_table[p // block_size] at p % block_size."""
+    block_table: Sequence[int]  # position p stands in block_table[p // block_size] at p % block_size
     adapter_uid: AdapterUid | None
     samples: bool
     sampling: Sampling
     choice: int
     output_index: int
     prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]
-    """Those that are known: without the one that is pending."""
+    output_token_ids: Sequence[int]  # those that are known: without the one that is pending
     bars: Sequence[tuple[int, int]] = ()
     """(token, before): a token that is not drawn where `before` is the pending token, or ANY_TOKEN (bars.py)."""
 
@@ -128,10 +121,9 @@ class SequenceChunk:
 @dataclass(frozen=True)
 class StepBatch:
     chunks: Sequence[SequenceChunk]
-    copy_blocks: Sequence[tuple[int, int]] = ()
-    """(from, to): whole blocks to copy before the pass (copy-on-write)."""
+    copy_blocks: Sequence[tuple[int, int]] = ()  # (from, to): whole blocks to copy before the pass (copy-on-write)
+    # before anything else: they come from another tenant, or are free and to be marked so
     clear_blocks: Sequence[int] = ()
-    """Blocks to clear before anything else: they come from another tenant, or are free and to be marked so."""
 
 
 @dataclass(slots=True)
@@ -139,9 +131,8 @@ class Sampled:
     sequence_id: int
     token_id: int
     logprobs: Logprobs | None = None
+    # no token could be drawn (the logits were not finite): token_id means nothing, this sequence alone ends with ERROR
     error: str | None = None
-    """Set where no token could be drawn (the logits were not finite): token_id means nothing, this sequence ends with
-    FinishReason.ERROR, and no other is affected."""
 
 
 class ModelRunner(Protocol):
@@ -152,7 +143,7 @@ class ModelRunner(Protocol):
 
     @property
     def block_size(self) -> int:
-        """Tokens a block."""
+        """In tokens."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -161,43 +152,33 @@ class ModelRunner(Protocol):
     def max_context_tokens(self) -> int: ...
 
     def execute(self, batch: StepBatch) -> Sequence[Sampled]:
-        """Runs one step; one Sampled for each chunk with `samples`, in the batch's order.
-
-        Every adapter_uid in the batch is on the device. The result is a function of each chunk alone (up to rounding):
-        never of its neighbours in the batch.
+        """One Sampled for each chunk with `samples`, in the batch's order. Every adapter_uid is on the device. The
+        result is a function of each chunk alone (up to rounding).
         """
 
 
 class PendingStep(Protocol):
-    """A step that was started."""
-
     def result(self) -> Sequence[Sampled]:
         """As ModelRunner.execute. Waits for it."""
 
 
 @runtime_checkable
 class AheadRunner(ModelRunner, Protocol):
-    """A ModelRunner that takes the next step while one is being computed: the host plans beside the device.
-
-    Steps happen in the order of their `submit`, each as if the one before it were over: what a step writes, a later one
-    may read, clear or write again.
+    """A ModelRunner that takes the next step while one is being computed. Steps happen in the order of their `submit`,
+    each as if the one before it were over.
     """
 
     def submit(self, batch: StepBatch) -> PendingStep:
-        """Starts a step. At most one other is unread then, and the batch may have its tokens as PENDING_TOKEN.
-
-        Raises: what is wrong with this step alone; nothing of it was done.
+        """At most one other is unread then; the batch may have its tokens as PENDING_TOKEN. Raises what is wrong with
+        this step alone; nothing of it was done.
         """
 
 
 class PendingCopy(Protocol):
-    """A copy of blocks that was started."""
-
     def is_over(self) -> bool:
-        """Never blocks, but for a copy that was over when it was started. Raises where it failed."""
+        """Never blocks, except for a copy that was over when it was started. Raises where it failed."""
 
-    def wait(self) -> None:
-        """Returns when it is over."""
+    def wait(self) -> None: ...
 
     @property
     def seconds(self) -> float:
@@ -205,12 +186,11 @@ class PendingCopy(Protocol):
 
 
 class HostKv(Protocol):
-    """Host memory of a runner's own, to which it copies whole blocks and back, beside its steps.
+    """Host memory to which a runner copies whole blocks and back, beside its steps.
 
-    A copy happens behind all steps that were submitted before it: one in flight may still write what is copied out (for
-    another sequence, with which it is shared), or clear what is copied into (for one that was aborted). Steps that
-    are submitted while it is under way neither write nor clear what is copied out, and do not touch what is copied
-    into. A host block is read by nothing but `copy_in`, and is whole by then: `copy_out` overwrites all of it.
+    A copy happens behind all steps that were submitted before it. Steps that are submitted while it is under way
+    neither write nor clear what is copied out, and do not touch what is copied into. Only `copy_in` reads a host block,
+    and `copy_out` has overwritten all of it by then.
     """
 
     @property
@@ -219,19 +199,15 @@ class HostKv(Protocol):
 
     @property
     def block_copy_s(self) -> float:
-        """Seconds that it takes to copy one block out and back in, as measured or configured at the start."""
+        """Out and back in, as measured or configured at the start."""
 
-    def copy_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> PendingCopy:
-        """Starts copying."""
+    def copy_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> PendingCopy: ...
 
-    def copy_in(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> PendingCopy:
-        """Starts copying."""
+    def copy_in(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> PendingCopy: ...
 
 
 @runtime_checkable
 class SwapRunner(ModelRunner, Protocol):
-    """A ModelRunner whose blocks can be copied to host memory and back."""
-
     @property
     def host_kv(self) -> HostKv: ...
 
@@ -243,8 +219,9 @@ class AdapterTier(enum.IntEnum):
 
 @dataclass(frozen=True)
 class AdapterEvent:
-    """A load ended: the adapter is on `tier` now, or `error` says why it is not. `size_bytes` comes with HOST and holds
-    for both tiers (the greater, should they differ)."""
+    """A load ended: the adapter is on `tier` now, or `error` says why not. `size_bytes` comes with HOST and is the
+    greater of both tiers'.
+    """
 
     uid: AdapterUid
     tier: AdapterTier
@@ -256,16 +233,16 @@ class AdapterBackend(Protocol):
     """Moves adapter weights between tiers, beside the engine loop. One load per adapter and tier at a time."""
 
     def start_host_load(self, uid: AdapterUid) -> None:
-        """Reads, verifies (digest, shapes) and keeps the adapter in host memory. Ends with an event for HOST."""
+        """Reads and verifies (digest, shapes). Ends with an event for HOST."""
 
     def start_device_load(self, uid: AdapterUid) -> None:
-        """Makes an adapter that is on the host usable by ModelRunner.execute. Ends with an event for DEVICE."""
+        """Of an adapter that is on the host. Ends with an event for DEVICE."""
 
     def poll(self) -> Sequence[AdapterEvent]:
         """Loads that ended since the last call. Never blocks."""
 
     def drop_device(self, uid: AdapterUid) -> None:
-        """Frees it on the device at once. Its reference count is zero."""
+        """At once. Nobody uses it."""
 
     def drop_host(self, uid: AdapterUid) -> None: ...
 

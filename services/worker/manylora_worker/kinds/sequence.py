@@ -1,22 +1,15 @@
-"""One request in the engine, and its choices.
-
-A SequenceGroup is a request; it owns one Sequence a choice. EngineCore creates both, and StepPlanner and its Parking
-move sequences between their queues; only these write them, on the engine's thread. Nothing here decides anything.
+"""One request in the engine, and its choices. Only EngineCore, StepPlanner and Parking write them; nothing here decides
+anything.
 
     WAITING_ADAPTER --> WAITING <--> PREFILL --> DECODE --> ENDING --> FINISHED
                            ^----------(evicted)----'                   (from any state)
                            PREFILL, DECODE <--> SWAPPED
 
-A sequence moves on when a step with it is started (`advance`), not when the step is over: so the next one can be
-planned beside it. What that step draws is *pending* until its result is there: it counts as a token without a value.
-
-A sequence's tokens are prompt + output. The KV of the first `num_computed_tokens` of them stands in its blocks, or a
-step in flight writes it there; the first of these blocks may come from the prefix cache. While decoding exactly the
-newest token is missing. Between two of
-its units a sequence may be *parked*: it keeps its state and its blocks, and is in no step. An evicted sequence loses
-its blocks and keeps its output: it prefills prompt + output again and samples the next token at the same output index,
-so its text goes on as it would have. What it computes again (up to `num_charged_tokens`) is not charged again. A
-swapped sequence loses its blocks too, and what stood in them comes back into others (swapping.py).
+A sequence moves on when a step with it is started (`advance`), so the next can be planned beside it. What that step
+draws is *pending*: a token without a value. The KV of the first `num_computed_tokens` of prompt + output stands in its
+blocks, or a step in flight writes it. Between units it may be *parked*, with its blocks, in no step. An evicted one
+loses its blocks, keeps its output and prefills both again, uncharged up to `num_charged_tokens`; a swapped one gets its
+KV back in other blocks.
 """
 
 from __future__ import annotations
@@ -32,16 +25,12 @@ from manylora_worker.memory.tenant_shares import CacheScope, FlowKey
 
 
 class SequenceStatus(enum.Enum):
-    WAITING_ADAPTER = "waiting_adapter"
-    """Its adapter is not on the device yet."""
-    WAITING = "waiting"
-    """For blocks. Holds none."""
+    WAITING_ADAPTER = "waiting_adapter"  # not on the device yet
+    WAITING = "waiting"  # for blocks; holds none
     PREFILL = "prefill"
     DECODE = "decode"
-    SWAPPED = "swapped"
-    """Its KV is in host memory, or on its way there or back: `Sequence.swap` says which."""
-    ENDING = "ending"
-    """Its last token is drawn, and pending."""
+    SWAPPED = "swapped"  # its KV is in host memory, or on its way there or back: `Sequence.swap` says which
+    ENDING = "ending"  # its last token is drawn, and pending
     FINISHED = "finished"
 
 
@@ -68,26 +57,21 @@ _LEGAL: dict[SequenceStatus, tuple[SequenceStatus, ...]] = {
 
 
 class SwapStage(enum.Enum):
-    LEAVING = "leaving"
-    """Being copied to the host: it holds its blocks until that is over."""
+    LEAVING = "leaving"  # being copied to the host: it holds its blocks until that is over
     ON_HOST = "on_host"
-    ARRIVING = "arriving"
-    """Being copied into the blocks that it was given."""
+    ARRIVING = "arriving"  # being copied into the blocks that it was given
 
 
 @dataclass(slots=True)
 class Swap:
     """What a sequence has in host memory."""
 
-    host_blocks: list[int]
-    """By logical block: where the KV of its computed tokens stands, or is going to."""
-    resumes_as: SequenceStatus
-    """What it was, and will be when it is back."""
+    host_blocks: list[int]  # by logical block: where the KV of its computed tokens stands, or is going to
+    resumes_as: SequenceStatus  # what it was, and will be when it is back
     stage: SwapStage = SwapStage.LEAVING
 
 
-_SEQUENCES_BOUND = 1 << 64
-"""Greater than any sequence id."""
+_SEQUENCES_BOUND = 1 << 64  # greater than any sequence id
 
 
 def sequence_id_of(holding_id: int) -> int:
@@ -127,47 +111,37 @@ class Sequence:
         self.tenant_id: TenantId = group.request.tenant_id
         self.flow: FlowKey = (group.request.tenant_id, group.request.qos_class)
         self.choice = choice
-        self.max_output_tokens = max_output_tokens
-        """Its output ends there, whatever its tokens are: as the request or the model's context bounds it."""
-        self.order = (group.arrival, choice)
-        """Total order by age: the smaller is the older."""
+        self.max_output_tokens = max_output_tokens  # as the request or the model's context bounds it
+        self.order = (group.arrival, choice)  # by age, total: the smaller is the older
         self.status = SequenceStatus.WAITING_ADAPTER
         self.output_token_ids: list[int] = list(group.request.emitted_token_ids)
         self.num_computed_tokens = 0
-        self.num_pending_tokens = 0
-        """Drawn in steps whose result is not there yet."""
-        self.num_steps_in_flight = 0
-        """Steps with it that are started and not over: until they are, its blocks are theirs too."""
-        self.num_charged_tokens = 0
-        """Of the first so many tokens the computing was charged, or the drawing."""
+        self.num_pending_tokens = 0  # drawn in steps whose result is not there yet
+        self.num_steps_in_flight = 0  # until they are over, its blocks are theirs too
+        self.num_charged_tokens = 0  # of the first so many tokens the computing was charged, or the drawing
         self.block_table: list[int] = []
-        self.item: int | None = None
-        """Its queued unit; None while it is in a slot or not with the planner."""
-        self.parked_at = 0
-        """The step after which it was parked last."""
-        self.has_worked = False
-        """It did work that was charged since it was given its blocks."""
+        self.item: int | None = None  # its queued unit; None while it is in a slot or not with the planner
+        self.parked_at = 0  # the step after which it was parked last
+        self.has_worked = False  # it did work that was charged since it was given its blocks
+        # of its first full blocks, as far as they were asked for (prefix_cache.PrefixKeys)
         self.block_keys: list[bytes] = []
-        """Of its first full blocks, as far as they were asked for (prefix_cache.PrefixKeys)."""
-        self.num_holdings = 0
-        """How often it has lost its blocks."""
-        self.swap: Swap | None = None
-        """While it is SWAPPED, and of a finished one until the copy that was under way is over."""
+        self.num_holdings = 0  # how often it has lost its blocks
+        self.swap: Swap | None = None  # while SWAPPED, and of a finished one until the copy that was under way is over
         self.finish_reason: FinishReason | None = None
 
     @property
     def holding_id(self) -> int:
-        """What a model runner knows it by: another one each time it has lost its blocks (api.SequenceChunk)."""
+        """A model runner knows it by this: another one each time it has lost its blocks (api.SequenceChunk)."""
         return self.num_holdings * _SEQUENCES_BOUND + self.sequence_id
 
     @property
     def num_tokens(self) -> int:
-        """The pending ones included."""
+        """Pending ones included."""
         return len(self.group.request.prompt_token_ids) + self.num_output_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        """The pending ones included."""
+        """Pending ones included."""
         return len(self.output_token_ids) + self.num_pending_tokens
 
     @property
@@ -180,21 +154,21 @@ class Sequence:
 
     @property
     def is_out(self) -> bool:
-        """Whether it has to be given blocks before it can be computed: those of all its tokens."""
+        """It has to be given the blocks of all its tokens before it can be computed."""
         return self.status in (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
 
     @property
     def is_copying(self) -> bool:
-        """Whether its KV is on its way: the blocks are the copy's until that is over."""
+        """Its blocks are the copy's until that is over."""
         return self.swap is not None and self.swap.stage is not SwapStage.ON_HOST
 
     def num_new_tokens(self, num_tokens: int) -> int:
-        """Of the next `num_tokens` that a prefill computes, those whose computing was not charged yet."""
+        """Of the next `num_tokens` that a prefill computes, those not charged yet."""
         computed = self.num_computed_tokens
         return max(0, computed + num_tokens - max(computed, self.num_charged_tokens))
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
-        """Tokens [start, end) of prompt + output."""
+        """[start, end) of prompt + output."""
         prompt = self.group.request.prompt_token_ids
         in_prompt = len(prompt)
         if end <= in_prompt:
@@ -204,7 +178,7 @@ class Sequence:
         return prompt[start:] + tuple(self.output_token_ids[: end - in_prompt])
 
     def next_tokens(self, count: int) -> tuple[int, ...]:
-        """The next `count` tokens to be computed; PENDING_TOKEN where there is no value yet."""
+        """To be computed; PENDING_TOKEN where there is no value yet."""
         start = self.num_computed_tokens
         found = self.tokens(start, start + count)
         return found if len(found) == count else (*found, *(PENDING_TOKEN for _ in range(count - len(found))))
@@ -238,8 +212,9 @@ class GroupTimes:
 
 @dataclass(eq=False)
 class SequenceGroup:
-    """A request and its choices. The prompt is computed once, by the *leader* (the first choice not finished); when it
-    is through, the others share its blocks and start from the prompt's last token (`is_forked`)."""
+    """A request and its choices. The *leader* (the first choice not finished) computes the prompt; when it is through,
+    the others share its blocks and start from the prompt's last token (`is_forked`).
+    """
 
     request: EngineRequest
     cache_scope: CacheScope
@@ -247,14 +222,10 @@ class SequenceGroup:
     times: GroupTimes
     sequences: list[Sequence] = field(default_factory=list)
     is_forked: bool = False
-    is_paused: bool = False
-    """Its reader does not read: it takes no slot."""
-    num_swaps: int = 0
-    """How often one of its sequences went to host memory."""
-    num_evictions: int = 0
-    """How often one lost its blocks and is computed again."""
-    cached_prompt_tokens: int | None = None
-    """Prompt tokens that were in the cache when it was first admitted; None: it never was."""
+    is_paused: bool = False  # its reader does not read: it takes no slot
+    num_swaps: int = 0  # of its sequences to host memory
+    num_evictions: int = 0  # its sequences lost their blocks and are computed again
+    cached_prompt_tokens: int | None = None  # in the cache when it was first admitted; None: it never was
     bars: RequestBars | None = field(init=False)
 
     def __post_init__(self) -> None:

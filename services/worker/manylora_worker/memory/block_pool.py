@@ -169,7 +169,7 @@ class BlockPool:
         self._cache.publish(scope, key, block_id, owner)
 
     def unpublish(self, block_ids: Iterable[int]) -> None:
-        """Held blocks that are about to be written, or whose content is in doubt."""
+        """They are about to be written, or their content is in doubt."""
         for block_id in block_ids:
             assert self._references[block_id] > 0
             self._cache.unpublish(block_id)
@@ -196,7 +196,7 @@ class BlockPool:
                 self._overwritten[block_id] = None
 
     def num_lasting(self, block_ids: Iterable[int]) -> int:
-        """How many of a table's first blocks lookups find as long as another holder of them lives."""
+        """How many of a table's first blocks lookups find while another holder of them lives."""
         count = 0
         for block_id in block_ids:
             if self._references[block_id] < 2 or not self._cache.is_published(block_id):

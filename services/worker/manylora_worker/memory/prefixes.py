@@ -1,8 +1,4 @@
-"""What a sequence can begin with because it was computed before, and what it leaves for others to find.
-
-The one way between those who own the parts: PrefixKeys names blocks, BlockPool keeps what is published, a Sequence has
-its table. Without keys there is no prefix cache: nothing is found, nothing is published.
-"""
+"""What a sequence can begin with because it was computed before, and what it leaves for others to find."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ class Prefixes:
         self._keys = keys
 
     def find(self, sequence: Sequence) -> list[int]:
-        """The longest chain of full blocks that the sequence can begin with. A swapped one goes on where it stood."""
+        """The longest chain of full blocks that it can begin with. A swapped one goes on where it stood."""
         keys, block_size = self._keys, self._pool.block_size
         if keys is None:
             return []
@@ -28,7 +24,7 @@ class Prefixes:
         return self._pool.find_cached(sequence.group.cache_scope, chain)
 
     def publish(self, sequence: Sequence, start: int, end: int) -> None:
-        """Lets lookups of the sequence's scope find the blocks that the KV of tokens [start, end) has filled."""
+        """The blocks that the KV of tokens [start, end) has filled."""
         keys, block_size = self._keys, self._pool.block_size
         if keys is None:
             return
@@ -37,5 +33,4 @@ class Prefixes:
             self._pool.publish(sequence.block_table[index], sequence.group.cache_scope, key)
 
     def withdraw(self, sequence: Sequence) -> None:
-        """No lookup finds the sequence's blocks any more."""
         self._pool.unpublish(sequence.block_table)
