@@ -179,7 +179,7 @@ def _as_a_bug(original: Any) -> Any:
     StopStringMatcher,
     "push",
     "each token's text is searched by itself for stop strings",
-    first=(0,),
+    first=(1,),
 )
 def _boundary(original: Any) -> Any:
     def push(self: Any, text: str) -> str:
@@ -245,7 +245,7 @@ def _lost_worker(original: Any) -> Any:
     Core,
     "_drop_grant",
     "a grant that came to nothing keeps its reservation",
-    first=(0,),
+    first=(6,),
 )
 def _not_refunded(original: Any) -> Any:
     def drop_grant(self: Any, ticket: Any) -> None:
@@ -493,7 +493,7 @@ def _given_twice(original: Any) -> Any:
     QuotaAuthority,
     "_write_off",
     "what a router had when it died stays leased",
-    first=(14,),
+    first=(12,),
 )
 def _dead_routers(original: Any) -> Any:
     def write_off(self: Any, lease: Any) -> None:
@@ -594,7 +594,7 @@ def _evicted_leak(original: Any) -> Any:
     Swapper,
     "_num_computed_blocks",
     "of a swapped sequence only full blocks are copied",
-    first=(22,),
+    first=(3,),
 )
 def _last_block(original: Any) -> Any:
     def num_computed_blocks(self: Any, sequence: Any) -> int:
@@ -609,7 +609,7 @@ def _last_block(original: Any) -> Any:
     Swapper,
     "bring_back",
     "what was found in the cache comes from the host again, a shift away",
-    first=(11,),
+    first=(3,),
 )
 def _wrong_block(original: Any) -> Any:
     def bring_back(self: Any, sequence: Any, num_cached_blocks: int) -> None:
@@ -628,7 +628,7 @@ def _wrong_block(original: Any) -> Any:
     PrefixKeys,
     "namespace",
     "what one adapter computed is found under another",
-    first=(0,),
+    first=(1,),
 )
 def _other_adapter(original: Any) -> Any:
     def namespace(self: Any, scope: Any, adapter_uid: Any) -> Any:
@@ -666,7 +666,7 @@ def _other_tenant(original: Any) -> Any:
     Parking,
     "copy_ended",
     "a sequence that comes back from the host skips a token",
-    first=(40,),
+    first=(47,),
 )
 def _one_off(original: Any) -> Any:
     def copy_ended(self: Any, sequence: Any) -> None:
@@ -731,7 +731,7 @@ def _let_go(original: Any) -> Any:
     TenantShares,
     "cache_scope",
     "whose policy names no group shares no prefixes",
-    first=(0,),
+    first=(2,),
 )
 def _all_in_one_group(original: Any) -> Any:
     def cache_scope(self: Any, tenant_id: Any) -> Any:
@@ -749,7 +749,7 @@ def _all_in_one_group(original: Any) -> Any:
     WorkerServicer,
     "execute",
     "a worker refuses grants of a leader that is over",
-    first=(1536,),
+    first=(2193,),
 )
 def _unfenced(original: Any) -> Any:
     def execute(self: Any, message: Any, call: Any) -> Any:
