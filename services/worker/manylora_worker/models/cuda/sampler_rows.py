@@ -14,20 +14,16 @@ from manylora_worker.models.cuda.step_tables import to_device
 
 
 class SamplerRows:
-    """The parameters that the sampler's rows have, as of the last step."""
-
     def __init__(self, sampler: DeviceSampler) -> None:
         self._sampler = sampler
         self._penalty_slots = _PenaltySlots(sampler)
         self._owners: dict[int, tuple[int, int]] = {}
-        """By row: the sequence whose parameters it has, and the output index that it draws next."""
+        """By row: the sequence, and the output index that it draws next."""
 
     def clear(self) -> None:
-        """The rows have drawn for others, or what they have is not known."""
         self._owners.clear()
 
     def write(self, sampled: Sequence[SequenceChunk], rows: Sequence[int]) -> None:
-        """Tells the sampler of the rows that changed hands; those that go on it advances by itself."""
         slots = self._penalty_slots.of(sampled)
         changed = {
             row: RowState(chunk.sampling, chunk.choice, chunk.output_index, slots.get(chunk.sequence_id, -1))
@@ -41,10 +37,7 @@ class SamplerRows:
 
 
 class _PenaltySlots:
-    """Which sequences have their tokens counted in the sampler, for penalties; the one drawn for longest ago goes.
-
-    A sequence whose last token is pending drew in the step before, so its slot is still its own.
-    """
+    """The one drawn for longest ago goes. A sequence with a pending token drew in the step before: it has its slot."""
 
     def __init__(self, sampler: DeviceSampler) -> None:
         self._sampler = sampler
@@ -52,7 +45,7 @@ class _PenaltySlots:
         """By sequence: the slot, and the output index that it draws next."""
 
     def of(self, sampled: Sequence[SequenceChunk]) -> dict[int, int]:
-        """The slots of those of a step's sequences that need one, filled."""
+        """Filled, of those that need one."""
         wanted = [chunk for chunk in sampled if chunk.sampling.adjusts_logits]
         found: dict[int, int] = {}
         for chunk in wanted:
@@ -78,11 +71,7 @@ class _PenaltySlots:
 
 
 def bars_on_device(bars: Sequence[Sequence[tuple[int, int]]], pending_tokens: Tensor) -> DeviceBars | None:
-    """
-    Args:
-        bars: of each row, as in api.SequenceChunk.
-        pending_tokens: [rows], on the device; read where a bar asks for a row's pending token.
-    """
+    """bars: of each row, as in api.SequenceChunk. pending_tokens: [rows], on the device."""
     entries = [(row, token_id, before) for row, own in enumerate(bars) for token_id, before in own]
     if not entries:
         return None

@@ -1,18 +1,7 @@
-"""Drawing tokens: a pure function of (logits, history, seed, choice, output index), vectorized over rows.
+"""Drawing tokens: a pure function of (logits, history, seed, choice, output index), and the reference of the device's.
 
-Owns no state, no generator. A row's token depends on that row alone: every step is elementwise or along the
-vocabulary, and cuts (top-k, top-p, min-p) are thresholds on a row's own values, so ties stay or go together and neither
-the batch's size nor its order matters.
-
-Order, as in transformers: penalties and bias, then temperature, top-k, top-p (over what top-k left), min-p, draw.
-Logprobs are taken before all of it. Rows with temperature 0 take the likeliest token after penalties and bias.
-
-The draw is an exponential race, which is the Gumbel-max trick without one of its two logarithms: token i gets noise
-E_i, exponential with mean 1, and the largest p_i / E_i wins with probability p_i. E_i comes from a counter-based hash
-of (seed, choice, output index, token id), in 32-bit integer arithmetic that gives the same bits on every device. The
-mixer is the xorshift-multiply finalizer with constants 0x7feb352d and 0x846ca68b (C. Wellons, "Prospecting for hash
-functions", 2018); row keys come from splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number
-generators", OOPSLA 2014).
+A row's token depends on that row alone; tokens with equal scores pass a cut together. Order: penalties, bias and bars,
+temperature, top-k, top-p, min-p, draw. Logprobs are taken before all of it.
 """
 
 from __future__ import annotations
@@ -33,15 +22,7 @@ _LARGEST_UNIFORM = 1 - 2.0**-24
 
 
 def sample(logits: Tensor, chunks: Sequence[SequenceChunk]) -> list[Sampled]:
-    """Draws one token a row.
-
-    Args:
-        logits: [rows, vocab] as the model made them, any float type; not changed.
-        chunks: each row's sampling parameters, history and output index.
-
-    Returns:
-        One Sampled a row, in order. A row whose largest logit is not a finite number has `error` set.
-    """
+    """logits: [rows, vocab], not changed. A row whose largest score is not a finite number has `error` set."""
     raw = logits.float()
     scores = _penalized(raw, chunks)
     best_scores, tokens = scores.max(dim=-1)
@@ -63,7 +44,7 @@ def sample(logits: Tensor, chunks: Sequence[SequenceChunk]) -> list[Sampled]:
 
 
 def _logprobs(raw: Tensor, tokens: Tensor, chunks: Sequence[SequenceChunk]) -> dict[int, Logprobs]:
-    """Logprobs of the rows that ask for them, by row. tokens: [rows], what was drawn."""
+    """By row. tokens: [rows], what was drawn."""
     wanted = {i: k for i, chunk in enumerate(chunks) if (k := chunk.sampling.top_logprobs) is not None}
     if not wanted:
         return {}
@@ -79,7 +60,6 @@ def _logprobs(raw: Tensor, tokens: Tensor, chunks: Sequence[SequenceChunk]) -> d
 
 
 def _penalized(raw: Tensor, chunks: Sequence[SequenceChunk]) -> Tensor:
-    """Logits after repetition, presence and frequency penalties, bias and bars; `raw` itself where no row has any."""
     if not any(chunk.sampling.adjusts_logits or chunk.bars for chunk in chunks):
         return raw
     scores = raw.clone()
@@ -110,7 +90,7 @@ def _penalized(raw: Tensor, chunks: Sequence[SequenceChunk]) -> Tensor:
 
 
 def _apply_repetition_penalty(scores: Tensor, chunks: Sequence[SequenceChunk]) -> None:
-    """In place: logits of tokens in prompt or output are divided by the penalty if positive, else multiplied."""
+    """In place, for tokens in prompt or output."""
     rows: list[int] = []
     token_ids: list[int] = []
     penalties: list[float] = []
@@ -129,7 +109,10 @@ def _apply_repetition_penalty(scores: Tensor, chunks: Sequence[SequenceChunk]) -
 
 
 def _draw(scores: Tensor, best_scores: Tensor, chunks: Sequence[SequenceChunk]) -> Tensor:
-    """[rows] token ids. scores: [rows, vocab]; best_scores: [rows, 1], their maxima."""
+    """[rows] token ids. scores: [rows, vocab]; best_scores: [rows, 1], their maxima.
+
+    An exponential race (Gumbel-max with one logarithm less): the largest p_i / E_i wins, E_i exponential with mean 1.
+    """
     samplings = [chunk.sampling for chunk in chunks]
     # Shifted first: the best is 0 and nothing overflows, however small the temperature.
     shifted = (scores - best_scores).div_(_column((s.temperature for s in samplings), scores))
@@ -142,7 +125,7 @@ def _draw(scores: Tensor, best_scores: Tensor, chunks: Sequence[SequenceChunk]) 
 
 
 def _thresholds(shifted: Tensor, samplings: Sequence[Sampling]) -> Tensor | None:
-    """[rows, 1]: the smallest score that top-k, top-p and min-p let pass; None where no row has any of them."""
+    """[rows, 1]: the smallest score that passes; None where no row has a cut."""
     vocab_size = shifted.shape[1]
     thresholds: Tensor | None = None
     if any(s.min_p > 0 for s in samplings):
@@ -166,11 +149,9 @@ def _thresholds(shifted: Tensor, samplings: Sequence[Sampling]) -> Tensor | None
 
 
 def _nucleus_thresholds(shifted: Tensor, top_ps: Sequence[float]) -> Tensor:
-    """[rows, 1]: the score of the last token of each row's nucleus: those with less than top_p before them.
-
-    Looks at the likeliest few first and widens while some nucleus fills them: a full sort is rarely needed. Sums are in
-    float64, so that the width does not change the cut.
-    """
+    """[rows, 1]: the score of the last token of each row's nucleus: those with less than top_p before them."""
+    # The likeliest few first, wider while some nucleus fills them: a full sort is rarely needed. Sums are in float64:
+    # the width does not change the cut.
     vocab_size = shifted.shape[1]
     limits = torch.tensor(top_ps, dtype=torch.float64, device=shifted.device)[:, None]
     limits = limits * shifted.exp().sum(dim=-1, keepdim=True, dtype=torch.float64)
@@ -190,7 +171,7 @@ def _column(values: Iterable[float], like: Tensor) -> Tensor:
 
 
 def _row_key(seed: int, choice: int, output_index: int) -> tuple[int, int]:
-    """Two 32-bit keys of one draw."""
+    """Two 32-bit keys of one draw (splitmix64: Steele, Lea, Flood, OOPSLA 2014)."""
     state = seed & _MASK_64
     for word in (choice, output_index):
         state = _splitmix64(state ^ _splitmix64(word))
@@ -205,7 +186,7 @@ def _splitmix64(state: int) -> int:
 
 
 def _exponential_noise(keys: Sequence[tuple[int, int]], vocab_size: int, device: torch.device) -> Tensor:
-    """[rows, vocab] exponential with mean 1, positive and finite, by (row key, token id)."""
+    """[rows, vocab], positive and finite: a hash of (row key, token id), the same bits on every device."""
     token_hash = _mix32(torch.arange(1, vocab_size + 1, dtype=torch.int32, device=device))
     key_words = torch.tensor([[_signed32(high), _signed32(low | 1)] for high, low in keys], dtype=torch.int32)
     key_words = key_words.to(device)
@@ -215,7 +196,7 @@ def _exponential_noise(keys: Sequence[tuple[int, int]], vocab_size: int, device:
 
 
 def _mix32(x: Tensor) -> Tensor:
-    """A bijection of int32 in which every input bit reaches every output bit; in place."""
+    """In place: xorshift-multiply finalizer (C. Wellons, "Prospecting for hash functions", 2018)."""
     x ^= (x >> 16).bitwise_and_(0xFFFF)  # `>>` copies the sign: the mask makes the shift logical
     x *= 0x7FEB352D
     x ^= (x >> 15).bitwise_and_(0x1FFFF)

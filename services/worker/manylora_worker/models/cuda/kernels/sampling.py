@@ -1,14 +1,7 @@
-"""Drawing tokens on the device: engine/sampler.py's semantics without a wait for the host, so that a graph can hold it.
+"""The semantics of models/torch/sampler.py without a wait for the host, so that a graph can hold them.
 
-DeviceSampler owns every row's parameters, output index and penalty counts as device tensors of fixed shapes; the host
-writes them when a row changes hands (`write_rows`), and each `sample` advances the output index and the counts itself.
-It knows nothing of sequences, blocks or the model. One stream at a time. Its kernels stand in sampling_kernels.py.
-
-Equality with engine/sampler.py on the same float32 logits. Keys, hash, uniform numbers, (score - best) / temperature
-and the top-k cut are the same bits. A cut by top-p is the same set unless a partial sum of the float64 masses lies
-within rounding of the limit: sums here have another order, but masses are float32 values of at most 1, so sums of those
-above 2^-12 are exact in both, ties included. exp and log1p are our own, within an ulp or two of torch's (Triton's are
-not): the race's winner differs where two tokens are within that of each other, once in some 10^6 draws.
+DeviceSampler owns every row's parameters, output index and penalty counts on the device. The host writes them when a
+row changes hands; each `sample` advances them. It knows nothing of sequences. One stream at a time.
 """
 
 from __future__ import annotations
@@ -39,23 +32,15 @@ from manylora_worker.models.cuda.kernels.sampling_kernels import (
 _MASK_64 = (1 << 64) - 1
 _SEGMENT_TOKENS = 4096
 _CANDIDATES = 16384
-"""Room for candidates, a row; 8 bytes each."""
 _CHUNK = 2048
 _BINS = 512
 _BINS_A_UNIT = 16
-"""The histogram's bins: 1/16 of a natural logarithm each, down to 32 below the best; the rest is in the last."""
+# 1/16 of a natural logarithm each, down to 32 below the best; the rest is in the last.
 
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """What a set of rows needs: which variant of the step to run. A larger plan is right for the rows of a smaller one.
-
-    Attributes:
-        draws: some row has a temperature.
-        cuts: some of those has top-k, top-p or min-p.
-        penalties: some row has a penalty, a bias or a bar.
-        top_logprobs: None: no logprobs; k: the sampled token's and the k likeliest.
-    """
+    """What some row needs. A larger plan is right for the rows of a smaller one. `penalties`: or a bias, or a bar."""
 
     draws: bool = False
     cuts: bool = False
@@ -64,7 +49,7 @@ class SamplingPlan:
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], *, has_bars: bool = False) -> SamplingPlan:
-        """The least plan for the rows; has_bars: some row has one (api.SequenceChunk.bars)."""
+        """The least plan."""
         logprobs = [s.top_logprobs for s in samplings if s.top_logprobs is not None]
         return cls(
             draws=any(not s.is_greedy for s in samplings),
@@ -74,7 +59,6 @@ class SamplingPlan:
         )
 
     def covers(self, other: SamplingPlan) -> bool:
-        """Whether a graph captured with this plan can run rows that need `other`."""
         own_logprobs = -1 if self.top_logprobs is None else self.top_logprobs
         logprobs = -1 if other.top_logprobs is None else other.top_logprobs
         return (
@@ -87,12 +71,7 @@ class SamplingPlan:
 
 @dataclass(frozen=True)
 class RowState:
-    """What the host tells of one row.
-
-    Attributes:
-        output_index: of the next token to be drawn (0 = first after the prompt).
-        penalty_slot: the row's place in the tables, -1 where nothing adjusts its logits.
-    """
+    """`output_index`: of the next draw. `penalty_slot`: -1 where nothing adjusts the row's logits."""
 
     sampling: Sampling
     choice: int
@@ -102,7 +81,7 @@ class RowState:
 
 @dataclass(frozen=True)
 class DeviceBars:
-    """What rows may not draw next, one entry a bar: [bars] each. A bar that does not hold adds 0."""
+    """[bars] each. A bar that does not hold adds 0."""
 
     rows: Tensor
     token_ids: Tensor
@@ -111,14 +90,8 @@ class DeviceBars:
 
 @dataclass(frozen=True)
 class SampledRows:
-    """Device tensors that the next `sample` with as many rows overwrites.
-
-    Attributes:
-        token_ids: [rows] int64; 0 where a row is not sound.
-        sound: [rows] bool; False where the largest score is not a finite number.
-        logprobs: [rows] float32 of the sampled tokens, or None.
-        top_values, top_ids: [rows, k], best first, or None.
-    """
+    """Overwritten by the next `sample`. [rows] each, `top_*`: [rows, k], best first. A row is not sound, and its token
+    0, where its largest score is not a finite number."""
 
     token_ids: Tensor
     sound: Tensor
@@ -128,10 +101,8 @@ class SampledRows:
 
 
 class DeviceSampler:
-    """Samples `rows` rows of logits, of which row i has the parameters last written to row i.
-
+    """
     Args:
-        max_rows: rows of the largest batch.
         penalty_slots: rows that may have penalties or a bias at once; each takes 8 bytes a token of the vocabulary.
         segment_tokens, candidates: tokens a program, and candidates a row; powers of two.
     """
@@ -164,7 +135,7 @@ class DeviceSampler:
         self._scratch = _Scratch(max_rows, vocab_size, self._segments, candidates, penalty_slots > 0, device)
 
     def write_rows(self, rows: Mapping[int, RowState]) -> None:
-        """Sets rows' parameters, by row. Queued on the current stream: not while a graph is being captured."""
+        """Queued on the current stream: not while a graph is being captured."""
         if not rows:
             return
         index = self._to_device(torch.tensor(list(rows), dtype=torch.int64))
@@ -178,7 +149,7 @@ class DeviceSampler:
     def write_penalty_slot(
         self, slot: int, sampling: Sampling, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
     ) -> None:
-        """Fills a slot for a sequence that begins or resumes on this device; from then on `sample` keeps it."""
+        """For a sequence that begins or resumes on this device; `sample` keeps it from then on."""
         counts, bias = self._counts[slot], self._bias[slot]
         counts.zero_()
         bias.zero_()
@@ -192,13 +163,7 @@ class DeviceSampler:
             bias.index_copy_(0, ids, self._to_device(values))
 
     def sample(self, logits: Tensor, plan: SamplingPlan, bars: DeviceBars | None = None) -> SampledRows:
-        """Draws a token for each row and advances the rows.
-
-        Args:
-            logits: [rows, vocab], any float type, contiguous; not changed.
-            plan: must cover the rows' own.
-            bars: the rows', of this draw alone.
-        """
+        """logits: [rows, vocab], contiguous, not changed. `plan` covers the rows' own; `bars`: of this draw."""
         num_rows, vocab_size = logits.shape
         assert num_rows <= self.max_rows
         assert vocab_size == self.vocab_size
@@ -295,8 +260,6 @@ def _splitmix64(word: int) -> int:
 
 
 class _Scratch:
-    """Room for what one step's kernels hand to the next."""
-
     def __init__(
         self, max_rows: int, vocab_size: int, segments: int, candidates: int, adjusts: bool, device: torch.device
     ) -> None:
@@ -312,7 +275,6 @@ class _Scratch:
         self.masses = room(max_rows, segments, dtype=torch.float64)
         self.totals = room(max_rows, dtype=torch.float64)
         self.bounds = room(max_rows, 2, dtype=torch.int32)
-        """The last bin whose tokens are candidates, and how many candidates there are."""
         self.offsets = room(max_rows, segments, dtype=torch.int32)
         self.candidate_scores = room(max_rows, candidates, dtype=torch.float32)
         self.candidate_ids = room(max_rows, candidates, dtype=torch.int32)
@@ -322,7 +284,6 @@ class _Scratch:
 
 
 def _with_logprobs(logits: Tensor, token_ids: Tensor, sound: Tensor, top: int) -> SampledRows:
-    """The model's own distribution: before penalties, temperature and cuts."""
     assert 0 <= top <= MAX_TOP_LOGPROBS
     distribution = torch.log_softmax(logits.float(), dim=-1)
     own = distribution.gather(1, token_ids[:, None])[:, 0]
