@@ -1,10 +1,10 @@
-"""What a scheduler is told over one Control stream, and when.
+"""What a scheduler is told over one Control stream, and when. Owns what happened since the last report.
 
-Owns what happened since the last report. The first report is a snapshot: all there is to know. A further one goes out
+The first report is a snapshot. A further one goes out
 
 * at once where requests went, adapters moved, draining began, or one of several flows comes to have nothing ready, but
   `_GATHER_S` after the last one at the soonest;
-* `_STARTED_S` after requests came: who granted them knows of them, and mostly something else is to be said before;
+* `_STARTED_S` after requests came: who granted them knows of them;
 * where only counters moved, `_COUNTERS_S` after the last one.
 """
 
@@ -36,16 +36,16 @@ _COUNTERS_S = 0.05
 
 @dataclass
 class _Changes:
-    """Requests that came and went. A request id that ends and comes again is two reports' matter."""
+    """A request id that ends and comes again is two reports' matter."""
 
     started: dict[RequestId, EngineRequest] = field(default_factory=dict)
     ended: dict[RequestId, None] = field(default_factory=dict)
 
 
 class ControlSession:
-    """One scheduler's stream. `next_report` is read by the stream's handler; the rest is told to it.
+    """`next_report` is read by the stream's handler; the rest is told to it.
 
-    It reads the engine's state from `view` at the moment of a report, and remembers only what that does not tell.
+    The engine's state is read from `view` at the moment of a report.
     """
 
     def __init__(self, view: EngineView, *, sequence_slots: int, parked_sequences: int, kv_block_bytes: int) -> None:
@@ -56,18 +56,17 @@ class ControlSession:
         self._is_draining = False
         self._changes: deque[_Changes] = deque([_Changes()])
         self._adapters: Mapping[AdapterUid, AdapterTier] | None = None
-        """As last reported; the view never changes one in place."""
+        """The view never changes one in place."""
         self._flows: dict[FlowKey, tuple[FlowTokens, FlowLoad]] = {}
-        """As last reported."""
         self._slots = view.slots
         self._served: dict[FlowKey, None] = {}
-        """Flows without a ready sequence, as of `_slots`."""
+        """Without a ready sequence, as of `_slots`."""
         self._kv_blocks: dict[TenantId, int] = {}
         self._tenant_adapters: Mapping[TenantId, TenantAdapters] = {}
         self._setbacks: dict[TenantId, Setbacks] = {}
-        """As last reported, all three."""
+        """All these as last reported."""
         self._due_at: float | None = None
-        """When what has changed is to be told, by the event loop's clock; None: nothing has."""
+        """By the event loop's clock; None: nothing has changed."""
         self._reported_at = float("-inf")
         self._is_closed = False
         self._error: ManyloraError | None = None
@@ -99,14 +98,14 @@ class ControlSession:
         self._tell_at(self._reported_at + _GATHER_S)
 
     def close(self, error: ManyloraError | None) -> None:
-        """Ends the stream, with `error` or in order. The first closing counts."""
+        """The first closing counts."""
         if not self._is_closed:
             self._is_closed = True
             self._error = error
             self._waiter.wake()
 
     async def next_report(self) -> worker_pb2.ControlReport | None:
-        """The next one, when it is due; None at the end. Raises what the session was closed with."""
+        """When it is due; None at the end. Raises what the session was closed with."""
         loop = asyncio.get_running_loop()
         while not self._is_closed and self._adapters is not None and len(self._changes) == 1:
             if self._due_at is not None and loop.time() >= self._due_at:
@@ -196,7 +195,7 @@ class ControlSession:
                     report.tenant_adapters.add(tenant_id=tenant_id, **counts)
 
     def _add_setbacks(self, report: worker_pb2.ControlReport) -> None:
-        """Those that grew since the last report: the last ones in the view."""
+        """The last ones in the view: those that grew."""
         known = self._setbacks
         for tenant_id in reversed(self._view.setbacks):
             setbacks = self._view.setbacks[tenant_id]

@@ -1,7 +1,6 @@
-"""The trace of one Execute: the whole while it runs, and its phases when their times are known.
+"""The trace of one Execute. Owns the request's open span.
 
-Owns the request's open span. The phases (adapter_load, prefill, decode) are told afterwards from the engine's times,
-which are on the runtime's clock, not the wall's.
+Its phases (adapter_load, prefill, decode) are told afterwards from the engine's times, by the runtime's clock.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ _CODES = {
 class ExecuteSpans:
     """A context manager around the handler's work; where it is left early, the span says why.
 
-    Args:
-        metadata: the call's: the parent's traceparent, and the adapter's name.
-        now_s: the runtime's clock at the start.
+    `now_s`: the runtime's clock at the start.
     """
 
     def __init__(
@@ -75,11 +72,11 @@ class ExecuteSpans:
         self._span.__exit__(kind, error, traceback)
 
     def count(self, outputs: Sequence[TokenOutput]) -> None:
-        """Outputs that are about to be sent."""
+        """They are about to be sent."""
         self._output_tokens += sum(len(output.token_ids) for output in outputs)
 
     def end(self, end: StreamEnd) -> None:
-        """How the request ended; the span itself ends with the `with` block."""
+        """The span itself ends with the `with` block."""
         self._span.set(Attribute.OUTCOME, end.kind.value)
         if end.request_end is not None:
             self._span.set(Attribute.KV_SWAPPED, end.request_end.num_swaps)
@@ -101,7 +98,7 @@ class ExecuteSpans:
             self._tell(SpanName.DECODE, times.first_token_s, None, end)
 
     def _tell(self, name: str, start_s: float, end_s: float | None, end: RequestEnd, *, failed: bool = False) -> None:
-        """A phase from `start_s` to `end_s`, or to the request's end where it was not left."""
+        """To the request's end where the phase was not left."""
         span = self._telemetry.span(
             name, parent=self._span.traceparent, attributes=self._attributes, start_ns=self._ns(start_s)
         )

@@ -1,7 +1,6 @@
-"""Messages of worker.proto into the engine's dataclasses and back. Owns nothing; decides only what is well-formed.
+"""Messages of worker.proto into the engine's dataclasses and back. Owns nothing.
 
-Routers have validated what their callers sent, but a worker believes nobody: every field of an ExecuteRequest is
-checked here, and all that is wrong is named at once.
+A worker believes nobody: every field of an ExecuteRequest is checked here, and all that is wrong is named at once.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _OUTCOMES = {
     EndKind.ERROR: common_pb2.OUTCOME_INTERNAL,
     EndKind.SLOW_READER: common_pb2.OUTCOME_SLOW_READER,
 }
-"""ABORTED by nobody's cancelling: only a worker that stops does that to a stream which is still read."""
+"""ABORTED by nobody: only a worker that stops does that to a stream which is still read."""
 
 
 class _Violations:
@@ -108,8 +107,10 @@ def _check_token_ids(
 
 
 def tokens_frame(number: int, outputs: Iterable[TokenOutput]) -> worker_pb2.ExecuteResponse | None:
-    """One entry a choice, in the order in which the choices first appear; None where there would be none. Choices that
-    were cut short have no finish reason: the request's outcome says why."""
+    """One entry a choice, in the order of their first appearance; None: no entry.
+
+    Choices that were cut short have no finish reason: the request's outcome says why.
+    """
     frame: worker_pb2.ExecuteResponse | None = None
     entries: dict[int, worker_pb2.ChoiceTokens] = {}
     for output in outputs:
