@@ -1,7 +1,5 @@
-"""The host memory of a FakeRunner: copies that take as many polls as they are told to.
-
-Owns what was copied out and the copies under way. Complains where the engine breaks api.HostKv, and where a step
-touches what is being copied.
+"""The host memory of a FakeRunner: copies that take as many polls as they are told to. Complains where the engine
+breaks api.HostKv, or where a step touches what is being copied.
 """
 
 from __future__ import annotations
@@ -21,14 +19,12 @@ class Step(Protocol):
 
 
 class FakeHostKv:
-    """See api.HostKv.
-
-    Args:
+    """
+    Args: those not named here are FakeRunner's.
         blocks: the device's; a copy reads or writes them in place.
         tenants: by block of the device, whose it is.
         steps: those that a copy which starts now comes behind.
         fail: raises, with what the engine did wrong.
-    The others are FakeRunner's.
     """
 
     def __init__(
@@ -51,10 +47,9 @@ class FakeHostKv:
         self._copy_polls = copy_polls
         self._steps = steps
         self._fail = fail
-        self._copies: list[FakeCopy] = []
-        """Not over."""
+        self._copies: list[FakeCopy] = []  # not over
+        # what was copied out, and whose it was
         self._host: list[tuple[bytes, TenantId | None] | None] = [None] * num_blocks
-        """What was copied out, and whose it was."""
 
     def copy_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> FakeCopy:
         return self._start(blocks, host_blocks, is_out=True)
@@ -75,7 +70,6 @@ class FakeHostKv:
         return copy
 
     def finish(self, copy: FakeCopy) -> None:
-        """From the copy, when it is over."""
         self._copies.remove(copy)
         for block_id, host_block in zip(copy.blocks, copy.host_blocks, strict=True):
             if copy.is_out:
@@ -104,7 +98,7 @@ class FakeHostKv:
 
 
 class FakeCopy:
-    """A copy of blocks between a FakeRunner's device and its host. What it reads and writes it does when it is over."""
+    """What it reads and writes it does when it is over."""
 
     seconds = 0.0
 
@@ -123,8 +117,7 @@ class FakeCopy:
         self.host_blocks = host_blocks
         self.is_out = is_out
         self._polls_left = num_polls
-        self._behind = behind
-        """Steps that come before it."""
+        self._behind = behind  # steps that come before it
         self._is_over = False
 
     def is_over(self) -> bool:

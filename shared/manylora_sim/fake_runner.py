@@ -1,13 +1,9 @@
-"""A model that is no model: its next token is a hash of what a right engine would show it.
+"""A model that is no model: its next token is a hash of what a right engine would show it. It keeps the contracts of
+kinds/api.py and complains where the engine breaks them.
 
-FakeRunner owns fake KV blocks of bytes; FakeAdapterBackend owns pretended loads. Both keep the contracts of
-kinds/api.py and complain where the engine breaks them, so the tests, the simulation and the benches run the whole
-engine without torch.
-
-A token's KV is 16 bytes: its id, its position, and a tag of the adapter that it was computed under. The next token is
-a blake2b over (seed, choice, output index, adapter, the whole context as read back through the block table). A wrong
-block, a missing copy, another adapter or position changes the text; `reference_tokens` says, from the request alone,
-what the text must be.
+A token's KV is 16 bytes: its id, its position, and a tag of its adapter. The next token is a blake2b over (seed,
+choice, output index, adapter, the whole context as read back through the block table). A wrong block, a missing copy,
+another adapter or position changes the text; `reference_tokens` says, from the request alone, what it must be.
 """
 
 from __future__ import annotations
@@ -42,9 +38,7 @@ _CELL_BYTES = _CELL.size
 _HEAD = struct.Struct("<QII8s")
 _TABLES_BOUND = 1024
 _NOTHING_HASHED = hashlib.blake2b(digest_size=16)
-_HASHED_AT_ONCE = 1024
-"""hashlib lets go of the interpreter lock over 2,047 bytes: with an event loop beside it, each row of a step could then
-wait milliseconds to get it back, which no real model does."""
+_HASHED_AT_ONCE = 1024  # over 2,047 bytes hashlib lets go of the interpreter lock, and waits to get it back
 
 
 class EngineFault(Exception):
@@ -52,21 +46,18 @@ class EngineFault(Exception):
 
 
 class FakeRunner:
-    """A ModelRunner over bytes.
-
+    """
     Args:
         eos_token_id: drawn with probability 1 / `eos_one_in` and never else; None: no token is special.
         pace: called once a step, to take as long as a model would.
         tenant_of: a sequence's tenant; given, a block that comes from another tenant uncleared is a fault.
         adapters_on_device: given, a chunk whose adapter is not among them is a fault.
-        num_host_blocks: blocks that sequences can be copied out to.
         block_copy_s: how long copying one block out and in again is said to take.
         copy_polls: how often a copy is asked for before it is over. What it reads and writes it does then.
     """
 
     _checks_copies_at_submit = False
-    _steps: tuple[FakeStep, ...] = ()
-    """That were submitted last; a copy comes behind them."""
+    _steps: tuple[FakeStep, ...] = ()  # submitted last; a copy comes behind them
 
     def __init__(
         self,
@@ -108,8 +99,8 @@ class FakeRunner:
             steps=lambda: self._steps,
             fail=self._fail,
         )
+        # of the sequences seen last, as a runner may keep them on its device
         self._tables: OrderedDict[int, list[int]] = OrderedDict()
-        """Block tables of the sequences seen last, as a runner may keep them on its device."""
 
     def execute(self, batch: StepBatch) -> Sequence[Sampled]:
         if not self._checks_copies_at_submit:
@@ -135,10 +126,7 @@ class FakeRunner:
         raise EngineFault(fault)
 
     def _write(self, chunk: SequenceChunk, written: dict[int, int]) -> None:
-        """
-        Args:
-            written: by block, which of its cells the step has written, as bits.
-        """
+        """written: by block, which of its cells the step has written, as bits."""
         start, token_ids, block_table = chunk.start_position, chunk.token_ids, chunk.block_table
         size, tenants = self.block_size, self._tenants
         end = start + len(token_ids)
@@ -219,10 +207,8 @@ class FakeRunner:
 
 
 class AheadFakeRunner(FakeRunner):
-    """An AheadRunner over bytes: a step is computed when its result is asked for, from what the batch was at `submit`.
-
-    It complains where a step would write what an unread one writes for another request, and where an adapter goes
-    while an unread step uses it.
+    """A step is computed when its result is asked for, from what the batch was at `submit`. Faults: a step writes what
+    an unread one writes for another request; an adapter goes while an unread step uses it.
     """
 
     _checks_copies_at_submit = True
@@ -243,7 +229,7 @@ class AheadFakeRunner(FakeRunner):
         return step
 
     def compute(self, batch: StepBatch, drawn: Mapping[int, int]) -> Sequence[Sampled]:
-        """A step whose pending tokens are the `drawn` ones."""
+        """drawn: the step's pending tokens."""
         self._check_adapters(batch)
         return self.execute(replace(batch, chunks=[self._resolved(chunk, drawn) for chunk in batch.chunks]))
 
@@ -267,8 +253,6 @@ class AheadFakeRunner(FakeRunner):
 
 
 class FakeStep:
-    """A step of AheadFakeRunner."""
-
     def __init__(self, runner: AheadFakeRunner, batch: StepBatch, before: FakeStep | None) -> None:
         copied = [
             replace(chunk, block_table=list(chunk.block_table), output_token_ids=list(chunk.output_token_ids))
@@ -278,8 +262,8 @@ class FakeStep:
         self._batch = replace(batch, chunks=copied)
         self._before = before
         self._outcome: Sequence[Sampled] | Exception | None = None
+        # by block: the prompt of the request that writes it in this step; None: it is cleared
         self.writes: dict[int, Sequence[int] | None] = {}
-        """By block: the prompt of the request that writes it in this step; None: it is cleared."""
         self.writes.update(dict.fromkeys(batch.clear_blocks))
         for chunk in copied:
             first, last = chunk.start_position, chunk.start_position + len(chunk.token_ids) - 1
@@ -305,8 +289,9 @@ class FakeStep:
 
 
 class TokenDraw:
-    """The pretended distribution. Temperature 0 makes the text independent of seed and choice; all other sampling
-    parameters but `top_logprobs` are ignored here."""
+    """Temperature 0 makes the text independent of seed and choice; of the other sampling parameters only `top_logprobs`
+    counts here.
+    """
 
     def __init__(self, vocab_size: int, eos_token_id: int | None, eos_one_in: int) -> None:
         assert vocab_size > 1
@@ -390,8 +375,7 @@ def reference_tokens(
 
 
 class FakeAdapterBackend:
-    """An AdapterBackend without weights. A load ends at the first `poll` at or after its time; `when_due` is told that
-    time as the load begins.
+    """A load ends at the first `poll` at or after its time; `when_due` is told that time as the load begins.
 
     Args:
         clock: seconds; the loop's time in the simulation.
@@ -413,8 +397,7 @@ class FakeAdapterBackend:
         self._load_s = load_s
         self._error_of = error_of
         self._loads: dict[AdapterUid, tuple[float, AdapterTier]] = {}
-        self.when_due: Callable[[float], object] = lambda due: None
-        """For who does not poll."""
+        self.when_due: Callable[[float], object] = lambda due: None  # for who does not poll
         self.on_host: dict[AdapterUid, None] = {}
         self.on_device: dict[AdapterUid, None] = {}
         self.is_closed = False

@@ -1,8 +1,5 @@
-"""Which adapter a request waits for or uses, and what is loaded next for whom.
-
-Owns the requests' references, the tenants' pins and the queues. Residency knows where adapters are, TierRoom what makes
-room for what, load_order whose load begins next, Overtaking who may use the device past whom. Written by EngineCore
-alone. Knows uids, tenants and sizes, never tensors.
+"""Which adapter a request waits for or uses, and what is loaded next for whom. Written by EngineCore alone. Knows uids,
+tenants and sizes, never tensors.
 
 A request *holds* an adapter from `acquire` to `release`: it uses it on the device, or waits. A tenant *pins* an adapter
 by its policy: it is brought to the device without a request and stays. There is one load an adapter at a time. A failed

@@ -1,7 +1,5 @@
-"""Which adapter is on which tier, and the loads between them.
-
-Owns the entries, the tenants' claims on them, the two tiers' rooms, the loads under way and the counts of evictions.
-Written by AdapterCache alone, which decides; an AdapterBackend does the loads.
+"""Which adapter is on which tier, and the loads between them. Written by AdapterCache alone, which decides; an
+AdapterBackend does the loads.
 
     disk --load to the host--> HOST --load to the device--> DEVICE
          <-----drop-----------      <--------drop----------        (a DEVICE adapter may have lost its host copy)

@@ -1,11 +1,9 @@
-"""How choices and requests end: in which order what they have is given up, and when their ends are told.
+"""How choices and requests end: in which order what they have is given up, and when their ends are told. A stateless
+part of EngineCore, which says what ends, when and why.
 
-A part of EngineCore without state of its own, called by it alone: writes the parts that it composes. What ends, when
-and why is EngineCore's to say.
-
-A choice that ends leaves its slot or its place in the queue at once, and its end is told. Its blocks are free when no
-step in flight has it and no copy of its KV is under way: it *lingers* until then. With its last choice a request ends;
-once none lingers its adapter is released, it is forgotten, and its end is told.
+A choice that ends leaves its slot or queue at once, and its end is told; it *lingers* until no step or copy has its
+blocks. A request ends with its last choice; once none lingers, its adapter is released, it is forgotten, and its end is
+told.
 """
 
 from __future__ import annotations
@@ -22,10 +20,7 @@ from manylora_worker.planning.step_planner import StepPlanner
 
 
 class Endings:
-    """
-    Args:
-        closed: called with each request of which nothing is left, before its end is told.
-    """
+    """closed: called with each request of which nothing is left, before its end is told."""
 
     def __init__(
         self,
@@ -53,7 +48,7 @@ class Endings:
         stop_token_id: int | None = None,
         refund: bool = False,
     ) -> None:
-        """Ends a choice without a further token. refund: see StepPlanner.remove."""
+        """Without a further token. refund: see StepPlanner.remove."""
         self._outbox.choice_ended(sequence, reason, message=message, stop_token_id=stop_token_id)
         self.end_told_choice(sequence, reason, now, message=message, refund=refund)
 
@@ -79,7 +74,7 @@ class Endings:
     def end_request(
         self, group: SequenceGroup, reason: FinishReason, message: str, now: float, *, refund: bool = False
     ) -> None:
-        """Ends all choices that are left, the last one first: so none becomes the leader in between."""
+        """The last choice first: so none becomes the leader in between."""
         for sequence in reversed(group.sequences):
             if not sequence.is_finished:
                 if reason is FinishReason.ERROR:
@@ -87,7 +82,6 @@ class Endings:
                 self.end_choice(sequence, reason, now, message=message, refund=refund)
 
     def let_go(self) -> None:
-        """Frees what lingers no more."""
         for sequence in self._requests.linger_no_more():
             self._planner.parking.release_blocks(sequence)
             end = self._requests.let_go(sequence)

@@ -3,9 +3,8 @@
     parked --leave--> LEAVING --copy over--> ON_HOST --bring_back--> ARRIVING --copy over--> parked
                       holds its blocks       holds none              holds new ones
 
-Written by EngineCore and Parking. StepPlanner chooses who gives up blocks and who comes back. Until a copy is over, its
-blocks and host blocks go to nobody else, even where the sequence has ended. A tenant's part of the host blocks is that
-of its hard cap, at most half, less what others have reserved and do not use.
+StepPlanner chooses who gives up blocks and who comes back; EngineCore and Parking call. Until a copy is over, its
+blocks and host blocks go to nobody else, even where the sequence has ended.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _WEIGHT = 0.2  # of a new measurement in the average
 
 
 class SwapCosts:
-    """In seconds. block_copy_s: of one block, out and in again, until copies of sequences are measured."""
+    """block_copy_s: of one block, out and in again, until copies of sequences are measured."""
 
     def __init__(self, block_copy_s: float) -> None:
         self._one_way_s = block_copy_s / 2
@@ -98,7 +97,7 @@ class HostBlocks:
         return dict(self._held)
 
     def bound(self, tenant_id: TenantId) -> int:
-        """The most that the tenant may have."""
+        """The hard cap's part, at most half, less what others have reserved and do not use."""
         return min(self.num_blocks // _MOST_OF_ONE_TENANT, self._part(self._shares.hard(tenant_id)))
 
     def has_room(self, tenant_id: TenantId, count: int) -> bool:
@@ -196,9 +195,8 @@ class Swapper:
         return sequence.swap is not None and sequence.swap.stage is SwapStage.LEAVING
 
     def pays(self, sequence: Sequence) -> bool:
-        """Whether a parked sequence goes to the host rather than be computed again: there is room, and 2 * blocks *
-        seconds a block is less than its tokens / (tokens a second). Blocks that another sequence holds too cost
-        nothing.
+        """A parked sequence goes to the host rather than be computed again: there is room, and 2 * blocks * seconds a
+        block is less than its tokens / (tokens a second). Blocks that another sequence holds too cost nothing.
         """
         num_blocks = self._num_computed_blocks(sequence)
         if not num_blocks or not self.host.has_room(sequence.tenant_id, num_blocks):

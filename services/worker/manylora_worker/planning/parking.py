@@ -1,7 +1,5 @@
-"""The sequences without a slot: those that are parked, with blocks, and those that wait for blocks.
-
-Makes every move between the two: blocks are taken, freed, copied away and back. StepPlanner decides who moves,
-EngineCore who comes and ends. Where a move changes a sequence's next unit, that is queued anew (UnitQueue).
+"""The sequences without a slot: those that are parked, with blocks, and those that wait for blocks. Makes every move
+between the two, as StepPlanner decides.
 """
 
 from __future__ import annotations
@@ -49,10 +47,8 @@ class Parking:
         self._queue.push(sequence)
 
     def fork(self, leader: Sequence, others: SequenceOf[Sequence]) -> None:
-        """Parks `others` behind the leader, sharing its blocks of the prompt except the last prompt token's place.
-
-        Each computes that token itself and draws its own first token from it. Its block is copied before it is written,
-        if another holder is left by then.
+        """Parks `others` behind the leader, sharing its blocks of the prompt. Each computes the last prompt token
+        itself and draws its own first token from it; its block is copied before, if another holder is left by then.
         """
         num_shared_tokens = len(leader.group.request.prompt_token_ids) - 1
         for sequence in others:
@@ -103,8 +99,8 @@ class Parking:
         self._unpark(sequence)
 
     def admit(self, sequence: Sequence) -> None:
-        """Parks a sequence, with the blocks of all its tokens. The last token is computed even where it is cached, and
-        the order does not depend on what is cached.
+        """With the blocks of all its tokens. The last token is computed even where it is cached, and the order does not
+        depend on what is cached.
         """
         self._leave_waiting(sequence)
         self._queue.end_capped(sequence.flow)

@@ -1,6 +1,5 @@
-"""The slots: who has one, what it does there, and when its slot is free again.
-
-Written by StepPlanner alone, which chooses who gets a slot. Knows neither blocks nor the queue.
+"""The slots: who has one, what it does there, and when its slot is free again. Written by StepPlanner alone, which
+chooses who gets one.
 """
 
 from __future__ import annotations
