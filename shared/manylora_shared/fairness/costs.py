@@ -4,7 +4,6 @@ from __future__ import annotations
 
 PROMPT_TOKEN_COST = 1
 OUTPUT_TOKEN_COST = 2
-"""A whole pass over the weights."""
 QUANTUM_TOKENS = 16
 """After so many tokens of a sequence its slot is given anew."""
 CHUNK_COST = 512

@@ -1,9 +1,8 @@
 """The fair-scheduling policy as its users see it: who is next, by one virtual clock.
 
 Start-time fair queuing (Goyal, Vin, Cheng 1996; with several servers SFQ(D), Jin, Chase, Kaur 2004) over costs that are
-known only afterwards. `reference.py` is the policy as short as it gets: the worker's units, the router's loop and the
-adapters' loads go by it. `fair_queue.py` is the scheduler's, for tens of thousands of flows. The bound that both keep,
-and its proof: docs/decisions/0008.
+known only afterwards. `reference.py` is for some hundred flows (the worker's units, the router's loop, the adapters'
+loads), `fair_queue.py` for tens of thousands (the scheduler). Their bound and its proof: docs/decisions/0008.
 """
 
 from __future__ import annotations

@@ -30,9 +30,8 @@ from manylora_shared.ids import QosClass, TenantId
 
 LEVELS = 128
 MAX_OUTPUT_TOKENS = 1024
-"""A choice, at BATCH_OUTPUT's first level."""
 MIN_OUTPUT_TOKENS = 16
-"""At its last."""
+"""The cap of a choice falls from MAX_ to MIN_OUTPUT_TOKENS over the levels of BATCH_OUTPUT."""
 ALLOWED_PART = 0.1
 """Of a class's requests, that may wait longer than its target."""
 HOLD_PART = 0.05
@@ -46,7 +45,7 @@ RISE_PER_S = 4.0
 FALL_PER_S = 2.0
 """Levels at an error of -1."""
 ROOM_FALL_PER_S = 16.0
-"""The same while nobody waits and MUCH_ROOM of all slots is free; in proportion where less is."""
+"""Levels at an error of -1 while nobody waits and MUCH_ROOM of all slots is free; in proportion where less is."""
 MUCH_ROOM = 0.05
 PROPORTIONAL = 2.0
 """Levels for a change of the error by 1: the greatest stays within TURNS, so no single moment refuses anyone."""
@@ -135,7 +134,6 @@ class TenantView:
     tops: tuple[float, float, float] = (1.0, 1.0, 1.0)
     """In shares: its demand up to and with each class of STACK."""
     level: int = 0
-    """Its own."""
     limit: float = math.inf
     """The height from which on the highest rung that its own level has begun takes requests."""
 
@@ -150,7 +148,7 @@ class OverloadView:
 
     level: int = 0
     limit: float = math.inf
-    """As in TenantView, of the cluster's level."""
+    """As TenantView.limit, of the cluster's level."""
     tenants: Mapping[TenantId, TenantView] = field(default_factory=dict)
 
     @property
@@ -162,7 +160,6 @@ class OverloadView:
         return max(self.level, self.tenants.get(tenant_id, _UNKNOWN).level)
 
     def why_refused(self, tenant_id: TenantId, qos_class: QosClass) -> str:
-        """For the caller."""
         level = self.level_of(tenant_id)
         why = "this tenant asks for more than its share of a full cluster"
         if level == self.level:
@@ -180,7 +177,6 @@ class OverloadView:
         return self.height_of(tenant_id, qos_class, request_id) < limit
 
     def keeps(self, tenant_id: TenantId, qos_class: QosClass, request_id: str) -> bool:
-        """Of a queued request."""
         return self.height_of(tenant_id, qos_class, request_id) < self._limit(tenant_id, _QUEUE[qos_class])
 
     def place_limit(self, tenant_id: TenantId, qos_class: QosClass) -> float:
@@ -192,7 +188,7 @@ class OverloadView:
         return math.inf if below < limit else 0.0
 
     def _part(self, tenant_id: TenantId, qos_class: QosClass) -> tuple[float, float]:
-        """Of the class in the tenant's stack: its begin and end."""
+        """Begin and end of the class in the tenant's stack."""
         tenant = self.tenants.get(tenant_id)
         if tenant is None:
             return 0.0, 1.0
@@ -216,7 +212,7 @@ class Sample:
     warned: float = 0
     """Longer than WARNING_PART of their target."""
     late: float = 0
-    """Longer than it."""
+    """Longer than their target."""
 
 
 NO_SAMPLE = Sample()
@@ -253,7 +249,6 @@ class LevelController:
 
     @property
     def is_idle(self) -> bool:
-        """As a new one."""
         return self._level == 0.0 and self._error == -1.0
 
     def late_part(self, qos_class: QosClass) -> float | None:

@@ -93,7 +93,6 @@ class Slo:
 
     ttft_p95_ms: int | None = None
     availability: float | None = None
-    """Of requests, e.g. 0.999."""
 
 
 @dataclass(frozen=True)
@@ -115,21 +114,18 @@ class TenantLimits:
 
 @dataclass(frozen=True)
 class TenantQuotas:
-    """Over all routers; None: unbounded."""
+    """Over all routers; None: unbounded. KV is on each worker, in MiB: what the tenant may hold while others want it,
+    never passes, and always has."""
 
     requests_per_s: int | None = None
     requests_burst: int | None = None
     """None: as many as requests_per_s."""
     concurrency: int | None = None
-    """Queued ones included."""
     max_queued: int | None = None
     """Of these, requests that no worker runs yet."""
     kv_hbm_mb: int | None = None
-    """On each worker, while others want it, MiB."""
     kv_hbm_mb_hard: int | None = None
-    """Never passed."""
     kv_hbm_mb_reserve: int | None = None
-    """Always its own."""
 
 
 @dataclass(frozen=True)

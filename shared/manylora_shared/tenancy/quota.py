@@ -89,7 +89,6 @@ class FlowAccount(Generic[K]):
         self.settled_tokens = 0
         self._leases: dict[K, _Lease] = {}
         self._pending: dict[K, int] = {}
-        """Extensions, oldest first."""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -145,7 +144,6 @@ class FlowAccount(Generic[K]):
         self._pending.setdefault(key, tokens)
 
     def give_up(self, key: K) -> None:
-        """Of an extension that was not granted."""
         self._pending.pop(key, None)
 
     def serve(self, now_ns: int) -> list[K]:

@@ -34,7 +34,6 @@ NUM_SLICES = 60
 MAX_FLOWS = 10_000
 RATIO = 1.1
 MIN_MS = 0.1
-"""Of the first bucket."""
 NUM_BUCKETS = 184
 """Up to an hour; what is longer counts in the last."""
 TTFT_QUANTILE = 0.95
@@ -182,12 +181,10 @@ class FlowCounts:
 
     @property
     def num_counted(self) -> int:
-        """For availability."""
         return self.good + self.bad
 
     @property
     def num_measured(self) -> int:
-        """Those with a first token."""
         return sum(self.ttft.values())
 
     @property
@@ -235,7 +232,6 @@ class SloTracker:
     def __init__(self, max_flows: int = MAX_FLOWS) -> None:
         self._max_flows = max_flows
         self._flows: dict[Flow, _FlowWindows] = {}
-        """Idle longest first."""
 
     def __len__(self) -> int:
         return len(self._flows)

@@ -73,7 +73,6 @@ GRANT_TIMEOUT_S = 10.0
 CLOSING_GRACE_S = 0.2
 """How long a grant that its router has ended keeps its room: the worker's report may be late."""
 PREFETCHES_PER_WORKER = 4
-"""Sent and not answered."""
 PREFETCH_TIMEOUT_S = 10.0
 PREFETCH_WORKERS = 8
 """So many, in the adapter's own order, may be asked."""
@@ -117,7 +116,6 @@ class Core:
         """One a ticket that waits for something (`_on_moment`)."""
         self._timers: Timers[tuple[str, *tuple[object, ...]]] = Timers()
         self._routers: dict[RouterId, int] = {}
-        """Sessions of the connected ones."""
         self._departed: dict[WorkerId, str] = {}
         """Addresses of workers that left: one that only lost its lease comes back with its counters."""
         self._unserved_since: float | None = 0.0

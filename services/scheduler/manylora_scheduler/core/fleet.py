@@ -42,7 +42,6 @@ class Fleet:
         """Those whose place in the orders may be another by now."""
         self._by_load: list[Load] = []
         self._by_free_kv: list[tuple[int, WorkerId]] = []
-        """Open ones."""
         self._by_spare: list[tuple[int, WorkerId]] = []
         """Most spare places first (negated)."""
         self._slotted_sequences = 0
@@ -53,7 +52,6 @@ class Fleet:
         self.num_open = 0
         self.num_spare = 0
         self.has_room = False
-        """Any is open or spare."""
         self.only_open: WorkerView | None = None
 
     def __len__(self) -> int:

@@ -28,14 +28,12 @@ BOOSTS: Mapping[QosClass, tuple[int, int]] = {
 }
 """(base, cap)."""
 AGING_PER_S = 32
-"""Cost per unit of weight."""
+"""Of a flow's boost: cost per unit of weight."""
 MAX_KNOWN_FLOWS = 262_144
 """Beyond, the oldest are forgotten."""
 
 
 class KnownFlow(OutputEstimate):
-    """One flow's record. Its tickets have it at hand."""
-
     __slots__ = ("is_forgotten", "last_wait_s", "policy_share", "served_cost")
 
     def __init__(self, policy_share: Share) -> None:

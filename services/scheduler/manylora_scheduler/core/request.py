@@ -93,7 +93,6 @@ class Ticket(Timed):
         self.attempt = attempt
         self.enqueued_at = enqueued_at
         self.waits_since = waits_since
-        """Since its first attempt."""
         self.phase = QUEUED
         self.is_wanted = True
         """Its router is not done with it. Written by `Tickets` alone."""
@@ -111,7 +110,6 @@ class Need(NamedTuple):
     prompt_tokens: int
     """Rounded up to four significant bits, so that there are few distinct needs."""
     router_id: RouterId
-    """It may be unable to reach a worker."""
 
 
 def need_of(request: QueuedRequest) -> Need:
@@ -124,7 +122,6 @@ def need_of(request: QueuedRequest) -> Need:
 
 @functools.lru_cache(maxsize=16_384)
 def _need(sequences: int, prompt_tokens: int, router_id: RouterId) -> Need:
-    """One object for all that are equal."""
     return Need(sequences, prompt_tokens, router_id)
 
 

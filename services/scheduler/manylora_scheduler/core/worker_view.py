@@ -82,7 +82,6 @@ class WorkerView:
         self.max_context_tokens = max_context_tokens
         self.connected = False
         self.has_reported = False
-        """Over this stream or an earlier one."""
         self.draining = False
         self.sequence_slots = 0
         self.running_sequences = 0
@@ -95,7 +94,6 @@ class WorkerView:
         self.running: dict[RequestId, Ticket | None] = {}
         """None: an earlier leader granted it."""
         self.granted: dict[RequestId, Ticket] = {}
-        """Not yet reported."""
         self._output_tokens: dict[FlowKey, int] = {}
         """Cumulative, as of its last report."""
         self._holders = holders
@@ -135,12 +133,11 @@ class WorkerView:
 
     @property
     def spare_sequences(self) -> int:
-        """In slots or parked."""
+        """More sequences that it takes, in slots or parked."""
         return max(self._max_sequences, self.sequence_slots) - self.running_sequences - self._granted_sequences
 
     @property
     def parks(self) -> bool:
-        """Whether it takes sequences beyond its slots."""
         return self._max_sequences > self.sequence_slots
 
     def load_of(self, flow: FlowKey) -> FlowLoad:
@@ -167,7 +164,7 @@ class WorkerView:
         return self._front
 
     def slotted_flows(self) -> list[FlowKey]:
-        """As of the last report."""
+        """Those with a slot, as of the last report."""
         return [flow for flow, load in self._loads.items() if load.slotted]
 
     @property
@@ -252,7 +249,6 @@ class WorkerView:
         return IS_OPEN | SPARE if used - self.held_sequences < slots else IS_FULL | SPARE
 
     def place_now(self) -> FleetPlace:
-        """By its standing."""
         standing = self.standing
         if not standing & (OPEN | SPARE):
             return NOWHERE
@@ -302,7 +298,6 @@ class WorkerView:
         return ticket
 
     def finish(self, request_id: RequestId) -> Ticket | None:
-        """As `start`."""
         if request_id in self.running:
             ticket = self.running.pop(request_id)
             if ticket is not None:

@@ -122,7 +122,6 @@ class Demand:
         tenant.means[index] = mean + _MEMORY * (cost - mean) if mean else cost
 
     def was_refused(self, flow: FlowKey, requests: int, now: float) -> None:
-        """By routers, which do not know sizes."""
         tenant, index = self._tenant(flow.tenant_id), STACK_INDEX[flow.qos_class]
         self._add(flow.tenant_id, tenant, index, requests * (tenant.means[index] or DEFAULT_COST), now)
 

@@ -52,11 +52,10 @@ from manylora_scheduler.core.request import FlowKey
 from manylora_scheduler.core.timers import earlier
 from manylora_scheduler.gates.demand import Demand
 from manylora_scheduler.gates.neighbours import Neighbours, Noisy
-from manylora_scheduler.gates.queue_delay import OverloadTargets, WaitingBook
+from manylora_scheduler.gates.queue_delay import OverloadTargets, QueueDelays
 
 TICK_S = 0.1
 LOOK_S = 1.0
-"""For noisy neighbours."""
 MAX_STEP_S = 1.0
 """A tick never counts for longer than this."""
 WITHIN_SHARE = 1.25
@@ -120,7 +119,7 @@ class OverloadGate:
         self._enabled = enabled
         self._demand = Demand(self._core_view.weight_of)
         self._neighbours = Neighbours()
-        self._book = WaitingBook(self._targets)
+        self._book = QueueDelays(self._targets)
         self._cluster = LevelController()
         self._own: dict[TenantId, LevelController] = {}
         self._view = OverloadView()

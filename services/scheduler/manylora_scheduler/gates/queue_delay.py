@@ -61,7 +61,7 @@ class Waiting:
 
 
 @dataclass(slots=True)
-class FlowBook:
+class FlowDelays:
     queued: dict[RequestId, Waiting] = field(default_factory=dict)
     """In the order in which they came."""
     highest: list[tuple[float, RequestId]] = field(default_factory=list)
@@ -94,14 +94,13 @@ class FlowBook:
         self.late += stands_for * (wait_s > target_s)
 
 
-class WaitingBook:
+class QueueDelays:
     def __init__(self, targets: OverloadTargets) -> None:
         self._targets = targets
-        self.flows: dict[FlowKey, FlowBook] = {}
+        self.flows: dict[FlowKey, FlowDelays] = {}
         """With something queued, or granted since the last measurement."""
         self.num_queued = 0
         self._granted: dict[FlowKey, None] = {}
-        """Since the last tick."""
         self._round: list[FlowKey] = []
         """Still to be looked through, from the end."""
         self._ready: dict[WorkerId, dict[FlowKey, float]] = {}
@@ -116,7 +115,7 @@ class WaitingBook:
     def queue(self, request: QueuedRequest, cost: float, now: float) -> None:
         target_s = self._targets.of_request(request, now)
         waiting = Waiting(request.router_id, now, cost, place_of(request.request_id), target_s)
-        self.flows.setdefault(request.flow, FlowBook()).queue(request.request_id, waiting)
+        self.flows.setdefault(request.flow, FlowDelays()).queue(request.request_id, waiting)
         self.num_queued += 1
 
     def leave(self, request: QueuedRequest) -> Waiting | None:
@@ -130,7 +129,6 @@ class WaitingBook:
         return waiting
 
     def granted(self, flow: FlowKey, waiting: Waiting, now: float) -> None:
-        """After `leave`."""
         if waiting.target_s is not None:
             self.flows[flow].add(now - waiting.since, waiting.target_s)
             self._granted[flow] = None
@@ -199,7 +197,7 @@ class WaitingBook:
         for flow, since in islice(waiting, self._offset % stride, None, stride):
             target_s = self._targets.of(flow.qos_class)
             if target_s is not None:
-                self.flows.setdefault(flow, FlowBook()).add(now - since, target_s, stride, 1.0)
+                self.flows.setdefault(flow, FlowDelays()).add(now - since, target_s, stride, 1.0)
                 self._granted[flow] = None
         self._offset += 1
 

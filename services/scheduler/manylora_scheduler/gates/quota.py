@@ -39,9 +39,8 @@ from manylora_scheduler.core.request import FlowKey, QueuedRequest
 from manylora_scheduler.core.timers import Timers, earlier
 
 EXTENSION_WAIT_S = 2.0
-"""Then it is refused, and its stream ends."""
+"""An extension that waits for longer is refused, and its stream ends."""
 ABSENCE_S = 10.0
-"""Of a router without a stream."""
 BUSY_RETRY_S = 0.5
 """Where others' ends make room, whose time nobody knows."""
 MIN_SLICE_TOKENS = 16
@@ -410,8 +409,6 @@ class Seam(Protocol):
 
 
 class QuotaGate:
-    """The core behind the quotas."""
-
     def __init__(self, core: Seam, began_at: float) -> None:
         self.authority = QuotaAuthority(began_at)
         self._core = core
