@@ -1,7 +1,5 @@
-"""What stands between two products of a decoder layer on the residual stream: one kernel.
-
-Arithmetic is float32, rounded once, when it is stored. Rows beyond `num_rows` (a device scalar: a graph serves every
-batch up to its bucket) are left alone.
+"""What stands between two products of a decoder layer on the residual stream: one kernel, in float32, rounded when
+stored.
 """
 
 from __future__ import annotations
@@ -97,9 +95,9 @@ def add_norm(
     Args:
         delta: [parts, rows, hidden], from gemm.linear.
         residual, out: [rows, hidden], contiguous.
-        num_rows: int32 scalar tensor.
+        num_rows: int32 scalar; rows behind it are left alone.
         counters: int32 [rows], zero; left zero.
-        lora: of the product that made `delta` (a site of one slot).
+        lora: of the product that made `delta`.
     """
     rows, hidden = residual.shape
     outputs = None if lora is None else lora.outputs

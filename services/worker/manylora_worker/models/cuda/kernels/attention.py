@@ -1,15 +1,8 @@
-"""Attention over the paged cache in Triton: rows that decode (where attention_decode.py does not run), and chunks of
-prompts.
+"""Attention over the paged cache in Triton: chunks of prompts, and rows that decode where attention_decode.py does not
+run.
 
-A program reads keys and values where `rotate_store` put them, through its own sequence's block table, up to the row's
-position. What stands behind, or in other blocks, takes no part.
-
-    tables   int32 [sequences, blocks]    physical block of every logical block
-    cache    the arena from the layer's first element on; token t of a sequence stands at
-             table[t // block_size] * stride_block + (t % block_size) * stride_token (+ stride_kv: its values)
-
-Sources: online softmax, FlashAttention (Dao et al., 2022); one row's context split over programs and merged by log-sum-
-exp, Flash-Decoding (2023). The last program of a row merges its splits, so a decode is one launch.
+Sources: online softmax, FlashAttention (Dao et al., 2022); a context split over programs and merged by log-sum-exp,
+Flash-Decoding (2023). The last program of a row merges its splits, so a decode is one launch.
 """
 
 from __future__ import annotations
@@ -26,9 +19,13 @@ from manylora_worker.models.decoder_weights import AttentionShape
 PREFILL_TILE_FIELDS = 4
 
 
+# A program reads through its sequence's block table up to its row's position.
+#     tables   int32 [sequences, blocks]    physical block of every logical block
+#     cache    the arena from the layer's first element on; token t of a sequence stands at
+#              table[t // block_size] * stride_block + (t % block_size) * stride_token (+ stride_kv: its values)
 @dataclass(frozen=True)
 class PagedLayout:
-    """In elements."""
+    """Strides count elements."""
 
     block_size: int
     stride_block: int
@@ -39,7 +36,6 @@ class PagedLayout:
 
 @triton.jit
 def _scores(q, k, scale, SOFTCAP: tl.constexpr):
-    """In base 2: scaled by log2(e)."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if SOFTCAP > 0:
         # tanh(z) = 1 - 2 / (exp(2 z) + 1)
@@ -178,7 +174,7 @@ def _decode_kernel(
 
 
 class DecodeScratch:
-    """What split decodes leave for their merge, for all layers. The counters are zero between launches."""
+    """What split decodes leave for their merge. The counters are zero between launches."""
 
     def __init__(self, max_rows: int, shape: AttentionShape, max_splits: int, device: torch.device) -> None:
         heads = shape.num_heads
@@ -207,8 +203,8 @@ def attend_decode(
     Args:
         q, out: [rows, heads * head_dim].
         table_rows: int32 [rows]: the row's sequence in `tables`.
-        positions: int32 [rows]: of the row's token; it sees those up to itself.
-        num_rows: int32 scalar: rows behind it are padding, and left alone.
+        positions: int32 [rows]: of the row's token.
+        num_rows: int32 scalar; rows behind it are left alone.
         splits: programs that share one row's context, where it is long enough.
     """
     rows = table_rows.shape[0]
@@ -306,7 +302,6 @@ def _prefill_kernel(
 
 
 def prefill_block_m(shape: AttentionShape) -> int:
-    """Rows of one tile of `attend_prefill`."""
     return 128 if shape.head_dim <= 128 else 64
 
 

@@ -1,8 +1,4 @@
-"""Attention of rows that decode as CUDA C++: when and how attention_decode.cu is launched.
-
-It replaces attention.attend_decode for bf16 on Hopper with NVRTC: more of the cache is under way at once, and a program
-goes on to its next row without a pause.
-"""
+"""Launches attention_decode.cu in place of attention.attend_decode, for bf16 on Hopper with NVRTC."""
 
 from __future__ import annotations
 
@@ -46,8 +42,6 @@ VARIANTS = (Variant(384, 2, 3), Variant(0, 4, 3))  # the fastest of some on an H
 
 
 class DecodeAttention:
-    """The compiled kernels on one device, for layers of one shape."""
-
     def __init__(
         self, shape: AttentionShape, block_size: int, device: torch.device, variants: Sequence[Variant] = VARIANTS
     ) -> None:

@@ -1,7 +1,7 @@
 """CUDA C++ compiled at run time, for the kernels that Triton cannot express.
 
-Needs the driver, and NVRTC, which comes with torch's CUDA wheels. Compiled code is kept beside Triton's
-(TRITON_CACHE_DIR), by source, options and compiler.
+It needs the driver and NVRTC (in torch's CUDA wheels). Compiled code is kept in TRITON_CACHE_DIR, by source, options
+and compiler.
 """
 
 from __future__ import annotations
@@ -44,12 +44,8 @@ class _LaunchConfig(ctypes.Structure):
 
 
 class CudaKernel:
-    """One function of a module, on one device."""
-
     def __init__(self, source: str, name: str, device: torch.device, *, shared_bytes: int) -> None:
-        """Compiles (or finds) the source. shared_bytes: the most dynamic shared memory of a launch. Raises
-        CudaUnavailable, CudaFailed.
-        """
+        """shared_bytes: the most dynamic shared memory of a launch. Raises CudaUnavailable, CudaFailed."""
         major, minor = torch.cuda.get_device_capability(device)
         cubin = compile_cubin(source, name, f"sm_{major}{minor}")
         self._driver = ctypes.CDLL("libcuda.so.1")
@@ -72,8 +68,8 @@ class CudaKernel:
         *,
         pdl: bool,
     ) -> None:
-        """On torch's current stream; may be captured. Arguments: tensors (None: a null pointer) for pointers, ints for
-        `int`, floats for `float`. Raises CudaFailed.
+        """On torch's current stream; may be captured. Tensors (None: a null pointer) go to pointers, ints to `int`,
+        floats to `float`. Raises CudaFailed.
         """
         values = [_value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
@@ -146,7 +142,6 @@ def _read(size_of: ctypes._NamedFuncPointer, read: ctypes._NamedFuncPointer, pro
 
 
 def _find_nvrtc() -> ctypes.CDLL:
-    """Out of the wheel that torch's CUDA builds require, else by name."""
     if torch.version.cuda is None:
         raise CudaUnavailable("torch is built without CUDA")
     major = torch.version.cuda.partition(".")[0]

@@ -1,7 +1,4 @@
-"""activation(gate) * up, both with their LoRA: what stands between the two products of a gated feed-forward layer.
-
-Arithmetic is float32, rounded once, when it is stored. Rows beyond `num_rows` are left alone.
-"""
+"""activation(gate) * up, both with their LoRA, in float32, rounded when stored."""
 
 from __future__ import annotations
 
@@ -87,11 +84,11 @@ def gate(
     num_slots: int,
     pdl: bool,
 ) -> None:
-    """
-    Args:
-        gate_up: [parts, rows, 2 * width], from gemm.linear, the gate's columns first.
-        out: [rows, width], written.
-        lora: of the projection, with `num_slots` 2 (gate, up) or 1 (a family that fuses them itself).
+    """Args:
+    gate_up: [parts, rows, 2 * width], from gemm.linear, the gate's columns first.
+    out: [rows, width], written.
+    num_rows: int32 scalar; rows behind it are left alone.
+    lora: of the projection, with `num_slots` 2 (gate, up) or 1 (a family that fuses them itself).
     """
     rows, width = out.shape
     by_tile = lora is not None and lora.num_tiles > 0

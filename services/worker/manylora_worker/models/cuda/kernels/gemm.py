@@ -1,8 +1,7 @@
 """Matrix products of few rows, where reading the weight once is all the work: y = x W^T.
 
-The fastest way, measured on an H200: one row is a sum along the weight's rows. Up to a few dozen rows a product with
-few outputs leaves processors idle under cuBLAS, so its inner dimension is split and the reader adds the parts up. The
-rest is cuBLAS.
+One row is a sum along the weight's rows. Up to a few dozen rows a product with few outputs leaves processors idle under
+cuBLAS, so its inner dimension is split. The rest is cuBLAS. Measured on an H200.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, parts: T
         parts: float32, at least MOST_SPLITS * MOST_SPLIT_ROWS * out elements.
 
     Returns:
-        [splits, rows, out]: `out`, or float32 of `parts`, to be added up by the reader.
+        [splits, rows, out]: `out` or `parts`; the reader adds them up.
     """
     rows, k = x.shape
     n = weight.shape[0]

@@ -1,24 +1,9 @@
-"""The low-rank products of a mixed batch: shrink (x A^T) as a kernel, expand (s B) as a part of the kernels behind it.
+"""The low-rank products of a mixed batch: shrink (x A^T) as a kernel, expand (s B) inside the readers of the base
+product (add_norm, rotate, gate).
 
-*By row*: every row for itself, by multiply-adds with all its weights in flight; for rows of many adapters, where a
-matrix unit would idle on 15 of its 16 rows. *By tile*: up to TILE_ROWS consecutive rows of one adapter on the matrix
-unit; for rows that share adapters, and prompts. Either way loops run over each adapter's own rank: nothing is padded.
-
-A chunk is up to CHUNK_RANKS ranks: of A [ranks, in], of B [ranks, out], row-major, B scaled by alpha / r already. It
-may stand anywhere in the arena.
-
-    tiles      int32 [n, 4]              first row, rows (0: an unused entry), adapter slot, of the first entry: how
-                                         many are used; by tile
-    row_adapters  int32 [rows]           adapter slot of each row; by row
-    sites      int64 [slots, fields]     one site of every adapter slot:
-                                         0..2              rank of each linear layer ("slot") of the site; 0: none
-                                         4 + s * C + c     offset of A's chunk c of slot s
-                                         4 + (3 + s) C + c offset of B's chunk c of slot s
-    low_rank   float32 [splits, rows, 3 * C * CHUNK_RANKS]
-
-Offsets count elements of `weights`, the arena. C: chunks of the largest rank served. Adapter slot 0 is "no adapter", of
-rank 0. The expand is fused into the readers of the base product (add_norm, rotate, gate). Source: grouped products over
-adapter segments, Punica (Chen et al., 2023), S-LoRA (Sheng et al., 2023); the fused expand is ours.
+*By row* suits rows of many adapters: multiply-adds with all of a row's weights in flight. *By tile* suits rows that
+share adapters: up to TILE_ROWS consecutive rows of one adapter on the matrix unit. Loops run over each adapter's own
+rank. Source: grouped products over adapter segments, Punica (Chen et al., 2023), S-LoRA (Sheng et al., 2023).
 """
 
 from __future__ import annotations
@@ -42,8 +27,18 @@ def num_chunks(rank: int) -> int:
     return -(-rank // CHUNK_RANKS)
 
 
+# A chunk is up to CHUNK_RANKS ranks of A [ranks, in] or of B [ranks, out], row-major, B scaled by alpha / r already.
+# It may stand anywhere in the arena. Offsets count elements of `weights`, the arena. C: chunks of the largest rank.
+#
+#     tiles         int32 [n, 4]           first row, rows (0: an unused entry), adapter slot, of the first entry: how
+#                                          many are used; by tile
+#     row_adapters  int32 [rows]           adapter slot of each row; by row
+#     sites         int64 [slots, fields]  one site of every adapter slot (slot 0: no adapter, of rank 0):
+#                                          0..2              rank of each linear layer ("slot") of the site; 0: none
+#                                          4 + s * C + c     offset of A's chunk c of slot s
+#                                          4 + (3 + s) C + c offset of B's chunk c of slot s
+#     low_rank      float32 [splits, rows, 3 * C * CHUNK_RANKS]
 def site_fields(chunks: int) -> int:
-    """Numbers in one entry of `sites`."""
     return _FIRST_OFFSET + 2 * MAX_SLOTS * chunks
 
 
@@ -61,8 +56,6 @@ def low_rank_columns(chunks: int) -> int:
 
 @dataclass(frozen=True)
 class LoraRows:
-    """Of a step at one site."""
-
     weights: Tensor  # the arena, flat
     sites: Tensor
     tiles: Tensor
@@ -74,7 +67,7 @@ class LoraRows:
 
 
 def expand_arguments(lora: LoraRows | None, unused: Tensor) -> dict[str, Any]:
-    """Of every kernel with an expand, by name; `unused` stands for tensors of no LoRA."""
+    """`unused` stands for tensors of no LoRA."""
     if lora is None:
         return {
             "row_adapters_ptr": unused, "low_rank_ptr": unused, "weights_ptr": unused, "sites_ptr": unused,
@@ -92,7 +85,7 @@ def expand_arguments(lora: LoraRows | None, unused: Tensor) -> dict[str, Any]:
 
 @triton.jit
 def load_tile(tiles_ptr, tile):
-    """First row, number of rows, adapter slot."""
+    """Returns first row, number of rows, adapter slot."""
     first_row = tl.load(tiles_ptr + tile * 4)
     num_rows = tl.load(tiles_ptr + tile * 4 + 1)
     adapter = tl.load(tiles_ptr + tile * 4 + 2)
@@ -104,7 +97,7 @@ def load_program(
     program, num_rows_ptr, tiles_ptr, row_adapters_ptr, BLOCK_M: tl.constexpr, BY_TILE: tl.constexpr,
     HAS_LORA: tl.constexpr,
 ):  # fmt: skip
-    """First row, number of rows (0 or less: none), adapter slot of a program that reads a product."""
+    """Returns first row, number of rows (0 or less: none), adapter slot."""
     if BY_TILE:
         first_row, count, adapter = load_tile(tiles_ptr, program)
     else:
@@ -220,7 +213,7 @@ def expand_pair(
     SPLIT_K: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """`expand` of two slots of equal width at once: both are under way together."""
+    """`expand` of two slots of equal width: both are under way together."""
     rank = tl.maximum(tl.load(site + slot_one), tl.load(site + slot_two)).to(tl.int32)
     for chunk in range(0, tl.cdiv(rank, 16)):
         b_one = _load_b(weights_ptr, site, slot_one, chunk, columns_one, column_mask, slot_columns, CHUNKS)
@@ -333,18 +326,16 @@ _CHUNK_STRIDES = 2  # programs that share a row's chunks of a slot; 4: 2 % faste
 
 
 def shrink_splits(in_features: int, rows: int) -> int:
-    """Splits of `low_rank` that `shrink` writes."""
     return triton.cdiv(in_features, _K_OF_SPLIT) if rows <= _FEW_PROGRAMS_ROWS else 1
 
 
 def shrink(x: Tensor, lora: LoraRows, *, num_slots: int, num_rows: Tensor, pdl: bool) -> None:
-    """low_rank[split, row, :] = x[row] A^T over the split's share of the columns; the reader adds the splits up.
+    """low_rank[split, row, :] = x[row] A^T over the split's columns; the reader adds the splits up.
 
     Args:
         x: [rows, in], of the arena's dtype.
         lora: rows without an adapter are left as they are.
-        num_slots: linear layers in the site.
-        num_rows: int32 scalar: rows that are there.
+        num_rows: int32 scalar.
     """
     rows, in_features = x.shape
     splits = lora.low_rank.shape[0]

@@ -1,8 +1,5 @@
-"""The low-rank products of tiles as CUDA C++: when and how lora_tiles.cu is launched.
-
-It replaces Triton's kernels by tile (lora.py, gate.py) for FEWEST_ROWS to MOST_ROWS rows of bf16 on Hopper with NVRTC.
-An adapter's four rows fill half of its tile, a quarter of Triton's, and more adapters are under way at once. See
-docs/decisions/0012.
+"""Launches lora_tiles.cu in place of Triton's kernels by tile (lora.py, gate.py), for FEWEST_ROWS to MOST_ROWS rows of
+bf16 on Hopper with NVRTC. See docs/decisions/0012.
 """
 
 from __future__ import annotations
@@ -57,10 +54,8 @@ def _s_bytes(chunks: int) -> int:
 
 
 class LoraTiles:
-    """The compiled kernels on one device, for adapters of up to `chunks` chunks a matrix."""
-
     def __init__(self, chunks: int, device: torch.device, sizes: Sizes | None = None) -> None:
-        """Raises CudaUnavailable: no compiler, or not such a device."""
+        """`chunks`: of an adapter's matrix, at most. Raises CudaUnavailable: no compiler, or not such a device."""
         properties = torch.cuda.get_device_properties(device)
         if properties.major < 9:
             raise CudaUnavailable(f"{properties.name} is older than Hopper")

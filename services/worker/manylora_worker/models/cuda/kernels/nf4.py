@@ -1,12 +1,4 @@
-"""Products with a weight kept in 4 bits (nf4_format.py). nf4_lookup.py turns codes into numbers.
-
-| rows | way | rounds |
-|---|---|---|
-| 1 .. 32 on Hopper | nf4_rows.py (CUDA C++): its table is in shared memory | code values to bf16 |
-| 1 .. REDUCTION_ROWS | `_reduction_kernel`: no dot, lanes along the inputs | code values to 8 bits of significand |
-| .. FUSED_ROWS | `_product_kernel`: tensor cores, split along the inputs | code value, scale, their product to bf16 |
-| more | `dequantize` to bf16 once, then an ordinary product | as bitsandbytes |
-"""
+"""Products with a weight kept in 4 bits (nf4_format.py). The number of rows chooses the kernel."""
 
 from __future__ import annotations
 
@@ -34,6 +26,12 @@ from manylora_worker.models.cuda.kernels.nf4_lookup import (
 )
 from manylora_worker.models.cuda.kernels.nf4_rows import Nf4Rows
 
+# | rows | way | rounds |
+# |---|---|---|
+# | 1 .. 32 on Hopper | nf4_rows.py (CUDA C++): its table is in shared memory | code values to bf16 |
+# | 1 .. REDUCTION_ROWS | `_reduction_kernel`: no dot, lanes along the inputs | code values to 8 bits of significand |
+# | .. FUSED_ROWS | `_product_kernel`: tensor cores, split along the inputs | code value, scale, their product to bf16 |
+# | more | `dequantize` to bf16 once, then an ordinary product | as bitsandbytes |
 REDUCTION_ROWS = 4  # a row costs it one FMA a weight, the tensor cores take 16 for nothing; measured on an H200
 FUSED_ROWS = 64  # above, the weight is rebuilt whole: on an H200 that takes longer than the fused product of 64 rows
 
@@ -81,9 +79,8 @@ def _reduction_kernel(
 ):  # fmt: skip
     """y[row, out] for OUTS outputs and all rows. x: [num_rows, num_words * 8], contiguous.
 
-    A lane holds single words (a warp 128 bytes of a load) of OUTS outputs, all in flight at once, and the part of x
-    that a plain load leaves with it. With four words a lane every value would cross shared memory. A scale enters once
-    a word, after its 8 products.
+    A lane holds single words of OUTS outputs, all in flight at once, and its part of x. With four words a lane every
+    value would cross shared memory. A scale enters once a word, after its 8 products.
     """
     out = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
     out_kept = out < out_features
@@ -154,8 +151,8 @@ def _product_kernel(
 ):  # fmt: skip
     """y[row, out] for OUTS outputs and all rows; program (tile of outputs, split of the inputs).
 
-    With splits, each program leaves its part in parts_ptr [SPLITS, num_rows, out_features] and counts itself in
-    arrivals_ptr [tiles]. The last one adds the parts up, always in the same order, and resets the count.
+    A split leaves its part in parts_ptr [SPLITS, num_rows, out_features] and counts itself in arrivals_ptr [tiles]. The
+    last one adds the parts up, always in the same order, and resets the count.
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -258,8 +255,8 @@ _DEQUANTIZE_BLOCKS = 32
 
 
 class Nf4Workspace:
-    """Lookup tables and room for split products on one device, 9 MB, one for a model. Products that share it must
-    follow each other on one stream (graphs included).
+    """Tables and room for split products on one device, 9 MB. Products that share it follow each other on one stream
+    (graphs included).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -295,7 +292,7 @@ def dequantize(weight: Nf4Weight, workspace: Nf4Workspace, out: Tensor | None = 
 def product_by_reduction(
     x: Tensor, weight: Nf4Weight, workspace: Nf4Workspace, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """x @ weight.T + bias for at most 4 rows. x: [rows, in] contiguous; the result (or `out`) has x's type."""
+    """x @ weight.T + bias for at most 4 rows. x: [rows, in] contiguous; the result has x's type."""
     num_rows, out = _checked(x, weight, out, limit=max(_REDUCTION_TILES))
     rows = triton.next_power_of_2(num_rows)
     tile = _REDUCTION_TILES[rows]
@@ -353,10 +350,7 @@ def _interpreted() -> bool:
 
 
 class Nf4Linear(nn.Module):
-    """x: [..., in] -> [..., out] in x's type (bf16), with the weight in 4 bits.
-
-    Owns its weight and bias and shares the workspace. Immutable, so a captured graph that holds it stays right.
-    """
+    """x: [..., in] -> [..., out] in x's type (bf16). Immutable, so a captured graph that holds it stays right."""
 
     def __init__(self, weight: Nf4Weight, bias: Tensor | None, workspace: Nf4Workspace) -> None:
         super().__init__()
@@ -380,7 +374,7 @@ class Nf4Linear(nn.Module):
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def parts(self, x: Tensor, *, pdl: bool) -> Tensor:
-        """The product of [rows, in], rows > 0, as gemm.linear returns one: [parts, rows, out]."""
+        """[rows, in], rows > 0, to [parts, rows, out], as gemm.linear."""
         num_rows = x.shape[0]
         x = x.contiguous()
         weight, workspace = self._weight, self._workspace

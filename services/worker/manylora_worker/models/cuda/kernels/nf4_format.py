@@ -1,9 +1,5 @@
 """Weights in 4 bits (NF4): the format, its quantization, and a reference in plain torch.
 
-Codes of 4 bits, two a byte with the first in the high nibble; one scale (absmax) a block of 64 inputs. bitsandbytes
-keeps the scales in 8 bits again. We undo that at load: 0.33 GB more for an 8B model, and no dependent load in the
-kernels. The float32 scale is the very number that bitsandbytes computes.
-
 Source: Dettmers et al., "QLoRA", 2023, section 3; the maps as bitsandbytes 0.50 computes them.
 """
 
@@ -16,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK_SIZE = 64  # weights that share a scale
+# bitsandbytes keeps the scales in 8 bits again. We undo that at load: 0.33 GB more for an 8B model, and no dependent
+# load in the kernels. The float32 scale is the very number that bitsandbytes computes.
 NESTED_BLOCK_SIZE = 256  # scales that share a scale of their own, in bitsandbytes' storage
 
 # fmt: off
@@ -29,9 +27,7 @@ CODEBOOK = (  # NF4's 16 values (exact in float32), ascending
 
 
 def dynamic_map() -> Tensor:
-    """[256] float32, ascending: signed, 7 exponent bits at most. Dettmers, "8-bit approximations for parallelism in
-    deep learning", 2015, section 2.
-    """
+    """[256] float32, ascending. Dettmers, "8-bit approximations for parallelism in deep learning", 2015, section 2."""
     values: list[float] = []
     for i in range(7):
         boundaries = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32)
@@ -43,14 +39,11 @@ def dynamic_map() -> Tensor:
 
 @dataclass(frozen=True)
 class Nf4Weight:
-    """in_features is a multiple of 64.
+    """in_features is a multiple of 64."""
 
-    Attributes:
-        codes: [out_features, in_features / 2] uint8, contiguous; the element with even index in the high nibble.
-        absmax: [out_features, in_features / 64] float32, contiguous.
-    """
-
+    # [out_features, in_features / 2] uint8, contiguous; the element with even index in the high nibble
     codes: Tensor
+    # [out_features, in_features / 64] float32, contiguous: the scale of a block of 64 inputs
     absmax: Tensor
 
     def __post_init__(self) -> None:
@@ -85,11 +78,8 @@ def nested_absmax(
 
 
 def quantize(weight: Tensor, *, double: bool = True) -> Nf4Weight:
-    """[out, in] of any float type; codes and scales are those of bitsandbytes' Linear4bit.
-
-    Args:
-        double: round the scales to 8 bits as `compress_statistics` does. Their offset is a mean, whose last bit depends
-            on the device's order of summation.
+    """[out, in] of any float type, as bitsandbytes' Linear4bit. `double` rounds the scales to 8 bits, as
+    `compress_statistics` does; their offset is a mean and depends on the device in its last bit.
 
     Raises:
         ValueError: the inputs are no multiple of 64.
@@ -112,7 +102,7 @@ def quantize(weight: Tensor, *, double: bool = True) -> Nf4Weight:
 
 
 def _quantize_scales(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(8-bit codes, float32 scale a block of 256, the map) of a vector."""
+    """(8-bit codes, float32 scale a block of 256, the map)."""
     code_map = dynamic_map().to(values.device)
     padding = -values.numel() % NESTED_BLOCK_SIZE
     blocks = F.pad(values, (0, padding)).reshape(-1, NESTED_BLOCK_SIZE)
@@ -128,7 +118,6 @@ def _check_in_features(in_features: int) -> None:
 
 
 def dequantize_reference(weight: Nf4Weight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """[out, in]: code value times scale in float32, rounded once. The oracle of the kernels."""
     codebook = torch.tensor(CODEBOOK, device=weight.codes.device)
     indices = torch.stack([weight.codes >> 4, weight.codes & 0xF], dim=-1)
     values = codebook[indices.reshape(-1, BLOCK_SIZE).long()] * weight.absmax.reshape(-1, 1)

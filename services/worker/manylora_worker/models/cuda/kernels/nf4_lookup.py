@@ -1,10 +1,4 @@
-"""Code values of NF4 in registers: how a kernel turns a word of eight codes into eight numbers.
-
-The lookup is what such a kernel spends its time on: integer units allow 2.5 lane operations an element if it is to take
-half of bf16's time. Byte permutes take 2.6 (3.1 to float32) and no memory pipe: a register pair holds 8 table bytes,
-`prmt` picks 4 at once. A tree of selects takes 15; a 64-byte table in L1 or tl.gather 1 at half the rate, and 2 for the
-address. Triton's interpreter cannot run PTX and takes the loads.
-"""
+"""Code values of NF4 in registers: how a kernel turns a word of eight codes into eight numbers."""
 
 from __future__ import annotations
 
@@ -19,8 +13,12 @@ def _bf16_bits(value: float) -> int:
     return int(torch.tensor(value, dtype=torch.float32).bfloat16().view(torch.int16).item()) & 0xFFFF
 
 
+# The lookup is what such a kernel spends its time on: integer units allow 2.5 lane operations an element if it is to
+# take half of bf16's time. Byte permutes take 2.6 (3.1 to float32) and no memory pipe: a register pair holds 8 table
+# bytes, `prmt` picks 4 at once. A tree of selects takes 15; a 64-byte table in L1 or tl.gather 1 at half the rate, and
+# 2 for the address. Triton's interpreter cannot run PTX and takes the loads.
 def _repeated_bits(value: float) -> int:
-    """The 16 bits 'hi lo' for which float32 'hi lo lo lo' is nearest to the value: one permute then makes a float32."""
+    """The 16 bits 'hi lo' for which float32 'hi lo lo lo' is nearest to the value."""
     near = _bf16_bits(value)
     candidates = [bits for bits in (near - 1, near, near + 1) if 0 <= bits <= 0xFFFF and bits >> 15 == near >> 15]
     return min(candidates, key=lambda bits: abs(_repeated_value(bits) - value)) if value else 0
@@ -45,13 +43,11 @@ def _table_words(entries: tuple[int, ...], shift: int) -> list[int]:
 
 
 def _lookup_asm(entries: tuple[int, ...], word: str, registers: tuple[str, ...]) -> list[str]:
-    """PTX that looks 8 codes up: low bytes into l0, l1 and high bytes into h0, h1, in the order of the word's nibbles.
-
-    `prmt` takes a byte's number in 3 bits of a nibble; bit 3 must be clear (else it copies signs). Bit 3 of the code
-    chooses between the table's halves: result byte i comes from byte i or byte 4 + i. The instruction takes one
-    immediate, so every second table word comes in a register (`register_words`); as constants they would be loaded anew
-    for each permute.
-    """
+    # Low bytes go into l0, l1 and high bytes into h0, h1, in the order of the word's nibbles. `prmt` takes a
+    # byte's number in 3 bits of a nibble; bit 3 must be clear (else it copies signs). Bit 3 of the code chooses
+    # between the table's halves: result byte i comes from byte i or byte 4 + i. The instruction takes one
+    # immediate, so every second table word comes in a register (`register_words`); as constants they would be
+    # loaded anew for each permute.
     lines = [
         ".reg .b32 m0, m1, s0, s1, p, q, l0, l1, h0, h1;",
         f"and.b32 m0, {word}, 0x77777777;",
@@ -108,7 +104,7 @@ PAIRS_CONSTRAINTS = tl.constexpr(",".join(["=h"] * 8 + ["r"] * 6))
 
 @triton.jit
 def table_values(words, table_ptr):
-    """Eight tensors of table entries, by element, for a tensor of words."""
+    """Eight tensors of table entries, by element."""
     return (
         tl.load(table_ptr + ((words >> 4) & 15)),
         tl.load(table_ptr + (words & 15)),

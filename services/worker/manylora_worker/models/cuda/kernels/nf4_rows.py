@@ -1,8 +1,4 @@
-"""The product of few rows with an NF4 weight on Hopper: when and how nf4_product.cu is launched.
-
-It replaces nf4.py's Triton kernels where there is NVRTC and a device of compute capability 9.0 or above with as much
-shared memory as Hopper has. See docs/decisions/0009.
-"""
+"""Launches nf4_product.cu in place of nf4.py's Triton kernels: few rows, on Hopper with NVRTC. See decision 9."""
 
 from __future__ import annotations
 
@@ -30,8 +26,6 @@ _TABLE_BYTES = 256 * 256
 
 @dataclass(frozen=True)
 class Variant:
-    """A compilation of the kernel, in the source's words."""
-
     columns: int  # rows of x that a program takes at once
     warp_blocks: int
     stages: int
@@ -54,12 +48,7 @@ VARIANTS = (Variant(1, 4, 2, 8), Variant(8, 4, 2, 2), Variant(16, 4, 2, 1), Vari
 
 @dataclass(frozen=True)
 class Launch:
-    """How one product is cut up.
-
-    Attributes:
-        parts: of the inputs; the last may be shorter.
-        members: programs that share a part's tiles.
-    """
+    """parts: of the inputs; the last may be shorter. members: programs that share a part's tiles."""
 
     variant: Variant
     parts: int
@@ -73,8 +62,6 @@ def plan(rows: int, out_features: int, num_blocks: int, processors: int) -> Laun
 
 
 class Nf4Rows:
-    """The compiled kernels on one device."""
-
     def __init__(self, values: Sequence[int], device: torch.device) -> None:
         """values: the 16 values as bf16 bits. Raises CudaUnavailable."""
         properties = torch.cuda.get_device_properties(device)
@@ -106,9 +93,7 @@ class Nf4Rows:
         )
 
     def product(self, x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, *, pdl: bool) -> Tensor:
-        """x [rows, in] @ weight^T + bias for at most MOST_ROWS rows of bf16, as float32 [parts, rows, out] to be added
-        up.
-        """
+        """x [rows, in] @ weight^T + bias for at most MOST_ROWS rows of bf16, as float32 [parts, rows, out]."""
         rows, in_features = x.shape
         out_features, num_blocks = absmax.shape
         assert x.dtype == torch.bfloat16

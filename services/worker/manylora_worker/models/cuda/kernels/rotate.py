@@ -1,6 +1,5 @@
-"""From the fused q, k, v product to attention: LoRA, head norms, rotary embedding; keys and values go to the cache.
-
-Arithmetic is float32, rounded once, when it is stored. Rows beyond `num_rows` are left alone.
+"""From the fused q, k, v product to attention: LoRA, head norms, rotary embedding, in float32; keys and values go to
+the cache.
 """
 
 from __future__ import annotations
@@ -155,14 +154,14 @@ def rotate_store(
     num_slots: int,
     pdl: bool,
 ) -> None:
-    """
-    Args:
-        qkv: [parts, rows, (heads + 2 kv heads) * head_dim], from gemm.linear.
-        q: [rows, heads * head_dim], written.
-        cache: the arena from the layer's first element on, written.
-        tables, table_rows, positions: which token of which sequence a row is; see attention.py.
-        cos, sin: float32 [positions, rotated / 2]; the rotation pairs a dimension with the one half a rotation on.
-        lora: of the projection, with `num_slots` 3 (q, k, v) or 1 (a family that fuses them itself).
+    """Args:
+    qkv: [parts, rows, (heads + 2 kv heads) * head_dim], from gemm.linear.
+    q: [rows, heads * head_dim], written.
+    cache: the arena from the layer's first element on, written.
+    tables, table_rows, positions: see attention.py.
+    cos, sin: float32 [positions, rotated / 2]; a dimension pairs with the one half a rotation on.
+    num_rows: int32 scalar; rows behind it are left alone.
+    lora: of the projection, with `num_slots` 3 (q, k, v) or 1 (a family that fuses them itself).
     """
     rows = qkv.shape[1]
     num_all_heads = num_heads + 2 * num_kv_heads
