@@ -115,7 +115,9 @@ class Sampling:
     )
     logit_bias: Mapping[int, float] = _row(Kind.BIASES, None, Range(-100, 100), "added to tokens' logits", 1024)
     min_tokens: int = _row(Kind.COUNT, 0, Range(0, 2**32 - 1), "nothing stops a choice before it has so many tokens")
-    bad_words: Sequence[str] = _row(Kind.WORDS, (), Range(1, 64), "text that no output completes", 64)
+    bad_words: Sequence[str] = _row(
+        Kind.WORDS, (), Range(1, 64), "text whose tokens, as it is and behind a space, no output completes", 64
+    )
 
     @classmethod
     def of_message(cls, message: _Message) -> Self:
