@@ -24,10 +24,9 @@ _MAX_HELD_TOKENS = 8
 
 
 class WindowDetokenizer:
-    """Over a `decode` whose text depends on near neighbours only.
+    """New text is what a short window decodes to, less what it does without the new tokens.
 
-    New text is what a short window decodes to, less what it does without the new tokens. It begins at the last tokens
-    that gave text, so that a decoder which treats the first token specially (leading spaces) treats both alike.
+    The window begins at the last tokens that gave text: both start alike for a decoder that strips leading spaces.
     """
 
     __slots__ = ("_decode", "_held", "_prefix", "_prefix_text")

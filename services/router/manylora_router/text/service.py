@@ -24,12 +24,8 @@ class TextService(Protocol):
         """With what the tokenizer puts around a prompt (begin-of-sequence)."""
 
     async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> Sequence[int]:
-        """Of (role, content) in the model's chat template, ready for the answer.
-
-        Raises:
-            Unready: the model has no chat template.
-            InvalidRequest: the template refuses the messages.
-        """
+        """Of (role, content), ready for the answer. Raises Unready where there is no template, InvalidRequest where it
+        refuses them."""
 
     async def encode_words(self, words: Sequence[str]) -> Sequence[Sequence[int]]:
         """The token sequences by which words come in a text: as they are, and behind a space where these do not end in
@@ -101,11 +97,7 @@ class HfTextService:
     has_text = True
 
     def __init__(self, tokenizer: Any, *, threads: int = 2) -> None:
-        """
-        Args:
-            tokenizer: a transformers tokenizer.
-            threads: how many texts are tokenized at a time.
-        """
+        """`tokenizer` is one of transformers."""
         self._tokenizer = tokenizer
         self._executor = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="tokenizer")
         self._decode = _decode_function(tokenizer)
