@@ -92,16 +92,14 @@ class Run:
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     ends: dict[str, RequestEnd] = field(default_factory=dict)
     steps: int = 0
-    groups: dict[TenantId, str] = field(default_factory=dict)
-    """By tenant, the cache group that it is in."""
+    members: dict[str, dict[TenantId, None]] = field(default_factory=dict)  # by group, whoever has ever been in it
     pairs: dict[tuple[TenantId, TenantId], None] = field(default_factory=dict)
-    """Tenants that were in one group at some time."""
+    """Tenants that have been in one group, each at some time: what one left there, the other may find."""
 
     def put_in_group(self, tenant_id: TenantId, group: str | None) -> None:
-        self.groups.pop(tenant_id, None)
         if group is not None:
-            self.groups[tenant_id] = group
-            others = [other for other, its in self.groups.items() if its == group]
+            others = self.members.setdefault(group, {})
+            others[tenant_id] = None
             self.pairs |= dict.fromkeys([(tenant_id, other) for other in others])
             self.pairs |= dict.fromkeys([(other, tenant_id) for other in others])
         self.core.set_share(tenant_id, TenantShare(cache_group=group))

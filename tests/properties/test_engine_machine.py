@@ -92,7 +92,7 @@ class EngineMachine(RuleBasedStateMachine):
             prefix = PrefixOptions(PrefixKeys(bytes(32), "model"), cache_share)
         self.core = EngineCore(self.runner, self.backend, limits, prefix, clears_freed=clears_freed)
         self.runner.tenant_of = self.core.tenant_of
-        self.groups: dict[str, str] = {}
+        self.members: dict[str, set[str]] = {}
         self.pairs: set[tuple[str, str]] = set()
         self.runner.shares = lambda reader, writer: (reader, writer) in self.pairs
         self.seen = Collector()
@@ -193,11 +193,10 @@ class EngineMachine(RuleBasedStateMachine):
         group: str | None,
     ) -> None:
         share = None
-        self.groups.pop(tenant, None)
         if bounds is not None:
             if group is not None:
-                self.groups[tenant] = group
-                others = [other for other, its in self.groups.items() if its == group]
+                others = self.members.setdefault(group, set())
+                others.add(tenant)
                 self.pairs |= {pair for other in others for pair in ((tenant, other), (other, tenant))}
             reserve, soft, hard = bounds
             share = TenantShare(
