@@ -182,9 +182,9 @@ def _as_a_bug(original: Any) -> Any:
     first=(1,),
 )
 def _boundary(original: Any) -> Any:
-    def push(self: Any, text: str) -> str:
+    def push(self: Any, text: str, **more: bool) -> str:
         self._node = self._root
-        return str(self.finish() + original(self, text))
+        return str(self.finish() + original(self, text, **more))
 
     return push
 
