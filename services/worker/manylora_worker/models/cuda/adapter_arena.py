@@ -36,7 +36,7 @@ class NoRoom(Exception): ...
 
 @dataclass(frozen=True)
 class _Run:
-    """Of the host buffer, in one block."""
+    """A stretch of the host buffer that lies in one block."""
 
     start: int
     length: int
@@ -98,8 +98,7 @@ class AdapterArena:
     Args:
         arena: [elements], flat; block b begins at b * block_elements.
         blocks: those that adapters may use.
-        num_slots: adapters that may be on the device at once.
-        clear: blocks that an adapter gives back, [n]; None: they keep what is in them.
+        clear: blocks that an adapter gives back, [n]; None: they keep their content.
     """
 
     def __init__(
@@ -139,7 +138,7 @@ class AdapterArena:
         return self._placement(adapter).num_blocks * self._block_bytes
 
     def reserve(self, adapter: HostAdapter) -> None:
-        """Takes blocks and a slot, on the engine's thread. Raises NoRoom."""
+        """On the engine's thread. Raises NoRoom."""
         assert adapter.uid not in self._places
         placement = self._placement(adapter)
         if placement.num_blocks > len(self._free_blocks) or not self._free_slots:
@@ -170,7 +169,6 @@ class AdapterArena:
         stream.synchronize()
 
     def drop(self, uid: AdapterUid) -> None:
-        """Ignores unknown ids."""
         place = self._places.pop(uid, None)
         if place is not None:
             self._free_slots.append(place.slot)

@@ -2,10 +2,6 @@
 
 No decision of the host depends on the batch's content: rows, blocks and adapters stand in device tensors (DeviceStep),
 so a CUDA graph replays the pass for other batches of the same shape (rows, LoRA or none, how a context is split).
-
-Per layer: norm | qkv product | rotate and store | attention | o product | add and norm | gate-up product | gate | down
-product | add and norm (the next layer's). LoRA's shrink runs beside a product, or, with the expand, before it in steps
-that kernels/lora_tiles.py serves.
 """
 
 from __future__ import annotations
@@ -105,14 +101,15 @@ def buffer_bytes(
     return sizes.bytes(dtype)
 
 
+# Per layer: norm | qkv product | rotate and store | attention | o product | add and norm | gate-up product | gate |
+# down product | add and norm (the next layer's). LoRA's shrink runs beside a product, or, with the expand, before it in
+# steps that kernels/lora_tiles.py serves.
 class Decoder:
-    """
-    Args:
-        arena: every block of KV and adapters, flat.
-        layer_offsets: where each layer's keys begin inside a block, in elements.
-        sites: int64 [sites, adapter slots, fields]; see kernels/lora.py.
-        max_rows, max_decode_rows: of one step.
-        pdl: see the kernels package.
+    """Args:
+    arena: every block of KV and adapters, flat.
+    layer_offsets: where each layer's keys begin inside a block, in elements.
+    sites: int64 [sites, adapter slots, fields]; see kernels/lora.py.
+    pdl: see the kernels package.
     """
 
     def __init__(
@@ -273,7 +270,7 @@ class Decoder:
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
-        """What runs in it stands beside the main stream's next work, until that waits for `_side`."""
+        """Work in it runs beside the main stream's next work, until that waits for `_side`."""
         if self._side is None:
             yield
             return

@@ -46,7 +46,6 @@ class MixedShape(NamedTuple):
 
 
 def bucket_of(rows: int, largest: int) -> int:
-    """rows: those that decode."""
     return min(largest, next(bucket for bucket in (*BUCKETS, largest) if bucket >= rows))
 
 
@@ -89,7 +88,6 @@ def room_for_prefill_tiles(rows: int) -> int:
 
 
 def _tiles_of(tiles: int, bucket: int) -> int:
-    """One of two numbers of tiles, or by row."""
     if 2 * tiles > bucket:
         return BY_ROW
     return next(capacity for capacity in (max(1, bucket // 8), bucket // 2) if tiles <= capacity)
@@ -100,5 +98,5 @@ def _decode_rows(rows: int, max_sequences: int) -> list[int]:
 
 
 def _lora_tiles(rows: int, max_sequences: int) -> list[int]:
-    """Each sequence may have its own adapter, and begins a tile."""
+    # each sequence may have its own adapter, and begins a tile
     return sorted({rows // TILE_ROWS + min(rows, 32), rows // TILE_ROWS + min(rows, max_sequences)})

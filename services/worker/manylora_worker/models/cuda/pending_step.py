@@ -13,7 +13,7 @@ from manylora_worker.models.cuda.kernels.sampling import SampledRows
 
 class PendingStep:
     def __init__(self, chunks: Sequence[SequenceChunk], rows: Sequence[int], drawn: SampledRows | None) -> None:
-        """rows: each sampling chunk's row in `drawn`; drawn: device tensors, None where no chunk samples."""
+        """rows: each sampling chunk's row in `drawn`, whose tensors are on the device; None: no chunk samples."""
         self._chunks = chunks
         self._rows = rows
         self._host: list[Tensor] = []
@@ -27,7 +27,6 @@ class PendingStep:
             self._event.record()
 
     def result(self) -> Sequence[Sampled]:
-        """In the batch's order."""
         if self._event is not None:
             self._event.synchronize()
         if not self._host:

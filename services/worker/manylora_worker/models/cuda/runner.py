@@ -192,7 +192,7 @@ class DeviceModelRunner:
             return PendingStep(sampled, range(len(sampled)), drawn)
 
     def warm_up(self) -> int:
-        """Compiles what steps may need and captures every graph, so that none waits for that. Returns how many."""
+        """Compiles what steps may need and captures every graph. Returns how many."""
         with torch.inference_mode():
             self._use_device()
             for shape in decode_shapes(self._limits.max_sequences) if self._capture else ():
@@ -202,9 +202,7 @@ class DeviceModelRunner:
         return len(self._recordings) + len(self._mixed_graphs)
 
     def _warm_up_prefill(self) -> None:
-        """Graphs, and kernels of what runs without one: they are compiled for ranges of rows, and apart for multiples
-        of 16.
-        """
+        # Kernels that run without a graph are compiled for ranges of rows, and apart for multiples of 16.
         most, most_decodes = self._limits.max_rows, self._limits.max_sequences
         for shape in mixed_shapes(most, most_decodes) if self._capture else ():
             self._mixed_graph(shape)
@@ -256,7 +254,7 @@ class DeviceModelRunner:
         self._adapters.drop(uid)
 
     def graph_of(self, batch: StepBatch) -> torch.cuda.CUDAGraph:
-        """For a batch of decoding, greedy rows; captured if it is not there yet. For benches."""
+        """For a batch of decoding, greedy rows. For benches."""
         with torch.inference_mode():
             return self._recorded(self._packer.pack(batch.chunks), GREEDY).graph
 
@@ -280,7 +278,6 @@ class DeviceModelRunner:
     def _replay(
         self, plan: PackedStep, sampled: Sequence[SequenceChunk], rows: Sequence[int], needed: SamplingPlan
     ) -> SampledRows:
-        """The graph itself keeps its tokens for the next step."""
         recorded = self._recorded(plan, needed)
         if needed == GREEDY:
             self._sampler_rows.clear()
@@ -309,7 +306,6 @@ class DeviceModelRunner:
         self._last_tokens.index_copy_(0, plan.step.table_rows[index].long(), tokens.int())
 
     def _token_ids(self, step: DeviceStep) -> Tensor:
-        """With those that the step before drew."""
         given = step.token_ids[: step.rows]
         last = self._last_tokens.index_select(0, step.table_rows[: step.rows])
         return torch.where(given < 0, last, given)
@@ -328,7 +324,6 @@ class DeviceModelRunner:
         return self._mixed_graphs[shape]
 
     def _record(self, shape: DecodeShape) -> _Recorded:
-        """Pass, draw, and the tokens to where the next step finds them."""
         bucket, lora_tiles, variant = shape
         step = self._packer.device_step(self._packer.decode_tables, bucket, bucket, lora_tiles, 0)
 
@@ -344,9 +339,7 @@ class DeviceModelRunner:
         return _Recorded(graph, drawn)
 
     def _record_mixed(self, shape: MixedShape) -> torch.cuda.CUDAGraph:
-        """The layers only. Rows of prompts may be taken for decoding ones with the same outcome: their keys and values
-        are written by then.
-        """
+        """The layers only. Rows of prompts may pass as decoding ones: their keys and values are written by then."""
         tiles = room_for_prefill_tiles(shape.rows)
         step = self._packer.device_step(
             self._packer.mixed_tables, shape.rows, shape.decode_rows, shape.lora_tiles, tiles

@@ -1,4 +1,4 @@
-"""Which row of the device's block tables belongs to which sequence, and what of it has to be sent."""
+"""Which row of the device's block tables belongs to which sequence, and which entries have to be sent."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ class TableUpdates:
 
 
 class SequenceSlots:
-    """Sequences not seen for longest make room. While one keeps its row, the entries before the one that its step
-    writes do not change, so only that one and those behind it are compared.
-    """
+    # Sequences not seen for longest make room. While one keeps its row, the entries before the one that its step
+    # writes do not change, so only that one and those behind it are compared.
 
     def __init__(self, num_slots: int, max_blocks: int) -> None:
         self._rows: OrderedDict[int, int] = OrderedDict()

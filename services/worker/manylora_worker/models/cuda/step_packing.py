@@ -31,11 +31,10 @@ class PackedStep:
 
 
 class StepPacker:
-    """
-    Args:
-        max_rows, max_sequences: of one step; the latter decode.
-        max_blocks: of one sequence.
-        prefill_rows: of a prompt that one program attends.
+    """Args:
+    max_rows, max_sequences: of one step; the latter decode.
+    max_blocks: of one sequence.
+    prefill_rows: of a prompt that one program attends.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class StepPacker:
 
     @property
     def padding_row(self) -> int:
-        """The last row of `tables`, which no sequence has."""
         return self._slots.padding_row
 
     def pack(self, chunks: Sequence[SequenceChunk]) -> PackedStep:
@@ -146,9 +144,8 @@ class StepPacker:
 
 
 def _fill_tiles(tiles: np.ndarray, runs: Sequence[Sequence[int]]) -> int:
-    """Cuts runs of rows (end, adapter slot) into tiles and marks entries behind the last unused. The first entry says
-    how many there are, too.
-    """
+    # Cuts runs of rows (end, adapter slot) into tiles and marks entries behind the last unused. The first entry
+    # says how many there are, too.
     count = first = 0
     for end, adapter in runs:
         for at in range(first, end, TILE_ROWS):

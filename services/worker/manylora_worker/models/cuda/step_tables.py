@@ -1,7 +1,6 @@
 """A step's metadata: packed on the host, copied in one transfer, read by kernels in place.
 
-The device tensors keep their addresses for captured graphs. A ring of pinned host buffers lets the host pack a step
-while the last one's copy is under way.
+The device tensors keep their addresses for captured graphs.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ def to_device(values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtyp
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
+# A ring of pinned host buffers lets the host pack a step while the last one's copy is under way.
 class StepTables:
-    """Named int32 fields. fields: name -> length, in order."""
-
     def __init__(self, fields: dict[str, int], device: torch.device) -> None:
         self._slices: dict[str, slice] = {}
         end = 0
@@ -51,7 +49,6 @@ class StepTables:
 
     @contextlib.contextmanager
     def blanked(self, values: dict[str, int]) -> Iterator[None]:
-        """Fields hold these values, else zeros; afterwards what they held before."""
         before = self._device.clone()
         self._device.zero_()
         for name, value in values.items():

@@ -1,10 +1,8 @@
 """Paged attention behind transformers' AttentionInterface: the torch reference, on any device.
 
 The keyword `manylora_attention` brings an object with an `attend` method: AttentionStep (one a step, from inputs.py) or
-the loader's probe. Tables and masks are worked out once per distinct sliding window and step.
-
-A row reads only blocks of its own table. Padding repeats the row's own blocks, masked with -inf before the softmax, and
-model_runner.py zeroes a block when a sequence enters it: neither another tenant's values nor a stale NaN takes part.
+the loader's probe. A row reads only blocks of its own table. Padding repeats the row's own blocks, masked with -inf
+before the softmax, and model_runner.py zeroes a block when a sequence enters it.
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ class DecodeRow:
 
 @dataclass(frozen=True)
 class PrefillRows:
-    """New tokens of one sequence: rows [first_row, last_row), at positions from start_position on."""
+    """Rows [first_row, last_row) of one sequence, at positions from start_position on."""
 
     first_row: int
     last_row: int
@@ -110,9 +108,7 @@ class _Plan:
 
 
 def group_by_length(lengths: Sequence[int], *, slack: int = 2, share: float = 0.75) -> list[list[int]]:
-    """A member is at least `share` of its group's longest, less `slack`. Groups and members come in order of falling
-    length.
-    """
+    """A member is at least `share` of its group's longest, less `slack`. All come in order of falling length."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     groups: list[list[int]] = []
     for i in order:
@@ -132,7 +128,7 @@ def _parts(members: list[int], longest: int, most: int | None) -> list[list[int]
 
 
 class AttentionStep:
-    """One step's attention over the paged cache. token_rows: [T], where each new token goes."""
+    """Tables and masks are worked out once per sliding window. token_rows: [T], where each new token goes."""
 
     def __init__(
         self,
@@ -320,7 +316,7 @@ def _index(rows: list[int], device: torch.device) -> slice | Tensor:
 
 
 def _first_position(query_position: int, window: int | None) -> int:
-    """The query sees itself and the window - 1 positions before it."""
+    # The query sees itself and the window - 1 positions before it.
     return 0 if window is None else max(0, query_position - window + 1)
 
 

@@ -1,5 +1,5 @@
 """A decoder's pass in torch's own operators, for models whose layers are known (decoder_weights.py). transformers'
-modules take two to three times as many, at a few microseconds each.
+modules take two to three times as many operators.
 
 TorchDecoder owns only norm weights; products and their LoRA are the loaded model's modules.
 """
@@ -67,8 +67,6 @@ class _Layer:
 
 
 class TorchDecoder:
-    """Stateless between calls."""
-
     def __init__(self, weights: DecoderWeights) -> None:
         self._weights = weights
         self._layers = [self._layer(layer) for layer in weights.layers]
@@ -152,8 +150,8 @@ class TorchDecoder:
 
 
 def trusted_weights(loaded: LoadedModel) -> DecoderWeights | None:
-    """What the decoder computes, seen to agree with transformers' own pass; None: run the model as it is. The
-    comparison finds code of a family's own between known parts (Granite's factors).
+    """None: run the model as it is. The comparison with transformers' pass finds code of a family's own between known
+    parts (Granite's factors).
     """
     weights = read_decoder(loaded)
     if weights is None:
@@ -170,7 +168,6 @@ def trusted_weights(loaded: LoadedModel) -> DecoderWeights | None:
 
 
 def _difference(loaded: LoadedModel, decoder: TorchDecoder) -> float:
-    """Relative, for a short prompt."""
     device = loaded.device
     cache = KvCache(loaded.spec.kv, num_blocks=1, block_size=_CHECKED_TOKENS, dtype=loaded.dtype, device=device)
     rows = torch.arange(_CHECKED_TOKENS, device=device)
@@ -200,7 +197,7 @@ def _rope_rows(cos: Tensor, sin: Tensor, positions: Tensor, dtype: torch.dtype) 
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [T, heads, head_dim]; what of a head lies behind `rotated` stays."""
+    """x: [T, heads, head_dim]; dimensions behind `rotated` stay."""
     rotated = cos.shape[2]
     turned = x[..., :rotated]
     result = torch.addcmul(turned * cos, torch.roll(turned, rotated // 2, -1), sin)

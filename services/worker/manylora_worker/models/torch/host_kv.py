@@ -1,7 +1,7 @@
 """Blocks of KV in host memory, and the copies between them and the arena.
 
-Owns a range of host memory and, on a GPU, the stream that copies beside the steps; memory/swapping.py decides whose a
-host block is. Whole blocks are copied, so nothing of an earlier content is ever read.
+Owns a range of host memory and, on a GPU, the stream that copies beside the steps. memory/swapping.py decides whose a
+host block is. Whole blocks are copied: earlier content is never read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def runs(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int, 
 
 
 class TensorHostKv:
-    """See api.HostKv. arena: [blocks, elements of a block]; num_blocks 0: nothing is copied."""
+    """See api.HostKv. arena: [blocks, elements of a block]."""
 
     def __init__(self, arena: Tensor, num_blocks: int) -> None:
         self._arena = arena
@@ -70,7 +70,7 @@ class TensorHostKv:
         return _DeviceCopy(began, ended)
 
     def _measure(self) -> float:
-        """Twice: the first time warms up."""
+        # the first time warms up
         count = min(_MEASURED_BLOCKS, self.num_blocks, len(self._arena))
         if not count:
             return 0.0
@@ -84,8 +84,6 @@ class TensorHostKv:
 
 
 class _HostCopy:
-    """Over when it was made."""
-
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 

@@ -1,7 +1,7 @@
 """From a StepBatch to tensors: where every token stands in the flat batch, and which rows are sampled.
 
 Chunks stand ordered by adapter, so that an adapter's rows are consecutive, then by context length. Results are in the
-StepBatch's order (`StepInputs.sampled`).
+StepBatch's order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ class StepInputs:
 
 
 def _place(chunk: SequenceChunk) -> tuple[str, bool, int]:
-    """Contexts of like length become consecutive, and are read in one piece."""
     return chunk.adapter_uid or "", len(chunk.token_ids) > 1, -chunk.start_position
 
 

@@ -1,11 +1,4 @@
-"""The paged KV cache: owns the one tensor of all keys and values, and knows nothing of who holds a block. Block-major,
-so clearing or copying a block is one contiguous write:
-
-    arena row = block * (2 * num_layers) + 2 * layer + (0 keys | 1 values)    holds [block_size, kv_heads, head_dim]
-    token row = arena row * block_size + position % block_size                holds [kv_heads, head_dim]
-
-A layer's view starts `2 * layer + kv` arena rows further on: one index tensor a step serves every layer.
-"""
+"""The paged KV cache: owns the one tensor of all keys and values, and knows nothing of who holds a block."""
 
 from __future__ import annotations
 
@@ -38,6 +31,12 @@ class KvGeometry:
         return budget_bytes // (self.token_bytes(dtype) * block_size)
 
 
+# Block-major, so clearing or copying a block is one contiguous write:
+#
+#     arena row = block * (2 * num_layers) + 2 * layer + (0 keys | 1 values)    holds [block_size, kv_heads, head_dim]
+#     token row = arena row * block_size + position % block_size                holds [kv_heads, head_dim]
+#
+# A layer's view starts `2 * layer + kv` arena rows further on: one index tensor a step serves every layer.
 class KvCache:
     def __init__(
         self,
@@ -118,7 +117,7 @@ class KvCache:
         value_view.index_copy_(0, token_rows, values)
 
     def clear_blocks(self, block_ids: Tensor) -> None:
-        """Zero, or NaN, as free blocks are. block_ids: [n]."""
+        """Zero, or NaN, as free blocks are."""
         self._by_block_id.index_fill_(0, block_ids, self._free_value)
 
     def zero_blocks(self, block_ids: Tensor) -> None:

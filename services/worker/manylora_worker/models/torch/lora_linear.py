@@ -1,7 +1,7 @@
 """Linear layers that add each row's own LoRA, and the two ways to compute a batch of mixed adapters.
 
-LoraSwitch holds the step's LoraBatch: the model runner sets it, every LoraLinear reads it, on the engine thread. No
-form multiplies a row by another row's adapter, so an infinity or a NaN stays in its row.
+The model runner sets LoraSwitch, every LoraLinear reads it, on the engine thread. No form multiplies a row by another
+row's adapter, so an infinity or a NaN stays in its row.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LoraLinear(nn.Module):
 
 
 class FusedProjection:
-    """Computes a fused site once for the layers that it replaced, which the model calls one after the other."""
+    """Computes a fused site once for its layers, which the model calls one after the other."""
 
     def __init__(self, linear: LoraLinear) -> None:
         self.linear = linear
@@ -81,7 +81,7 @@ class FusedMember(nn.Module):
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive rows [first_row, last_row) of one adapter."""
+    """Rows [first_row, last_row) of one adapter."""
 
     first_row: int
     last_row: int
@@ -89,7 +89,7 @@ class Segment:
 
 
 class SegmentedLora:
-    """Every adapter's rows by themselves. segments: in order of rows, not overlapping."""
+    """segments: in order of rows, not overlapping."""
 
     def __init__(self, segments: Sequence[Segment], num_rows: int) -> None:
         self._sizes: list[int] = []  # all rows cut into runs, those without an adapter included
@@ -131,8 +131,6 @@ class _StackedSite:
 
 
 class AdapterStack:
-    """A copy of the weights of adapters of one shape."""
-
     def __init__(self, adapters: Sequence[DeviceAdapter]) -> None:
         self.num_weights = sum(adapter.num_weights for adapter in adapters)
         self.sites: dict[int, _StackedSite] = {}
@@ -149,8 +147,8 @@ class AdapterStack:
 
 
 class StackedLora:
-    """Adapters of one shape in one batched product a matrix. An adapter with fewer rows repeats one of its own and
-    drops the copies. segments: one an adapter, in the stack's order and in order of rows.
+    """One batched product a matrix. An adapter with fewer rows repeats one of its own and drops the copies. segments:
+    one an adapter, in the stack's order and in order of rows.
     """
 
     def __init__(self, stack: AdapterStack, segments: Sequence[Segment], device: torch.device) -> None:
@@ -200,19 +198,17 @@ class CombinedLora:
 
 @dataclass(frozen=True)
 class LoraCosts:
-    """A device's fixed costs, in floating point operations that take as long."""
+    """In floating point operations that take as long."""
 
     product: float  # starting one small matrix product, or a selection or addition of rows
     copied_weight: float
 
 
 class LoraPlanner:
-    """Chooses how to compute a step's adapters, and keeps the stacks of recent sets.
-
-    Segments cost a fixed time a product and adapter. A stack costs it once for all adapters of one shape, plus an
-    addition a slot and a selection of rows where they are uneven. Stacking copies weights: a set is stacked once its
-    steps as segments have lost as much as the copy costs, so no more than twice the best is ever spent.
-    """
+    # Segments cost a fixed time a product and adapter. A stack costs it once for all adapters of one shape, plus
+    # an addition a slot and a selection of rows where they are uneven. Stacking copies weights: a set is stacked
+    # once its steps as segments have lost as much as the copy costs, so no more than twice the best is ever
+    # spent.
 
     def __init__(self, costs: LoraCosts, *, max_stacked_weights: int) -> None:
         self._costs = costs

@@ -1,8 +1,8 @@
 """One forward pass: from a StepBatch to the tokens that it samples.
 
 TorchModelRunner owns the KV tensor, the adapters on the device and the step's LoRA choice, on the engine's one thread.
-It knows nothing of requests. The loader's thread touches `adapters` too, by single dict operations: it publishes a
-finished DeviceAdapter, and an event tells the engine.
+The loader's thread touches `adapters` by single dict operations alone: it publishes a finished DeviceAdapter, and an
+event tells the engine.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class TorchModelRunner:
         return adapter.size_bytes
 
     def reserve_adapter(self, adapter: HostAdapter) -> None:
-        """Takes nothing: the allocator finds room when the weights come."""
+        """The allocator finds room when the weights come."""
 
     def fill_adapter(self, adapter: HostAdapter) -> None:
         device = self._loaded.device
@@ -103,7 +103,6 @@ class TorchModelRunner:
         self.adapters[adapter.uid] = on_device
 
     def drop_adapter(self, uid: AdapterUid) -> None:
-        """Copies in stacks go too."""
         adapter = self.adapters.pop(uid, None)
         self._planner.forget(uid)
         if adapter is not None and self._cache.marks_free:

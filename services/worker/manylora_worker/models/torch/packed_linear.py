@@ -1,6 +1,4 @@
-"""A linear layer whose weight is laid out once for the CPU's vector units, by torch.compile's operators (oneDNN). A
-decode step takes half the time of torch's own linear.
-"""
+"""A linear layer with its weight laid out once for the CPU's vector units (oneDNN): half the time of torch's own."""
 
 from __future__ import annotations
 
