@@ -1,12 +1,7 @@
 """An asyncio event loop in which time is virtual and the order of events is a function of the seed.
 
-When nothing is ready the clock jumps to the next timer; without a timer the run is deadlocked. Callbacks that became
-ready in the same iteration run in an order drawn from the seed: asyncio promises an order only between iterations. What
-only wakes somebody (the end of an asyncio.sleep, `arrive_at`) is no event. Two runs of one seed are equal as long as
-the code takes time and randomness from here: tasks and futures hash by order of creation, and cycles are not collected
-during a run.
-
-A `SimNode` stands for one process: a task created by one of its tasks is its own, and goes with it.
+Two runs of one seed are equal as long as the code takes time and randomness from here. A `SimNode` stands for one
+process: a task created by one of its tasks is its own, and goes with it.
 """
 
 from __future__ import annotations
@@ -135,7 +130,7 @@ class SimNode:
 
     @property
     def tasks(self) -> tuple[asyncio.Task[Any], ...]:
-        """Those that have not ended, in order of creation."""
+        """In order of creation."""
         return tuple(self._tasks)
 
     @property
@@ -149,7 +144,6 @@ class SimNode:
         return self._loop.create_task(main, context=context)
 
     def pause(self) -> None:
-        """Nothing of this node runs until `resume`; time goes on."""
         self._paused = self.is_still = True
 
     def resume(self) -> None:
@@ -191,6 +185,10 @@ class _VirtualSelector:
         pass
 
 
+# When nothing is ready the clock jumps to the next timer; without a timer the run is deadlocked. Callbacks that became
+# ready in the same iteration run in an order drawn from the seed: asyncio promises an order only between iterations. A
+# mere waking (the end of an asyncio.sleep, `arrive_at`) is no event. Tasks and futures hash by order of creation, and
+# cycles are not collected during a run.
 class SimLoop(base_events.BaseEventLoop):
     """Made and used by `run`.
 
@@ -228,7 +226,6 @@ class SimLoop(base_events.BaseEventLoop):
 
     @property
     def events(self) -> int:
-        """Callbacks run so far."""
         return self._events
 
     @property
@@ -243,7 +240,6 @@ class SimLoop(base_events.BaseEventLoop):
         self._digest.update(event.encode())
 
     def node(self, name: str) -> SimNode:
-        """A new process (or a new incarnation of one)."""
         return SimNode(self, name, self._number_of(name))
 
     def requeue(self, handles: Sequence[asyncio.Handle]) -> None:
@@ -283,8 +279,8 @@ class SimLoop(base_events.BaseEventLoop):
         return timer
 
     def arrive_at(self, when: float, arrive: Callable[[], None]) -> None:
-        """`arrive` is called as the clock gets there, before what is ready then, in no node's context. Nobody's code
-        runs but what it wakes.
+        """`arrive` is called as the clock gets there, before the ready callbacks, in no node's context. It may only
+        wake.
         """
         self._timers = number = self._timers + 1
         heapq.heappush(self._scheduled, (when, number, None, arrive))
@@ -313,9 +309,6 @@ class SimLoop(base_events.BaseEventLoop):
         """There are no file descriptors."""
 
     def _run_once(self) -> None:
-        """Iterations until the loop is to stop: the clock moves if nothing is ready, what is due is collected, the
-        batch runs.
-        """
         base = self._base
         ready, scheduled = self._ready, self._scheduled
         while True:
@@ -336,7 +329,7 @@ class SimLoop(base_events.BaseEventLoop):
                 return
 
     def _drop_cancelled(self) -> None:
-        """Once they are most of the timers."""
+        # once they are most of the timers
         scheduled = self._scheduled
         if self._base._timer_cancelled_count > len(scheduled) // 2:
             scheduled[:] = [timed for timed in scheduled if timed[2] is None or not timed[2]._cancelled]
@@ -344,7 +337,6 @@ class SimLoop(base_events.BaseEventLoop):
             self._base._timer_cancelled_count = 0
 
     def _move_clock(self) -> None:
-        """To the next timer that was not cancelled."""
         scheduled = self._scheduled
         while scheduled and (timer := scheduled[0][2]) is not None and timer._cancelled:
             self._pop_due()
@@ -357,7 +349,6 @@ class SimLoop(base_events.BaseEventLoop):
             raise SimLimit(f"{self._limit_s:g} virtual seconds have passed; {self._describe_tasks()}")
 
     def _pop_due(self) -> None:
-        """A timer becomes ready; what only wakes somebody does so."""
         _, _, timer, arrive = heapq.heappop(self._scheduled)
         if timer is None:
             assert arrive is not None

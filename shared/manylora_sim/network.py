@@ -1,9 +1,8 @@
 """The transport of the simulation: services and callers in one event loop, with seeded delay and injected faults.
 
-`MemoryNetwork` owns nodes and listeners; a `Wire` is the way between them. What arrives is parsed anew, so no object is
+`MemoryNetwork` owns nodes and listeners; a `Wire` is the way between them. Messages are parsed anew, so no object is
 shared. `partition` stalls one direction, and each end breaks when it would have missed a ping (DETECT_MIN_S to
-DETECT_MAX_S). Callers see what they see of gRPC: tests/shared/test_transport_contract.py. Handlers run in the context
-in which their server was made.
+DETECT_MAX_S). Handlers run in the context in which their server was made.
 """
 
 from __future__ import annotations
@@ -92,7 +91,6 @@ class MemoryNetwork:
         self.wire.set_delays(min_delay_s, max_delay_s)
 
     def heal_between(self, one: str, other: str) -> None:
-        """In both directions."""
         self.wire.heal_between(one, other)
 
     def drop_connections(self, one: str, other: str) -> None:
@@ -136,8 +134,6 @@ class MemoryNetwork:
 
 
 class _Requests:
-    """The requests of a client stream, as a handler sees them."""
-
     def __init__(self, pipe: Pipe, request_type: type[Message]) -> None:
         self._pipe = pipe
         self._request_type = request_type
@@ -153,8 +149,6 @@ class _Requests:
 
 
 class _ServerCall:
-    """transport.base.ServerCall."""
-
     def __init__(self, metadata: Mapping[str, str], peer: str, deadline: float | None) -> None:
         self._metadata = metadata
         self._peer = peer
@@ -448,8 +442,6 @@ class MemoryChannel:
 
 
 class MemoryTransport:
-    """transport.base.Transport of one node."""
-
     def __init__(self, network: MemoryNetwork, node: Node) -> None:
         self.network = network
         self.node = node

@@ -1,9 +1,8 @@
-"""The way between the nodes of the in-memory network: calls in transit, their delays, and what is wrong with the way.
+"""The way between the nodes of the in-memory network: calls in transit, their delays, and its faults.
 
-A `Call` owns two pipes, one in each direction, in which bytes travel in order with delays of their own; a writer waits
-while `window_bytes` are unread. What the bytes mean, and who listens where, is network.py's. Every decision is a
-function of the calls, of the loop's time and of `rng`. Deliveries and timers run in the wire's own context, so they
-belong to no simulated process.
+A `Call` owns two pipes, in which bytes travel in order with delays of their own; a writer waits while `window_bytes`
+are unread. Every decision is a function of the calls, of the loop's time and of `rng`. Deliveries and timers run in the
+wire's own context, so they belong to no simulated process.
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ OK = End()
 
 
 class Node:
-    """One incarnation of a node."""
-
     __slots__ = ("is_dead", "name")
 
     def __init__(self, name: str) -> None:
@@ -71,7 +68,7 @@ class Pipe:
         return self._broken
 
     def send(self, item: bytes | End) -> None:
-        """Not bounded: `room` is what waits."""
+        """Not bounded: `room` waits."""
         if self._broken is not None or self._silent:
             return
         if isinstance(item, bytes):
@@ -90,13 +87,13 @@ class Pipe:
             await self._writer
 
     async def receive(self) -> bytes | End:
-        """The next item; the last one again and again."""
+        """The last item comes again and again."""
         while (item := self.take()) is None:
             await self.arrival()
         return item
 
     def take(self) -> bytes | End | None:
-        """As `receive`; None where it has to be waited for."""
+        """None: wait for it."""
         if not self._arrived:
             return self._broken
         item = self._arrived[0]
@@ -109,7 +106,6 @@ class Pipe:
 
     @property
     def has_message(self) -> bool:
-        """`take` has one that is not the end."""
         return bool(self._arrived) and isinstance(self._arrived[0], bytes)
 
     def arrival(self) -> asyncio.Future[None]:
@@ -119,7 +115,7 @@ class Pipe:
         return reader
 
     def break_off(self, end: End) -> None:
-        """The reader gets `end` next, the writer goes on into the void."""
+        """The reader gets `end` next; further items are dropped."""
         if self._broken is None:
             self._broken = end
             self._in_transit.clear()
@@ -128,12 +124,12 @@ class Pipe:
             _wake(self._writer)
 
     def fall_silent(self) -> None:
-        """The writer's node is gone: nothing that it has sent or will send arrives; the reader waits."""
+        """The writer's node is gone: nothing arrives any more; the reader waits."""
         self._silent = True
         self._in_transit.clear()
 
     def flush(self) -> None:
-        """After a stall: what is due arrives."""
+        """After a stall: due items arrive."""
         wire = self._wire
         while (
             self._due and self._in_transit and not (wire.has_partitions and wire.is_blocked(self._source, self._target))
@@ -188,7 +184,6 @@ class Call:
             self._close_if_over()
 
     def end_server(self) -> None:
-        """Its handler is cancelled if it still runs."""
         if not self.server_gone:
             self.server_gone = True
             if self.handler is not None and not self.handler.done():
@@ -196,7 +191,6 @@ class Call:
             self._close_if_over()
 
     def finish_server(self, end: End) -> None:
-        """The handler ended; its status travels."""
         if not self.server_gone:
             self.server_gone = True
             self.responses.send(end)
@@ -207,7 +201,7 @@ class Call:
         self._wire.deliver(self.client, self.server, self.end_server)
 
     def tell_client(self) -> None:
-        """The server's end closed the connection, as `tell_server`."""
+        """As `tell_server`."""
         self._wire.deliver(self.server, self.client, self._reset_client)
 
     def miss_pings(self, *, at_client: bool) -> None:
@@ -230,9 +224,7 @@ class Call:
 
 
 class Wire:
-    """
-    Args: see MemoryNetwork.
-    """
+    """Args: see MemoryNetwork."""
 
     def __init__(self, rng: random.Random, *, min_delay_s: float, max_delay_s: float, window_bytes: int) -> None:
         self.window_bytes = window_bytes
@@ -283,7 +275,7 @@ class Wire:
                 call.end_client(unavailable("the connection was reset"))
 
     def lose(self, node_name: str, *, silently: bool) -> None:
-        """Breaks the calls of a node that is gone: its handlers are cancelled, nothing that it has sent arrives."""
+        """Breaks the calls of a node that is gone; its handlers are cancelled."""
         for call in list(self._calls):
             delay_s = self.draw_detection_s() if silently else self.draw_delay_s()
             if call.server.name == node_name:

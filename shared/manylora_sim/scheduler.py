@@ -1,4 +1,4 @@
-"""`python -m manylora_sim.scheduler`: a scheduler as it is, or without what it is to be compared with."""
+"""`python -m manylora_sim.scheduler`: a scheduler that may decide as others do, to be compared with."""
 
 from __future__ import annotations
 

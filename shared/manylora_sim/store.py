@@ -1,8 +1,7 @@
 """The model of etcd that the simulation and the unit tests run on: all in one event loop, leases by its time.
 
 `MemoryStoreServer` owns keys, history and leases; `MemoryStore` is one client. All is a function of the calls, of the
-loop's time and of `rng`. As with etcd, leases do not run out while the server is down, and start anew when it is up
-again.
+loop's time and of `rng`. Leases do not run out while the server is down, and start anew when it is up again.
 """
 
 from __future__ import annotations
@@ -86,7 +85,6 @@ class MemoryStoreServer:
 
     @property
     def leases(self) -> Sequence[int]:
-        """Oldest first."""
         return tuple(self._leases)
 
     @property
@@ -119,7 +117,6 @@ class MemoryStoreServer:
         self._apply([Delete(key) for key in sorted(lease.keys)])
 
     def wake(self) -> None:
-        """Everybody who waits for a change looks again."""
         self._wake([""])
 
     async def change(self, prefix: str) -> None:
@@ -225,7 +222,6 @@ class MemoryStoreServer:
             self._wake([event.kv.key for event in events])
 
     def _wake(self, keys: Sequence[str]) -> None:
-        """An empty key is anybody's."""
         waiting, self._waiting = self._waiting, []
         for prefix, waiter in waiting:
             if waiter.done():

@@ -1,7 +1,7 @@
 """The asyncio client. Owns one channel to one router; all methods may run concurrently.
 
 A stream: idle -> (connecting, maybe several attempts) -> running -> ended. Attempts are repeated only before the first
-frame. Leaving a stream early cancels its call, which frees its work on the worker at the next token.
+frame.
 """
 
 from __future__ import annotations
@@ -69,8 +69,6 @@ _HEALTH = methods_of(health_pb2.DESCRIPTOR.services_by_name["Health"])
 
 
 class _Caller:
-    """One connection, its key, retry policy and randomness; shared by the client and its parts."""
-
     def __init__(self, channel: Channel, key: str, retry: RetryPolicy | None, rng: random.Random) -> None:
         self.channel = channel
         self._credentials = _printable(bearer(key))
@@ -127,7 +125,7 @@ class _Caller:
 class GenerateStream:
     """The events of one request, in order: one Started, Deltas, one Finished. One reader.
 
-    Use it as an async context manager where it may be left early: leaving cancels the request.
+    Use it as an async context manager where it may be left early: leaving cancels the request at the next token.
     """
 
     def __init__(
@@ -163,13 +161,13 @@ class GenerateStream:
         return event
 
     async def collect(self) -> Result:
-        """Reads to the end. What was read before counts too."""
+        """Reads to the end. Earlier events count too."""
         async for _ in self:
             pass
         return self.result()
 
     def result(self) -> Result:
-        """What has come so far; after the end, the whole answer."""
+        """Before the end: the events so far."""
         return self._collector.result()
 
     def cancel(self) -> None:
@@ -200,7 +198,6 @@ class GenerateStream:
         return message
 
     async def _first(self) -> Any:
-        """After as many attempts as the policy and the client's budget allow."""
         self._caller.budget.on_call()
         attempt = 1
         while True:
@@ -226,7 +223,7 @@ class Tenants:
         """Creates or replaces one tenant's policy (one YAML document). Returns its tenant id and version.
 
         Args:
-            expected_version: the version that is to be replaced, 0: none; where another stands it fails with ABORTED.
+            expected_version: of the policy to be replaced, 0: none; where another stands it fails with ABORTED.
         """
         request = admin_pb2.ApplyTenantRequest(policy_yaml=policy_yaml, expected_version=expected_version)
         # A second try of an apply that was carried out would meet its own version.
@@ -272,7 +269,7 @@ class Keys:
 
         Args:
             scopes: generate, admin (with a tenant); gateway, operator (without one).
-            tenant: whom it is bound to; empty: nobody.
+            tenant: to which it is bound; empty: to none.
             name: for people.
         """
         request = admin_pb2.CreateKeyRequest(tenant_id=tenant, scopes=scopes, name=name)
@@ -303,7 +300,7 @@ class Adapters:
         on_progress: Progress | None = None,
         timeout_s: float = 300.0,
     ) -> AdapterInfo:
-        """Uploads a PEFT folder. What the server would surely refuse is not sent."""
+        """Uploads a PEFT folder, after the checks that need no server."""
         folder = AdapterFolder.open(Path(path))
         header = admin_pb2.AddAdapterHeader(tenant_id=tenant_id, name=name)
         return await self._add(header, folder, on_progress, timeout_s)
@@ -354,12 +351,11 @@ class Client:
 
     Args:
         server: `host:port`. It is dialled at the first call, and again by itself after a loss.
-        key: the API key that calls present; None: MANYLORA_KEY's, or the operator's key of the local cluster
-            (`manylora up`) that serves at this address; empty: none.
-        tenant: the tenant in whose name requests are sent, where a call names no other. Only a gateway's key needs it:
-            the others are bound to their tenant.
+        key: the API key; None: MANYLORA_KEY's, or the operator's key of the local cluster (`manylora up`) at this
+            address; empty: none.
+        tenant: of requests where a call names none. Only a gateway's key needs it.
         retry: see RetryPolicy; None switches it off.
-        transport: how to connect; the default speaks gRPC.
+        transport: the default speaks gRPC.
     """
 
     def __init__(
@@ -426,7 +422,7 @@ class Client:
         return GenerateStream(self._caller, request, metadata, timeout_s)
 
     async def complete(self, prompt: Prompt, **options: Any) -> Result:
-        """`generate`, read to the end. Takes the same options."""
+        """`generate`, read to the end."""
         async with self.generate(prompt, **options) as stream:
             return await stream.collect()
 

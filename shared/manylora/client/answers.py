@@ -16,10 +16,8 @@ class RequestFailed(Exception):
     Attributes:
         code: the status's name, e.g. "RESOURCE_EXHAUSTED".
         reason: the ErrorInfo's, e.g. "OVERLOADED" or "QUOTA_EXCEEDED"; the code where the server gave none.
-        violations: the fields at fault, where fields are.
         retry_after_s: when trying again may help; None where it cannot.
-        breaches: the quotas at fault, where quotas are.
-        result: what a stream had delivered when it failed; None where nothing was.
+        result: the stream's events before it failed; None where there were none.
     """
 
     def __init__(
@@ -205,7 +203,7 @@ class Result:
 
 
 class Collector:
-    """Events in, Result out. Complete once a Finished was added; before, `result()` is what has come so far."""
+    """Events in, Result out. Before a Finished, `result()` is of the events so far."""
 
     def __init__(self) -> None:
         self._started: Started | None = None

@@ -1,6 +1,4 @@
-"""What a cluster tells of itself: models, tenants, keys, adapters, and the status of its parts. Pure data, in the
-protos' names and units.
-"""
+"""What a cluster tells of itself, in the protos' names and units. Pure data."""
 
 from __future__ import annotations
 
@@ -39,8 +37,6 @@ class PolicyChange:
 
 @dataclass(frozen=True)
 class KeyInfo:
-    """All but the key."""
-
     key_id: str
     tenant_id: str
     scopes: tuple[str, ...]
@@ -137,7 +133,7 @@ class PinStatus:
 
 @dataclass(frozen=True)
 class TenantAdapters:
-    """Of the workers' adapter memory. What several tenants use counts in full for each."""
+    """Of the workers' adapter memory. Shared adapters count in full for each tenant."""
 
     tenant_id: str
     device_bytes: int
@@ -199,8 +195,8 @@ class WorkerStatus:
 
 @dataclass(frozen=True)
 class SloStatus:
-    """Over all routers that answered: latencies of the last five minutes, availability of the last hour. What was not
-    measured, or has no target, is None.
+    """Over all routers that answered: latencies of the last five minutes, availability of the last hour. None: not
+    measured, or without a target.
     """
 
     tenant_id: str

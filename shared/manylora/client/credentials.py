@@ -1,7 +1,5 @@
-"""Which key a client presents where it was given none: MANYLORA_KEY's, or that of the local cluster at the address.
-
-Owns the notes that name a local cluster's key file: one small file a router address in the user's state folder. A note
-holds no key.
+"""Which key a client presents where it was given none. Owns the notes that name a local cluster's key file: one a
+router address in the user's state folder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A PEFT adapter's folder on this machine, cut into upload chunks. Checks what shows without reading: both files are
-there, regular and no symbolic links.
-"""
+"""A PEFT adapter's folder on this machine, cut into upload chunks."""
 
 from __future__ import annotations
 

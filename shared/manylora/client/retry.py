@@ -1,8 +1,4 @@
-"""When the client tries again by itself, how often in all, and after how long. Pure.
-
-Only two failures are tried again, and only while nothing was delivered: RESOURCE_EXHAUSTED with the server's hint, and
-UNAVAILABLE for calls that may safely happen twice.
-"""
+"""When the client tries again by itself, how often in all, and after how long. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from manylora_shared.errors import Code, RpcError
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Exponential backoff with jitter. `max_attempts` counts the first one; budget: see RetryBudget."""
+    """Exponential backoff with jitter. `max_attempts` counts the first one."""
 
     max_attempts: int = 4
     base_delay_s: float = 0.1
@@ -23,12 +19,9 @@ class RetryPolicy:
     budget_attempts: float = 10.0
 
     def delay_s(self, error: RpcError, attempt: int, rng: random.Random, *, repeatable: bool = True) -> float | None:
-        """Before the next attempt; None: do not try again.
-
-        Args:
-            attempt: the number of the attempt that failed, from 1.
-            repeatable: whether the call may safely happen twice; where not, UNAVAILABLE ends it.
-        """
+        """None: do not try again. `attempt` is the number of the failed one, from 1."""
+        # Only two failures are tried again, and only while nothing was delivered: RESOURCE_EXHAUSTED with the server's
+        # hint, and UNAVAILABLE for calls that may safely happen twice.
         if attempt >= self.max_attempts:
             return None
         if error.code is Code.RESOURCE_EXHAUSTED and error.retry_after_s is not None:
@@ -44,8 +37,8 @@ class RetryPolicy:
 
 
 class RetryBudget:
-    """Clients must not keep an overload alive: each call puts `budget_ratio` of an attempt in, each repetition takes a
-    whole one out. It begins full. (Google's SRE book, "Handling Overload": per-client retry budget.)
+    """Each call puts `budget_ratio` of an attempt in, each repetition takes a whole one out. It begins full. Source:
+    Google's SRE book, "Handling Overload", per-client retry budget.
     """
 
     def __init__(self, policy: RetryPolicy) -> None:
@@ -57,7 +50,6 @@ class RetryBudget:
         self._attempts = min(self._capacity, self._attempts + self._ratio)
 
     def spend(self) -> bool:
-        """Whether one more attempt may be made; it counts as made."""
         if self._attempts < 1.0:
             return False
         self._attempts -= 1.0

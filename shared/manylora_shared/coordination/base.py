@@ -1,7 +1,6 @@
-"""The seam to the coordination store: an ordered key space with revisions, leases, transactions and watches.
-
-Names and their meaning are etcd's: a *revision* counts the changes of the whole store, `mod_revision` is the one of a
-key's last change. Every method raises StoreUnavailable while the store cannot be reached.
+"""The seam to the coordination store, in etcd's words: a *revision* counts the changes of the whole store,
+`mod_revision` is that of a key's last change. Every method raises StoreUnavailable while the store cannot be
+reached.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from typing import Protocol
 
 from manylora_shared.errors import ServiceUnavailable
 
-MAX_TXN_OPERATIONS = 128
-"""Of comparisons, and of operations: etcd's default limit. None changes a key twice."""
+MAX_TXN_OPERATIONS = 128  # of comparisons, and of operations: etcd's default limit; none changes a key twice
 
 
 class StoreUnavailable(ServiceUnavailable):
@@ -22,7 +20,7 @@ class StoreUnavailable(ServiceUnavailable):
 
 
 class LeaseExpired(Exception):
-    """Keys bound to it are gone."""
+    """Its keys are gone."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +41,12 @@ class EventKind(enum.Enum):
 @dataclass(frozen=True)
 class WatchEvent:
     kind: EventKind
-    kv: KeyValue
-    """Of a DELETE only key and mod_revision mean something."""
+    kv: KeyValue  # of a DELETE only key and mod_revision mean something
 
 
 @dataclass(frozen=True)
 class WatchBatch:
-    """Changes in order. `reset`: history was compacted, so `events` are all keys that exist now, and no other does."""
+    """Changes in order. `reset`: history was compacted, so `events` are all keys that exist now."""
 
     revision: int
     events: tuple[WatchEvent, ...]
@@ -66,7 +63,7 @@ class Listing:
 
 @dataclass(frozen=True)
 class Compare:
-    """The key's mod_revision is exactly this one; 0: there is no such key."""
+    """0: there is no such key."""
 
     key: str
     mod_revision: int

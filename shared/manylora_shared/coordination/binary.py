@@ -1,7 +1,6 @@
 """A real etcd as a child process: for the local cluster, the tests and the benches.
 
-An EtcdProcess owns the child, in a process group of its own, and its log. Its data outlive it, so that it can be killed
-and started again on the same port.
+Owns the child, in a process group of its own, and its log. Its data outlive it: it can start again on the same port.
 """
 
 from __future__ import annotations
@@ -117,9 +116,7 @@ class EtcdProcess:
         await self._end(signal.SIGKILL)
 
     def pause(self) -> None:
-        """SIGSTOP. On Linux, returns when all its threads have stopped: on a busy machine some still answer for a
-        while.
-        """
+        """SIGSTOP. On Linux, returns when all its threads have stopped: some go on for a while."""
         os.kill(self.pid, signal.SIGSTOP)
         until = time.monotonic() + STOP_TIMEOUT_S
         while not all(_has_stopped(stat) for stat in Path(f"/proc/{self.pid}/task").glob("*/stat")):
@@ -170,7 +167,6 @@ async def start_etcd(
     """Starts an etcd on loopback and waits until it answers.
 
     Args:
-        data_dir: kept by the caller; an etcd goes on from what is there.
         client_port: 0 for any free one.
         sync_to_disk: False for tests: data survive a kill of the process but not of the machine.
 
@@ -205,7 +201,7 @@ async def _has_flag(name: str) -> bool:
 
 
 def _has_stopped(stat: Path) -> bool:
-    """By a thread's /proc/.../stat, whose state stands behind the command in parentheses. One that is gone has."""
+    # The state stands behind the command in parentheses. A thread that is gone has stopped.
     try:
         return stat.read_text().rpartition(")")[2].split()[0] == "T"
     except FileNotFoundError:

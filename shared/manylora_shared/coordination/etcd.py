@@ -1,8 +1,7 @@
 """The coordination store over a real etcd, by its v3 gRPC API. Owns one channel an endpoint and the choice of one.
 
-A call that may have reached the store is tried again elsewhere only if doing it twice does no harm. A broken watch goes
-on, at any endpoint, behind the last revision that was handed out; where that is compacted, or the store has gone back
-behind it, it hands out a reset. The `hasleader` metadata makes a member that is cut off from its quorum end the stream.
+A broken watch goes on, at any endpoint, behind the last revision that was handed out; where that is compacted, or the
+store has gone back behind it, it hands out a reset.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ from manylora_shared.transport.grpc_transport import GrpcChannel, etcd_channel_o
 CALL_TIMEOUT_S = 2.0
 WATCH_RETRY_S = 0.1
 
+# the store, not the request, is at fault
 _UNREACHED = (
     Code.UNAVAILABLE,
     Code.DEADLINE_EXCEEDED,
@@ -46,7 +46,6 @@ _UNREACHED = (
     Code.UNKNOWN,
     Code.INTERNAL,
 )
-"""They say that the store, not the request, is at fault."""
 
 
 def _unary(path: str, request: Any, response: Any) -> Method:
@@ -73,12 +72,7 @@ class _HistoryLost(Exception):
 
 
 class EtcdStore:
-    """coordination.base.Store over etcd.
-
-    Args:
-        endpoints: `host:port` of the members of one cluster.
-        call_timeout_s: the bound of every call but a watch.
-    """
+    """`endpoints`: `host:port` of the members of one cluster. `call_timeout_s` bounds every call but a watch."""
 
     def __init__(self, endpoints: Sequence[str], *, call_timeout_s: float = CALL_TIMEOUT_S) -> None:
         assert endpoints, "at least one endpoint"
@@ -153,7 +147,7 @@ class EtcdStore:
             return
 
     async def compact(self, revision: int) -> None:
-        """Not part of Store: for upkeep and for tests."""
+        """For upkeep and for tests."""
         await self._call(_COMPACT, pb.CompactionRequest(revision=revision, physical=True), repeatable=False)
 
     async def watch(self, prefix: str, *, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
@@ -228,7 +222,7 @@ class EtcdStore:
         return _Bound(self._call_timeout_s, f"etcd at {self._names} did not answer")
 
     async def _channel(self) -> GrpcChannel:
-        """Its connection stands. Raises StoreUnavailable when all failed."""
+        """Raises StoreUnavailable when all failed."""
         if self._closed:
             raise StoreUnavailable("the store is closed")
         channel = self._channels[self._current]
@@ -262,8 +256,6 @@ class EtcdStore:
 
 
 class _Bound:
-    """`asyncio.timeout` that ends in StoreUnavailable."""
-
     def __init__(self, timeout_s: float, message: str) -> None:
         self._timeout = asyncio.timeout(timeout_s)
         self._message = message

@@ -1,16 +1,14 @@
-"""Every key that manylora keeps in the coordination store, and nothing else. Values are JSON (records.py).
+"""Every key that manylora keeps in the coordination store. Values are JSON (records.py)."""
 
-/manylora/workers/<worker_id>              WorkerRecord, bound to the worker's lease
-/manylora/routers/<router_id>              RouterRecord, bound to the router's lease
-/manylora/scheduler/leader                 SchedulerRecord, bound to the leader's lease; create_revision = epoch
-/manylora/scheduler/clock                  ClockIndexRecord
-/manylora/scheduler/clock/<bank>/<part>    a part of the clock's bytes
-/manylora/tenants/<tenant_id>              TenantPolicy as YAML text
-/manylora/adapters/<tenant_id>/<name>      AdapterRecord
-/manylora/keys/<key_id>                    KeyRecord: an API key's hash, never the key
-/manylora/cluster/peer_secret              what services show one another (peers.py), as text
-"""
-
+# /manylora/workers/<worker_id>              WorkerRecord, bound to the worker's lease
+# /manylora/routers/<router_id>              RouterRecord, bound to the router's lease
+# /manylora/scheduler/leader                 SchedulerRecord, bound to the leader's lease; create_revision = epoch
+# /manylora/scheduler/clock                  ClockIndexRecord
+# /manylora/scheduler/clock/<bank>/<part>    a part of the clock's bytes
+# /manylora/tenants/<tenant_id>              TenantPolicy as YAML text
+# /manylora/adapters/<tenant_id>/<name>      AdapterRecord
+# /manylora/keys/<key_id>                    KeyRecord: an API key's hash, never the key
+# /manylora/cluster/peer_secret              what services show one another (peers.py), as text
 from __future__ import annotations
 
 ROOT = "/manylora/"

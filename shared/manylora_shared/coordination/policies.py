@@ -12,8 +12,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def stored_policy(tenant_id: str, text: str) -> TenantPolicy | None:
-    """None: it cannot be read, which is logged. It was written past AdminService, or by a version that knows more; what
-    was in force stays in force."""
+    # None: it was written past AdminService, or by a version that knows more. The last policy stays in force.
     try:
         return parse_policy(text)
     except InvalidRequest as e:

@@ -1,7 +1,5 @@
-"""The values behind the keys: frozen records with their JSON form.
-
-Unknown fields are ignored on reading, for services of neighbouring versions. An address that cannot be dialled raises
-ValueError.
+"""The values behind the keys: frozen records with their JSON form. Unknown fields are ignored on reading, for services
+of neighbouring versions.
 """
 
 from __future__ import annotations
@@ -39,15 +37,13 @@ class WorkerRecord(_JsonRecord):
     address: str
     device: str
     model_name: str
-    model_digest: str
-    """sha256 over the base model's configuration and its weight files' sizes and headers."""
+    model_digest: str  # sha256 over the base model's configuration and its weight files' sizes and headers
     vocab_size: int
     max_context_tokens: int
     sequence_slots: int
     max_lora_rank: int
     eos_token_ids: tuple[int, ...] = ()
-    device_adapter_bytes: int = 0
-    """0: a worker of an earlier version, which does not tell."""
+    device_adapter_bytes: int = 0  # 0: a worker of an earlier version
 
     def __post_init__(self) -> None:
         parse_address(self.address)
@@ -86,9 +82,9 @@ class AdapterRecord(_JsonRecord):
 
 @dataclass(frozen=True)
 class ClockIndexRecord(_JsonRecord):
-    """Where the scheduler's clock stands: parts 0 to `parts` - 1 of a bank, together `size_bytes` long. The banks take
-    turns, so that the last whole clock can be read until the next one is whole. What the bytes mean is the scheduler's
-    (clock_codec)."""
+    """Parts 0 to `parts` - 1 of a bank, together `size_bytes` long. The banks take turns: the last whole clock can be
+    read until the next one is whole. The scheduler's clock_codec reads the bytes.
+    """
 
     bank: int
     parts: int
@@ -97,16 +93,10 @@ class ClockIndexRecord(_JsonRecord):
 
 @dataclass(frozen=True)
 class KeyRecord(_JsonRecord):
-    """An API key as the store has it. The key itself is nowhere but with its holder."""
-
     key_id: str
-    secret_hash: str
-    """identity.hash_of(key_id, secret), hex."""
-    tenant_id: str
-    """Empty: bound to no tenant."""
+    secret_hash: str  # identity.hash_of(key_id, secret), hex
+    tenant_id: str  # empty: bound to no tenant
     scopes: tuple[str, ...]
-    name: str
-    """What its creator calls it; for people alone."""
+    name: str  # for people alone
     created_unix_s: float
-    revoked_unix_s: float = 0.0
-    """0: in force. A revoked key's record stays, so that nothing can bring the key back."""
+    revoked_unix_s: float = 0.0  # 0: in force; a revoked key's record stays, so that nothing can bring the key back

@@ -2,8 +2,6 @@
 
 Each class owns one background task and the state that the task alone writes. While the store cannot be reached they
 keep their last knowledge and try again. Any error but StoreUnavailable and LeaseExpired is a bug: `close` raises it.
-
-Validity is counted from before a renewal was sent, so a lease that we hold valid is one that the store has not expired.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ def _now() -> float:
 
 
 async def _stop(task: asyncio.Task[None] | None) -> None:
-    """Waits for its end. Raises what the task failed with."""
+    """Raises the task's error."""
     if task is None:
         return
     if not task.done():
@@ -49,7 +47,8 @@ async def _stop(task: asyncio.Task[None] | None) -> None:
 
 
 class _Lease:
-    """As its one holder knows it: none (`lease_id` 0), or held, for certain until `valid_until`."""
+    # Validity is counted from before a renewal was sent, so a lease that we hold valid is one that the store has
+    # not expired.
 
     def __init__(self, store: Store, ttl_s: int) -> None:
         self.lease_id = 0
@@ -99,7 +98,7 @@ class _Lease:
         return lease_id
 
     async def revoke(self) -> None:
-        """Unreachable, it expires by itself."""
+        # Where the store cannot be reached, the lease expires by itself.
         lease_id = self.forget()
         if lease_id:
             with contextlib.suppress(StoreUnavailable):
@@ -115,10 +114,7 @@ class LeaseSession:
     """Keys that stand as long as this process lives.
 
     After a loss (the store says so, or it was not renewed in time) it grants a new lease and puts every key again.
-
-    Args:
-        ttl_s: the lease's time to live.
-        on_lost: called once a loss, from the task.
+    `on_lost` is called once a loss, from the task.
     """
 
     def __init__(self, store: Store, *, ttl_s: int, on_lost: Callable[[], None] | None = None) -> None:
@@ -134,7 +130,6 @@ class LeaseSession:
 
     @property
     def lease_id(self) -> int:
-        """0 while there is none."""
         return self._lease.lease_id
 
     def is_live(self, now: float) -> bool:
@@ -145,7 +140,7 @@ class LeaseSession:
         self._task = asyncio.create_task(self._run(), name="lease-session")
 
     def set(self, key: str, value: bytes) -> None:
-        """Does not wait; it is put as soon as the store can be reached."""
+        """Does not wait."""
         self._wanted[key] = value
         self._unwanted.pop(key, None)
         self._work.set()
@@ -163,13 +158,12 @@ class LeaseSession:
             await self._wait_progress()
 
     async def unregister(self, key: str) -> None:
-        """Waits until the key is gone from the store."""
         self.unset(key)
         while key in self._unwanted:
             await self._wait_progress()
 
     async def close(self) -> None:
-        """Revokes the lease, which deletes its keys; unreachable, they expire by themselves."""
+        """Revokes the lease, which deletes its keys."""
         try:
             await _stop(self._task)
         finally:
@@ -216,7 +210,7 @@ class LeaseSession:
                 self._progressed()
 
     def _lose(self, why: str) -> None:
-        """After a loss by time the old lease is left to expire: its keys may stand until the new ones are put."""
+        # After a loss by time the old lease is left to expire: its keys may stand until the new ones are put.
         _LOG.warning("lease %x is lost: %s", self._lease.forget(), why)
         self._standing.clear()
         if self._on_lost is not None:
@@ -265,12 +259,11 @@ class Election:
         return self._epoch
 
     async def lost(self, epoch: int) -> None:
-        """Waits until that term is over."""
         while self._epoch == epoch:
             await self._wait_changed()
 
     async def resign(self) -> None:
-        """For good, and frees the key at once; unreachable, the lease expires by itself."""
+        """For good, and frees the key at once."""
         try:
             await _stop(self._task)
         finally:
@@ -313,9 +306,8 @@ class Election:
             _LOG.warning("term %d on %s is over", epoch, self._key)
 
     async def _campaign(self) -> int:
-        """Waits for the key to be free and creates it.
-
-        The lease is kept over failed attempts: a transaction that was cut off may have been applied.
+        """Waits for the key to be free and creates it. The lease is kept over failed attempts: a transaction that was
+        cut off may have been applied.
         """
         while True:
             kv = await self._store.get(self._key)
@@ -365,11 +357,11 @@ class Election:
 
 
 class Mirror(Generic[T]):
-    """The keys under a prefix, as a dict that follows the store. Keys are given without the prefix.
+    """The keys under a prefix, without it, as a dict that follows the store.
 
     Args:
-        parse: one that raises ValueError is logged, and the key counts as absent.
-        on_change: called from the task after the dict has the change: the key, and its value or None.
+        parse: a ValueError is logged, and the key counts as absent.
+        on_change: called from the task after the change: the key, and its value or None.
     """
 
     def __init__(
@@ -392,7 +384,6 @@ class Mirror(Generic[T]):
 
     @property
     def values(self) -> Mapping[str, T]:
-        """Live."""
         return self._view
 
     @property
@@ -440,7 +431,6 @@ class Mirror(Generic[T]):
                 self._revision = batch.revision
 
     def _replace(self, kvs: Any) -> None:
-        """With a callback for each difference."""
         found = {kv.key: kv for kv in kvs}
         for name in [n for n in self._values if self._prefix + n not in found]:
             self._set(name, None)

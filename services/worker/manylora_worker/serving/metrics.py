@@ -1,8 +1,4 @@
-"""What a worker tells of its engine's memory pressure: counters, added up as the engine reports them.
-
-Owns what was told last. Reads EngineView on the event loop, writes Telemetry. Tenants are not in it: per request a
-span says what befell it (spans.py).
-"""
+"""Tells of the engine's memory pressure: reads EngineView on the event loop, writes Telemetry."""
 
 from __future__ import annotations
 
@@ -14,8 +10,6 @@ from manylora_worker.kinds.api import EngineRequest
 
 
 class EngineMetrics:
-    """An EngineListener."""
-
     def __init__(self, view: EngineView, telemetry: Telemetry, block_bytes: int) -> None:
         self._view = view
         self._telemetry = telemetry

@@ -1,9 +1,7 @@
 """The tenants' policies, as far as a worker enforces them: weights of flows, bounds on KV memory, pinned adapters.
 
-Owns mirrors of the policies and of the adapters' registrations in the coordination store, and hands each change to the
-engine for its next token boundary. While the store is away, what was last known stays in force. A policy that cannot be
-read changes nothing. A pinned name stands for what is registered under it at the moment. Pins whose load failed are
-tried again after PIN_RETRY_S.
+Owns mirrors of policies and registrations, and hands each change to the engine for its next token boundary. While the
+store is away, the last policies stay in force. A policy that cannot be read changes nothing.
 """
 
 from __future__ import annotations
@@ -31,8 +29,6 @@ PIN_RETRY_S = 5.0
 
 
 class TenantWatch:
-    """Also the engine's listener: it hears there how the pins stand."""
-
     def __init__(self, store: Store, runtime: Runtime) -> None:
         self._runtime = runtime
         self._tenants = Mirror(
@@ -42,21 +38,16 @@ class TenantWatch:
             store, keys.ADAPTERS, parse=lambda kv: AdapterRecord.from_json(kv.value), on_change=self._adapter_changed
         )
         self._pinned: dict[TenantId, tuple[AdapterName, ...]] = {}
-        self._is_ready = False
-        """Until then a name that nothing stands for may only be not known yet."""
-        self._has_pins = False
-        """Whether the engine was told of any."""
-        self._due: asyncio.Handle | None = None
-        """Of telling it; changes of one moment are told together."""
+        self._is_ready = False  # until then a name that nothing stands for may only be not known yet
+        self._has_pins = False  # whether the engine was told of any
+        self._due: asyncio.Handle | None = None  # of telling it; changes of one moment are told together
         self._retry: asyncio.TimerHandle | None = None
         self._seen: Mapping[TenantId, TenantAdapters] = runtime.view.tenant_adapters
-        self._problems: dict[tuple[TenantId, AdapterName], str] = {}
-        """As logged."""
+        self._problems: dict[tuple[TenantId, AdapterName], str] = {}  # as logged
         runtime.view.subscribe(self)
 
     async def start(self) -> None:
-        """Returns when every policy that stands in the store is in force, through any outage. Pinned adapters may still
-        be on their way."""
+        """Returns when every policy of the store is in force. Pinned adapters may still be on their way."""
         self._tenants.start()
         self._adapters.start()
         await self._tenants.ready()

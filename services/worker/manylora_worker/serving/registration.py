@@ -1,7 +1,4 @@
-"""The worker's record in the coordination store: there while it serves, gone when it stops or its lease runs out.
-
-Owns the lease session. The store being away changes nothing for the worker: it goes on with what it has.
-"""
+"""The worker's record in the store, under its lease. While the store is away the worker goes on with what it has."""
 
 from __future__ import annotations
 
@@ -17,14 +14,12 @@ class Registration:
         self._session = LeaseSession(store, ttl_s=lease_ttl_s)
 
     async def start(self) -> None:
-        """Returns when the record stands in the store, through any outage."""
         self._session.start()
         await self._session.register(keys.worker(self._record.worker_id), self._record.to_json())
 
     def withdraw(self) -> None:
-        """Takes the record away, without waiting."""
         self._session.unset(keys.worker(self._record.worker_id))
 
     async def stop(self) -> None:
-        """Revokes the lease; where the store cannot be reached, the record expires by itself."""
+        # Where the store cannot be reached, the record expires by itself.
         await self._session.close()

@@ -1,15 +1,6 @@
-"""WorkerService: requests of routers, commands of the scheduler.
+"""WorkerService: requests of routers, commands of the scheduler, all on the event loop.
 
-Owns the fencing epoch, whether the worker drains, and the one Control session. What runs, and what it holds, is the
-runtime's. All on the event loop.
-
-Fencing: a Control stream's epoch is the greatest so far or it is refused; it ends the session before it. An Execute
-whose grant is of a lower epoch is refused. Execute itself never raises the epoch.
-
-The errors before an Execute's first frame mean that nothing was begun: InvalidRequest (a field), QuotaExceeded (more KV
-memory than its tenant can ever have; no worker would take it), AlreadyExists (the id runs), Unready (an older epoch),
-Overloaded (too many requests), ServiceUnavailable (draining, or a failed engine). After the first frame all ends with a
-`finished` frame; cancelling the call frees its work at the next token boundary.
+Owns the fencing epoch, whether the worker drains, and the one Control session. The runtime owns what runs.
 """
 
 from __future__ import annotations
@@ -32,16 +23,19 @@ from manylora_worker.serving.spans import ExecuteSpans
 from manylora_worker.serving.wire import engine_request, execute_finished, tokens_frame
 from manylora_worker.weights.adapter_check import AdapterValidator
 
-_MAX_FLUSH_S = 0.15
-"""However many streams there are, each gets seven frames a second."""
-_STARTED_S = 0.02
-"""So long the first frame, which says that a request has begun, waits for first tokens to travel with."""
+_MAX_FLUSH_S = 0.15  # however many streams there are, each gets seven frames a second
+_STARTED_S = 0.02  # so long the first frame (the request has begun) waits for first tokens to travel with
 _MAX_PATH_CHARS = 1024
 
 
+# Fencing: a Control stream's epoch is the greatest so far or it is refused; it ends the session before it. An Execute
+# whose grant is of a lower epoch is refused. Execute itself never raises the epoch.
+#
+# The errors before an Execute's first frame mean that nothing was begun: InvalidRequest (a field), QuotaExceeded (more
+# KV memory than its tenant can ever have; no worker would take it), AlreadyExists (the id runs), Unready (an older
+# epoch), Overloaded (too many requests), ServiceUnavailable (draining, or a failed engine). After the first frame all
+# ends with a `finished` frame; cancelling the call frees its work at the next token boundary.
 class WorkerServicer:
-    """The handlers of WorkerService, and the engine's listener."""
-
     def __init__(
         self,
         runtime: Runtime,
@@ -53,10 +47,7 @@ class WorkerServicer:
         parked_sequences: int,
         frames_per_s: int,
     ) -> None:
-        """
-        Args:
-            frames_per_s: over all streams; what comes faster is gathered. A request's first token never waits.
-        """
+        """frames_per_s: over all streams; faster ones are gathered. A request's first token never waits."""
         self._runtime = runtime
         self._frames_per_s = frames_per_s
         self._validator = validator
@@ -90,11 +81,9 @@ class WorkerServicer:
             self._session.draining()
 
     async def wait_quiet(self) -> None:
-        """Until no request runs."""
         await self._quiet.wait()
 
     def end_control(self) -> None:
-        """Ends the scheduler's stream: the worker goes."""
         if self._session is not None:
             self._session.close(ServiceUnavailable(f"worker {self._worker_id} has stopped"))
 
@@ -151,7 +140,7 @@ class WorkerServicer:
     async def stop_choice(
         self, message: worker_pb2.StopChoiceRequest, call: ServerCall
     ) -> worker_pb2.StopChoiceResponse:
-        """Of a request that has ended already there is nothing to stop: that is no error."""
+        """A request that has ended already is no error."""
         stream = self._runtime.view.running.get(RequestId(message.request_id))
         if stream is not None:
             if message.choice >= stream.request.n:
