@@ -39,9 +39,9 @@ from manylora_worker.kinds.api import PENDING_TOKEN, Sampling, SequenceChunk, St
 from manylora_worker.models.cuda.kernels.nf4 import Nf4Linear
 from manylora_worker.models.cuda.runner import DeviceLimits, DeviceModelRunner
 from manylora_worker.models.decoder_weights import read_decoder
+from manylora_worker.models.layers.attention import ATTENTION, register_attention
+from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.loader import LoadedModel, prepare_model
-from manylora_worker.models.torch.attention import ATTENTION, register_attention
-from manylora_worker.models.torch.kv_cache import KvCache
 from manylora_worker.weights.host_memory import HostMemory
 from manylora_worker.weights.layout import HostAdapter, elements_of, lay_out
 

@@ -57,7 +57,6 @@ from manylora_shared.process import compiled
 IS_COMPILED = "--interpreted" not in sys.argv and not compiled.use()
 """Said before what is compiled is imported."""
 
-from manylora_scheduler.core.clock_codec import encode
 from manylora_scheduler.core.core import Core, CoreLimits
 from manylora_scheduler.core.events import (
     Command,
@@ -73,6 +72,7 @@ from manylora_scheduler.core.events import (
 from manylora_scheduler.core.flows import AGING_PER_S, Flows
 from manylora_scheduler.core.reports import FlowTokens, Residency, StartedRequest, WorkerReport
 from manylora_scheduler.core.request import FlowKey, QueuedRequest
+from manylora_scheduler.serving.clock_codec import encode
 from manylora_shared.fairness.fair_queue import FairQueue
 from manylora_shared.fairness.seam import Rank
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId

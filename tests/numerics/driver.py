@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from manylora_shared.ids import AdapterUid
 from manylora_worker.kinds.api import Sampling, SequenceChunk, StepBatch
+from manylora_worker.models.layers.kv_cache import KvCache
+from manylora_worker.models.layers.lora_linear import LoraCosts, LoraPlanner
 from manylora_worker.models.loader import LoadedModel
 from manylora_worker.models.torch.decoder import trusted_weights
-from manylora_worker.models.torch.kv_cache import KvCache
-from manylora_worker.models.torch.lora_linear import LoraCosts, LoraPlanner
 from manylora_worker.models.torch.model_runner import TorchModelRunner
 from manylora_worker.weights.source import AdapterLimits, read_adapter
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from manylora_worker.models.torch import kv_cache
-from manylora_worker.models.torch.attention import AttentionStep, DecodeRow
-from manylora_worker.models.torch.kv_cache import KvCache, KvGeometry
+from manylora_worker.models.layers import kv_cache
+from manylora_worker.models.layers.attention import AttentionStep, DecodeRow
+from manylora_worker.models.layers.kv_cache import KvCache, KvGeometry
 from torch import Tensor, nn
 
 BLOCK_SIZE, KV_HEADS, HEADS, HEAD_DIM = 4, 2, 4, 8

@@ -20,8 +20,8 @@ from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.kinds.api import EngineRequest, Sampling, StepBatch
 from manylora_worker.models import loader
-from manylora_worker.models.torch.attention import ATTENTION, register_attention
-from manylora_worker.models.torch.kv_cache import KvCache
+from manylora_worker.models.layers.attention import ATTENTION, register_attention
+from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.planning.step_planner import PlannerLimits
 from manylora_worker.weights.layout import HostAdapter, elements_of, lay_out
 from manylora_worker.weights.source import read_adapter

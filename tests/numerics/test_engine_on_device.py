@@ -17,7 +17,7 @@ from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.kinds.api import EngineRequest, Sampling
 from manylora_worker.memory.tenant_shares import TenantShare
 from manylora_worker.models.build import build_engine
-from manylora_worker.models.torch.kv_cache import MIB
+from manylora_worker.models.layers.kv_cache import MIB
 from manylora_worker.planning.step_planner import PlannerLimits
 
 from tests.numerics.conftest import Family, FamilyOf

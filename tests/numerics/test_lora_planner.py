@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from manylora_shared.ids import AdapterUid
-from manylora_worker.models.torch.lora_linear import (
+from manylora_worker.models.layers.lora_linear import (
     CombinedLora,
     LoraBatch,
     LoraCosts,

@@ -14,8 +14,8 @@ from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.engine.outbox import RequestEnd
 from manylora_worker.kinds.api import EngineRequest, FinishReason, Sampling
 from manylora_worker.memory.block_pool import BlockPool
+from manylora_worker.models.layers.kv_cache import KvCache, KvGeometry
 from manylora_worker.models.torch.decoder import trusted_weights
-from manylora_worker.models.torch.kv_cache import KvCache, KvGeometry
 from manylora_worker.models.torch.model_runner import TorchModelRunner
 from manylora_worker.planning.step_planner import PlannerLimits
 from manylora_worker.weights.source import read_adapter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from manylora_worker.models.torch.packed_linear import PackedLinear, can_pack, padded_rows
+from manylora_worker.models.layers.packed_linear import PackedLinear, can_pack, padded_rows
 
 pytestmark = pytest.mark.skipif(
     not can_pack(torch.float32, torch.device("cpu")), reason="this torch has no oneDNN operators"

@@ -19,8 +19,8 @@ from manylora_worker.kinds.api import EngineRequest, FinishReason, SwapRunner
 from manylora_worker.memory.prefix_cache import PrefixKeys, PrefixOptions
 from manylora_worker.memory.tenant_shares import TenantShare
 from manylora_worker.models.build import build_engine
-from manylora_worker.models.torch.host_kv import TensorHostKv, runs
-from manylora_worker.models.torch.kv_cache import MIB
+from manylora_worker.models.layers.host_kv import TensorHostKv, runs
+from manylora_worker.models.layers.kv_cache import MIB
 from manylora_worker.planning.step_planner import PlannerLimits
 
 from tests.numerics.conftest import Family, FamilyOf

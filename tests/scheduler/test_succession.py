@@ -7,9 +7,7 @@ import zlib
 from collections.abc import Iterable
 
 import pytest
-from manylora_scheduler.core import clock_codec
 from manylora_scheduler.core import core as core_module
-from manylora_scheduler.core.clock_codec import decode, encode
 from manylora_scheduler.core.core import Core
 from manylora_scheduler.core.events import (
     Command,
@@ -25,7 +23,8 @@ from manylora_scheduler.core.events import (
 from manylora_scheduler.core.reports import FlowTokens, StartedRequest
 from manylora_scheduler.core.request import FlowKey, QueuedRequest
 from manylora_scheduler.core.succession import MAX_WAIT_S, MIN_WAIT_S, ClockSnapshot
-from manylora_scheduler.serving import clock_keeper
+from manylora_scheduler.serving import clock_codec, clock_keeper
+from manylora_scheduler.serving.clock_codec import decode, encode
 from manylora_scheduler.serving.clock_keeper import ClockKeeper
 from manylora_shared.coordination import keys
 from manylora_shared.fairness.queue_succession import FlowSnapshot, Snapshot

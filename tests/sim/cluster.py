@@ -18,7 +18,7 @@ from manylora_router.app import RouterApp
 from manylora_router.config import RouterConfig
 from manylora_scheduler.app import SchedulerApp
 from manylora_scheduler.config import SchedulerConfig
-from manylora_scheduler.core.clock_codec import decode
+from manylora_scheduler.serving.clock_codec import decode
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import AdapterRecord, ClockIndexRecord
 from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId

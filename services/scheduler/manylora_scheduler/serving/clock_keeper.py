@@ -14,8 +14,8 @@ from manylora_shared.coordination.base import Compare, Put, Store
 from manylora_shared.coordination.records import ClockIndexRecord
 from manylora_shared.telemetry.logs import fields
 
-from manylora_scheduler.core.clock_codec import decode, encode
 from manylora_scheduler.core.succession import ClockSnapshot
+from manylora_scheduler.serving.clock_codec import decode, encode
 
 _LOG = logging.getLogger(__name__)
 PART_BYTES = 512 * 1024

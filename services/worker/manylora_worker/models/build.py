@@ -13,13 +13,13 @@ from manylora_shared.process.cores import num_cores
 
 from manylora_worker.config import WorkerConfig
 from manylora_worker.models.decoder_weights import DecoderWeights
+from manylora_worker.models.layers.kv_cache import MIB, KvCache
+from manylora_worker.models.layers.lora_linear import LoraCosts, LoraPlanner
+from manylora_worker.models.layers.packed_linear import PackedLinear
 from manylora_worker.models.loader import LoadedModel, ModelRefused, load_model
 from manylora_worker.models.parts import EngineParts, ModelInfo
 from manylora_worker.models.torch.decoder import trusted_weights
-from manylora_worker.models.torch.kv_cache import MIB, KvCache
-from manylora_worker.models.torch.lora_linear import LoraCosts, LoraPlanner
 from manylora_worker.models.torch.model_runner import TorchModelRunner
-from manylora_worker.models.torch.packed_linear import PackedLinear
 from manylora_worker.weights.adapter_check import AdapterReport, ThreadValidator
 from manylora_worker.weights.backend import TorchAdapterBackend
 from manylora_worker.weights.host_memory import HostMemory

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from manylora_worker.models.layers.lora_linear import FusedMember, LoraLinear
+from manylora_worker.models.layers.packed_linear import PackedLinear
 from manylora_worker.models.loader import LoadedModel
-from manylora_worker.models.torch.lora_linear import FusedMember, LoraLinear
-from manylora_worker.models.torch.packed_linear import PackedLinear
 from manylora_worker.weights.sites import Site
 
 if TYPE_CHECKING:

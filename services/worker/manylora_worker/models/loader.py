@@ -23,10 +23,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, P
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
-from manylora_worker.models.torch.attention import ATTENTION, STEP_KEYWORD, register_attention
-from manylora_worker.models.torch.kv_cache import KvGeometry
-from manylora_worker.models.torch.lora_linear import FusedMember, FusedProjection, LoraLinear, LoraSwitch
-from manylora_worker.models.torch.packed_linear import WORTH_PACKING, PackedLinear, can_pack
+from manylora_worker.models.layers.attention import ATTENTION, STEP_KEYWORD, register_attention
+from manylora_worker.models.layers.kv_cache import KvGeometry
+from manylora_worker.models.layers.lora_linear import FusedMember, FusedProjection, LoraLinear, LoraSwitch
+from manylora_worker.models.layers.packed_linear import WORTH_PACKING, PackedLinear, can_pack
 from manylora_worker.weights.sites import Site, Slot
 from manylora_worker.weights.source import AdapterBase
 

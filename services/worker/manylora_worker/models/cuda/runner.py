@@ -40,9 +40,9 @@ from manylora_worker.models.cuda.sampler_rows import SamplerRows, bars_on_device
 from manylora_worker.models.cuda.step_packing import PackedStep, StepPacker
 from manylora_worker.models.cuda.step_tables import StepTables, to_device
 from manylora_worker.models.decoder_weights import DecoderWeights
+from manylora_worker.models.layers.host_kv import TensorHostKv
+from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.loader import LoadedModel
-from manylora_worker.models.torch.host_kv import TensorHostKv
-from manylora_worker.models.torch.kv_cache import KvCache
 from manylora_worker.weights.layout import HostAdapter
 
 

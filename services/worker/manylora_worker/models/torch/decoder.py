@@ -22,9 +22,9 @@ from manylora_worker.models.decoder_weights import (
     Projection,
     read_decoder,
 )
+from manylora_worker.models.layers.attention import STEP_KEYWORD, AttentionStep, PrefillRows
+from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.loader import LoadedModel
-from manylora_worker.models.torch.attention import STEP_KEYWORD, AttentionStep, PrefillRows
-from manylora_worker.models.torch.kv_cache import KvCache
 
 _LOG = logging.getLogger(__name__)
 _CHECKED_TOKENS = 8

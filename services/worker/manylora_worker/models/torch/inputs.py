@@ -14,9 +14,9 @@ from manylora_shared.ids import AdapterUid
 from torch import Tensor
 
 from manylora_worker.kinds.api import SequenceChunk, StepBatch
-from manylora_worker.models.torch.attention import AttentionStep, DecodeRow, PrefillRows
-from manylora_worker.models.torch.kv_cache import KvCache
-from manylora_worker.models.torch.lora_linear import Segment
+from manylora_worker.models.layers.attention import AttentionStep, DecodeRow, PrefillRows
+from manylora_worker.models.layers.kv_cache import KvCache
+from manylora_worker.models.layers.lora_linear import Segment
 from manylora_worker.weights.sites import DeviceAdapter
 
 # A chunk that reads no more over all its tokens is attended token by token, among the sequences that decode: operations

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from manylora_worker.kinds.api import Sampled, StepBatch
 from manylora_worker.models.decoder_weights import DecoderWeights
+from manylora_worker.models.layers.attention import STEP_KEYWORD
+from manylora_worker.models.layers.host_kv import TensorHostKv
+from manylora_worker.models.layers.kv_cache import KvCache
+from manylora_worker.models.layers.lora_linear import LoraPlanner
 from manylora_worker.models.loader import LoadedModel
-from manylora_worker.models.torch.attention import STEP_KEYWORD
 from manylora_worker.models.torch.decoder import TorchDecoder
-from manylora_worker.models.torch.host_kv import TensorHostKv
 from manylora_worker.models.torch.inputs import StepInputs, build_inputs, entered_blocks
-from manylora_worker.models.torch.kv_cache import KvCache
-from manylora_worker.models.torch.lora_linear import LoraPlanner
 from manylora_worker.models.torch.sampler import sample
 from manylora_worker.weights.layout import HostAdapter
 from manylora_worker.weights.sites import DeviceAdapter

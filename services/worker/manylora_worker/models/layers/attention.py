@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from manylora_worker.models.torch.kv_cache import KvCache
+from manylora_worker.models.layers.kv_cache import KvCache
 
 ATTENTION = "manylora_paged"
 STEP_KEYWORD = "manylora_attention"
