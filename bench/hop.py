@@ -36,10 +36,10 @@ from manylora.client.credentials import read_key
 from manylora.local.cluster import ClusterOptions, LocalCluster
 from manylora.v1 import common_pb2, inference_pb2, worker_pb2
 from manylora_shared.coordination.etcd import EtcdStore
+from manylora_shared.coordination.peers import PeerSecret, PeerTransport
 from manylora_shared.tenancy.identity import bearer
 from manylora_shared.transport.base import Channel, methods_of
 from manylora_shared.transport.grpc_transport import GrpcTransport
-from manylora_shared.transport.peers import PeerSecret, PeerTransport
 
 MODEL = Path(manylora.__file__).parent / "demo" / "assets" / "base"
 TENANT = "bench"

@@ -18,11 +18,11 @@ from manylora.client.credentials import read_key
 from manylora.demo import adapter_folder, skills
 from manylora.v1 import admin_pb2, inference_pb2, scheduler_pb2, worker_pb2
 from manylora_shared.coordination.etcd import EtcdStore
+from manylora_shared.coordination.peers import PeerSecret
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.tenancy.identity import bearer
 from manylora_shared.transport.base import Method, methods_of
 from manylora_shared.transport.grpc_transport import GrpcTransport
-from manylora_shared.transport.peers import PeerSecret
 from safetensors.numpy import load_file, save_file
 
 from tests.e2e.conftest import UpCluster

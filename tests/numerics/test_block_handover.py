@@ -11,8 +11,8 @@ import random
 import pytest
 import torch
 from manylora_shared.ids import TenantId
+from manylora_worker.kinds.flow import CacheScope
 from manylora_worker.memory.block_pool import BlockPool
-from manylora_worker.memory.tenant_shares import CacheScope
 from manylora_worker.models.layers.kv_cache import KvCache, KvGeometry
 
 TENANTS = [TenantId(f"tenant-{i}") for i in range(7)]

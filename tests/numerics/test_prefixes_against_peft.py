@@ -11,8 +11,9 @@ from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.engine.counters import EngineStats
 from manylora_worker.kinds.api import EngineRequest, FinishReason
+from manylora_worker.kinds.flow import CacheScope
 from manylora_worker.memory.prefix_cache import Namespace, PrefixKeys, PrefixOptions
-from manylora_worker.memory.tenant_shares import CacheScope, TenantShare
+from manylora_worker.memory.tenant_shares import TenantShare
 from manylora_worker.planning.step_planner import PlannerLimits
 
 from tests.numerics.conftest import Family, FamilyOf

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 from manylora.v1 import common_pb2, worker_pb2
+from manylora_shared.coordination.peers import PeerSecret, PeerTransport
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.ids import AdapterUid
 from manylora_shared.stores.adapter_files import CONFIG_NAME, WEIGHTS_NAME, adapter_uid, parse_config
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.grpc_transport import GrpcTransport
-from manylora_shared.transport.peers import PeerSecret, PeerTransport
 from manylora_sim.store import MemoryStoreServer
 from manylora_worker.app import WorkerApp
 from manylora_worker.config import WorkerConfig

@@ -17,10 +17,11 @@ from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.engine.outbox import RequestEnd
 from manylora_worker.kinds.api import EngineRequest, FinishReason, Sampling
+from manylora_worker.kinds.flow import CacheScope
 from manylora_worker.kinds.sequence import GroupTimes, SequenceGroup
 from manylora_worker.kinds.sequence import Sequence as EngineSequence
 from manylora_worker.memory.prefix_cache import PrefixKeys, PrefixOptions
-from manylora_worker.memory.tenant_shares import CacheScope, TenantShare
+from manylora_worker.memory.tenant_shares import TenantShare
 from manylora_worker.planning.step_planner import PlannerLimits
 
 SECRET = bytes(range(32))

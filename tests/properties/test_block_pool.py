@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 from manylora_shared.ids import TenantId
+from manylora_worker.kinds.flow import CacheScope
 from manylora_worker.memory.block_pool import BlockPool
-from manylora_worker.memory.tenant_shares import CacheScope
 
 _ALL = [TenantId("a"), TenantId("b"), TenantId("c")]
 _TENANTS = st.sampled_from(_ALL)

@@ -8,10 +8,11 @@ import random
 import pytest
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 from manylora_worker.kinds.api import FinishReason
+from manylora_worker.kinds.flow import CacheScope
 from manylora_worker.kinds.sequence import Sequence
 from manylora_worker.memory.block_pool import BlockPool
 from manylora_worker.memory.prefix_cache import Namespace, PrefixCache, PrefixKeys, PrefixOptions
-from manylora_worker.memory.tenant_shares import CacheScope, TenantShares
+from manylora_worker.memory.tenant_shares import TenantShares
 
 from tests.properties import prefix_suite as suite
 from tests.properties.prefix_suite import ADAPTERS, BLOCK_SIZE, SECRET, A, B, Run, make_run, request_of, scope_of

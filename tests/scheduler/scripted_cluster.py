@@ -13,10 +13,10 @@ from manylora.v1 import scheduler_pb2, status_pb2, worker_pb2
 from manylora_scheduler.app import SchedulerApp
 from manylora_scheduler.config import SchedulerConfig
 from manylora_shared.coordination import keys
+from manylora_shared.coordination.peers import PeerSecret, PeerTransport
 from manylora_shared.coordination.records import WorkerRecord
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import Service, Stream, Transport, methods_of
-from manylora_shared.transport.peers import PeerSecret, PeerTransport
 from manylora_sim.loop import run
 from manylora_sim.network import MemoryNetwork
 from manylora_sim.store import MemoryStoreServer

@@ -11,6 +11,7 @@ from manylora_scheduler.app import SchedulerApp
 from manylora_scheduler.config import SchedulerConfig
 from manylora_scheduler.core.events import Tick
 from manylora_shared.coordination import keys
+from manylora_shared.coordination.peers import PeerSecret, PeerTransport
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.ids import TenantId
 from manylora_shared.process import loop as service_loop
@@ -18,7 +19,6 @@ from manylora_shared.process.config import ConfigError, parse
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.tenancy.policy import TenantPolicy
 from manylora_shared.transport.grpc_transport import GrpcTransport
-from manylora_shared.transport.peers import PeerSecret, PeerTransport
 from manylora_sim.loop import run
 from manylora_sim.store import MemoryStoreServer
 

@@ -36,11 +36,12 @@ from manylora_worker.adapters.room import Entry
 from manylora_worker.engine.endings import Endings
 from manylora_worker.hosting.runtime import Runtime
 from manylora_worker.hosting.view import EngineView
+from manylora_worker.kinds.flow import CacheScope
 from manylora_worker.memory.block_pool import BlockPool
 from manylora_worker.memory.block_tables import BlockTables
 from manylora_worker.memory.prefix_cache import PrefixCache, PrefixKeys
 from manylora_worker.memory.swapping import Swapper
-from manylora_worker.memory.tenant_shares import CacheScope, TenantShares
+from manylora_worker.memory.tenant_shares import TenantShares
 from manylora_worker.planning.parking import Parking
 from manylora_worker.serving.control import ControlSession
 from manylora_worker.serving.servicer import WorkerServicer

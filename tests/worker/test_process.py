@@ -18,8 +18,8 @@ from manylora.v1 import worker_pb2
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.binary import start_etcd
 from manylora_shared.coordination.etcd import EtcdStore
+from manylora_shared.coordination.peers import PeerSecret, PeerTransport
 from manylora_shared.transport.grpc_transport import GrpcTransport
-from manylora_shared.transport.peers import PeerSecret, PeerTransport
 from manylora_sim.fake_runner import reference_tokens
 
 from tests.worker.worker_fakes import EXECUTE, collect, message

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from manylora.v1 import common_pb2, status_pb2, worker_pb2
 from manylora_shared.coordination import keys
+from manylora_shared.coordination.peers import PeerSecret, PeerTransport
 from manylora_shared.errors import RpcError
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import Channel, Stream, Transport, methods_of
-from manylora_shared.transport.peers import PeerSecret, PeerTransport
 from manylora_sim.fake_runner import FakeAdapterBackend, FakeRunner, FakeValidator
 from manylora_sim.loop_runtime import LoopRuntime
 from manylora_sim.network import MemoryNetwork

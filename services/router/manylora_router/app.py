@@ -12,6 +12,7 @@ from pathlib import Path
 
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Store, StoreUnavailable
+from manylora_shared.coordination.peers import PeerSecret, PeerTransport
 from manylora_shared.coordination.records import AdapterRecord, RouterRecord
 from manylora_shared.coordination.session import LeaseSession
 from manylora_shared.ids import AdapterUid
@@ -19,7 +20,6 @@ from manylora_shared.process.clock import SystemClock, WallClock
 from manylora_shared.stores.adapter_files import AdapterFiles
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import Server, Transport
-from manylora_shared.transport.peers import PeerSecret, PeerTransport
 
 from manylora_router.admin import operator_key
 from manylora_router.admin.adapters import AdapterIntake

@@ -13,13 +13,13 @@ from typing import Any
 
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Store, StoreUnavailable
+from manylora_shared.coordination.peers import PeerSecret, PeerTransport, guarded
 from manylora_shared.coordination.records import SchedulerRecord, WorkerRecord
 from manylora_shared.coordination.session import Election, Mirror
 from manylora_shared.ids import TenantId, WorkerId
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.transport.base import Server, Transport
-from manylora_shared.transport.peers import PeerSecret, PeerTransport, guarded
 
 from manylora_scheduler.config import SchedulerConfig
 from manylora_scheduler.core.core import CoreLimits, Order

@@ -8,11 +8,11 @@ import random
 from contextlib import suppress
 
 from manylora_shared.coordination.base import Store
+from manylora_shared.coordination.peers import PeerSecret, guarded
 from manylora_shared.coordination.records import WorkerRecord
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.transport.base import Server, Transport
-from manylora_shared.transport.peers import PeerSecret, guarded
 
 from manylora_worker.config import WorkerConfig
 from manylora_worker.hosting.runtime import Runtime

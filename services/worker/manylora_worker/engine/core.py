@@ -43,12 +43,13 @@ from manylora_worker.kinds.api import (
     SwapRunner,
     TokenOutput,
 )
+from manylora_worker.kinds.flow import FlowKey
 from manylora_worker.kinds.sequence import Sequence, SequenceGroup, SequenceStatus, sequence_id_of
 from manylora_worker.memory.block_pool import BlockPool, BlockWork
 from manylora_worker.memory.prefix_cache import PrefixOptions
 from manylora_worker.memory.prefixes import Prefixes
 from manylora_worker.memory.swapping import Swapper
-from manylora_worker.memory.tenant_shares import FlowKey, TenantShare, TenantShares
+from manylora_worker.memory.tenant_shares import TenantShare, TenantShares
 from manylora_worker.planning.slots import Scheduled
 from manylora_worker.planning.step_planner import FlowSlots, PlannerLimits, StepPlan, StepPlanner
 from manylora_worker.planning.step_time import StepTime

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from manylora_shared.ids import TenantId
 
-from manylora_worker.memory.tenant_shares import FlowKey
+from manylora_worker.kinds.flow import FlowKey
 
 
 class FlowTokens(NamedTuple):

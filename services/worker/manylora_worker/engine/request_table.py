@@ -17,8 +17,8 @@ from manylora_shared.ids import RequestId
 
 from manylora_worker.engine.outbox import RequestEnd
 from manylora_worker.kinds.api import EngineRequest
+from manylora_worker.kinds.flow import CacheScope
 from manylora_worker.kinds.sequence import GroupTimes, Sequence, SequenceGroup
-from manylora_worker.memory.tenant_shares import CacheScope
 
 _CHOICES_BOUND = 64  # sequence ids: arrival x this + choice
 

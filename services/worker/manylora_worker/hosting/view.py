@@ -19,7 +19,7 @@ from manylora_worker.engine.counters import EngineStats, FlowTokens, Setbacks
 from manylora_worker.engine.outbox import RequestEnd
 from manylora_worker.hosting.output_stream import PAUSE_UNREAD_TOKENS, EndKind, OutputStream, StreamEnd
 from manylora_worker.kinds.api import AdapterTier, EngineRequest, FinishReason, TokenOutput
-from manylora_worker.memory.tenant_shares import FlowKey
+from manylora_worker.kinds.flow import FlowKey
 from manylora_worker.planning.step_planner import FlowSlots
 
 Command = Callable[[EngineCore, float], None]

@@ -21,7 +21,7 @@ from manylora_shared.ids import TenantId
 
 from manylora_worker.kinds.api import PENDING_TOKEN, EngineRequest, FinishReason
 from manylora_worker.kinds.bars import RequestBars
-from manylora_worker.memory.tenant_shares import CacheScope, FlowKey
+from manylora_worker.kinds.flow import CacheScope, FlowKey
 
 
 class SequenceStatus(enum.Enum):

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from manylora_shared.ids import TenantId
 
+from manylora_worker.kinds.flow import CacheScope
 from manylora_worker.memory.prefix_cache import PrefixCache
-from manylora_worker.memory.tenant_shares import CacheScope
 
 
 class BlockWork(NamedTuple):

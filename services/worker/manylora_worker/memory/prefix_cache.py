@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 from manylora_shared.ids import AdapterUid, TenantId
 
+from manylora_worker.kinds.flow import CacheScope
 from manylora_worker.kinds.sequence import Sequence
-from manylora_worker.memory.tenant_shares import CacheScope
 
 SECRET_BYTES = 32
 _NO_PARENT = bytes(32)

@@ -13,21 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from manylora_shared.errors import QuotaBreach, QuotaExceeded
 from manylora_shared.ids import QosClass, TenantId
 from manylora_shared.tenancy.policy import DEFAULT_WEIGHTS, TenantPolicy
 
-FlowKey = tuple[TenantId, QosClass]
+from manylora_worker.kinds.flow import CacheScope, FlowKey
+
 _MIB = 1 << 20
-
-
-class CacheScope(NamedTuple):
-    """Whose prefix cache a request finds and fills: its tenant's own, or its cache group's."""
-
-    name: str
-    is_group: bool
 
 
 @dataclass(frozen=True)

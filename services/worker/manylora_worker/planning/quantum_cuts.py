@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
+from manylora_worker.kinds.flow import FlowKey
 from manylora_worker.kinds.sequence import SequenceStatus
-from manylora_worker.memory.tenant_shares import FlowKey, TenantShares
+from manylora_worker.memory.tenant_shares import TenantShares
 from manylora_worker.planning.slots import Slots, Unit
 from manylora_worker.planning.unit_queue import UnitQueue
 

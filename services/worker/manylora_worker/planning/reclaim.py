@@ -23,10 +23,11 @@ from manylora_shared.fairness.costs import PROMPT_TOKEN_COST
 from manylora_shared.fairness.seam import TAG_SCALE, Fairness
 from manylora_shared.ids import TenantId
 
+from manylora_worker.kinds.flow import FlowKey
 from manylora_worker.kinds.sequence import Sequence
 from manylora_worker.memory.block_pool import BlockPool
 from manylora_worker.memory.swapping import Swapper
-from manylora_worker.memory.tenant_shares import FlowKey, TenantShares
+from manylora_worker.memory.tenant_shares import TenantShares
 
 THETA = 3  # lower follows the shares faster, higher computes less again
 # A twenty-fifth of all blocks stays free when a sequence is admitted beside others, for these to grow into. With a

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from manylora_worker.kinds.flow import FlowKey
 from manylora_worker.kinds.sequence import Sequence
-from manylora_worker.memory.tenant_shares import FlowKey
 
 
 @dataclass(frozen=True)

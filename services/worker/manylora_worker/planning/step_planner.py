@@ -21,12 +21,13 @@ from manylora_shared.fairness.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST,
 from manylora_shared.fairness.seam import Fairness, Pick
 from manylora_shared.ids import TenantId
 
+from manylora_worker.kinds.flow import FlowKey
 from manylora_worker.kinds.sequence import Sequence, SequenceStatus
 from manylora_worker.memory.block_pool import BlockPool
 from manylora_worker.memory.block_tables import BlockTables
 from manylora_worker.memory.prefixes import Prefixes
 from manylora_worker.memory.swapping import Swapper
-from manylora_worker.memory.tenant_shares import FlowKey, TenantShares
+from manylora_worker.memory.tenant_shares import TenantShares
 from manylora_worker.planning.parking import Parking
 from manylora_worker.planning.quantum_cuts import QuantumCuts
 from manylora_worker.planning.reclaim import Reclaim, Room, least_recent

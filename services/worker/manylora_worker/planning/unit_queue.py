@@ -15,8 +15,9 @@ from manylora_shared.fairness.reference import ReferenceQueue
 from manylora_shared.fairness.seam import Fairness, Pick, Rank, Share
 from manylora_shared.ids import QosClass, TenantId
 
+from manylora_worker.kinds.flow import FlowKey
 from manylora_worker.kinds.sequence import Sequence
-from manylora_worker.memory.tenant_shares import FlowKey, TenantShares
+from manylora_worker.memory.tenant_shares import TenantShares
 
 PlaceT = TypeVar("PlaceT")
 

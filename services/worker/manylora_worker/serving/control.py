@@ -26,7 +26,7 @@ from manylora_worker.engine.counters import FlowTokens, Setbacks
 from manylora_worker.hosting.view import EngineView, FlowLoad
 from manylora_worker.hosting.waiter import Waiter
 from manylora_worker.kinds.api import AdapterTier, EngineRequest
-from manylora_worker.memory.tenant_shares import FlowKey
+from manylora_worker.kinds.flow import FlowKey
 from manylora_worker.serving.wire import TIERS
 
 _GATHER_S = 0.002
