@@ -1,6 +1,6 @@
 """With free blocks marked (NaN, --debug-fill-freed), what reads a freed block fails.
 
-That answers are else what they are without: test_worker_against_peft.py, and of the kernels test_device_runner.py.
+That answers are else what they are without: test_worker_against_peft.py, and of the kernels test_cuda_runner.py.
 """
 
 from __future__ import annotations

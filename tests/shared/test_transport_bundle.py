@@ -1,4 +1,4 @@
-"""Bundled calls: what the contract of all transports (test_transport_contract.py) does not say of them."""
+"""Bundled calls: what the contract of all transports (test_transport_base.py) does not say of them."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_one_seed_is_one_run_and_seeds_differ() -> None:
 
 def test_runs_are_equal_in_processes_with_other_hash_seeds() -> None:
     program = (
-        "from test_simloop import workload; from manylora_sim.loop import run; "
+        "from test_sim_loop import workload; from manylora_sim.loop import run; "
         "r = run(workload(), seed=5); print(r.digest, r.events)"
     )
     found = {
