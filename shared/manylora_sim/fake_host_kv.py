@@ -1,5 +1,5 @@
 """The host memory of a FakeRunner: copies that take as many polls as they are told to. Complains where the engine
-breaks api.HostKv, or where a step touches what is being copied.
+breaks api.HostKv.
 """
 
 from __future__ import annotations
@@ -12,19 +12,15 @@ from manylora_worker.kinds.api import StepBatch
 
 
 class Step(Protocol):
-    """One that was submitted."""
-
     @property
     def is_over(self) -> bool: ...
 
 
 class FakeHostKv:
-    """
-    Args: those not named here are FakeRunner's.
-        blocks: the device's; a copy reads or writes them in place.
-        tenants: by block of the device, whose it is.
-        steps: those that a copy which starts now comes behind.
-        fail: raises, with what the engine did wrong.
+    """Args:
+    tenants: by block of the device.
+    steps: those that a copy which starts now comes behind.
+    fail: raises, with what the engine did wrong.
     """
 
     def __init__(
@@ -98,7 +94,7 @@ class FakeHostKv:
 
 
 class FakeCopy:
-    """What it reads and writes it does when it is over."""
+    """It reads and writes when it is over."""
 
     seconds = 0.0
 

@@ -1,9 +1,5 @@
-"""A model that is no model: its next token is a hash of what a right engine would show it. It keeps the contracts of
-kinds/api.py and complains where the engine breaks them.
-
-A token's KV is 16 bytes: its id, its position, and a tag of its adapter. The next token is a blake2b over (seed,
-choice, output index, adapter, the whole context as read back through the block table). A wrong block, a missing copy,
-another adapter or position changes the text; `reference_tokens` says, from the request alone, what it must be.
+"""A model that is no model: its next token is a hash of what a right engine would show it. It complains where the
+engine breaks kinds/api.py.
 """
 
 from __future__ import annotations
@@ -45,15 +41,17 @@ class EngineFault(Exception):
     """The engine broke a contract of kinds/api.py."""
 
 
+# A token's KV is 16 bytes: its id, its position, and a tag of its adapter. The next token is a blake2b over (seed,
+# choice, output index, adapter, the whole context as read back through the block table). A wrong block, a missing copy,
+# another adapter or position changes the text; `reference_tokens` says, from the request alone, what it must be.
 class FakeRunner:
-    """
-    Args:
-        eos_token_id: drawn with probability 1 / `eos_one_in` and never else; None: no token is special.
-        pace: called once a step, to take as long as a model would.
-        tenant_of: a sequence's tenant; given, a block that comes from another tenant uncleared is a fault.
-        adapters_on_device: given, a chunk whose adapter is not among them is a fault.
-        block_copy_s: how long copying one block out and in again is said to take.
-        copy_polls: how often a copy is asked for before it is over. What it reads and writes it does then.
+    """Args:
+    eos_token_id: drawn with probability 1 / `eos_one_in` and never else; None: no token is special.
+    pace: called once a step, to take as long as a model would.
+    tenant_of: a sequence's tenant; given, a block that comes from another tenant uncleared is a fault.
+    adapters_on_device: given, a chunk whose adapter is not among them is a fault.
+    block_copy_s: of one block out and in again.
+    copy_polls: how often a copy is asked for before it is over.
     """
 
     _checks_copies_at_submit = False
@@ -80,8 +78,8 @@ class FakeRunner:
         self.vocab_size = vocab_size
         self.max_context_tokens = max_context_tokens
         self.tenant_of = tenant_of
+        # whether one tenant may read what another has computed
         self.shares: Callable[[TenantId, TenantId], bool] = lambda reader, writer: False
-        """Whether one tenant may read what another has computed."""
         self.adapters_on_device = adapters_on_device
         self.faults: list[str] = []
         self._draw = TokenDraw(vocab_size, eos_token_id, eos_one_in)
@@ -126,7 +124,7 @@ class FakeRunner:
         raise EngineFault(fault)
 
     def _write(self, chunk: SequenceChunk, written: dict[int, int]) -> None:
-        """written: by block, which of its cells the step has written, as bits."""
+        # `written`: by block, which of its cells the step has written, as bits
         start, token_ids, block_table = chunk.start_position, chunk.token_ids, chunk.block_table
         size, tenants = self.block_size, self._tenants
         end = start + len(token_ids)
@@ -172,7 +170,7 @@ class FakeRunner:
         return writer == tenant or (writer is not None and self.shares(tenant, writer))
 
     def _check_table(self, chunk: SequenceChunk) -> None:
-        """A sequence's blocks before the chunk's first one are those that its last chunk had."""
+        # a sequence's blocks before the chunk's first one are those that its last chunk had
         known = self._tables.pop(chunk.sequence_id, [])
         if known == chunk.block_table:
             self._tables[chunk.sequence_id] = known
@@ -229,7 +227,6 @@ class AheadFakeRunner(FakeRunner):
         return step
 
     def compute(self, batch: StepBatch, drawn: Mapping[int, int]) -> Sequence[Sampled]:
-        """drawn: the step's pending tokens."""
         self._check_adapters(batch)
         return self.execute(replace(batch, chunks=[self._resolved(chunk, drawn) for chunk in batch.chunks]))
 
@@ -289,9 +286,7 @@ class FakeStep:
 
 
 class TokenDraw:
-    """Temperature 0 makes the text independent of seed and choice; of the other sampling parameters only `top_logprobs`
-    counts here.
-    """
+    """Temperature 0 makes the text independent of seed and choice; of the others only `top_logprobs` counts."""
 
     def __init__(self, vocab_size: int, eos_token_id: int | None, eos_one_in: int) -> None:
         assert vocab_size > 1
@@ -352,8 +347,7 @@ def reference_tokens(
     min_tokens: int = 0,
     bad_sequences: Collection[tuple[int, ...]] = (),
 ) -> list[int]:
-    """The output of a FakeRunner behind a right engine: up to `count` tokens, `emitted_token_ids` included, ended
-    before the first stop token."""
+    """Up to `count` tokens, `emitted_token_ids` included, ended before the first stop token."""
     draw = TokenDraw(vocab_size, eos_token_id, eos_one_in)
     sampling = Sampling(seed=seed, temperature=0.0 if greedy else 1.0)
     tag = _adapter_tag(adapter_uid)
@@ -378,8 +372,7 @@ class FakeAdapterBackend:
     """A load ends at the first `poll` at or after its time; `when_due` is told that time as the load begins.
 
     Args:
-        clock: seconds; the loop's time in the simulation.
-        size_bytes: of an adapter.
+        clock: seconds.
         load_s: seconds of a load to a tier.
         error_of: why a load to a tier fails; None: it does not.
     """
@@ -444,7 +437,7 @@ class FakeAdapterBackend:
 
 
 class FakeValidator:
-    """Finds every adapter good, but those whose path has something in `problems`."""
+    """Finds every adapter good whose path has nothing in `problems`."""
 
     def __init__(self, problems: Mapping[str, Sequence[FieldViolation]] | None = None) -> None:
         self._problems = problems or {}

@@ -45,7 +45,7 @@ class SimLimit(Exception):
 
 
 class _SimTask(asyncio.Task[T]):
-    """Its hash is the same in every run."""
+    # its hash is the same in every run
 
     number: int
 
@@ -54,7 +54,7 @@ class _SimTask(asyncio.Task[T]):
 
 
 class _SimFuture(asyncio.Future[T]):
-    """Numbered when it is hashed first: hardly any ever is."""
+    # numbered when it is hashed first: hardly any ever is
 
     __slots__ = ("number",)
 
@@ -69,7 +69,7 @@ class _SimFuture(asyncio.Future[T]):
 
 
 class _SimTimer(asyncio.TimerHandle):
-    """Without what asyncio's own keep for the debug mode."""
+    # without what asyncio's own keep for the debug mode
 
     __slots__ = ()
     _repr = _source_traceback = None
@@ -130,7 +130,6 @@ class SimNode:
 
     @property
     def tasks(self) -> tuple[asyncio.Task[Any], ...]:
-        """In order of creation."""
         return tuple(self._tasks)
 
     @property
@@ -179,7 +178,7 @@ class SimNode:
 
 
 class _VirtualSelector:
-    """Stands where the base loop keeps its selector; it is never asked."""
+    # stands where the base loop keeps its selector; it is never asked
 
     def close(self) -> None:
         pass
@@ -230,7 +229,7 @@ class SimLoop(base_events.BaseEventLoop):
 
     @property
     def digest(self) -> str:
-        """Of every event so far: its virtual time and who it was."""
+        """Of every event so far: its virtual time and its source."""
         self._digest_noted()
         return self._digest.hexdigest()
 
@@ -243,7 +242,6 @@ class SimLoop(base_events.BaseEventLoop):
         return SimNode(self, name, self._number_of(name))
 
     def requeue(self, handles: Sequence[asyncio.Handle]) -> None:
-        """For callbacks that were taken out of the loop."""
         self._ready.extend(handles)
 
     def lift_limits(self) -> None:
@@ -411,7 +409,6 @@ class SimLoop(base_events.BaseEventLoop):
         self._noted.clear()
 
     def _number_of(self, name: str) -> int:
-        """In the digest, where the name itself stands once."""
         number = self._name_numbers.get(name)
         if number is None:
             number = self._name_numbers[name] = len(self._name_numbers) + 1

@@ -1,8 +1,7 @@
 """The way between the nodes of the in-memory network: calls in transit, their delays, and its faults.
 
-A `Call` owns two pipes, in which bytes travel in order with delays of their own; a writer waits while `window_bytes`
-are unread. Every decision is a function of the calls, of the loop's time and of `rng`. Deliveries and timers run in the
-wire's own context, so they belong to no simulated process.
+A `Call` owns two pipes, in which bytes travel in order with delays of their own. Every decision is a function of the
+calls, of the loop's time and of `rng`. Deliveries run in the wire's own context: they belong to no simulated process.
 """
 
 from __future__ import annotations
@@ -68,7 +67,6 @@ class Pipe:
         return self._broken
 
     def send(self, item: bytes | End) -> None:
-        """Not bounded: `room` waits."""
         if self._broken is not None or self._silent:
             return
         if isinstance(item, bytes):
@@ -81,7 +79,7 @@ class Pipe:
         return self._unread_bytes >= self._wire.window_bytes and self._broken is None
 
     async def room(self) -> None:
-        """Waits until a writer may send. Returns at once where the pipe is broken."""
+        """Waits until a writer may send, or the pipe is broken."""
         while self.is_full:
             self._writer = self._wire.future()
             await self._writer
@@ -109,7 +107,6 @@ class Pipe:
         return bool(self._arrived) and isinstance(self._arrived[0], bytes)
 
     def arrival(self) -> asyncio.Future[None]:
-        """Done when `take` may have something."""
         assert self._reader is None or self._reader.done(), "one reader at most"
         reader = self._reader = self._wire.future()
         return reader
@@ -124,12 +121,12 @@ class Pipe:
             _wake(self._writer)
 
     def fall_silent(self) -> None:
-        """The writer's node is gone: nothing arrives any more; the reader waits."""
+        # the writer's node is gone: nothing arrives any more; the reader waits
         self._silent = True
         self._in_transit.clear()
 
     def flush(self) -> None:
-        """After a stall: due items arrive."""
+        # after a stall: due items arrive
         wire = self._wire
         while (
             self._due and self._in_transit and not (wire.has_partitions and wire.is_blocked(self._source, self._target))
@@ -176,7 +173,6 @@ class Call:
         self.timers: list[asyncio.TimerHandle] = []
 
     def end_client(self, end: End) -> None:
-        """Nothing is told to the server."""
         if self.client_end is None:
             self.client_end = end
             self.responses.break_off(end)
@@ -197,7 +193,7 @@ class Call:
             self._close_if_over()
 
     def tell_server(self) -> None:
-        """The client gave up: the server hears of it when the way is free, or misses its pings."""
+        """The server hears of it when the way is free, or misses its pings."""
         self._wire.deliver(self.client, self.server, self.end_server)
 
     def tell_client(self) -> None:
@@ -205,7 +201,6 @@ class Call:
         self._wire.deliver(self.server, self.client, self._reset_client)
 
     def miss_pings(self, *, at_client: bool) -> None:
-        """One end notices that the other is silent, and closes the connection."""
         if at_client and self.client_end is None:
             self.end_client(unavailable("ping timeout"))
             self.tell_server()
@@ -298,7 +293,7 @@ class Wire:
         return self.loop.time()
 
     def future(self) -> asyncio.Future[None]:
-        """For one end of a call alone: it is in no set, and need not hash alike in every run."""
+        # for one end of a call alone: it is in no set, and need not hash alike in every run
         return asyncio.Future(loop=self._loop or self.loop)
 
     def at(self, when: float, callback: Callable[..., None], *args: Any) -> asyncio.TimerHandle:
@@ -350,7 +345,7 @@ class Wire:
         self._calls.pop(call, None)
 
     def watch_stall(self, call: Call) -> None:
-        """Where a direction of the call is blocked, each end will miss its pings at a moment of its own."""
+        # where a direction of the call is blocked, each end will miss its pings at a moment of its own
         marks = self._marks(call)
         if any(marks):
             for at_client in (False, True):

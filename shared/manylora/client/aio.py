@@ -1,8 +1,4 @@
-"""The asyncio client. Owns one channel to one router; all methods may run concurrently.
-
-A stream: idle -> (connecting, maybe several attempts) -> running -> ended. Attempts are repeated only before the first
-frame.
-"""
+"""The asyncio client. Owns one channel to one router; all methods may run concurrently."""
 
 from __future__ import annotations
 
@@ -122,6 +118,7 @@ class _Caller:
             attempt += 1
 
 
+# idle -> (connecting, maybe several attempts) -> running -> ended. Attempts are repeated only before the first frame.
 class GenerateStream:
     """The events of one request, in order: one Started, Deltas, one Finished. One reader.
 
@@ -161,13 +158,12 @@ class GenerateStream:
         return event
 
     async def collect(self) -> Result:
-        """Reads to the end. Earlier events count too."""
         async for _ in self:
             pass
         return self.result()
 
     def result(self) -> Result:
-        """Before the end: the events so far."""
+        """Before the end: of the events so far."""
         return self._collector.result()
 
     def cancel(self) -> None:
@@ -265,12 +261,11 @@ class Keys:
     async def create(
         self, scopes: Sequence[str], *, tenant: str = "", name: str = "", timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> tuple[str, KeyInfo]:
-        """The new key, which nothing will show again, and what is known of it.
+        """The new key, which nothing will show again, and its record.
 
         Args:
             scopes: generate, admin (with a tenant); gateway, operator (without one).
             tenant: to which it is bound; empty: to none.
-            name: for people.
         """
         request = admin_pb2.CreateKeyRequest(tenant_id=tenant, scopes=scopes, name=name)
         answer = await self._caller.call(_ADMIN["CreateKey"], request, timeout_s=timeout_s, repeatable=False)
@@ -313,7 +308,7 @@ class Adapters:
         return await self._add(header, None, None, timeout_s)
 
     async def list(self, tenant_id: str = "", *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[AdapterInfo, ...]:
-        """Without a tenant those of all."""
+        """Of one tenant, or of all."""
         request = admin_pb2.ListAdaptersRequest(tenant_id=tenant_id)
         answer = await self._caller.call(_ADMIN["ListAdapters"], request, timeout_s=timeout_s)
         return tuple(adapter_from(a) for a in answer.adapters)
@@ -525,7 +520,7 @@ def _printable(sent: dict[str, str]) -> dict[str, str]:
 def _parts(
     header: admin_pb2.AddAdapterHeader, folder: AdapterFolder | None
 ) -> Iterator[tuple[admin_pb2.AddAdapterRequest, int]]:
-    """The messages of an upload, each with the file bytes sent once it is through."""
+    # the messages of an upload, each with the file bytes sent once it is through
     yield admin_pb2.AddAdapterRequest(header=header), 0
     sent_bytes = 0
     for name, data in folder.chunks() if folder is not None else ():

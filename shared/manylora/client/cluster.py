@@ -112,7 +112,7 @@ class OverloadStatus:
 
 @dataclass(frozen=True)
 class NoisyNeighbour:
-    """A tenant that others suffer from, or may soon; reported, and nothing else follows from it."""
+    """A tenant that others suffer from, or may soon; it is only reported."""
 
     kind: str
     tenant_id: str
@@ -122,8 +122,6 @@ class NoisyNeighbour:
 
 @dataclass(frozen=True)
 class PinStatus:
-    """An adapter that a tenant's policy pins."""
-
     name: str
     adapter_version: str  # empty: no adapter has this name
     workers: int

@@ -1,6 +1,5 @@
-"""The seam to the coordination store, in etcd's words: a *revision* counts the changes of the whole store,
-`mod_revision` is that of a key's last change. Every method raises StoreUnavailable while the store cannot be
-reached.
+"""The seam to the coordination store, in etcd's words: a *revision* counts the changes of the whole store. Every method
+raises StoreUnavailable while the store cannot be reached.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ class KeyValue:
     key: str
     value: bytes
     create_revision: int
+    # the store's revision at the key's last change
     mod_revision: int
     version: int
     lease_id: int = 0
@@ -46,7 +46,7 @@ class WatchEvent:
 
 @dataclass(frozen=True)
 class WatchBatch:
-    """Changes in order. `reset`: history was compacted, so `events` are all keys that exist now."""
+    """`reset`: history was compacted, so `events` are all keys that exist now."""
 
     revision: int
     events: tuple[WatchEvent, ...]
@@ -55,7 +55,7 @@ class WatchBatch:
 
 @dataclass(frozen=True)
 class Listing:
-    """Keys in order; watch from revision + 1 to miss nothing."""
+    """Watch from revision + 1 to miss nothing."""
 
     revision: int
     kvs: tuple[KeyValue, ...]
@@ -111,9 +111,8 @@ class Store(Protocol):
         """Unknown leases are ignored."""
 
     def watch(self, prefix: str, *, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
-        """Every change from `start_revision` on, in order, once, for ever, through outages and compaction (`reset`).
-
-        Close it (contextlib.aclosing) where it is left early. `prefix` is not empty.
+        """Every change from `start_revision` on, in order, once, through outages and compaction (`reset`). Close it
+        (contextlib.aclosing) where it is left early. `prefix` is not empty.
         """
 
     async def close(self) -> None: ...

@@ -1,6 +1,6 @@
 """A real etcd as a child process: for the local cluster, the tests and the benches.
 
-Owns the child, in a process group of its own, and its log. Its data outlive it: it can start again on the same port.
+Owns the child, in a process group of its own, and its log. Its data outlive it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ def find_etcd() -> Path:
 
 
 def free_port() -> int:
-    """On loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -109,14 +108,13 @@ class EtcdProcess:
             raise
 
     async def stop(self) -> None:
-        """Kills it where that takes too long."""
         await self._end(signal.SIGTERM)
 
     async def kill(self) -> None:
         await self._end(signal.SIGKILL)
 
     def pause(self) -> None:
-        """SIGSTOP. On Linux, returns when all its threads have stopped: some go on for a while."""
+        # SIGSTOP; on Linux wait until all its threads have stopped: some go on for a while
         os.kill(self.pid, signal.SIGSTOP)
         until = time.monotonic() + STOP_TIMEOUT_S
         while not all(_has_stopped(stat) for stat in Path(f"/proc/{self.pid}/task").glob("*/stat")):

@@ -83,7 +83,7 @@ class AdapterRecord(_JsonRecord):
 @dataclass(frozen=True)
 class ClockIndexRecord(_JsonRecord):
     """Parts 0 to `parts` - 1 of a bank, together `size_bytes` long. The banks take turns: the last whole clock can be
-    read until the next one is whole. The scheduler's clock_codec reads the bytes.
+    read until the next one is whole.
     """
 
     bank: int

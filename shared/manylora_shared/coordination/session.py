@@ -1,7 +1,7 @@
 """What services do with a store all their life: hold keys under a lease, stand for election, mirror a prefix.
 
-Each class owns one background task and the state that the task alone writes. While the store cannot be reached they
-keep their last knowledge and try again. Any error but StoreUnavailable and LeaseExpired is a bug: `close` raises it.
+Each class owns one background task and the state that the task alone writes. While the store is away they keep their
+last knowledge. Any error but StoreUnavailable and LeaseExpired is a bug: `close` raises it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ def _now() -> float:
 
 
 async def _stop(task: asyncio.Task[None] | None) -> None:
-    """Raises the task's error."""
     if task is None:
         return
     if not task.done():
@@ -111,9 +110,7 @@ class _Lease:
 
 
 class LeaseSession:
-    """Keys that stand as long as this process lives.
-
-    After a loss (the store says so, or it was not renewed in time) it grants a new lease and puts every key again.
+    """Keys that stand as long as this process lives. After a loss it grants a new lease and puts every key again.
     `on_lost` is called once a loss, from the task.
     """
 
@@ -146,7 +143,6 @@ class LeaseSession:
         self._work.set()
 
     def unset(self, key: str) -> None:
-        """Does not wait."""
         if self._wanted.pop(key, None) is not None:
             self._unwanted[key] = None
             self._work.set()
@@ -306,9 +302,7 @@ class Election:
             _LOG.warning("term %d on %s is over", epoch, self._key)
 
     async def _campaign(self) -> int:
-        """Waits for the key to be free and creates it. The lease is kept over failed attempts: a transaction that was
-        cut off may have been applied.
-        """
+        # The lease is kept over failed attempts: a transaction that was cut off may have been applied.
         while True:
             kv = await self._store.get(self._key)
             if kv is None:
@@ -337,7 +331,7 @@ class Election:
                     return
 
     async def _lead(self) -> None:
-        """Renews until the term ends, and gives the lease up: the next term has a new epoch."""
+        # The lease is given up at the end: the next term has a new epoch.
         watcher = asyncio.create_task(self._wait_free(self._epoch, self._epoch), name="election-watch")
 
         async def is_ours(pause_s: float) -> bool:

@@ -1,12 +1,4 @@
-"""What a scheduler is told over one Control stream, and when. Owns what happened since the last report.
-
-The first report is a snapshot. A further one goes out
-
-* at once where requests went, adapters moved, draining began, or one of several flows comes to have nothing ready, but
-  `_GATHER_S` after the last one at the soonest;
-* `_STARTED_S` after requests came: who granted them knows of them;
-* where only counters moved, `_COUNTERS_S` after the last one.
-"""
+"""What a scheduler is told over one Control stream, and when. Owns what happened since the last report."""
 
 from __future__ import annotations
 
@@ -42,11 +34,13 @@ class _Changes:
     ended: dict[RequestId, None] = field(default_factory=dict)
 
 
+# The first report is a snapshot. A further one goes out
+# * at once where requests went, adapters moved, draining began, or one of several flows comes to have nothing ready,
+#   but `_GATHER_S` after the last one at the soonest;
+# * `_STARTED_S` after requests came: who granted them knows of them;
+# * where only counters moved, `_COUNTERS_S` after the last one.
 class ControlSession:
-    """`next_report` is read by the stream's handler; the rest is told to it.
-
-    The engine's state is read from `view` at the moment of a report.
-    """
+    """The stream's handler reads `next_report`, which reads the engine's state from `view` at that moment."""
 
     def __init__(self, view: EngineView, *, sequence_slots: int, parked_sequences: int, kv_block_bytes: int) -> None:
         self._view = view
@@ -55,18 +49,15 @@ class ControlSession:
         self._max_sequences = sequence_slots + parked_sequences
         self._is_draining = False
         self._changes: deque[_Changes] = deque([_Changes()])
+        # as last reported, as all up to `_setbacks`; the view never changes one in place
         self._adapters: Mapping[AdapterUid, AdapterTier] | None = None
-        """The view never changes one in place."""
         self._flows: dict[FlowKey, tuple[FlowTokens, FlowLoad]] = {}
         self._slots = view.slots
-        self._served: dict[FlowKey, None] = {}
-        """Without a ready sequence, as of `_slots`."""
+        self._served: dict[FlowKey, None] = {}  # without a ready sequence, as of `_slots`
         self._kv_blocks: dict[TenantId, int] = {}
         self._tenant_adapters: Mapping[TenantId, TenantAdapters] = {}
         self._setbacks: dict[TenantId, Setbacks] = {}
-        """All these as last reported."""
-        self._due_at: float | None = None
-        """By the event loop's clock; None: nothing has changed."""
+        self._due_at: float | None = None  # by the event loop's clock; None: nothing has changed
         self._reported_at = float("-inf")
         self._is_closed = False
         self._error: ManyloraError | None = None
@@ -195,7 +186,7 @@ class ControlSession:
                     report.tenant_adapters.add(tenant_id=tenant_id, **counts)
 
     def _add_setbacks(self, report: worker_pb2.ControlReport) -> None:
-        """The last ones in the view: those that grew."""
+        # the last ones in the view have grown
         known = self._setbacks
         for tenant_id in reversed(self._view.setbacks):
             setbacks = self._view.setbacks[tenant_id]
@@ -219,5 +210,4 @@ def _pin_status(state: PinState) -> status_pb2.PinStatus:
 
 _NO_TOKENS, _NO_LOAD = FlowTokens(), FlowLoad()
 _NO_ADAPTERS = TenantAdapters()
-_COUNTERS = tuple(status_pb2.WorkerCounters.DESCRIPTOR.fields_by_name)
-"""By name as EngineStats has them."""
+_COUNTERS = tuple(status_pb2.WorkerCounters.DESCRIPTOR.fields_by_name)  # by name as EngineStats has them

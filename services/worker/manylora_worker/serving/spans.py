@@ -72,7 +72,6 @@ class ExecuteSpans:
         self._span.__exit__(kind, error, traceback)
 
     def count(self, outputs: Sequence[TokenOutput]) -> None:
-        """They are about to be sent."""
         self._output_tokens += sum(len(output.token_ids) for output in outputs)
 
     def end(self, end: StreamEnd) -> None:

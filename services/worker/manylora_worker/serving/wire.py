@@ -20,8 +20,7 @@ from manylora_worker.kinds.api import AdapterTier, EngineRequest, FinishReason, 
 from manylora_worker.models.parts import ModelInfo
 
 MAX_CHOICES = 8
-MAX_STOP_TOKENS = 256
-"""A caller's 64, and the model's own."""
+MAX_STOP_TOKENS = 256  # a caller's 64, and the model's own
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 TIERS = {
@@ -32,6 +31,7 @@ _FINISH_REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
+# ABORTED by nobody: only a worker that stops does that to a stream that is still read
 _OUTCOMES = {
     EndKind.COMPLETED: common_pb2.OUTCOME_COMPLETED,
     EndKind.ABORTED: common_pb2.OUTCOME_WORKER_LOST,
@@ -39,7 +39,6 @@ _OUTCOMES = {
     EndKind.ERROR: common_pb2.OUTCOME_INTERNAL,
     EndKind.SLOW_READER: common_pb2.OUTCOME_SLOW_READER,
 }
-"""ABORTED by nobody: only a worker that stops does that to a stream which is still read."""
 
 
 class _Violations:
@@ -107,9 +106,8 @@ def _check_token_ids(
 
 
 def tokens_frame(number: int, outputs: Iterable[TokenOutput]) -> worker_pb2.ExecuteResponse | None:
-    """One entry a choice, in the order of their first appearance; None: no entry.
-
-    Choices that were cut short have no finish reason: the request's outcome says why.
+    """One entry a choice, in the order of their first appearance; None: no entry. Choices that were cut short have no
+    finish reason: the request's outcome says why.
     """
     frame: worker_pb2.ExecuteResponse | None = None
     entries: dict[int, worker_pb2.ChoiceTokens] = {}

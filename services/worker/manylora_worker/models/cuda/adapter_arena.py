@@ -1,8 +1,4 @@
-"""Adapters on the device: their weights in blocks of the arena, and the table by which kernels find them.
-
-Matrices are cut in chunks of CHUNK_RANKS ranks (kernels/lora.py). Chunks that follow one another in the host buffer
-share a block while they fit: an adapter is one copy a block, and any free blocks serve any adapter.
-"""
+"""Adapters on the device: their weights in blocks of the arena, and the table by which kernels find them."""
 
 from __future__ import annotations
 
@@ -34,6 +30,8 @@ _KNOWN_ADAPTERS = 1 << 16
 class NoRoom(Exception): ...
 
 
+# Matrices are cut in chunks of CHUNK_RANKS ranks (kernels/lora.py). Chunks that follow one another in the host buffer
+# share a block while they fit: an adapter is one copy a block, and any free blocks serve any adapter.
 @dataclass(frozen=True)
 class _Run:
     """A stretch of the host buffer that lies in one block."""

@@ -1,8 +1,7 @@
 """Paged attention behind transformers' AttentionInterface: the torch reference, on any device.
 
-The keyword `manylora_attention` brings an object with an `attend` method: AttentionStep (one a step, from inputs.py) or
-the loader's probe. A row reads only blocks of its own table. Padding repeats the row's own blocks, masked with -inf
-before the softmax, and model_runner.py zeroes a block when a sequence enters it.
+The keyword `manylora_attention` brings an object with an `attend` method: AttentionStep or the loader's probe. A row
+reads only blocks of its own table.
 """
 
 from __future__ import annotations
@@ -120,13 +119,15 @@ def group_by_length(lengths: Sequence[int], *, slack: int = 2, share: float = 0.
 
 
 def _parts(members: list[int], longest: int, most: int | None) -> list[list[int]]:
-    """No part of more than one member gathers more than `most` blocks."""
+    # no part of more than one member gathers more than `most` blocks
     if most is None:
         return [members]
     size = max(1, most // longest)
     return [members[i : i + size] for i in range(0, len(members), size)]
 
 
+# Padding repeats the row's own blocks, masked with -inf before the softmax, and model_runner.py zeroes a block when a
+# sequence enters it: neither another tenant's values nor a stale NaN takes part.
 class AttentionStep:
     """Tables and masks are worked out once per sliding window. token_rows: [T], where each new token goes."""
 
@@ -200,7 +201,8 @@ class AttentionStep:
     def _attend_decode(
         self, layer: int, group: _DecodeGroup, queries: Tensor, scale: float, softcap: float | None
     ) -> Tensor:
-        """queries: [B, kv_heads, group, head_dim] -> the same. The query heads of one kv head stand as its rows."""
+        # queries: [B, kv_heads, group, head_dim] -> the same; the query heads of one kv head stand as its
+        # rows
         shape = (group.num_rows, group.gathered_tokens, queries.shape[1], queries.shape[3])
         keys, values = (
             x.view(shape)[:, group.seen].transpose(1, 2) for x in self._cache.gather(layer, group.block_rows)
@@ -216,7 +218,7 @@ class AttentionStep:
         scale: float,
         softcap: float | None,
     ) -> Tensor:
-        """queries: [n, kv_heads, group, head_dim] -> the same. The kv heads stand as the batch."""
+        # queries: [n, kv_heads, group, head_dim] -> the same; the kv heads stand as the batch
         num_kv_heads, group_size, head_dim = queries.shape[1:]
         if prefill.block_rows is None:
             keys, values = (x.reshape(-1, num_kv_heads, head_dim) for x in local)
@@ -309,7 +311,7 @@ class AttentionStep:
 
 
 def _index(rows: list[int], device: torch.device) -> slice | Tensor:
-    """rows: in rising order."""
+    # in rising order
     if rows[-1] - rows[0] + 1 == len(rows):
         return slice(rows[0], rows[-1] + 1)
     return torch.tensor(rows, device=device)

@@ -89,7 +89,6 @@ class KvCache:
         return self._by_block_id
 
     def block_row(self, block_id: int) -> int:
-        """For `gather`, in every layer."""
         return block_id * 2 * self.geometry.num_layers
 
     def token_row(self, block_id: int, offset: int) -> int:
@@ -117,11 +116,11 @@ class KvCache:
         value_view.index_copy_(0, token_rows, values)
 
     def clear_blocks(self, block_ids: Tensor) -> None:
-        """Zero, or NaN, as free blocks are."""
+        # zero, or NaN, as free blocks are
         self._by_block_id.index_fill_(0, block_ids, self._free_value)
 
     def zero_blocks(self, block_ids: Tensor) -> None:
-        """For a reader that multiplies what is masked by 0."""
+        # for a reader that multiplies what is masked by 0
         self._by_block_id.index_fill_(0, block_ids, 0)
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:

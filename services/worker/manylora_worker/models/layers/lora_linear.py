@@ -1,7 +1,6 @@
 """Linear layers that add each row's own LoRA, and the two ways to compute a batch of mixed adapters.
 
-The model runner sets LoraSwitch, every LoraLinear reads it, on the engine thread. No form multiplies a row by another
-row's adapter, so an infinity or a NaN stays in its row.
+No form multiplies a row by another row's adapter, so an infinity or a NaN stays in its row.
 """
 
 from __future__ import annotations

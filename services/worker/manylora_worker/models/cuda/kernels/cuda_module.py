@@ -97,7 +97,6 @@ def _value(argument: torch.Tensor | int | float | None) -> ctypes.c_void_p | cty
 
 
 def with_instructions(path: Path, defined: Mapping[str, int | str]) -> str:
-    """A .cu file of this folder, behind its definitions and instructions.cuh."""
     lines = [f"#define {name} {value}" for name, value in defined.items()]
     return "\n".join([*lines, path.with_name("instructions.cuh").read_text(), path.read_text()])
 

@@ -1,8 +1,4 @@
-"""Matrix products of few rows, where reading the weight once is all the work: y = x W^T.
-
-One row is a sum along the weight's rows. Up to a few dozen rows a product with few outputs leaves processors idle under
-cuBLAS, so its inner dimension is split. The rest is cuBLAS. Measured on an H200.
-"""
+"""Matrix products of few rows, where reading the weight once is all the work: y = x W^T."""
 
 from __future__ import annotations
 
@@ -13,6 +9,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 MOST_SPLITS = 4
+# One row is a sum along the weight's rows. Up to a few dozen rows a product with few outputs leaves processors idle
+# under cuBLAS, so its inner dimension is split. The rest is cuBLAS. Measured on an H200.
 MOST_SPLIT_ROWS = 64
 _BLOCK_N = 64
 _BLOCK_K = 128
@@ -22,7 +20,6 @@ _FEW_OUTPUTS = 8192
 
 @triton.jit
 def load_product(at, stride_part, mask, PARTS: tl.constexpr):
-    """A result of gemm.linear, its parts added up."""
     value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         value += tl.load(at + part * stride_part, mask=mask, other=0.0).to(tl.float32)
@@ -96,7 +93,7 @@ def _split_kernel(
 
 
 def _splits(rows: int, n: int, k: int, dtype: torch.dtype) -> int:
-    """Parts of the inner dimension; 0: leave it to cuBLAS."""
+    # 0: leave it to cuBLAS
     if rows > MOST_SPLIT_ROWS or n > _FEW_OUTPUTS or dtype.itemsize != 2 or n % _BLOCK_N:
         return 0
     tiles = n // _BLOCK_N

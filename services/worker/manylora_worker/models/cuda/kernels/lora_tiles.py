@@ -1,5 +1,5 @@
-"""Launches lora_tiles.cu in place of Triton's kernels by tile (lora.py, gate.py), for FEWEST_ROWS to MOST_ROWS rows of
-bf16 on Hopper with NVRTC. See docs/decisions/0012.
+"""Launches lora_tiles.cu in place of Triton's kernels by tile (lora.py, gate.py), for bf16 on Hopper with NVRTC. See
+docs/decisions/0012.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SPAN = 64
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the programs, in the source's words; the fastest of some on an H200."""
+    # in the source's words; the fastest of some on an H200
 
     shrink_stages: int = 2
     expand_spans: int = 2
@@ -55,7 +55,7 @@ def _s_bytes(chunks: int) -> int:
 
 class LoraTiles:
     def __init__(self, chunks: int, device: torch.device, sizes: Sizes | None = None) -> None:
-        """`chunks`: of an adapter's matrix, at most. Raises CudaUnavailable: no compiler, or not such a device."""
+        """Raises CudaUnavailable: no compiler, or not such a device."""
         properties = torch.cuda.get_device_properties(device)
         if properties.major < 9:
             raise CudaUnavailable(f"{properties.name} is older than Hopper")
@@ -97,7 +97,6 @@ class LoraTiles:
 
         Args:
             out: [rows, sum of widths], contiguous, written.
-            widths: outputs of each of the site's slots.
         """
         assert out.is_contiguous()
         assert out.shape[1] == sum(widths)
@@ -143,7 +142,7 @@ class LoraTiles:
         *,
         pdl: bool,
     ) -> None:
-        """apart: the grid without its last dimension, which the tiles share."""
+        # `apart`: the grid without its last dimension, which the tiles share
         members = max(1, min(lora.num_tiles, self._programs // math.prod(apart)))
         grid = (*apart, members, 1)[:3]
         assert len(grid) == 3

@@ -38,7 +38,7 @@ FUSED_ROWS = 64  # above, the weight is rebuilt whole: on an H200 that takes lon
 
 @triton.jit
 def _to_bf16(values, INTERPRETED: tl.constexpr):
-    """To nearest even, for finite values. Triton's interpreter truncates, so there the bits are rounded by hand."""
+    # to nearest even, for finite values; Triton's interpreter truncates, so there the bits are rounded by hand
     if INTERPRETED:
         bits = values.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -77,11 +77,7 @@ def _reduction_kernel(
     ROWS: tl.constexpr, OUTS: tl.constexpr, WORDS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """y[row, out] for OUTS outputs and all rows. x: [num_rows, num_words * 8], contiguous.
-
-    A lane holds single words of OUTS outputs, all in flight at once, and its part of x. With four words a lane every
-    value would cross shared memory. A scale enters once a word, after its 8 products.
-    """
+    """y[row, out] for OUTS outputs and all rows. x: [num_rows, num_words * 8], contiguous."""
     out = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
     out_kept = out < out_features
     row = tl.arange(0, ROWS)
@@ -96,6 +92,8 @@ def _reduction_kernel(
         lookup1 = tl.load(lookup_ptr + 1)
         lookup2 = tl.load(lookup_ptr + 2)
         lookup3 = tl.load(lookup_ptr + 3)
+    # A lane holds single words of OUTS outputs, all in flight at once, and its part of x. With four words a lane every
+    # value would cross shared memory. A scale enters once a word, after its 8 products.
     for first in range(0, num_words, WORDS):
         word = first + tl.arange(0, WORDS)
         # Hints: an unknown alignment makes it one word a lane; "contiguous" gives the scales' loads the same lanes.
@@ -326,7 +324,7 @@ def product_by_tiles(
 
 
 def _split(num_tiles: int, num_blocks: int, tile_blocks: int) -> tuple[int, int]:
-    """(splits, blocks of 64 inputs a split): enough programs for the device, whole tiles, no empty split."""
+    # (splits, blocks of 64 inputs a split): enough programs for the device, whole tiles, no empty split
     splits = min(-(-_PROGRAMS_WANTED // num_tiles), _LARGEST_SPLIT)
     per_split = -(-num_blocks // splits)
     per_split = -(-per_split // tile_blocks) * tile_blocks
@@ -362,7 +360,6 @@ class Nf4Linear(nn.Module):
 
     @classmethod
     def from_weight(cls, weight: Tensor, bias: Tensor | None, workspace: Nf4Workspace) -> Nf4Linear:
-        """weight: unquantized, [out, in]."""
         return cls(quantize(weight), bias, workspace)
 
     def forward(self, x: Tensor) -> Tensor:

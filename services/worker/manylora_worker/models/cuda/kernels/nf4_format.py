@@ -78,11 +78,8 @@ def nested_absmax(
 
 
 def quantize(weight: Tensor, *, double: bool = True) -> Nf4Weight:
-    """[out, in] of any float type, as bitsandbytes' Linear4bit. `double` rounds the scales to 8 bits, as
-    `compress_statistics` does; their offset is a mean and depends on the device in its last bit.
-
-    Raises:
-        ValueError: the inputs are no multiple of 64.
+    """[out, in] of any float type, as bitsandbytes' Linear4bit; `double`: its `compress_statistics`. The inputs are a
+    multiple of 64, or ValueError.
     """
     out_features, in_features = weight.shape
     _check_in_features(in_features)
@@ -93,7 +90,7 @@ def quantize(weight: Tensor, *, double: bool = True) -> Nf4Weight:
     indices = torch.bucketize(scaled, (codebook[:-1] + codebook[1:]) / 2, out_int32=True).to(torch.uint8)
     codes = (indices[:, ::2] << 4) | indices[:, 1::2]
     if double:
-        offset = absmax.mean()
+        offset = absmax.mean()  # its last bit depends on the device's order of summation
         absmax = nested_absmax(*_quantize_scales(absmax - offset), offset)
     return Nf4Weight(
         codes.reshape(out_features, in_features // 2).contiguous(),
@@ -102,7 +99,7 @@ def quantize(weight: Tensor, *, double: bool = True) -> Nf4Weight:
 
 
 def _quantize_scales(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(8-bit codes, float32 scale a block of 256, the map)."""
+    # (8-bit codes, float32 scale a block of 256, the map)
     code_map = dynamic_map().to(values.device)
     padding = -values.numel() % NESTED_BLOCK_SIZE
     blocks = F.pad(values, (0, padding)).reshape(-1, NESTED_BLOCK_SIZE)

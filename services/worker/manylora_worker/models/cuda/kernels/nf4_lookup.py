@@ -18,7 +18,7 @@ def _bf16_bits(value: float) -> int:
 # bytes, `prmt` picks 4 at once. A tree of selects takes 15; a 64-byte table in L1 or tl.gather 1 at half the rate, and
 # 2 for the address. Triton's interpreter cannot run PTX and takes the loads.
 def _repeated_bits(value: float) -> int:
-    """The 16 bits 'hi lo' for which float32 'hi lo lo lo' is nearest to the value."""
+    # the 16 bits 'hi lo' for which float32 'hi lo lo lo' is nearest to the value
     near = _bf16_bits(value)
     candidates = [bits for bits in (near - 1, near, near + 1) if 0 <= bits <= 0xFFFF and bits >> 15 == near >> 15]
     return min(candidates, key=lambda bits: abs(_repeated_value(bits) - value)) if value else 0
@@ -37,7 +37,7 @@ REDUCTION_CODEBOOK = tuple(_repeated_value(bits) for bits in REPEATED_BITS)
 
 
 def _table_words(entries: tuple[int, ...], shift: int) -> list[int]:
-    """Four 32-bit words with byte `shift / 8` of the 16 entries."""
+    # four 32-bit words with byte `shift / 8` of the 16 entries
     chosen = [entry >> shift & 0xFF for entry in entries]
     return [sum(chosen[4 * word + i] << 8 * i for i in range(4)) for word in range(4)]
 
@@ -78,14 +78,14 @@ _FLOAT_SELECTORS = (0x5111, 0x4000, 0x7333, 0x6222)
 
 
 def _floats_asm() -> str:
-    """$0..$7: 8 float32 of the word $8; $9..$12 table words."""
+    # $0..$7: 8 float32 of the word $8; $9..$12 table words
     lines = _lookup_asm(REPEATED_BITS, "$8", ("$9", "$10", "$11", "$12"))
     lines += [f"prmt.b32 ${e}, l{e // 4}, h{e // 4}, {_FLOAT_SELECTORS[e % 4]:#06x};" for e in range(8)]
     return "{ " + " ".join(lines) + " }"
 
 
 def _scaled_pairs_asm() -> str:
-    """$0..$7: 8 bf16 of the word $8, multiplied by $13 (float32, rounded to bf16 first); $9..$12 table words."""
+    # $0..$7: 8 bf16 of the word $8, multiplied by $13 (float32, rounded to bf16 first); $9..$12 table words
     lines = [".reg .b32 r, scale;", "cvt.rn.bf16x2.f32 scale, $13, $13;"]
     lines += _lookup_asm(PAIR_BITS, "$8", ("$9", "$10", "$11", "$12"))
     for pair in range(4):
