@@ -1,30 +1,27 @@
-"""Everything that can go wrong with a request, as one tree of exceptions.
+"""Everything that can go wrong with a request, as one tree of exceptions."""
 
-    ManyloraError
-    |-- Rejected                      before the request was queued: nothing was done, nothing is owed
-    |   |-- InvalidRequest            whatever the state
-    |   |-- NotFound                  foreign and absent answer alike
-    |   |-- AlreadyExists
-    |   |-- VersionConflict           somebody else changed it since the caller looked
-    |   |-- Unready                   right request, wrong state
-    |   |-- Overloaded                the cluster's own caps
-    |   |-- QuotaExceeded             the tenant's; no retry hint where it can never fit
-    |   |-- CircuitOpen               its tenant's or adapter's requests have kept failing
-    |   |-- Quarantined               the same prompt was there at every failure of workers
-    |   |-- Unauthenticated           missing, unknown and revoked keys answer alike
-    |   `-- PermissionDenied          a valid key, of which this call needs more
-    `-- Interrupted                   after it was queued
-        |-- WorkerLost
-        |-- ServiceUnavailable        one that the request needs
-        |-- DeadlineExceeded
-        |-- Cancelled
-        |-- AdapterFailed             its weights could not be loaded
-        |-- QuotaExhausted            the tokens ran out while the answer streamed
-        |-- SlowReader
-        `-- InternalError
-
-Programmer errors are asserts, not members of this tree.
-"""
+# ManyloraError
+# |-- Rejected                      before the request was queued: nothing was done, nothing is owed
+# |   |-- InvalidRequest            whatever the state
+# |   |-- NotFound                  foreign and absent answer alike
+# |   |-- AlreadyExists
+# |   |-- VersionConflict           somebody else changed it since the caller looked
+# |   |-- Unready                   right request, wrong state
+# |   |-- Overloaded                the cluster's own caps
+# |   |-- QuotaExceeded             the tenant's; no retry hint where it can never fit
+# |   |-- CircuitOpen               its tenant's or adapter's requests have kept failing
+# |   |-- Quarantined               the same prompt was there at every failure of workers
+# |   |-- Unauthenticated           missing, unknown and revoked keys answer alike
+# |   `-- PermissionDenied          a valid key, of which this call needs more
+# `-- Interrupted                   after it was queued
+#     |-- WorkerLost
+#     |-- ServiceUnavailable        one that the request needs
+#     |-- DeadlineExceeded
+#     |-- Cancelled
+#     |-- AdapterFailed             its weights could not be loaded
+#     |-- QuotaExhausted            the tokens ran out while the answer streamed
+#     |-- SlowReader
+#     `-- InternalError
 
 from __future__ import annotations
 
@@ -59,10 +56,10 @@ class Code(enum.IntEnum):
 
 class HttpError(NamedTuple):
     status: int
-    type: str
-    """In OpenAI's words."""
+    type: str  # in OpenAI's words
 
 
+# of every error without its own (`own_http`)
 HTTP_OF_CODE: Mapping[Code, HttpError] = {
     Code.CANCELLED: HttpError(499, "cancelled_error"),
     Code.UNKNOWN: HttpError(500, "server_error"),
@@ -81,7 +78,6 @@ HTTP_OF_CODE: Mapping[Code, HttpError] = {
     Code.DATA_LOSS: HttpError(500, "server_error"),
     Code.UNAUTHENTICATED: HttpError(401, "authentication_error"),
 }
-"""Of every error without its own (`own_http`)."""
 
 
 def retry_after_header(retry_after_s: float | None) -> str | None:
@@ -107,11 +103,9 @@ class FieldViolation:
 
 @dataclass(frozen=True)
 class QuotaBreach:
-    quota: str
-    """Its path in the policy: `classes.batch.token_bucket`."""
+    quota: str  # its path in the policy: `classes.batch.token_bucket`
     tenant_id: str
-    limit: int
-    """In the quota's own unit; of a bucket its rate a second."""
+    limit: int  # in the quota's own unit; of a bucket its rate a second
     description: str
 
 
@@ -124,8 +118,7 @@ class ManyloraError(Exception):
 
     code: Code = Code.INTERNAL
     label: str = "internal"
-    own_http: HttpError | None = None
-    """Where its code's answer would mislead."""
+    own_http: HttpError | None = None  # where its code's answer would mislead
 
     def __init__(
         self,

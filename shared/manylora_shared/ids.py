@@ -7,10 +7,9 @@ import re
 from typing import NewType
 
 TenantId = NewType("TenantId", str)
-AdapterName = NewType("AdapterName", str)
-"""An adapter's name inside its tenant's namespace."""
+AdapterName = NewType("AdapterName", str)  # inside its tenant's namespace
+# sha256 (hex) over an adapter's content; names with equal bytes share one, a reload with other bytes has another
 AdapterUid = NewType("AdapterUid", str)
-"""sha256 (hex) over an adapter's content. Names with equal bytes share one; a reload with other bytes has another."""
 RequestId = NewType("RequestId", str)
 WorkerId = NewType("WorkerId", str)
 RouterId = NewType("RouterId", str)
@@ -20,13 +19,11 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
 def is_valid_name(name: str) -> bool:
-    """Whether `name` may name a tenant or an adapter: NAME_PATTERN, and no `..` that a path could read."""
+    """NAME_PATTERN, and no `..` that a path could read."""
     return _NAME.fullmatch(name) is not None and ".." not in name
 
 
 class QosClass(enum.StrEnum):
-    """The service class of a request."""
-
     INTERACTIVE = "interactive"
     STANDARD = "standard"
     BATCH = "batch"

@@ -1,4 +1,4 @@
-"""The keys of a call's metadata that say for whom it is. Those of credentials are identity.py's and peers.py's."""
+"""The keys of a call's metadata that say for whom it is."""
 
 from __future__ import annotations
 

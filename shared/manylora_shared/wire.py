@@ -1,4 +1,4 @@
-"""What every service's `wire.py` needs between protobuf messages and plain data. Owns no state."""
+"""What every service's `wire.py` needs between protobuf messages and plain data."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ QOS_NUMBERS = {
     QosClass.STANDARD: common_pb2.QOS_CLASS_STANDARD,
     QosClass.BATCH: common_pb2.QOS_CLASS_BATCH,
 }
+# without the unset one, and without those of later versions
 QOS_CLASSES: dict[int, QosClass] = {int(number): qos_class for qos_class, number in QOS_NUMBERS.items()}
-"""Without the unset one, and without those of later versions."""

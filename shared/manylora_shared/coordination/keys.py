@@ -9,6 +9,7 @@
 # /manylora/adapters/<tenant_id>/<name>      AdapterRecord
 # /manylora/keys/<key_id>                    KeyRecord: an API key's hash, never the key
 # /manylora/cluster/peer_secret              what services show one another (peers.py), as text
+
 from __future__ import annotations
 
 ROOT = "/manylora/"

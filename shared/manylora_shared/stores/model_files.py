@@ -1,10 +1,4 @@
-"""Where a base model's files are: a folder, or a hub id in the local cache. Downloads nothing.
-
-Not every process that asks has huggingface_hub, so the cache is read by its documented layout ("Local cache"):
-
-    <cache>/models--ORG--NAME/refs/main                the commit that the branch stands at
-    <cache>/models--ORG--NAME/snapshots/<commit>/      the files
-"""
+"""Where a base model's files are: a folder, or a hub id in the local cache. Downloads nothing."""
 
 from __future__ import annotations
 
@@ -17,6 +11,10 @@ from manylora_shared.process.config import environment
 _HUB_ID = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)?")
 
 
+# Not every process that asks has huggingface_hub, so the cache is read by its documented layout ("Local cache"):
+#
+#     <cache>/models--ORG--NAME/refs/main                the commit that the branch stands at
+#     <cache>/models--ORG--NAME/snapshots/<commit>/      the files
 class ModelNotFound(FileNotFoundError):
     """The message names it."""
 
@@ -34,12 +32,11 @@ def model_folder(model: str, env: Mapping[str, str] | None = None) -> Path:
 
 
 def model_name(model: str) -> str:
-    """The last part. Adapters name the model that they were made for by it."""
+    # adapters name their base model by it
     return model.rstrip("/").rsplit("/", 1)[-1]
 
 
 def hub_cache(env: Mapping[str, str]) -> Path:
-    """Of huggingface_hub, under these environment variables."""
     if named := env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE"):
         return Path(named).expanduser()
     if home := env.get("HF_HOME"):

@@ -1,14 +1,9 @@
-"""Traces and metrics: the only importer of OpenTelemetry. Owns the process's exporter; nothing is global.
+"""Traces and metrics: the only importer of OpenTelemetry. Owns the process's exporter; nothing is global."""
 
-Spans know nothing of the running task: a parent is given as the W3C `traceparent` that also travels between services,
-so a span may start in one task and end in another, or be told afterwards with explicit times (unix, ns).
-
-    with telemetry.span(SpanName.REQUEST, parent=metadata.get("traceparent"), attributes=common) as span:
-        waiting = telemetry.span(SpanName.QUEUE_WAIT, parent=span.traceparent, attributes=common)
-
-A disabled telemetry reads no clock and draws no randomness; its spans hand on their parent's traceparent. Spans never
-carry text of prompts or answers, nor token ids.
-"""
+# Spans know nothing of the running task: a parent is given as the W3C `traceparent` that also travels between services,
+# so a span may start in one task and end in another, or be told afterwards with explicit times (unix, ns). A disabled
+# telemetry reads no clock and draws no randomness; its spans hand on their parent's traceparent. Spans never carry text
+# of prompts or answers, nor token ids.
 
 from manylora_shared.telemetry.names import Attribute, Attributes, MetricName, SpanName, request_attributes
 from manylora_shared.telemetry.source import Telemetry

@@ -18,8 +18,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 _EXPORT_TIMEOUT_S = 3
 _BATCH_DELAY_MS = 500
 _METRICS_INTERVAL_MS = 5000
-_QUEUE_SPANS = 8192
-"""More are dropped."""
+_QUEUE_SPANS = 8192  # more are dropped
 
 
 def spans_to_receiver(endpoint: str) -> BatchSpanProcessor:

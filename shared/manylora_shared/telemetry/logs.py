@@ -1,9 +1,5 @@
-"""Logs: one JSON object a line on stderr. Owns the process's root logger once `setup` was called.
-
-    log.warning("adapter load failed", extra=fields(tenant=tenant, traceparent=span.traceparent))
-
-gives `{"time": "2026-01-31T12:00:00.123Z", "level": "warning", "service": "worker", "message": ..., "tenant": ...}`.
-Prompts, answers and token ids are never logged.
+"""Logs: one JSON object a line on stderr. Owns the process's root logger once `setup` was called. Prompts, answers and
+token ids are never logged.
 """
 
 from __future__ import annotations
@@ -17,8 +13,8 @@ from typing import Any, TextIO
 from manylora_shared.telemetry.traceparent import trace_id_of
 
 _KEY = "manylora_fields"
+# a tenant's content, or secrets
 _FORBIDDEN = frozenset({"prompt", "text", "completion", "messages", "token_ids", "prompt_token_ids", "authorization"})
-"""A tenant's content, or secrets."""
 
 
 def fields(*, traceparent: str = "", **values: object) -> dict[str, Any]:

@@ -36,8 +36,8 @@ class MetricName:
     ADAPTER_EVICTIONS = "manylora.adapter_evictions"
     UNMET_PINS = "manylora.unmet_pins"
 
+    # what is left of the error budget is 1 - bad / ((1 - target) * (good + bad))
     SLO_REQUESTS = "manylora.slo.requests"
-    """What is left of the error budget is 1 - bad / ((1 - target) * (good + bad))."""
     SLO_AVAILABILITY_TARGET = "manylora.slo.availability_target"
     SLO_FIRST_TOKENS = "manylora.slo.first_tokens"
     SLO_TTFT = "manylora.slo.ttft_ms"
@@ -51,10 +51,8 @@ class Attribute:
 
     TENANT_ID = "manylora.tenant.id"
     QOS_CLASS = "manylora.class"
-    ADAPTER_ID = "manylora.adapter.id"
-    """In its tenant's namespace; empty: the base model."""
-    ADAPTER_VERSION = "manylora.adapter.version"
-    """Its content uid."""
+    ADAPTER_ID = "manylora.adapter.id"  # in its tenant's namespace; empty: the base model
+    ADAPTER_VERSION = "manylora.adapter.version"  # its content uid
     ADAPTER_RESIDENT = "manylora.adapter.resident"
     REQUEST_ID = "manylora.request.id"
     ROUTER_ID = "manylora.router.id"
@@ -80,7 +78,6 @@ class Attribute:
 def request_attributes(
     *, tenant: str, qos_class: str, adapter: str, adapter_version: str = "", request_id: str = ""
 ) -> dict[str, AttributeValue]:
-    """Of every span of a request."""
     found: dict[str, AttributeValue] = {
         Attribute.TENANT_ID: tenant,
         Attribute.QOS_CLASS: qos_class,

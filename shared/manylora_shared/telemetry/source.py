@@ -30,14 +30,9 @@ class Telemetry:
     def __init__(
         self, service: str, *, instance_id: str = "", otlp_endpoint: str = "", trace_file: Path | str = ""
     ) -> None:
-        """
-        Args:
-            service: `router`, `scheduler` or `worker`; the resource's service.name is `manylora-<service>`.
-            instance_id: the resource's service.instance.id.
-            otlp_endpoint: an OTLP gRPC receiver: `host:port` or `http://host:port` (plain), `https://host:port` (TLS).
-            trace_file: a file to append spans to, one JSON object a line; several processes may share it.
-
-        With neither endpoint nor file, telemetry is disabled.
+        """service: `router`, `scheduler` or `worker`. otlp_endpoint: `host:port` or `http://host:port` (plain),
+        `https://host:port` (TLS). trace_file: to append spans to; several processes may share it. With neither,
+        telemetry is disabled.
         """
         processors: list[BatchSpanProcessor | SimpleSpanProcessor] = []
         reader: MetricReader | None = None
@@ -55,7 +50,7 @@ class Telemetry:
 
     @classmethod
     def recording(cls, service: str, *, instance_id: str = "") -> Telemetry:
-        """In memory, for tests: `recorded()`, `recorded_metrics()`."""
+        """For tests: `recorded()`, `recorded_metrics()`."""
         telemetry = cls.__new__(cls)
         telemetry._recorder = Recorder()
         telemetry._start(service, instance_id, [SimpleSpanProcessor(telemetry._recorder)], InMemoryMetricReader())
@@ -94,7 +89,7 @@ class Telemetry:
         return self._provider is not None
 
     def now_ns(self) -> int:
-        """Unix time for a later `start_ns` or `end_ns`; 0 while disabled."""
+        """For a later `start_ns` or `end_ns`; 0 while disabled."""
         return time.time_ns() if self._provider is not None else 0
 
     def span(
@@ -106,14 +101,10 @@ class Telemetry:
         start_ns: int | None = None,
         server: bool = False,
     ) -> Span:
-        """Starts a span.
-
-        Args:
-            name: a SpanName.
-            parent: a traceparent; None, empty or malformed starts a new trace.
-            attributes: as `request_attributes` gives them, and more.
-            start_ns: when it really began; default: now.
-            server: whether it answers a call from another process (the span kind SERVER).
+        """Args:
+        parent: a traceparent; None, empty or malformed starts a new trace.
+        start_ns: when it really began; default: now.
+        server: whether it answers a call from another process (the span kind SERVER).
         """
         if self._provider is None:
             return NullSpan(parent or "")
@@ -133,7 +124,7 @@ class Telemetry:
         return self._meters is not None
 
     def gauge(self, name: str, value: float, attributes: Attributes | None = None) -> None:
-        """`attributes`: few distinct ones: each combination is kept as long as the process lives."""
+        # Each combination of attributes is kept as long as the process lives.
         if self._meters is not None:
             if name not in self._gauges:
                 self._gauges[name] = self._meter.create_gauge(name)

@@ -1,4 +1,4 @@
-"""Spans: what a service sees of one, what a disabled telemetry hands out, and what wraps the SDK's."""
+"""Spans: what a service sees of one, the disabled telemetry's, and those over the SDK's."""
 
 from __future__ import annotations
 
@@ -83,8 +83,6 @@ class NullSpan:
 
 
 class LiveSpan:
-    """The SDK's, which ignores what comes after its end."""
-
     __slots__ = ("_ended", "_span", "_status_set")
 
     def __init__(self, span: trace.Span) -> None:

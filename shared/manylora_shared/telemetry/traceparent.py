@@ -16,7 +16,7 @@ def trace_id_of(traceparent: str) -> str:
 
 
 def split(traceparent: str) -> tuple[int, int, int] | None:
-    """Trace id, span id and flags (W3C Trace Context 1, section 3.2); None: it is malformed."""
+    """W3C Trace Context 1, section 3.2. None: it is malformed."""
     match = _TRACEPARENT.fullmatch(traceparent)
     if match is None or match["version"] == "ff" or (match["version"] == "00" and match["rest"] is not None):
         return None

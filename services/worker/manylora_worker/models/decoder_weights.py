@@ -1,9 +1,7 @@
 """A loaded transformers model seen as what a decoder of our own computes: products, norms, and one shape a layer.
-cuda/decoder.py computes it by fused kernels, torch/decoder.py by torch's operators.
 
 `read_decoder` knows no family by name: it reads which modules a layer has; scale, window and soft cap come from the
-loader's probe. `torch.decoder.trusted_weights` finds what a module tree does not show, such as a factor in a layer's
-code.
+loader's probe. `torch.decoder.trusted_weights` finds what a module tree does not show.
 """
 
 from __future__ import annotations

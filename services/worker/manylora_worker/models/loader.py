@@ -1,9 +1,4 @@
-"""Loading a base model: checks that it can be served exactly, then puts our attention and LoRA-aware linears into it.
-
-Only FUSED_PROJECTIONS names families. What else a model does differently (windows, soft caps, scales, head counts) one
-probing pass learns: a recorder stands in for the attention and notes what each layer hands over. A model that would be
-served wrongly is refused (ModelRefused).
-"""
+"""Loading a base model: checks that it can be served exactly, then puts our attention and LoRA linears into it."""
 
 from __future__ import annotations
 
@@ -34,14 +29,14 @@ _LOG = logging.getLogger(__name__)
 
 Quantization = Literal["none", "nf4"]
 
+# Model type -> module name -> groups of its linear layers that read the same input and become one product. An absent
+# family runs as it is (phi3 fuses its projections itself). Only this table names families: one probing pass learns what
+# else a model does differently (windows, soft caps, scales, head counts). A recorder stands in for the attention and
+# notes what each layer hands over.
 FUSED_PROJECTIONS: Mapping[str, Mapping[str, Sequence[Sequence[str]]]] = {
     family: {"self_attn": (("q_proj", "k_proj", "v_proj"),), "mlp": (("gate_proj", "up_proj"),)}
     for family in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 }
-"""Model type -> module name -> groups of its linear layers that read the same input and become one product.
-
-An absent family runs as it is (phi3 fuses its projections itself).
-"""
 
 _ATTENTION_KEYWORDS_WITHOUT_EFFECT = frozenset({"position_ids", "use_cache", "cache_position", "position_embeddings"})
 _MAX_HEADER_BYTES = 100 << 20
@@ -52,14 +47,12 @@ class ModelRefused(ValueError): ...
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What the rest of the worker may know about the base model.
-
-    Attributes:
-        source_name: last component of the path or hub id that it came from.
-        digest: sha256 (hex) over config.json and the weight files' names, sizes and headers.
-        modules: path -> (in, out) of every linear layer that an adapter may target.
-        head_modules: paths of the embeddings and the output head, which it may not.
-        other_modules: paths of everything else in the module tree.
+    """Attributes:
+    source_name: last component of the path or hub id that it came from.
+    digest: sha256 (hex) over config.json and the weight files' names, sizes and headers.
+    modules: path -> (in, out) of every linear layer that an adapter may target.
+    head_modules: paths of the embeddings and the output head, which it may not.
+    other_modules: paths of everything else in the module tree.
     """
 
     name: str
@@ -201,7 +194,6 @@ def _folder(path: str) -> Path:
 
 
 def _checked_config(folder: Path) -> PretrainedConfig:
-    """Refuses what cannot be served, as far as the config tells."""
     config_file = folder / "config.json"
     try:
         raw = json.loads(config_file.read_text())
@@ -228,16 +220,15 @@ def _checked_config(folder: Path) -> PretrainedConfig:
 
 
 def _rope_parameters(config: PretrainedConfig) -> list[Mapping[str, Any]]:
-    """One set of rotary parameters, or one a layer type."""
+    # one set, or one a layer type
     parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     nested: list[Mapping[str, Any]] = [value for value in parameters.values() if isinstance(value, dict)]
     return nested or [parameters]
 
 
 def _max_context_tokens(config: PretrainedConfig) -> int:
-    """longrope switches the whole batch to other frequencies once one sequence passes the original length, so the
-    context ends there.
-    """
+    # longrope switches the whole batch to other frequencies once one sequence passes the original length, so the
+    # context ends there
     limit: int = config.max_position_embeddings
     for rope in _rope_parameters(config):
         if rope.get("rope_type") == "longrope":
@@ -363,7 +354,6 @@ class _Probe:
 
 
 def _probe(model: PreTrainedModel) -> _Probe:
-    """One pass over two tokens."""
     recorder = _Recorder()
     label = f"{type(model).__name__}"
     try:
@@ -401,7 +391,7 @@ def _probe(model: PreTrainedModel) -> _Probe:
 def _install_linears(
     model: PreTrainedModel, modules: Mapping[str, tuple[int, int]], switch: LoraSwitch, *, fused: bool
 ) -> list[Site]:
-    """Every linear layer except the head becomes a LoraLinear, fused where the table says so."""
+    # every linear layer except the head becomes a LoraLinear, fused where the table says so
     heads = _head_modules(model)
     roles = FUSED_PROJECTIONS.get(model.config.model_type, {}) if fused else {}
     sites: list[Site] = []
@@ -447,7 +437,7 @@ def _fuse(parent: nn.Module, parent_path: str, members: Sequence[str], index: in
 
 
 def _pack_linears(model: PreTrainedModel) -> None:
-    """The head too: a copy, where it shares the embeddings' weight."""
+    # the head too: a copy, where it shares the embeddings' weight
     for path, module in list(model.named_modules()):
         if type(module) is nn.Linear and module.weight.numel() >= WORTH_PACKING:
             parent_path, _, leaf = path.rpartition(".")
@@ -455,7 +445,7 @@ def _pack_linears(model: PreTrainedModel) -> None:
 
 
 def _quantize_linears(model: PreTrainedModel) -> None:
-    """Layer by layer; the head stays as it is."""
+    # layer by layer; the head stays as it is
     from manylora_worker.models.cuda.kernels.nf4 import Nf4Linear, Nf4Workspace
     from manylora_worker.models.cuda.kernels.nf4_format import BLOCK_SIZE
 

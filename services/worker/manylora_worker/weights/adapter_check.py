@@ -1,4 +1,4 @@
-"""Whether a stored adapter fits the base model: the seam between the servicer and whoever can read weights."""
+"""Whether a stored adapter fits the base model: the seam between the servicer and the reader of weights."""
 
 from __future__ import annotations
 

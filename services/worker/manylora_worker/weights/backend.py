@@ -1,8 +1,7 @@
 """Moves adapters between the store, host memory and the device, beside the engine loop.
 
-TorchAdapterBackend owns the host tier (uid -> HostAdapter); the runner owns the device tier (AdapterTarget);
-adapters/cache.py decides which adapter should be where. Its threads share only queues and single dict operations with
-the engine thread, which never waits for them.
+TorchAdapterBackend owns the host tier (uid -> HostAdapter); the runner owns the device tier (AdapterTarget). Its
+threads share only queues and single dict operations with the engine thread.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class AdapterTarget(Protocol):
-    """Where adapters go on the device. The engine's thread reserves and drops, the copying thread fills."""
+    """The engine's thread reserves and drops, the copying thread fills."""
 
     def adapter_bytes(self, adapter: HostAdapter) -> int:
         """Called by a loader's thread."""
@@ -54,8 +53,7 @@ class TorchAdapterBackend:
     """See api.AdapterBackend. Called by the engine thread.
 
     Args:
-        objects: holds one folder an adapter, named by uid.
-        reader: closed with the backend.
+        objects: one folder an adapter, named by uid.
         notify: called by the threads after each event; must not block.
     """
 

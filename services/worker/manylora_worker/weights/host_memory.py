@@ -1,9 +1,4 @@
-"""Pinned host memory for adapters: a device copies from it at full speed, and other processes write to it.
-
-Pinning stops the device's driver, steps in flight included (a fifth of a second for 84 MB), so HostMemory pins the
-whole host tier when the worker starts and gives out ranges of it, first fit. Descriptors are memfd: the last process to
-end frees the memory, and containers do not limit it as they do /dev/shm.
-"""
+"""Pinned host memory for adapters: a device copies from it at full speed, and other processes write to it."""
 
 from __future__ import annotations
 
@@ -48,8 +43,11 @@ class _Segment:
                 raise RuntimeError(f"the host tier's memory is still in use: CUDA error {int(outcome)}")
 
 
+# Pinning stops the device's driver, steps in flight included (a fifth of a second for 84 MB), so HostMemory pins the
+# whole host tier when the worker starts and gives out ranges of it, first fit. Descriptors are memfd: the last process
+# to end frees the memory, and containers do not limit it as they do /dev/shm.
 class HostMemory:
-    """One pinned range, used from any thread."""
+    """Used from any thread."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
@@ -88,7 +86,6 @@ class HostMemory:
         return start if start in self._taken else -1
 
     def fd_apart(self, buffer: Tensor) -> int:
-        """The descriptor of the buffer's own memory."""
         return self._apart[buffer.data_ptr()].fd
 
     def close(self) -> None:

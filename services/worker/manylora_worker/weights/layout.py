@@ -1,5 +1,5 @@
 """Where an adapter's matrices lie in host memory: one flat buffer in the model's compute type, A stacked by site, B
-transposed and scaled. One copy of the buffer brings it to the device.
+transposed and scaled.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def ranks_by_slot(layout: Layout, sites: Sequence[Site]) -> list[int]:
 
 
 def _place_site(site: Site, ranks: Mapping[str, int], start: int) -> PlacedSite | None:
-    """From element `start` on: A of all its slots, then each slot's B."""
+    # from element `start` on: A of all its slots, then each slot's B
     ranked = [(i, ranks[slot.path], slot) for i, slot in enumerate(site.slots) if slot.path in ranks]
     if not ranked:
         return None

@@ -1,7 +1,7 @@
 """How a weight file becomes an adapter's buffer: what is copied from where to where.
 
-Most adapters of a base model are alike but for their weights. A Packing holds for all files of such a kind; a reader
-keeps the last ones (Scratch) and checks the next file only for digest and NaN.
+A Packing holds for all files that are alike but for their weights; a reader keeps the last ones (Scratch) and checks
+the next file only for digest and NaN.
 """
 
 from __future__ import annotations
@@ -124,9 +124,7 @@ def _is_exact(value: float, dtype: torch.dtype) -> bool:
 
 
 class Scratch(threading.local):
-    """What a thread keeps between reads: the last packings, and a file buffer (fresh memory costs page faults, and
-    giving it back interrupts all threads).
-    """
+    # fresh memory costs page faults, and giving it back interrupts all threads
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None

@@ -1,4 +1,4 @@
-"""The seam between loads and whoever reads adapters: this process, or others (reader_pool.py)."""
+"""The seam between loads and the readers of adapters: this process, or others (reader_pool.py)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class AdapterReader(Protocol):
         """
 
     def check(self, folder: Path) -> Layout:
-        """Reads any uid, keeps nothing, raises as `read`."""
+        """Keeps nothing. Raises as `read`."""
 
     def free(self, adapter: HostAdapter) -> None: ...
 
     def close(self) -> None:
-        """Idempotent; no call may be under way."""
+        """No call may be under way."""
 
 
 class LocalReader:

@@ -1,9 +1,7 @@
 """Reads adapters in processes of their own, so that the engine's thread never waits for the interpreter.
 
-ReaderProcesses owns the readers (reader_process.py), their fork server, and the host tier's memory, which readers write
-to. A reader serves one call at a time; a call that finds none idle forks one. A reader that dies, is late or makes no
-sense is killed and fails only its call. Its memory is given out again once it has ended; if it hangs in the kernel,
-that memory is lost and the log says so.
+ReaderProcesses owns the readers (reader_process.py), their fork server, and the host tier's memory. A reader serves one
+call at a time; a call that finds none idle forks one.
 """
 
 from __future__ import annotations
@@ -55,12 +53,10 @@ class ReaderFailed(RuntimeError): ...
 
 
 class ReaderProcesses:
-    """Its processes end with `close`, and with this process. It closes `memory`.
+    """Its processes end with `close`, and with this process. patience_s: for reading a small adapter."""
 
-    Args:
-        patience_s: how long a small adapter may take to be read.
-    """
-
+    # A reader that dies, is late or makes no sense is killed and fails only its call. Its memory is given out again
+    # once it has ended; if it hangs in the kernel, that memory is lost and the log says so.
     def __init__(
         self, base: AdapterBase, limits: AdapterLimits, memory: HostMemory, *, patience_s: float = _PATIENCE_S
     ) -> None:
@@ -97,7 +93,6 @@ class ReaderProcesses:
         self._memory.close()
 
     def _call(self, folder: Path, uid: AdapterUid | None) -> tuple[Layout, Tensor | None]:
-        """uid: None: nothing is kept."""
         reader = self._take()
         buffer: Tensor | None = None
         try:
@@ -189,7 +184,7 @@ class ReaderProcesses:
 
 
 def _failure_of(error: BaseException) -> ReaderFailed | None:
-    """What a call fails with; None: with the error itself."""
+    """None: the call fails with the error itself."""
     if isinstance(error, EOFError | ConnectionError):
         return ReaderFailed("the process that read the adapter died")
     if isinstance(error, TimeoutError | BlockingIOError):
@@ -211,8 +206,6 @@ def _weights_bytes(folder: Path) -> int:
 
 
 class _Reader:
-    """The worker's end. One thread at a time."""
-
     def __init__(self, end: socket.socket) -> None:
         seconds, rest = divmod(_MESSAGE_S, 1.0)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(rest * 1e6)))

@@ -1,17 +1,18 @@
 """Reads adapters: `python -m manylora_worker.weights.reader_process CONTROL_FD BASE_FD MEMORY_FD`.
 
 A fork server imports torch and forks a reader for each socket sent to it. It stays single-threaded, because a fork
-copies other threads' locks. Neither touches a device; readers write into the host tier's memory. Both end with their
-socket. Messages are JSON: the worker must not unpickle what a parser of tenants' files says.
-
-    reader    {"pid"}                       once
-    worker    {"folder", "uid", "keeps"}    uid: what the content must have, or null; keeps: put the weights in memory
-    reader    {"elements"}                  with keeps, when all but the weights' values has been checked
-    worker    {"offset"}                    bytes in MEMORY_FD's memory; -1: a descriptor of other memory follows
-    reader    {"ranks"}                     success: the rank at each of the model's slots, 0 for none
-              {"violations"}                [field, description] of each
-              {"error"}                     it could not be read
+copies other threads' locks. Neither touches a device. Both end with their socket.
 """
+
+# Messages are JSON: the worker must not unpickle what a parser of tenants' files says.
+#
+#     reader    {"pid"}                       once
+#     worker    {"folder", "uid", "keeps"}    uid: what the content must have, or null; keeps: put the weights in memory
+#     reader    {"elements"}                  with keeps, when all but the weights' values has been checked
+#     worker    {"offset"}                    bytes in MEMORY_FD's memory; -1: a descriptor of other memory follows
+#     reader    {"ranks"}                     success: the rank at each of the model's slots, 0 for none
+#               {"violations"}                [field, description] of each
+#               {"error"}                     it could not be read
 
 from __future__ import annotations
 

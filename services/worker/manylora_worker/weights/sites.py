@@ -1,9 +1,8 @@
-"""Where LoRA attaches to a base model, and an adapter's matrices at these places. All of it is immutable.
+"""Where LoRA attaches to a base model, and an adapter's matrices at these places. All of it is immutable."""
 
-A *site* is one matrix product of the base model: a linear layer, or fused ones (q, k, v). The model's own layers are
-its *slots*: slot i makes the columns [start, stop) of the output. An adapter has A stacked over a site's slots and one
-B a slot, scaled by alpha / r already. Nothing is padded to a common rank.
-"""
+# A *site* is one matrix product of the base model: a linear layer, or fused ones (q, k, v). The model's own layers are
+# its *slots*: slot i makes the columns [start, stop) of the output. An adapter has A stacked over a site's slots and
+# one B a slot, scaled by alpha / r already. Nothing is padded to a common rank.
 
 from __future__ import annotations
 
