@@ -1,8 +1,6 @@
-"""The choice among flows with queued items: their places in the orders of the tags. Pure; written by its `FairQueue`
-alone.
+"""The choice among flows with queued items: their places in the orders of the tags. Pure; written by its `FairQueue`.
 
-Knows nothing of running items, counters or the clock V. All boosts that still rise do so at one pace, so the order of
-these flows stands still: a flow changes orders once, when its boost reaches its cap.
+All boosts rise at one pace, so a flow changes orders once, when its boost reaches its cap.
 """
 
 from __future__ import annotations
@@ -18,8 +16,7 @@ from manylora_shared.fairness.seam import TAG_SCALE, Pick
 
 _US_PER_S = 1_000_000
 NEVER_US = 1 << 62
-_COMPACT_SLACK = 64
-"""A heap is rebuilt once it has this many entries more than twice the valid ones."""
+_COMPACT_SLACK = 64  # A heap is rebuilt once it has this many entries more than twice the valid ones.
 
 F = TypeVar("F", bound=Hashable)
 I = TypeVar("I", bound=Hashable)  # noqa: E741
@@ -27,8 +24,7 @@ P = TypeVar("P")
 
 
 class Queued(NamedTuple, Generic[I]):
-    """A queued item, and its entry in its flow's heap: the first four compare. One object, since there may be a hundred
-    thousand, all of them cold."""
+    """A queued item, and its entry in its flow's heap: the first four compare."""
 
     urgency: int
     due_us: int
@@ -37,8 +33,7 @@ class Queued(NamedTuple, Generic[I]):
     item: I
     need: Hashable
     since_us: int
-    urgent_us: int
-    """When its flow's boost is at its cap, however short it waited."""
+    urgent_us: int  # when its flow's boost is at its cap, however short it waited
     flow: Any
 
 
@@ -51,48 +46,35 @@ assert Queued._fields[_NEED : _URGENT_US + 1] == ("need", "since_us", "urgent_us
 class Contender(Generic[F, I]):
     """What the contest has of a flow. Its owner sets what follows from the share, and head."""
 
-    __deletable__ = ("plain", "boosted")
-    """For mypyc: a compiled class's attributes are for good otherwise."""
+    __deletable__ = ("plain", "boosted")  # for mypyc: a compiled class's attributes are for good otherwise
     __slots__ = ("base", "boosted", "cap", "fill_us", "fills_at", "head", "is_apart", "is_full", "key", "need",
                  "order", "plain", "served_us")  # fmt: skip
 
     def __init__(self, key: F, order: int) -> None:
         self.key = key
-        self.order = order
-        """Unique; decides between equal tags."""
+        self.order = order  # unique: decides between equal tags
         self.base = 0
-        self.cap = 0
-        """Both in tag units."""
-        self.fill_us = NEVER_US
-        """How long its age alone takes to bring the boost to the cap."""
-        self.served_us = -NEVER_US
-        """The last dispatch."""
+        self.cap = 0  # as `base`, in tag units
+        self.fill_us = NEVER_US  # how long its age alone takes to bring the boost to the cap
+        self.served_us = -NEVER_US  # the last dispatch
         self.is_apart = False
-        self.head: Queued[I] | None = None
-        """As it stands in the contest; None: the flow does not."""
+        self.head: Queued[I] | None = None  # as it stands in the contest; None: the flow does not
         self.need: Hashable = None
-        self.plain: Place[Contender[F, I]] = Place(self, order)
-        """Its key is the tag by which it stands there."""
+        self.plain: Place[Contender[F, I]] = Place(self, order)  # its key is the tag by which it stands there
         self.boosted: Place[Contender[F, I]] = Place(self, order)
-        self.is_full = False
-        """Whether `boosted` is in `Contest.full`."""
-        self.fills_at = NEVER_US
-        """Of its valid entry in `Contest._filling`."""
+        self.is_full = False  # whether `boosted` is in `Contest.full`
+        self.fills_at = NEVER_US  # of its valid entry in `Contest._filling`
 
 
 class Contest(Generic[F, I]):
     def __init__(self, aging_per_s: int) -> None:
-        self._aging = aging_per_s * TAG_SCALE // _US_PER_S
-        """In tag units per microsecond."""
+        self._aging = aging_per_s * TAG_SCALE // _US_PER_S  # tag units per microsecond
         self.now_us = 0
-        self.plain: FlowOrder[Contender[F, I]] = FlowOrder()
-        """By tag."""
-        self.rising: FlowOrder[Contender[F, I]] = FlowOrder()
-        """By what the boosted tag would have been at time 0."""
-        self.full: FlowOrder[Contender[F, I]] = FlowOrder()
-        """By the boosted tag."""
+        self.plain: FlowOrder[Contender[F, I]] = FlowOrder()  # by tag
+        self.rising: FlowOrder[Contender[F, I]] = FlowOrder()  # by what the boosted tag would have been at time 0
+        self.full: FlowOrder[Contender[F, I]] = FlowOrder()  # by the boosted tag
+        # (when, order, flow) of the rising; entries may be early or stale
         self._filling: list[tuple[int, int, Contender[F, I]]] = []
-        """(when, order, flow) of the rising; as in `FlowOrder`, entries may be early, or left behind."""
 
     def fill_us(self, base: int, cap: int) -> int:
         if cap <= base:
@@ -143,8 +125,7 @@ class Contest(Generic[F, I]):
             order.put(place, key, need)
 
     def retag(self, flow: Contender[F, I], tag: int) -> None:
-        """As `put`, for a flow that stands here and of which nothing but its tag has changed: its first item, which may
-        be cold, is not looked at."""
+        """As `put`, for a flow that stands here and of which only the tag has changed."""
         order, place = self.plain, flow.plain
         grown = tag - place.key
         if place.group is order.unsorted:
@@ -176,7 +157,6 @@ class Contest(Generic[F, I]):
         flow.fills_at = NEVER_US
 
     def forget(self, flow: Contender[F, I]) -> None:
-        """It is not put again."""
         if flow.head is not None:
             self.drop(flow)
         del flow.plain, flow.boosted  # they refer to the flow
@@ -267,7 +247,7 @@ class Contest(Generic[F, I]):
             yield flow
 
     def _floor(self, fits: Callable[[I], P | None], fitting: dict[Hashable, bool]) -> int:
-        """`fitting`: needs that were asked for already."""
+        # `fitting` has the needs that were asked for already.
         first = self.plain.first()
         assert first is not None
         for place in itertools.chain((first,), self.plain.heads()):

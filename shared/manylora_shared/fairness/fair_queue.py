@@ -1,12 +1,9 @@
-"""The fair queue of the scheduler, for tens of thousands of flows. Pure; one writer, its owner.
+"""The scheduler's fair queue, for tens of thousands of flows. Pure; one writer, its owner.
 
-Follows the rules of seam.py, and knows capped boosts, needs, and costs that are counted elsewhere:
+Follows the rules of seam.py, with two of its own (docs/decisions/0008):
 
-    select    argmin of vt_f - boost_f / phi_f, where
-              boost_f = min(cap_f, base_f + aging * phi_f * wait), and cap_f once the first item is urgent
-    count     a source's cumulative counter grew by c: min(c, R_f) moves from R_f to a_f, the rest is added to a_f
-
-A flow waits since its first item came or, where that is later, since its last dispatch.
+1. select: argmin of vt_f - boost_f / phi_f; boost_f = min(cap_f, base_f + aging * phi_f * wait), cap_f once urgent.
+2. count: a source's counter grew by c: min(c, R_f) moves from R_f to a_f, the rest is added to a_f.
 """
 
 from __future__ import annotations
@@ -18,11 +15,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 from manylora_shared.fairness.contest import NEVER_US, ArrivalContest, Contender, Contest, Queued
 from manylora_shared.fairness.seam import TAG_SCALE, Pick, Rank, Share
 
-_COMPACT_SLACK = 64
-"""A heap is rebuilt once it has this many entries more than twice the live ones."""
+_COMPACT_SLACK = 64  # A heap is rebuilt once it has this many entries more than twice the live ones.
 
-_MAX_SHARES = 4096
-"""So many different shares are known at a time."""
+_MAX_SHARES = 4096  # so many different shares are known at a time
 
 F = TypeVar("F", bound=Hashable)
 I = TypeVar("I", bound=Hashable)  # noqa: E741
@@ -40,9 +35,8 @@ class FlowBooks(Contender[F, I]):
         self.inverse = TAG_SCALE
         self.settled = 0
         self.reserved = 0
+        # What is left of running items' reservations, in the order of dispatch: charges eat the oldest first.
         self.unspent: dict[I, int] = {}
-        """What running items have left of their reservations, in the order of dispatch: charges eat the oldest
-        first."""
         self.queue: list[Queued[I]] = []
         self.num_queued = 0
         self.num_running = 0
@@ -59,12 +53,9 @@ class FlowBooks(Contender[F, I]):
 class FairQueue(Generic[F, I]):
     """A `Fairness`. Times are whole microseconds of one clock.
 
-    `need` is what it takes to start an item: items of equal need are offered to `select`'s test through one of them
-    only. So a decision costs O(log n) in the number of flows plus, where the first in order does not fit, the number of
-    distinct needs.
-
-    Args:
-        aging_per_s: units of cost per unit of weight by which a waiting flow's boost grows in a second, up to its cap.
+    Items of equal `need` are offered to `select`'s test through one of them only: a decision costs O(log flows +
+    needs).
+    `aging_per_s` is the cost per unit of weight by which a waiting flow's boost grows in a second.
     """
 
     _contest_type: ClassVar[type[Contest[Any, Any]]] = Contest
@@ -74,22 +65,18 @@ class FairQueue(Generic[F, I]):
         # What queue_succession.py takes over, for a successor and from a predecessor; for all others to read:
         self.virtual_time = 0
         self.books: dict[F, FlowBooks[F, I]] = {}
-        self.counted: dict[str, dict[F, int]] = {}
-        """By source: cumulative, as they were settled last."""
+        self.counted: dict[str, dict[F, int]] = {}  # by source: cumulative, as they were settled last
+        # Until `resume`: flows that were backlogged at the snapshot. Who comes back of these keeps its tag.
         self.returning: dict[F, None] | None = None
-        """Until `resume`: the flows that were backlogged when the snapshot was taken. Nothing is dispatched or
-        forgotten until then, and whoever comes back of these keeps its tag."""
-        self._items: dict[I, Any] = {}
-        """A queued item's entry in its flow's queue, a running one's flow."""
+        self._items: dict[I, Any] = {}  # a queued item's entry in its flow's queue, a running one's flow
         self.num_queued = 0
         self.num_running = 0
+        # Flows whose place in the contest is not up to date; whether more than their tag has changed.
         self._moved: dict[FlowBooks[F, I], bool] = {}
-        """Flows whose place in the contest is brought up to date before the next choice; whether more than their tag
-        has changed."""
+        # (tag, order, flow) of idle flows ahead of the clock; stale entries linger
         self._resting: list[tuple[int, int, F]] = []
-        """(tag, order, flow) of idle flows ahead of the clock; stale entries linger."""
+        # Inverse, base, cap and fill_us, once for all flows of a share: numbers of each flow's own would be cold.
         self._follows: dict[Share, tuple[int, int, int, int]] = {}
-        """Inverse, base, cap and fill_us, once for all flows of a share: numbers of each flow's own would be cold."""
         self._next_order = 0
         self._next_serial = 0
 
@@ -112,7 +99,7 @@ class FairQueue(Generic[F, I]):
         return found is not None and found.tag >= (self.virtual_time if other is None else other.settled)
 
     def weight_of(self, flow: F) -> int:
-        """1 for a flow that is not remembered."""
+        # 1 for a flow that is not remembered
         found = self.books.get(flow)
         return found.share.weight if found is not None else 1
 
@@ -129,7 +116,6 @@ class FairQueue(Generic[F, I]):
         return found.num_running if found is not None else 0
 
     def flows(self) -> list[F]:
-        """Those with items, in the order in which they came."""
         return [flow.key for flow in self.books.values() if not flow.idle]
 
     # ---- items
@@ -145,11 +131,7 @@ class FairQueue(Generic[F, I]):
         since_us: int = 0,
         urgent_us: int | None = None,
     ) -> None:
-        """Queues an item that waits since `since_us` and has its flow's full boost from `urgent_us` on.
-
-        Args:
-            need: None: its own, which no other item has.
-        """
+        """Queues an item that waits since `since_us` and has its flow's full boost from `urgent_us` on."""
         assert item not in self._items, f"{item} is queued or runs"
         known = self.books.get(flow)
         is_newcomer = known is None or not known.num_queued
@@ -185,8 +167,7 @@ class FairQueue(Generic[F, I]):
         return self._contest.select(fits, now_us)
 
     def select_one_by_one(self, fits: Callable[[F, I], P | None], now_us: int, *, limit: int) -> Pick[I, P] | None:
-        """As `select`, for a test that depends on the flow: asks for the first `limit` flows, one after the other. The
-        pick's floor is the least tag of all that are queued."""
+        """As `select`, for a test that depends on the flow: asks for the first `limit` flows, one after the other."""
         self._show_moved()
         return self._contest.select_one_by_one(fits, now_us, limit=limit)
 
@@ -212,10 +193,7 @@ class FairQueue(Generic[F, I]):
         self._move(entry)
 
     def settle(self, item: I, cost: int = 0) -> None:
-        """
-        Args:
-            cost: what it used and no counter names.
-        """
+        """`cost` is what the item used and no counter names."""
         assert cost >= 0
         flow: FlowBooks[F, I] = self._items.pop(item)
         assert isinstance(flow, FlowBooks), f"{item} was not dispatched"
@@ -242,8 +220,7 @@ class FairQueue(Generic[F, I]):
             self._move(found)
 
     def set_apart(self, flow: F, *, is_apart: bool) -> None:
-        """Whether the flow's items are offered to `select`'s test by themselves, not through another's of equal need.
-        Lasts until the flow is forgotten."""
+        """Whether the flow's items are offered to `select`'s test by themselves."""
         found = self.books.get(flow)
         if found is not None and found.is_apart != is_apart:
             found.is_apart = is_apart
@@ -254,12 +231,9 @@ class FairQueue(Generic[F, I]):
     def count(
         self, source: str, totals: Mapping[F, int], share_of: Callable[[F], Share], *, are_all: bool = False
     ) -> list[tuple[F, int]]:
-        """Settles what a source's cumulative counters grew by; returns (flow, cost) for each that grew. One that fell
-        back is a new process's, and then all of the source's begin at zero.
+        """Settles what a source's cumulative counters grew by; returns (flow, cost) for each that grew.
 
-        Args:
-            share_of: asked for each flow that grew, and in force from then on.
-            are_all: whether `totals` are all that the source has, so that a counter that is missing fell back to zero.
+        A counter that fell back, or is missing from all, is a new process's: then all of the source's begin at zero.
         """
         counted = self.counted.get(source)
         if counted is None:
@@ -282,11 +256,11 @@ class FairQueue(Generic[F, I]):
         return grown
 
     def begin_counting(self, source: str, totals: Mapping[F, int]) -> None:
-        """Of a new source; these are not charged."""
+        # These totals are not charged.
         self.counted[source] = dict(totals)
 
     def counted_by(self, source: str) -> Mapping[F, int]:
-        """For reading, until the next call."""
+        """The result is for reading, until the next call."""
         return self.counted.get(source, {})
 
     def knows_source(self, source: str) -> bool:
@@ -298,8 +272,7 @@ class FairQueue(Generic[F, I]):
     # ---- the rules; the property tests break each of them to see that it is noticed
 
     def _catch_up(self, newcomer: F) -> None:
-        """The least of the others may have been charged, since the last dispatch, for work that it had not reserved: a
-        newcomer has no claim to the time in which that was done."""
+        # A newcomer has no claim to the time in which the least of the others did what it had not reserved.
         if self.returning is not None:
             return
         self._show_moved()
@@ -327,7 +300,7 @@ class FairQueue(Generic[F, I]):
         flow.reserved -= flow.unspent.pop(item, 0)
 
     def _cap(self, flow: FlowBooks[F, I]) -> int:
-        """In tag units."""
+        # in tag units
         return flow.share.cap * flow.inverse
 
     def _charge(self, flow: FlowBooks[F, I], cost: int) -> None:
@@ -397,7 +370,6 @@ class FairQueue(Generic[F, I]):
         self._moved[flow] = True
 
     def _show_moved(self) -> None:
-        """Brings the contest up to date."""
         contest = self._contest
         for flow, is_more in self._moved.items():
             if not is_more:
@@ -439,7 +411,7 @@ class FairQueue(Generic[F, I]):
                 self._forget(flow)
 
     def _forget(self, flow: FlowBooks[F, I]) -> None:
-        """Cuts what refers to the flow from its own parts: then its memory needs no garbage collection."""
+        # What refers to the flow from its own parts is cut: then its memory needs no garbage collection.
         del self.books[flow.key]
         self._moved.pop(flow, None)
         flow.queue.clear()
@@ -473,8 +445,7 @@ class FairQueue(Generic[F, I]):
 
 
 class ArrivalQueue(FairQueue[F, I]):
-    """First come, first served, with the books of the fair queue: what that is compared with. Ranks' `order` must be
-    unique over all flows and grow as items come."""
+    """First come, first served, with the fair queue's books. Ranks' `order` must grow over all flows."""
 
     _contest_type = ArrivalContest
 

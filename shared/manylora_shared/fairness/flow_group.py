@@ -1,6 +1,4 @@
-"""Flows by one key, as parts of a `FlowOrder`: those of one need in a heap, and all others in buckets. Pure; written by
-the `FlowOrder` alone, whose docstring says what entries are.
-"""
+"""Flows by one key: those of one need in a heap, all others in buckets. Pure; written by their `FlowOrder` alone."""
 
 from __future__ import annotations
 
@@ -9,17 +7,13 @@ from collections.abc import Hashable
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, Generic, TypeVar
 
-COMPACT_SLACK = 64
-"""A heap is rebuilt once it has this many entries more than twice the valid ones."""
-_FIRST_SHIFT = 40
-"""Buckets of one unit of cost at weight 1, until it is seen how close the keys are."""
+COMPACT_SLACK = 64  # A heap is rebuilt once it has this many entries more than twice the valid ones.
+_FIRST_SHIFT = 40  # buckets of one unit of cost at weight 1, until it is seen how close the keys are
 _BEFORE_ALL = -(1 << 200)
 _LEAST_IN_BUCKET = 64
 _IN_BUCKET = 256
-_MOST_IN_BUCKET = 1024
-"""Between these numbers of entries in a bucket, the width stays."""
-_MOST_NARROWED = 3
-"""Bits at a time."""
+_MOST_IN_BUCKET = 1024  # between these numbers of entries in a bucket the width stays
+_MOST_NARROWED = 3  # bits at a time
 
 F = TypeVar("F")
 
@@ -35,14 +29,11 @@ class Place(Generic[F]):
         self.key = 0
         self.need: Hashable = None
         self.group: Group[F] | None = None
-        self.entry: Any = None
-        """The valid `Entry` in its group's heap, or the bucket that it lies in."""
-        self.floor = 0
-        """The least key for which that will do."""
+        self.entry: Any = None  # the valid `Entry` in its group's heap, or the bucket that it lies in
+        self.floor = 0  # the least key for which that will do
 
 
-Entry = Any
-"""(key, order, place), told from others by its identity: mypyc would make another object of a tuple of known types."""
+Entry = Any  # (key, order, place), told from others by identity: mypyc would copy a tuple of known types
 
 
 def _entry(place: Place[F]) -> Entry:
@@ -50,27 +41,21 @@ def _entry(place: Place[F]) -> Entry:
 
 
 class _Bucket(Generic[F]):
-    """Places whose keys are not below `floor`, in no order."""
-
     __slots__ = ("floor", "places")
 
     def __init__(self, floor: int) -> None:
-        self.floor = floor
-        """One number for all of them: of each place's own it would be cold."""
+        self.floor = floor  # one number for all places: each place's own would be cold
         self.places: list[Place[F]] = []
 
 
 class Group(Generic[F]):
-    """The flows of one need."""
-
     __slots__ = ("entry", "heap", "index", "need", "size")
 
     def __init__(self, need: Hashable, index: int) -> None:
         self.need = need
         self.index = index
         self.heap: list[Entry] = []
-        self.size = 0
-        """Entries may be more."""
+        self.size = 0  # entries may be more
         self.entry: GroupEntry = None
 
     def enter(self, place: Place[F]) -> None:
@@ -101,17 +86,15 @@ class Group(Generic[F]):
         self.heap.clear()
 
     def valid(self) -> list[Place[F]]:
-        """In no order."""
+        # in no order
         return [entry[2] for entry in self.heap if entry is entry[2].entry]
 
 
 class Unsorted(Group[F]):
-    """All flows that were not sorted by their needs: tens of thousands, and a heap of so many is cold memory.
+    """All flows that were not sorted by their needs: a calendar queue (Brown 1988), since a heap of so many is cold
+    memory.
 
-    So `heap` has the entries up to a *horizon* alone, and the places beyond lie in buckets by the upper bits of their
-    keys (a calendar queue: Brown 1988). A bucket is looked through once, when the heap has run out: what has risen goes
-    on to its own bucket, and the rest becomes the heap. The buckets' width follows the number of entries that they
-    have.
+    `heap` has the entries up to a horizon; the rest lie in buckets by their keys' upper bits.
     """
 
     __slots__ = ("_far", "_horizon", "_looked_through", "_num_entries", "_num_laid", "_num_loads", "_numbers",
@@ -120,15 +103,11 @@ class Unsorted(Group[F]):
     def __init__(self) -> None:
         super().__init__(None, 0)
         self._far: dict[int, _Bucket[F]] = {}
-        self._numbers: list[int] = []
-        """A heap."""
-        self._shift = _FIRST_SHIFT
-        """A bucket's number is the key without so many of its lower bits."""
-        self._horizon = _BEFORE_ALL
-        """The last bucket of which the entries are in the heap."""
+        self._numbers: list[int] = []  # a heap
+        self._shift = _FIRST_SHIFT  # a bucket's number is the key without so many of its lower bits
+        self._horizon = _BEFORE_ALL  # the last bucket of which the entries are in the heap
         self._num_entries = 0
-        self._num_laid = 0
-        """Since the width was last looked at, as the next two."""
+        self._num_laid = 0  # since the width was last looked at, as the next two
         self._num_loads = 0
         self._looked_through = 0
 
@@ -176,7 +155,6 @@ class Unsorted(Group[F]):
         return bool(self._far)
 
     def extend(self) -> None:
-        """Takes one more bucket into the heap."""
         if not self._far:
             return
         before, self.heap = self.heap, []
@@ -212,7 +190,7 @@ class Unsorted(Group[F]):
         place.floor = bucket.floor
 
     def _load(self) -> None:
-        """The first bucket becomes the heap, which is empty."""
+        # The first bucket becomes the heap, which is empty.
         self._horizon = number = heappop(self._numbers)
         bucket, heap, shift = self._far.pop(number), self.heap, self._shift
         self._num_loads += 1
@@ -243,7 +221,7 @@ class Unsorted(Group[F]):
         self._num_laid = self._num_loads = self._looked_through = 0
 
     def _lay_all_anew(self) -> None:
-        """O(entries), as often as there were so many new ones."""
+        # O(entries), as often as there were so many new ones
         places = self.valid()
         self.clear()
         self._num_entries = len(places)
@@ -259,5 +237,4 @@ class Unsorted(Group[F]):
         assert all(entry[0] >> self._shift <= self._horizon for entry in self.heap)
 
 
-GroupEntry = Any
-"""(key, order, the group's index, group), of a place at or before the group's first. The unsorted have the index 0."""
+GroupEntry = Any  # (key, order, index, group) of a place at or before the group's first; the unsorted have index 0

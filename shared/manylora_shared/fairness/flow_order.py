@@ -1,9 +1,6 @@
 """Flows in the order of one key, and the first flow of each need. Pure; one writer, its owner.
 
-An entry is a lower bound. A flow has one valid entry, at or below its key; one whose key rises is moved when its entry
-surfaces, and only a key that falls below its entry gets another. Putting a flow and finding the first cost O(log n),
-amortised. Flows come unsorted, whatever they need: only `heads`, which is asked where the first does not fit, sorts
-them into groups by need, as far as it is read. One more heap holds the groups by their first flow, as lower bounds too.
+Each flow has one valid entry, at or below its key, which is moved when it surfaces. Only `heads` sorts flows by need.
 """
 
 from __future__ import annotations
@@ -19,17 +16,16 @@ F = TypeVar("F")
 
 class FlowOrder(Generic[F]):
     def __init__(self) -> None:
+        # A caller may do `put` itself for a place that stands here: key and need, and `enter` if the key is below its
+        # floor.
         self.unsorted: Unsorted[F] = Unsorted()
-        """A caller may do `put` itself for a place that stands here: its key and need, and `enter` if the key is below
-        its floor."""
-        self._groups: dict[Hashable, Group[F]] = {}
-        """By need."""
+        self._groups: dict[Hashable, Group[F]] = {}  # by need
         self._firsts: list[GroupEntry] = []
         self._next_index = 1
         self.size = 0
 
     def put(self, place: Place[F], key: int, need: Hashable) -> None:
-        """A place stands in one order at a time."""
+        # A place stands in one order at a time.
         place.key, place.need = key, need
         group = place.group
         if group is None:
@@ -158,14 +154,12 @@ class FlowOrder(Generic[F]):
                 del self._groups[group.need]
 
     def _show_if_first(self, group: Group[F], place: Place[F]) -> GroupEntry:
-        """Returns the group's entry."""
         shown = group.entry
         if shown is None or (place.key, place.order) < shown[:2]:
             return self._show(group, place)
         return shown
 
     def _show(self, group: Group[F], first: Place[F]) -> GroupEntry:
-        """Returns the group's entry."""
         shown = group.entry = _bound(group, first)
         heappush(self._firsts, shown)
         if len(self._firsts) > 2 * len(self._groups) + COMPACT_SLACK:

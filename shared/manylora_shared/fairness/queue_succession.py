@@ -1,8 +1,7 @@
-"""How one fair queue's clock becomes the next one's, in another process. Pure; called by the two queues' owners.
+"""How one fair queue's clock becomes the next one's, in another process. Pure; called by the queues' owners.
 
-What was queued and what runs is not in a snapshot: those who know come and say it again. On the new queue comes
-`restore` first, `resume` last; between them, in any order, `count` for each source, `adopt` for each item that runs and
-`push` for each that waits. Then the tag of a flow that was backlogged all the time is what it would have been.
+On the new queue `restore` comes first and `resume` last; between them `count` for each source, `adopt` for each
+running item and `push` for each waiting one, in any order.
 """
 
 from __future__ import annotations
@@ -29,14 +28,11 @@ class FlowSnapshot(NamedTuple, Generic[F]):
 class Snapshot(Generic[F, I]):
     clock: int
     flows: tuple[FlowSnapshot[F], ...]
-    reserved: tuple[tuple[I, F, int], ...]
-    """(item, flow, what is left), in the order of dispatch."""
-    counted: Mapping[str, Mapping[F, int]]
-    """By source: up to which `settled` goes."""
+    reserved: tuple[tuple[I, F, int], ...]  # (item, flow, what is left), in the order of dispatch
+    counted: Mapping[str, Mapping[F, int]]  # by source: up to which `settled` goes
 
     @property
     def size(self) -> int:
-        """Entries in all."""
         return len(self.flows) + len(self.reserved) + sum(map(len, self.counted.values()))
 
 
@@ -65,8 +61,8 @@ def restore(queue: FairQueue[F, Any], taken: Snapshot[F, Any]) -> None:
 
 
 def resume(queue: FairQueue[F, Any]) -> None:
-    """The clock went on behind the snapshot. It passed no flow that stayed backlogged, so the least tag of those is
-    where it may have come to; whoever was not among them begins there."""
+    # The clock went on behind the snapshot, and passed no flow that stayed backlogged. So the least tag of those is
+    # where it may have come to; whoever was not among them begins there.
     returning, queue.returning = queue.returning, None
     assert returning is not None, "nothing is being restored"
     books = queue.books

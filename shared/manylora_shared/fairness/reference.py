@@ -1,5 +1,7 @@
-"""Start-time fair queuing in its shortest form, for some hundred flows: see seam.py, whose rules it follows one by one.
-A choice costs O(flows). Pure; one writer, its owner. Knows no boosts and no counters."""
+"""The rules of seam.py in their shortest form, for some hundred flows. A choice costs O(flows).
+
+Pure; one writer, its owner. Knows no boosts and no counters.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,7 @@ class Flow(Generic[F, I]):
         self.reserved = 0
         self.num_running = 0
         self.queue: list[tuple[Rank, int, I]] = []
-        self.unspent: dict[I, int] = {}
-        """What running items have reserved."""
+        self.unspent: dict[I, int] = {}  # what running items have reserved
 
     @property
     def tag(self) -> int:
@@ -42,8 +43,7 @@ class ReferenceQueue(Generic[F, I]):
     def __init__(self) -> None:
         self.virtual_time = 0
         self.books: dict[F, Flow[F, I]] = {}
-        self._idle: dict[F, Flow[F, I]] = {}
-        """Those without items, whose tags V has not come to."""
+        self._idle: dict[F, Flow[F, I]] = {}  # those without items, whose tags V has not come to
         self._queued: dict[I, tuple[Flow[F, I], tuple[Rank, int, I]]] = {}
         self._running: dict[I, Flow[F, I]] = {}
         self._num_flows_seen = self._num_pushed = 0
@@ -88,8 +88,11 @@ class ReferenceQueue(Generic[F, I]):
         self._rest(self._take(item))
 
     def in_order(self) -> Iterator[Pick[I, None]]:
-        """The flows' first items in the order of the tags. A flow that is charged while it has its turn comes again; of
-        the others nothing but their first items may change meanwhile."""
+        """The flows' first items in the order of the tags.
+
+        A flow that is charged while it has its turn comes again; of the others nothing but their first items may
+        change.
+        """
         books = self.books.values()
         heap = [(flow.settled + flow.reserved * flow.inverse, flow.order, flow) for flow in books if flow.queue]
         heapify(heap)

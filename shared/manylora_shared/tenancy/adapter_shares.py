@@ -1,7 +1,6 @@
-"""How the adapter memory of a worker is shared out between tenants, and which pins it can honour. Pure; owns nothing.
+"""How a worker's adapter memory is shared out between tenants, for the worker and the router alike. Pure; owns nothing.
 
-The same rules for a worker that enforces them and a router that refuses a policy by them. All sizes are bytes. A
-tenant's *share* is max-min fair by weight; its pins are inside its share, and a share is never below them.
+All sizes are bytes.
 """
 
 from __future__ import annotations
@@ -17,12 +16,9 @@ _NONE: Mapping[object, int] = {}
 def max_min(
     wants: Mapping[K, int], weights: Mapping[K, int], capacity: int, floors: Mapping[K, int] | None = None
 ) -> dict[K, int]:
-    """Shares of `capacity`: clamp(weight * level, floor, want) at the one level at which they fill it (water-filling,
-    Bertsekas and Gallager, Data Networks, 6.5.2, with floors). Their sum is at most `capacity`, or the floors'.
+    """Shares of `capacity`: clamp(weight * level, floor, want) at the one level at which they fill it.
 
-    Args:
-        weights: of every key of `wants`, at least 1.
-        floors: what a key gets in any case, at most its want.
+    Water-filling (Bertsekas and Gallager, Data Networks, 6.5.2), with floors. `weights` has every key of `wants`.
     """
     if sum(wants.values()) <= capacity:
         return dict(wants)
@@ -55,14 +51,7 @@ def max_min(
 def honoured_pins(
     pins: Mapping[K, Sequence[int]], weights: Mapping[K, int], capacity: int, largest: int
 ) -> dict[K, list[bool]]:
-    """Which pins a worker keeps on its device: all of them, where they leave room for the largest adapter; else each
-    tenant's in their order, while they fit into its max-min share of what they may take.
-
-    Args:
-        pins: the sizes of each tenant's pins, in the policy's order.
-        capacity: of the device tier.
-        largest: the largest adapter that a request may need beside them.
-    """
+    """By tenant, in the policy's order: all if they leave room for `largest`, else what fits into the max-min share."""
     wants = {key: sum(sizes) for key, sizes in pins.items()}
     shares = max_min(wants, weights, max(0, capacity - largest))
     honoured: dict[K, list[bool]] = {}
@@ -85,15 +74,9 @@ def pins_problem(
     own_other: int,
     largest: int,
 ) -> str | None:
-    """Why one tenant's pins are refused; None: they are not. Several fit into its share among all tenants with
-    adapters, with one of its other adapters beside them. All pins together leave room for the largest adapter.
+    """Why one tenant's pins are refused, or None. `registered` and `largest` are of all tenants' adapters.
 
-    Args:
-        pins: sizes.
-        registered: the sizes of all its adapters together, of every tenant that has any.
-        capacity: of the smallest worker's device tier.
-        own_other: the largest of the tenant's adapters that it does not pin; 0: there is none.
-        largest: of all adapters.
+    `own_other` is the tenant's largest adapter that it does not pin; 0 if there is none.
     """
     own = pins.get(key, ())
     total = sum(own)

@@ -1,15 +1,6 @@
 """Who calls: API keys, what they may do, and how one is checked. Pure; owns no state.
 
-A key is `mlk-<key id>-<secret>`: 64 random bits that name it and 256 that prove it. The store has only the secret's
-sha256: no search finds 256 random bits. Nobody is told which part of a key was wrong, or whether it ever existed.
-
-    scope      bound to       may
-    generate   a tenant       InferenceService in the tenant's name
-    admin      a tenant       add, list and remove the tenant's adapters, read its policy
-    gateway    no tenant      InferenceService in the name of the tenant that x-tenant-id names
-    operator   no tenant      all of AdminService
-
-Any key that is bound to a tenant may list the tenant's adapters and see its status.
+A key is `mlk-<key id>-<secret>`: 64 random bits that name it and 256 that prove it. The store has the secret's sha256.
 """
 
 from __future__ import annotations
@@ -26,7 +17,6 @@ from manylora_shared.errors import FieldViolation, InvalidRequest, PermissionDen
 from manylora_shared.ids import TenantId, is_valid_name
 
 AUTHORIZATION_KEY = "authorization"
-"""Of the request's metadata; its value is `Bearer <key>`."""
 MAX_KEY_NAME_CHARS = 128
 _KEY = re.compile(r"mlk-([0-9a-f]{16})-([0-9a-f]{64})")
 _BEARER = "bearer "
@@ -60,12 +50,7 @@ class Principal:
             raise self.denied()
 
     def require_tenant(self, tenant: str, scopes: Iterable[Scope]) -> str:
-        """The tenant that a call is about. Raises PermissionDenied.
-
-        Args:
-            tenant: as the caller names it; empty: its own.
-            scopes: of which a key that is bound to the tenant needs one. An operator needs none.
-        """
+        """The tenant that a call is about; an empty `tenant` means the key's own. Raises PermissionDenied."""
         if self.may(Scope.OPERATOR):
             return tenant
         if self.tenant_id is None or tenant not in ("", self.tenant_id) or not any(self.may(s) for s in scopes):
@@ -73,7 +58,7 @@ class Principal:
         return self.tenant_id
 
     def denied(self) -> PermissionDenied:
-        """It tells of the key alone, so it is the same whatever exists."""
+        # It tells of the key alone, so that it is the same whatever exists.
         held = ", ".join(self.scopes) or "nothing"
         whose = f"in tenant {self.tenant_id}" if self.tenant_id is not None else "in no tenant"
         return PermissionDenied(f"this key does not permit the call: it is for {held} {whose}")
@@ -81,8 +66,6 @@ class Principal:
 
 @dataclass(frozen=True)
 class NewKey:
-    """The only moment at which `key` exists outside its holder's hands."""
-
     key: str
     record: KeyRecord
 
@@ -93,14 +76,7 @@ class NewKey:
 def new_key(
     getrandbits: Callable[[int], int], *, tenant_id: str, scopes: Iterable[str], name: str, now_unix_s: float
 ) -> NewKey:
-    """
-    Args:
-        getrandbits: of a cryptographic source (random.SystemRandom, outside of tests).
-        tenant_id: empty: bound to none.
-
-    Raises:
-        InvalidRequest: with every field at fault.
-    """
+    """`getrandbits` is of a cryptographic source. Raises InvalidRequest with every field at fault."""
     wanted = list(dict.fromkeys(scopes))
     _check(tenant_id, wanted, name)
     key_id, secret = f"{getrandbits(64):016x}", f"{getrandbits(256):064x}"
@@ -116,7 +92,7 @@ def new_key(
 
 
 def hash_of(key_id: str, secret: str) -> str:
-    """Over the id too: a hash that is moved to another record is good for nothing."""
+    # The id is hashed too, so that a hash is worthless in another record.
     return hashlib.sha256(f"manylora-key-v1\0{key_id}\0{secret}".encode()).hexdigest()
 
 
@@ -127,19 +103,17 @@ def split_key(key: str) -> tuple[str, str] | None:
 
 
 def is_key(key: str, record: KeyRecord) -> bool:
-    """Whether `record` is this key's, revoked or not."""
+    # True for a revoked record too.
     parts = split_key(key)
     return parts is not None and parts[0] == record.key_id and _matches(*parts, record)
 
 
 def bearer(key: str) -> dict[str, str]:
-    """Metadata; none for an empty key."""
     return {AUTHORIZATION_KEY: f"Bearer {key}"} if key else {}
 
 
 def authenticate(metadata: Mapping[str, str], record_of: Callable[[str], KeyRecord | None]) -> Principal:
-    """Raises Unauthenticated. Work and words are the same for a key that is missing, malformed, unknown, wrong or
-    revoked: one look-up, one hash, one comparison in constant time."""
+    """Raises Unauthenticated. Work and words are the same whatever is wrong with the key."""
     value = metadata.get(AUTHORIZATION_KEY, "")
     given = value[len(_BEARER) :].strip() if value[: len(_BEARER)].lower() == _BEARER else ""
     key_id, secret = split_key(given) or (_NO_KEY_ID, _NO_SECRET)

@@ -1,19 +1,6 @@
-"""What is given up under overload, in which order, and how far: the ladder, and the controllers that move along it.
-Pure.
+"""What is given up under overload, in which order and how far (docs/decisions/0018). Pure; owns levels.
 
-A level goes from 0 (nothing is given up) to LEVELS; a rung of the ladder begins only once the one below is used up:
-
-    1..16      TURNS            nothing: who is more important goes first, by more than the weights
-    17..32     BATCH_ADMISSION  batch requests that are not queued yet
-    33..48     BATCH_OUTPUT     output of batch requests that are granted now
-    49..64     BATCH_QUEUE      batch requests that are queued
-    65..96     STANDARD         standard requests, queued ones too
-    97..128    INTERACTIVE      interactive requests, queued ones too
-
-A tenant's demand is a stack, measured in shares: interactive at the bottom, then standard, then batch. A request's
-*height* is its place in it, and what is at a limit or above is given up, so the tenants furthest above their share give
-first (DAGOR, SoCC 2018, orders by class and then by user). There is one level for the cluster, moved by what tenants
-within their share wait, and one for each tenant above it, moved by its own waiting.
+A request's *height* is its place in its tenant's demand, in shares; what is at a limit or above is given up.
 """
 
 from __future__ import annotations
@@ -31,24 +18,16 @@ from manylora_shared.ids import QosClass, TenantId
 LEVELS = 128
 MAX_OUTPUT_TOKENS = 1024
 MIN_OUTPUT_TOKENS = 16
-"""The cap of a choice falls from MAX_ to MIN_OUTPUT_TOKENS over the levels of BATCH_OUTPUT."""
-ALLOWED_PART = 0.1
-"""Of a class's requests, that may wait longer than its target."""
-HOLD_PART = 0.05
-"""Between this part and ALLOWED_PART a level stays where it is."""
-WARNING_PART = 0.4
-"""Of a class's target: where it is missed, less important requests give way, so that the target itself is kept."""
+ALLOWED_PART = 0.1  # the part of a class's requests that may wait longer than its target
+HOLD_PART = 0.05  # between this part and ALLOWED_PART a level stays where it is
+WARNING_PART = 0.4  # of a class's target: less important requests give way before it is missed
 MAX_ERROR = 2.0
 WINDOW_S = 0.5
-RISE_PER_S = 4.0
-"""Levels at an error of 1. What a level gives up shows after seconds, when requests that run have ended."""
-FALL_PER_S = 2.0
-"""Levels at an error of -1."""
-ROOM_FALL_PER_S = 16.0
-"""Levels at an error of -1 while nobody waits and MUCH_ROOM of all slots is free; in proportion where less is."""
+RISE_PER_S = 4.0  # levels at an error of 1
+FALL_PER_S = 2.0  # levels at an error of -1
+ROOM_FALL_PER_S = 16.0  # levels at an error of -1 while nobody waits and MUCH_ROOM of all slots is free
 MUCH_ROOM = 0.05
-PROPORTIONAL = 2.0
-"""Levels for a change of the error by 1: the greatest stays within TURNS, so no single moment refuses anyone."""
+PROPORTIONAL = 2.0  # levels for a change of the error by 1; the greatest change stays within TURNS
 _MIN_SEEN = 0.5
 MAX_RETRY_S = 8.0
 MIN_RETRY_S = 1.0
@@ -83,20 +62,18 @@ ADMISSION = {
 }
 _QUEUE = ADMISSION | {QosClass.BATCH: Rung.BATCH_QUEUE}
 _CLASSES = {rung: qos_class for rungs in (ADMISSION, _QUEUE) for qos_class, rung in rungs.items()}
+# A class's own waiting does not raise a level beyond the levels that take its requests.
 _OWN = {qos_class: (_BEGINS[ADMISSION[qos_class]], _ENDS[_QUEUE[qos_class]]) for qos_class in QosClass}
-"""The levels that take requests of a class. Its own waiting does not raise a level beyond."""
-STACK = (QosClass.INTERACTIVE, QosClass.STANDARD, QosClass.BATCH)
-"""From the bottom of a tenant's demand to its top."""
+STACK = (QosClass.INTERACTIVE, QosClass.STANDARD, QosClass.BATCH)  # from the bottom of a tenant's demand to its top
 STACK_INDEX = {qos_class: index for index, qos_class in enumerate(STACK)}
 
 
 def rung_of(level: int) -> Rung:
-    """The highest rung that has begun."""
     return _RUNGS[bisect_left(_BOUNDS, level)]
 
 
 def kept_part(level: int, rung: Rung) -> float:
-    """Of the demand of the rung's class: 1 up to the rung's begin, 0 from its end on."""
+    """The part of the rung's demand that is kept: 1 up to the rung's begin, 0 from its end on."""
     begin, end = _BEGINS[rung], _ENDS[rung]
     if level <= begin:
         return 1.0
@@ -104,12 +81,11 @@ def kept_part(level: int, rung: Rung) -> float:
 
 
 def class_of(level: int) -> QosClass | None:
-    """Whose requests the highest rung that has begun takes."""
     return _CLASSES.get(rung_of(level))
 
 
 def output_cap(level: int) -> int | None:
-    """For a choice of a batch request that is granted now; None: no cap."""
+    """The cap for a choice of a batch request that is granted now, or None."""
     begin, end = _ENDS[Rung.BATCH_ADMISSION], _ENDS[Rung.BATCH_OUTPUT]
     if level <= begin:
         return None
@@ -118,24 +94,21 @@ def output_cap(level: int) -> int | None:
 
 
 def place_of(request_id: str) -> float:
-    """In its class's part of the stack, from 0 up to 1: the same wherever it is asked for."""
+    # in [0, 1), the same for every observer
     return zlib.crc32(request_id.encode()) / (1 << 32)
 
 
 def retry_after_s(level: int, request_id: str) -> float:
-    """Later at higher levels, and spread from half to one and a half times that, so that those who were refused
-    together do not come back together."""
+    # Spread by half either way, so that those who were refused together do not come back together.
     jitter = zlib.crc32(b"retry " + request_id.encode()) / (1 << 32)
     return (MIN_RETRY_S + (MAX_RETRY_S - MIN_RETRY_S) / 1.5 * level / LEVELS) * (0.5 + jitter)
 
 
 @dataclass(frozen=True)
 class TenantView:
-    tops: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    """In shares: its demand up to and with each class of STACK."""
+    tops: tuple[float, float, float] = (1.0, 1.0, 1.0)  # in shares: the demand up to and with each class of STACK
     level: int = 0
-    limit: float = math.inf
-    """The height from which on the highest rung that its own level has begun takes requests."""
+    limit: float = math.inf  # the height from which on the highest rung that its level has begun takes requests
 
 
 _UNKNOWN = TenantView()
@@ -143,12 +116,10 @@ _UNKNOWN = TenantView()
 
 @dataclass(frozen=True)
 class OverloadView:
-    """What is given up now: made by the scheduler's leader, read by routers too. A tenant that is not listed counts as
-    one with a share's demand, all of it in the class that is asked for."""
+    """Made by the scheduler's leader, read by routers. An unlisted tenant counts as at its share."""
 
     level: int = 0
     limit: float = math.inf
-    """As TenantView.limit, of the cluster's level."""
     tenants: Mapping[TenantId, TenantView] = field(default_factory=dict)
 
     @property
@@ -156,7 +127,6 @@ class OverloadView:
         return not self.level and not self.tenants
 
     def level_of(self, tenant_id: TenantId) -> int:
-        """The cluster's or the tenant's own, whichever is higher."""
         return max(self.level, self.tenants.get(tenant_id, _UNKNOWN).level)
 
     def why_refused(self, tenant_id: TenantId, qos_class: QosClass) -> str:
@@ -180,7 +150,7 @@ class OverloadView:
         return self.height_of(tenant_id, qos_class, request_id) < self._limit(tenant_id, _QUEUE[qos_class])
 
     def place_limit(self, tenant_id: TenantId, qos_class: QosClass) -> float:
-        """The place (`place_of`) from which on `keeps` is false for the flow's requests."""
+        """The place (`place_of`) from which on `keeps` is false."""
         limit = self._limit(tenant_id, _QUEUE[qos_class])
         below, top = self._part(tenant_id, qos_class)
         if top > below:
@@ -188,7 +158,6 @@ class OverloadView:
         return math.inf if below < limit else 0.0
 
     def _part(self, tenant_id: TenantId, qos_class: QosClass) -> tuple[float, float]:
-        """Begin and end of the class in the tenant's stack."""
         tenant = self.tenants.get(tenant_id)
         if tenant is None:
             return 0.0, 1.0
@@ -205,21 +174,17 @@ class OverloadView:
 
 @dataclass(frozen=True)
 class Sample:
-    """Of requests of one class that have a target."""
+    """Waits of one class's requests that have a target."""
 
-    count: float = 0
-    """They stand for others too, so it need not be whole."""
-    warned: float = 0
-    """Longer than WARNING_PART of their target."""
-    late: float = 0
-    """Longer than their target."""
+    count: float = 0  # not whole: a request may stand for several
+    warned: float = 0  # longer than WARNING_PART of their target
+    late: float = 0  # longer than their target
 
 
 NO_SAMPLE = Sample()
 
 
 def _limit_of(rung: Rung, level: int, limit: float) -> float:
-    """Of any rung, where `limit` is that of the highest that has begun."""
     left = kept_part(level, rung)
     if left == 1.0 or left == 0.0:
         return math.inf if left else 0.0
@@ -234,9 +199,10 @@ def error_of(late_part: float) -> float:
 
 
 class LevelController:
-    """A PI controller in velocity form, so it cannot wind up beyond its bounds. Its input is the part of requests that
-    wait too long, over a window that fades with WINDOW_S. The class that misses its aim most moves the level, up to the
-    end of what it gives up itself."""
+    """A PI controller in velocity form over the part of late requests, in a window that fades with WINDOW_S.
+
+    The class that misses its aim most moves the level, to the end of what it gives up itself.
+    """
 
     def __init__(self) -> None:
         self._level = 0.0
@@ -252,16 +218,12 @@ class LevelController:
         return self._level == 0.0 and self._error == -1.0
 
     def late_part(self, qos_class: QosClass) -> float | None:
-        """Of the window's requests; None: too few were seen."""
+        """None where too few requests were seen."""
         window = self._windows[qos_class]
         return window.late / window.count if window.count >= _MIN_SEEN else None
 
     def step(self, samples: Mapping[QosClass, Sample], dt_s: float, *, free_part: float) -> None:
-        """
-        Args:
-            samples: of the last `dt_s` seconds.
-            free_part: of all slots; 0 while anybody waits.
-        """
+        """`samples` are of the last `dt_s` seconds; `free_part` is 0 while anybody waits."""
         faded = math.exp(-dt_s / WINDOW_S)
         # Turns end where there is room, and not before: without them those who are given way to would wait again.
         error, floor, top = -1.0, int(self._level >= 1.0 and free_part <= 0.0), 0

@@ -1,28 +1,7 @@
-"""TenantPolicy: what an operator grants to one tenant, and the YAML document that says so.
+"""TenantPolicy: what an operator grants to one tenant, and the grammar of the YAML document that says so
+(docs/POLICY.md).
 
-Owns the document's grammar, all of which is enforced. A bad document is refused with every error that it has, each at
-its line. `to_yaml` is the canonical form, which the coordination store keeps: equal policies have equal text.
-
-    tenant_id: "acme"
-    classes:                     # all optional; a class that is absent has its default weight and no bounds
-      interactive:
-        weight: 8
-        token_bucket: {rate_tps: 2000, burst_tps: 8000}
-        slo: {ttft_p95_ms: 300, availability: 0.999}
-      batch: {weight: 1}
-    quotas:                      # all optional; an absent one leaves only the model's and the cluster's own bounds
-      requests_per_s: 50
-      requests_burst: 100
-      concurrency: 64
-      max_queued: 256
-      max_prompt_tokens: 2048
-      max_output_tokens: 512
-      kv_hbm_mb: 4096
-      kv_hbm_mb_hard: 8192
-      kv_hbm_mb_reserve: 1024
-    adapters: {pin: [support]}
-    prefix_cache: {group: support-team}
-    security: {can_stream: true, data_retention_days: 0}
+A bad document is refused with every error that it has, each at its line.
 """
 
 from __future__ import annotations
@@ -48,11 +27,9 @@ MAX_TTFT_MS = 3_600_000
 MIN_AVAILABILITY = 0.5
 MAX_RETENTION_DAYS = 36_500
 MAX_DOCUMENT_BYTES = 16 * 1024
-_MAX_DEPTH = 8
-"""More than the grammar has."""
+_MAX_DEPTH = 8  # more than the grammar has
 _KEPT_POLICIES = 256
-_MAX_VIOLATIONS = 24
-"""They travel in a status."""
+_MAX_VIOLATIONS = 24  # they travel in a status
 
 _Read = Callable[[str, yaml.Node], object]
 V = TypeVar("V")
@@ -75,21 +52,18 @@ _ORDERED = (
     ("kv_hbm_mb_reserve", "kv_hbm_mb"),
     ("kv_hbm_mb", "kv_hbm_mb_hard"),
     ("kv_hbm_mb_reserve", "kv_hbm_mb_hard"),
-)
-"""The second is never less than the first."""
+)  # the second is never less than the first
 
 
 @dataclass(frozen=True)
 class TokenRate:
-    rate_tps: int
-    """Prompt and output tokens alike."""
-    burst_tps: int
-    """Tokens that may be used at once after a pause."""
+    rate_tps: int  # prompt and output tokens alike
+    burst_tps: int  # tokens that may be used at once after a pause
 
 
 @dataclass(frozen=True)
 class Slo:
-    """What routers measure and report (slo.py). At least one is given."""
+    """What routers measure and report. At least one is given."""
 
     ttft_p95_ms: int | None = None
     availability: float | None = None
@@ -97,32 +71,27 @@ class Slo:
 
 @dataclass(frozen=True)
 class ClassPolicy:
-    weight: int
-    """1..1000, relative to all other flows."""
+    weight: int  # 1..1000, relative to all other flows
     token_bucket: TokenRate | None = None
     slo: Slo | None = None
 
 
 @dataclass(frozen=True)
 class TenantLimits:
-    """Of one request; None leaves the model's."""
+    """Bounds of one request; None leaves the model's."""
 
     max_prompt_tokens: int | None = None
-    max_output_tokens: int | None = None
-    """Per choice."""
+    max_output_tokens: int | None = None  # per choice
 
 
 @dataclass(frozen=True)
 class TenantQuotas:
-    """Over all routers; None: unbounded. KV is on each worker, in MiB: what the tenant may hold while others want it,
-    never passes, and always has."""
+    """Bounds over all routers; None is unbounded. KV quotas are in MiB on each worker."""
 
     requests_per_s: int | None = None
-    requests_burst: int | None = None
-    """None: as many as requests_per_s."""
+    requests_burst: int | None = None  # None: as many as requests_per_s
     concurrency: int | None = None
-    max_queued: int | None = None
-    """Of these, requests that no worker runs yet."""
+    max_queued: int | None = None  # requests that no worker runs yet
     kv_hbm_mb: int | None = None
     kv_hbm_mb_hard: int | None = None
     kv_hbm_mb_reserve: int | None = None
@@ -130,8 +99,7 @@ class TenantQuotas:
 
 @dataclass(frozen=True)
 class TenantSecurity:
-    can_stream: bool = True
-    """False: an answer is handed out whole, once it is finished."""
+    can_stream: bool = True  # False: an answer is handed out whole
     data_retention_days: int = 0
 
 
@@ -143,25 +111,21 @@ def _default_classes() -> dict[QosClass, ClassPolicy]:
 class TenantPolicy:
     tenant_id: TenantId
     classes: Mapping[QosClass, ClassPolicy] = field(default_factory=_default_classes)
-    """All, in the order of QosClass."""
     limits: TenantLimits = TenantLimits()
     quotas: TenantQuotas = TenantQuotas()
-    pinned_adapters: tuple[AdapterName, ...] = ()
-    """They stay on every worker's device; the first ones first, where not all have room."""
+    pinned_adapters: tuple[AdapterName, ...] = ()  # the first ones come first where not all have room
     security: TenantSecurity = TenantSecurity()
-    cache_group: str | None = None
-    """Tenants whose policies name the same group find what any of them has computed; None: nobody else's."""
+    cache_group: str | None = None  # tenants whose policies name the same group share what is cached
 
     def weight(self, qos_class: QosClass) -> int:
         return self.classes[qos_class].weight
 
     @property
     def tenant_weight(self) -> int:
-        """What its flows have together."""
         return sum(each.weight for each in self.classes.values())
 
     def to_yaml(self) -> str:
-        """parse_policy gives an equal policy back."""
+        """The canonical form: parse_policy gives an equal policy back."""
         lines = [f'tenant_id: "{self.tenant_id}"', "classes:"]
         for qos_class in QosClass:
             policy = self.classes[qos_class]
@@ -192,11 +156,7 @@ def _scalar(value: bool | int | float) -> str:
 
 @functools.lru_cache(maxsize=_KEPT_POLICIES)
 def parse_policy(yaml_text: str) -> TenantPolicy:
-    """The last ones are kept: a service lists them all again whenever its watch is reset.
-
-    Raises:
-        InvalidRequest: with one violation for each error; its description begins with `line N`.
-    """
+    """Raises InvalidRequest with one violation for each error, which begins with `line N`."""
     root = _compose(yaml_text)
     reader = _Reader()
     policy = reader.policy(root)
@@ -211,7 +171,7 @@ def parse_policy(yaml_text: str) -> TenantPolicy:
 
 
 def line_of(yaml_text: str, path: str) -> int:
-    """Of a field ("adapters.pin") in a document that parse_policy has read; 1 where it is not there."""
+    """The line of a field ("adapters.pin") in a document that parse_policy has read; 1 where it is not there."""
     node, line = _compose(yaml_text), 1
     for name in path.split("."):
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
@@ -223,7 +183,7 @@ def line_of(yaml_text: str, path: str) -> int:
 
 
 def _compose(yaml_text: str) -> yaml.Node | None:
-    """What could cost more than its bytes (aliases, depth, size) is refused before."""
+    # What could cost more than its bytes (aliases, depth, size) is refused before.
     try:
         size_bytes = len(yaml_text.encode())
     except UnicodeEncodeError as e:
@@ -270,7 +230,6 @@ class _Reader:
 
     @property
     def violations(self) -> list[FieldViolation]:
-        """In the order of their lines."""
         return [violation for _, violation in sorted(self._found, key=lambda found: found[0])]
 
     def policy(self, root: yaml.Node | None) -> TenantPolicy | None:
@@ -309,7 +268,7 @@ class _Reader:
         )
 
     def _check_quotas(self, quotas: Mapping[str, tuple[int, yaml.Node]]) -> None:
-        """What two fields say of one another; told at the second one's line."""
+        # A violation is told at the second field's line.
         for low, high in _ORDERED:
             if low in quotas and high in quotas and quotas[low][0] > quotas[high][0]:
                 value, node = quotas[high]
@@ -417,7 +376,7 @@ class _Reader:
         ranges: Mapping[str, tuple[int, int]],
         values: dict[str, tuple[int, yaml.Node]],
     ) -> list[str] | None:
-        """Whole numbers, into `values`. Returns as `_mapping`."""
+        """Puts whole numbers into `values`. Returns as `_mapping`."""
 
         def reader(name: str, low: int, high: int) -> _Read:
             def read(at: str, value_node: yaml.Node) -> None:
@@ -430,7 +389,7 @@ class _Reader:
         return self._mapping(path, node, {name: reader(name, *bounds) for name, bounds in ranges.items()})
 
     def _mapping(self, path: str, node: yaml.Node, readers: Mapping[str, _Read]) -> list[str] | None:
-        """Returns the keys found; None where the node is no mapping."""
+        """The keys found; None where the node is no mapping."""
         if not isinstance(node, yaml.MappingNode):
             self._add(path or "policy_yaml", node, f"must be a mapping with the keys {', '.join(readers)}")
             return None

@@ -1,13 +1,7 @@
-"""Token buckets and the leases cut from them. Pure and exact: whole numbers throughout, time passed in.
+"""Token buckets and the leases cut from them (docs/decisions/0011). Pure and exact: whole numbers, time passed in.
 
-Owns one flow's account. Tokens leave the bucket when a lease is granted or extended; what a stream did not use comes
-back once, when its lease is settled. So at every moment t since the account's begin, whatever the order of events,
-
-    settled + leased <= burst + rate * t
-    level + leased + settled + lost == begin + rate * t              (lost: what a full bucket turns away)
-
-The scheme is Doorman's (youtube/doorman, doc/design.md) with tokens in the place of rates. Extensions wait in their
-order, and new leases are cut from what these leave, so that streams that run are not starved.
+Owns one flow's account, in which always `settled + leased <= burst + rate * t`. Extensions go before new leases. After
+Doorman (youtube/doorman, doc/design.md).
 """
 
 from __future__ import annotations
@@ -25,9 +19,7 @@ def to_ns(seconds: float) -> int:
 
 
 class TokenBucket:
-    """Holds up to `burst` tokens and gains `rate` a second, both at least 1. Its level is kept in billionths of a
-    token, so that any whole rate over whole nanoseconds is exact. Below zero it is in debt: it gives nothing until
-    repaid."""
+    """Holds up to `burst` tokens and gains `rate` a second. Below zero it is in debt and gives nothing."""
 
     def __init__(self, rate: int, burst: int, now_ns: int, *, level: int) -> None:
         assert rate >= 1
@@ -38,12 +30,11 @@ class TokenBucket:
         self._at_ns = now_ns
 
     def level(self, now_ns: int) -> int:
-        """Whole tokens, rounded down."""
         self._advance(now_ns)
         return self._level_nanos // NANOS
 
     def wait_ns(self, tokens: int, now_ns: int) -> int | None:
-        """Until it holds so many, if nobody takes any; None: it never will."""
+        """None: it never will hold so many."""
         if tokens > self.burst:
             return None
         self._advance(now_ns)
@@ -51,17 +42,16 @@ class TokenBucket:
         return max(0, -(-missing // self.rate))
 
     def take(self, tokens: int, now_ns: int) -> None:
-        """Ask `wait_ns` first, unless it is to go into debt."""
+        # Ask `wait_ns` first, unless the bucket is to go into debt.
         self._advance(now_ns)
         self._level_nanos -= tokens * NANOS
 
     def give_back(self, tokens: int, now_ns: int) -> None:
-        """What does not fit is lost."""
+        # What does not fit is lost.
         self._advance(now_ns)
         self._level_nanos = min(self.burst * NANOS, self._level_nanos + tokens * NANOS)
 
     def change(self, rate: int, burst: int, now_ns: int) -> None:
-        """What it holds stays, up to the new size."""
         self._advance(now_ns)
         self.rate, self.burst = rate, burst
         self._level_nanos = min(burst * NANOS, self._level_nanos)
@@ -75,10 +65,8 @@ class TokenBucket:
 
 @dataclass
 class _Lease:
-    tokens: int | None
-    """Debited in all; None: not bounded."""
-    own_tokens: int
-    """Of these, debited from this account's bucket, to which no more come back."""
+    tokens: int | None  # debited in all; None: not bounded
+    own_tokens: int  # of these, debited from this account's bucket: no more come back
 
 
 class FlowAccount(Generic[K]):
@@ -105,7 +93,7 @@ class FlowAccount(Generic[K]):
         return sum(self._pending.values())
 
     def tokens_of(self, key: K) -> int | None:
-        """Used or not; None: not bounded."""
+        """None: not bounded."""
         return self._leases[key].tokens
 
     def wait_ns(self, tokens: int, now_ns: int) -> int | None:
@@ -124,7 +112,7 @@ class FlowAccount(Generic[K]):
         return full_ns - (-missing * NANOS // self.bucket.rate)
 
     def open(self, key: K, tokens: int, now_ns: int) -> None:
-        """After `wait_ns` said 0."""
+        # Only after `wait_ns` said 0.
         assert key not in self._leases
         if self.bucket is None:
             self._leases[key] = _Lease(None, 0)
@@ -134,12 +122,12 @@ class FlowAccount(Generic[K]):
         self._leases[key] = _Lease(tokens, tokens)
 
     def take_over(self, key: K, tokens: int | None) -> None:
-        """An earlier leader's lease: its tokens were debited there, and are not given back here."""
+        # The tokens were debited by an earlier leader, so they are not given back here.
         assert key not in self._leases
         self._leases[key] = _Lease(tokens, 0)
 
     def extend(self, key: K, tokens: int) -> None:
-        """`serve` grants it, in its turn. What waits already is not repeated."""
+        # What waits already is not repeated.
         assert self._leases[key].tokens is not None
         self._pending.setdefault(key, tokens)
 
@@ -164,7 +152,7 @@ class FlowAccount(Generic[K]):
         return grown
 
     def next_service_ns(self, now_ns: int) -> int | None:
-        """Of the next extension; None: none waits."""
+        """When the next extension can be granted; None: none waits."""
         if not self._pending:
             return None
         wanted = next(iter(self._pending.values()))
@@ -175,7 +163,7 @@ class FlowAccount(Generic[K]):
         return now_ns + wait_ns
 
     def settle(self, key: K, used: int, now_ns: int) -> None:
-        """The rest comes back. More than was leased is debited now (debt)."""
+        """The rest comes back. More than was leased is debited now, as debt."""
         lease = self._end(key)
         self.settled_tokens += used
         if lease.tokens is None or self.bucket is None:
@@ -186,7 +174,7 @@ class FlowAccount(Generic[K]):
             self.bucket.give_back(min(lease.tokens - used, lease.own_tokens), now_ns)
 
     def write_off(self, key: K) -> None:
-        """Its holder is gone and may have used all of it, so nothing comes back."""
+        # The holder is gone and may have used all of it, so nothing comes back.
         self._end(key)
 
     def _end(self, key: K) -> _Lease:

@@ -1,9 +1,6 @@
-"""How well flows are served, against what their tenants' policies promise: time to first token, time per output token,
-availability and the error budget, each over a sliding window. Pure; time is passed in.
+"""How well flows are served against their policies' promises, over a sliding window. Pure; time is passed in.
 
-Owns the counts of the flows that one observer (a router) has seen; at most `max_flows`, the one that was idle longest
-goes first. Durations are counted in fixed buckets, each `RATIO` times as wide as the one below it, so a quantile reads
-up to `RATIO` times its true value, never below it. Whether a target was met is counted request by request.
+Owns the counts of at most `max_flows` flows. A quantile reads up to `RATIO` times its true value, never below it.
 """
 
 from __future__ import annotations
@@ -34,12 +31,10 @@ NUM_SLICES = 60
 MAX_FLOWS = 10_000
 RATIO = 1.1
 MIN_MS = 0.1
-NUM_BUCKETS = 184
-"""Up to an hour; what is longer counts in the last."""
+NUM_BUCKETS = 184  # up to an hour; what is longer counts in the last
 TTFT_QUANTILE = 0.95
-"""Of `Slo.ttft_p95_ms`."""
+# what a caller without a TTFT target must have given for its deadline to count against the service
 PATIENCE_MS = 10_000.0
-"""What a caller must have given a request without a TTFT target, for its deadline to count against the service."""
 
 _GOOD, _BAD = 0, 1
 _IN_TIME, _LATE = 0, 1
@@ -62,19 +57,14 @@ _EXCUSED = frozenset(
 class Verdict(enum.Enum):
     GOOD = "good"
     BAD = "bad"
-    EXCUSED = "excused"
-    """It counts neither way."""
+    EXCUSED = "excused"  # counts neither way
 
 
 def verdict_of(error: Exception | None, *, given_ms: float, has_answered: bool, slo: Slo | None) -> Verdict:
-    """Whose doing a request's end was. A deadline is the caller's, unless it passed before the first token although the
-    caller had given at least the TTFT target (PATIENCE_MS without one).
+    """Whose doing a request's end was.
 
-    Args:
-        error: None: it completed. What is no ManyloraError is a bug, so the service's.
-        given_ms: from the request's arrival to its end.
-        has_answered: whether the caller got a token.
-        slo: the flow's targets.
+    A deadline is the caller's, unless it passed before the first token and the caller had given the TTFT target
+    (PATIENCE_MS without one). An error that is no ManyloraError is the service's. `given_ms` is from arrival to end.
     """
     match error:
         case None:
@@ -94,7 +84,6 @@ def verdict_of(error: Exception | None, *, given_ms: float, has_answered: bool, 
 
 
 def bucket_of(duration_ms: float) -> int:
-    """The first bucket whose upper bound is not below the duration."""
     if duration_ms <= MIN_MS:
         return 0
     bucket = math.ceil(math.log(duration_ms / MIN_MS) / math.log(RATIO))
@@ -108,8 +97,7 @@ def upper_ms(bucket: int) -> float:
 
 
 def quantile_ms(counts: Mapping[int, int], share: float) -> float | None:
-    """The upper bound of the bucket that holds the value of rank ceil(share * n) of n; None of none. counts: by
-    bucket."""
+    """The upper bound of the bucket that holds rank ceil(share * n) of n; None of none."""
     total = sum(counts.values())
     if not total:
         return None
@@ -126,8 +114,7 @@ class SlidingCounts:
 
     def __init__(self, window_s: float) -> None:
         self._slice_s = window_s / NUM_SLICES
-        self._slices: deque[tuple[int, dict[int, int]]] = deque()
-        """Numbered by their time; empty ones are left out."""
+        self._slices: deque[tuple[int, dict[int, int]]] = deque()  # numbered by their time; empty ones are left out
         self._totals: dict[int, int] = {}
 
     def add(self, key: int, now: float) -> None:
@@ -139,12 +126,11 @@ class SlidingCounts:
         self._totals[key] = self._totals.get(key, 0) + 1
 
     def totals(self, now: float) -> Mapping[int, int]:
-        """Valid until the next call."""
+        """The result is valid until the next call."""
         self._expire(now)
         return self._totals
 
     def _expire(self, now: float) -> int:
-        """Returns the slice that `now` is in."""
         number = math.floor(now / self._slice_s)
         while self._slices and self._slices[0][0] <= number - NUM_SLICES:
             for key, count in self._slices.popleft()[1].items():
@@ -158,15 +144,15 @@ class SlidingCounts:
 
 @dataclass(frozen=True)
 class FlowCounts:
-    """Of one flow; of several observers they add up."""
+    """Whose doing a request's end was: a deadline is the caller's unless it passed before the first token although the
+    caller had given the TTFT target. `given_ms` is from arrival to end.
+    """
 
     good: int = 0
     bad: int = 0
-    in_time: int = 0
-    """First tokens within the TTFT target that the flow had then."""
+    in_time: int = 0  # first tokens within the TTFT target that the flow had then
     late: int = 0
-    ttft: Mapping[int, int] = field(default_factory=dict)
-    """By bucket."""
+    ttft: Mapping[int, int] = field(default_factory=dict)  # by bucket
     tpot: Mapping[int, int] = field(default_factory=dict)
 
     def __add__(self, other: FlowCounts) -> FlowCounts:
@@ -193,12 +179,12 @@ class FlowCounts:
         return 1.0 - self.bad / self.num_counted if self.num_counted else 1.0
 
     def error_budget(self, target: float) -> float:
-        """What is left of the failures that `target` permits: 1 all of it, below 0 overspent (Google's SRE book)."""
+        """What is left of the failures that `target` permits: 1 is all, below 0 is overspent (Google's SRE book)."""
         return 1.0 - self.bad / ((1.0 - target) * self.num_counted) if self.num_counted else 1.0
 
     @property
     def is_ttft_met(self) -> bool | None:
-        """By the same rank as `quantile_ms`, but exactly. None: no measured request had a target."""
+        """None: no measured request had a target."""
         total = self.in_time + self.late
         return self.in_time >= math.ceil(TTFT_QUANTILE * total) if total else None
 
@@ -246,16 +232,7 @@ class SloTracker:
         tpot_ms: float | None = None,
         slo: Slo | None = None,
     ) -> None:
-        """Told once for each request.
-
-        Args:
-            flow: whose.
-            verdict: how it counts for availability.
-            now: the present.
-            ttft_ms: None: it has no first token.
-            tpot_ms: None: it did not complete, or has one token.
-            slo: the flow's targets as they stand.
-        """
+        """Told once for each request. `ttft_ms` is None without a first token, `tpot_ms` without a second one."""
         if verdict is Verdict.EXCUSED and ttft_ms is None:
             return
         windows = self._flows.pop(flow, None) or _FlowWindows()
@@ -272,6 +249,5 @@ class SloTracker:
             windows.tpot.add(bucket_of(tpot_ms), now)
 
     def counts(self, now: float, *, tenant_id: str = "") -> dict[Flow, FlowCounts]:
-        """Of one tenant, or of all."""
         found = {flow: windows.counts(now) for flow, windows in self._flows.items() if tenant_id in ("", flow[0])}
         return {flow: counts for flow, counts in found.items() if counts.num_counted or counts.num_measured}
