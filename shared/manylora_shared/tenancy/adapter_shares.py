@@ -74,10 +74,7 @@ def pins_problem(
     own_other: int,
     largest: int,
 ) -> str | None:
-    """Why one tenant's pins are refused, or None. `registered` and `largest` are of all tenants' adapters.
-
-    `own_other` is the tenant's largest adapter that it does not pin; 0 if there is none.
-    """
+    """Why one tenant's pins are refused, or None; `own_other` is its largest adapter that it does not pin, or 0."""
     own = pins.get(key, ())
     total = sum(own)
     wants = {**registered, key: max(total, registered.get(key, 0))}

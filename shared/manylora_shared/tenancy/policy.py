@@ -171,7 +171,7 @@ def parse_policy(yaml_text: str) -> TenantPolicy:
 
 
 def line_of(yaml_text: str, path: str) -> int:
-    """The line of a field ("adapters.pin") in a document that parse_policy has read; 1 where it is not there."""
+    """1 where the document has no such field."""
     node, line = _compose(yaml_text), 1
     for name in path.split("."):
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
