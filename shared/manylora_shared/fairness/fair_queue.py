@@ -53,8 +53,7 @@ class FlowBooks(Contender[F, I]):
 class FairQueue(Generic[F, I]):
     """A `Fairness`. Times are whole microseconds of one clock.
 
-    Items of equal `need` are offered to `select`'s test through one of them only: a decision costs O(log flows +
-    needs).
+    Items of equal `need` are offered to `select`'s test through one of them: a decision costs O(log flows + needs).
     `aging_per_s` is the cost per unit of weight by which a waiting flow's boost grows in a second.
     """
 
@@ -167,7 +166,7 @@ class FairQueue(Generic[F, I]):
         return self._contest.select(fits, now_us)
 
     def select_one_by_one(self, fits: Callable[[F, I], P | None], now_us: int, *, limit: int) -> Pick[I, P] | None:
-        """As `select`, for a test that depends on the flow: asks for the first `limit` flows, one after the other."""
+        """As `select`, but asks for the first `limit` flows one after the other."""
         self._show_moved()
         return self._contest.select_one_by_one(fits, now_us, limit=limit)
 

@@ -1,7 +1,6 @@
 """How one fair queue's clock becomes the next one's, in another process. Pure; called by the queues' owners.
 
-On the new queue `restore` comes first and `resume` last; between them `count` for each source, `adopt` for each
-running item and `push` for each waiting one, in any order.
+`restore` comes first, `resume` last; `count`, `adopt` and `push` between them, in any order.
 """
 
 from __future__ import annotations
