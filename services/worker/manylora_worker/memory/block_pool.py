@@ -1,13 +1,7 @@
-"""Who holds which KV block. Knows ids and tenants, never tensors; written by EngineCore and StepPlanner on the engine's
-thread.
+"""Who holds which KV block, by ids and tenants. EngineCore and StepPlanner write it.
 
-    free --allocate--> held (1 reference) --share--> held (n) --free, n times--> free
-                                                      the copy source of a step stays *parked* until the step is over
-                                                      one that lookups may find stays *idle* (prefix_cache.py)
-
-A block's *owner* is the tenant that it was allocated for last, and that wrote it. Tenants of a cache group hold one
-another's published blocks, as *guests* (decision 36); a block counts once for each tenant that holds it. The owner
-stays its owner where it gives the block up before a guest does. Whoever else gets it next has it cleared.
+A copy's source stays *parked* until its step is over; a published block stays *idle* (prefix_cache.py). A block's
+*owner* is who it was allocated for last; *guests* share it by a cache group (decision 36).
 """
 
 from __future__ import annotations
@@ -24,17 +18,12 @@ from manylora_worker.memory.prefix_cache import PrefixCache
 
 
 class BlockWork(NamedTuple):
-    """What a step does to blocks before its pass."""
-
     clears: SequenceOf[int] = ()  # before anything else
     copies: SequenceOf[tuple[int, int]] = ()  # (from, to), after the clears
 
 
 class BlockPool:
-    """A step takes the pending clears and copies (`take_work`) and ends with `commit` or `reject`. After `reject` its
-    clears are due again; its copies, whose targets end with the step's sequences, are not. With `clears_freed` a block
-    is cleared whenever it becomes free.
-    """
+    """A step ends with `commit`, or with `reject`: then its clears are due again, its copies are not."""
 
     def __init__(
         self, num_blocks: int, block_size: int, max_idle_blocks: int = 0, *, clears_freed: bool = False
@@ -64,7 +53,6 @@ class BlockPool:
 
     @property
     def num_idle(self) -> int:
-        """Without references, and lookups may find them."""
         return self._cache.num_idle
 
     def idle_of(self, tenant_id: TenantId) -> int:
@@ -72,11 +60,10 @@ class BlockPool:
 
     @property
     def num_held(self) -> int:
-        """Walks them all."""
         return sum(count > 0 for count in self._references)
 
     def held_by(self, tenant_id: TenantId) -> int:
-        """One that several of its sequences share counts once."""
+        """A shared block counts once."""
         return self._held_by.get(tenant_id, 0)
 
     def held(self) -> dict[TenantId, int]:
@@ -89,25 +76,20 @@ class BlockPool:
         return self._references[block_id] > 1
 
     def is_freed_by_holder(self, block_id: int) -> bool:
-        """Nobody else holds the block, and no copy of it is due."""
         return self._references[block_id] == 1 and block_id not in self._copies_from
 
     def is_given_up_by_holder(self, tenant_id: TenantId, block_id: int) -> bool:
-        """The block counts for the tenant no more when one of its sequences lets go."""
         return self._references_of(tenant_id, block_id) == 1
 
     def num_new_among(self, tenant_id: TenantId, block_ids: Iterable[int]) -> int:
-        """How many of them do not count for the tenant yet."""
+        """Those that the tenant does not hold yet."""
         return sum(self._references_of(tenant_id, block_id) == 0 for block_id in block_ids)
 
     def owner_of(self, block_id: int) -> TenantId | None:
-        """None where it never was allocated."""
         return self._owner[block_id]
 
     def allocate(self, tenant_id: TenantId, count: int) -> list[int]:
-        """Ask `num_free` first. Idle blocks are taken last: the tenant's own first where it is, held and idle together,
-        above its share of the cache.
-        """
+        """Ask `num_free` first. The tenant's own idle blocks go before others' if it is above its cache share."""
         assert 0 <= count <= self.num_free, f"{count} blocks wanted, {self.num_free} are free"
         if count == 0:
             return []
@@ -128,19 +110,18 @@ class BlockPool:
         return taken
 
     def share(self, tenant_id: TenantId, block_ids: Iterable[int]) -> None:
-        """For another sequence of a tenant that holds them."""
         for block_id in block_ids:
             assert self._references_of(tenant_id, block_id) > 0, f"block {block_id} is not held"
             self._refer(tenant_id, block_id)
 
     def free(self, tenant_id: TenantId, block_ids: SequenceOf[int]) -> None:
-        """The last of a table is idle first, so a prefix is evicted from its end on."""
+        """The last is idle first, so prefixes are evicted from their ends."""
         for block_id in reversed(block_ids):
             assert self._references_of(tenant_id, block_id) > 0, f"block {block_id} is not held"
             self._drop(tenant_id, block_id)
 
     def find_cached(self, scope: CacheScope, keys: Iterable[bytes]) -> list[int]:
-        """Up to the first key that has no block. Changes nothing."""
+        """Up to the first key without a block."""
         found: list[int] = []
         for key in keys:
             block_id = self._cache.find(scope, key)
@@ -150,18 +131,16 @@ class BlockPool:
         return found
 
     def num_idle_among(self, block_ids: Iterable[int]) -> int:
-        """How many of them `take_cached` takes from `num_free`."""
         return sum(self._references[block_id] == 0 for block_id in block_ids)
 
     def take_cached(self, tenant_id: TenantId, block_ids: Iterable[int]) -> None:
-        """For one of the tenant's sequences, idle ones included."""
         for block_id in block_ids:
             if self._references[block_id] == 0:
                 self._cache.wake(block_id)
             self._refer(tenant_id, block_id)
 
     def publish(self, block_id: int, scope: CacheScope, key: bytes) -> None:
-        """A held block is full and computed: the scope's lookups may find it. It is not written from then on."""
+        """Nobody writes the block from now on."""
         owner = self._owner[block_id]
         assert self._references[block_id] > 0
         assert owner is not None
@@ -169,15 +148,12 @@ class BlockPool:
         self._cache.publish(scope, key, block_id, owner)
 
     def unpublish(self, block_ids: Iterable[int]) -> None:
-        """They are about to be written, or their content is in doubt."""
         for block_id in block_ids:
             assert self._references[block_id] > 0
             self._cache.unpublish(block_id)
 
     def copy_on_write(self, block_id: int) -> int:
-        """Trades one reference of a shared block for a block of its own; the coming step copies the content. The source
-        keeps it until `commit`. Who writes a block has computed it, so the reference is its owner's.
-        """
+        """Trades a shared block for one of its own; the coming step copies the content."""
         assert self.is_shared(block_id), f"block {block_id} can be written in place"
         tenant_id = self._owner[block_id]
         assert tenant_id is not None
@@ -188,7 +164,7 @@ class BlockPool:
         return copy
 
     def overwrite(self, block_ids: Iterable[int]) -> None:
-        """Their owner replaces their whole content: there is nothing to clear any more."""
+        """Their owner replaces the whole content."""
         for block_id in block_ids:
             assert self._references[block_id] > 0
             self._unclean.pop(block_id, None)
@@ -196,7 +172,7 @@ class BlockPool:
                 self._overwritten[block_id] = None
 
     def num_lasting(self, block_ids: Iterable[int]) -> int:
-        """How many of a table's first blocks lookups find while another holder of them lives."""
+        """How many of a table's first blocks stay in the cache when this holder goes."""
         count = 0
         for block_id in block_ids:
             if self._references[block_id] < 2 or not self._cache.is_published(block_id):
@@ -205,11 +181,9 @@ class BlockPool:
         return count
 
     def pending_clears(self) -> list[int]:
-        """Held blocks with another tenant's content; with `clears_freed` also free ones."""
         return [block_id for block_id in self._unclean if self._clears_freed or self._references[block_id] > 0]
 
     def pending_copies(self) -> list[tuple[int, int]]:
-        """(from, to), after the clears and before the pass."""
         return [(source, copy) for copy, source in self._copies.items()]
 
     def take_work(self) -> BlockWork:
@@ -230,7 +204,7 @@ class BlockPool:
                 self._overwritten.clear()
 
     def reject(self, work: BlockWork) -> None:
-        """The step failed: nothing of it may have been done."""
+        """Nothing of the step may have been done."""
         self._unclean.update((block_id, None) for block_id in work.clears if block_id not in self._overwritten)
         self.commit(work)
 
@@ -303,7 +277,6 @@ class BlockPool:
             self._forget(block_id)
 
     def _forget(self, block_id: int) -> None:
-        """The last reference is gone."""
         if block_id in self._copies:
             self._drop_copy(block_id)
         if block_id not in self._copies_from:

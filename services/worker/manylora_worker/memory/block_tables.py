@@ -1,6 +1,4 @@
-"""What stands in a sequence's block table. Written through Parking alone, for whom StepPlanner has made the room; knows
-neither the queue, slots nor shares of tenants.
-"""
+"""What stands in a sequence's block table. Only Parking writes it."""
 
 from __future__ import annotations
 
@@ -15,17 +13,15 @@ class BlockTables:
         self._prefixes = prefixes
 
     def missing(self, sequence: Sequence, end: int) -> int:
-        """Blocks to write the tokens up to `end`, the copy of a shared one included."""
+        """Blocks to take before writing tokens up to `end`."""
         missing = max(0, self._pool.blocks_for(end) - len(sequence.block_table))
         return missing + self._writes_shared_block(sequence)
 
     def _writes_shared_block(self, sequence: Sequence) -> bool:
-        """Only the first block that is written can be shared."""
         index = sequence.num_computed_tokens // self._pool.block_size
         return index < len(sequence.block_table) and self._pool.is_shared(sequence.block_table[index])
 
     def extend(self, sequence: Sequence, end: int) -> None:
-        """Up to position `end`."""
         num_blocks = self.missing(sequence, end)
         index = sequence.num_computed_tokens // self._pool.block_size
         if num_blocks and self._writes_shared_block(sequence):
@@ -36,7 +32,7 @@ class BlockTables:
         sequence.block_table += self._pool.allocate(sequence.tenant_id, num_blocks)
 
     def fill(self, sequence: Sequence) -> int:
-        """Gives a sequence without blocks those of all its tokens. Returns how many of them were cached."""
+        """For all tokens. Returns how many blocks were cached."""
         cached = self._prefixes.find(sequence)
         num_blocks = self._pool.blocks_for(sequence.num_tokens) - len(cached)
         self._pool.take_cached(sequence.tenant_id, cached)
@@ -45,7 +41,6 @@ class BlockTables:
         return len(cached)
 
     def share(self, leader: Sequence, sequence: Sequence, num_tokens: int) -> None:
-        """Gives a sequence without blocks those of the leader's prompt."""
         shared = leader.block_table[: self._pool.blocks_for(num_tokens)]
         self._pool.share(sequence.tenant_id, shared)
         sequence.block_table = shared

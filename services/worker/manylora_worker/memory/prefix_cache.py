@@ -1,15 +1,7 @@
-"""Which full blocks of KV can be found again, and by whom.
+"""Which full KV blocks can be found again, and by whom. Only BlockPool writes it. Decision 13 has the keys and the
+reasons.
 
-    namespace = HMAC-SHA256(secret, tenant or cache group, adapter's content digest or none, model's digest)
-    key(i)    = HMAC-SHA256(namespace, key(i - 1), the token ids of block i)
-
-The secret is drawn when the worker starts and kept nowhere, so nobody can compute a key or search for colliding ones.
-PrefixCache keeps each scope's index apart; only BlockPool writes it.
-
-    held --publish--> held, published --last reference goes--> idle --evict--> free
-                           ^------------taken by a lookup--------'
-
-Which idle block goes depends on counts alone, never on what another tenant looked up or when.
+    held --publish--> published --last reference goes--> idle --evict--> free
 """
 
 from __future__ import annotations
@@ -33,7 +25,7 @@ _SHA256_BLOCK_BYTES = 64
 
 
 class PrefixKeys:
-    """Names blocks; a sequence keeps its keys (`Sequence.block_keys`). secret: `SECRET_BYTES` random bytes."""
+    """secret: `SECRET_BYTES` random bytes."""
 
     def __init__(self, secret: bytes, model_digest: str) -> None:
         assert len(secret) == SECRET_BYTES
@@ -68,7 +60,7 @@ class PrefixKeys:
 
 
 class Namespace:
-    """HMAC-SHA256 (RFC 2104) under one key: its two pads, most of what a short message costs, are hashed once."""
+    """HMAC-SHA256 (RFC 2104) under one key."""
 
     __slots__ = ("_inner", "_outer")
 
@@ -87,7 +79,7 @@ class Namespace:
 
 @dataclass(frozen=True)
 class PrefixOptions:
-    """tenant_share: of the pool's blocks, how many one tenant's idle ones may be; over 0 and up to 1."""
+    """tenant_share: part of the pool for one tenant's idle blocks."""
 
     keys: PrefixKeys
     tenant_share: float
@@ -101,7 +93,7 @@ class PrefixOptions:
 
 
 class PrefixCache:
-    """At most one block a key, and one key a block. max_idle_blocks: of one tenant; 0: no block is published."""
+    """max_idle_blocks: of one tenant; 0: nothing is published."""
 
     def __init__(self, max_idle_blocks: int) -> None:
         self.max_idle_blocks = max_idle_blocks
@@ -131,14 +123,13 @@ class PrefixCache:
         return name is not None and block_id in self._idle.get(name[2], ())
 
     def published_blocks(self) -> dict[int, tuple[CacheScope, TenantId]]:
-        """With whose lookups may find them, and who owns them. Walks them all, as `idle_blocks` does."""
         return {block_id: (scope, tenant_id) for block_id, (scope, _, tenant_id) in self._names.items()}
 
     def idle_blocks(self) -> set[int]:
         return {block_id for idle in self._idle.values() for block_id in idle}
 
     def publish(self, scope: CacheScope, key: bytes, block_id: int, tenant_id: TenantId) -> None:
-        """The first block of a key keeps it: another with the same KV is of no use."""
+        """The first block of a key keeps it."""
         assert self.max_idle_blocks > 0
         if block_id in self._names:
             assert self._names[block_id] == (scope, key, tenant_id), f"block {block_id} has another key"
@@ -159,7 +150,7 @@ class PrefixCache:
             del self._published[scope]
 
     def rest(self, block_id: int) -> int | None:
-        """The last reference went. Returns the block that its tenant gives up for it, if any."""
+        """The last reference went. Returns the block that its tenant gives up."""
         tenant_id = self._names[block_id][2]
         idle = self._idle.setdefault(tenant_id, OrderedDict())
         assert block_id not in idle
@@ -170,7 +161,6 @@ class PrefixCache:
         return self._evict_of(tenant_id)
 
     def wake(self, block_id: int) -> None:
-        """An idle block has a reference again."""
         tenant_id = self._names[block_id][2]
         idle = self._idle[tenant_id]
         del idle[block_id]
@@ -179,10 +169,7 @@ class PrefixCache:
             del self._idle[tenant_id]
 
     def evict(self, tenant_id: TenantId, *, own_first: bool) -> int:
-        """Ask `num_idle` first. The block is one of the tenant's own where `own_first` and it has one, else one of the
-        tenant that has the most: a tenant loses nothing to others while one of them keeps more idle blocks. The one
-        that is idle for longest goes.
-        """
+        """The oldest idle block: of the tenant itself if `own_first` and it has one, else of whoever has the most."""
         if not own_first or self.idle_of(tenant_id) == 0:
             tenant_id = next(iter(self._by_num_idle[self._most_idle]))
         return self._evict_of(tenant_id)
@@ -209,7 +196,7 @@ class PrefixCache:
         return block_id
 
     def _count(self, tenant_id: TenantId, before: int, after: int) -> None:
-        """Counts change by one, so the greatest is found in constant time."""
+        """In constant time: counts change by one."""
         self._num_idle += after - before
         if before:
             ranks = self._by_num_idle[before]

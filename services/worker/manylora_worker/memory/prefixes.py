@@ -1,4 +1,4 @@
-"""What a sequence can begin with because it was computed before, and what it leaves for others to find."""
+"""What a sequence finds in the prefix cache, and leaves there."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from manylora_worker.memory.prefix_cache import PrefixKeys
 
 
 class Prefixes:
-    """keys: None: there is no prefix cache."""
+    """keys: None: there is no cache."""
 
     def __init__(self, pool: BlockPool, keys: PrefixKeys | None) -> None:
         self._pool = pool
         self._keys = keys
 
     def find(self, sequence: Sequence) -> list[int]:
-        """The longest chain of full blocks that it can begin with. A swapped one goes on where it stood."""
+        """A swapped sequence goes on where it stood."""
         keys, block_size = self._keys, self._pool.block_size
         if keys is None:
             return []
@@ -24,7 +24,6 @@ class Prefixes:
         return self._pool.find_cached(sequence.group.cache_scope, chain)
 
     def publish(self, sequence: Sequence, start: int, end: int) -> None:
-        """The blocks that the KV of tokens [start, end) has filled."""
         keys, block_size = self._keys, self._pool.block_size
         if keys is None:
             return

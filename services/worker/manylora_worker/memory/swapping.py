@@ -1,10 +1,7 @@
-"""KV of sequences in host memory: who has it there, whether that pays, and the copies under way.
+"""KV of sequences in host memory: who has it, whether that pays, and the copies under way (decision 21). Their blocks
+go to nobody else, even if the sequence has ended.
 
     parked --leave--> LEAVING --copy over--> ON_HOST --bring_back--> ARRIVING --copy over--> parked
-                      holds its blocks       holds none              holds new ones
-
-StepPlanner chooses who gives up blocks and who comes back; EngineCore and Parking call. Until a copy is over, its
-blocks and host blocks go to nobody else, even where the sequence has ended.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ _WEIGHT = 0.2  # of a new measurement in the average
 
 
 class SwapCosts:
-    """block_copy_s: of one block, out and in again, until copies of sequences are measured."""
+    """block_copy_s: of one block, out and in, until measured."""
 
     def __init__(self, block_copy_s: float) -> None:
         self._one_way_s = block_copy_s / 2
@@ -32,16 +29,16 @@ class SwapCosts:
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
-        """None: no prefill was measured yet."""
+        """None: not measured yet."""
         return self._prefill_tokens_per_s
 
     def copied(self, num_blocks: int, seconds: float) -> None:
-        """In one direction."""
+        """One way."""
         if num_blocks:
             self._one_way_s += _WEIGHT * (seconds / num_blocks - self._one_way_s)
 
     def computed(self, num_prefill_tokens: int, num_tokens: int, seconds: float) -> None:
-        """A step counts where at least half of its tokens were of prompts; else it says what decoding costs."""
+        """Steps that mostly decode are left out."""
         if seconds <= 0 or 2 * num_prefill_tokens < num_tokens:
             return
         rate = num_tokens / seconds
@@ -52,7 +49,6 @@ class SwapCosts:
         return 2 * num_blocks * self._one_way_s
 
     def recompute_s(self, num_tokens: int) -> float:
-        """Infinite while nothing was measured."""
         if self._prefill_tokens_per_s is None:
             return float("inf") if num_tokens else 0.0
         return num_tokens / self._prefill_tokens_per_s
@@ -60,7 +56,7 @@ class SwapCosts:
 
 @dataclass(frozen=True)
 class SwapCounts:
-    """Cumulative since the engine's start."""
+    """Since the engine's start."""
 
     swaps_out: int = 0
     swaps_in: int = 0
@@ -97,7 +93,7 @@ class HostBlocks:
         return dict(self._held)
 
     def bound(self, tenant_id: TenantId) -> int:
-        """The hard cap's part, at most half, less what others have reserved and do not use."""
+        """The hard cap's part, at most half, less others' unused reserves."""
         return min(self.num_blocks // _MOST_OF_ONE_TENANT, self._part(self._shares.hard(tenant_id)))
 
     def has_room(self, tenant_id: TenantId, count: int) -> bool:
@@ -105,7 +101,6 @@ class HostBlocks:
         return count + kept <= self.num_free and self.held_by(tenant_id) + count <= self.bound(tenant_id)
 
     def allocate(self, tenant_id: TenantId, count: int) -> list[int]:
-        """Ask `has_room` first."""
         assert self.has_room(tenant_id, count)
         self._held[tenant_id] = self.held_by(tenant_id) + count
         rest = len(self._free) - count
@@ -121,7 +116,6 @@ class HostBlocks:
             del self._held[tenant_id]
 
     def _reserved(self) -> int:
-        """Kept for tenants that do not use their reserves."""
         reserves = self._shares.reserves
         if reserves is not self._reserves:
             self._reserves, self._all_reserves = reserves, sum(map(self._part, reserves.values()))
@@ -136,8 +130,6 @@ class HostBlocks:
 
 
 class Swapper:
-    """Without host blocks nothing ever leaves (`pays` is False)."""
-
     def __init__(self, host_kv: HostKv | None, pool: BlockPool, shares: TenantShares) -> None:
         self._host_kv = host_kv
         self._pool = pool
@@ -163,7 +155,7 @@ class Swapper:
 
     @property
     def num_leaving(self) -> int:
-        """Blocks that copies under way will free, as of the last `poll`, `leave` or `bring_back`."""
+        """Blocks that copies under way will free."""
         return len(self._blocks_leaving()) if self._copies else 0
 
     def num_leaving_of(self, tenant_id: TenantId) -> int:
@@ -175,7 +167,7 @@ class Swapper:
         )
 
     def num_leaving_among(self, block_ids: Iterable[int]) -> int:
-        """How many of them would not come free if somebody took them out of the cache now."""
+        """How many will be free when copies are over, unless somebody takes them from the cache."""
         leaving = self._blocks_leaving()
         return sum(block_id in leaving for block_id in block_ids) if leaving else 0
 
@@ -195,9 +187,7 @@ class Swapper:
         return sequence.swap is not None and sequence.swap.stage is SwapStage.LEAVING
 
     def pays(self, sequence: Sequence) -> bool:
-        """A parked sequence goes to the host rather than be computed again: there is room, and 2 * blocks * seconds a
-        block is less than its tokens / (tokens a second). Blocks that another sequence holds too cost nothing.
-        """
+        """A copy out and in is quicker than computing what nobody else holds, and has room."""
         num_blocks = self._num_computed_blocks(sequence)
         if not num_blocks or not self.host.has_room(sequence.tenant_id, num_blocks):
             return False
@@ -206,7 +196,7 @@ class Swapper:
         return self.costs.swap_s(num_blocks) < self.costs.recompute_s(again)
 
     def leave(self, sequence: Sequence) -> None:
-        """The sequence holds its blocks until the copy is over. Ask `pays` first."""
+        """The sequence holds its blocks until the copy is over."""
         assert self._host_kv is not None
         assert not sequence.num_steps_in_flight
         assert sequence.swap is None
@@ -219,7 +209,7 @@ class Swapper:
         self._counts += SwapCounts(swaps_out=1, blocks_out=len(blocks))
 
     def bring_back(self, sequence: Sequence, num_cached_blocks: int) -> None:
-        """Copies into the blocks that it was given, except the first ones, which were found in the cache."""
+        """Behind the blocks that were cached."""
         assert self._host_kv is not None
         assert sequence.swap is not None
         assert sequence.swap.stage is SwapStage.ON_HOST
@@ -233,7 +223,7 @@ class Swapper:
         self._counts += SwapCounts(swaps_in=1, blocks_in=len(blocks))
 
     def poll(self) -> list[Sequence]:
-        """Whose copies are over since the last call; finished sequences too. Each is then told `ended`."""
+        """Whose copies are over; call `ended` for each."""
         over = [sequence for sequence, (copy, _) in self._copies.items() if copy.is_over()]
         self._leaving = None
         for sequence in over:
@@ -242,12 +232,11 @@ class Swapper:
         return over
 
     def wait(self) -> None:
-        """For every copy under way; `poll` tells of them then."""
         for copy, _ in self._copies.values():
             copy.wait()
 
     def ended(self, sequence: Sequence) -> SwapStage:
-        """The copy is over: the sequence is on the host now, or it was ARRIVING and has nothing there any more."""
+        """Its copy is over. Returns the stage that ends."""
         assert sequence.swap is not None
         assert sequence not in self._copies
         stage = sequence.swap.stage
@@ -259,14 +248,12 @@ class Swapper:
         return stage
 
     def forget(self, sequence: Sequence) -> None:
-        """Frees the sequence's host blocks, if any. No copy of it is under way."""
         assert sequence not in self._copies
         if sequence.swap is not None:
             self.host.free(sequence.tenant_id, sequence.swap.host_blocks)
             sequence.swap = None
 
     def check_invariants(self, sequences: list[Sequence]) -> None:
-        """sequences: all in the engine."""
         held: dict[TenantId, int] = {}
         taken: list[int] = []
         for sequence in sequences:

@@ -1,12 +1,10 @@
-"""What each tenant may have of this worker: weights of its flows (its adapter memory goes by these too), and KV blocks.
-Knows limits, never who holds what.
+"""What each tenant may have of this worker. EngineCore writes it.
 
-    reserve    always its own: given back within one quantum of asking, never reclaimed for others' sake
-    soft       what it may hold while others want memory; what it holds above is reclaimed first
-    hard       what it never passes
+    reserve    always its own, never reclaimed for others
+    soft       what is above it is reclaimed first
+    hard       never passed
 
-Reserves take half of the pool at most; more than that is scaled down in proportion. Written by EngineCore; any thread
-may call `check`, because what it reads is replaced, never changed in place.
+Any thread may call `check`: what that reads is never changed in place.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ class TenantShare:
 
     @staticmethod
     def of(policy: TenantPolicy, block_bytes: int) -> TenantShare:
-        """Bounds are rounded down to whole blocks, the reserve up. block_bytes: of KV."""
+        """Bounds are rounded down to whole blocks, the reserve up."""
         quotas = policy.quotas
 
         def blocks(mib: int | None) -> int | None:
@@ -69,7 +67,7 @@ class TenantShares:
         self._accepted: dict[TenantId, int] = {}
 
     def set(self, tenant_id: TenantId, share: TenantShare | None) -> None:
-        """None: the tenant has the default weights and no bounds."""
+        """None: default weights, no bounds. Reserves are scaled down to half the pool together."""
         shares = dict(self._shares)
         shares.pop(tenant_id, None)
         if share is not None:
@@ -83,9 +81,7 @@ class TenantShares:
         self._has_caps = any(each.hard_blocks is not None for each in shares.values())
 
     def accept(self, tenant_id: TenantId, longest_blocks: int) -> None:
-        """A request that was accepted under wider bounds runs to its end: until then the tenant's hard cap is what its
-        longest request needs, if that is more.
-        """
+        """The longest accepted request raises the hard cap to its need."""
         share = self._shares.get(tenant_id)
         if share is not None and share.hard_blocks is not None and longest_blocks > share.hard_blocks:
             self._accepted[tenant_id] = longest_blocks
@@ -93,7 +89,6 @@ class TenantShares:
             self._accepted.pop(tenant_id, None)
 
     def cache_scope(self, tenant_id: TenantId) -> CacheScope:
-        """Of requests that come now."""
         group = self._shares.get(tenant_id, _DEFAULT).cache_group
         return CacheScope(tenant_id, is_group=False) if group is None else CacheScope(group, is_group=True)
 
@@ -101,7 +96,6 @@ class TenantShares:
         return self._shares.get(flow[0], _DEFAULT).weights[flow[1]]
 
     def tenant_weight(self, tenant_id: TenantId) -> int:
-        """What its flows have together."""
         return sum(self._shares.get(tenant_id, _DEFAULT).weights.values())
 
     def soft(self, tenant_id: TenantId) -> int:
@@ -117,7 +111,6 @@ class TenantShares:
 
     @property
     def reserves(self) -> Mapping[TenantId, int]:
-        """Never changed in place."""
         return self._reserves
 
     @property
@@ -129,10 +122,8 @@ class TenantShares:
         return self._has_soft
 
     def check(self, tenant_id: TenantId, longest_blocks: int, block_size: int) -> None:
-        """From any thread.
-
-        Raises:
-            QuotaExceeded: it can never hold so many: past its hard cap, or more than others' reserves leave.
+        """Raises:
+        QuotaExceeded: its hard cap or others' reserves rule so many blocks out.
         """
         share = self._shares.get(tenant_id, _DEFAULT)
         others = self._reserved_blocks - self._reserves.get(tenant_id, 0)
