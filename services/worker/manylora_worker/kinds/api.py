@@ -1,11 +1,8 @@
-"""The engine's two seams, in plain data: what its owner asks of it, and what it asks of the model.
+"""The engine's two seams, in plain data. All runs on one thread; only an AdapterBackend may use others."""
 
-    runtime (shell) --EngineRequest / abort--> EngineCore --StepBatch--> ModelRunner   (torch, kernels, or a fake)
-                    <------TokenOutput-------             <--Sampled---
-                                               EngineCore <--> AdapterBackend          (loads weights beside the loop)
-
-A ModelRunner owns tensors and nothing else. All runs on one thread; only an AdapterBackend may use others.
-"""
+# runtime (shell) --EngineRequest / abort--> EngineCore --StepBatch--> ModelRunner   (torch, kernels, or a fake)
+#                 <------TokenOutput-------             <--Sampled---
+#                                            EngineCore <--> AdapterBackend          (loads weights beside the loop)
 
 from __future__ import annotations
 
@@ -20,8 +17,6 @@ from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(sampling.Sampling):
-    """A request's sampling parameters, checked, with its seed."""
-
     seed: int = 0
 
     @property
@@ -47,8 +42,8 @@ class EngineRequest:
     stop_token_ids: frozenset[int] = frozenset()
     n: int = 1
     emitted_token_ids: tuple[int, ...] = ()  # of an earlier attempt, forced before sampling goes on (n = 1 only)
+    # token sequences that do not come in a row in the output of a choice; none is empty
     bad_sequences: tuple[tuple[int, ...], ...] = ()
-    """Tokens that do not come in a row in the output of a choice; none is empty."""
 
 
 class FinishReason(enum.Enum):
@@ -61,9 +56,7 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True)
 class Logprobs:
-    """At one output position: the sampled token's and the likeliest tokens', best first. Of the model's distribution
-    before temperature, penalties and truncation.
-    """
+    """Best first, before temperature, penalties and truncation."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -74,7 +67,7 @@ class Logprobs:
 
 @dataclass(slots=True)
 class TokenOutput:
-    """New tokens of one choice, in order; `finish_reason` comes with its last (token_ids may then be empty)."""
+    # `finish_reason` comes with the last token (token_ids may then be empty)
 
     request_id: RequestId
     choice: int
@@ -86,23 +79,20 @@ class TokenOutput:
     stop_token_id: int | None = None  # ended the choice (STOP); not among token_ids
 
 
+# in SequenceChunk.token_ids: the token that this sequence drew in the step before, not known to the host yet
 PENDING_TOKEN = -1
-"""In SequenceChunk.token_ids: the token that this sequence drew in the step before, not known to the host yet."""
 
-ANY_TOKEN = -2
-"""In SequenceChunk.bars."""
+ANY_TOKEN = -2  # in SequenceChunk.bars
 
 
 @dataclass(slots=True)
 class SequenceChunk:
-    """Positions [start_position, start_position + len(token_ids)) of a sequence, which a step computes.
+    """A step computes positions [start_position, start_position + len(token_ids))."""
 
-    KV of everything before them stands in `block_table`, which covers the new positions too. While a sequence keeps its
-    id, the blocks before a chunk's first do not change; one that has lost its blocks comes back under another id. Where
-    `samples`, the next token is drawn from the last position's logits; its output index is `output_index` (0 = first
-    after the prompt).
-    """
-
+    # `block_table` holds the KV of everything before a chunk and covers the new positions too. While a sequence keeps
+    # its id, the blocks before a chunk's first do not change; one that has lost its blocks comes back under another id.
+    # Where `samples`, the next token is drawn from the last position's logits; its output index is `output_index` (0 =
+    # first after the prompt).
     sequence_id: int
     token_ids: Sequence[int]
     start_position: int
@@ -114,8 +104,8 @@ class SequenceChunk:
     output_index: int
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]  # those that are known: without the one that is pending
+    # (token, before): a token that is not drawn where `before` is the pending token, or ANY_TOKEN (bars.py)
     bars: Sequence[tuple[int, int]] = ()
-    """(token, before): a token that is not drawn where `before` is the pending token, or ANY_TOKEN (bars.py)."""
 
 
 @dataclass(frozen=True)
@@ -152,26 +142,20 @@ class ModelRunner(Protocol):
     def max_context_tokens(self) -> int: ...
 
     def execute(self, batch: StepBatch) -> Sequence[Sampled]:
-        """One Sampled for each chunk with `samples`, in the batch's order. Every adapter_uid is on the device. The
-        result is a function of each chunk alone (up to rounding).
-        """
+        """One Sampled for each chunk with `samples`, in order: a function of each chunk alone (up to rounding)."""
 
 
 class PendingStep(Protocol):
     def result(self) -> Sequence[Sampled]:
-        """As ModelRunner.execute. Waits for it."""
+        """Waits for ModelRunner.execute's."""
 
 
 @runtime_checkable
 class AheadRunner(ModelRunner, Protocol):
-    """A ModelRunner that takes the next step while one is being computed. Steps happen in the order of their `submit`,
-    each as if the one before it were over.
-    """
+    """Takes the next step while one is being computed. Steps happen in the order of their `submit`."""
 
     def submit(self, batch: StepBatch) -> PendingStep:
-        """At most one other is unread then; the batch may have its tokens as PENDING_TOKEN. Raises what is wrong with
-        this step alone; nothing of it was done.
-        """
+        """At most one other is unread then. Raises what is wrong with this step alone; nothing of it was done."""
 
 
 class PendingCopy(Protocol):
@@ -182,24 +166,22 @@ class PendingCopy(Protocol):
 
     @property
     def seconds(self) -> float:
-        """How long it took, once it is over."""
+        """Once it is over."""
 
 
 class HostKv(Protocol):
-    """Host memory to which a runner copies whole blocks and back, beside its steps.
+    """Host memory to which a runner copies whole blocks and back, beside its steps."""
 
-    A copy happens behind all steps that were submitted before it. Steps that are submitted while it is under way
-    neither write nor clear what is copied out, and do not touch what is copied into. Only `copy_in` reads a host block,
-    and `copy_out` has overwritten all of it by then.
-    """
-
+    # A copy happens behind all steps that were submitted before it. Later steps neither write nor clear what is copied
+    # out, and do not touch what is copied into. Only `copy_in` reads a host block, and `copy_out` has overwritten all
+    # of it by then.
     @property
     def num_blocks(self) -> int:
-        """In host memory. 0: nothing can be copied."""
+        """0: nothing can be copied."""
 
     @property
     def block_copy_s(self) -> float:
-        """Out and back in, as measured or configured at the start."""
+        """Out and back in."""
 
     def copy_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> PendingCopy: ...
 
@@ -219,9 +201,8 @@ class AdapterTier(enum.IntEnum):
 
 @dataclass(frozen=True)
 class AdapterEvent:
-    """A load ended: the adapter is on `tier` now, or `error` says why not. `size_bytes` comes with HOST and is the
-    greater of both tiers'.
-    """
+    # `error` says why the adapter is not on `tier`; `size_bytes` comes with HOST and is the greater of both
+    # tiers'
 
     uid: AdapterUid
     tier: AdapterTier
@@ -233,13 +214,13 @@ class AdapterBackend(Protocol):
     """Moves adapter weights between tiers, beside the engine loop. One load per adapter and tier at a time."""
 
     def start_host_load(self, uid: AdapterUid) -> None:
-        """Reads and verifies (digest, shapes). Ends with an event for HOST."""
+        """Verifies digest and shapes. Ends with an event for HOST."""
 
     def start_device_load(self, uid: AdapterUid) -> None:
-        """Of an adapter that is on the host. Ends with an event for DEVICE."""
+        """From the host. Ends with an event for DEVICE."""
 
     def poll(self) -> Sequence[AdapterEvent]:
-        """Loads that ended since the last call. Never blocks."""
+        """Never blocks."""
 
     def drop_device(self, uid: AdapterUid) -> None:
         """At once. Nobody uses it."""
@@ -247,4 +228,4 @@ class AdapterBackend(Protocol):
     def drop_host(self, uid: AdapterUid) -> None: ...
 
     def close(self) -> None:
-        """Ends the threads. Idempotent."""
+        """Idempotent."""

@@ -1,7 +1,4 @@
-"""Which tokens a sequence may not draw next: stop tokens before `min_tokens`, and what would complete a bad word.
-
-A bar is (token, before): the token may not follow `before`, which is the pending one, or ANY_TOKEN.
-"""
+"""Which tokens a sequence may not draw next: stop tokens before `min_tokens`, and completions of a bad word."""
 
 from __future__ import annotations
 
@@ -13,19 +10,17 @@ from manylora_worker.kinds.api import ANY_TOKEN, EngineRequest
 Bars = tuple[tuple[int, int], ...]
 
 
+# A bar is (token, before): the token may not follow `before`, which is the pending one, or ANY_TOKEN.
 class RequestBars:
-    """The bars of one request, found by what its output ends with."""
-
     def __init__(self, request: EngineRequest) -> None:
         self._min_tokens = request.sampling.min_tokens
         self._stops: Bars = tuple((token_id, ANY_TOKEN) for token_id in request.stop_token_ids)
         words = request.bad_sequences
         singles: Bars = tuple((word[0], ANY_TOKEN) for word in words if len(word) == 1)
         pairs: Bars = tuple((word[1], word[0]) for word in words if len(word) == 2)
-        self._always = (singles, singles + pairs)
-        """By the number of pending tokens, as the next."""
+        self._always = (singles, singles + pairs)  # by the number of pending tokens, as the next
+        # by the last output token that is known when the word's last token may be drawn
         self._words: tuple[dict[int, list[tuple[int, ...]]], ...] = (defaultdict(list), defaultdict(list))
-        """By the last output token that is known when the word's last token may be drawn."""
         for num_pending, by_known in enumerate(self._words):
             for word in words:
                 if len(word) >= 2 + num_pending:
@@ -37,7 +32,7 @@ class RequestBars:
         return cls(request) if request.sampling.min_tokens or request.bad_sequences else None
 
     def after(self, output_token_ids: Sequence[int], num_pending: int) -> Bars:
-        """The bars of the next draw. output_token_ids: those that are known; num_pending: 0 or 1 more."""
+        """Of the next draw. output_token_ids: those that are known; num_pending: 0 or 1 more."""
         bars = self._always[num_pending]
         if len(output_token_ids) + num_pending < self._min_tokens:
             bars = self._stops + bars

@@ -1,4 +1,4 @@
-"""Whose work it is: the flow that a sequence is counted in, and whose prefix cache its request finds."""
+"""Whose work it is, and whose prefix cache its request finds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FlowKey = tuple[TenantId, QosClass]
 
 
 class CacheScope(NamedTuple):
-    """Whose prefix cache a request finds and fills: its tenant's own, or its cache group's."""
+    """A tenant's own prefix cache, or its cache group's."""
 
     name: str
     is_group: bool

@@ -1,16 +1,4 @@
-"""One request in the engine, and its choices. Only EngineCore, StepPlanner and Parking write them; nothing here decides
-anything.
-
-    WAITING_ADAPTER --> WAITING <--> PREFILL --> DECODE --> ENDING --> FINISHED
-                           ^----------(evicted)----'                   (from any state)
-                           PREFILL, DECODE <--> SWAPPED
-
-A sequence moves on when a step with it is started (`advance`), so the next can be planned beside it. What that step
-draws is *pending*: a token without a value. The KV of the first `num_computed_tokens` of prompt + output stands in its
-blocks, or a step in flight writes it. Between units it may be *parked*, with its blocks, in no step. An evicted one
-loses its blocks, keeps its output and prefills both again, uncharged up to `num_charged_tokens`; a swapped one gets its
-KV back in other blocks.
-"""
+"""One request in the engine, and its choices. Only EngineCore, StepPlanner and Parking write them."""
 
 from __future__ import annotations
 
@@ -24,6 +12,15 @@ from manylora_worker.kinds.bars import RequestBars
 from manylora_worker.kinds.flow import CacheScope, FlowKey
 
 
+# WAITING_ADAPTER --> WAITING <--> PREFILL --> DECODE --> ENDING --> FINISHED
+#                        ^----------(evicted)----'                   (from any state)
+#                        PREFILL, DECODE <--> SWAPPED
+#
+# A sequence moves on when a step with it is started (`advance`), so the next can be planned beside it. What that step
+# draws is *pending*: a token without a value. The KV of the first `num_computed_tokens` of prompt + output stands in
+# its blocks, or a step in flight writes it. Between units it may be *parked*, with its blocks, in no step. An evicted
+# one loses its blocks, keeps its output and prefills both again, uncharged up to `num_charged_tokens`; a swapped one
+# gets its KV back in other blocks.
 class SequenceStatus(enum.Enum):
     WAITING_ADAPTER = "waiting_adapter"  # not on the device yet
     WAITING = "waiting"  # for blocks; holds none
@@ -64,8 +61,6 @@ class SwapStage(enum.Enum):
 
 @dataclass(slots=True)
 class Swap:
-    """What a sequence has in host memory."""
-
     host_blocks: list[int]  # by logical block: where the KV of its computed tokens stands, or is going to
     resumes_as: SequenceStatus  # what it was, and will be when it is back
     stage: SwapStage = SwapStage.LEAVING
@@ -79,8 +74,6 @@ def sequence_id_of(holding_id: int) -> int:
 
 
 class Sequence:
-    """One choice of a request."""
-
     __slots__ = (
         "block_keys",
         "block_table",
@@ -131,17 +124,17 @@ class Sequence:
 
     @property
     def holding_id(self) -> int:
-        """A model runner knows it by this: another one each time it has lost its blocks (api.SequenceChunk)."""
+        """To a model runner: another one each time the sequence has lost its blocks (api.SequenceChunk)."""
         return self.num_holdings * _SEQUENCES_BOUND + self.sequence_id
 
     @property
     def num_tokens(self) -> int:
-        """Pending ones included."""
+        # pending ones included
         return len(self.group.request.prompt_token_ids) + self.num_output_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        """Pending ones included."""
+        # pending ones included
         return len(self.output_token_ids) + self.num_pending_tokens
 
     @property
@@ -178,19 +171,18 @@ class Sequence:
         return prompt[start:] + tuple(self.output_token_ids[: end - in_prompt])
 
     def next_tokens(self, count: int) -> tuple[int, ...]:
-        """To be computed; PENDING_TOKEN where there is no value yet."""
+        """PENDING_TOKEN where there is no value yet."""
         start = self.num_computed_tokens
         found = self.tokens(start, start + count)
         return found if len(found) == count else (*found, *(PENDING_TOKEN for _ in range(count - len(found))))
 
     def advance(self, num_tokens: int, *, samples: bool) -> None:
-        """A step with its next `num_tokens` is started."""
         self.num_computed_tokens += num_tokens
         self.num_steps_in_flight += 1
         self.num_pending_tokens += samples
 
     def start_behind(self, num_cached_tokens: int) -> None:
-        """At admission: the KV of so many tokens was found. What the first admission of a request finds is its own."""
+        # the first admission of a request finds its own KV
         self.num_computed_tokens = num_cached_tokens
         if self.group.cached_prompt_tokens is None:
             self.group.cached_prompt_tokens = min(num_cached_tokens, len(self.group.request.prompt_token_ids))
@@ -212,9 +204,8 @@ class GroupTimes:
 
 @dataclass(eq=False)
 class SequenceGroup:
-    """A request and its choices. The *leader* (the first choice not finished) computes the prompt; when it is through,
-    the others share its blocks and start from the prompt's last token (`is_forked`).
-    """
+    # The *leader* (the first choice not finished) computes the prompt; when it is through, the others share its
+    # blocks and start from the prompt's last token (`is_forked`).
 
     request: EngineRequest
     cache_scope: CacheScope

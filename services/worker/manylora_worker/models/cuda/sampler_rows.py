@@ -17,8 +17,7 @@ class SamplerRows:
     def __init__(self, sampler: DeviceSampler) -> None:
         self._sampler = sampler
         self._penalty_slots = _PenaltySlots(sampler)
-        self._owners: dict[int, tuple[int, int]] = {}
-        """By row: the sequence, and the output index that it draws next."""
+        self._owners: dict[int, tuple[int, int]] = {}  # by row: the sequence, and the output index that it draws next
 
     def clear(self) -> None:
         self._owners.clear()
@@ -37,15 +36,15 @@ class SamplerRows:
 
 
 class _PenaltySlots:
-    """The one drawn for longest ago goes. A sequence with a pending token drew in the step before: it has its slot."""
+    # The one drawn for longest ago goes. A sequence with a pending token drew in the step before: it has its
+    # slot.
 
     def __init__(self, sampler: DeviceSampler) -> None:
         self._sampler = sampler
+        # by sequence: the slot, and the output index that it draws next
         self._slots: OrderedDict[int, tuple[int, int]] = OrderedDict()
-        """By sequence: the slot, and the output index that it draws next."""
 
     def of(self, sampled: Sequence[SequenceChunk]) -> dict[int, int]:
-        """Filled, of those that need one."""
         wanted = [chunk for chunk in sampled if chunk.sampling.adjusts_logits]
         found: dict[int, int] = {}
         for chunk in wanted:

@@ -1,8 +1,4 @@
-"""Drawing tokens: a pure function of (logits, history, seed, choice, output index), and the reference of the device's.
-
-A row's token depends on that row alone; tokens with equal scores pass a cut together. Order: penalties, bias and bars,
-temperature, top-k, top-p, min-p, draw. Logprobs are taken before all of it.
-"""
+"""Drawing tokens: a pure function of (logits, history, seed, choice, output index), the device's reference."""
 
 from __future__ import annotations
 
@@ -17,10 +13,11 @@ from manylora_worker.kinds.api import ANY_TOKEN, Logprobs, Sampled, Sampling, Se
 _MASK_64 = (1 << 64) - 1
 _FIRST_NUCLEUS_WIDTH = 256
 _NUCLEUS_GROWTH = 8
-_LARGEST_UNIFORM = 1 - 2.0**-24
-"""The largest float32 below 1: keeps every E finite."""
+_LARGEST_UNIFORM = 1 - 2.0**-24  # the largest float32 below 1: keeps every E finite
 
 
+# A row's token depends on that row alone; tokens with equal scores pass a cut together. Order: penalties, bias and
+# bars, temperature, top-k, top-p, min-p, draw. Logprobs are taken before all of it.
 def sample(logits: Tensor, chunks: Sequence[SequenceChunk]) -> list[Sampled]:
     """logits: [rows, vocab], not changed. A row whose largest score is not a finite number has `error` set."""
     raw = logits.float()
@@ -44,7 +41,6 @@ def sample(logits: Tensor, chunks: Sequence[SequenceChunk]) -> list[Sampled]:
 
 
 def _logprobs(raw: Tensor, tokens: Tensor, chunks: Sequence[SequenceChunk]) -> dict[int, Logprobs]:
-    """By row. tokens: [rows], what was drawn."""
     wanted = {i: k for i, chunk in enumerate(chunks) if (k := chunk.sampling.top_logprobs) is not None}
     if not wanted:
         return {}
@@ -90,7 +86,7 @@ def _penalized(raw: Tensor, chunks: Sequence[SequenceChunk]) -> Tensor:
 
 
 def _apply_repetition_penalty(scores: Tensor, chunks: Sequence[SequenceChunk]) -> None:
-    """In place, for tokens in prompt or output."""
+    # in place, for tokens in prompt or output
     rows: list[int] = []
     token_ids: list[int] = []
     penalties: list[float] = []

@@ -1,7 +1,7 @@
 """The semantics of models/torch/sampler.py without a wait for the host, so that a graph can hold them.
 
 DeviceSampler owns every row's parameters, output index and penalty counts on the device. The host writes them when a
-row changes hands; each `sample` advances them. It knows nothing of sequences. One stream at a time.
+row changes hands; each `sample` advances them. It knows nothing of sequences.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _BINS_A_UNIT = 16
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """What some row needs. A larger plan is right for the rows of a smaller one. `penalties`: or a bias, or a bar."""
+    """A larger plan is right for the rows of a smaller one. `penalties`: or a bias, or a bar."""
 
     draws: bool = False
     cuts: bool = False
@@ -49,7 +49,6 @@ class SamplingPlan:
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], *, has_bars: bool = False) -> SamplingPlan:
-        """The least plan."""
         logprobs = [s.top_logprobs for s in samplings if s.top_logprobs is not None]
         return cls(
             draws=any(not s.is_greedy for s in samplings),
@@ -91,7 +90,8 @@ class DeviceBars:
 @dataclass(frozen=True)
 class SampledRows:
     """Overwritten by the next `sample`. [rows] each, `top_*`: [rows, k], best first. A row is not sound, and its token
-    0, where its largest score is not a finite number."""
+    0, where its largest score is not a finite number.
+    """
 
     token_ids: Tensor
     sound: Tensor
@@ -101,10 +101,8 @@ class SampledRows:
 
 
 class DeviceSampler:
-    """
-    Args:
-        penalty_slots: rows that may have penalties or a bias at once; each takes 8 bytes a token of the vocabulary.
-        segment_tokens, candidates: tokens a program, and candidates a row; powers of two.
+    """penalty_slots: rows that may have penalties or a bias at once; each takes 8 bytes a token of the vocabulary.
+    segment_tokens, candidates: tokens a program, and candidates a row; powers of two.
     """
 
     def __init__(
@@ -163,7 +161,7 @@ class DeviceSampler:
             bias.index_copy_(0, ids, self._to_device(values))
 
     def sample(self, logits: Tensor, plan: SamplingPlan, bars: DeviceBars | None = None) -> SampledRows:
-        """logits: [rows, vocab], contiguous, not changed. `plan` covers the rows' own; `bars`: of this draw."""
+        """logits: [rows, vocab], contiguous, not changed. `plan` covers the rows' own."""
         num_rows, vocab_size = logits.shape
         assert num_rows <= self.max_rows
         assert vocab_size == self.vocab_size

@@ -1,11 +1,4 @@
-"""The kernels that DeviceSampler launches, in this order, and the columns of the row tables that they read.
-
-A row is cut into segments, one program each; bound, choose and finish have one a row. A row with more candidates than
-there is room for (a nearly flat distribution) is searched whole by its one program: about a millisecond for 128,256
-tokens. Equality with models/torch/sampler.py on the same float32 logits: keys, hash, (score - best) / temperature and
-the top-k cut are the same bits; the cut of top-p is, unless a sum lies within rounding of it; exp and log1p are within
-two ulps, so the race's winner differs once in some 10^6 draws.
-"""
+"""The kernels that DeviceSampler launches, in this order, and the columns of the row tables that they read."""
 
 from __future__ import annotations
 
@@ -28,9 +21,13 @@ _REPETITION, _PRESENCE, _FREQUENCY = tl.constexpr(3), tl.constexpr(4), tl.conste
 _TOP_K, _KEY_STATE, _OUTPUT_INDEX, _PENALTY_SLOT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
+# A row is cut into segments, one program each; bound, choose and finish have one a row. A row with more candidates than
+# there is room for (a nearly flat distribution) is searched whole by its one program: about a millisecond for 128,256
+# tokens. Equality with models/torch/sampler.py on the same float32 logits: keys, hash, (score - best) / temperature and
+# the top-k cut are the same bits; the cut of top-p is, unless a sum lies within rounding of it; exp and log1p are
+# within two ulps, so the race's winner differs once in some 10^6 draws.
 @triton.jit
 def _noise(ints_ptr, row, max_rows, token):
-    """Exponential noise of the row's next draw, by token id."""
     state = tl.load(ints_ptr + _KEY_STATE * max_rows + row + tl.arange(0, 1)).to(tl.uint64, bitcast=True)
     index = tl.load(ints_ptr + _OUTPUT_INDEX * max_rows + row + tl.arange(0, 1)).to(tl.uint64, bitcast=True)
     key = mix64(state ^ mix64(index))
@@ -72,7 +69,7 @@ def _shifted(scores, best, temperature):
 def adjust_kernel(
     logits_ptr, scores_ptr, floats_ptr, ints_ptr, counts_ptr, bias_ptr, vocab_size, max_rows, SEGMENT: tl.constexpr
 ):  # fmt: skip
-    """Repetition, presence and frequency penalties and bias, in this order."""
+    # repetition, presence and frequency penalties and bias, in this order
     row = tl.program_id(0)
     token = tl.program_id(1) * SEGMENT + tl.arange(0, SEGMENT)
     kept = token < vocab_size
@@ -132,7 +129,7 @@ def race_kernel(
 
 @triton.jit
 def _bins(shifted, BINS: tl.constexpr, BINS_A_UNIT: tl.constexpr):
-    """The bin of each score; monotone, so a whole bin lies above the next."""
+    """Monotone, so a whole bin lies above the next."""
     return tl.minimum(-shifted * BINS_A_UNIT, BINS - 1).to(tl.int32)
 
 
@@ -163,11 +160,7 @@ def bound_kernel(
     SEGMENTS: tl.constexpr, PADDED: tl.constexpr, BINS: tl.constexpr, BINS_A_UNIT: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """The last bin that the cuts can reach into; how many tokens there are down to it; where each segment puts its own.
-
-    top-k: the bin of the k-th. top-p without top-k: the first bin with which the least possible mass of all bins so far
-    reaches the limit. min-p alone: its own bin. The last bin means the whole row.
-    """
+    """The last bin that the cuts can reach into; the tokens down to it; where each segment puts its own."""
     row = tl.program_id(0)
     bin = tl.arange(0, BINS)
     segment = tl.arange(0, PADDED)
@@ -180,6 +173,8 @@ def bound_kernel(
     top_k = tl.load(ints_ptr + _TOP_K * max_rows + row)
     top_p = tl.load(floats_ptr + _TOP_P * max_rows + row)
     log_min_p = tl.load(floats_ptr + _LOG_MIN_P * max_rows + row).to(tl.float32)
+    # top-k: the bin of the k-th. top-p without top-k: the first bin with which the least possible mass of all bins so
+    # far reaches the limit. min-p alone: its own bin. The last bin means the whole row.
     last = BINS - 1
     if (top_k > 0) & (top_k < vocab_size):
         reached = tl.cumsum(counts, axis=0) >= top_k
@@ -237,9 +232,8 @@ def _chunk_of(
     first, whole, scores_ptr, candidate_scores_ptr, candidate_ids_ptr, row, count, vocab_size, best, temperature,
     CANDIDATES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """(shifted scores, their keys, token ids) of a chunk of candidates, or of the whole row.
-
-    A key is the bits of -shifted: an integer that grows as the score falls. Past the end it is the largest integer.
+    """(shifted scores, their keys, token ids) of a chunk of candidates, or of the whole row. A key is the bits of
+    -shifted: an integer that grows as the score falls. Past the end it is the largest integer.
     """
     place = first + tl.arange(0, CHUNK)
     kept = place < count
@@ -262,7 +256,7 @@ def choose_kernel(
     candidate_scores_ptr, candidate_ids_ptr, chosen_ptr, vocab_size, max_rows,
     SEGMENTS: tl.constexpr, PADDED: tl.constexpr, BINS: tl.constexpr, CANDIDATES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The row's token: thresholds among the candidates by bisection over keys, then the race over what passes them."""
+    """Thresholds among the candidates by bisection over keys, then the race over what passes them."""
     row = tl.program_id(0)
     temperature = tl.load(floats_ptr + _TEMPERATURE * max_rows + row).to(tl.float32)
     best = _best_of_row(best_ptr, row, SEGMENTS, PADDED)
@@ -341,7 +335,6 @@ def finish_kernel(
     sound_ptr, vocab_size, max_rows, SEGMENTS: tl.constexpr, PADDED: tl.constexpr,
     DRAWS: tl.constexpr, CUTS: tl.constexpr, PENALTIES: tl.constexpr,
 ):  # fmt: skip
-    """The row's token, and the row advanced."""
     row = tl.program_id(0)
     segment = tl.arange(0, PADDED)
     in_row = segment < SEGMENTS

@@ -1,7 +1,6 @@
-"""The numbers behind the device's draws: functions of one value each, the same bits in every kernel that calls them.
+"""The numbers behind the device's draws, the same bits in every kernel that calls them.
 
 exp and log are those of Cephes (S. Moshier, expf.c and logf.c); the correction for log1p is W. Kahan's, as in fdlibm.
-mix64 (splitmix64) and mix32 are engine/sampler.py's, which has their sources.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def exp(x):
-    """e^x for x <= 0, within an ulp; 0 below -87.3. Cephes' expf."""
+    """e^x for x <= 0, within an ulp; 0 below -87.3."""
     clamped = tl.maximum(x, -87.3)
     n = tl.floor(clamped * 1.44269504088896341 + 0.5)
     r = clamped - n * 0.693359375
