@@ -23,10 +23,9 @@ from manylora_router.text.service import HfTextService, TextService, TokenIdsOnl
 
 _LOG = logging.getLogger("manylora_router")
 
+# prompts that are tokenized at a time: the tokenizer leaves the interpreter, and the event loop needs a core too
 _TOKENIZER_THREADS = 2
-"""Prompts that are tokenized at a time: the tokenizer leaves the interpreter, and the event loop needs a core too."""
-_ACCEPTORS = 16
-"""Tenants call from connections of their own: the burst of one waits behind itself."""
+_ACCEPTORS = 16  # tenants call from connections of their own: the burst of one waits behind itself
 
 
 def load_text(config: RouterConfig) -> TextService:

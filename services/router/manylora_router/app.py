@@ -39,8 +39,7 @@ from manylora_router.text.service import TextService
 _LOG = logging.getLogger(__name__)
 
 HOUSEKEEPING_S = 300.0
-FILES_GRACE_S = 900.0
-"""Files are left alone for so long after an upload last wrote or committed them."""
+FILES_GRACE_S = 900.0  # files are left alone for so long after an upload last wrote or committed them
 _STOP_GRACE_S = 5.0
 
 
@@ -203,8 +202,8 @@ class RouterApp:
             await asyncio.sleep(RECORD_S)
 
     async def _keep_house(self) -> None:
-        """Removes what dead uploads left, and adapter files that two looks in a row found unregistered: what was queued
-        before the first could still be loaded."""
+        # Adapter files go that two looks in a row found unregistered: what was queued before the first could
+        # still be loaded.
         registered_before: list[AdapterUid] | None = None
         while True:
             try:

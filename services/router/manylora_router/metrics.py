@@ -1,7 +1,4 @@
-"""What a router's metrics say: how flows with a target are served, and what is refused because it kept failing.
-
-Owns the names of flows: each costs the receiver a series for this process's life.
-"""
+"""What a router's metrics say. Owns the names of flows: each costs the receiver a series for this process's life."""
 
 from __future__ import annotations
 
@@ -13,10 +10,8 @@ from manylora_shared.tenancy.slo import Flow, Verdict
 
 from manylora_router.guard.circuits import CircuitState
 
-MAX_FLOWS = 1_000
-"""The rest is counted in one series without a tenant."""
-RECORD_S = 5.0
-"""Between two looks at circuits and quarantined prompts."""
+MAX_FLOWS = 1_000  # the rest is counted in one series without a tenant
+RECORD_S = 5.0  # between two looks at circuits and quarantined prompts
 
 
 class RouterMetrics:

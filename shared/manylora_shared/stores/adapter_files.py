@@ -1,12 +1,13 @@
-"""The adapter store: folders with adapter files, immutable and named by their content.
-
-    <root>/objects/<uid>/adapter_config.json, adapter_model.safetensors      never changed once there
-    <root>/incoming/<random>/...                                             one adapter while it is being added
-    <root>/<any other folder>                                                where an operator lays adapters to import
-
-Routers write, workers read, any number of both. An incoming folder belongs to the one call that began it, and ends as
-an object (`commit`) or not at all (`discard`; `sweep` after a crash).
+"""The adapter store: folders with adapter files, immutable and named by their content. Routers write, workers read, any
+number of both.
 """
+
+#     <root>/objects/<uid>/adapter_config.json, adapter_model.safetensors      never changed once there
+#     <root>/incoming/<random>/...                                             one adapter while it is being added
+#     <root>/<any other folder>                                                where an operator lays adapters to import
+#
+# An incoming folder belongs to the one call that began it, and ends as an object (`commit`) or not at all (`discard`;
+# `sweep` after a crash).
 
 from __future__ import annotations
 
@@ -157,7 +158,6 @@ def open_regular(path: Path, *, field: str) -> int:
 
 
 def _instead_of(path: Path) -> str:
-    """What there is in place of the safetensors file."""
     pickle = path.with_name("adapter_model.bin")
     if path.name == WEIGHTS_NAME and os.path.lexists(pickle):
         return f"; {pickle.name} is a pickle file, which is never read: save the adapter as safetensors"

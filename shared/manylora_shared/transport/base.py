@@ -1,13 +1,14 @@
-"""The seam between services: calls and streams of protobuf messages, without gRPC's types. A handler is
+"""The seam between services: calls and streams of protobuf messages, without gRPC's types."""
 
-    unary         async def handler(request, call) -> response
-    server stream def handler(request, call) -> AsyncIterator[response]
-    client stream async def handler(requests: AsyncIterator, call) -> response
-    bidirectional def handler(requests: AsyncIterator, call) -> AsyncIterator[response]
-
-A ManyloraError that it raises is the call's status; anything else is logged and told as INTERNAL. When the caller
-cancels or vanishes, the handler is cancelled.
-"""
+# A handler is
+#
+#     unary         async def handler(request, call) -> response
+#     server stream def handler(request, call) -> AsyncIterator[response]
+#     client stream async def handler(requests: AsyncIterator, call) -> response
+#     bidirectional def handler(requests: AsyncIterator, call) -> AsyncIterator[response]
+#
+# A ManyloraError that it raises is the call's status; anything else is logged and told as INTERNAL. When the caller
+# cancels or vanishes, the handler is cancelled.
 
 from __future__ import annotations
 
@@ -22,8 +23,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 @dataclass(frozen=True)
 class Method:
-    path: str
-    """`/package.Service/Method`."""
+    path: str  # `/package.Service/Method`
     request_type: type[Message]
     response_type: type[Message]
     client_streaming: bool
@@ -53,13 +53,11 @@ class ServerCall(Protocol):
     def peer(self) -> str: ...
 
     def time_remaining(self) -> float | None:
-        """In seconds, to the caller's deadline; None: it set none."""
+        """In seconds; None: the caller set no deadline."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """The handlers of all its methods by short name."""
-
     descriptor: ServiceDescriptor
     handlers: Mapping[str, Callable[..., Any]]
 
@@ -88,7 +86,7 @@ class Stream(Protocol):
         """No more requests."""
 
     def cancel(self) -> None:
-        """Ends the call at once. Safe to call again, and after the end."""
+        """Safe to call again, and after the end."""
 
 
 class Channel(Protocol):
@@ -123,7 +121,7 @@ class Server(Protocol):
         """`host:port` as bound."""
 
     def set_serving(self, serving: bool) -> None:
-        """What grpc.health.v1 answers; false until first called with true."""
+        """What grpc.health.v1 answers; false at first."""
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, and cancels running ones after the grace."""

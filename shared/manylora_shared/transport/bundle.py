@@ -1,9 +1,8 @@
-"""Many calls over one stream (docs/decisions/0027): what all of them have to say at a time goes as one message.
+"""Many calls over one stream (docs/decisions/0027): what all of them have to say at a time goes as one message."""
 
-A `BundleChannel` carries calls with one request and a stream of responses over one `Carry` stream to a `BundleServer`,
-which runs them by their own handlers. A server sends no more responses than its caller gave credit for: `WINDOW`, and
-as many again as were read. When the stream breaks, all of its calls end with its status.
-"""
+# A `BundleChannel` carries calls with one request and a stream of responses over one `Carry` stream to a
+# `BundleServer`, which runs them by their own handlers. A server sends no more responses than its caller gave credit
+# for: `WINDOW`, and as many again as were read. When the stream breaks, all of its calls end with its status.
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ PartT = TypeVar("PartT", bundle_pb2.CallPart, bundle_pb2.AnswerPart)
 
 WINDOW = 32
 _MAX_BUNDLE_BYTES = 256 * 1024
-MAX_PART_BYTES = MAX_MESSAGE_BYTES - 64
-"""A bundle of one part is a message that the other side takes."""
+MAX_PART_BYTES = MAX_MESSAGE_BYTES - 64  # a bundle of one part is a message that the other side takes
 
 
 def bundled_methods(services: Iterable[ServiceDescriptor]) -> dict[str, Method]:
@@ -43,7 +41,6 @@ class Outgoing(Generic[PartT]):
         self._news = asyncio.Event()
 
     def put(self, part: PartT) -> None:
-        """After `close`: nothing."""
         if not self._is_closed:
             self._parts.append(part)
             self._news.set()
@@ -53,7 +50,7 @@ class Outgoing(Generic[PartT]):
         self._news.set()
 
     async def next(self) -> list[PartT] | None:
-        """What has gathered, as much as a bundle takes; None: nothing follows."""
+        """As much as a bundle takes; None: nothing follows."""
         while not self._parts:
             if self._is_closed:
                 return None

@@ -37,15 +37,11 @@ _LOG = logging.getLogger(__name__)
 KEEPALIVE_TIME_MS = 1000
 KEEPALIVE_TIMEOUT_MS = 2000
 MAX_METADATA_BYTES = 16 * 1024
-MAX_CONCURRENT_CALLS = 16_384
-"""Over all acceptors of a server."""
+MAX_CONCURRENT_CALLS = 16_384  # over all acceptors of a server
 
-CANCELLATION_NOTICE_S = 1.0
-"""After a failed write: how long a handler waits to be cancelled before it cleans up."""
-STATUS_NOTICE_S = 1.0
-"""After a failed write: how long to wait for the status that says why."""
-STOP_CLEANUP_S = 5.0
-"""For the `finally` blocks of cancelled handlers; then they are cancelled again."""
+CANCELLATION_NOTICE_S = 1.0  # after a failed write: how long a handler waits to be cancelled before it cleans up
+STATUS_NOTICE_S = 1.0  # after a failed write: how long to wait for the status that says why
+STOP_CLEANUP_S = 5.0  # for the `finally` blocks of cancelled handlers; then they are cancelled again
 
 Options = tuple[tuple[str, int | str], ...]
 
@@ -77,8 +73,7 @@ _RECONNECT: Options = (
 )
 _CLIENT: Options = (*_LIMITS, *_KEEPALIVE, *_RECONNECT)
 
-ETCD_KEEPALIVE_TIME_MS = 6000
-"""etcd closes a connection that pings more often than every 5 s."""
+ETCD_KEEPALIVE_TIME_MS = 6000  # etcd closes a connection that pings more often than every 5 s
 
 
 def etcd_channel_options() -> Options:
@@ -97,8 +92,6 @@ _STATUS_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grp
 
 
 class _ServerCall:
-    """transport.base.ServerCall"""
-
     __slots__ = ("_context", "_metadata")
 
     def __init__(self, context: Any) -> None:
@@ -125,9 +118,7 @@ class _ServerCall:
 
 
 class _Requests:
-    """Reads by context.read: grpc's iterator is an async generator that nobody closes when a handler
-    leaves it early.
-    """
+    # by context.read: grpc's iterator is an async generator that nobody closes when a handler leaves it early
 
     __slots__ = ("_context", "_ended", "_request_type")
 
@@ -272,8 +263,7 @@ class GrpcStream:
         self._call = call
         self._method = method
         self._sending_closed = not method.client_streaming
-        self._answered = False
-        """Its one response was read, where there is no response stream."""
+        self._answered = False  # its one response was read, where there is no response stream
 
     async def read(self) -> Any:
         if self._answered:

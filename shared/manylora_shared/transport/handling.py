@@ -1,4 +1,4 @@
-"""What every transport does alike around a handler and a message. Owns no state."""
+"""What every transport does alike around a handler and a message."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ def parse_response(message_type: type[Message], data: bytes) -> Message:
 
 
 def error_of(path: str, raised: BaseException) -> ManyloraError:
-    """The call's error for what a handler raised; what is not of our tree is logged and stays here.
-
-    Raises the CancelledError where the running task was asked to stop. One that came out of an inner task is a bug.
+    """What is not of our tree is logged and stays here. Raises the CancelledError where the running task was asked to
+    stop. One that came out of an inner task is a bug.
     """
     if isinstance(raised, ManyloraError):
         return raised

@@ -1,4 +1,4 @@
-"""The one way from a request to its frames. A front reads the one and writes the others; all else is here and below."""
+"""The one way from a request to its frames, for every front."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from manylora_router.request.frames import Frame
 
 
 async def generate(request: RequestInput, *, intake: Intake, calls: Calls) -> AsyncGenerator[Frame]:
-    """Close it (`contextlib.aclosing`): it ends what runs for a reader that stops. Raises ManyloraError, of a request
-    that failed after its last frame."""
+    """Close it (`contextlib.aclosing`). Raises ManyloraError, of a request that failed after its last frame."""
     tenant, refusal = "", None
     try:
         tenant = intake.tenant_of(request)

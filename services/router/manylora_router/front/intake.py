@@ -1,6 +1,5 @@
-"""Who is it, what do they want, may they: from a request as a front read it to a job that may be queued.
-
-Puts the checks in order, what costs least first. Owns only the turns; admission, overload view and guard decide.
+"""From a request as a front read it to a job that may be queued: the checks in order, what costs least first. Owns only
+the turns; admission, overload view and guard decide.
 """
 
 from __future__ import annotations
@@ -30,14 +29,12 @@ from manylora_router.request.job import Job
 from manylora_router.text.service import TextService
 from manylora_router.text.stop_strings import StopStrings
 
+# before the caller's deadline (at most a tenth of the time), so that the frame that says so can still be read
 DEADLINE_MARGIN_S = 0.02
-"""Before the caller's deadline (at most a tenth of the time), so that the frame that says so can still be read."""
 
 
 @dataclass(frozen=True)
 class Models:
-    """That a tenant may name."""
-
     base_model: str
     max_context_tokens: int
     adapters: Sequence[str]
@@ -129,7 +126,7 @@ class Intake:
         return model
 
     def _check_overload(self, tenant_id: TenantId, request: RequestInput, request_id: str) -> None:
-        """Raises Overloaded. Before the prompt is looked at: refusing must cost next to nothing."""
+        """Raises Overloaded. It comes before the prompt is looked at: refusing must cost next to nothing."""
         view, qos_class = self._scheduler.overload, request.qos_class
         if view.is_quiet or qos_class is None:
             return
@@ -151,7 +148,7 @@ class Intake:
                 raise AssertionError("a missing prompt is not readable")
 
     def _sampling(self, tenant_id: TenantId, request: RequestInput) -> Sampling:
-        """Without words, and with a seed: the caller's own, or its idempotency key's, or a drawn one."""
+        # without words, and with a seed: the caller's own, or its idempotency key's, or a drawn one
         seed, key = request.sampling.seed, request.idempotency_key
         if seed is None:
             seed = admission.seed_of_key(tenant_id, key) if key else self._rng.getrandbits(64)

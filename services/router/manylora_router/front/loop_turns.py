@@ -1,10 +1,9 @@
-"""Turns on the router's event loop, flow by flow.
+"""Turns on the router's event loop, flow by flow: one turn in a pass of the loop."""
 
-A worker ends a batch's quanta together, and a flood's answers and the requests that follow them arrive in one pass of
-the event loop: dozens of times half a millisecond's work. So before a request does what takes long (its admission, a
-message to its caller) it takes a turn, and a pass of the loop has one turn. The flows that wait have turns in
-proportion to their weights, as the scheduler would serve them. Where nothing else wants a turn there is no waiting.
-"""
+# A worker ends a batch's quanta together, and a flood's answers and the requests that follow them arrive in one pass of
+# the event loop: dozens of times half a millisecond's work. So before a request does what takes long (its admission, a
+# message to its caller) it takes a turn. The flows that wait have turns in proportion to their weights, as the
+# scheduler would serve them. Where nothing else wants a turn there is no waiting.
 
 from __future__ import annotations
 
@@ -14,22 +13,20 @@ from manylora_shared.fairness.reference import ReferenceQueue
 from manylora_shared.fairness.seam import Rank, Share
 from manylora_shared.ids import QosClass
 
-Flow = tuple[str, QosClass | None]
-"""Tenant and class; of a request that has no class, or none that there is: None."""
+Flow = tuple[str, QosClass | None]  # tenant and class; None: the request has no class, or none that there is
 
 
 class LoopTurns:
     """Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._is_taken = False
-        """This pass's turn."""
+        self._is_taken = False  # this pass's turn
+        # a turn that was waited for is running until the next pass
         self._waiting: ReferenceQueue[Flow, asyncio.Future[None]] = ReferenceQueue()
-        """A turn that was waited for is running until the next pass."""
         self._num_waited = 0
 
     async def take(self, flow: Flow, weight: int) -> None:
-        """Waits for the flow's turn: what follows, up to the next `await` that waits, is done in it."""
+        """The code up to the next `await` that waits is the turn."""
         loop = asyncio.get_running_loop()
         if not self._is_taken:
             self._is_taken = True
@@ -41,7 +38,6 @@ class LoopTurns:
         await future
 
     def _next(self, ended: asyncio.Future[None] | None) -> None:
-        """A pass later: whose turn it is now."""
         while (pick := self._waiting.select(lambda future: future)) is not None and pick.item.done():
             self._waiting.remove(pick.item)  # its task was cancelled
         if pick is not None:

@@ -1,6 +1,5 @@
 """Admission: may this request be queued, and as what? Owns no state.
 
-A request is refused with all violations at once, each naming the field as the caller wrote it (`sampling.top_p`).
 Tenants learn nothing of one another: an adapter that another owns is refused in the same bytes as one that does not
 exist.
 """
@@ -25,8 +24,7 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_PRIORITY = 100
 MAX_IDEMPOTENCY_KEY_CHARS = 128
 MAX_CHAT_MESSAGES = 4096
-BYTES_PER_CONTEXT_TOKEN = 16
-"""Longer text is refused unread; tokens of real text are shorter."""
+BYTES_PER_CONTEXT_TOKEN = 16  # longer text is refused unread; tokens of real text are shorter
 MAX_TEXT_BYTES = 1 << 20
 _CLASSES = frozenset(qos_class.value for qos_class in QosClass)
 
@@ -43,8 +41,7 @@ class TokenPrompt:
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    messages: Sequence[tuple[str, str]]
-    """(role, content)."""
+    messages: Sequence[tuple[str, str]]  # (role, content)
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -64,13 +61,11 @@ class RequestInput:
     priority: str = ""
     idempotency_key: str = ""
     ignore_eos: bool = False
-    authorization: str = ""
-    """`Bearer <key>`."""
+    authorization: str = ""  # `Bearer <key>`
     tenant: str = ""
     adapter: str = ""
     traceparent: str | None = None
-    time_remaining_s: float | None = None
-    """Until the caller's deadline."""
+    time_remaining_s: float | None = None  # until the caller's deadline
 
     @property
     def qos_class(self) -> QosClass | None:
@@ -81,12 +76,9 @@ class RequestInput:
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """By the workers' records."""
-
     vocab_size: int
     max_context_tokens: int
-    max_sequences: int
-    """Slots of the largest worker: a request's choices all run on one worker."""
+    max_sequences: int  # slots of the largest worker: a request's choices all run on one worker
 
 
 @dataclass(frozen=True)
@@ -100,8 +92,7 @@ class Admitted:
     qos_class: QosClass
     priority: int
     prompt_token_ids: Sequence[int]
-    max_tokens: int
-    """Per choice."""
+    max_tokens: int  # per choice
     n: int
 
 
@@ -129,10 +120,7 @@ def admit_caller(
     policy_of: Callable[[TenantId], TenantPolicy | None],
     uid_of: Callable[[TenantId, AdapterName], AdapterUid | None],
 ) -> tuple[TenantPolicy, Adapter | None]:
-    """The caller's policy, and the adapter that it names; None: the base model.
-
-    Args:
-        tenant: what `tenant_of` gave; maybe empty, as is `adapter`.
+    """The caller's policy and its adapter; None: the base model. `tenant` and `adapter` may be empty.
 
     Raises:
         InvalidRequest: no tenant is named.
@@ -153,7 +141,7 @@ def admit_caller(
 
 
 def check(request: RequestInput, model: ModelLimits) -> list[FieldViolation]:
-    """All that can be said before the prompt is tokenized."""
+    """Before the prompt is tokenized."""
     found: list[FieldViolation] = []
     _check_metadata(request, found)
     _check_prompt(request.prompt, model, found)
@@ -167,7 +155,6 @@ def check(request: RequestInput, model: ModelLimits) -> list[FieldViolation]:
 
 
 def prompt_field(prompt: Prompt | None) -> str:
-    """For violations."""
     match prompt:
         case TextPrompt():
             return "prompt.text"
@@ -188,13 +175,13 @@ def admit(
     *,
     default_max_tokens: int,
 ) -> Admitted:
-    """Args:
-        prompt_token_ids: None where `check` found the prompt itself wrong.
-        violations: what `check` found.
-        default_max_tokens: less where less fits.
+    """Raises InvalidRequest with all violations.
 
-    Raises:
-        InvalidRequest: with all violations."""
+    Args:
+        prompt_token_ids: None where `check` found the prompt itself wrong.
+        violations: of `check`.
+        default_max_tokens: less where less fits.
+    """
     found = list(violations)
     room_tokens = model.max_context_tokens - 1
     if prompt_token_ids is not None:
@@ -318,7 +305,6 @@ def _check_chat(messages: Sequence[tuple[str, str]], most_bytes: int, found: lis
 
 
 def prompt_is_readable(prompt: Prompt | None, violations: Sequence[FieldViolation]) -> bool:
-    """`check` found nothing wrong with the prompt: it may be tokenized."""
     return prompt is not None and not any(v.field == "prompt" or v.field.startswith("prompt.") for v in violations)
 
 

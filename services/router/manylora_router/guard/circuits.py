@@ -1,10 +1,10 @@
-"""Circuit breakers (Nygard, "Release It!", ch. 5): what keeps failing is refused at once for a while.
+"""Circuit breakers (Nygard, "Release It!", ch. 5): repeated failures are refused at once for a while.
 
-    closed --failures in a row--> open --its time is over--> half-open, one probe --it answers--> closed
-                                       <------------------- it fails: twice as long
-
-Owns one router's circuits, of tenants and of their adapters. Whoever was let in before an opening does not count.
+Owns one router's circuits, of tenants and of their adapters. Requests from before an opening do not count.
 """
+
+# closed --failures in a row--> open --its time is over--> half-open, one probe --it answers--> closed
+#                                    <------------------- it fails: twice as long
 
 from __future__ import annotations
 
@@ -13,22 +13,18 @@ from dataclasses import dataclass, field
 
 from manylora_shared.ids import AdapterUid, TenantId
 
+# with an adapter (None: the base model), or all of a tenant's requests
 Scope = tuple[TenantId, AdapterUid | None] | tuple[TenantId]
-"""With an adapter (None: the base model), or all of a tenant's requests."""
 
 ADAPTER_THRESHOLD = 5
 TENANT_THRESHOLD = 10
 MIN_TENANT_ADAPTERS = 2
-FORGET_S = 60.0
-"""A row ends where nothing failed for so long."""
+FORGET_S = 60.0  # a row ends where nothing failed for so long
 MIN_OPEN_S = 1.0
 MAX_OPEN_S = 60.0
-JITTER = 0.25
-"""Taken off an opening's time at most, so that routers' probes do not come at once."""
-PROBE_S = 30.0
-"""Nobody waits longer for a probe's verdict."""
-PROBE_RETRY_S = 1.0
-"""For those who come while a probe runs."""
+JITTER = 0.25  # taken off an opening's time at most, so that routers' probes do not come at once
+PROBE_S = 30.0  # nobody waits longer for a probe's verdict
+PROBE_RETRY_S = 1.0  # for requests that come while a probe runs
 MAX_CIRCUITS = 10_000
 
 
@@ -37,10 +33,8 @@ class _Circuit:
     scope: Scope
     failures: int = 0
     last_failure_at: float = 0.0
-    adapters: set[AdapterUid | None] = field(default_factory=set)
-    """In this row: a tenant's circuit needs two."""
-    open_until: float | None = None
-    """None: closed."""
+    adapters: set[AdapterUid | None] = field(default_factory=set)  # in this row: a tenant's circuit needs two
+    open_until: float | None = None  # None: closed
     openings: int = 0
     probe: object | None = None
     probe_at: float = 0.0
@@ -74,8 +68,7 @@ class Breakers:
     def __init__(self, random: Callable[[], float]) -> None:
         """`random` is uniform in [0, 1)."""
         self._random = random
-        self._circuits: dict[Scope, _Circuit] = {}
-        """By their last failure."""
+        self._circuits: dict[Scope, _Circuit] = {}  # by their last failure
 
     def __len__(self) -> int:
         return len(self._circuits)
@@ -105,7 +98,7 @@ class Breakers:
         return changes
 
     def succeeded(self, scopes: Sequence[Scope], permit: object) -> list[Change]:
-        """One that is no probe proves nothing about an open circuit."""
+        # One that is no probe proves nothing about an open circuit.
         changes: list[Change] = []
         for scope in scopes:
             circuit = self._circuits.get(scope)

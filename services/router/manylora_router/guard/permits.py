@@ -1,8 +1,9 @@
-"""What a router lets near the workers, by what happened there: circuit breakers and the quarantine of prompts.
-
-Owns the permits of running requests, and says whose a failure is: a load's is its tenant's; a lost worker or failed
-step is a tenant's only where no other's request can have been the cause. It counts once for all requests that it ended.
+"""What a router lets near the workers, by its history there: circuit breakers and the quarantine of prompts. Owns the
+permits of running requests.
 """
+
+# A load's failure is its tenant's; a lost worker or failed step is a tenant's only where no other's request can have
+# been the cause. It counts once for all requests that it ended.
 
 from __future__ import annotations
 
@@ -21,12 +22,9 @@ from manylora_router.guard.quarantine import Quarantine
 
 class Fault(enum.Enum):
     NONE = "none"
-    NO_VERDICT = "no_verdict"
-    """Refused, cancelled, out of quota or time, or the worker was stopping."""
-    ADAPTER = "adapter"
-    """It did not load."""
-    WORKER_LOST = "worker_lost"
-    """While it ran the request."""
+    NO_VERDICT = "no_verdict"  # refused, cancelled, out of quota or time, or the worker was stopping
+    ADAPTER = "adapter"  # it did not load
+    WORKER_LOST = "worker_lost"  # while it ran the request
     INTERNAL = "internal"
 
 
@@ -35,8 +33,7 @@ class Permit:
     tenant: TenantId
     adapter: AdapterUid | None
     prompt_token_ids: Sequence[int]
-    worker_id: str = ""
-    """Empty: none has begun it."""
+    worker_id: str = ""  # empty: none has begun it
     since: float = 0.0
     has_answered: bool = False
 
@@ -48,8 +45,7 @@ class Permit:
 @dataclass(frozen=True)
 class Ended:
     changes: list[Change]
-    is_quarantined: bool
-    """From now on."""
+    is_quarantined: bool  # from now on
 
 
 class Guard:
@@ -140,12 +136,9 @@ class _Worker:
     """Remembers those who left while somebody runs who was there with them."""
 
     def __init__(self) -> None:
-        self.running: dict[Permit, None] = {}
-        """In order of beginning."""
-        self._left: dict[TenantId, float] = {}
-        """Without having completed, oldest first."""
-        self._failures: dict[tuple[TenantId, AdapterUid | None], float] = {}
-        """That counted, oldest first."""
+        self.running: dict[Permit, None] = {}  # in order of beginning
+        self._left: dict[TenantId, float] = {}  # without having completed, oldest first
+        self._failures: dict[tuple[TenantId, AdapterUid | None], float] = {}  # that counted, oldest first
 
     def is_alone(self, permit: Permit) -> bool:
         """No other tenant's request was here at the same time, unless it completed."""
@@ -154,7 +147,7 @@ class _Worker:
         return not any(tenant != permit.tenant and at >= permit.since for tenant, at in self._left.items())
 
     def is_new(self, permit: Permit, now: float) -> bool:
-        """Whether it is another than the last that counted, which ended all that had begun before it."""
+        # The last failure that counted ended all that had begun before it.
         key = (permit.tenant, permit.adapter)
         if self._failures.get(key, -1.0) >= permit.since:
             return False
@@ -176,6 +169,6 @@ K = TypeVar("K")
 
 
 def _drop_before(moment: float, times: dict[K, float]) -> None:
-    """`times` has the oldest first."""
+    # `times` has the oldest first
     while times and times[first := next(iter(times))] < moment:
         del times[first]

@@ -1,8 +1,10 @@
 """Quarantine of queries of death: a prompt that was there whenever workers failed is not run again for a while.
 
-Owns the strikes of prompts, by a digest with a secret key. A failure is one strike of a prompt that was in flight;
-MAX_STRIKES quarantine it, and then one more does. Any completion clears it.
+Owns the strikes of prompts, by a digest with a secret key.
 """
+
+# A failure is one strike of a prompt that was in flight; MAX_STRIKES quarantine it, and then one more does. Any
+# completion clears it.
 
 from __future__ import annotations
 
@@ -15,8 +17,7 @@ from manylora_shared.ids import AdapterUid, TenantId
 
 MAX_STRIKES = 2
 QUARANTINE_S = 300.0
-MEMORY_S = 600.0
-"""After the last one."""
+MEMORY_S = 600.0  # after the last one
 MAX_PROMPTS = 10_000
 
 
@@ -25,16 +26,14 @@ class _Record:
     strikes: int
     last_worker: str
     last_at: float
-    until: float | None = None
-    """The quarantine's end."""
+    until: float | None = None  # the quarantine's end
 
 
 class Quarantine:
     def __init__(self, getrandbits: Callable[[int], int]) -> None:
         self._getrandbits = getrandbits
         self._secret: bytes | None = None
-        self._records: dict[bytes, _Record] = {}
-        """By their last strike."""
+        self._records: dict[bytes, _Record] = {}  # by their last strike
 
     def __len__(self) -> int:
         return len(self._records)
@@ -80,8 +79,9 @@ class Quarantine:
         since: float,
         now: float,
     ) -> bool:
-        """Returns whether this quarantines the prompt. `since`: what a worker began before the prompt's last strike
-        there was ended by the same failure."""
+        """Returns whether this quarantines the prompt. `since`: a request that the worker began before the prompt's
+        last strike there was ended by the same failure.
+        """
         key = self._key(tenant, adapter, prompt_token_ids)
         record = self._records.pop(key, None)
         if record is None or (now - record.last_at > MEMORY_S and (record.until is None or now >= record.until)):
@@ -99,7 +99,6 @@ class Quarantine:
         return True
 
     def clear(self, tenant: TenantId, adapter: AdapterUid | None, prompt_token_ids: Sequence[int]) -> None:
-        """By a completion."""
         if self._records:
             self._records.pop(self._key(tenant, adapter, prompt_token_ids), None)
 

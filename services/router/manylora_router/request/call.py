@@ -33,14 +33,11 @@ from manylora_router.request.job import Job
 from manylora_router.text.service import TextService
 
 _LOG = logging.getLogger(__name__)
-_MAX_SHOWN = 64
-"""Characters of what was not checked, in a span."""
+_MAX_SHOWN = 64  # characters of what was not checked, in a span
 
 
 @dataclass
 class CallCounters:
-    """Since the start."""
-
     received: int = 0
     rejected: int = 0
     completed: int = 0
@@ -62,8 +59,7 @@ class Calls:
         rng: random.Random,
     ) -> None:
         self.counters = CallCounters()
-        self.live: dict[str, Call] = {}
-        """By request id, oldest first."""
+        self.live: dict[str, Call] = {}  # by request id, oldest first
         self.slo = SloTracker()
         self.metrics = RouterMetrics(telemetry)
         self.guard = Guard(random=rng.random, getrandbits=rng.getrandbits)

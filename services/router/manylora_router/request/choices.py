@@ -1,7 +1,4 @@
-"""The choices of one request: the worker's tokens become deltas of text, until each choice has its end.
-
-Knows nothing of grants and streams.
-"""
+"""The choices of one request: the worker's tokens become deltas of text, until each choice has its end."""
 
 from __future__ import annotations
 
@@ -71,7 +68,7 @@ class Choices:
         return taken
 
     def rest(self) -> list[Frame]:
-        """That choices without an end still held back; called once."""
+        """Of choices without an end, their held back text; called once."""
         deltas: list[Frame] = []
         for index, choice in enumerate(self._choices):
             text = choice.text.finish().text if choice.end is None else ""

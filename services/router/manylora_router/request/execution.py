@@ -46,12 +46,10 @@ from manylora_router.request.worker_stream import NOT_REACHED, WorkerStream
 from manylora_router.text.detokenizer import Detokenizer
 
 _LOG = logging.getLogger(__name__)
-MAX_ATTEMPTS = 5
-"""On workers that it does not reach."""
+MAX_ATTEMPTS = 5  # on workers that it does not reach
 _MIN_RETRY_S = 0.02
 _MAX_RETRY_S = 0.5
-_FIGURES_TIMEOUT_S = 1.0
-"""After the last stop string, for the worker's end: a round trip and the rest of a step."""
+_FIGURES_TIMEOUT_S = 1.0  # after the last stop string, for the worker's end: a round trip and the rest of a step
 
 
 @dataclass
@@ -86,14 +84,12 @@ class Execution:
         self._choices = Choices(detokenizers, job.stop, job.sampling.min_tokens)
         self._measured = _Measured()
         self._next_frame = 0
-        self._untold: list[Frame] = []
-        """Each thing in a frame of its own, without a number."""
+        self._untold: list[Frame] = []  # each thing in a frame of its own, without a number
         self._lease = TokenLease(job, self._choices, scheduler)
         self._grant: Grant | None = None
         self._stream: WorkerStream | None = None
         self._is_queued = False
-        self.worker_id = ""
-        """That has begun it, and after the end."""
+        self.worker_id = ""  # that has begun it, and after the end
         self._is_worker_gone = False
 
     @property

@@ -25,20 +25,15 @@ class Job:
     prompt_token_ids: Sequence[int]
     max_tokens: int
     n: int
-    sampling: Sampling
-    """With its seed."""
+    sampling: Sampling  # with its seed
     stop: StopStrings | None
     stop_token_ids: Sequence[int]
-    bad_sequences: Sequence[Sequence[int]]
-    """The bad words in tokens; `sampling` has them no more."""
-    received_at: float
-    """By the event loop's clock, as is the deadline."""
+    bad_sequences: Sequence[Sequence[int]]  # the bad words in tokens; `sampling` has them no more
+    received_at: float  # by the event loop's clock, as is the deadline
     deadline: float | None
     traceparent: str
-    can_stream: bool = True
-    """False: all frames come at the end."""
-    degraded: Degraded | None = None
-    """By overload; `max_tokens` is as it is in force."""
+    can_stream: bool = True  # False: all frames come at the end
+    degraded: Degraded | None = None  # by overload; `max_tokens` is as it is in force
 
     @property
     def most_tokens(self) -> int:

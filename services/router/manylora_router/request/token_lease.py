@@ -16,10 +16,8 @@ from manylora_router.request.choices import Choices
 from manylora_router.request.deadline import Deadline
 from manylora_router.request.job import Job
 
-LEASE_WAIT_S = 10.0
-"""For the scheduler's answer: longer than a change of leaders takes."""
-_MIN_LEFT_TOKENS = 16
-"""An answer takes less than a stream takes for these."""
+LEASE_WAIT_S = 10.0  # for the scheduler's answer: longer than a change of leaders takes
+_MIN_LEFT_TOKENS = 16  # an answer takes less than a stream takes for these
 
 
 class TokenLease:
@@ -32,10 +30,8 @@ class TokenLease:
         self._choices = choices
         self._scheduler = scheduler
         self._is_begun = False
-        self._rest: worker_pb2.ExecuteResponse | None = None
-        """Of the last message, what the lease did not cover."""
-        self.was_held_up = False
-        """The stream waited for its lease, and so did not read from the worker."""
+        self._rest: worker_pb2.ExecuteResponse | None = None  # of the last message, what the lease did not cover
+        self.was_held_up = False  # the stream waited for its lease, and so did not read from the worker
 
     def begin(self) -> None:
         """A worker has begun: the prompt is used."""
@@ -55,7 +51,7 @@ class TokenLease:
         return tokens is None or tokens > self.used_tokens
 
     def settle(self, cached_prompt_tokens: int) -> None:
-        """What the worker found of the prompt is not charged. Idempotent."""
+        """Cached tokens of the prompt are not charged. Idempotent."""
         credit = min(cached_prompt_tokens, self.used_prompt_tokens)
         self._scheduler.settle(self._request_id, self.used_tokens - credit)
 

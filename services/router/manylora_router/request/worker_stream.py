@@ -28,6 +28,7 @@ STOP_CHOICE = _METHODS["StopChoice"]
 
 _STOP_CHOICE_TIMEOUT_S = 2.0
 
+# before the first frame: the worker is gone, stopping, full, or under a newer leader; another may have the request
 NOT_REACHED = (
     Code.UNAVAILABLE,
     Code.CANCELLED,
@@ -35,7 +36,6 @@ NOT_REACHED = (
     Code.FAILED_PRECONDITION,
     Code.ABORTED,
 )
-"""Before the first frame: the worker is gone, stopping, full, or under a newer leader. Another may have the request."""
 _OUR_FAULT = (Code.INTERNAL, Code.INVALID_ARGUMENT, Code.UNIMPLEMENTED, Code.DATA_LOSS)
 
 
@@ -112,7 +112,6 @@ class WorkerStream:
 
     @property
     def has_message(self) -> bool:
-        """As far as one can know."""
         return self._stream.has_message
 
     def stop_choice(self, index: int) -> None:

@@ -1,4 +1,4 @@
-"""A worker's engine, of its parts and the worker's settings."""
+"""Builds a worker's engine of its parts and the worker's settings."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from manylora_worker.planning.step_planner import PlannerLimits
 from manylora_worker.weights.adapter_check import AdapterValidator
 
 C = TypeVar("C", bound=WorkerConfig)
+# takes the settings, and a call for any thread of the backend when it has news; raises ValueError: the model cannot
+# be served so
 EngineBuilder = Callable[[C, Callable[[], None]], EngineParts]
-"""Takes the settings, and what any thread of the backend calls when it has news. Raises ValueError: the model cannot be
-served so."""
 
 _REQUESTS_PER_SLOT = 4
 _OVERTAKES_PER_SLOT = 2  # of one whose adapter finds no room: fewer leave slots empty while pins run out
 
 
 def host(config: C, build: EngineBuilder[C]) -> tuple[ThreadRuntime, AdapterValidator]:
-    """The engine, and what checks its adapters. Raises ValueError, as the builder."""
+    """Raises ValueError, as the builder."""
     mailbox = Mailbox()
     parts = build(config, mailbox.wake)
     capacity_tokens = parts.runner.num_blocks * parts.runner.block_size

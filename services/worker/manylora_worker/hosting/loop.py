@@ -24,7 +24,6 @@ class EngineLoop:
         self._last_stats: EngineStats | None = None
 
     def begin(self, commands: Iterable[Command]) -> StepBatch | None:
-        """Begins the next step, if there is one now."""
         self._do(commands)
         batch = self._core.begin_step(self._now())
         if batch is not None:
@@ -45,7 +44,6 @@ class EngineLoop:
             raise RuntimeError(f"{MAX_FAILED_STEPS} steps failed one after the other") from error
 
     def stop(self, commands: Iterable[Command]) -> None:
-        """Aborts what is left."""
         self._do(commands)
         for request_id in self._core.request_ids():
             self._core.abort(request_id, self._now())
@@ -53,7 +51,6 @@ class EngineLoop:
         self.tell()
 
     def tell(self) -> None:
-        """Posts what is new."""
         core, last = self._core, self._last_stats
         stats, outputs, ends = core.stats(), core.take_outputs(), core.take_ended()
         if stats == last and not outputs and not ends:

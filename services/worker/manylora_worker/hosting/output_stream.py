@@ -71,7 +71,8 @@ class OutputStream:
 
     async def read(self, *, interval_s: float = 0.0) -> OutputBatch:
         """At least one output, or the end. The next read gathers for `interval_s`, up to a third longer, and half as
-        long again where the end is near."""
+        long again where the end is near.
+        """
         loop = asyncio.get_running_loop()
         await self._wait_for_end(self._flush_at)
         while not self._pending and self._end is None:
@@ -119,8 +120,8 @@ class OutputStream:
 
 
 def _flush_time(now: float, interval_s: float) -> float:
-    """On a grid, so that the frames of many streams leave together and their reader wakes once. It is a power of two, a
-    sixth to a third of the interval, and so stays the same while streams come and go."""
+    # On a grid, so that the frames of many streams leave together and their reader wakes once. It is a power of
+    # two, a sixth to a third of the interval, and so stays the same while streams come and go.
     if interval_s <= 0.0:
         return now
     # interval_s / 3 is m * 2**e with m from 0.5 to 1: the power of two below it is 2**(e - 1).

@@ -78,7 +78,6 @@ class Runtime(ABC):
         self._send(lambda core, now: core.prefetch(adapter_uid, tenant_id))
 
     def set_pins(self, pins: Mapping[TenantId, Sequence[Pin]], largest_bytes: int) -> None:
-        """As AdapterCache.set_pins."""
         self._send(lambda core, now: core.set_pins(pins, largest_bytes))
 
     def set_share(self, tenant_id: TenantId, share: TenantShare | None) -> None:
@@ -87,7 +86,7 @@ class Runtime(ABC):
 
 
 class Mailbox:
-    """What the threads share. Any may call any of it."""
+    """Any thread may call any of it."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -120,7 +119,6 @@ class Mailbox:
             return commands, self._is_stopping
 
     def sleep(self, timeout_s: float | None) -> None:
-        """Until there is something to take, or news, or the time is over."""
         with self._condition:
             self._condition.wait_for(lambda: self._commands or self._has_news or self._is_stopping, timeout_s)
 
