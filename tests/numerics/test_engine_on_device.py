@@ -24,6 +24,7 @@ from tests.numerics.conftest import Family, FamilyOf
 from tests.numerics.families import VOCAB_SIZE
 
 pytestmark = pytest.mark.gpu
+
 MAX_TOKENS = 20
 
 

@@ -16,11 +16,7 @@ from manylora_shared.stores.adapter_files import adapter_uid
 from manylora_worker.weights import source
 from manylora_worker.weights.layout import HostAdapter
 from manylora_worker.weights.packing import Scratch
-from manylora_worker.weights.peft_config import LoraSettings, ModuleMatcher, PatternTimeout
 from manylora_worker.weights.source import AdapterInvalid, AdapterLimits, read_adapter
-from peft import LoraConfig
-from peft.tuners.tuners_utils import check_target_module_exists
-from peft.utils.other import get_pattern_key
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -362,64 +358,3 @@ def test_a_pattern_that_explodes_is_cut_off(folder: Folder, monkeypatch: pytest.
     monkeypatch.setattr("manylora_worker.weights.peft_config.PATTERN_BUDGET_S", 0.05)
     folder.set(target_modules=r"(\w|\w\w|\.|\w\.)+[789]")
     assert "too long" in folder.problems()["target_modules"]
-
-
-def test_matcher_budget_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manylora_worker.weights.peft_config.PATTERN_BUDGET_S", -1.0)
-    settings = LoraSettings(1, 1.0, False, {}, {}, "x", (), None, ())
-    with pytest.raises(PatternTimeout):
-        ModuleMatcher(settings).is_targeted("x", is_linear=True)
-
-
-PATHS = [
-    f"model.layers.{i}.{m}" for i in range(12) for m in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj")
-] + ["model.experts.1.layers.3.q_proj", "q_proj", "lm_head"]
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"target_modules": ["q_proj", "down_proj"]},
-        {"target_modules": ["layers.1.self_attn.q_proj", "model.layers.2.mlp.down_proj"]},
-        {"target_modules": r".*\.(1|11)\..*proj"},
-        {"target_modules": "q_proj|.*down_proj"},
-        {"target_modules": ["q_proj", "down_proj"], "exclude_modules": ["layers.1.self_attn.q_proj", "lm_head"]},
-        {"target_modules": ["q_proj"], "exclude_modules": r".*\.1\..*"},
-        {"target_modules": ["q_proj", "k_proj"], "layers_to_transform": [1, 3]},
-        {"target_modules": ["q_proj"], "layers_to_transform": 2, "layers_pattern": "layers"},
-        {"target_modules": ["q_proj"], "layers_to_transform": [3], "layers_pattern": ["h", "layers"]},
-        {"target_modules": ["q_proj", "model.layers.5.mlp.down_proj"], "layers_to_transform": [1]},
-        {"target_modules": ["q_proj"], "layers_to_transform": []},
-        {"target_modules": ["q_proj"], "rank_pattern": {"1.self_attn.q_proj": 3, "q_proj": 5}, "use_rslora": True},
-        {
-            "target_modules": ["q_proj"],
-            "rank_pattern": {"^model.layers.1.*": 3},
-            "alpha_pattern": {"proj": 3, "q_proj": 7},
-        },
-    ],
-)
-def test_modules_ranks_and_scales_are_chosen_as_peft_does(fields: dict[str, Any]) -> None:
-    config = LoraConfig(r=4, lora_alpha=6, **fields)
-    targets, excludes, layers = config.target_modules, config.exclude_modules, config.layers_to_transform
-    pattern = config.layers_pattern
-    matcher = ModuleMatcher(
-        LoraSettings(
-            rank=4,
-            alpha=6.0,
-            use_rslora=config.use_rslora,
-            rank_pattern=config.rank_pattern,
-            alpha_pattern=config.alpha_pattern,
-            target_modules=targets if isinstance(targets, str) else tuple(targets),
-            exclude_modules=excludes if isinstance(excludes, str) else tuple(excludes or ()),
-            layers_to_transform=(layers,) if isinstance(layers, int) else None if layers is None else tuple(layers),
-            layers_pattern=(pattern,) if isinstance(pattern, str) else tuple(pattern or ()),
-        )
-    )
-    for path in PATHS:
-        found = check_target_module_exists(config, path)
-        is_targeted = bool(found) and type(found).__name__ != "_ExcludedModule"
-        assert matcher.is_targeted(path, is_linear=True) == is_targeted, path
-        rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), path), 4)
-        alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), path), 6)
-        scale = alpha / rank**0.5 if config.use_rslora else alpha / rank
-        assert matcher.rank_and_scale(path) == (rank, pytest.approx(scale))

@@ -33,7 +33,6 @@ from manylora_shared.tenancy.overload import (
 
 IDS = [f"{random.Random(i).getrandbits(128):032x}" for i in range(200)]
 INTERACTIVE, STANDARD, BATCH = STACK
-
 costs = st.lists(
     st.tuples(*[st.floats(0.0, 1e5, allow_subnormal=False).map(lambda c: 0.0 if c < 1.0 else c) for _ in STACK]),
     min_size=1,
@@ -196,22 +195,6 @@ def test_many_tenants_are_measured_nearly_as_few_are(
     assert least >= others[99] / 1.1, "none of those that are much further is left out"
 
 
-def test_demand_fades_and_is_forgotten() -> None:
-    demand = Demand(lambda flow: 1)
-    for number in range(300):
-        demand.came(FlowKey(TenantId(f"t{number}"), BATCH), 100.0, 0.0)
-    demand.was_granted(100.0, 0.0)
-    for tick in range(1, 30_001):  # long enough for the sums to be projected to new moments
-        now = tick / 4
-        demand.came(FlowKey(TenantId("steady"), STANDARD), 50.0, now)
-        if not tick % 100:
-            demand.weigh(now)
-            demand.check_invariants()
-    assert list(demand.tenants()) == [TenantId("steady")]
-    # 200 in a second over a window of ten; what was granted is long forgotten.
-    assert demand.tops(TenantId("steady"))[1] == pytest.approx(1.0, rel=0.05)
-
-
 @given(st.integers(0, LEVELS), st.tuples(st.floats(0, 3), st.floats(0, 3), st.floats(0, 3)), st.sampled_from(STACK))
 @settings(deadline=None, derandomize=True)
 def test_the_limit_of_places_is_that_of_heights(
@@ -226,8 +209,6 @@ def test_the_limit_of_places_is_that_of_heights(
             place_of(request_id), limit
         )
 
-
-# ---- the controller
 
 samples = st.dictionaries(
     st.sampled_from(list(QosClass)),

@@ -7,17 +7,15 @@ import random
 from collections.abc import AsyncIterator
 
 import pytest
-from manylora.v1 import common_pb2, inference_pb2, scheduler_pb2, worker_pb2
+from manylora.v1 import common_pb2, inference_pb2, worker_pb2
 from manylora_router.text.service import TokenIdsOnlyText
 from manylora_shared.coordination import keys
-from manylora_shared.coordination.records import SchedulerRecord
 from manylora_shared.errors import Code, RpcError
 from router_fakes import (
     STARTED,
     Answer,
     FakeWorker,
     RouterCluster,
-    Script,
     finished,
     ids_of,
     read_all,
@@ -123,114 +121,6 @@ def test_caller_that_leaves_in_mid_stream_frees_the_worker(seed: int) -> None:
     simulate(test, seed=seed, script=say("x" * 1000, pause_s=0.01))
 
 
-def test_scheduler_that_comes_back_gets_the_waiting_again() -> None:
-    async def test(cluster: RouterCluster) -> None:
-        scheduler = cluster.scheduler
-        scheduler.holds = True
-        asked = [asyncio.create_task(cluster.ask(text_request(f"p{i}"))) for i in range(5)]
-        await until(lambda: len(scheduler.queued) == 5)
-        order = [r.request_id for r in scheduler.enqueued]
-        running = cluster.open(text_request(max_tokens=100))
-        await asyncio.sleep(0.1)
-        scheduler.grant(scheduler.enqueued[-1].request_id)
-        await running.read()
-        scheduler.queued.clear()
-        scheduler.drop_lines()
-        await until(lambda: len(scheduler.hellos) == 2 and len(scheduler.queued) == 5)
-        assert [r.request_id for r in scheduler.enqueued][-5:] == order
-        for request_id in order:
-            scheduler.grant(request_id)
-        answers = await asyncio.gather(*asked)
-        assert all(a.error is None and a.text == "hello world" for a in answers)
-        assert (await read_all(running)).error is None
-
-    simulate(test)
-
-
-def test_no_leader_then_a_leader_elsewhere() -> None:
-    async def test(cluster: RouterCluster) -> None:
-        assert cluster.scheduler.server is not None
-        await cluster.store.delete(keys.SCHEDULER_LEADER)
-        await cluster.scheduler.server.stop(0.0)
-        asked = asyncio.create_task(cluster.ask(text_request()))
-        await asyncio.sleep(5.0)
-        assert not asked.done()
-        await cluster.start_scheduler()
-        answer = await asked
-        assert answer.error is None
-        assert answer.text == "hello world"
-
-    simulate(test)
-
-
-def test_line_moves_when_the_store_names_another_leader() -> None:
-    async def test(cluster: RouterCluster) -> None:
-        old = cluster.scheduler.hellos
-        await until(lambda: bool(old))
-        transport = cluster.network.transport("scheduler-1")
-        server = await transport.serve("scheduler-1:0", [cluster.scheduler.service()])
-        await cluster.store.put(keys.SCHEDULER_LEADER, SchedulerRecord("s1", server.address).to_json())
-        await until(lambda: len(cluster.scheduler.hellos) == 2)
-        assert (await cluster.ask(text_request())).text == "hello world"
-
-    simulate(test)
-
-
-def test_grants_closed_while_the_scheduler_is_away_are_told_later() -> None:
-    async def test(cluster: RouterCluster) -> None:
-        stream = cluster.open(text_request(max_tokens=100))
-        await stream.read()
-        leader = await cluster.store.get(keys.SCHEDULER_LEADER)
-        assert leader is not None
-        await cluster.store.delete(keys.SCHEDULER_LEADER)
-        cluster.scheduler.drop_lines()
-        await asyncio.sleep(1.0)
-        stream.cancel()
-        await asyncio.sleep(10.0)
-        assert cluster.scheduler.granted != {}
-        await cluster.store.put(keys.SCHEDULER_LEADER, leader.value)
-        await cluster.at_rest()
-
-    simulate(test, script=say("x" * 1000, pause_s=0.01))
-
-
-def test_refusal_of_the_scheduler_is_a_status_alone() -> None:
-    async def test(cluster: RouterCluster) -> None:
-        cluster.scheduler.refusal = scheduler_pb2.Refusal(
-            code=int(Code.RESOURCE_EXHAUSTED), message="the queue is full", retry_after_s=2.0
-        )
-        answer = await cluster.ask(text_request())
-        assert answer.frames == []
-        assert answer.error is not None
-        assert answer.error.code is Code.RESOURCE_EXHAUSTED
-        assert answer.error.retry_after_s == 2.0
-        assert cluster.app.calls.counters.rejected == 1
-
-    simulate(test)
-
-
-@pytest.mark.parametrize("how", ["gone", "draining", "full"])
-def test_worker_that_is_not_reached_goes_unnoticed(how: str) -> None:
-    async def test(cluster: RouterCluster) -> None:
-        worker = cluster.workers[0]
-        if how == "gone":
-            assert worker.server is not None
-            await worker.server.stop(0.0)
-        else:
-            code = Code.FAILED_PRECONDITION if how == "draining" else Code.RESOURCE_EXHAUSTED
-            worker.refuse_with = RpcError(code, "not now")
-        answer = await cluster.ask(text_request())
-        assert answer.error is None
-        assert answer.text == "hello world"
-        assert answer.finished.worker_id == "worker-1"
-        await cluster.at_rest()
-        told = [(c.reached_worker, c.worker_unavailable) for c in cluster.scheduler.closed]
-        assert told == [(False, True), (True, False)]
-        assert len({e.request_id for e in cluster.scheduler.enqueued}) == 1
-
-    simulate(test)
-
-
 def test_workers_that_are_never_reached_end_the_request() -> None:
     async def test(cluster: RouterCluster) -> None:
         for worker in cluster.workers:
@@ -244,102 +134,6 @@ def test_workers_that_are_never_reached_end_the_request() -> None:
         assert len(cluster.scheduler.enqueued) == 5
 
     simulate(test)
-
-
-def _kinds(answer: Answer) -> list[str]:
-    """Of each frame what it tells: s, d and f."""
-    parts = ("started", "delta", "finished")
-    return ["".join(part[0] for part in parts if frame.HasField(part)) for frame in answer.frames]
-
-
-def _at_once(*chunks: list[int], outcome: common_pb2.Outcome = common_pb2.OUTCOME_COMPLETED) -> Script:
-    """A worker whose messages leave at two times: half a second after the first ones, the last chunk and the end."""
-
-    async def script(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
-        yield STARTED
-        position = 0
-        for frame, chunk in enumerate(chunks, 1):
-            is_last = frame == len(chunks)
-            if is_last:
-                await asyncio.sleep(0.5)
-            reason = common_pb2.FINISH_REASON_LENGTH if is_last else common_pb2.FINISH_REASON_UNSPECIFIED
-            yield tokens(frame, position, chunk, finish=reason)
-            position += len(chunk)
-        yield finished(len(chunks) + 1, outcome)
-
-    return script
-
-
-def test_the_first_tokens_come_with_the_beginning_and_the_last_with_the_end() -> None:
-    async def test(cluster: RouterCluster) -> None:
-        answer = await cluster.ask(text_request())
-        assert _kinds(answer) == ["sd", "d", "df"]
-        assert answer.ids_of() == [5, 6, 7, 8, 9]
-        assert answer.finished.usage.completion_tokens == 5
-
-    simulate(test, script=_at_once([5, 6], [7], [8, 9]), delay_s=0.001)
-
-
-def test_a_beginning_without_tokens_is_told_by_itself() -> None:
-    async def test(cluster: RouterCluster) -> None:
-        stream = cluster.open(text_request())
-        loop = asyncio.get_running_loop()
-        first = await stream.read()
-        assert first.HasField("started")
-        assert not first.HasField("delta")
-        told_at = loop.time()
-        answer = await read_all(stream, Answer(frames=[first]))
-        assert loop.time() - told_at >= 0.4, "it waited for the tokens"
-        assert _kinds(answer) == ["s", "df"]
-
-    simulate(test, script=_at_once([5, 6]), delay_s=0.001)
-
-
-def test_an_error_behind_tokens_is_told_with_them_and_takes_none_away() -> None:
-    async def test(cluster: RouterCluster) -> None:
-        answer = await cluster.ask(text_request())
-        assert _kinds(answer) == ["sd", "df"]
-        assert answer.ids_of() == [5, 6, 7]
-        end = answer.finished
-        assert (end.outcome, end.usage.completion_tokens) == (common_pb2.OUTCOME_INTERNAL, 3)
-
-    simulate(test, script=_at_once([5, 6], [7], outcome=common_pb2.OUTCOME_INTERNAL), delay_s=0.001)
-
-
-@pytest.mark.parametrize("silently", [False, True])
-def test_worker_lost_in_mid_stream(silently: bool) -> None:
-    async def test(cluster: RouterCluster) -> None:
-        answer = Answer()
-        stream = cluster.open(text_request(max_tokens=200))
-        for _ in range(4):
-            answer.frames.append(await stream.read())
-        loop = asyncio.get_running_loop()
-        lost_at = loop.time()
-        cluster.network.kill("worker-0", silently=silently)
-        await read_all(stream, answer)
-        assert loop.time() - lost_at < 3.1
-        end = answer.finished
-        assert end.outcome == common_pb2.OUTCOME_WORKER_LOST
-        assert end.usage.completion_tokens == len(answer.ids_of()) > 0
-        assert end.choices[0].finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED
-        assert answer.error is not None
-        assert answer.error.code is Code.UNAVAILABLE
-        assert "worker-0 was lost" in answer.error.message
-
-    simulate(test, script=say("x" * 1000, pause_s=0.01))
-
-
-def test_deadline_in_mid_stream_ends_with_its_frame() -> None:
-    async def test(cluster: RouterCluster) -> None:
-        answer = await cluster.ask(text_request(max_tokens=200), timeout=0.5)
-        assert answer.finished.outcome == common_pb2.OUTCOME_DEADLINE_EXCEEDED
-        assert answer.finished.usage.completion_tokens == len(answer.ids_of()) > 0
-        assert answer.error is not None
-        assert answer.error.code is Code.DEADLINE_EXCEEDED
-        await cluster.at_rest()
-        assert sum(w.cancelled for w in cluster.workers) == 1
-
-    simulate(test, script=say("x" * 1000, pause_s=0.02))
 
 
 def test_deadline_in_the_queue_withdraws() -> None:
@@ -518,33 +312,6 @@ def test_outcomes_of_the_worker(outcome: common_pb2.Outcome, seen: common_pb2.Ou
     simulate(test, script=script)
 
 
-@pytest.mark.parametrize(("frame", "position"), [(3, 2), (2, 3), (2, 1)])
-def test_gaps_in_the_workers_stream_are_no_silent_loss(frame: int, position: int) -> None:
-    async def script(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
-        yield STARTED
-        yield tokens(1, 0, ids_of("ab"))
-        yield tokens(frame, position, ids_of("cd"))
-
-    async def test(cluster: RouterCluster) -> None:
-        answer = await cluster.ask(text_request())
-        assert answer.finished.outcome == common_pb2.OUTCOME_INTERNAL
-        assert answer.error is not None
-        assert "output was lost" in answer.error.message
-
-    simulate(test, script=script)
-
-
-def test_stream_that_just_ends_is_a_lost_worker() -> None:
-    async def script(request: worker_pb2.ExecuteRequest) -> AsyncIterator[worker_pb2.ExecuteResponse]:
-        yield STARTED
-
-    async def test(cluster: RouterCluster) -> None:
-        answer = await cluster.ask(text_request())
-        assert answer.finished.outcome == common_pb2.OUTCOME_WORKER_LOST
-
-    simulate(test, script=script)
-
-
 def test_a_bug_ends_one_request_with_its_outcome(caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         def push(self, token_ids: list[int]) -> str:
@@ -695,17 +462,6 @@ def test_store_that_is_away_changes_nothing_for_requests() -> None:
         cluster.store_server.set_up(True)
         await asyncio.sleep(3.0)
         assert keys.router("router-0") in cluster.store_server.keys
-
-    simulate(test)
-
-
-def test_channels_follow_the_workers() -> None:
-    async def test(cluster: RouterCluster) -> None:
-        await asyncio.gather(*(cluster.ask(text_request()) for _ in range(4)))
-        assert cluster.app.debug_counters()["channels"] == 2
-        await cluster.store.delete(keys.worker("worker-1"))
-        await asyncio.sleep(0.1)
-        assert cluster.app.debug_counters()["channels"] == 1
 
     simulate(test)
 

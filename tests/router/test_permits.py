@@ -12,15 +12,12 @@ from manylora.v1 import admin_pb2, common_pb2, scheduler_pb2, worker_pb2
 from manylora_router.app import RouterApp
 from manylora_router.config import RouterConfig
 from manylora_router.guard.circuits import ADAPTER_THRESHOLD, MIN_OPEN_S
-from manylora_router.metrics import MAX_FLOWS, RECORD_S, RouterMetrics
+from manylora_router.metrics import RECORD_S
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import RouterRecord
 from manylora_shared.errors import Code, RpcError
-from manylora_shared.ids import QosClass, TenantId
 from manylora_shared.stores.adapter_files import MemoryAdapterFiles
 from manylora_shared.telemetry import Attribute, MetricName, Telemetry
-from manylora_shared.tenancy.policy import Slo
-from manylora_shared.tenancy.slo import Verdict
 from manylora_sim.clock import FakeClock
 from manylora_sim.fake_text import FakeText
 from router_fakes import (
@@ -330,16 +327,3 @@ def test_levels_of_all_routers_add_up_and_a_tenant_sees_its_own() -> None:
             await second.stop(0.0)
 
     simulate(test)
-
-
-def test_so_many_flows_are_named_in_metrics_and_no_more() -> None:
-    telemetry = Telemetry.recording("router")
-    metrics, slo = RouterMetrics(telemetry), Slo(availability=0.9)
-    for number in (*range(MAX_FLOWS + 3), 0):
-        flow = TenantId(f"t{number}"), QosClass.BATCH
-        metrics.ended(flow, Verdict.GOOD, ttft_ms=None, tpot_ms=None, slo=slo)
-    good = (Attribute.VERDICT, "good")
-    counts = {k[1]: v for k, v in telemetry.recorded_metrics().items() if k[0] == MetricName.SLO_REQUESTS}
-    assert len(counts) == MAX_FLOWS + 1
-    assert counts[frozenset({good})] == 3
-    assert counts[frozenset({good, (Attribute.TENANT_ID, "t0"), (Attribute.QOS_CLASS, "batch")})] == 2

@@ -8,12 +8,10 @@ import logging
 from typing import Any
 
 import pytest
-from manylora.v1 import admin_pb2, inference_pb2, status_pb2
-from manylora_router.admin import operator_key
+from manylora.v1 import admin_pb2, inference_pb2
 from manylora_shared.coordination import keys
-from manylora_shared.coordination.records import KeyRecord
 from manylora_shared.errors import Code, RpcError
-from manylora_shared.tenancy.identity import authenticate, bearer, split_key
+from manylora_shared.tenancy.identity import split_key
 from router_fakes import (
     ADMIN,
     GENERATE,
@@ -158,62 +156,6 @@ def test_what_each_scope_may_administer() -> None:
     simulate(test)
 
 
-def test_a_tenant_sees_its_own_status_alone() -> None:
-    async def test(cluster: RouterCluster) -> None:
-        channel = cluster.caller(await cluster.put_key(tenant="acme"))
-        await until(lambda: len(cluster.app.directory.api_keys) == 2)
-        cluster.scheduler.flows = [
-            admin_pb2.FlowStatus(tenant_id="acme", queued=1),
-            admin_pb2.FlowStatus(tenant_id="other", queued=7),
-        ]
-        cluster.scheduler.overload = admin_pb2.OverloadStatus(
-            level=70,
-            rung="standard",
-            classes=[admin_pb2.ClassOverload(refused=5)],
-            tenants=[
-                admin_pb2.TenantOverloadStatus(tenant_id="acme", level=3),
-                admin_pb2.TenantOverloadStatus(tenant_id="other", level=100),
-            ],
-        )
-        cluster.scheduler.neighbours = [admin_pb2.NoisyNeighbour(kind="wait_skew", tenant_id="acme")]
-        cluster.scheduler.adapters = [
-            status_pb2.TenantAdapters(
-                tenant_id=tenant,
-                device_bytes=5,
-                evictions=4,
-                displaced=3,
-                pins=[status_pb2.PinStatus(name="upper", workers=3, on_device=on_device) for on_device in (3, 2)],
-            )
-            for tenant in ("acme", "other")
-        ]
-        cluster.scheduler.setbacks = [
-            status_pb2.TenantSetbacks(tenant_id=tenant, preemptions=2) for tenant in ("acme", "other")
-        ]
-        mine = await call(channel, "GetStatus")
-        (adapters,) = mine.scheduler.adapters
-        assert (adapters.tenant_id, adapters.device_bytes, adapters.evictions) == ("acme", 5, 4)
-        assert adapters.displaced == 0, "that others were there is not its own"
-        assert [(pin.workers, pin.on_device) for pin in adapters.pins] == [(1, 1), (1, 0)], "nor how many workers"
-        overload = mine.scheduler.overload
-        assert (overload.level, overload.rung, list(overload.classes)) == (70, "standard", [])
-        assert [(t.tenant_id, t.level) for t in overload.tenants] == [("acme", 3)]
-        assert list(mine.scheduler.neighbours) == []
-        assert list(mine.scheduler.setbacks) == [], "they tell of the others before it"
-        assert [(f.tenant_id, f.queued) for f in mine.scheduler.flows] == [("acme", 1)]
-        assert (mine.tenants, mine.adapters) == (1, 1)
-        assert (list(mine.workers), list(mine.routers), mine.scheduler.address) == ([], [], "")
-        whole = await call(cluster.client, "GetStatus")
-        assert len(whole.scheduler.flows) == len(whole.scheduler.overload.tenants) == 2
-        assert len(whole.scheduler.neighbours) == 1
-        assert [(s.tenant_id, s.preemptions) for s in whole.scheduler.setbacks] == [("acme", 2), ("other", 2)]
-        assert [(a.displaced, a.pins[1].workers, a.pins[1].on_device) for a in whole.scheduler.adapters] == [
-            (3, 3, 2)
-        ] * 2
-        assert len(whole.workers) == 2
-
-    simulate(test)
-
-
 def test_keys_are_made_listed_and_revoked_at_once() -> None:
     async def test(cluster: RouterCluster) -> None:
         made = await call(cluster.client, "CreateKey", tenant_id="acme", scopes=["generate"], name="ci")
@@ -303,43 +245,3 @@ def test_keys_are_in_no_log_and_no_trace(caplog: pytest.LogCaptureFixture) -> No
     for text in (spans, error, caplog.text, *(str(vars(record)) for record in caplog.records)):
         assert secret not in text
     assert "manylora.request" in spans
-
-
-def test_the_operators_key_file(tmp_path: Any) -> None:
-    path = tmp_path / "deep" / "operator.key"
-
-    async def ensure(cluster: RouterCluster) -> str:
-        await operator_key.ensure(cluster.store, path, getrandbits=cluster.key_rng.getrandbits, now_unix_s=1.0)
-        assert path.stat().st_mode & 0o777 == 0o600
-        return str(path.read_text().strip())
-
-    async def stored(cluster: RouterCluster) -> dict[str, KeyRecord]:
-        listing = await cluster.store.list(keys.API_KEYS)
-        records = [KeyRecord.from_json(kv.value) for kv in listing.kvs]
-        return {record.key_id: record for record in records}
-
-    async def test(cluster: RouterCluster) -> None:
-        key = await ensure(cluster)
-        assert authenticate(bearer(key), (await stored(cluster)).get).tenant_id is None
-        assert await ensure(cluster) == key
-        key_id, _ = split_key(key) or ("", "")
-        # A store that has lost it gets it back; one that has revoked it gets another.
-        await cluster.store.delete(keys.api_key(key_id))
-        assert await ensure(cluster) == key
-        record = (await stored(cluster))[key_id]
-        await cluster.put_key_record(dataclasses.replace(record, revoked_unix_s=3.0))
-        other = await ensure(cluster)
-        assert other != key
-        assert (await stored(cluster))[key_id].revoked_unix_s == 3.0
-        authenticate(bearer(other), (await stored(cluster)).get)
-        path.write_text("nonsense")
-        assert await ensure(cluster) not in (key, other, "nonsense")
-        path.chmod(0o644)
-        with pytest.raises(PermissionError, match="0600"):
-            await ensure(cluster)
-
-    async def main() -> None:
-        cluster = RouterCluster()
-        await test(cluster)
-
-    asyncio.run(main())

@@ -12,7 +12,6 @@ from manylora_scheduler.core import placement
 from manylora_scheduler.core.fleet import Fleet
 from manylora_scheduler.core.placement import choose, home, in_order, load_cap
 from manylora_scheduler.core.reports import Residency
-from manylora_scheduler.core.ring import Ring
 from manylora_scheduler.core.worker_view import WorkerView
 from manylora_shared.ids import AdapterUid, WorkerId
 
@@ -124,19 +123,6 @@ def test_few_open_workers_and_many_are_in_the_same_order() -> None:
     for i in range(200):
         uid = AdapterUid(f"{random.Random(i).getrandbits(256):064x}")
         assert home(uid, fleet, lambda _: True) is next(in_order(uid, fleet, lambda _: True))
-
-
-def test_a_walk_meets_everybody_once_by_distance() -> None:
-    ring = Ring()
-    for i in range(20):
-        ring.add(WorkerId(f"w{i}"))
-    for i in range(50):
-        uid = AdapterUid(f"uid{i}")
-        order = list(ring.walk(uid))
-        assert order == sorted(order, key=lambda w: ring.distance(uid, w))
-        assert len(set(order)) == len(order) == 20
-    ring.remove(WorkerId("w7"))
-    assert WorkerId("w7") not in list(ring.walk(AdapterUid("uid")))
 
 
 def test_choices_do_not_depend_on_the_order_of_workers() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import zlib
 from collections.abc import Iterable
 
 import pytest
@@ -23,15 +22,8 @@ from manylora_scheduler.core.events import (
 from manylora_scheduler.core.reports import FlowTokens, StartedRequest
 from manylora_scheduler.core.request import FlowKey, QueuedRequest
 from manylora_scheduler.core.succession import MAX_WAIT_S, MIN_WAIT_S, ClockSnapshot
-from manylora_scheduler.serving import clock_codec, clock_keeper
-from manylora_scheduler.serving.clock_codec import decode, encode
-from manylora_scheduler.serving.clock_keeper import ClockKeeper
-from manylora_shared.coordination import keys
-from manylora_shared.fairness.queue_succession import FlowSnapshot, Snapshot
 from manylora_shared.ids import QosClass, RequestId, TenantId, WorkerId
 from manylora_shared.tenancy.policy import ClassPolicy, TenantPolicy
-from manylora_sim.loop import run
-from manylora_sim.store import MemoryStoreServer
 
 from tests.scheduler.helpers import ROUTER, Desk, flow, grants, report, request, started
 
@@ -300,75 +292,3 @@ def test_a_worker_that_began_anew_and_did_nothing_yet_has_nothing_counted() -> N
     world.now += 1.0
     new.apply(WorkerReported(W0, report(slots=SLOTS, flows={flow("acme"): FlowTokens(150, 60)})), world.now)
     assert new._flows.served_cost(flow("acme")) == 270
-
-
-# ---- in the store
-
-
-def some_snapshot(seed: int) -> ClockSnapshot:
-    rng = random.Random(seed)
-    flows = [flow(f"t{i}", rng.choice(list(QosClass))) for i in range(rng.randrange(40))]
-    known = [FlowSnapshot(f, rng.randint(1, 9), rng.getrandbits(70), rng.random() < 0.5) for f in flows[::2]]
-    reserved = [(RequestId(f"r{i}"), rng.choice(flows), rng.randrange(1000)) for i in range(rng.randrange(9)) if flows]
-    counted = {f"w{i}": {f: rng.randrange(10**9) for f in flows if rng.random() < 0.5} for i in range(3)}
-    return Snapshot(rng.getrandbits(70), tuple(known), tuple(reserved), counted)
-
-
-@pytest.mark.parametrize("step", [1, 3, 1000])
-def test_a_clock_comes_back_from_its_bytes(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    monkeypatch.setattr(clock_codec, "ENTRIES_PER_STEP", step)
-    for seed in range(40):
-        snapshot = some_snapshot(seed)
-        assert decode(b"".join(encode(snapshot))) == snapshot
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "x",
-        "null",
-        "[1]",
-        '{"flows":[]}',
-        '{"clock":1,"flows":[]}',
-        '{"clock":1}\n{"reserved":[["r",0,1]]}',
-        '{"clock":1}\n{"flows":[["t","batch",1,1,true]]}\n{"reserved":[["r",-1,1]]}',
-        '{"clock":1}\n{"flows":[["t","no",1,1,true]]}',
-        '{"clock":1}\n{"counted":[]}',
-        '{"clock":1}\n{"more":[]}',
-    ],
-)
-def test_what_is_no_clock_is_refused(text: str) -> None:
-    for data in (text.encode(), zlib.compress(text.encode())):
-        with pytest.raises(ValueError):  # noqa: PT011
-            decode(data)
-
-
-def test_the_clock_is_kept_whole_and_by_the_leader_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock_keeper, "PART_BYTES", 100)
-
-    async def scenario() -> None:
-        store = MemoryStoreServer(random.Random(1)).client()
-        first = ClockKeeper(store, await store.put(keys.SCHEDULER_LEADER, b"s0"))
-        assert await first.load() is None
-        for seed in (11, 12, 13):
-            assert await first.save(some_snapshot(seed))
-            assert await ClockKeeper(store, 1).load() == some_snapshot(seed)
-        revision = (await store.list(keys.ROOT)).revision
-        assert await first.save(some_snapshot(13))
-        assert (await store.list(keys.ROOT)).revision == revision, "nothing changed, nothing is written"
-
-        await store.delete(keys.SCHEDULER_LEADER)
-        second = ClockKeeper(store, await store.put(keys.SCHEDULER_LEADER, b"s1"))
-        assert not await first.save(some_snapshot(14)), "it does not lead any more"
-        assert await second.load() == some_snapshot(13)
-        assert await second.save(some_snapshot(15))
-        assert await first.load() == some_snapshot(15)
-
-        index = await store.get(keys.SCHEDULER_CLOCK)
-        assert index is not None
-        await store.put(keys.SCHEDULER_CLOCK, index.value.replace(b'"parts": ', b'"parts": 9'))
-        await store.put(keys.scheduler_clock_part(second._bank ^ 1, 0), b"?")
-        assert await second.load() is None
-
-    run(scenario(), seed=1)

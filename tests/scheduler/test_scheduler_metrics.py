@@ -1,4 +1,4 @@
-"""What the scheduler tells of its requests, tenants and workers: spans, status and metrics."""
+"""What the scheduler tells of tenants and workers: status and metrics."""
 
 from __future__ import annotations
 
@@ -7,41 +7,9 @@ from typing import Any
 
 from manylora.v1 import common_pb2, scheduler_pb2, status_pb2, worker_pb2
 from manylora_shared.errors import Code
-from manylora_shared.telemetry import Attribute, MetricName, SpanName, Telemetry
+from manylora_shared.telemetry import Attribute, MetricName, Telemetry
 
 from tests.scheduler.scripted_cluster import KV_BLOCK_BYTES, METHODS, Cluster, play
-
-
-def test_every_request_has_its_spans() -> None:
-    telemetry = Telemetry.recording("scheduler")
-    parent = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
-
-    async def scenario(cluster: Cluster) -> None:
-        app = await cluster.scheduler("s0", telemetry=telemetry)
-        await cluster.worker("w0")
-        await cluster.leader()
-        router = await cluster.router(app)
-        await router.enqueue(
-            "a", traceparent=parent, adapter_uid="cd" * 32, adapter_id="upper", qos_class=common_pb2.QOS_CLASS_BATCH
-        )
-        await router.answer()
-        await router.enqueue("late", timeout_s=0.0, traceparent=parent)
-        await router.answer()
-
-    play(scenario)
-    queue, placement, late = sorted(telemetry.recorded(), key=lambda s: (s["status"]["code"] == "ERROR", s["start_ns"]))
-    assert [queue["name"], placement["name"], late["name"]] == [SpanName.QUEUE, SpanName.PLACEMENT, SpanName.QUEUE]
-    for span in (queue, placement, late):
-        assert span["trace_id"] == "0123456789abcdef0123456789abcdef"
-        assert span["attributes"][Attribute.TENANT_ID] == "acme"
-    for span in (queue, placement):
-        assert span["attributes"][Attribute.ADAPTER_ID] == "upper"
-        assert span["attributes"][Attribute.ADAPTER_VERSION] == "cd" * 32
-        assert span["attributes"][Attribute.QOS_CLASS] == "batch"
-    assert (queue["parent_id"], placement["parent_id"]) == ("0123456789abcdef", queue["span_id"])
-    assert placement["attributes"][Attribute.WORKER_ID] == "w0"
-    assert placement["attributes"][Attribute.ADAPTER_RESIDENT] is False
-    assert late["attributes"]["error.type"] == "DEADLINE_EXCEEDED"
 
 
 def test_tenants_adapters_are_summed_in_the_status_and_counted_in_metrics() -> None:

@@ -1,0 +1,91 @@
+"""`generate`: what is sent, what is shown, and how failures are told."""
+
+from __future__ import annotations
+
+from tests.cli.conftest import Manylora
+from tests.cli.fake_server import VERSION, FakeRouter
+
+
+async def test_generate_streams_text_and_sends_what_was_asked(manylora: Manylora, router: FakeRouter) -> None:
+    out = await manylora(
+        *("generate", "--tenant", "acme", "--adapter", "upper", "--class", "batch", "--max-tokens", "9"),
+        *("--temperature", "0.5", "--seed", "12", "--stop", "a", "--stop", "b c"),
+        *("--priority", "-7", "--timeout", "60", "one two"),
+    )
+    assert (out.exit_code, out.stdout, out.stderr) == (0, "ONE TWO\n", "")
+    request, metadata = router.requests[0], router.metadata[0]
+    assert (request.text, request.max_tokens, list(request.stop)) == ("one two", 9, ["a", "b c"])
+    assert (request.sampling.temperature, request.sampling.seed) == (0.5, 12)
+    assert not request.sampling.HasField("top_k")
+    asked = {k: v for k, v in metadata.items() if k.startswith("x-")}
+    assert asked == {"x-tenant-id": "acme", "x-adapter-id": "upper", "x-request-class": "batch", "x-priority": "-7"}
+    (left_s,) = router.times_left_s
+    assert left_s is not None
+    assert 50 < left_s <= 60
+
+
+async def test_generate_json_ends_with_one_object(manylora: Manylora) -> None:
+    out = await manylora("generate", "--tenant", "acme", "--json", "one two")
+    assert out.exit_code == 0
+    assert out.stderr == "ONE TWO\n"
+    assert out.json == {
+        "request_id": "r-1",
+        "text": "ONE TWO",
+        "token_ids": [100, 101],
+        "finish_reason": "stop",
+        "outcome": "completed",
+        "usage": {"prompt_tokens": 3, "completion_tokens": 2, "cached_prompt_tokens": 0},
+        "adapter_version": VERSION,
+        "seed": 7,
+        "worker_id": "w-1",
+        "timings": {
+            "queue_ms": 0.5,
+            "ttft_ms": 1.5,
+            "total_ms": 2.5,
+            "adapter_wait_ms": 0.0,
+            "prefill_ms": 0.0,
+            "decode_ms": 0.0,
+        },
+    }
+
+
+async def test_generate_takes_token_ids_and_stdin(manylora: Manylora, router: FakeRouter) -> None:
+    out = await manylora("generate", "--tenant", "acme", "--token-ids", "3, 1,2")
+    assert (out.exit_code, out.stdout) == (0, "3,1,2\n")
+    assert list(router.requests[0].token_ids.ids) == [3, 1, 2]
+    out = await manylora("generate", "--tenant", "acme", "-", stdin="from stdin")
+    assert (out.exit_code, out.stdout) == (0, "FROM STDIN\n")
+
+
+async def test_a_refused_request_is_told_on_stderr_and_in_json(manylora: Manylora) -> None:
+    message = "sampling.temperature: must be at least 0; max_tokens: must be at most 5"
+    out = await manylora("generate", "--tenant", "acme", "two wrongs")
+    told = "INVALID_ARGUMENT: 2 errors\n  sampling.temperature: must be at least 0\n  max_tokens: must be at most 5\n"
+    assert (out.exit_code, out.stdout, out.stderr) == (1, "", told)
+    out = await manylora("generate", "--tenant", "acme", "--json", "two wrongs")
+    assert out.exit_code == 1
+    assert out.json["error"] == {
+        "code": "INVALID_ARGUMENT",
+        "reason": "INVALID",
+        "message": message,
+        "violations": [
+            {"field": "sampling.temperature", "description": "must be at least 0"},
+            {"field": "max_tokens", "description": "must be at most 5"},
+        ],
+    }
+
+
+async def test_a_stream_that_breaks_shows_what_had_come(manylora: Manylora) -> None:
+    out = await manylora("generate", "--tenant", "acme", "one die")
+    assert (out.exit_code, out.stdout) == (1, "ONE DIE\n")
+    assert out.stderr == "UNAVAILABLE: worker w-1 was lost\n"
+    out = await manylora("generate", "--tenant", "acme", "one die", "--json")
+    assert out.json["error"]["code"] == "UNAVAILABLE"
+    assert out.json["partial"]["outcome"] == "worker_lost"
+    assert out.json["partial"]["text"] == "ONE DIE"
+
+
+async def test_a_name_that_cannot_be_sent_is_refused_here(manylora: Manylora) -> None:
+    out = await manylora("generate", "--tenant", "a\nb", "--adapter", "ä", "--json", "x")
+    assert out.exit_code == 1
+    assert [v["field"] for v in out.json["error"]["violations"]] == ["x-tenant-id", "x-adapter-id"]

@@ -1,0 +1,35 @@
+"""The blocking client."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+
+async def test_the_blocking_client_does_the_same(address: str, adapter_folder: Path) -> None:
+    script = f"""
+from manylora.client import Delta, RequestFailed, SyncClient
+with SyncClient({address!r}, tenant="acme") as client:
+    client.wait_until_serving(5)
+    client.tenants.apply("tenant_id: acme")
+    client.adapters.add("acme", "upper", {str(adapter_folder)!r})
+    print([e.text for e in client.generate("one two") if isinstance(e, Delta)])
+    print(client.complete("three").text, client.list_models().base_model, client.status().scheduler.epoch)
+    with client.generate("hang on") as stream:
+        for event in stream:
+            if isinstance(event, Delta):
+                break
+    try:
+        client.tenants.get("nobody")
+    except RequestFailed as error:
+        print(error.code, [t.adapters for t in client.tenants.list()], len(client.adapters.list("acme")))
+client.close()
+"""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-W", "error", "-c", script, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    stdout, stderr = await process.communicate()
+    assert (process.returncode, stderr.decode()) == (0, "")
+    assert stdout.decode().splitlines() == ["['ONE', ' TWO']", "THREE tiny 5", "NOT_FOUND [1] 1"]

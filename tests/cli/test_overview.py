@@ -1,0 +1,100 @@
+"""`status`, as JSON and for people."""
+
+from __future__ import annotations
+
+from manylora.cli.overview import _ACCOUNTS, _GIVES_UP
+from manylora_shared.tenancy.overload import Rung
+
+from tests.cli.conftest import Manylora
+from tests.cli.fake_server import VERSION, FakeRouter
+
+
+async def test_status(manylora: Manylora) -> None:
+    out = await manylora("status", "--json")
+    assert out.json["base_model"] == "tiny"
+    assert out.json["scheduler"]["flows"][0]["qos_class"] == "batch"
+    assert out.json["workers"][0]["generated_tokens"] == 2**40
+    measured, idle = out.json["slos"]
+    assert (measured["error_budget"], measured["ttft_p95_target_ms"], measured["ttft_met"]) == (0.75, 200, False)
+    assert (measured["qos_class"], measured["tpot_p50_ms"]) == ("interactive", None)
+    assert (idle["error_budget"], idle["ttft_p95_ms"], idle["ttft_met"]) == (None, None, None)
+    assert out.json["circuits"][0] == {
+        "tenant_id": "acme",
+        "whole_tenant": False,
+        "adapter_version": VERSION,
+        "router_id": "r-1",
+        "half_open": False,
+        "retry_after_s": 1.5,
+        "openings": 2,
+    }
+    overload = out.json["scheduler"]["overload"]
+    assert (overload["level"], overload["rung"]) == (40, "batch_output")
+    assert overload["classes"][0]["late_part"] == 0.125
+    assert overload["classes"][1] == {
+        "qos_class": "batch",
+        "late_part": None,
+        "target_ms": None,
+        "refused_by_routers": 30,
+        "refused": 1,
+        "shed": 4,
+        "capped": 9,
+    }
+    assert overload["tenants"] == [{"tenant_id": "acme", "level": 97, "rung": "interactive", "demand_shares": 3.5}]
+    assert out.json["scheduler"]["neighbours"] == [
+        {
+            "kind": "kv_growth",
+            "tenant_id": "acme",
+            "worker_id": "w-1",
+            "evidence": {"kv_blocks": 12345.0, "kv_part": 0.75},
+        }
+    ]
+    acme, birch = out.json["scheduler"]["adapters"]
+    assert (acme["device_bytes"], acme["evictions"], acme["displaced"], birch["pins"]) == (3 << 20, 9, 1, [])
+    assert acme["pins"][1] == {
+        "name": "lower",
+        "adapter_version": "",
+        "workers": 2,
+        "on_device": 0,
+        "problem": "no adapter has this name",
+    }
+    assert out.json["scheduler"]["setbacks"] == [
+        {"tenant_id": "birch", "preemptions": 11, "swaps_out": 4, "evictions": 2, "recomputed_tokens": 512}
+    ]
+    out = await manylora("status")
+    assert out.exit_code == 0
+    assert "w-1" in out.stdout
+    assert "overload   level 40 of 128: answers of batch requests are cut short" in out.stdout
+    assert _GIVES_UP.keys() == {rung.value for rung in Rung}
+    assert "epoch 5" in out.stdout
+    assert "r-1 (127.0.0.1:1, not answering)" in out.stdout
+    rows = [line.split("  ") for line in out.stdout.splitlines()]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    assert ["batch", "-", "half the deadline", "31", "4", "9"] in cells
+    assert ["interactive", "12 %", "200 ms", "0", "0", "0"] in cells
+    assert ["acme", "3.5", "97", "interactive requests are given up"] in cells
+    assert ["acme", "3.0 MiB", "2.5 MiB", "9", "1", "1 of 3"] in cells
+    assert ["birch", "0.0 MiB", "0.0 MiB", "0", "0", "-"] in cells
+    assert ["acme", "lower", "0 of 2", "no adapter has this name"] in cells
+    assert ["acme", "words", "1 of 2", "being loaded"] in cells
+    assert ["acme", "kv_growth", "w-1", "kv_blocks 12345, kv_part 0.75"] in cells
+    setbacks = cells.index(["tenant's sequences", "preemptions", "swaps out", "evictions", "recomputed tokens"])
+    assert ["birch", "11", "4", "2", "512"] in cells[setbacks:]
+    level = ["acme", "interactive", "12.3 ms", "240 ms", "200 ms, missed", "-", "-"]
+    assert [*level, "400, 1 failed", "99.750 %", "99 %", "75 %"] in cells
+    assert ["birch", "batch", "-", "-", "-", "-", "-", "0, 0 failed", "100.000 %", "-", "-"] in cells
+    assert ["acme", f"adapter {VERSION[:12]}", "r-1", "open", "1.5 s"] in cells
+    assert ["birch", "3", "r-1", "300 s"] in cells[
+        cells.index(["tenant", "quarantined prompts", "router", "for another"]) :
+    ]
+    assert ["acme", "1.5 MiB", "1.0 MiB"] in cells[cells.index(["tenant's KV", "on devices", "most on one"]) :]
+    accounts = cells.index([name for name, _ in _ACCOUNTS])
+    assert ["acme", "batch", "2", "64", "900", "-7"] in cells[accounts:]
+    assert ["birch", "standard", "1", "0", "50", "no bucket"] in cells[accounts:]
+
+
+async def test_a_tenants_status_says_nothing_of_machines(manylora: Manylora, router: FakeRouter) -> None:
+    router.tells_tenant_alone = True
+    out = await manylora("status")
+    gives_up = "answers of batch requests are cut short"
+    shown = f"model      tiny\nscheduler  reachable\nadapters   2\n\noverload   level 40 of 128: {gives_up}\n"
+    assert (out.exit_code, out.stdout, out.stderr) == (0, shown, "")

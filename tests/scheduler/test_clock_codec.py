@@ -1,0 +1,54 @@
+"""The clock in bytes and back."""
+
+from __future__ import annotations
+
+import random
+import zlib
+
+import pytest
+from manylora_scheduler.core.succession import ClockSnapshot
+from manylora_scheduler.serving import clock_codec
+from manylora_scheduler.serving.clock_codec import decode, encode
+from manylora_shared.fairness.queue_succession import FlowSnapshot, Snapshot
+from manylora_shared.ids import QosClass, RequestId
+
+from tests.scheduler.helpers import flow
+
+
+def some_snapshot(seed: int) -> ClockSnapshot:
+    rng = random.Random(seed)
+    flows = [flow(f"t{i}", rng.choice(list(QosClass))) for i in range(rng.randrange(40))]
+    known = [FlowSnapshot(f, rng.randint(1, 9), rng.getrandbits(70), rng.random() < 0.5) for f in flows[::2]]
+    reserved = [(RequestId(f"r{i}"), rng.choice(flows), rng.randrange(1000)) for i in range(rng.randrange(9)) if flows]
+    counted = {f"w{i}": {f: rng.randrange(10**9) for f in flows if rng.random() < 0.5} for i in range(3)}
+    return Snapshot(rng.getrandbits(70), tuple(known), tuple(reserved), counted)
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_a_clock_comes_back_from_its_bytes(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    monkeypatch.setattr(clock_codec, "ENTRIES_PER_STEP", step)
+    for seed in range(40):
+        snapshot = some_snapshot(seed)
+        assert decode(b"".join(encode(snapshot))) == snapshot
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "x",
+        "null",
+        "[1]",
+        '{"flows":[]}',
+        '{"clock":1,"flows":[]}',
+        '{"clock":1}\n{"reserved":[["r",0,1]]}',
+        '{"clock":1}\n{"flows":[["t","batch",1,1,true]]}\n{"reserved":[["r",-1,1]]}',
+        '{"clock":1}\n{"flows":[["t","no",1,1,true]]}',
+        '{"clock":1}\n{"counted":[]}',
+        '{"clock":1}\n{"more":[]}',
+    ],
+)
+def test_what_is_no_clock_is_refused(text: str) -> None:
+    for data in (text.encode(), zlib.compress(text.encode())):
+        with pytest.raises(ValueError):  # noqa: PT011
+            decode(data)
