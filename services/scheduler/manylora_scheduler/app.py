@@ -46,8 +46,7 @@ class SchedulerApp:
         order: Order = "fair",
         overload: bool = True,
     ) -> None:
-        """The parts that are given stay their giver's to close. order, overload: see Term; others than the default are
-        for comparisons."""
+        """The parts that are given stay their giver's to close. `order` and `overload` serve comparisons."""
         self.config = config
         self.scheduler_id = config.scheduler_id or f"scheduler-{rng.getrandbits(32):08x}"
         self._transport = transport
@@ -72,17 +71,16 @@ class SchedulerApp:
 
     @property
     def address(self) -> str:
-        """Where others dial this scheduler."""
         assert self._server is not None, "start comes first"
         return self.config.advertise or self._server.address
 
     @property
     def term(self) -> Term | None:
-        """The present term; None while another scheduler leads, or none does."""
+        """None while this scheduler does not lead."""
         return self._servicer.term
 
     def debug_counters(self) -> dict[str, int]:
-        """What is held now; all zero when nothing runs, but for the lines to living routers and workers."""
+        """What is held now: all zero when nothing runs, but for the lines to living routers and workers."""
         term = self.term
         if term is None:
             return {"queued": 0, "granted": 0, "leases": 0, "routers": 0, "workers": 0}
@@ -128,7 +126,7 @@ class SchedulerApp:
             raise error
 
     async def failed(self) -> None:
-        """Waits until the leadership task ends, which only a bug makes it do, and raises what it raised."""
+        """Returns when the leadership task ends, which only a bug makes it do; raises what that raised."""
         assert self._leading is not None, "start comes first"
         await asyncio.wait([self._leading])
         self._leading.result()
@@ -196,7 +194,6 @@ class SchedulerApp:
 
 
 async def _either(*waits: Coroutine[Any, Any, None]) -> None:
-    """Waits for the first to end, and raises what it raised."""
     tasks = [asyncio.create_task(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

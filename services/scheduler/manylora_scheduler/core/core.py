@@ -1,13 +1,10 @@
-"""The scheduler's one writer: events in, commands out. Pure; `now` comes with each event and never falls.
+"""The scheduler's one writer for a term: events in, commands out. Pure; `now` comes with each event and never falls.
 
-Owns every queued request and live grant, the fair queue, the fleet, and all timers. A core lives for one term of
-leadership. What it promises:
+Owns every queued request and live grant, the fair queue, the fleet, and all timers. It promises:
 
-* never more sequences on a worker than it said it takes, and never more in its slots, or more prompt blocks, than it
-  said are free, except for flows that are behind (`dispatch`);
-* every enqueued request gets exactly one answer, a grant or a refusal, unless it is withdrawn or its router goes;
-* room never stays empty while a queued request could use it, except for one that is behind another in its own flow, and
-  for room that is held.
+1. A worker never has more sequences than it takes, nor, but for flows that are behind (`dispatch`), more than are free.
+2. Every enqueued request gets exactly one grant or refusal, unless it is withdrawn or its router goes.
+3. No room that is not held stays empty while the first request of a flow could use it.
 """
 
 from __future__ import annotations
@@ -68,35 +65,25 @@ from manylora_scheduler.core.tickets import Tickets
 from manylora_scheduler.core.timers import Moments, Timers, earlier
 from manylora_scheduler.core.worker_view import WorkerView
 
-GRANT_TIMEOUT_S = 10.0
-"""Then a grant that neither the worker nor the router mentioned is dropped."""
-CLOSING_GRACE_S = 0.2
-"""How long a grant that its router has ended keeps its room: the worker's report may be late."""
+GRANT_TIMEOUT_S = 10.0  # then a grant that neither the worker nor the router mentioned is dropped
+CLOSING_GRACE_S = 0.2  # a grant that its router has ended keeps its room so long: the worker's report may be late
 PREFETCHES_PER_WORKER = 4
 PREFETCH_TIMEOUT_S = 10.0
-PREFETCH_WORKERS = 8
-"""So many, in the adapter's own order, may be asked."""
+PREFETCH_WORKERS = 8  # workers that may be asked, in the adapter's own order
 MAX_RETRY_AFTER_S = 30.0
 MAX_DEPARTED = 1024
 
-Order = Literal["fair", "arrival"]
-"""arrival: first come, first served over all tenants, for comparison: who was granted holds a slot to its end."""
+Order = Literal["fair", "arrival"]  # arrival: first come, first served over all tenants, for comparison
 
 
 @dataclass(frozen=True)
 class CoreLimits:
     max_queued: int = 100_000
     max_queued_per_tenant: int = 20_000
-    worker_wait_s: float = 30.0
-    """How long a request may wait while no worker could run it, before it is refused."""
+    worker_wait_s: float = 30.0  # how long a request may wait while no worker could run it
 
 
 class Core:
-    """
-    Args:
-        predecessor: the last snapshot of the clock that an earlier leader kept.
-    """
-
     def __init__(
         self, limits: CoreLimits | None = None, predecessor: ClockSnapshot | None = None, order: Order = "fair"
     ) -> None:
@@ -112,12 +99,11 @@ class Core:
         # What is adopted runs in the queue by its request's id; it is never queued, and never picked.
         self._succession = Succession(cast("FairQueue[FlowKey, Ticket | RequestId]", self._queue), predecessor)
         self._is_restoring = self._queue.is_restoring
-        self._moments: Moments[Ticket] = Moments()
-        """One a ticket that waits for something (`_on_moment`)."""
+        self._moments: Moments[Ticket] = Moments()  # one a ticket that waits for something (`_on_moment`)
         self._timers: Timers[tuple[str, *tuple[object, ...]]] = Timers()
         self._routers: dict[RouterId, int] = {}
+        # Addresses of workers that left: one that only lost its lease comes back with its counters.
         self._departed: dict[WorkerId, str] = {}
-        """Addresses of workers that left: one that only lost its lease comes back with its counters."""
         self._unserved_since: float | None = 0.0
         self._now = 0.0
         self._out: list[Command] = []
@@ -125,7 +111,7 @@ class Core:
     # ---- the seam
 
     def apply(self, event: Event, now: float) -> list[Command]:
-        """With all timers that are due at `now`. Returns what is to be sent, in order."""
+        """Applies the event and all timers that are due at `now`. Returns what is to be sent, in order."""
         assert now >= self._now
         self._now = now
         if self._is_restoring:
@@ -225,7 +211,7 @@ class Core:
             self._prefetch(request.adapter_uid, flow.tenant_id)
 
     def _comes_anew(self, known: Ticket, event: Enqueued) -> bool:
-        """Whether a request that is queued or granted is queued anew; if not, its router is answered here."""
+        # Where the answer is no, the request's router is answered here.
         request = event.request
         if known.request.router_id != request.router_id:
             message = f"request id {request.request_id} is in use by another router"
@@ -256,7 +242,7 @@ class Core:
         return None
 
     def _retry_after(self, flow: FlowKey) -> float:
-        """About as long as the flow's last granted request had waited."""
+        # It is about as long as the flow's last granted request had waited.
         return min(MAX_RETRY_AFTER_S, max(1.0, self._flows.last_wait_s(flow)))
 
     def _repeat_grant(self, ticket: Ticket, session: int) -> None:
@@ -297,7 +283,7 @@ class Core:
             self._moments.set_after(ticket, self._now, CLOSING_GRACE_S)
 
     def _return_grant(self, ticket: Ticket) -> None:
-        """The request may come again, and then keeps its place."""
+        # The request may come again, and then keeps its place.
         self._tickets.release(ticket)
         self._tickets.keep_place(ticket)
         self._timers.set_after(("returned", ticket.request.request_id), self._now, GRANT_TIMEOUT_S)
@@ -387,7 +373,6 @@ class Core:
             self._end_ticket(ticket)
 
     def _settle(self, worker: WorkerView, report: WorkerReport) -> None:
-        """Charges what a worker's counters grew by."""
         flows, totals = self._flows, {}
         for flow, output_tokens in worker.fold_outputs(report):
             flows.known[flow].count_tokens(output_tokens)
@@ -398,7 +383,7 @@ class Core:
                 flows.known[flow].served_cost += cost
 
     def _end_ticket(self, ticket: Ticket) -> None:
-        """Its grant is no longer with its worker."""
+        # Its grant is no longer with its worker.
         self._queue.settle(ticket)
         if ticket.due_in is not None:
             self._moments.cancel(ticket)
@@ -450,7 +435,6 @@ class Core:
             self._on_unserved(ticket)
 
     def _on_unserved(self, ticket: Ticket) -> None:
-        """A request has waited for long: is it for want of a worker that could run it at all?"""
         wait_s = self._limits.worker_wait_s
         ask_at = self._now + wait_s
         if not self._fleet.could_ever_run(ticket.request):
@@ -508,7 +492,7 @@ class Core:
         )
 
     def _prefetch(self, uid: AdapterUid, tenant_id: TenantId) -> None:
-        """For a request that must wait, unless a worker has the adapter or is about to."""
+        # Nothing is asked for if a worker has the adapter, or is about to.
         for worker in self._fleet.holders.of(uid):  # mostly the first one is
             if worker.serving:
                 return
@@ -531,12 +515,12 @@ class Core:
 
     @property
     def num_granted(self) -> int:
-        """Running ones included, and an earlier leader's."""
+        # Running ones count, and an earlier leader's.
         return self._queue.num_running
 
     @property
     def workers(self) -> list[WorkerView]:
-        """For reading, until the next event."""
+        """The result is for reading, until the next event."""
         return list(self._fleet.workers)
 
     def check_invariants(self) -> None:

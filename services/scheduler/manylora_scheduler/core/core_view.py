@@ -35,12 +35,12 @@ class CoreView:
 
     @property
     def is_serving(self) -> bool:
-        """Whether requests are granted as room appears."""
+        # Requests are granted as room appears.
         return self._fleet.any_serving and not self._queue.is_restoring
 
     @property
     def free_part(self) -> float:
-        """Of the sequence slots of all workers that take requests: O(workers)."""
+        """The free part of the sequence slots of all workers that take requests: O(workers)."""
         serving = [worker for worker in self._fleet.workers if worker.serving]
         slots = sum(worker.sequence_slots for worker in serving)
         return sum(worker.free_sequences for worker in serving) / slots if slots else 0.0
@@ -57,13 +57,12 @@ class CoreView:
         return self._flows.known[request.flow].expected_cost(request)
 
     def weight_of(self, flow: FlowKey) -> int:
-        """By its tenant's policy."""
         return self._flows.weight(flow)
 
     # ---- for who applies events
 
     def tenants_charged(self, event: WorkerReported) -> list[TenantId]:
-        """Whose policies are to be known before a report is applied: those that it may charge for work."""
+        """The tenants that a report may charge for work, whose policies are to be known before it is applied."""
         flows = event.report.flows
         if not event.report.snapshot:
             return [flow.tenant_id for flow in flows]
@@ -77,7 +76,6 @@ class CoreView:
     # ---- for a status
 
     def flow_views(self, now: float) -> list[FlowView]:
-        """In the order in which they came."""
         queue, oldest = self._queue, self._tickets.oldest_by_flow()
         return [
             FlowView(

@@ -1,10 +1,8 @@
-"""What is granted next, and where: between the fair queue's order and placement's choice. Pure; written by the core
-alone.
+"""What is granted next, and where: the fair queue's order and placement's choice together. Pure; written by the core.
 
 Owns the held worker, which workers a router could not reach lately, and which flows have held sequences where. A
-request that was passed over `HOLD_AFTER_PASSES` times, because nothing had room for it, gets one worker reserved until
-it fits. Where nothing fits into free room, a flow that is behind may be granted *beyond* it (`_beyond`), so that it
-gets into a worker's decode loop, where slots change hands at each quantum's end: docs/decisions/0016.
+request that nothing had room for `HOLD_AFTER_PASSES` times gets a worker held for it. A flow that is behind may be
+granted beyond the free room: docs/decisions/0016.
 """
 
 from __future__ import annotations
@@ -22,11 +20,9 @@ from manylora_scheduler.core.placement import choose, choose_spare
 from manylora_scheduler.core.request import FlowKey, Need, QueuedRequest, Ticket, need_of, to_us
 from manylora_scheduler.core.worker_view import WorkerView
 
-UNREACHED_PAUSE_S = (0.25, 0.5, 1.0, 2.0)
-"""For a router that could not reach a worker, by failures in a row."""
+UNREACHED_PAUSE_S = (0.25, 0.5, 1.0, 2.0)  # for a router that could not reach a worker, by failures in a row
 HOLD_AFTER_PASSES = 16
-_MAX_BEHIND = 8
-"""Flows that are asked whether one of them is to be granted beyond the free room."""
+_MAX_BEHIND = 8  # flows that are asked whether they are to be granted beyond the free room
 
 
 @dataclass(slots=True)
@@ -45,20 +41,18 @@ class _Hold:
 class Dispatch:
     def __init__(self, queue: FairQueue[FlowKey, Ticket], fleet: Fleet, *, goes_beyond: bool = True) -> None:
         self._goes_beyond = goes_beyond
-        self.held: dict[FlowKey, dict[WorkerId, None]] = {}
-        """For reading."""
+        self.held: dict[FlowKey, dict[WorkerId, None]] = {}  # for reading
         self._held_on: dict[WorkerId, dict[FlowKey, None]] = {}
         self._queue = queue
         self._fleet = fleet
         self._hold: _Hold | None = None
+        # The ticket that was first in order last time; how often another was granted before it.
         self._passed_over: tuple[Ticket | None, int] = (None, 0)
-        """The ticket that was first in order last time; how often another was granted before it."""
+        # In a search beyond the free room: whether the asked one comes after the request that holds a worker.
         self._is_behind_hold = False
-        """In a search beyond the free room: whether what is asked comes after the request that holds a worker."""
+        # In a search beyond the free room: the least tag of a flow that has enough waiting on a worker.
         self._claims: dict[WorkerId, int] = {}
-        """In a search beyond the free room: the least tag of a flow that has enough waiting on a worker."""
-        self.unreached: dict[tuple[RouterId, WorkerId], _Unreached] = {}
-        """For reading."""
+        self.unreached: dict[tuple[RouterId, WorkerId], _Unreached] = {}  # for reading
         self._now = 0.0
         self.precedence: Precedence | None = None
 
@@ -88,12 +82,7 @@ class Dispatch:
         return choose(request, self._fleet, self._allows(request))
 
     def _beyond(self, flow: FlowKey, ticket: Ticket) -> WorkerView | None:
-        """The worker that takes the flow's next request though nothing is free for it.
-
-        There the flow has fewer sequences waiting than a quarter of its share of the slots, or comes to no more than
-        its share; has held ones for a quarter of the slots at most; and is behind. It does not pass a flow that would
-        come before it and only has enough waiting there.
-        """
+        """The worker that takes the flow's next request though nothing is free for it (docs/decisions/0016)."""
         if self.precedence is not None and not self.precedence.goes_beyond(flow):
             return None
         request = ticket.request
@@ -121,8 +110,7 @@ class Dispatch:
     def _is_behind(self, flow: FlowKey, count: int, worker: WorkerView) -> bool:
         """Whether another flow with a slot there has come as far and has no fewer sequences there for its weight.
 
-        Args:
-            count: of the flow's sequences there.
+        `count` is of the flow's sequences there.
         """
         queue, weight = self._queue, self._queue.weight_of(flow)
 
@@ -168,8 +156,8 @@ class Dispatch:
     # ---- what others tell it
 
     def note_held(self, worker_id: WorkerId, flows: Iterable[FlowKey]) -> None:
-        """Flows with held sequences are placed by themselves: what room there is depends on them
-        (`WorkerView.can_take`). One that has none left anywhere keeps no credit: it was held up by its own doing."""
+        # Flows with held sequences are placed by themselves, as their room depends on them (`WorkerView.can_take`).
+        # One that has none left anywhere keeps no credit: it was held up by its own doing.
         before = self._held_on.pop(worker_id, {})
         now = dict.fromkeys(flows)
         if now:
@@ -191,14 +179,14 @@ class Dispatch:
             self._hold = None
 
     def check_hold(self) -> None:
-        """A worker that takes no requests is not held."""
+        # A worker that takes no requests is not held.
         if self._hold is not None:
             worker = self._fleet.get(self._hold.worker_id)
             if worker is None or not worker.serving:
                 self._hold = None
 
     def pause(self, router_id: RouterId, worker_id: WorkerId, now: float) -> float | None:
-        """Returns until when the router is not sent there, unless that was known."""
+        """Until when the router is not sent there; None if that was known."""
         found = self.unreached.setdefault((router_id, worker_id), _Unreached(0, now))
         if found.until > now:
             return None
@@ -212,7 +200,7 @@ class Dispatch:
     def forget_paused(
         self, *, router_id: RouterId | None = None, worker_id: WorkerId | None = None
     ) -> list[tuple[RouterId, WorkerId]]:
-        """Of a router or a worker that is gone. Returns whom it had paused."""
+        """Whom a router or worker that is gone had paused."""
         gone = [key for key in self.unreached if key[0] == router_id or key[1] == worker_id]
         for key in gone:
             del self.unreached[key]

@@ -57,8 +57,7 @@ class GrantClosed:
     request_id: RequestId
     worker_id: WorkerId
     reached_worker: bool
-    is_unavailable: bool = False
-    """The worker was tried in vain, not by the request's own doing."""
+    is_unavailable: bool = False  # the worker was tried in vain, not by the request's own doing
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +85,14 @@ class RoutersRefused:
 
 @dataclass(frozen=True, slots=True)
 class Shed:
-    """These requests, with a message and a hint each, are not to wait any longer, if they still do."""
+    """These requests, with a message and a hint each, are not to wait any longer."""
 
     requests: tuple[tuple[RequestId, str, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerJoined:
-    """A known one is replaced if its address differs."""
+    """A known worker is replaced if its address differs."""
 
     worker_id: WorkerId
     address: str
@@ -108,7 +107,7 @@ class WorkerLeft:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDisconnected:
-    """Its control stream broke; what it runs goes on."""
+    """What the worker runs goes on."""
 
     worker_id: WorkerId
 
@@ -154,8 +153,7 @@ Event = (
 
 @dataclass(slots=True)
 class SendGrant:
-    """Not frozen: that would double what making it costs."""
-
+    # Not frozen: that would double what making it costs.
     request: QueuedRequest
     session: int
     worker_id: WorkerId
@@ -164,10 +162,8 @@ class SendGrant:
     attempt: int
     adapter_resident: bool
     repeated: bool = False
-    max_output_tokens: int | None = None
-    """A choice; None: as many as the request asks for."""
-    overload_level: int = 0
-    """That of the cap."""
+    max_output_tokens: int | None = None  # a choice; None: as many as the request asks for
+    overload_level: int = 0  # that of the cap
 
 
 @dataclass(frozen=True, slots=True)

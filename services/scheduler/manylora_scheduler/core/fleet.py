@@ -1,6 +1,4 @@
-"""All workers, and the orders in which placement looks for one. Pure; written by the core alone, which calls
-`Fleet.update` once it is done with a worker.
-"""
+"""All workers, and the orders in which placement looks for one. Pure; written by the core alone."""
 
 from __future__ import annotations
 
@@ -27,25 +25,23 @@ from manylora_scheduler.core.worker_view import (
 
 
 class Fleet:
-    """A worker that takes requests is *open* while it has a free sequence slot, and *spare* while it could hold one
-    more sequence beyond its slots. The orders are sorted lists, brought up to date when they are read: in a busy
-    cluster one worker opens at a time and is filled before anything is compared."""
+    """A worker is *open* while it has a free sequence slot, *spare* while it could hold one more beyond its slots.
+
+    The orders are sorted lists, brought up to date when they are read.
+    """
 
     def __init__(self) -> None:
         self.ring = Ring()
         self.holders = Holders()
         self._workers: dict[WorkerId, WorkerView] = {}
+        # the dict's own: it is asked with every report
         self.get: Callable[[WorkerId], WorkerView | None] = self._workers.get
-        """The dict's own: it is asked with every report."""
         self._open: dict[WorkerId, WorkerView] = {}
-        self._unsorted: dict[WorkerId, WorkerView] = {}
-        """Those whose place in the orders may be another by now."""
+        self._unsorted: dict[WorkerId, WorkerView] = {}  # those whose place in the orders may be another by now
         self._by_load: list[Load] = []
         self._by_free_kv: list[tuple[int, WorkerId]] = []
-        self._by_spare: list[tuple[int, WorkerId]] = []
-        """Most spare places first (negated)."""
-        self._slotted_sequences = 0
-        """On open workers, as the orders have them."""
+        self._by_spare: list[tuple[int, WorkerId]] = []  # most spare places first (negated)
+        self._slotted_sequences = 0  # on open workers, as the orders have them
         self._num_connected = 0
         self._num_serving = 0
         # For reading:
@@ -59,7 +55,6 @@ class Fleet:
 
     @property
     def workers(self) -> Iterable[WorkerView]:
-        """In the order in which they joined."""
         return self._workers.values()
 
     def join(self, worker_id: WorkerId, address: str, device: str, max_context_tokens: int) -> WorkerView:
@@ -79,7 +74,7 @@ class Fleet:
         return worker
 
     def update(self, worker: WorkerView) -> bool:
-        """Returns whether it began or ceased to take requests."""
+        """Returns whether the worker began or ceased to take requests."""
         before, standing = worker.standing, worker.standing_now()
         if standing != before:
             self._stand(worker, standing)
@@ -140,7 +135,7 @@ class Fleet:
 
     @property
     def slotted_sequences(self) -> int:
-        """On open workers."""
+        """Those on open workers."""
         self._sort()
         return self._slotted_sequences
 

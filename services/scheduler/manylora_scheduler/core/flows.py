@@ -1,7 +1,6 @@
 """What the scheduler knows of each flow besides its place in the fair queue. Pure; written by the core alone.
 
-Owns the shares that follow from the tenants' policies, and of flows that were served lately what they were served, how
-long their outputs were and how long the last one waited.
+Owns the shares that follow from policies, and the service, output lengths and last wait of flows served lately.
 """
 
 from __future__ import annotations
@@ -25,12 +24,9 @@ BOOSTS: Mapping[QosClass, tuple[int, int]] = {
     QosClass.INTERACTIVE: (CHUNK_COST, 2 * CHUNK_COST),
     QosClass.STANDARD: (0, CHUNK_COST),
     QosClass.BATCH: (0, CHUNK_COST),
-}
-"""(base, cap)."""
-AGING_PER_S = 32
-"""Of a flow's boost: cost per unit of weight."""
-MAX_KNOWN_FLOWS = 262_144
-"""Beyond, the oldest are forgotten."""
+}  # (base, cap)
+AGING_PER_S = 32  # of a flow's boost: cost per unit of weight
+MAX_KNOWN_FLOWS = 262_144  # beyond, the oldest are forgotten
 
 
 class KnownFlow(OutputEstimate):
@@ -40,18 +36,15 @@ class KnownFlow(OutputEstimate):
         super().__init__()
         self.policy_share = policy_share
         self.served_cost = 0
-        self.last_wait_s = 0.0
-        """In the queue, of the request that was granted last."""
-        self.is_forgotten = False
-        """Whether the flow has another record by now, or none."""
+        self.last_wait_s = 0.0  # in the queue, of the request that was granted last
+        self.is_forgotten = False  # the flow has another record by now, or none
 
     def expected_cost(self, request: QueuedRequest) -> int:
         expected = self.expect(request.max_new_tokens)
         return PROMPT_TOKEN_COST * request.prompt_tokens + OUTPUT_TOKEN_COST * expected
 
     def reservation(self, request: QueuedRequest) -> int:
-        """The most that a request's first units may cost: a chunk of its prompt and a quantum of each sequence. The
-        rest is charged as the worker counts it."""
+        """The cost of a request's first units: a chunk of its prompt and a quantum of each sequence."""
         expected = self.expect(request.max_new_tokens)
         output_tokens = min(expected, QUANTUM_TOKENS * request.sequences)
         return min(PROMPT_TOKEN_COST * request.prompt_tokens, CHUNK_COST) + OUTPUT_TOKEN_COST * output_tokens
@@ -61,12 +54,11 @@ class Precedence(Protocol):
     """Which flows go before others for the time being."""
 
     def factor(self, flow: FlowKey) -> int:
-        """By what the flow's weight is multiplied. Asked for when a request of the flow comes or work of it is
-        counted."""
+        """What the flow's weight is multiplied by, asked when a request of the flow comes or its work is counted."""
         ...
 
     def goes_beyond(self, flow: FlowKey) -> bool:
-        """Whether it may be granted beyond workers' free room."""
+        """Whether the flow may be granted beyond workers' free room."""
         ...
 
 
@@ -74,10 +66,9 @@ _ClassShares = Mapping[QosClass, Share]
 
 
 class _Records(dict[FlowKey, KnownFlow]):
-    """A dict itself: most flows have a record, and finding it takes no call then."""
-
+    # a dict itself: most flows have a record, and finding it takes no call then
     def __init__(self, shares: Mapping[TenantId, _ClassShares], default: _ClassShares) -> None:
-        """Both are for reading: `Flows` itself would be a cycle to be collected."""
+        # Both are for reading: `Flows` itself would be a cycle to be collected.
         super().__init__()
         self._shares = shares
         self._default = default
@@ -95,11 +86,11 @@ class _Records(dict[FlowKey, KnownFlow]):
 class Flows:
     def __init__(self) -> None:
         self._shares: dict[TenantId, _ClassShares] = {}
+        # each share once: flows by the thousand have few different ones
         self._made: dict[tuple[int, QosClass], Share] = {}
-        """Each share once: flows by the thousand have few different ones."""
         self._default = {qos_class: self._make(weight, qos_class) for qos_class, weight in DEFAULT_WEIGHTS.items()}
+        # For reading; a flow gets a record when it is asked for by `[]`.
         self.known = _Records(self._shares, self._default)
-        """For reading; a flow gets a record when it is asked for by `[]`."""
         self.precedence: Precedence | None = None
 
     def set_policy(self, tenant_id: TenantId, policy: TenantPolicy | None) -> None:
@@ -117,11 +108,11 @@ class Flows:
                 known.policy_share = self.known.policy_share(flow)
 
     def weight(self, flow: FlowKey) -> int:
-        """By its tenant's policy."""
+        """The weight without precedence."""
         return self.known.policy_share(flow).weight
 
     def share(self, flow: FlowKey) -> Share:
-        """Its weight, with its precedence. Boosts are the same in virtual time."""
+        # Boosts are the same in virtual time.
         known = self.known.get(flow)
         share = known.policy_share if known is not None else self.known.policy_share(flow)
         if self.precedence is None:

@@ -1,9 +1,7 @@
 """Which worker runs a request: where its adapter is, while that does not crowd one worker. Pure; keeps nothing.
 
-Of the open workers with room, least loaded first: one that is *under the cap* and has the adapter on its device, on its
-host, or arriving; the first under the cap in the adapter's own order (the ring's); any. Requests for the base model go
-to the least loaded. The cap is bounded load (Mirrokni, Thorup, Zadimoghaddam 2018), never above the real slots, and a
-lightly loaded worker is not left for the sake of balance.
+The choice is the least loaded open worker that is under the cap and has the adapter, then the first under the cap in
+the adapter's own order (the ring), then any. The cap is bounded load (Mirrokni, Thorup, Zadimoghaddam 2018).
 """
 
 from __future__ import annotations
@@ -18,11 +16,9 @@ from manylora_scheduler.core.reports import Residency
 from manylora_scheduler.core.request import QueuedRequest
 from manylora_scheduler.core.worker_view import WorkerView
 
-_MAX_NEAR = 32
-"""Of more workers that have an adapter, so many are looked at."""
+_MAX_NEAR = 32  # of more workers that have an adapter, so many are looked at
 _MAX_SPARE = 8
-_FEW = 16
-"""So many open workers are compared by their distance; of more, the ring is walked."""
+_FEW = 16  # so many open workers are compared by distance; of more, the ring is walked
 
 
 def choose(request: QueuedRequest, fleet: Fleet, allowed: Callable[[WorkerView], bool]) -> WorkerView | None:
@@ -59,8 +55,10 @@ def choose(request: QueuedRequest, fleet: Fleet, allowed: Callable[[WorkerView],
 
 
 def choose_spare(request: QueuedRequest, fleet: Fleet, allowed: Callable[[WorkerView], bool]) -> WorkerView | None:
-    """The worker that takes a request beyond its free room, among those that `allowed` accepts: first one with blocks
-    for its prompt, then one that has its adapter, then the one with most spare places. Looks at the first few alone."""
+    """The worker that takes a request beyond its free room. Looks at the first few alone.
+
+    It is one with blocks for the prompt, else one that has the adapter, else the one with most spare places.
+    """
     near = dict.fromkeys(islice(fleet.spare_workers(), _MAX_SPARE))
     uid = request.adapter_uid
     if uid is not None:
@@ -97,7 +95,7 @@ def load_cap(fleet: Fleet) -> int:
 
 
 def _holders(uid: AdapterUid, fleet: Fleet) -> Iterable[WorkerView]:
-    """Some of them where they are many."""
+    # Where they are many, only some are told.
     holders = fleet.holders.of(uid)
     if len(holders) <= _MAX_NEAR:
         return holders

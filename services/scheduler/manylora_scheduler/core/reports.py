@@ -16,8 +16,7 @@ class Residency(enum.IntEnum):
     """Where an adapter's weights are on a worker, nearest last."""
 
     ABSENT = 0
-    ARRIVING = 1
-    """Granted or prefetched, and not reported yet."""
+    ARRIVING = 1  # granted or prefetched, and not reported yet
     HOST = 2
     DEVICE = 3
 
@@ -32,20 +31,16 @@ class StartedRequest(NamedTuple):
 
 
 class FlowTokens(NamedTuple):
-    """Cumulative since the worker's start."""
-
+    # cumulative since the worker's start
     prompt_tokens: int
     output_tokens: int
 
 
 class FlowLoad(NamedTuple):
-    """Unfinished sequences."""
-
+    # unfinished sequences
     slotted: int
-    ready: int
-    """Without a slot, and others are why."""
-    held: int
-    """Without a slot, by their own tenant's doing."""
+    ready: int  # without a slot, and others are why
+    held: int  # without a slot, by their own tenant's doing
 
     @property
     def unheld(self) -> int:
@@ -57,8 +52,7 @@ NO_LOAD = FlowLoad(0, 0, 0)
 
 @dataclass(slots=True)
 class WorkerReport:
-    """Never changed; not frozen, which would double what making it costs."""
-
+    # Never changed; not frozen, which would double what making it costs.
     snapshot: bool
     sequence_slots: int
     running_sequences: int
@@ -66,13 +60,12 @@ class WorkerReport:
     kv_blocks_free: int
     block_size: int
     draining: bool = False
+    # of those that changed; in a snapshot of all that are resident
     adapters: Mapping[AdapterUid, Residency] = field(default_factory=dict)
-    """Of those that changed; in a snapshot of all that are resident."""
     started: tuple[StartedRequest, ...] = ()
     finished: tuple[RequestId, ...] = ()
     flows: Mapping[FlowKey, FlowTokens] = field(default_factory=dict)
     max_sequences: int = 0
+    # of the flows that changed; in a snapshot of all that have some
     loads: Mapping[FlowKey, FlowLoad] = field(default_factory=dict)
-    """Of the flows that changed; in a snapshot of all that have some."""
-    tenants: Mapping[TenantId, int] = field(default_factory=dict)
-    """KV blocks of tenants where they changed."""
+    tenants: Mapping[TenantId, int] = field(default_factory=dict)  # KV blocks of tenants where they changed

@@ -1,11 +1,8 @@
-"""What the scheduler knows of one request, and its life here.
+"""What the scheduler knows of one request, and its life here. Prompts and tokens never come here.
 
-    queued --grant--> granted --the worker reports it--> running --the worker reports its end--> gone
-      |                  |--given back unused; not reported in time; worker lost------------------> gone
-      |--withdrawn; refused (deadline, no worker, full queue); its router's stream lost----------> gone
-
-A request that is enqueued again, with the same id, is a new attempt with a new ticket. Sizes and names only: prompts
-and tokens never come here.
+queued --grant--> granted --the worker reports it--> running --its end--> gone
+  |                  |--given back; not reported in time; worker lost---> gone
+  |--withdrawn; refused; its router's stream lost-----------------------> gone
 """
 
 from __future__ import annotations
@@ -23,8 +20,7 @@ from manylora_scheduler.core.timers import Timed
 if TYPE_CHECKING:
     from manylora_scheduler.core.flows import KnownFlow
 
-PATIENCE_S = 60.0
-"""The deadline of a request without one, as to its place in its flow."""
+PATIENCE_S = 60.0  # the deadline of a request without one, as to its place in its flow
 
 
 class FlowKey(NamedTuple):
@@ -38,33 +34,24 @@ class QueuedRequest:
     router_id: RouterId
     flow: FlowKey
     prompt_tokens: int
-    max_new_tokens: int
-    """Over all choices."""
+    max_new_tokens: int  # over all choices
     sequences: int = 1
-    priority: int = 0
-    """Higher is sooner, inside its flow."""
+    priority: int = 0  # higher is sooner, inside its flow
     adapter_uid: AdapterUid | None = None
-    adapter_id: str = ""
-    """For traces."""
-    deadline: float | None = None
-    """By the clock that `Core.apply` is given."""
+    adapter_id: str = ""  # for traces
+    deadline: float | None = None  # by the clock that `Core.apply` is given
     traceparent: str = ""
-    enqueued_ns: int = 0
-    """Unix time, for traces; 0 while they are off."""
+    enqueued_ns: int = 0  # Unix time, for traces; 0 while they are off
 
 
 class Phase(enum.Enum):
     QUEUED = "queued"
-    GRANTED = "granted"
-    """The worker has not reported it yet."""
-    CLOSING = "closing"
-    """As GRANTED, and the router is done with it: the worker may never have seen it."""
-    RUNNING = "running"
-    """Only the worker's own word ends it."""
+    GRANTED = "granted"  # the worker has not reported it yet
+    CLOSING = "closing"  # as GRANTED, and the router is done with it: the worker may never have seen it
+    RUNNING = "running"  # only the worker's own word ends it
 
 
-QUEUED, GRANTED, CLOSING, RUNNING = Phase
-"""At hand: asking an enum for a member takes longer than a call."""
+QUEUED, GRANTED, CLOSING, RUNNING = Phase  # at hand: asking an enum for a member takes longer than a call
 
 
 class Ticket(Timed):
@@ -84,22 +71,17 @@ class Ticket(Timed):
         waits_since: float,
     ) -> None:
         self.request = request
-        self.known = known
-        """Read by `Flows.known_of`."""
-        self.session = session
-        """The router's stream that asked for it, or got its grant last."""
-        self.order = order
-        """Its place inside its flow; an attempt after an unused grant keeps the first's."""
+        self.known = known  # read by `Flows.known_of`
+        self.session = session  # the router's stream that asked for it, or got its grant last
+        self.order = order  # its place inside its flow; an attempt after an unused grant keeps the first's
         self.attempt = attempt
         self.enqueued_at = enqueued_at
         self.waits_since = waits_since
         self.phase = QUEUED
-        self.is_wanted = True
-        """Its router is not done with it. Written by `Tickets` alone."""
+        self.is_wanted = True  # its router is not done with it; written by `Tickets` alone
         self.due_in = None
         self.worker_id: WorkerId | None = None
-        self.blocks = 0
-        """While it is granted: KV blocks to begin with."""
+        self.blocks = 0  # while it is granted: KV blocks to begin with
         self.granted_at = 0.0
 
 
@@ -107,8 +89,7 @@ class Need(NamedTuple):
     """What it takes to start a request. Requests of equal need are placed alike."""
 
     sequences: int
-    prompt_tokens: int
-    """Rounded up to four significant bits, so that there are few distinct needs."""
+    prompt_tokens: int  # rounded up to four significant bits, so that there are few distinct needs
     router_id: RouterId
 
 
@@ -130,7 +111,6 @@ def to_us(seconds: float) -> int:
 
 
 def rank_of(ticket: Ticket) -> Rank:
-    """Priority, then earliest deadline, then the order of coming."""
     deadline = ticket.request.deadline
     due = ticket.waits_since + PATIENCE_S
     if deadline is not None and deadline < due:
@@ -139,7 +119,7 @@ def rank_of(ticket: Ticket) -> Rank:
 
 
 def urgent_us_of(ticket: Ticket) -> int | None:
-    """Once half of the time that its caller gave it has gone by in the queue."""
+    # A request is urgent once half of the time that its caller gave it has gone by in the queue.
     deadline = ticket.request.deadline
     if deadline is None:
         return None
@@ -152,8 +132,7 @@ class OutputEstimate:
     __slots__ = ("_finished", "_tokens")
 
     _UNIT: ClassVar = 1 << 16
-    _MEMORY: ClassVar = 16
-    """Requests after which an old one has faded to a third."""
+    _MEMORY: ClassVar = 16  # requests after which an old one has faded to a third
 
     def __init__(self) -> None:
         self._tokens = 0
@@ -169,7 +148,7 @@ class OutputEstimate:
             self._finished -= self._finished // self._MEMORY
 
     def expect(self, max_new_tokens: int) -> int:
-        """Output tokens of a request: at most what it may have, and that where nothing is known yet."""
+        # Where nothing is known yet, all that the request may have is expected.
         if not self._finished:
             return max_new_tokens
         expected = -(-self._tokens // self._finished)

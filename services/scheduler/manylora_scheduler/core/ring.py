@@ -41,7 +41,6 @@ class Ring:
                 yield worker_id
 
     def distance(self, uid: AdapterUid, worker_id: WorkerId) -> int:
-        """`walk` goes by it."""
         at, points = self._hash_of(uid), self._points_of[worker_id]
         return (points[bisect_left(points, at) % len(points)] - at) % _CIRCLE
 

@@ -1,7 +1,7 @@
 """How one leader's clock becomes the next one's. Pure; written by the core alone.
 
-Owns, after a takeover, what the predecessor had reserved for requests that may still run, and when dispatch begins:
-once all workers have reported and routers had a moment to ask again, after `MAX_WAIT_S` in any case.
+Owns what the predecessor had reserved for requests that may still run, and when dispatch begins after a takeover:
+once all workers have reported, at the latest after `MAX_WAIT_S`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ class Succession:
         self._queue = queue
         self._follows = predecessor is not None
         self._inherited: dict[RequestId, tuple[FlowKey, int]] = {}
-        self._adopted: dict[RequestId, WorkerId] = {}
-        """The predecessor's that still run, and where."""
+        self._adopted: dict[RequestId, WorkerId] = {}  # the predecessor's that still run, and where
         self._began_at: float | None = None
         if predecessor is not None:
             self._inherited = {request_id: (flow, left) for request_id, flow, left in predecessor.reserved}
             restore(self._queue, predecessor)
 
     def begin(self, now: float) -> tuple[float, ...]:
-        """At the core's first event: the moments at which dispatch may begin."""
+        """The moments at which dispatch may begin, at the core's first event."""
         if self._began_at is not None:
             return ()
         self._began_at = now
@@ -47,7 +46,7 @@ class Succession:
         return self._queue.is_restoring
 
     def adopt(self, request_id: RequestId, worker_id: WorkerId, flows: Flows) -> None:
-        """A worker runs a request that this leader did not grant."""
+        # A worker runs a request that this leader did not grant.
         found = self._inherited.pop(request_id, None)
         if found is not None:
             flow, left = found
@@ -55,14 +54,13 @@ class Succession:
             self._adopted[request_id] = worker_id
 
     def end(self, request_id: RequestId, worker_id: WorkerId) -> None:
-        """One that was not adopted is ignored."""
+        # One that was not adopted is ignored.
         if self._adopted.get(request_id) == worker_id:
             del self._adopted[request_id]
             self._queue.settle(request_id)
 
     def first_report(self, worker_id: str, totals: dict[FlowKey, int]) -> bool:
-        """Whether the counters of a worker's first report are charged: not for what it did before this cluster had a
-        clock, but for what it did since the predecessor's snapshot."""
+        """Whether a first report's counters are charged: not for what was done before this cluster had a clock."""
         if self._follows or self._queue.knows_source(worker_id):
             return True
         self._queue.begin_counting(worker_id, totals)

@@ -16,12 +16,9 @@ from manylora_scheduler.core.request import CLOSING, QUEUED, RUNNING, FlowKey, Q
 class Tickets:
     def __init__(self) -> None:
         self._num_live = 0
-        self.wanted: dict[RequestId, Ticket] = {}
-        """Queued, or granted and not ended by their routers. For reading."""
-        self.queued_by_tenant: dict[TenantId, int] = {}
-        """For reading."""
-        self._returned: dict[RequestId, Ticket] = {}
-        """The last attempts of requests whose grants came back unused: their next ones keep the place."""
+        self.wanted: dict[RequestId, Ticket] = {}  # queued, or granted and not ended by their routers; for reading
+        self.queued_by_tenant: dict[TenantId, int] = {}  # for reading
+        self._returned: dict[RequestId, Ticket] = {}  # the last attempts of requests whose grants came back unused
         self._next_order = 0
 
     def __len__(self) -> int:
@@ -32,7 +29,7 @@ class Tickets:
         return len(self._returned)
 
     def queued_of(self, router_id: RouterId) -> list[Ticket]:
-        """O(tickets): a router's stream seldom ends."""
+        # This is O(tickets): a router's stream seldom ends.
         return [t for t in self.wanted.values() if t.phase is QUEUED and t.request.router_id == router_id]
 
     def oldest_by_flow(self) -> Mapping[FlowKey, float]:
@@ -76,7 +73,7 @@ class Tickets:
             self.release(ticket)
 
     def keep_place(self, ticket: Ticket) -> None:
-        """Its request may come again until `lose_place`."""
+        # Its request may come again until `lose_place`.
         self._returned[ticket.request.request_id] = ticket
 
     def has_place(self, request_id: RequestId) -> bool:
@@ -86,11 +83,7 @@ class Tickets:
         self._returned.pop(request_id, None)
 
     def check_invariants(self, routers: Iterable[RouterId], granted: Set[Ticket]) -> set[Ticket]:
-        """Returns the queued ones.
-
-        Args:
-            granted: as the workers have them.
-        """
+        """Returns the queued ones. `granted` is as the workers have them."""
         queued = {ticket for ticket in self.wanted.values() if ticket.phase is QUEUED}
         assert len(queued) == sum(self.queued_by_tenant.values())
         assert len(queued) + len(granted) == self._num_live

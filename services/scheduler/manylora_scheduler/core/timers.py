@@ -12,29 +12,24 @@ from typing import Any, Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
-_COMPACT_SLACK = 64
-"""Everything is rebuilt once there are so many entries more than twice the set timers."""
+_COMPACT_SLACK = 64  # Everything is rebuilt once there are so many entries more than twice the set timers.
 
-_Entry = Any
-"""(moment, order, key), told from others by its identity, as `flow_group.Entry`."""
+_Entry = Any  # (moment, order, key), told from others by its identity, as `flow_group.Entry`
 
 
 class Timers(Generic[K]):
     """A set of (key, moment); setting a key again moves it. Ties are due in the order of setting.
 
-    Moments that are a fixed delay from now stand in a lane of that delay, where they are in order by themselves, and
-    all others in a heap.
+    Moments that are a fixed delay from now stand in a lane of that delay, all others in a heap.
     """
 
     def __init__(self) -> None:
         self._set: dict[K, _Entry] = {}
         self._heap: list[_Entry] = []
         self._lanes: dict[float, deque[_Entry]] = {}
-        self._num_entries = 0
-        """Stale ones included."""
+        self._num_entries = 0  # stale ones included
         self._next_order = 0
-        self.not_before = math.inf
-        """For reading: no timer is due before."""
+        self.not_before = math.inf  # for reading: no timer is due before
 
     def __len__(self) -> int:
         return len(self._set)
@@ -53,7 +48,7 @@ class Timers(Generic[K]):
         lane.append(self._entry(key, now + delay_s))
 
     def cancel(self, key: K) -> None:
-        """One that is not set is ignored."""
+        # One that is not set is ignored.
         self._set.pop(key, None)
 
     def next_at(self) -> float | None:
@@ -82,7 +77,7 @@ class Timers(Generic[K]):
         return entry
 
     def _first(self) -> _Entry:
-        """None: there is none. Takes stale ones off the ends on the way."""
+        """None: there is none. Takes stale entries off the ends on the way."""
         first: _Entry = None
         for lane in self._lanes.values():
             while lane and self._set.get(lane[0][2]) is not lane[0]:
@@ -119,17 +114,14 @@ class Timed:
 
     __slots__ = ("due_in", "due_slot", "waits_from")
 
-    due_in: _Lane[Any] | list[Any] | None
-    """A lane, or its entry in the heap. None: it waits for nothing."""
+    due_in: _Lane[Any] | list[Any] | None  # a lane, or its entry in the heap; None: it waits for nothing
     due_slot: int
-    waits_from: float
-    """In a lane: its moment is the lane's delay later."""
+    waits_from: float  # in a lane: its moment is the lane's delay later
 
 
 T = TypeVar("T", bound=Timed)
 
-_HOLES = 4
-"""Places for each thing that waits in a lane, beyond which it is closed up."""
+_HOLES = 4  # places for each thing in a lane, beyond which it is closed up
 
 
 class _Lane(Generic[T]):
@@ -140,8 +132,7 @@ class _Lane(Generic[T]):
     def __init__(self, delay_s: float) -> None:
         self.delay_s = delay_s
         self.things: list[T | None] = []
-        self.front = 0
-        """In `things`: before it are only holes."""
+        self.front = 0  # in `things`: before it are only holes
         self.num_waiting = 0
 
     def first(self) -> T | None:
@@ -160,24 +151,22 @@ class _Lane(Generic[T]):
 
 
 class Moments(Generic[T]):
-    """As `Timers`, with one moment for each thing, kept in the thing itself: made for ten thousands that are nearly all
-    cancelled. Setting one in a lane makes no object, and what is cancelled is not kept alive. Of equal moments the
-    lanes' are due first."""
+    """As `Timers`, with one moment for each thing, kept in the thing itself: for ten thousands, nearly all cancelled.
+
+    Of equal moments the lanes' are due first.
+    """
 
     def __init__(self) -> None:
         self._lanes: dict[float, _Lane[T]] = {}
-        self._heap: list[list[Any]] = []
-        """[at, order, thing]; None in place of a thing that waits no more."""
+        self._heap: list[list[Any]] = []  # [at, order, thing]; None in place of a thing that waits no more
         self._num_in_heap = 0
         self._next_order = 0
-        self.not_before = math.inf
-        """For reading: nothing is due before."""
+        self.not_before = math.inf  # for reading: nothing is due before
 
     def __len__(self) -> int:
         return self._num_in_heap + sum(lane.num_waiting for lane in self._lanes.values())
 
     def __iter__(self) -> Iterator[T]:
-        """For checks."""
         for lane in self._lanes.values():
             for thing in lane.things:
                 if thing is not None:
@@ -218,7 +207,7 @@ class Moments(Generic[T]):
             self.not_before = now + delay_s
 
     def cancel(self, thing: T) -> None:
-        """A thing that waits for nothing is ignored."""
+        # A thing that waits for nothing is ignored.
         place = thing.due_in
         if place is None:
             return
@@ -244,7 +233,7 @@ class Moments(Generic[T]):
         return first
 
     def _first(self) -> T | None:
-        """`not_before` is its moment."""
+        # `not_before` is its moment.
         first, due_at = None, math.inf
         for lane in self._lanes.values():
             thing = lane.first()
@@ -260,7 +249,7 @@ class Moments(Generic[T]):
 
 
 def earlier(one: float | None, other: float | None) -> float | None:
-    """Of two moments, either of which may never come."""
+    # None is a moment that never comes.
     if one is None or (other is not None and other < one):
         return other
     return one

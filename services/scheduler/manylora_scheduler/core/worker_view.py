@@ -1,7 +1,6 @@
-"""One worker as the scheduler sees it: folded from its record in the coordination store and from its reports.
+"""One worker as the scheduler sees it: what it said last, and what was granted to it since. Pure.
 
-Owns what it said last, and what was granted to it since: room is always its word minus those grants. Written by the
-core, and by its `Fleet`, which says where it stands among the others.
+Room is always its word minus those grants. Written by the core, and by its `Fleet`.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ class Holders:
             del self._workers[uid]
 
     def uids_of(self, worker: WorkerView) -> set[AdapterUid]:
-        """For checks."""
         return {uid for uid, workers in self._workers.items() if worker.worker_id in workers}
 
 
@@ -89,13 +87,10 @@ class WorkerView:
         self.kv_blocks_free = 0
         self.block_size = 1
         self.adapters: dict[AdapterUid, Residency] = {}
-        self._prefetches: dict[AdapterUid, None] = {}
-        """Sent and not yet answered by residency."""
-        self.running: dict[RequestId, Ticket | None] = {}
-        """None: an earlier leader granted it."""
+        self._prefetches: dict[AdapterUid, None] = {}  # sent and not yet answered by residency
+        self.running: dict[RequestId, Ticket | None] = {}  # None: an earlier leader granted it
         self.granted: dict[RequestId, Ticket] = {}
-        self._output_tokens: dict[FlowKey, int] = {}
-        """Cumulative, as of its last report."""
+        self._output_tokens: dict[FlowKey, int] = {}  # cumulative, as of its last report
         self._holders = holders
         self._granted_sequences = 0
         self._granted_blocks = 0
@@ -103,12 +98,9 @@ class WorkerView:
         self._loads: dict[FlowKey, FlowLoad] = {}
         self.held_sequences = 0
         self._front: FlowKey | None = None
-        self._assigned: dict[AdapterUid, int] = {}
-        """Live tickets by adapter."""
-        self._holds_longest = False
-        """Its KV holds a sequence that is as long as its context can be."""
-        self.standing = AWAY
-        """As of its last `Fleet.update`, which alone writes it, and place."""
+        self._assigned: dict[AdapterUid, int] = {}  # live tickets by adapter
+        self._holds_longest = False  # its KV holds a sequence that is as long as its context can be
+        self.standing = AWAY  # As of its last `Fleet.update`, which alone writes it, and place.
         self.place = NOWHERE
 
     # ---- room
@@ -123,7 +115,7 @@ class WorkerView:
 
     @property
     def slotted_sequences(self) -> int:
-        """Those that use a slot, or could: the held ones do not."""
+        # Held sequences neither use a slot nor could.
         return self.running_sequences + self._granted_sequences - self.held_sequences
 
     @property
@@ -144,7 +136,7 @@ class WorkerView:
         return self._loads.get(flow, NO_LOAD)
 
     def granted_to(self, flow: FlowKey) -> int:
-        """Sequences that are not reported yet."""
+        """Sequences that are granted and not reported yet."""
         return sum(ticket.request.sequences for ticket in self.granted.values() if ticket.request.flow == flow)
 
     def share_of(self, flow: FlowKey, weight_of: Callable[[FlowKey], int]) -> int:
@@ -164,7 +156,6 @@ class WorkerView:
         return self._front
 
     def slotted_flows(self) -> list[FlowKey]:
-        """Those with a slot, as of the last report."""
         return [flow for flow, load in self._loads.items() if load.slotted]
 
     @property
@@ -173,11 +164,11 @@ class WorkerView:
         return free if free > 0 else 0
 
     def blocks_for(self, request: QueuedRequest) -> int:
-        """To begin with: the prompt and the first token, and one more for each further choice."""
+        """KV blocks to begin with: for the prompt and the first token, and one more for each further choice."""
         return -(-(request.prompt_tokens + 1) // self.block_size) + request.sequences - 1
 
     def can_take(self, request: QueuedRequest) -> bool:
-        """An earlier attempt that is still here has to end first."""
+        # An earlier attempt that is still here has to end first.
         sequences, request_id = request.sequences, request.request_id
         free = self.sequence_slots - self.running_sequences - self._granted_sequences
         if self.held_sequences:
@@ -195,7 +186,7 @@ class WorkerView:
         )
 
     def place_ticket(self, ticket: Ticket) -> WorkerView | None:
-        """What the fair queue asks where no other is open."""
+        # The fair queue asks this where no other worker is open.
         return self if self.can_take(ticket.request) else None
 
     def can_hold(self, request: QueuedRequest) -> bool:
@@ -280,7 +271,7 @@ class WorkerView:
                 self._assigned[uid] = count + 1
 
     def drop_grant(self, ticket: Ticket) -> None:
-        """A grant that came to nothing, or whose end was reported together with its start."""
+        """A grant came to nothing, or its end was reported together with its start."""
         request = ticket.request
         del self.granted[request.request_id]
         self._granted_sequences -= request.sequences
@@ -339,7 +330,7 @@ class WorkerView:
             self._holders.note(uid, self)
 
     def disconnect(self) -> None:
-        """The control stream broke; prefetches that were sent over it may be lost."""
+        # Prefetches that were sent over the broken control stream may be lost.
         self.connected = False
         for uid in list(self._prefetches):
             self.forget_prefetch(uid)
@@ -354,8 +345,7 @@ class WorkerView:
     # ---- reports
 
     def fold_capacity(self, report: WorkerReport, *, with_loads: bool = True) -> None:
-        """Takes over everything of a report but its requests and counters; without loads every sequence counts as one
-        that uses a slot."""
+        """Takes over all but requests and counters; without loads every sequence counts as one that uses a slot."""
         if report.block_size != self.block_size:
             self.block_size = max(1, report.block_size)
             for ticket in self.granted.values():
@@ -405,8 +395,7 @@ class WorkerView:
             self.held_sequences += load.held - before.held
 
     def fold_outputs(self, report: WorkerReport) -> list[tuple[FlowKey, int]]:
-        """Output tokens by flow since the last report; nothing for the first. Counters that fell back are a new
-        process's and count from zero."""
+        """Output tokens by flow since the last report; nothing for the first, or for counters that fell back."""
         before, grown = self._output_tokens, []
         if report.snapshot and any(
             flow not in report.flows or report.flows[flow].output_tokens < tokens for flow, tokens in before.items()
@@ -440,17 +429,14 @@ class WorkerView:
 
 
 class FleetPlace(NamedTuple):
-    slotted_sequences: int = 0
-    """While it is open."""
-    load: Load | None = None
-    """None: it is not open."""
+    slotted_sequences: int = 0  # while it is open
+    load: Load | None = None  # None: it is not open
     free_kv: int = 0
     spare: int = 0
 
 
+# (part of the slots that is used, eighths of the KV that are free (negated), id, worker)
 Load = tuple[float, int, WorkerId, WorkerView]
-"""The part of the slots that is used, the eighths of the KV that are free (negated). Loads differ by the worker's id at
-the latest."""
 
 
 NOWHERE = FleetPlace()

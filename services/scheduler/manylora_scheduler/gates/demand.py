@@ -1,11 +1,8 @@
-"""How much each tenant asks for, against what its share of the cluster is. Pure; time is passed in.
+"""How much each tenant asks for, against its share of the cluster. Pure; time is passed in.
 
-Owns sums of cost that fade with DEMAND_WINDOW_S: of what requests would cost that came lately, refused ones included,
-and of what was granted. A tenant's *share* is its max-min fair part, by weight, of what was granted. Where all demand
-is met, the largest demand by weight is one share.
-
-All sums are kept as of one moment, `_epoch` (forward decay: Cormode, Shkapenyuk, Srivastava, Xu, ICDE 2009), so nothing
-has to be faded. Tenants stand in buckets by demand per weight, and a share is found from the buckets' sums.
+Owns sums of cost that fade with DEMAND_WINDOW_S, of what came lately (refused or not) and of what was granted. A
+*share* is a tenant's max-min fair part, by weight, of what was granted. All sums are as of one moment, `_epoch`
+(forward decay: Cormode, Shkapenyuk, Srivastava, Xu, ICDE 2009), so nothing has to be faded.
 """
 
 from __future__ import annotations
@@ -20,23 +17,17 @@ from manylora_shared.tenancy.overload import STACK, STACK_INDEX
 from manylora_scheduler.core.request import FlowKey
 
 DEMAND_WINDOW_S = 10.0
+# With this the most that the cluster did in a window fades: giving up too much makes it do less than it can.
 CAPACITY_MEMORY_S = 60.0
-"""With this the most that the cluster did in a window fades: while it gives up more than it must, it does less than it
-can."""
-MAX_TENANTS = 10_000
-"""The one that came first is forgotten first, and counts as within its share."""
-SLACK = 1.1
-"""Demand that is so little above what was granted counts as met."""
-DEFAULT_COST = 256.0
-"""Of a request that a router refused, while none of its flow has come here."""
-_MEMORY = 0.1
-"""Of the last request in a flow's mean cost."""
+MAX_TENANTS = 10_000  # The one that came first is forgotten first, and counts as within its share.
+SLACK = 1.1  # demand that is so little above what was granted counts as met
+DEFAULT_COST = 256.0  # of a request that a router refused, while none of its flow has come here
+_MEMORY = 0.1  # of the last request in a flow's mean cost
 _NEGLIGIBLE = 1.0
 _NO_DEMAND = (0.0, 0.0, 0.0)
 _STANDARD = STACK_INDEX[QosClass.STANDARD]
 _BUCKETS_PER_OCTAVE = 8
-_MAX_EXPONENT = 512.0
-"""Sums are at most 2 to this times what they count."""
+_MAX_EXPONENT = 512.0  # sums are at most 2 to this times what they count
 _FORGOTTEN_AT_ONCE = 256
 
 
@@ -44,14 +35,11 @@ class _Tenant:
     __slots__ = ("bucket", "cost", "costs", "means", "weight", "weights")
 
     def __init__(self, weights: tuple[int, ...]) -> None:
-        self.costs = [0.0] * len(STACK)
-        """As of the epoch."""
-        self.means = [0.0] * len(STACK)
-        """Of a request; 0: none has come."""
+        self.costs = [0.0] * len(STACK)  # as of the epoch
+        self.means = [0.0] * len(STACK)  # of a request; 0: none has come
         self.weights = weights
         self.cost = 0.0
-        self.weight = 0
-        """Of the flows that it uses."""
+        self.weight = 0  # of the flows that it uses
         self.bucket: int | None = None
         self.add_up()
 
@@ -77,11 +65,7 @@ class _Bucket:
 
 
 class Demand:
-    """
-    Args:
-        exact: of so many tenants everything is exact. Of a bucket with more the mean stands for each, and a limit is
-            found from those that ask for most and a sample of the others.
-    """
+    """Of up to `exact` tenants everything is exact; in a bucket with more the mean stands for each."""
 
     def __init__(self, weight_of: Callable[[FlowKey], int], exact: int = 256) -> None:
         self._weight_of = weight_of
@@ -93,8 +77,7 @@ class Demand:
         self._granted_at = 0.0
         self._most = 0.0
         self._most_at = 0.0
-        self._unit = math.inf
-        """Cost of one share, by unit of weight, as of the epoch."""
+        self._unit = math.inf  # cost of one share, by unit of weight, as of the epoch
 
     def __len__(self) -> int:
         return len(self._tenants)
@@ -201,7 +184,7 @@ class Demand:
         return height
 
     def _sample(self) -> Iterator[tuple[_Tenant, float]]:
-        """With how many each stands for."""
+        # Each tenant comes with the number of tenants that it stands for.
         if len(self._tenants) <= 2 * self._exact:
             for tenant in self._tenants.values():
                 yield tenant, 1.0
@@ -239,7 +222,7 @@ class Demand:
         self._leave(tenant_id, self._tenants.pop(tenant_id))
 
     def _forget_negligible(self, scale: float) -> None:
-        """Some of those in the lowest buckets."""
+        # Only tenants in the lowest buckets go, some at a time.
         end = _bucket_of(_NEGLIGIBLE * scale)
         looked_at = 0
         for index in sorted(index for index in self._buckets if index <= end):
@@ -270,7 +253,7 @@ class Demand:
             del self._buckets[tenant.bucket]  # and with it what rounding left in its sum
 
     def _scale(self, now: float) -> float:
-        """What cost of this moment counts in the sums."""
+        # Cost of this moment counts this much in the sums.
         exponent = (now - self._epoch) / (DEMAND_WINDOW_S * math.log(2.0))
         if exponent > _MAX_EXPONENT:
             shift = math.floor(exponent)

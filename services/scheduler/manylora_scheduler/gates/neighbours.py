@@ -27,13 +27,11 @@ EXHAUSTED_IN_S = 30.0
 LOADS_WINDOW_S = 30.0
 MIN_LOADS = 16
 MIN_ADAPTERS = 8
-MAX_GRANTS = 10_000
-"""In a busier cluster the window is shorter."""
+MAX_GRANTS = 10_000  # in a busier cluster the window is shorter
 SKEW = 4.0
 MIN_SKEW_S = 0.2
 NOISY_KINDS = ("kv_growth", "adapter_thrash", "wait_skew")
-MAX_FOUND = 32
-"""Reports at a time: each detector's strongest first."""
+MAX_FOUND = 32  # reports at a time: each detector's strongest first
 
 
 @dataclass(frozen=True)
@@ -41,16 +39,14 @@ class FlowWait:
     flow: FlowKey
     queued: int
     oldest_s: float
-    stands_for: int = 1
-    """So many flows like it."""
+    stands_for: int = 1  # so many flows like it
 
 
 @dataclass(frozen=True)
 class Noisy:
     kind: str
     tenant_id: TenantId
-    worker_id: str
-    """Empty: on all."""
+    worker_id: str  # empty: on all
     evidence: Mapping[str, float]
 
 
@@ -69,8 +65,7 @@ class _Memory:
     blocks: dict[TenantId, int] = field(default_factory=dict)
     total: int = 0
     free: int = 0
-    samples: deque[tuple[float, dict[TenantId, int]]] = field(default_factory=deque)
-    """Of `blocks`, oldest first."""
+    samples: deque[tuple[float, dict[TenantId, int]]] = field(default_factory=deque)  # of `blocks`, oldest first
 
 
 class Neighbours:
@@ -103,17 +98,13 @@ class Neighbours:
         self._workers.pop(worker_id, None)
 
     def granted(self, tenant_id: TenantId, uid: AdapterUid, is_resident: bool, now: float) -> None:
-        """is_resident: the worker has the adapter's weights."""
+        """`is_resident`: the worker has the adapter's weights."""
         self._grants.append(_Grant(now, tenant_id, uid, not is_resident))
 
     def find(
         self, waits: list[FlowWait], tops: Callable[[TenantId], tuple[float, float, float]], now: float
     ) -> tuple[Noisy, ...]:
-        """
-        Args:
-            waits: of all flows with requests.
-            tops: a tenant's demand in shares, as in demand.py.
-        """
+        """`waits` are of all flows with requests; `tops` is a tenant's demand in shares, as in demand.py."""
         found = [*self._kv_growth(now), *self._adapter_thrash(now)]
         for qos_class in QosClass:
             found += self._wait_skew([wait for wait in waits if wait.flow.qos_class is qos_class], tops)
@@ -167,7 +158,7 @@ class Neighbours:
         return found
 
     def _wait_skew(self, waits: list[FlowWait], tops: Callable[[TenantId], tuple[float, float, float]]) -> list[Noisy]:
-        """Flows of one class."""
+        # All flows are of one class.
         queued = sum(wait.queued * wait.stands_for for wait in waits)
         if len(waits) < 2 or not queued:
             return []

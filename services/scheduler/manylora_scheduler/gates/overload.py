@@ -1,10 +1,7 @@
-"""Overload control at the scheduler's leader: what it measures, and what follows for requests. Pure.
+"""Overload control at the scheduler's leader, between the quotas and the core (docs/decisions/0018). Pure.
 
-Owns the level controllers of one term, the book in which waiting is measured (queue_delay.py), the tenants' demand and
-the counts of what was given up. Stands between the quotas and the core. Refuses what the level excludes, as routers do
-earlier; each TICK_S moves the levels, tells routers, and takes out of the queue what they exclude; caps the output of
-batch requests. Flows whose tenant is within its share move the cluster's level, those of another that tenant's own.
-While no worker takes requests nobody's waiting counts: giving up others would not end an outage.
+Owns one term's level controllers, the book of waiting, the tenants' demand and the counts of what was given up. Each
+TICK_S moves the levels and takes out of the queue what they exclude.
 """
 
 from __future__ import annotations
@@ -56,21 +53,16 @@ from manylora_scheduler.gates.queue_delay import OverloadTargets, QueueDelays
 
 TICK_S = 0.1
 LOOK_S = 1.0
-MAX_STEP_S = 1.0
-"""A tick never counts for longer than this."""
-WITHIN_SHARE = 1.25
-"""Demand in shares up to which a tenant's waiting is the cluster's matter."""
+MAX_STEP_S = 1.0  # a tick never counts for longer than this
+WITHIN_SHARE = 1.25  # demand in shares up to which a tenant's waiting is the cluster's matter
+# Tenants in a view, or with levels of their own. Where more are above their share, none of them is the cause.
 MAX_LISTED = 256
-"""Tenants in a view, and tenants with levels of their own. Where more are above their share, none of them is the
-cause."""
 MAX_SHED_PER_TICK = 100
+# by what weights are multiplied while anything is given up
 PRECEDENCE = {QosClass.INTERACTIVE: 64, QosClass.STANDARD: 16, QosClass.BATCH: 1}
-"""By what weights are multiplied while anything is given up."""
 _MAX_SHARES = 1024.0
-_STEPS_PER_SHARE = 64
-"""Demand is told in such parts, so that it does not change with every request."""
-_NOBODY = TenantId("")
-"""Is in no view: stands for all that are not."""
+_STEPS_PER_SHARE = 64  # demand is told in such parts, so that it does not change with every request
+_NOBODY = TenantId("")  # in no view: stands for all that are not
 _Samples = dict[QosClass, Sample]
 _SHED_ORDER = (QosClass.BATCH, QosClass.STANDARD, QosClass.INTERACTIVE)
 
@@ -96,12 +88,11 @@ class OverloadState:
     """For a status."""
 
     view: OverloadView
+    # of tenants within their share, those that waited longer than the target; None: nobody waited
     late_parts: Mapping[QosClass, float | None]
-    """Of tenants within their share, those that waited longer than the target; None: nobody waited."""
     targets: OverloadTargets
     counts: Mapping[QosClass, ClassCounts]
-    demand: Mapping[TenantId, float]
-    """In shares, of the view's tenants."""
+    demand: Mapping[TenantId, float]  # in shares, of the view's tenants
     noisy: tuple[Noisy, ...]
 
 
@@ -109,10 +100,7 @@ class OverloadGate:
     """The core behind overload control: the same seam, `apply` and `next_wakeup`."""
 
     def __init__(self, core: Core, targets: OverloadTargets | None = None, *, enabled: bool = True) -> None:
-        """
-        Args:
-            enabled: whether anything is given up; it is measured either way.
-        """
+        """`enabled`: whether anything is given up; it is measured either way."""
         self._core = core
         self._core_view = core.view
         self._targets = targets or OverloadTargets()
@@ -128,8 +116,7 @@ class OverloadGate:
         self._ticked_at = 0.0
         self._tick_at: float | None = None
         self._looked_at = 0.0
-        self._is_used = False
-        """Something was granted since the last tick."""
+        self._is_used = False  # something was granted since the last tick
 
     @property
     def view(self) -> OverloadView:
@@ -206,7 +193,7 @@ class OverloadGate:
         return None
 
     def _seen(self, commands: list[Command], now: float) -> list[Command]:
-        """Grants get their caps."""
+        # Grants get their caps.
         for command in commands:
             if isinstance(command, SendGrant):
                 if not command.repeated:
@@ -262,15 +249,15 @@ class OverloadGate:
         return commands
 
     def factor(self, flow: FlowKey) -> int:
-        """For tenants within their share: who floods a class gets no more than its weight for it."""
+        # It is for tenants within their share: who floods a class gets no more than its weight for it.
         return PRECEDENCE[flow.qos_class] if self._goes_before(flow) else 1
 
     def goes_beyond(self, flow: FlowKey) -> bool:
-        """Others wait in the queue, where their waiting is seen, and not in the workers, where it makes all wait."""
+        # Other flows wait in the queue, where their waiting is seen, and not in the workers, where it makes all wait.
         return flow.qos_class is QosClass.INTERACTIVE and self._goes_before(flow)
 
     def _goes_before(self, flow: FlowKey) -> bool:
-        """Nothing of the flow is given up, and its tenant is within its share."""
+        # Nothing of the flow is given up, and its tenant is within its share.
         tenant_id, qos_class = flow
         return (
             kept_part(self._view.level_of(tenant_id), ADMISSION[qos_class]) == 1.0
@@ -306,7 +293,7 @@ class OverloadGate:
                 del self._own[tenant_id]
 
     def _make_view(self) -> OverloadView:
-        """Tenants with levels of their own come first, then those furthest above their share."""
+        # Tenants with levels of their own come first, then those furthest above their share.
         if not self._cluster.level and not any(controller.level for controller in self._own.values()):
             return OverloadView()
         listed = dict.fromkeys(
@@ -334,7 +321,7 @@ class OverloadGate:
         return TenantView(tops, level, limit)
 
     def _shed(self, looked_at: list[FlowKey], now: float) -> list[Command]:
-        """Takes out of the queue what the view excludes; the most at once is bounded, the rest is a later tick's."""
+        """Takes out of the queue what the view excludes. The most at once is bounded; the rest is a later tick's."""
         if self._view.is_quiet:
             return []
         room = MAX_SHED_PER_TICK

@@ -1,8 +1,7 @@
 """How long requests wait: the book of queued requests by flow, and what is measured in it. Pure; written by
 OverloadGate.
 
-Owns what is queued, what was granted since the last measurement, and which flows have sequences that wait for a slot on
-a worker. Time is passed in.
+Owns what is queued, what was granted since the last measurement, and which flows wait for a slot on a worker.
 """
 
 from __future__ import annotations
@@ -18,18 +17,15 @@ from manylora_scheduler.core.reports import WorkerReport
 from manylora_scheduler.core.request import FlowKey, QueuedRequest
 from manylora_scheduler.gates.neighbours import FlowWait
 
-MAX_LOOKED_AT = 512
-"""Flows that a tick looks through; of more, all in turn."""
-MAX_WAITS = 1_024
-"""Flows that are compared for noisy neighbours; of more a sample."""
+MAX_LOOKED_AT = 512  # flows that a tick looks through; of more, all in turn
+MAX_WAITS = 1_024  # flows that are compared for noisy neighbours; of more a sample
 _MIN_TARGET_S = 1e-3
 _COMPACT_SLACK = 64
 
 
 @dataclass(frozen=True)
 class OverloadTargets:
-    """Of queueing time. A batch request's target is half of the time its caller gives it."""
-
+    # Of queueing time. A batch request's target is half of the time its caller gives it.
     interactive_s: float = 0.2
     standard_s: float = 2.0
 
@@ -56,18 +52,15 @@ class Waiting:
     since: float
     cost: float
     place: float
-    target_s: float | None
-    """None: it may wait as long as it takes."""
+    target_s: float | None  # None: it may wait as long as it takes
 
 
 @dataclass(slots=True)
 class FlowDelays:
-    queued: dict[RequestId, Waiting] = field(default_factory=dict)
-    """In the order in which they came."""
+    queued: dict[RequestId, Waiting] = field(default_factory=dict)  # in the order in which they came
+    # a heap of (negated place, request); entries of requests that left linger
     highest: list[tuple[float, RequestId]] = field(default_factory=list)
-    """A heap of (negated place, request). Entries of requests that left linger."""
-    count: float = 0.0
-    """With a target, granted since the last tick; `warned` and `late` as in Sample."""
+    count: float = 0.0  # with a target, granted since the last tick; `warned` and `late` as in Sample
     warned: float = 0.0
     late: float = 0.0
 
@@ -97,18 +90,15 @@ class FlowDelays:
 class QueueDelays:
     def __init__(self, targets: OverloadTargets) -> None:
         self._targets = targets
-        self.flows: dict[FlowKey, FlowDelays] = {}
-        """With something queued, or granted since the last measurement."""
+        self.flows: dict[FlowKey, FlowDelays] = {}  # with something queued, or granted since the last measurement
         self.num_queued = 0
         self._granted: dict[FlowKey, None] = {}
-        self._round: list[FlowKey] = []
-        """Still to be looked through, from the end."""
+        self._round: list[FlowKey] = []  # still to be looked through, from the end
+        # flows with sequences that wait for a slot on a worker, and since when
         self._ready: dict[WorkerId, dict[FlowKey, float]] = {}
-        """Flows with sequences that wait for a slot on a worker, and since when."""
-        self._offset = 0
-        """Where the next sample of `_ready` begins."""
+        self._offset = 0  # where the next sample of `_ready` begins
+        # the flow with most that is queued, as far as it was looked through
         self._longest: dict[QosClass, FlowKey] = {}
-        """The flow with most that is queued, as far as it was looked through."""
 
     # ---- who comes and goes
 
@@ -189,8 +179,8 @@ class QueueDelays:
         return found
 
     def _measure_ready(self, now: float) -> None:
-        """Sequences that were granted beyond the slots wait on their worker. A flow that takes turns there waits for a
-        few steps now and then, so nothing less than the target counts."""
+        # A flow that takes turns on a worker waits for a few steps now and then, so nothing less than the target
+        # counts.
         number = sum(map(len, self._ready.values()))
         stride = max(1, number // MAX_LOOKED_AT)
         waiting = chain.from_iterable(map(dict.items, self._ready.values()))

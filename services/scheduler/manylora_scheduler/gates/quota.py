@@ -1,11 +1,7 @@
 """The authority over tenants' quotas: what may be queued, and how many tokens each request may use. Pure.
 
-Owns every lease, request bucket and token account of one term. Stands before the core: an event that brings a request
-passes here first. A lease is opened at its admission, extended on demand, and settled at its request's end.
-
-Buckets of a new leader begin empty, after the last lease of the leader before: no change of leaders gives anybody a
-second burst. Leases that routers still hold are taken over without a debit. Those of a router that is gone for
-ABSENCE_S are written off: they may have been used whole.
+Owns every lease, request bucket and token account of one term, and stands before the core. How leases begin, are
+taken over by the next leader and are written off: docs/decisions/0011.
 """
 
 from __future__ import annotations
@@ -38,15 +34,12 @@ from manylora_scheduler.core.events import (
 from manylora_scheduler.core.request import FlowKey, QueuedRequest
 from manylora_scheduler.core.timers import Timers, earlier
 
-EXTENSION_WAIT_S = 2.0
-"""An extension that waits for longer is refused, and its stream ends."""
+EXTENSION_WAIT_S = 2.0  # an extension that waits for longer is refused, and its stream ends
 ABSENCE_S = 10.0
-BUSY_RETRY_S = 0.5
-"""Where others' ends make room, whose time nobody knows."""
+BUSY_RETRY_S = 0.5  # where others' ends make room, whose time nobody knows
 MIN_SLICE_TOKENS = 16
 MAX_SLICE_TOKENS = 512
-_SLICES_PER_S = 4
-"""A lease grows by what the bucket gains in such a part of a second, within these bounds."""
+_SLICES_PER_S = 4  # A lease grows by what the bucket gains in such a part of a second, within these bounds.
 
 
 @dataclass
@@ -54,11 +47,9 @@ class _Lease:
     request_id: RequestId
     router_id: RouterId
     flow: FlowKey
-    max_tokens: int
-    """The prompt and all output that was asked for."""
+    max_tokens: int  # the prompt and all output that was asked for
     is_queued: bool
-    refuse_at: float = 0.0
-    """Of an extension that waits."""
+    refuse_at: float = 0.0  # of an extension that waits
 
 
 @dataclass
@@ -66,8 +57,8 @@ class _Tenant:
     policy: TenantPolicy | None = None
     requests: TokenBucket | None = None
     accounts: dict[QosClass, FlowAccount[RequestId]] = field(default_factory=dict)
+    # When a class's bucket (None: of requests) was taken away: the next fills from then on.
     removed_ns: dict[QosClass | None, int] = field(default_factory=dict)
-    """When a class's bucket (None: of requests) was taken away: the next fills from then on."""
     leases: dict[RequestId, _Lease] = field(default_factory=dict)
     num_queued: int = 0
 
@@ -89,10 +80,7 @@ class _Refusal:
 
 
 class QuotaAuthority:
-    """
-    Args:
-        began_at: when the term began, by the clock of all later moments.
-    """
+    """`began_at`: when the term began, by the clock of all later moments."""
 
     def __init__(self, began_at: float) -> None:
         self._began_ns = to_ns(began_at)
@@ -106,8 +94,8 @@ class QuotaAuthority:
     # ---- policies
 
     def set_policy(self, tenant_id: TenantId, policy: TenantPolicy | None, now: float) -> list[Command]:
-        """Levels stay. A new bucket begins as if it had been filling since the term began, or since the one before it
-        was taken away: that gives nobody a burst."""
+        # A new bucket begins as if it had been filling since the term began, or since the one before it was taken
+        # away: that gives nobody a burst.
         tenant = self._tenants.setdefault(tenant_id, _Tenant())
         tenant.policy = policy
         now_ns = to_ns(now)
@@ -169,7 +157,7 @@ class QuotaAuthority:
         return None
 
     def lease_command(self, request: QueuedRequest, session: int) -> list[Command]:
-        """Nothing where the tenant has no quotas."""
+        # A tenant without quotas gets none.
         lease = self._leases.get(request.request_id)
         if lease is None or lease.router_id != request.router_id:
             return []
@@ -185,7 +173,7 @@ class QuotaAuthority:
             self._set_queued(lease, False)
 
     def refused(self, request: QueuedRequest, now: float) -> list[Command]:
-        """By the core, after it was admitted here."""
+        # The core refused what was admitted here.
         lease = self._lease_of(request)
         return self.settle(lease.router_id, lease.request_id, 0, now) if lease is not None else []
 
@@ -204,7 +192,7 @@ class QuotaAuthority:
         return self._serve(lease.flow, now)
 
     def settle(self, router_id: RouterId, request_id: RequestId, used: int, now: float) -> list[Command]:
-        """One that is settled already, or was never admitted, is ignored."""
+        # One that is settled already, or was never admitted, is ignored.
         lease = self._leases.get(request_id)
         if lease is None or lease.router_id != router_id:
             return []
@@ -286,7 +274,7 @@ class QuotaAuthority:
     # ---- the inside
 
     def _refusal(self, tenant: _Tenant, flow: FlowKey, first: int, now_ns: int) -> _Refusal | None:
-        """With the hint of the quota that takes longest."""
+        # Its hint is that of the quota that takes longest.
         if tenant.policy is None:
             return None
         quotas = tenant.policy.quotas
@@ -392,7 +380,7 @@ class QuotaAuthority:
         self._remove(lease)
 
     def _forget_if_gone(self, tenant_id: TenantId) -> None:
-        """A tenant that was deleted is forgotten with its last lease."""
+        # A tenant that was deleted is forgotten with its last lease.
         tenant = self._tenants[tenant_id]
         if tenant.policy is None and not tenant.leases:
             for qos_class in tenant.accounts:
@@ -481,10 +469,10 @@ def _first_lease(bucket: TokenBucket | None, prompt_tokens: int, max_new_tokens:
 
 
 def _seconds(wait_ns: int) -> float:
-    """Rounded up to the millisecond: never too early."""
+    # Rounding up to the millisecond is never too early.
     return -(-wait_ns // 1_000_000) / 1000
 
 
 def _after(at_ns: int) -> float:
-    """The first float that is not before."""
+    # This is the first float that is not before.
     return at_ns / 1e9 + 1e-6
