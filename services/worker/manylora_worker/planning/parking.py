@@ -1,6 +1,4 @@
-"""The sequences without a slot: those that are parked, with blocks, and those that wait for blocks. Makes every move
-between the two, as StepPlanner decides.
-"""
+"""The sequences without a slot: parked ones, with blocks, and waiting ones. Moves them as StepPlanner decides."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ class Parking:
 
     @property
     def waiting(self) -> SequenceOf[Sequence]:
-        """Without blocks that could be computed in: swapped ones too; oldest first."""
+        """Swapped ones too; oldest first."""
         return self._waiting
 
     def begin_plan(self) -> None:
@@ -47,9 +45,7 @@ class Parking:
         self._queue.push(sequence)
 
     def fork(self, leader: Sequence, others: SequenceOf[Sequence]) -> None:
-        """Parks `others` behind the leader, sharing its blocks of the prompt. Each computes the last prompt token
-        itself and draws its own first token from it; its block is copied before, if another holder is left by then.
-        """
+        """Each of `others` computes the last prompt token, to draw its own first token."""
         num_shared_tokens = len(leader.group.request.prompt_token_ids) - 1
         for sequence in others:
             self._tables.share(leader, sequence, num_shared_tokens)
@@ -68,12 +64,10 @@ class Parking:
         return True
 
     def release_blocks(self, sequence: Sequence) -> None:
-        """Of a sequence that was removed."""
         self._tables.lose(sequence)
         self._swapper.forget(sequence)
 
     def copy_ended(self, sequence: Sequence) -> None:
-        """The sequence is not finished."""
         assert sequence.swap is not None
         resumes_as, num_blocks = sequence.swap.resumes_as, len(sequence.swap.host_blocks)
         if self._swapper.ended(sequence) is SwapStage.LEAVING:
@@ -91,7 +85,7 @@ class Parking:
         self.ready_decodes = sum(s.status is SequenceStatus.DECODE and s.item is not None for s in self._parked)
 
     def leave_for_slot(self, sequence: Sequence, end: int) -> None:
-        """With the blocks up to position `end`; without any, those of all its tokens."""
+        """With the blocks up to `end`."""
         if sequence.status is SequenceStatus.WAITING:
             self.admit(sequence)
         else:
@@ -99,9 +93,7 @@ class Parking:
         self._unpark(sequence)
 
     def admit(self, sequence: Sequence) -> None:
-        """With the blocks of all its tokens. The last token is computed even where it is cached, and the order does not
-        depend on what is cached.
-        """
+        """The last token is computed even if it is cached."""
         self._leave_waiting(sequence)
         self._queue.end_capped(sequence.flow)
         num_cached = self._tables.fill(sequence)
@@ -110,14 +102,13 @@ class Parking:
         self.park(sequence)
 
     def bring_back(self, sequence: Sequence) -> None:
-        """Gives a swapped sequence the blocks of all its tokens, and starts the copy into those that are not cached."""
+        """Starts the copy into the blocks that are not cached."""
         self._queue.end_capped(sequence.flow)
         num_cached = self._tables.fill(sequence)
         self._swapper.bring_back(sequence, num_cached)
         self._queue.requeue(sequence)
 
     def swap_or_evict(self, sequence: Sequence) -> None:
-        """A parked sequence gives up its blocks: at once, or when they are copied."""
         if not self._swapper.pays(sequence):
             self.evict(sequence)
             return
@@ -128,7 +119,7 @@ class Parking:
         self._queue.requeue(sequence)
 
     def evict(self, sequence: Sequence) -> None:
-        """The sequence is computed again, and not charged for that."""
+        """It is computed again, uncharged."""
         self._leave_parked(sequence)
         self._tables.lose(sequence)
         sequence.num_computed_tokens = 0
@@ -138,7 +129,7 @@ class Parking:
         self.evicted.append(sequence)
 
     def _leave_parked(self, sequence: Sequence) -> None:
-        """What was done for it stays charged, and is not charged again."""
+        """What was done for it is not charged again."""
         assert not sequence.num_steps_in_flight
         self._unpark(sequence)
         is_decoding = sequence.status is SequenceStatus.DECODE

@@ -1,6 +1,4 @@
-"""Whose decode quantum ends early, and for whose prompt, where no slot is free: a flow with more than its share of the
-slots, which has come as far, makes way for one with less.
-"""
+"""Which decode quantum ends early for which prompt, where no slot is free (decision 15)."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ class QuantumCuts:
         self._shares = shares
 
     def prompts(self) -> Set[int | None]:
-        """The queued items for which a quantum may be cut."""
+        """Queued items that a quantum may be cut for."""
         slots_of, share_of = self._slots.by_flow, self._slot_shares()
         return {
             sequence.item
@@ -29,20 +27,20 @@ class QuantumCuts:
         }
 
     def unit_for(self, item: int) -> Unit | None:
-        """The quantum with least left among those that may be cut for it."""
+        """The one with the least left."""
         flows = self._flows_ahead(self._queue.sequence(item).flow, self._slot_shares())
         quanta = [unit for unit in self._slots.units if unit.ends_at and unit.cost and unit.sequence.flow in flows]
         return min(quanta, key=lambda unit: unit.tokens_left, default=None)
 
     def _flows_ahead(self, behind: FlowKey, share_of: Mapping[FlowKey, int]) -> Set[FlowKey]:
-        """With more than their share, and as far."""
+        """Those above their share that have come as far."""
         fair, slots_of = self._queue.fair, self._slots.by_flow
         return {
             flow for flow, count in slots_of.items() if count > share_of[flow] and fair.has_come_as_far(flow, behind)
         }
 
     def _slot_shares(self) -> dict[FlowKey, int]:
-        """At least one for each flow that has any or waits for one."""
+        """At least one each."""
         flows = (*self._slots.by_flow, *(sequence.flow for sequence in self._queue.sequences))
         weights = {flow: self._shares.weight(flow) for flow in flows}
         total = sum(weights.values())

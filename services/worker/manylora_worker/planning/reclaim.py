@@ -1,16 +1,10 @@
-"""Whose blocks a sequence gets that needs some. Chooses and takes nothing: StepPlanner asks. From parked sequences,
-after free blocks, in this order:
+"""Whose blocks a sequence gets beyond free ones; takes nothing itself. From parked sequences, in this order:
 
-1. of its own tenant, the least recently run first;
-2. of tenants above their soft share, for one within its own, proportionally to what each holds above it;
-3. of other flows, the greatest tag first, if the flow leads by THETA times what is to be computed again;
+1. its own tenant's, the least recently run first;
+2. for a tenant within its soft share: those of tenants above theirs, in proportion to the excess;
+3. those of flows that lead by THETA times the recompute, the greatest tag first.
 
-never so that a tenant falls below its reserve, never past the taker's hard cap; for a taker within its reserve, from
-any that holds more than its own. Paused sequences go first in 1 and 3. A victim in a step in flight, or being copied to
-the host, keeps its blocks until then; they are kept for the taker (*awaited*).
-
-Progress: in 1 and 3 the taker is before its victim in the order (tag, age), and tags grow by charged work only; in 2
-the victim has done charged work since it got its blocks. So no eviction is undone without charged work between.
+Reserves and the taker's hard cap stand; paused sequences give way first (decision 15).
 """
 
 from __future__ import annotations
@@ -42,12 +36,7 @@ class Room(NamedTuple):
 
 
 class Reclaim:
-    """
-    Args:
-        queue: for the flows' tags.
-        parked: sequences that can give up blocks; the owner's own, read as it stands.
-        paused: those that give way to anybody, likewise.
-    """
+    """queue: for tags; parked: who can give up blocks; paused: who gives way to anybody."""
 
     def __init__(
         self,
@@ -71,12 +60,12 @@ class Reclaim:
         self._is_short = False  # a sequence without blocks was refused those of others
 
     def begin_plan(self) -> None:
-        """What was kept in the last plan is kept no longer: who still wants it asks again."""
+        """Who still wants what was kept asks again."""
         self.claims, self.awaited = {}, {}
         self.waits = self.is_forced = self._is_short = False
 
     def will_hold(self, tenant_id: TenantId) -> int:
-        """Without what is on its way to the host."""
+        """Without what leaves for the host."""
         return self._pool.held_by(tenant_id) - self._swapper.num_leaving_of(tenant_id)
 
     def room(
@@ -89,12 +78,11 @@ class Reclaim:
         may_swap: bool,
         is_beside_others: bool,
     ) -> Room | None:
-        """None: not by anything that this plan can do. Nothing is taken.
+        """None: not in this plan. Takes nothing.
 
         Args:
-            num_joined: blocks that only other tenants hold and that it will hold with them: they count for its tenant.
-            may_swap: victims may take the time to be copied to the host.
-            is_beside_others: other sequences have blocks: a new one leaves them some to grow into.
+            num_joined: blocks of other tenants that it will hold too.
+            is_beside_others: a new sequence leaves others room to grow.
         """
         victims = self._choose_victims(
             taker, num_blocks, num_joined=num_joined, may_evict=may_evict, is_beside_others=is_beside_others
@@ -118,7 +106,7 @@ class Reclaim:
     def _choose_victims(
         self, taker: Sequence, num_blocks: int, *, num_joined: int, may_evict: bool, is_beside_others: bool
     ) -> list[Sequence] | None:
-        """In the module's order, those in a step in flight too; None: it is not possible."""
+        """In the module's order, those in flight too; None: impossible."""
         pool, shares = self._pool, self._shares
         tenant_id = taker.tenant_id
         held = self.will_hold(tenant_id) + num_joined
@@ -176,7 +164,7 @@ class Reclaim:
         is_within_reserve: bool,
         is_within_soft: bool,
     ) -> int:
-        """Adds victims until nothing is short. Returns what still is."""
+        """Returns how many blocks are still short."""
         left = {tenant: self.will_hold(tenant) for tenant in {s.tenant_id: None for s in others}}
         excess = {tenant: held - self._shares.soft(tenant) for tenant, held in left.items()}
         taken = dict.fromkeys(left, 0)
@@ -216,14 +204,13 @@ class Reclaim:
         return short
 
     def _is_behind(self, other: Sequence, other_tag: int, taker: Sequence, tag: int) -> bool:
-        """Whether the order of flows alone lets `taker` take from `other`."""
         if not taker.is_out:
             return (other_tag, other.order) > (tag, taker.order)
         recompute = other.num_computed_tokens * PROMPT_TOKEN_COST
         return other_tag - tag > THETA * recompute * TAG_SCALE // self._shares.weight(other.flow)
 
     def _given_up_by(self, sequence: Sequence) -> int:
-        """Blocks that count for its tenant no more without it; some may stay with other tenants."""
+        """Blocks that its tenant is charged for no more."""
         tenant_id, pool = sequence.tenant_id, self._pool
         return sum(pool.is_given_up_by_holder(tenant_id, block_id) for block_id in sequence.block_table)
 
@@ -232,6 +219,6 @@ class Reclaim:
 
 
 def least_recent(sequence: Sequence) -> tuple[int, int, int]:
-    """Least recently run first, then the youngest."""
+    """Of equals, the youngest first."""
     arrival, choice = sequence.order
     return (sequence.parked_at, -arrival, -choice)

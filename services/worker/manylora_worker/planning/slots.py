@@ -1,6 +1,4 @@
-"""The slots: who has one, what it does there, and when its slot is free again. Written by StepPlanner alone, which
-chooses who gets one.
-"""
+"""Who has a slot, what it does there, and when the slot is free again. StepPlanner alone writes it."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from manylora_worker.kinds.sequence import Sequence
 
 @dataclass(frozen=True)
 class Scheduled:
-    """`num_tokens` of one sequence, from its num_computed_tokens on, in one step."""
+    """What one step computes of a sequence."""
 
     sequence: Sequence
     num_tokens: int
@@ -40,8 +38,6 @@ class Unit:
 
 
 class Slots:
-    """quantum_tokens: of a decode quantum, at most."""
-
     def __init__(self, num_slots: int, quantum_tokens: int) -> None:
         self.num_slots = num_slots
         self._quantum_tokens = quantum_tokens
@@ -72,7 +68,6 @@ class Slots:
         return self._version
 
     def take(self, unit: Unit) -> None:
-        """Ask `num_free` first."""
         assert self.num_free > 0
         flow = unit.sequence.flow
         self._by_flow[flow] = self._by_flow.get(flow, 0) + 1
@@ -82,7 +77,7 @@ class Slots:
         bisect.insort(self._units, unit, key=_order)
 
     def leave(self, sequence: Sequence) -> Unit | None:
-        """Before its unit is through. None: it has no slot."""
+        """None: it has no slot."""
         index = bisect.bisect_left(self._units, sequence.order, key=_order)
         if index == len(self._units) or self._units[index].sequence is not sequence:
             return None
@@ -91,7 +86,6 @@ class Slots:
         return unit
 
     def take_ended(self) -> list[Unit]:
-        """Takes out the units that are through."""
         ended = [unit for unit in self._units if not unit.tokens_left]
         if ended:
             self._units = [unit for unit in self._units if unit.tokens_left]
@@ -100,10 +94,7 @@ class Slots:
         return ended
 
     def spread(self, step: int, most: int) -> int:
-        """Tokens of a quantum that begins in `step` and could have `most`: the longest whose end keeps its distance
-        from others' ends, as if ends were spread evenly over a quantum's steps. Only quanta that begin together are
-        cut.
-        """
+        """Tokens, up to `most`, after which a quantum that begins in `step` keeps its distance from others' ends."""
         slots, quantum = self.num_slots, self._quantum_tokens
         even, gap = -(-slots // quantum), max(1, quantum // slots)
         ends, end = self._ends, step + most

@@ -1,13 +1,8 @@
-"""Which sequences the next step computes, and with which blocks. Called by EngineCore alone; knows flows, tokens and
-blocks, neither adapters nor models. It alone writes its parts (Slots, Parking, UnitQueue, BlockTables).
+"""Which sequences the next step computes, and with which blocks. Called by EngineCore alone.
 
-A *unit* is one prefill chunk, or one decode quantum of up to QUANTUM_TOKENS. At its end a sequence is *parked*, with
-its blocks, and its next unit queued. A free slot goes to the unit of the flow (tenant, class) with the least tag
-(`Fairness`: reserved at dispatch, settled at the end; 1 a prompt token, 2 an output token, nothing for what is computed
-again). Quanta end in different steps (`Slots.spread`), so a newcomer waits for the next end only.
-
-A unit gets all the blocks that it may write when it starts, so nothing in a slot waits for memory. What is in none can
-be *evicted* (it is computed again) or *swapped* (its KV is copied to the host first), in reclaim.py's order.
+A *unit* is a prefill chunk or a decode quantum. It starts with all blocks that it may write; at its end the sequence is
+*parked* with them. A free slot goes to the flow with the least tag (decision 8). Who has no slot can be *evicted*, to
+be computed again, or *swapped* to the host (reclaim.py, decision 15).
 """
 
 from __future__ import annotations
@@ -68,8 +63,6 @@ class FlowSlots(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """How a unit can be started."""
-
     num_tokens: int
     end: int  # the position up to which blocks are taken
     room: Room
@@ -113,7 +106,6 @@ class StepPlanner:
 
     @property
     def queue(self) -> Fairness[FlowKey, int]:
-        """For reading."""
         return self._queue.fair
 
     @property
@@ -129,10 +121,10 @@ class StepPlanner:
         self._queue.shares_changed(tenant_id)
 
     def remove(self, sequence: Sequence, *, refund: bool = False) -> bool:
-        """Settles a finished sequence's unit; its blocks it keeps. Returns whether it was here.
+        """Returns whether the sequence was here.
 
         Args:
-            refund: its part of the last plan is not charged: it is computed for nothing, or was not computed.
+            refund: its part of the last plan is not charged.
         """
         if self.parking.leave(sequence):
             return True
@@ -142,7 +134,7 @@ class StepPlanner:
         return unit is not None
 
     def pause(self, sequences: Iterable[Sequence]) -> None:
-        """They take no slot until `resume`. One that has a slot keeps it to its unit's end."""
+        """A sequence with a slot keeps it to its unit's end."""
         for sequence in sequences:
             assert sequence.group.is_paused
             self._queue.pause(sequence, is_parked=sequence in self.parking.parked)
@@ -155,10 +147,10 @@ class StepPlanner:
     # ---- a plan
 
     def plan(self, *, is_ahead: bool = False) -> StepPlan:
-        """Decides one step and takes its blocks. Everything scheduled must then be computed, or its sequences ended.
+        """Takes the blocks too. Everything scheduled must be computed, or its sequences ended.
 
         Args:
-            is_ahead: a step is in flight, and what becomes of its sequences is not known yet.
+            is_ahead: a step is in flight.
         """
         parking = self.parking
         parking.begin_plan()
@@ -190,16 +182,13 @@ class StepPlanner:
         return StepPlan(scheduled + chunks, yielded, parking.swapped, parking.evicted)
 
     def _end_units(self) -> list[Sequence]:
-        """What is ENDING has no next unit. The next unit is queued before the present one is settled, so the flow does
-        not count as newly backlogged.
-        """
         over = self._slots.take_ended()
         for unit in over:
             self._park(unit)
         return [unit.sequence for unit in over]
 
     def _park(self, unit: Unit) -> None:
-        """Its unit has left its slot."""
+        """Queues the next unit before it settles this one (decision 8)."""
         unit.sequence.has_worked |= unit.cost > 0
         if unit.sequence.status is not SequenceStatus.ENDING:
             self.parking.park(unit.sequence)
@@ -217,9 +206,7 @@ class StepPlanner:
                 self._start(pick)
 
     def _cut_quanta(self) -> list[Sequence]:
-        """Where no slot is free, ends quanta for prompts that begin in this step (quantum_cuts.py). Returns whose they
-        were.
-        """
+        """For prompts that begin in this step. Returns whose quanta ended."""
         cut: list[Sequence] = []
         while self._queue and not self._slots.num_free and (prompts := self._cuts.prompts()):
             pick = self._queue.select(lambda item: self._fits(item) if item in prompts else None)
@@ -237,9 +224,7 @@ class StepPlanner:
         return cut
 
     def _force(self) -> None:
-        """Nothing can be started and nothing is under way: the first in order takes from whomever it needs, reserves
-        and leads aside.
-        """
+        """Nothing runs or can start: the first in order takes from anybody."""
         round_ = self._round
         self._reclaim.is_forced = True
         for refusals in (self._reclaim.claims, self._reclaim.awaited, round_.refused):
@@ -254,7 +239,7 @@ class StepPlanner:
         self._fill_slots()
 
     def _do_deferred(self) -> None:
-        """Room for a sequence that cannot be started in this plan: it awaits copies, or its own KV comes back."""
+        """Makes room for a sequence that starts in a later plan."""
         assert self._round.deferred is not None
         (sequence, room), self._round.deferred = self._round.deferred, None
         for victim in room.victims:
@@ -286,7 +271,7 @@ class StepPlanner:
         self._slots.take(Unit(sequence, pick.item, chunk, num_tokens, ends_at))
 
     def _fits(self, item: int) -> _Place | None:
-        """None: it cannot be started now. Changes nothing."""
+        """None: it cannot start now."""
         round_ = self._round
         if self._reclaim.waits or round_.deferred is not None or item in round_.refused:
             return None
@@ -304,7 +289,6 @@ class StepPlanner:
         return None
 
     def _note_capped(self, sequence: Sequence) -> None:
-        """A sequence cannot be started: is that its own tenant's doing?"""
         if not self._shares.has_caps:
             return
         held = self._pool.held_by(sequence.tenant_id) + self._pool.blocks_for(sequence.num_tokens)
@@ -359,7 +343,7 @@ class StepPlanner:
         )
 
     def _chunk_tokens(self, sequence: Sequence) -> int:
-        """0 where the step has none left for it."""
+        """0: the step has none left."""
         other_slots = max(0, self._slots.num_free - 1)
         prompt_budget = self._round.prompt_budget
         if not self._round.prompt_tokens:
@@ -370,10 +354,7 @@ class StepPlanner:
     # ---- blocks
 
     def _claim_reserves(self) -> None:
-        """Gives waiting sequences their blocks, slot or none, as far as their tenant's reserve goes. Where others hold
-        them in the slots now, they are kept for the claim as they come free: at the latest when every quantum that runs
-        now is over.
-        """
+        """Up to each tenant's reserve; what slots hold is kept for the claim until it is free."""
         blocked: dict[TenantId, None] = {}
         for sequence in list(self.parking.waiting):
             if sequence in self._queue.paused or sequence.is_copying:
@@ -402,7 +383,6 @@ class StepPlanner:
                 self.parking.swap_or_evict(victim)
 
     def _trim_to_caps(self) -> None:
-        """Evicts what stands above a hard cap that has been lowered."""
         for tenant_id in {s.tenant_id: None for s in self.parking.parked} if self._shares.has_caps else ():
             while self._reclaim.will_hold(tenant_id) > self._shares.hard(tenant_id):
                 own = [s for s in self.parking.parked if s.tenant_id == tenant_id]
@@ -427,7 +407,7 @@ class StepPlanner:
 
 
 class _Round:
-    """What one plan has left, and what it has found out."""
+    """What one plan has left."""
 
     __slots__ = ("budget", "deferred", "prompt_budget", "prompt_tokens", "refused")
 

@@ -1,7 +1,5 @@
-"""How long steps take, and so how many prompt tokens one may have. Written by EngineCore, read by StepPlanner.
-
-A step's length is what one tenant's prompts cost all others, so it is bounded in time (Sarathi-Serve, Agrawal and
-others, 2024), by averages of steps that only decode and of what a prompt token adds.
+"""How long steps take, and so how many prompt tokens one may have (Sarathi-Serve, Agrawal et al., 2024). Written by
+EngineCore, read by StepPlanner.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ LEAST_CHUNK_TOKENS = 64
 
 
 class StepTime:
-    """target_s: how long a step should take at most; None: any time."""
+    """target_s: of a step, at most; None: any time."""
 
     def __init__(self, target_s: float | None) -> None:
         self._target_s = target_s
@@ -34,14 +32,14 @@ class StepTime:
         self._token.take(max(0.0, seconds - self._decode.seconds) / num_prompt_tokens)
 
     def max_prompt_tokens(self) -> int | None:
-        """Of the next step; None: any number."""
+        """None: any number."""
         if self._target_s is None or not self._token.seconds:
             return None
         return max(LEAST_PROMPT_TOKENS, int((self._target_s - self._decode.seconds) / self._token.seconds))
 
 
 class Average:
-    """Nothing makes a step fast once: among the first ones it falls at once."""
+    """Among the first ones it falls at once, for nothing makes a step fast once."""
 
     def __init__(self) -> None:
         self.seconds = 0.0  # 0 while nothing was seen; for reading
@@ -49,11 +47,10 @@ class Average:
 
     @property
     def is_young(self) -> bool:
-        """It may still be of steps that were slow once."""
         return self._num_seen < _FIRST
 
     def take(self, seen: float) -> None:
-        """0 among the first ones is nothing that was seen."""
+        """0 among the first ones counts as not seen."""
         if self.is_young:
             if not seen:
                 return
@@ -64,6 +61,6 @@ class Average:
         self.seconds += _WEIGHT * (min(seen, _MOST * self.seconds) - self.seconds)
 
     def doubt(self) -> None:
-        """If it is all from the first ones, it is as if nothing had been seen."""
+        """Forgets a young average."""
         if self.is_young:
             self.seconds = 0.0

@@ -1,8 +1,7 @@
-"""Whose turn it is: the sequences that could begin their next unit, in the order of their flows' tags.
+"""Whose turn it is: the sequences that could begin their next unit, by their flows' tags. StepPlanner and Parking write
+it.
 
-Owns the worker's fair queue. A *paused* sequence stands in no queue; a *capped* flow begins at the clock when it may go
-on. In a flow, a sequence with blocks goes before one without, then the older first. Written by StepPlanner and Parking.
-Knows neither slots nor blocks.
+A *paused* sequence is not queued. A *capped* flow begins at the clock when it may go on.
 """
 
 from __future__ import annotations
@@ -37,17 +36,15 @@ class UnitQueue:
 
     @property
     def fair(self) -> Fairness[FlowKey, int]:
-        """For reading."""
         return self._fair
 
     @property
     def paused(self) -> AbstractSet[Sequence]:
-        """Their reader does not read."""
         return self._paused.keys()
 
     @property
     def capped(self) -> AbstractSet[FlowKey]:
-        """Their tenant's own hard cap kept their first unit from starting, when last asked."""
+        """A tenant's own hard cap kept their first unit from starting, when last asked."""
         return self._capped.keys()
 
     @property
@@ -60,7 +57,6 @@ class UnitQueue:
 
     @property
     def sequences(self) -> Collection[Sequence]:
-        """Those with a queued unit."""
         return self._sequences.values()
 
     def shares_changed(self, tenant_id: TenantId) -> None:
@@ -71,7 +67,6 @@ class UnitQueue:
     # ---- who waits
 
     def push(self, sequence: Sequence) -> None:
-        """A paused sequence has no unit."""
         if sequence.group.is_paused:
             self._paused[sequence] = None
             return
@@ -89,7 +84,7 @@ class UnitQueue:
         )
 
     def requeue(self, sequence: Sequence) -> None:
-        """Its place in its flow has changed. The flow is backlogged all the while."""
+        """Its place in its flow has changed; the flow stays backlogged."""
         before = sequence.item
         if before is None:
             return  # it is paused
@@ -98,7 +93,7 @@ class UnitQueue:
         del self._sequences[before]
 
     def remove(self, sequence: Sequence, *, is_parked: bool) -> bool:
-        """Paused or not. is_parked: it has blocks and no slot. Returns whether it was here."""
+        """is_parked: it has blocks and no slot. Returns whether it was here."""
         if sequence in self._paused:
             del self._paused[sequence]
             return True
@@ -133,22 +128,20 @@ class UnitQueue:
         return self._fair.select(place_of)
 
     def start(self, pick: Pick[int, PlaceT], cost: int) -> None:
-        """cost: reserved, until `settle`."""
+        """cost: reserved until `settle`."""
         self._fair.dispatch(pick, cost)
         self._sequences.pop(pick.item).item = None
 
     def settle(self, item: int, cost: int) -> None:
-        """cost: what a started unit came to."""
+        """cost: what the unit came to."""
         self._fair.settle(item, cost)
 
     def note_capped(self, flow: FlowKey) -> None:
-        """Its next sequence would pass its own tenant's hard cap."""
         if flow not in self._capped:
             self._capped[flow] = None
             self._capped_version += 1
 
     def end_capped(self, flow: FlowKey) -> None:
-        """It was not backlogged meanwhile: it begins at the clock."""
         if flow in self._capped:
             del self._capped[flow]
             self._fair.forgo(flow)
