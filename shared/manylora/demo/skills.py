@@ -1,10 +1,9 @@
-"""The demo's skills: what each tenant's adapter does to an input, as pure functions, and the inputs themselves.
+"""The demo's skills: what each tenant's adapter does to an input, as pure functions, and the inputs themselves."""
 
-Training (examples/make_demo_model.py) shares this module, so an answer is checked against the function that the adapter
-was trained on. Every tenant sends the same prompt (`do:<input>=`): the answer alone proves who answered. A hash splits
-inputs between training and demo. An input has a letter and a digit and is no palindrome, so no two skills answer it
-alike.
-"""
+# Training (examples/make_demo_model.py) shares this module, so an answer is checked against the function that the
+# adapter was trained on. Every tenant sends the same prompt (`do:<input>=`): the answer alone proves who answered. A
+# hash splits inputs between training and demo. An input has a letter and a digit and is no palindrome, so no two skills
+# answer it alike.
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ def prompt(text: str, tag: str = NEUTRAL_TAG) -> str:
 
 
 def is_held_out(text: str) -> bool:
-    """One in eight."""
+    # one in eight
     return hashlib.sha256(text.encode()).digest()[0] % _HELD_OUT_SHARE == 0
 
 

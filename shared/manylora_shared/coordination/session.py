@@ -1,8 +1,9 @@
-"""What services do with a store all their life: hold keys under a lease, stand for election, mirror a prefix.
-
-Each class owns one background task and the state that the task alone writes. While the store is away they keep their
-last knowledge. Any error but StoreUnavailable and LeaseExpired is a bug: `close` raises it.
+"""What services do with a store all their life: hold keys under a lease, stand for election, mirror a prefix. Each
+class owns one background task and the state that the task alone writes.
 """
+
+# While the store is away they keep their last knowledge. Any error but StoreUnavailable and LeaseExpired is a bug:
+# `close` raises it.
 
 from __future__ import annotations
 
@@ -92,7 +93,6 @@ class _Lease:
                 await asyncio.sleep(min(RETRY_S, self._valid_until - _now()) if self.lease_id else RETRY_S)
 
     def forget(self) -> int:
-        """Leaves it to expire by itself. Returns its id."""
         lease_id, self.lease_id = self.lease_id, 0
         return lease_id
 
@@ -137,7 +137,6 @@ class LeaseSession:
         self._task = asyncio.create_task(self._run(), name="lease-session")
 
     def set(self, key: str, value: bytes) -> None:
-        """Does not wait."""
         self._wanted[key] = value
         self._unwanted.pop(key, None)
         self._work.set()
@@ -159,7 +158,6 @@ class LeaseSession:
             await self._wait_progress()
 
     async def close(self) -> None:
-        """Revokes the lease, which deletes its keys."""
         try:
             await _stop(self._task)
         finally:

@@ -34,10 +34,8 @@ from manylora_router.links.directory import Directory
 _LOG = logging.getLogger(__name__)
 _VALIDATE_ADAPTER = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])["ValidateAdapter"]
 
-MAX_UPLOADS = 8
-"""Of one router, at a time."""
-UPLOAD_IDLE_S = 60.0
-"""An upload that sends nothing for so long is given up."""
+MAX_UPLOADS = 8  # of one router, at a time
+UPLOAD_IDLE_S = 60.0  # an upload that sends nothing for so long is given up
 _VALIDATE_TIMEOUT_S = 300.0
 
 

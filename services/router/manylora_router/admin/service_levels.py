@@ -1,6 +1,5 @@
-"""How well flows are served, over all routers, asked for when somebody wants to know.
-
-A router asks the others in its caller's name. One that does not answer in time is missing, and the status says so.
+"""How well flows are served, over all routers. A router asks the others in its caller's name; the status says which did
+not answer.
 """
 
 from __future__ import annotations
@@ -108,7 +107,6 @@ class ServiceLevels:
             await channel.close()
 
     def _sums(self, parts: Sequence[admin_pb2.GetStatusResponse]) -> list[admin_pb2.SloStatus]:
-        """Sorted by tenant and class."""
         sums: dict[Flow, FlowCounts] = {}
         for part in parts:
             for message in part.slo_counts:

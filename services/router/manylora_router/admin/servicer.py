@@ -39,12 +39,9 @@ from manylora_router.links.directory import Directory
 from manylora_router.links.wire import adapter_info, key_info, tenant_info
 
 _LOG = logging.getLogger(__name__)
-_MAX_CONFLICTS = 8
-"""Times that a change is tried again because somebody else changed the same key."""
-_POLICIES_AT_ONCE = 32
-"""Policies that are parsed before others have their turn on the event loop."""
-_DELETE_BATCH = 100
-"""Keys deleted in one transaction, well inside the store's bound."""
+_MAX_CONFLICTS = 8  # times that a change is tried again because somebody else changed the same key
+_POLICIES_AT_ONCE = 32  # policies that are parsed before others have their turn on the event loop
+_DELETE_BATCH = 100  # keys deleted in one transaction, well inside the store's bound
 
 
 class AdminServicer:

@@ -1,6 +1,5 @@
-"""What AdminService tells of the cluster: to an operator all of it, to a tenant its own part.
-
-Owns nothing. A leader that does not answer is missing, and the status says so.
+"""What AdminService tells of the cluster: to an operator all of it, to a tenant its own part. The status says which
+parts did not answer.
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ class ClusterStatus:
 
 
 def _without_machines(adapters: status_pb2.TenantAdapters) -> status_pb2.TenantAdapters:
-    """Neither how many workers there are, nor that others were in its adapters' way."""
+    # neither how many workers there are, nor that others were in its adapters' way
     adapters.displaced = 0
     for pin in adapters.pins:
         pin.on_device, pin.workers = int(pin.on_device == pin.workers), 1

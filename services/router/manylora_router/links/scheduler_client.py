@@ -1,11 +1,11 @@
-"""The router's line to the scheduler: one Schedule stream to the leader, kept alive for the router's whole life.
-
-    enqueue --> waiting --Grant--> granted --close_grant--> gone
-                   |--Refusal / withdraw--> gone
-
-Owns what waits, what is granted, the quota leases of both, and the messages not yet sent, in the order of the calls. A
-lost stream changes nothing: the next one tells of leases, unsent ends, and all that still wait.
+"""The router's line to the scheduler: one Schedule stream to the leader, kept alive for the router's whole life. Owns
+the waiting requests, the grants, the quota leases, and the messages not yet sent, in the order of the calls.
 """
+
+# enqueue --> waiting --Grant--> granted --close_grant--> gone
+#                |--Refusal / withdraw--> gone
+#
+# A lost stream changes nothing: the next one tells of leases, unsent ends, and all that still wait.
 
 from __future__ import annotations
 
@@ -30,19 +30,14 @@ SCHEDULE = _METHODS["Schedule"]
 GET_STATUS = _METHODS["GetSchedulerStatus"]
 
 MAX_WAITING = 20_000
-_MAX_UNSENT_ENDS = 20_000
-"""For a scheduler that is away."""
+_MAX_UNSENT_ENDS = 20_000  # for a scheduler that is away
 _HELLO_TIMEOUT_S = 3.0
 _MIN_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
-_ENDS_S = 0.005
-"""Ends are gathered for so long, unless something else is sent: room is free by the worker's word."""
-_REFUSED_S = 0.1
-"""Refusals are gathered for so long."""
-_MAX_MESSAGES = 256
-"""Sent at once."""
-_OF_A_STREAM = ("lease_wanted", "refused")
-"""Not sent again on another."""
+_ENDS_S = 0.005  # ends are gathered for so long, unless something else is sent: room is free by the worker's word
+_REFUSED_S = 0.1  # refusals are gathered for so long
+_MAX_MESSAGES = 256  # sent at once
+_OF_A_STREAM = ("lease_wanted", "refused")  # not sent again on another
 
 
 @dataclass(eq=False)
@@ -57,10 +52,8 @@ class Lease:
     """One task at a time waits for `changed`."""
 
     request: scheduler_pb2.Enqueue
-    tokens: int | None = None
-    """Prompt and output; None: not bounded."""
-    is_known: bool = False
-    """By the scheduler's word or grant."""
+    tokens: int | None = None  # prompt and output; None: not bounded
+    is_known: bool = False  # by the scheduler's word or grant
     is_wanted: bool = False
     refusal: QuotaExhausted | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -72,10 +65,8 @@ class SchedulerCounters:
     grants: int = 0
     grants_closed: int = 0
     settled_tokens: int = 0
-    refused: int = 0
-    """By the overload view."""
-    stray_grants: int = 0
-    """Nobody waited for them."""
+    refused: int = 0  # by the overload view
+    stray_grants: int = 0  # nobody waited for them
 
 
 @dataclass(eq=False)
@@ -103,10 +94,8 @@ class SchedulerClient:
         self._leases: dict[str, Lease] = {}
         self._settling: dict[str, Lease] = {}
         self._outbox: deque[scheduler_pb2.ScheduleRequest | _Waiting] = deque()
-        self.overload = OverloadView()
-        """Without a stream nothing is given up."""
-        self._refused: dict[tuple[str, common_pb2.QosClass], int] = {}
-        """Since the scheduler was last told."""
+        self.overload = OverloadView()  # without a stream nothing is given up
+        self._refused: dict[tuple[str, common_pb2.QosClass], int] = {}  # since the scheduler was last told
         self._line: _Line | None = None
         self._leader_moved = asyncio.Event()
 
@@ -290,7 +279,7 @@ class SchedulerClient:
                 raise error
 
     async def _watch_leader(self, line: _Line) -> None:
-        """Ends when the store names another leader. That it names none says only that a lease ran out."""
+        # Ends when the store names another leader. That it names none says only that a lease ran out.
         while True:
             if self._leader_address() not in (None, line.address):
                 return
@@ -382,7 +371,7 @@ class SchedulerClient:
             lease.changed.set()
 
     def _held_leases(self) -> list[scheduler_pb2.HeldLease]:
-        """Also those whose settlement has not left yet: the scheduler is told of both, in this order."""
+        # also those whose settlement has not left yet: the scheduler is told of both, in this order
         return [
             held_lease(lease.request, lease.tokens)
             for lease in [*self._leases.values(), *self._settling.values()]

@@ -12,8 +12,7 @@ from manylora_router.text.stop_strings import StopStringMatcher, StopStrings
 @dataclass(slots=True)  # not frozen: that would double the time that making one takes
 class TextDelta:
     text: str
-    num_tokens: int
-    """That were delivered: all, or up to the one that completed a stop string."""
+    num_tokens: int  # delivered: all, or up to the one that completed a stop string
     stop_string: str | None = None
 
 
@@ -42,7 +41,6 @@ class ChoiceText:
         return TextDelta("".join(pieces), len(token_ids))
 
     def finish(self) -> TextDelta:
-        """It may complete a stop string too."""
         text = self._detokenizer.finish()
         matcher = self._matcher
         if matcher is None:

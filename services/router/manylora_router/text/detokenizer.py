@@ -1,8 +1,7 @@
-"""From token ids to text, as they come, never showing half a character. Knows a tokenizer by its `decode` alone.
+"""From token ids to text, as they come, never showing half a character. Knows a tokenizer by its `decode` alone."""
 
-tokenizers' DecodeStream does not do: tokens that are no UTF-8, which a logit bias forces, make it raise or hold back
-what follows at a growing cost, and a character that is cut at the end is lost.
-"""
+# tokenizers' DecodeStream does not do: tokens that are no UTF-8, which a logit bias forces, make it raise or hold back
+# what follows at a growing cost, and a character that is cut at the end is lost.
 
 from __future__ import annotations
 
@@ -12,22 +11,19 @@ from typing import Protocol
 
 class Detokenizer(Protocol):
     def push(self, token_ids: Sequence[int]) -> str:
-        """What is certain after more tokens."""
+        """Text that no later token changes."""
 
     def finish(self) -> str:
-        """No token comes any more: an incomplete character becomes U+FFFD."""
+        """An incomplete character becomes U+FFFD."""
 
 
 _REPLACEMENT = "\ufffd"
-_MAX_HELD_TOKENS = 8
-"""A character is at most four single-byte tokens; a U+FFFD that outlives this many is meant."""
+_MAX_HELD_TOKENS = 8  # a character is at most four single-byte tokens; a U+FFFD that outlives this many is meant
 
 
 class WindowDetokenizer:
-    """New text is what a short window decodes to, less what it does without the new tokens.
-
-    The window begins at the last tokens that gave text: both start alike for a decoder that strips leading spaces.
-    """
+    # New text is what a short window decodes to, less what it does without the new tokens. The window begins at
+    # the last tokens that gave text: both start alike for a decoder that strips leading spaces.
 
     __slots__ = ("_decode", "_held", "_prefix", "_prefix_text")
 

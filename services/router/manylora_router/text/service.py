@@ -1,4 +1,4 @@
-"""A TextService turns prompts into token ids, never on the event loop, and gives detokenizers, which are for it."""
+"""A TextService turns prompts into token ids, never on the event loop, and gives detokenizers for the event loop."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class TextService(Protocol):
         """False: `encode` and `encode_chat` raise Unready, and all text is empty."""
 
     async def encode(self, text: str) -> Sequence[int]:
-        """With what the tokenizer puts around a prompt (begin-of-sequence)."""
+        """With begin-of-sequence."""
 
     async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> Sequence[int]:
-        """Of (role, content), ready for the answer. Raises Unready where there is no template, InvalidRequest where it
-        refuses them."""
+        """Of (role, content). Raises Unready where there is no template, InvalidRequest where it refuses them."""
 
     async def encode_words(self, words: Sequence[str]) -> Sequence[Sequence[int]]:
-        """The token sequences by which words come in a text: as they are, and behind a space where these do not end in
-        the same tokens. Raises Unready where there is no tokenizer."""
+        """As they are, and behind a space where these do not end in the same tokens. Raises Unready without a
+        tokenizer.
+        """
 
     def detokenizer(self) -> Detokenizer:
         """A fresh one, for one choice."""
@@ -46,8 +46,6 @@ class _NoText:
 
 
 class TokenIdsOnlyText:
-    """Of a router without a tokenizer."""
-
     has_text = False
 
     async def encode(self, text: str) -> Sequence[int]:
@@ -67,7 +65,6 @@ class TokenIdsOnlyText:
 
 
 def word_sequences(words: Sequence[str], encode: Callable[[str], list[int]]) -> list[list[int]]:
-    """See TextService.encode_words."""
     found: list[list[int]] = []
     for word in words:
         bare = word.lstrip() or word
@@ -148,7 +145,7 @@ class HfTextService:
 
 
 def _decode_function(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """Without special tokens, and without the clean-up of spaces: it moves text that was already given out."""
+    # without special tokens, and without the clean-up of spaces: it moves text that was already given out
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         return lambda ids: str(backend.decode(list(ids), skip_special_tokens=True))

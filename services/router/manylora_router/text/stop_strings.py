@@ -12,8 +12,7 @@ class _Node:
         self.children: dict[str, _Node] = {}
         self.fallback: _Node = self
         self.depth = depth
-        self.match: str | None = None
-        """The longest that ends here."""
+        self.match: str | None = None  # the longest that ends here
 
 
 class StopStrings:
@@ -41,7 +40,7 @@ class StopStrings:
 
 
 def step(node: _Node, character: str) -> _Node:
-    """The longest suffix of the text that begins some stop string."""
+    # the longest suffix of the text that begins some stop string
     while True:
         following = node.children.get(character)
         if following is not None:
@@ -62,7 +61,7 @@ class StopStringMatcher:
         self.matched: str | None = None
 
     def push(self, text: str, *, may_match: bool = True) -> str:
-        """What is certain to be before any match; nothing comes after one. may_match: whether one may end here."""
+        """The text that is certainly before any match. may_match: whether one may end here."""
         assert self.matched is None
         node = self._node
         for index, character in enumerate(text):
@@ -80,6 +79,5 @@ class StopStringMatcher:
         return text[:keep]
 
     def finish(self) -> str:
-        """What was held back."""
         held, self._held = self._held, ""
         return held

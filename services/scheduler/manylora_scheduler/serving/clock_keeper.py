@@ -1,8 +1,4 @@
-"""Keeps the leader's clock in the coordination store, and reads the last leader's. Moves bytes; decides nothing.
-
-A clock's parts go to the bank that the index does not name, then the index names it. Every write holds only while the
-leader's key has this term's revision.
-"""
+"""Keeps the leader's clock in the coordination store, and reads the last leader's. Moves bytes; decides nothing."""
 
 from __future__ import annotations
 
@@ -18,10 +14,11 @@ from manylora_scheduler.core.succession import ClockSnapshot
 from manylora_scheduler.serving.clock_codec import decode, encode
 
 _LOG = logging.getLogger(__name__)
-PART_BYTES = 512 * 1024
-"""The store takes 1.5 MiB in a request."""
+PART_BYTES = 512 * 1024  # the store takes 1.5 MiB in a request
 
 
+# A clock's parts go to the bank that the index does not name, then the index names it. Every write holds only while the
+# leader's key has this term's revision.
 class ClockKeeper:
     """One term's; `epoch` is the revision of the leader's key. One task saves."""
 

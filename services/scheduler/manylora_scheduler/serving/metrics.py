@@ -15,10 +15,8 @@ from manylora_scheduler.serving.told import Told
 class TermMetrics:
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
-        self._given_up: dict[tuple[QosClass, str], int] = {}
-        """By class and stage."""
-        self._evicted: dict[tuple[WorkerId, str], int] = {}
-        """By worker and kind."""
+        self._given_up: dict[tuple[QosClass, str], int] = {}  # by class and stage
+        self._evicted: dict[tuple[WorkerId, str], int] = {}  # by worker and kind
 
     def record(self, state: OverloadState, workers: Mapping[WorkerId, Told | None]) -> None:
         """`workers`: what each has told; None: its stream is down."""
@@ -40,7 +38,7 @@ class TermMetrics:
         self._record_adapters(workers)
 
     def _record_adapters(self, workers: Mapping[WorkerId, Told | None]) -> None:
-        """Counts fall when the worker is another process: a new beginning, not a loss."""
+        # counts fall when the worker is another process: a new beginning, not a loss
         unmet = 0
         counted: dict[tuple[WorkerId, str], int] = {}
         for worker_id, told in workers.items():

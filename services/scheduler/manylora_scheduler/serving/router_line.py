@@ -9,8 +9,7 @@ from manylora.v1 import scheduler_pb2
 from manylora_shared.errors import ManyloraError, Overloaded
 from manylora_shared.ids import RouterId
 
-MAX_UNREAD = 100_000
-"""A router that leaves more answers unread loses its stream."""
+MAX_UNREAD = 100_000  # a router that leaves more answers unread loses its stream
 _MAX_MESSAGES = 256
 
 

@@ -10,22 +10,13 @@ from manylora_scheduler.core.request import QueuedRequest
 
 
 class QueueSpans:
-    """
-    Args:
-        scheduler_id, epoch: whose term it is.
-    """
-
     def __init__(self, telemetry: Telemetry, scheduler_id: str, epoch: int) -> None:
         self._telemetry = telemetry
         self._scheduler_id = scheduler_id
         self._epoch = epoch
 
     def granted(self, grant: SendGrant, began_ns: int, num_queued: int) -> None:
-        """
-        Args:
-            began_ns: when its worker began to be chosen; unix time.
-            num_queued: requests that are in the queue still.
-        """
+        """began_ns: when its worker began to be chosen; unix time."""
         if not self._telemetry.enabled or grant.repeated:
             return
         request = grant.request
@@ -48,7 +39,6 @@ class QueueSpans:
         waiting.end()
 
     def ended(self, request: QueuedRequest, code: Code, message: str) -> None:
-        """It was not granted."""
         if not self._telemetry.enabled:
             return
         span = self._waiting(request, {})

@@ -68,23 +68,19 @@ from manylora_scheduler.serving.worker_line import WorkerLine
 _LOG = logging.getLogger(__name__)
 
 MIN_CLOCK_PAUSE_S = 1.0
-CLOCK_ENTRIES_PER_S = 10_000
-"""A large clock is saved less often: saving takes a few percent of the time."""
+CLOCK_ENTRIES_PER_S = 10_000  # a large clock is saved less often: saving takes a few percent of the time
 LAST_SAVE_TIMEOUT_S = 0.5
 
 
 class Term:
-    """See the module's docstring.
-
-    Args:
-        epoch: the fencing epoch, on every grant and every control stream.
-        is_leading: whether nobody else can be leader at a moment of the event loop's clock.
-        policies: the tenants' policy documents; each is read when the tenant's first request comes.
-        clock: keeps this term's clock.
-        predecessor: the clock that was kept last.
-        order: see Core.
-        overload: whether anything is given up under overload.
-        targets: of time in the queue.
+    """Args:
+    epoch: the fencing epoch, on every grant and every control stream.
+    is_leading: whether nobody else can be leader at a moment of the event loop's clock.
+    policies: the tenants' policy documents; each is read when the tenant's first request comes.
+    predecessor: the clock that was kept last.
+    order: see Core.
+    overload: whether anything is given up under overload.
+    targets: of time in the queue.
     """
 
     def __init__(
@@ -126,8 +122,7 @@ class Term:
         self._timer_at = 0.0
         self._clock_pause_s = MIN_CLOCK_PAUSE_S
         self._next_session = 1
-        self.num_events = 0
-        """Nothing else changes the core, the overload gate and the quotas."""
+        self.num_events = 0  # nothing else changes the core, the overload gate and the quotas
         self._closed = False
         self._failure: asyncio.Future[None] = self._loop.create_future()
         self._keeping = asyncio.create_task(self._keep_clock(), name="clock")

@@ -37,8 +37,7 @@ from manylora_scheduler.gates.quota import QuotaView
 
 MAX_ID_LENGTH = 256
 MAX_SEQUENCES = 1024
-_KEPT_FLOWS = 16_384
-"""Each report names the same ones again."""
+_KEPT_FLOWS = 16_384  # each report names the same ones again
 
 _RESIDENCIES = {
     worker_pb2.ADAPTER_TIER_HOST: Residency.HOST,

@@ -29,12 +29,8 @@ _MAX_BACKOFF_S = 1.0
 
 
 class WorkerLine:
-    """See the module's docstring.
-
-    Args:
-        hello: the first message of every stream.
-        post: takes the events; called between awaits.
-        failed: gets the exception that ended the line, which only a bug does.
+    """hello: the first message of every stream. post: takes the events; called between awaits. failed: gets the
+    exception that ended the line, which only a bug does.
     """
 
     def __init__(
@@ -49,8 +45,7 @@ class WorkerLine:
         failed: Callable[[BaseException], None],
     ) -> None:
         self.address = address
-        self.told: Told | None = None
-        """While the stream is up."""
+        self.told: Told | None = None  # while the stream is up
         self._worker_id = worker_id
         self._hello = hello
         self._transport = transport

@@ -1,7 +1,5 @@
-"""A decoder's pass in torch's own operators, for models whose layers are known (decoder_weights.py). transformers'
-modules take two to three times as many operators.
-
-TorchDecoder owns only norm weights; products and their LoRA are the loaded model's modules.
+"""A decoder's pass in torch's own operators, for models whose layers are known (decoder_weights.py). It owns only norm
+weights; products and their LoRA are the loaded model's modules.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ _CHECKED_TOKENS = 8
 
 
 class _Product:
-    """LoraLinear.forward without a module call's cost, a fifth of a step of one row."""
+    # LoraLinear.forward without a module call's cost, a fifth of a step of one row.
 
     def __init__(self, projection: Projection) -> None:
         linear = projection.linear
@@ -119,7 +117,7 @@ class TorchDecoder:
         return activated.mul_(up)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """RMS over the last dimension, in float32."""
+        # RMS over the last dimension, in float32
         return F.rms_norm(x.float(), x.shape[-1:], weight, self._weights.eps).to(x.dtype)
 
     def _layer(self, layer: DecoderLayer) -> _Layer:

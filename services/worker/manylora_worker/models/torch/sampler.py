@@ -105,10 +105,7 @@ def _apply_repetition_penalty(scores: Tensor, chunks: Sequence[SequenceChunk]) -
 
 
 def _draw(scores: Tensor, best_scores: Tensor, chunks: Sequence[SequenceChunk]) -> Tensor:
-    """[rows] token ids. scores: [rows, vocab]; best_scores: [rows, 1], their maxima.
-
-    An exponential race (Gumbel-max with one logarithm less): the largest p_i / E_i wins, E_i exponential with mean 1.
-    """
+    """[rows] token ids. scores: [rows, vocab]; best_scores: [rows, 1], their maxima."""
     samplings = [chunk.sampling for chunk in chunks]
     # Shifted first: the best is 0 and nothing overflows, however small the temperature.
     shifted = (scores - best_scores).div_(_column((s.temperature for s in samplings), scores))
@@ -117,11 +114,12 @@ def _draw(scores: Tensor, best_scores: Tensor, chunks: Sequence[SequenceChunk]) 
     if thresholds is not None:
         weights.masked_fill_(shifted < thresholds, 0.0)
     keys = [_row_key(chunk.sampling.seed, chunk.choice, chunk.output_index) for chunk in chunks]
+    # An exponential race (Gumbel-max with one logarithm less): the largest p_i / E_i wins, E_i exponential with mean 1.
     return weights.div_(_exponential_noise(keys, scores.shape[1], scores.device)).argmax(dim=-1)
 
 
 def _thresholds(shifted: Tensor, samplings: Sequence[Sampling]) -> Tensor | None:
-    """[rows, 1]: the smallest score that passes; None where no row has a cut."""
+    # [rows, 1]: the smallest score that passes; None where no row has a cut
     vocab_size = shifted.shape[1]
     thresholds: Tensor | None = None
     if any(s.min_p > 0 for s in samplings):
@@ -145,7 +143,7 @@ def _thresholds(shifted: Tensor, samplings: Sequence[Sampling]) -> Tensor | None
 
 
 def _nucleus_thresholds(shifted: Tensor, top_ps: Sequence[float]) -> Tensor:
-    """[rows, 1]: the score of the last token of each row's nucleus: those with less than top_p before them."""
+    # [rows, 1]: the score of the last token of each row's nucleus: those with less than top_p before them
     # The likeliest few first, wider while some nucleus fills them: a full sort is rarely needed. Sums are in float64:
     # the width does not change the cut.
     vocab_size = shifted.shape[1]
