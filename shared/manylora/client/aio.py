@@ -87,7 +87,7 @@ class _Caller:
     async def wait_to_repeat(
         self, error: RpcError, attempt: int, deadline: float | None, *, repeatable: bool = True
     ) -> bool:
-        """Sleeps until the next attempt; False (at once) where there shall be none."""
+        """False (at once) where there shall be no next attempt."""
         delay_s = self.retry.delay_s(error, attempt, self.rng, repeatable=repeatable) if self.retry else None
         if delay_s is None or (deadline is not None and time.monotonic() + delay_s >= deadline):
             return False
@@ -308,7 +308,6 @@ class Adapters:
         return await self._add(header, None, None, timeout_s)
 
     async def list(self, tenant_id: str = "", *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[AdapterInfo, ...]:
-        """Of one tenant, or of all."""
         request = admin_pb2.ListAdaptersRequest(tenant_id=tenant_id)
         answer = await self._caller.call(_ADMIN["ListAdapters"], request, timeout_s=timeout_s)
         return tuple(adapter_from(a) for a in answer.adapters)
@@ -394,7 +393,7 @@ class Client:
             adapter: its name in the tenant's namespace; empty: the base model.
             qos_class: interactive, standard or batch; empty: the server's default.
             max_tokens: per choice; 0: the server's default.
-            timeout_s: the deadline of the whole request, attempts and queueing included.
+            timeout_s: of the whole request, attempts and queueing included.
         """
         request = inference_pb2.GenerateRequest(
             max_tokens=max_tokens,
@@ -505,7 +504,7 @@ def _metadata(
 
 
 def _printable(sent: dict[str, str]) -> dict[str, str]:
-    """Raises RequestFailed where metadata could not be sent as it is; the message repeats no value."""
+    # the message repeats no value
     violations = [
         FieldViolation(key, "must be printable ASCII")
         for key, value in sent.items()

@@ -68,7 +68,7 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True)
 class PositionLogprobs:
-    """The sampled token's log-probability, and (token id, log-probability) of the likeliest."""
+    # the sampled token's log-probability, and (token id, log-probability) of the likeliest
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -102,8 +102,6 @@ class Degraded:
 
 @dataclass(frozen=True)
 class Started:
-    """The first event: a worker has begun."""
-
     request_id: str
     adapter_version: str
     seed: int
@@ -130,8 +128,6 @@ class ChoiceEnd:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event of every admitted request."""
-
     outcome: str
     choices: tuple[ChoiceEnd, ...]
     usage: Usage

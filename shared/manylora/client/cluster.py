@@ -68,7 +68,7 @@ class FlowStatus:
 
 @dataclass(frozen=True)
 class QuotaStatus:
-    """A flow's account since the scheduler's term began, in prompt and output tokens."""
+    """Since the scheduler's term began, in prompt and output tokens."""
 
     tenant_id: str
     qos_class: str

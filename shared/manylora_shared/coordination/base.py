@@ -99,7 +99,7 @@ class Store(Protocol):
         """Whether the key existed."""
 
     async def txn(self, compares: Sequence[Compare], operations: Sequence[Put | Delete]) -> TxnResult:
-        """All operations in one revision if all compares hold, else none. Raises LeaseExpired."""
+        """All operations in one revision if all compares hold. Raises LeaseExpired."""
 
     async def grant(self, ttl_s: int) -> int:
         """A new lease's id."""
@@ -112,7 +112,7 @@ class Store(Protocol):
 
     def watch(self, prefix: str, *, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
         """Every change from `start_revision` on, in order, once, through outages and compaction (`reset`). Close it
-        (contextlib.aclosing) where it is left early. `prefix` is not empty.
+        where it is left early. `prefix` is not empty.
         """
 
     async def close(self) -> None: ...

@@ -1,7 +1,4 @@
-"""A real etcd as a child process: for the local cluster, the tests and the benches.
-
-Owns the child, in a process group of its own, and its log. Its data outlive it.
-"""
+"""A real etcd as a child process: for the local cluster, the tests and the benches. Its data outlive it."""
 
 from __future__ import annotations
 
@@ -162,14 +159,11 @@ class EtcdProcess:
 async def start_etcd(
     data_dir: Path, *, client_port: int = 0, sync_to_disk: bool = True, extra_arguments: Sequence[str] = ()
 ) -> EtcdProcess:
-    """Starts an etcd on loopback and waits until it answers.
+    """Returns when it answers. Raises EtcdNotFound, EtcdFailed.
 
     Args:
         client_port: 0 for any free one.
         sync_to_disk: False for tests: data survive a kill of the process but not of the machine.
-
-    Raises:
-        EtcdNotFound, EtcdFailed.
     """
     arguments = list(extra_arguments)
     if not sync_to_disk and await _has_flag("unsafe-no-fsync"):

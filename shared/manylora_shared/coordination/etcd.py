@@ -174,11 +174,10 @@ class EtcdStore:
         await asyncio.gather(*(channel.close() for channel in self._channels))
 
     async def _watch_once(self, prefix: str, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
-        """One stream, until it breaks. Raises StoreUnavailable, _HistoryLost.
-
-        Asks for one revision more than is wanted: some versions of etcd drop the deletions of the compacted revision
-        itself, and asking earlier makes that a compaction error.
-        """
+        """One stream, until it breaks. Raises StoreUnavailable, _HistoryLost."""
+        # Asks for one revision more than is wanted: some versions of etcd drop the deletions of the compacted revision
+        # itself, and asking earlier makes that a compaction error. A member that is cut off from its quorum ends a
+        # stream with `hasleader`.
         async with self._bounded():
             channel = await self._channel()
         stream = channel.stream(_WATCH, metadata={"hasleader": "true"})

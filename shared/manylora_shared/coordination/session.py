@@ -110,8 +110,8 @@ class _Lease:
 
 
 class LeaseSession:
-    """Keys that stand as long as this process lives. After a loss it grants a new lease and puts every key again.
-    `on_lost` is called once a loss, from the task.
+    """Keys that stand as long as this process lives. After a loss it puts every key again under a new lease. The task
+    calls `on_lost` once a loss.
     """
 
     def __init__(self, store: Store, *, ttl_s: int, on_lost: Callable[[], None] | None = None) -> None:
@@ -247,7 +247,6 @@ class Election:
         self._task = asyncio.create_task(self._run(), name="election")
 
     async def elected(self) -> int:
-        """Returns the epoch."""
         while not self.is_leader(_now()):
             await self._wait_changed()
         return self._epoch
@@ -257,7 +256,6 @@ class Election:
             await self._wait_changed()
 
     async def resign(self) -> None:
-        """For good, and frees the key at once."""
         try:
             await _stop(self._task)
         finally:

@@ -21,15 +21,13 @@ class TextService(Protocol):
         """False: `encode` and `encode_chat` raise Unready, and all text is empty."""
 
     async def encode(self, text: str) -> Sequence[int]:
-        """With begin-of-sequence."""
+        """Begin-of-sequence included."""
 
     async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> Sequence[int]:
-        """Of (role, content). Raises Unready where there is no template, InvalidRequest where it refuses them."""
+        """messages: (role, content). Raises Unready without a template, InvalidRequest where it refuses them."""
 
     async def encode_words(self, words: Sequence[str]) -> Sequence[Sequence[int]]:
-        """As they are, and behind a space where these do not end in the same tokens. Raises Unready without a
-        tokenizer.
-        """
+        """Each word as it is, and behind a space where that does not end in the same tokens. Raises Unready."""
 
     def detokenizer(self) -> Detokenizer:
         """A fresh one, for one choice."""

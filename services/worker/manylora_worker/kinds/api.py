@@ -141,13 +141,14 @@ class ModelRunner(Protocol):
     @property
     def max_context_tokens(self) -> int: ...
 
+    # Every adapter_uid of a batch is on the device.
     def execute(self, batch: StepBatch) -> Sequence[Sampled]:
         """One Sampled for each chunk with `samples`, in order: a function of each chunk alone (up to rounding)."""
 
 
 class PendingStep(Protocol):
     def result(self) -> Sequence[Sampled]:
-        """Waits for ModelRunner.execute's."""
+        """Waits, and returns as ModelRunner.execute."""
 
 
 @runtime_checkable
@@ -166,7 +167,7 @@ class PendingCopy(Protocol):
 
     @property
     def seconds(self) -> float:
-        """Once it is over."""
+        """Of the copy, once it is over."""
 
 
 class HostKv(Protocol):

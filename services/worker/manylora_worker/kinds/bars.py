@@ -1,4 +1,4 @@
-"""Which tokens a sequence may not draw next: stop tokens before `min_tokens`, and completions of a bad word."""
+"""Which tokens a sequence may not draw next."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
 """The low-rank products of a mixed batch: shrink (x A^T) as a kernel, expand (s B) inside the readers of the base
 product (add_norm, rotate, gate).
 
-*By row* suits rows of many adapters: multiply-adds with all of a row's weights in flight. *By tile* suits rows that
-share adapters: up to TILE_ROWS consecutive rows of one adapter on the matrix unit. Loops run over each adapter's own
-rank. Source: grouped products over adapter segments, Punica (Chen et al., 2023), S-LoRA (Sheng et al., 2023).
+Source: grouped products over adapter segments, Punica (Chen et al., 2023), S-LoRA (Sheng et al., 2023).
 """
+
+# *By row* suits rows of many adapters: multiply-adds with all of a row's weights in flight. *By tile* suits prompts and
+# rows that share adapters: up to TILE_ROWS consecutive rows of one adapter on the matrix unit. Loops run over each
+# adapter's own rank.
 
 from __future__ import annotations
 

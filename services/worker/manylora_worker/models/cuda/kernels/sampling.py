@@ -1,7 +1,5 @@
-"""The semantics of models/torch/sampler.py without a wait for the host, so that a graph can hold them.
-
-DeviceSampler owns every row's parameters, output index and penalty counts on the device. The host writes them when a
-row changes hands; each `sample` advances them. It knows nothing of sequences.
+"""The semantics of models/torch/sampler.py without a wait for the host, so that a graph can hold them. DeviceSampler
+owns every row's parameters, output index and penalty counts on the device.
 """
 
 from __future__ import annotations
