@@ -102,6 +102,14 @@ class BlockPoolMachine(RuleBasedStateMachine):
         for block_id in blocks[index : index + 1]:
             self.names.pop(block_id, None)
 
+    @rule(tenant_id=_TENANTS)
+    def forget_computed(self, tenant_id: TenantId) -> None:
+        num_free = self.pool.num_free
+        self.pool.forget_computed(tenant_id)
+        self.names = {block: name for block, name in self.names.items() if self.writers[block] != tenant_id}
+        assert (self.pool.idle_of(tenant_id), self.pool.num_free) == (0, num_free)
+        assert self.pool._cache.published_blocks().keys() <= self.names.keys()
+
     @rule(
         target=tables,
         tenant_id=_TENANTS,

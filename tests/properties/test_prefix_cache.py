@@ -12,7 +12,7 @@ from manylora_worker.kinds.flow import CacheScope
 from manylora_worker.kinds.sequence import Sequence
 from manylora_worker.memory.block_pool import BlockPool
 from manylora_worker.memory.prefix_cache import Namespace, PrefixCache, PrefixKeys, PrefixOptions
-from manylora_worker.memory.tenant_shares import TenantShares
+from manylora_worker.memory.tenant_shares import TenantShare, TenantShares
 
 from tests.properties import prefix_suite as suite
 from tests.properties.prefix_suite import ADAPTERS, BLOCK_SIZE, SECRET, A, B, Run, make_run, request_of, scope_of
@@ -347,6 +347,28 @@ def test_who_leaves_a_group_finds_and_leaves_nothing_there_with_new_requests() -
     assert ask(run, "its own", B, length=25) == 16
     assert ask(run, "group", A, length=25) == 16, "what b computed after it had left is not there"
     run.finish()
+
+
+def test_what_was_computed_before_a_change_of_groups_is_found_by_nobody() -> None:
+    run = make_run(PrefixKeys(SECRET, "m"), num_blocks=64)
+    late = TenantId("late")
+    for tenant in (A, B):
+        run.put_in_group(tenant, "g")
+    assert ask(run, "first", B) == 0
+    run.core.set_share(B, TenantShare(cache_group="g", soft_blocks=60))
+    assert ask(run, "as before", A) == 16, "other changes of its policy take nothing away"
+    run.core.add(request_of("long", A, None, range(17), 40), 0.0)
+    run.step()
+    run.put_in_group(B, None)
+    run.put_in_group(late, "g")
+    assert ask(run, "late", late) == 0, "though a member still has it in its table"
+    run.finish()
+    assert ask(run, "again", A) == 16, "what a member has computed"
+    run.put_in_group(A, None)
+    run.put_in_group(late, None)
+    pool = run.core._pool
+    assert pool.num_idle == 0
+    assert pool.num_free == 64
 
 
 def test_what_one_holds_with_others_counts_for_it_against_its_own_cap() -> None:

@@ -55,6 +55,15 @@ def test_every_type_from_flags() -> None:
     ) == Config("m", "127.0.0.1:5", 32, 0.25, True, Path("/tmp/x"), "nf4", 7)
 
 
+def test_whole_numbers_that_no_float_is_near(tmp_path: Path) -> None:
+    huge = 10**400
+    assert config(f"--limit={huge}").limit == huge
+    file = tmp_path / "config.yaml"
+    file.write_text(f"ratio: {huge}\n")
+    with pytest.raises(ConfigError, match=r"ratio: 1000.* is not a number"):
+        config(f"--config={file}")
+
+
 def test_flag_before_environment_before_file_before_default(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("block_size: 1\nratio: 1\nlimit: 1\nquantization: nf4\n")

@@ -131,6 +131,7 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {259: 1.0}}, "logit_bias[259]"),
     ({"logit_bias": {1: 101.0}}, "logit_bias[1]"),
     ({"logit_bias": {1: math.nan}}, "logit_bias[1]"),
+    ({"bad_words": ["word"]}, "bad_words"),
 ]
 
 

@@ -218,9 +218,9 @@ def _convert_number(value: object, kind: type[int] | type[float], source: str) -
         raise ConfigError(f"{source}: {value!r} is not {name}")
     try:
         number = kind(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ConfigError(f"{source}: {value!r} is not {name}") from None
-    if not math.isfinite(number):
+    if isinstance(number, float) and not math.isfinite(number):
         raise ConfigError(f"{source}: {value!r} is not a finite number")
     return number
 

@@ -124,7 +124,10 @@ class EngineCore:
         hard cap that falls below what is held is reached as soon as the running quanta are over.
         """
         assert self._begun is None
+        scope = self._shares.cache_scope(tenant_id)
         self._shares.set(tenant_id, share)
+        if self._shares.cache_scope(tenant_id) != scope:
+            self._pool.forget_computed(tenant_id)
         self._note_longest(tenant_id)
         self._planner.shares_changed(tenant_id)
         self._adapters.weights_changed()

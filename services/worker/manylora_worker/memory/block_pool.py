@@ -152,6 +152,18 @@ class BlockPool:
             assert self._references[block_id] > 0
             self._cache.unpublish(block_id)
 
+    def forget_computed(self, tenant_id: TenantId) -> None:
+        """No lookup finds any more what the tenant has computed. Who holds such blocks keeps them."""
+        for block_id, (_, owner) in self._cache.published_blocks().items():
+            if owner != tenant_id:
+                continue
+            is_idle = self._cache.is_idle(block_id)
+            if is_idle:
+                self._cache.wake(block_id)
+            self._cache.unpublish(block_id)
+            if is_idle:
+                self._give_away(block_id)
+
     def copy_on_write(self, block_id: int) -> int:
         """Trades a shared block for one of its own; the coming step copies the content."""
         assert self.is_shared(block_id), f"block {block_id} can be written in place"
@@ -285,9 +297,12 @@ class BlockPool:
     def _put_back(self, block_id: int) -> None:
         given_up = self._cache.rest(block_id) if self._cache.is_published(block_id) else block_id
         if given_up is not None:
-            self._free.append(given_up)
-            if self._clears_freed:
-                self._unclean[given_up] = None
+            self._give_away(given_up)
+
+    def _give_away(self, block_id: int) -> None:
+        self._free.append(block_id)
+        if self._clears_freed:
+            self._unclean[block_id] = None
 
     def _drop_copy(self, copy: int) -> None:
         self._drop_source(self._copies.pop(copy))

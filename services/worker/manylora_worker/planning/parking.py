@@ -25,7 +25,7 @@ class Parking:
         self._parked: dict[Sequence, None] = {}
         self.parked = self._parked.keys()  # with blocks
         self._waiting: list[Sequence] = []  # oldest first
-        self.step = 0  # the plan being made, or made last; one that left out decodes does not count
+        self.step = 0  # the plan being made, or made last
         self.swapped: list[Sequence] = []  # in this plan, to the host
         self.evicted: list[Sequence] = []  # in this plan
         self.ready_decodes = 0  # parked sequences that could decode, since they were counted

@@ -78,6 +78,7 @@ def engine_request(message: worker_pb2.ExecuteRequest, model: ModelInfo) -> Engi
     check(message.sampling.HasField("seed"), "sampling.seed", "must be set")
     sampling = Sampling.of_message(message.sampling)
     found.found += sampling.violations(model.vocab_size)
+    check(not sampling.bad_words, "sampling.bad_words", "must come in tokens, as bad_sequences")
     bad_sequences = tuple(tuple(each.token_ids) for each in message.bad_sequences)
     problem = barred_too_much(bad_sequences, message.stop_token_ids if sampling.min_tokens else (), model.vocab_size)
     check(not problem, "bad_sequences", problem)
