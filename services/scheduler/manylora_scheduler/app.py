@@ -46,7 +46,7 @@ class SchedulerApp:
         order: Order = "fair",
         overload: bool = True,
     ) -> None:
-        """The parts that are given stay their giver's to close. `order` and `overload` serve comparisons."""
+        """The given parts stay their giver's to close."""
         self.config = config
         self.scheduler_id = config.scheduler_id or f"scheduler-{rng.getrandbits(32):08x}"
         self._transport = transport

@@ -386,7 +386,7 @@ class FairQueue(Generic[F, I]):
         self._moved.clear()
 
     def rest(self, flow: FlowBooks[F, I]) -> None:
-        """Forgets a flow that has become idle, or remembers to once the clock has passed it."""
+        # A flow ahead of the clock is forgotten once that has passed it.
         if flow.num_running or flow.num_queued or self.returning is not None:
             return
         if not self._items:

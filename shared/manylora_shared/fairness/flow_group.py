@@ -91,10 +91,9 @@ class Group(Generic[F]):
 
 
 class Unsorted(Group[F]):
-    """All flows that were not sorted by their needs: a calendar queue (Brown 1988), since a heap of so many is cold
-    memory.
+    """All flows that were not sorted by their needs: a calendar queue (Brown 1988).
 
-    `heap` has the entries up to a horizon; the rest lie in buckets by their keys' upper bits.
+    `heap`, kept small to stay in warm memory, has the entries up to a horizon; the rest lie in buckets.
     """
 
     __slots__ = ("_far", "_horizon", "_looked_through", "_num_entries", "_num_laid", "_num_loads", "_numbers",

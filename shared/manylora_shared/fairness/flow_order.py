@@ -97,13 +97,13 @@ class FlowOrder(Generic[F]):
                     yield place
 
     def first_places(self, limit: int) -> list[Place[F]]:
-        """Whatever they need, in order: O(needs + limit log limit), and what entries are left behind."""
+        """Whatever they need, in order: O(needs + limit log limit) beside stale entries."""
         while (found := self._walk(limit)) is None:
             self.unsorted.extend()
         return found
 
     def _walk(self, limit: int) -> list[Place[F]] | None:
-        """None: there may be others before them that are not in the heap of the unsorted."""
+        """None: others that are not in the heap of the unsorted may come before them."""
         # Each heap is walked from its root: an entry's children are no smaller than itself.
         unsorted = self.unsorted
         groups = (unsorted, *self._groups.values())

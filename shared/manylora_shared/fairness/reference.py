@@ -183,7 +183,7 @@ class ReferenceQueue(Generic[F, I]):
         return flow
 
     def _rest(self, flow: Flow[F, I]) -> None:
-        """Forgets a flow that has become idle, or remembers to once the clock has passed it."""
+        # A flow ahead of the clock is forgotten once that has passed it.
         if not self._queued and not self._running:
             self.virtual_time = max(self.virtual_time, *(known.tag for known in self.books.values()))
             self.books.clear()
