@@ -232,7 +232,8 @@ class FairQueue(Generic[F, I]):
     ) -> list[tuple[F, int]]:
         """Settles what a source's cumulative counters grew by; returns (flow, cost) for each that grew.
 
-        A counter that fell back, or is missing from all, is a new process's: then all of the source's begin at zero.
+        A counter that fell back, or is missing if `are_all`, is a new process's: then all of the source's begin at
+        zero.
         """
         counted = self.counted.get(source)
         if counted is None:

@@ -74,7 +74,10 @@ def pins_problem(
     own_other: int,
     largest: int,
 ) -> str | None:
-    """Why one tenant's pins are refused, or None; `own_other` is its largest adapter that it does not pin, or 0."""
+    """Why one tenant's pins are refused, or None; `own_other` is its largest adapter that it does not pin, or 0.
+
+    `capacity` is the smallest worker's.
+    """
     own = pins.get(key, ())
     total = sum(own)
     wants = {**registered, key: max(total, registered.get(key, 0))}

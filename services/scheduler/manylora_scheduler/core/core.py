@@ -2,7 +2,7 @@
 
 Owns every queued request and live grant, the fair queue, the fleet, and all timers. It promises:
 
-1. A worker never has more sequences than it takes, nor, but for flows that are behind (`dispatch`), more than are free.
+1. A worker never has more sequences than it takes; only flows that are behind get slots or blocks that are not free.
 2. Every enqueued request gets exactly one grant or refusal, unless it is withdrawn or its router goes.
 3. No room that is not held stays empty while the first request of a flow could use it.
 """

@@ -82,7 +82,11 @@ class Dispatch:
         return choose(request, self._fleet, self._allows(request))
 
     def _beyond(self, flow: FlowKey, ticket: Ticket) -> WorkerView | None:
-        """The worker that takes the flow's next request though nothing is free for it (docs/decisions/0016)."""
+        """The worker that takes the flow's next request though nothing is free for it (docs/decisions/0016).
+
+        There the flow is behind, has few sequences waiting, and has held ones for a quarter of the slots at most. It
+        does not pass a flow that would come before it and only has enough waiting there.
+        """
         if self.precedence is not None and not self.precedence.goes_beyond(flow):
             return None
         request = ticket.request

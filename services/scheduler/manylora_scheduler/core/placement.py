@@ -1,7 +1,8 @@
 """Which worker runs a request: where its adapter is, while that does not crowd one worker. Pure; keeps nothing.
 
 The choice is the least loaded open worker that is under the cap and has the adapter, then the first under the cap in
-the adapter's own order (the ring), then any. The cap is bounded load (Mirrokni, Thorup, Zadimoghaddam 2018).
+the adapter's own order (the ring), then any. The cap is bounded load (Mirrokni, Thorup, Zadimoghaddam 2018), never
+above the real slots. Requests for the base model go to the least loaded.
 """
 
 from __future__ import annotations

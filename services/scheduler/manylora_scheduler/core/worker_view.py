@@ -100,7 +100,7 @@ class WorkerView:
         self._front: FlowKey | None = None
         self._assigned: dict[AdapterUid, int] = {}  # live tickets by adapter
         self._holds_longest = False  # its KV holds a sequence that is as long as its context can be
-        self.standing = AWAY  # As of its last `Fleet.update`, which alone writes it, and place.
+        self.standing = AWAY  # as of its last `Fleet.update`, which alone writes it, and place.
         self.place = NOWHERE
 
     # ---- room
@@ -271,7 +271,7 @@ class WorkerView:
                 self._assigned[uid] = count + 1
 
     def drop_grant(self, ticket: Ticket) -> None:
-        """A grant came to nothing, or its end was reported together with its start."""
+        # The grant came to nothing, or its end was reported together with its start.
         request = ticket.request
         del self.granted[request.request_id]
         self._granted_sequences -= request.sequences
@@ -395,7 +395,7 @@ class WorkerView:
             self.held_sequences += load.held - before.held
 
     def fold_outputs(self, report: WorkerReport) -> list[tuple[FlowKey, int]]:
-        """Output tokens by flow since the last report; nothing for the first, or for counters that fell back."""
+        """Tokens by flow since the last report; nothing for the first. Counters that fell back count from zero."""
         before, grown = self._output_tokens, []
         if report.snapshot and any(
             flow not in report.flows or report.flows[flow].output_tokens < tokens for flow, tokens in before.items()

@@ -1,8 +1,9 @@
 """How much each tenant asks for, against its share of the cluster. Pure; time is passed in.
 
 Owns sums of cost that fade with DEMAND_WINDOW_S, of what came lately (refused or not) and of what was granted. A
-*share* is a tenant's max-min fair part, by weight, of what was granted. All sums are as of one moment, `_epoch`
-(forward decay: Cormode, Shkapenyuk, Srivastava, Xu, ICDE 2009), so nothing has to be faded.
+*share* is a tenant's max-min fair part, by weight, of what was granted; where all demand is met, the largest demand by
+weight is one share. All sums are as of one moment, `_epoch` (forward decay: Cormode, Shkapenyuk, Srivastava, Xu, ICDE
+2009), so nothing has to be faded.
 """
 
 from __future__ import annotations
