@@ -1,4 +1,4 @@
-"""The text of one choice of a request, up to a stop string, the same however its tokens come in frames."""
+"""The text of one choice of a request, up to a stop string, however its tokens come in frames."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TextDelta:
 
 
 class ChoiceText:
-    """After a stop string, or `finish`, it takes no more tokens. None of the first `min_tokens` ends a stop string."""
+    """It takes no tokens after a stop string or `finish`. None of the first `min_tokens` ends a stop string."""
 
     __slots__ = ("_detokenizer", "_matcher", "_tokens_past")
 

@@ -1,4 +1,4 @@
-"""A TextService turns prompts into token ids, never on the event loop, and gives detokenizers for the event loop."""
+"""A TextService turns prompts into token ids, off the event loop, and gives detokenizers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ _TOKENIZER_FILES = (
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """A broken one counts: it is an error, not an absence."""
+    """A broken one counts."""
     return any((folder / name).exists() for name in _TOKENIZER_FILES)
 
 
@@ -92,14 +92,14 @@ class HfTextService:
     has_text = True
 
     def __init__(self, tokenizer: Any, *, threads: int = 2) -> None:
-        """`tokenizer` is one of transformers."""
+        """`tokenizer`: of transformers."""
         self._tokenizer = tokenizer
         self._executor = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="tokenizer")
         self._decode = _decode_function(tokenizer)
 
     @classmethod
     def load(cls, folder: Path, *, threads: int = 2) -> HfTextService:
-        """Blocks for seconds. Raises OSError or ValueError where there is none to read."""
+        """Blocks for seconds. Raises OSError or ValueError."""
         from transformers import AutoTokenizer  # here: the import costs seconds, and token-id routers do without
 
         if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""Stop strings: the first one in a text that comes in pieces, however it is cut. Pure."""
+"""Stop strings: the first one in a text that comes in pieces. Pure."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class StopStringMatcher:
         self.matched: str | None = None
 
     def push(self, text: str, *, may_match: bool = True) -> str:
-        """The text that is certainly before any match. may_match: whether one may end here."""
+        """The text that is certainly before any match. may_match: one may end here."""
         assert self.matched is None
         node = self._node
         for index, character in enumerate(text):

@@ -3,6 +3,8 @@
 # runtime (shell) --EngineRequest / abort--> EngineCore --StepBatch--> ModelRunner   (torch, kernels, or a fake)
 #                 <------TokenOutput-------             <--Sampled---
 #                                            EngineCore <--> AdapterBackend          (loads weights beside the loop)
+#
+# A ModelRunner owns tensors, paged KV among them, and nothing else.
 
 from __future__ import annotations
 
@@ -126,8 +128,6 @@ class Sampled:
 
 
 class ModelRunner(Protocol):
-    """One forward pass at a time over the paged KV that it owns."""
-
     @property
     def num_blocks(self) -> int: ...
 
@@ -153,7 +153,7 @@ class PendingStep(Protocol):
 
 @runtime_checkable
 class AheadRunner(ModelRunner, Protocol):
-    """Takes the next step while one is being computed. Steps happen in the order of their `submit`."""
+    """Takes the next step while one is being computed, in the order of `submit`."""
 
     def submit(self, batch: StepBatch) -> PendingStep:
         """At most one other is unread then. Raises what is wrong with this step alone; nothing of it was done."""
@@ -171,7 +171,7 @@ class PendingCopy(Protocol):
 
 
 class HostKv(Protocol):
-    """Host memory to which a runner copies whole blocks and back, beside its steps."""
+    """Copies whole blocks to host memory and back, beside the steps."""
 
     # A copy happens behind all steps that were submitted before it. Later steps neither write nor clear what is copied
     # out, and do not touch what is copied into. Only `copy_in` reads a host block, and `copy_out` has overwritten all
@@ -212,7 +212,7 @@ class AdapterEvent:
 
 
 class AdapterBackend(Protocol):
-    """Moves adapter weights between tiers, beside the engine loop. One load per adapter and tier at a time."""
+    # One load per adapter and tier at a time, beside the engine loop.
 
     def start_host_load(self, uid: AdapterUid) -> None:
         """Verifies digest and shapes. Ends with an event for HOST."""

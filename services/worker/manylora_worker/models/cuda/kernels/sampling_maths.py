@@ -1,7 +1,6 @@
-"""The numbers behind the device's draws, the same bits in every kernel that calls them.
+"""The numbers behind the device's draws, the same bits in every kernel that calls them."""
 
-exp and log are those of Cephes (S. Moshier, expf.c and logf.c); the correction for log1p is W. Kahan's, as in fdlibm.
-"""
+# exp and log are those of Cephes (S. Moshier, expf.c and logf.c); the correction for log1p is W. Kahan's, as in fdlibm.
 
 from __future__ import annotations
 
