@@ -1,16 +1,9 @@
 """The engine: requests in, token outputs out, step by step. One thread, no clock: times are the caller's `now`, in
 seconds.
 
-Its parts hold the state and it alone writes them. A step is `begin_step` -> `submit` -> `wait` -> `end_step`; commands
-(`add`, `abort`, `stop_choice`, `prefetch`) come between these, except between `begin_step` and `submit`.
-
-With an AheadRunner the next step begins before the last has ended, as if each sequence in both went on: what the last
-one draws is a PENDING_TOKEN of the next. What it draws for a sequence that has ended is dropped. Blocks, adapter and
-request are let go when no step in flight and no copy has the sequence (*lingering* until then). A failed step takes the
-one behind it along. A failed copy is the end of the engine: nothing on the device can be relied upon.
-
-A stop token ends a choice with STOP and is *not* part of its output. Tokens emitted by an earlier attempt count towards
-`max_tokens` and are not put out again.
+A step is `begin_step` -> `submit` -> `wait` -> `end_step`; commands come between these, except between `begin_step` and
+`submit`. With an AheadRunner a step begins before the last has ended (decision 17). A stop token ends a choice and is
+*not* part of its output.
 """
 
 from __future__ import annotations
@@ -66,7 +59,7 @@ _POLL_S = 0.002  # how often copies of KV are asked for, where nothing else is t
 
 
 class EngineCore:
-    """prefix: the prefix cache; None: there is none. clears_freed: see BlockPool."""
+    """prefix: None: there is no prefix cache."""
 
     def __init__(
         self,
@@ -116,13 +109,11 @@ class EngineCore:
     # -- commands, between steps ---------------------------------------------------------------------------------
 
     def check(self, request: EngineRequest) -> None:
-        """See RequestBounds.check. From any thread."""
+        """From any thread. Raises as RequestBounds.check does."""
         self._bounds.check(request)
 
     def set_share(self, tenant_id: TenantId, share: TenantShare | None) -> None:
-        """None: the default weights and no bounds. Requests that are here run to their end (TenantShares.accept). A
-        hard cap that falls below what is held is reached as soon as the running quanta are over.
-        """
+        """None: default weights, no bounds. Requests that are here run to their end."""
         assert self._begun is None
         scope = self._shares.cache_scope(tenant_id)
         self._shares.set(tenant_id, share)
@@ -142,12 +133,12 @@ class EngineCore:
             self._note_longest(request.tenant_id)
 
     def add(self, request: EngineRequest, now: float) -> None:
-        """Takes a request that `check` accepted. Its tenant's bounds may have fallen since: it runs nevertheless.
+        """`check` has accepted the request, perhaps under wider bounds.
 
         Raises:
             InvalidRequest: the model could never run it.
-            AlreadyExists: a request of this id is there.
-            Overloaded: `max_requests` are there.
+            AlreadyExists: its id is here.
+            Overloaded: `max_requests` are here.
         """
         assert self._begun is None
         self._bounds.check_model(request)
@@ -174,7 +165,7 @@ class EngineCore:
             self._endings.end_request(group, FinishReason.ABORTED, "aborted", now)
 
     def stop_choice(self, request_id: RequestId, choice: int, now: float) -> None:
-        """Ends it with STOP; the others go on."""
+        """With STOP; the others go on."""
         assert self._begun is None
         group = self._requests.find(request_id)
         if group is None or choice >= len(group.sequences):
@@ -184,9 +175,7 @@ class EngineCore:
             self._endings.end_choice(sequence, FinishReason.STOP, now)
 
     def pause(self, request_id: RequestId) -> None:
-        """The request takes no further slot until `resume`. Its KV stays until others take it, and then is computed
-        again.
-        """
+        """Its KV stays until others take it."""
         self._set_paused(request_id, is_paused=True)
 
     def resume(self, request_id: RequestId) -> None:
@@ -217,7 +206,7 @@ class EngineCore:
     # -- a step --------------------------------------------------------------------------------------------------
 
     def step(self, now: float) -> list[TokenOutput]:
-        """Starts a step if one can be, ends the oldest if it must be. Returns the outputs since `take_outputs`."""
+        """Starts a step if one can be, ends the oldest if it must be."""
         batch = self.begin_step(now)
         if batch is not None:
             self.submit(batch)
@@ -235,7 +224,7 @@ class EngineCore:
         return self._flights.must_wait
 
     def begin_step(self, now: float) -> StepBatch | None:
-        """A batch must go to `submit`. None: nothing can be computed, or not before the step in flight has ended."""
+        """A batch must go to `submit`. None: nothing can be computed now."""
         assert self._begun is None
         assert not self.must_wait
         if self._flights.is_over:
@@ -256,7 +245,6 @@ class EngineCore:
         return StepBatch(chunks, copy_blocks=work.copies, clear_blocks=work.clears)
 
     def submit(self, batch: StepBatch) -> None:
-        """At once, or beside what comes next."""
         assert self._begun is not None
         (parts, work, begun_s), self._begun = self._begun, None
         self._flights.submit(batch, parts, work, begun_s)
@@ -264,11 +252,11 @@ class EngineCore:
             self._advance(part.scheduled)
 
     def wait(self) -> SequenceOf[Sampled] | Exception:
-        """Touches no state, so it may take its time."""
+        """Touches no state."""
         return self._flights.wait()
 
     def end_step(self, result: SequenceOf[Sampled] | Exception, now: float) -> None:
-        """An exception ends every request of the oldest step and of the step behind it, and no other."""
+        """An exception ends every request of the oldest step and of the one behind it."""
         flight = self._flights.end()
         self._counters.steps += 1
         result = self._flights.checked(flight, result)
@@ -284,30 +272,27 @@ class EngineCore:
         self._endings.let_go()
 
     def drain(self, now: float) -> None:
-        """Ends the steps and copies that are under way; what was aborted is let go then. Blocks."""
+        """Ends the steps and copies under way. Blocks."""
         while self._flights:
             self.end_step(self.wait(), now)
         self._swapper.wait()
         self._pump_copies()
 
     def take_outputs(self) -> list[TokenOutput]:
-        """In order."""
         return self._outbox.take_outputs()
 
     def take_ended(self) -> list[RequestEnd]:
-        """Nothing of them is left in the engine."""
+        """Nothing of them is left here."""
         return self._outbox.take_ended()
 
     # -- what others may know ------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        """Some request is not paused, adapters are being loaded, or KV is being copied."""
+        """Some request is not paused, or adapters or KV are on their way."""
         return self._requests.num_active > 0 or self._adapters.has_work or self._swapper.num_copying > 0
 
     def rest_s(self) -> float | None:
-        """Seconds until to try again where no step could begin; None: only after news (a command, or a load that
-        ended).
-        """
+        """Where no step could begin; None: until a command or a load's end."""
         if not self.has_work():
             return None
         # Who is not paused and has its adapter can be computed, unless blocks are being copied: so loads and copies are
@@ -348,14 +333,14 @@ class EngineCore:
         return self._adapters.tiers()
 
     def tenant_adapters(self) -> Mapping[TenantId, TenantAdapters]:
-        """Of all tenants that have, had or pin adapters here. Never changed in place."""
+        """Of whoever has, had or pins adapters. Never changed in place."""
         version = self._adapters.tenants_version
         if self._tenant_adapters is None or self._tenant_adapters[0] != version:
             self._tenant_adapters = version, self._adapters.tenants()
         return self._tenant_adapters[1]
 
     def flow_slots(self) -> Mapping[FlowKey, FlowSlots]:
-        """Of flows with a slot, or with sequences that cannot use one: capped, or loading."""
+        """Of flows with a slot, or kept from one: capped or loading."""
         slots = self._planner.flow_slots()
         for group in self._requests.loading:
             flow = (group.request.tenant_id, group.request.qos_class)
@@ -367,29 +352,26 @@ class EngineCore:
         return self._counters.flows()
 
     def take_changed_flows(self) -> dict[FlowKey, FlowTokens]:
-        """Since the last call."""
         return self._counters.take_changed_flows()
 
     def take_changed_setbacks(self) -> Mapping[TenantId, Setbacks]:
-        """Since the last call."""
         return self._counters.take_changed_setbacks()
 
     def blocks_held_by(self, tenant_id: TenantId) -> int:
         return self._pool.held_by(tenant_id)
 
     def blocks_held(self) -> dict[TenantId, int]:
-        """What several tenants of a cache group hold is counted for each."""
+        """What several tenants share counts for each."""
         return self._pool.held()
 
     def host_blocks_held(self) -> dict[TenantId, int]:
         return self._swapper.host.held()
 
     def tenant_of(self, holding_id: int) -> TenantId:
-        """holding_id: of a sequence in the engine, as the runner sees it."""
+        """holding_id: of a sequence as the runner sees it."""
         return self._requests.sequence(sequence_id_of(holding_id)).tenant_id
 
     def check_invariants(self) -> None:
-        """For tests and idle moments between steps."""
         assert self._begun is not None or self._pool.pending_copies() == [], "a copy was planned and not made"
         check_queues(self._requests, self._planner)
         check_blocks(self._requests, self._pool)
@@ -418,7 +400,7 @@ class EngineCore:
         self._endings.let_go()
 
     def _measure(self, flight: Flight, now: float) -> None:
-        """The device begins a step when the one before it is through."""
+        """The device begins a step when the one before is through."""
         num_tokens = num_prefill = 0
         for part in flight.parts:
             num_tokens += part.scheduled.num_tokens
@@ -447,7 +429,6 @@ class EngineCore:
         self._planner.parking.enqueue(leader)
 
     def _advance(self, item: Scheduled) -> None:
-        """A step with it is started."""
         sequence, group = item.sequence, item.sequence.group
         is_prefill = sequence.status is SequenceStatus.PREFILL
         is_charged = is_prefill and sequence.num_new_tokens(item.num_tokens) > 0
@@ -466,7 +447,6 @@ class EngineCore:
             self._planner.parking.fork(sequence, others)
 
     def _settle(self, part: Part, sampled: Sampled | None, now: float) -> None:
-        """A step that computed its tokens is over."""
         sequence = part.scheduled.sequence
         group = sequence.group
         self._leave_step(part)

@@ -1,12 +1,7 @@
-"""How much the engine has done, for whom, since its start.
+"""How much the engine has done, for whom, since its start. EngineCore writes it.
 
-Written by EngineCore alone; grows and is never reset. What the parts of the engine hold at present is theirs to say:
-EngineStats is both together, as `EngineCore.stats` gathers it.
-
-Work is counted per flow (tenant, class): prompt_tokens are tokens computed in prefill, the one token a further choice
-adds included, those computed again after an eviction (which we chose) left out; output_tokens are tokens drawn, stop
-tokens included. What befalls sequences for others'
-sake or for want of memory is counted per tenant.
+prompt_tokens: computed in prefill, those computed again after an eviction left out. output_tokens: drawn, stop tokens
+included.
 """
 
 from __future__ import annotations
@@ -21,15 +16,11 @@ from manylora_worker.kinds.flow import FlowKey
 
 
 class FlowTokens(NamedTuple):
-    """Cumulative since the engine's start."""
-
     prompt_tokens: int = 0
     output_tokens: int = 0
 
 
 class Setbacks(NamedTuple):
-    """Of a tenant's sequences, cumulative since the engine's start."""
-
     preemptions: int = 0  # they gave up their slot to others at a unit's end
     swaps_out: int = 0  # their KV went to host memory
     evictions: int = 0  # they lost their blocks and are computed again
@@ -64,8 +55,6 @@ class EngineStats(NamedTuple):
 
 
 class WorkCounters:
-    """The plain counts are written in place, as EngineStats names them; `computed` and `set_back` write the others."""
-
     def __init__(self) -> None:
         self.steps = 0
         self.failed_steps = 0
@@ -93,12 +82,10 @@ class WorkCounters:
         return {flow: FlowTokens(*tokens) for flow, tokens in self._flows.items()}
 
     def take_changed_flows(self) -> dict[FlowKey, FlowTokens]:
-        """Since the last call."""
         changed = {flow: FlowTokens(*self._flows[flow]) for flow in self._changed_flows}
         self._changed_flows.clear()
         return changed
 
     def take_changed_setbacks(self) -> Mapping[TenantId, Setbacks]:
-        """Since the last call."""
         changed, self._changed_setbacks = self._changed_setbacks, {}
         return changed

@@ -1,9 +1,7 @@
-"""How choices and requests end: in which order what they have is given up, and when their ends are told. A stateless
-part of EngineCore, which says what ends, when and why.
+"""How choices and requests end: what they have is given up in order, then the end is told. A stateless part of
+EngineCore.
 
-A choice that ends leaves its slot or queue at once, and its end is told; it *lingers* until no step or copy has its
-blocks. A request ends with its last choice; once none lingers, its adapter is released, it is forgotten, and its end is
-told.
+A finished choice *lingers* until no step or copy has its blocks. A request's end is told when none lingers.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from manylora_worker.planning.step_planner import StepPlanner
 
 
 class Endings:
-    """closed: called with each request of which nothing is left, before its end is told."""
+    """closed: called before a request's end is told."""
 
     def __init__(
         self,
@@ -74,7 +72,7 @@ class Endings:
     def end_request(
         self, group: SequenceGroup, reason: FinishReason, message: str, now: float, *, refund: bool = False
     ) -> None:
-        """The last choice first: so none becomes the leader in between."""
+        """The last choice first, so that none becomes the leader."""
         for sequence in reversed(group.sequences):
             if not sequence.is_finished:
                 if reason is FinishReason.ERROR:
@@ -89,7 +87,7 @@ class Endings:
                 self._close(sequence.group, end)
 
     def _close(self, group: SequenceGroup, end: RequestEnd) -> None:
-        """No step in flight has a choice of it any more."""
+        """None of its choices lingers."""
         self._adapters.release(end.request_id, end.ended_s)
         self._requests.remove(group)
         self._closed(group.request)

@@ -1,7 +1,5 @@
-"""Steps that are begun and not ended: at most one, or two with an AheadRunner, oldest first.
-
-Written by EngineCore alone. Knows neither what a step is for nor what becomes of it: a Part is one sequence's share of
-a step, which EngineCore makes when the step begins and settles when it is over.
+"""Steps that are begun and not ended, oldest first: one, or two with an AheadRunner. EngineCore writes it. A Part is
+one sequence's share of a step.
 """
 
 from __future__ import annotations
@@ -60,16 +58,15 @@ class Flights:
 
     @property
     def must_wait(self) -> bool:
-        """The oldest has to end before another may begin."""
         return len(self._flights) > (self._ahead is not None)
 
     @property
     def is_over(self) -> bool:
-        """The oldest needs no wait: the runner did not take it."""
+        """The oldest needs no wait."""
         return bool(self._flights) and isinstance(self._flights[0].pending, Over)
 
     def submit(self, batch: StepBatch, parts: SequenceOf[Part], work: BlockWork, begun_s: float) -> None:
-        """Computes the batch at once, or beside what comes next. An exception is the step's result."""
+        """At once, or beside what comes next. An exception is the step's result."""
         pending: PendingStep
         try:
             pending = Over(self._runner.execute(batch)) if self._ahead is None else self._ahead.submit(batch)
@@ -78,7 +75,7 @@ class Flights:
         self._flights.append(Flight(parts, work, pending, begun_s))
 
     def wait(self) -> SequenceOf[Sampled] | Exception:
-        """Of the oldest. Touches no state, so it may take its time."""
+        """Of the oldest. Touches no state."""
         try:
             return self._flights[0].pending.result()
         except Exception as error:

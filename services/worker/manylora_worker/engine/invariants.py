@@ -1,6 +1,4 @@
-"""Whether the parts of the engine agree on every sequence and block. Assertions alone, for tests and idle moments: each
-takes a pass over all that the engine has.
-"""
+"""Whether the engine's parts agree on every sequence and block. Each check passes over all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from manylora_worker.planning.step_planner import StepPlanner
 
 
 def check_queues(requests: RequestTable, planner: StepPlanner) -> None:
-    """Every sequence is where its status says, and nobody else is queued."""
+    """Every sequence is where its status says."""
     requests.check_invariants()
     planner.check_invariants()
     everywhere = [*planner.running, *planner.parking.parked, *planner.parking.waiting]
@@ -29,8 +27,7 @@ def check_queues(requests: RequestTable, planner: StepPlanner) -> None:
 
 
 def check_blocks(requests: RequestTable, pool: BlockPool) -> None:
-    """Every held block is in the table of a sequence, and counts for each tenant that holds it. What a sequence has of
-    another tenant it found in the cache of their group."""
+    """Every held block is in a table, and counts for each tenant that holds it."""
     pool.check_invariants()
     held: dict[TenantId, set[int]] = {}
     for sequence in requests.sequences:
@@ -46,7 +43,7 @@ def check_blocks(requests: RequestTable, pool: BlockPool) -> None:
 
 
 def check_under_way(requests: RequestTable, flights: Flights, swapper: Swapper) -> None:
-    """What steps and copies still need is kept for them."""
+    """What steps and copies need is kept for them."""
     swapper.check_invariants(list(requests.sequences))
     in_flight: dict[Sequence, int] = {}
     for part in (part for flight in flights for part in flight.parts):
@@ -59,7 +56,7 @@ def check_under_way(requests: RequestTable, flights: Flights, swapper: Swapper) 
 
 
 def check_adapters(requests: RequestTable, adapters: AdapterCache) -> None:
-    """Requests that are past loading have their adapter, and nobody else has one."""
+    """Requests past loading have their adapter, and nobody else."""
     adapters.check_invariants()
     loading = {group.request.request_id for group in requests.loading}
     with_adapter = [group for group in requests.groups if group.request.adapter_uid is not None]

@@ -1,7 +1,4 @@
-"""What the engine has to tell its callers: tokens and ends of choices in order, and ends of requests behind them.
-
-Written by EngineCore alone. Nothing here decides anything; what is told stays until it is taken.
-"""
+"""What the engine has to tell: tokens and ends of choices in order, then ends of requests. EngineCore writes it."""
 
 from __future__ import annotations
 
@@ -17,13 +14,12 @@ _CUT_SHORT = (FinishReason.ABORTED, FinishReason.ADAPTER_FAILED, FinishReason.ER
 
 @dataclass(frozen=True)
 class RequestEnd:
-    """After the last output of its last choice."""
+    """Comes after its last output."""
 
     request_id: RequestId
     reason: FinishReason  # STOP where all choices ended by themselves, else why the request was cut short
     message: str
-    cached_prompt_tokens: int
-    """Found in the prefix cache at the first admission; what the request finds after an eviction is not counted."""
+    cached_prompt_tokens: int  # found in the cache at the first admission
     num_swaps: int  # of its sequences to host memory
     num_evictions: int  # its sequences lost their blocks and were computed again
     times: GroupTimes
@@ -67,7 +63,7 @@ class Outbox:
         self._ended: list[RequestEnd] = []
 
     def token(self, sequence: Sequence, sampled: Sampled, position: int, *, is_last: bool) -> None:
-        """position: in the choice's output. is_last: it ends with it, by LENGTH."""
+        """position: in the choice's output. is_last: it ends, by LENGTH."""
         self._outputs.append(
             TokenOutput(
                 request_id=sequence.group.request.request_id,

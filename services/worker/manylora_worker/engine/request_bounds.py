@@ -1,6 +1,4 @@
-"""What a request may come to need, and whether this engine could ever give it. Knows bounds, never who holds what now;
-changes nothing, so any thread may ask.
-"""
+"""What a request may come to need, and whether this engine could ever give it. Changes nothing: any thread may ask."""
 
 from __future__ import annotations
 
@@ -24,13 +22,13 @@ class RequestBounds:
         """
         Raises:
             InvalidRequest: the model never could run it.
-            QuotaExceeded: its tenant's present bounds never let it.
+            QuotaExceeded: its tenant's bounds never let it.
         """
         self.check_model(request)
         self._shares.check(request.tenant_id, self.longest_blocks(request), self._block_size)
 
     def check_model(self, request: EngineRequest) -> None:
-        """As `check`, the tenant's bounds aside."""
+        """Without the tenant's bounds."""
         num_prompt = len(request.prompt_token_ids)
         num_start = num_prompt + len(request.emitted_token_ids)
         assert num_prompt > 0
@@ -61,5 +59,5 @@ class RequestBounds:
         return -(-self._longest_tokens(request) // self._block_size)
 
     def _longest_tokens(self, request: EngineRequest) -> int:
-        """Of one choice, held in KV: its last token's never is."""
+        """In KV, where a choice's last token never is."""
         return min(len(request.prompt_token_ids) + request.max_tokens, self._max_context_tokens) - 1

@@ -1,11 +1,11 @@
-"""The requests in the engine, from `add` until nothing of them is left, and what keeps each of them.
+"""The requests in the engine until nothing of them is left, and what keeps each:
 
     load       its adapter is not on the device yet
     be paused  its reader does not read
-    linger     a finished choice is in a step in flight or being copied: its blocks are not free yet
-    close      all of its choices are finished, and one lingers: its end is not told yet
+    linger     a finished choice's blocks are in a step or copy
+    close      all choices are finished, and one lingers
 
-Written by EngineCore alone. Knows neither blocks, queues nor adapters.
+EngineCore writes it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RequestTable:
 
     @property
     def sequences(self) -> Collection[Sequence]:
-        """Oldest first; finished ones too, while their request is here."""
+        """Oldest first; finished ones too."""
         return self._sequences.values()
 
     @property
@@ -75,7 +75,6 @@ class RequestTable:
         return len(self._groups) - self._num_paused
 
     def add(self, request: EngineRequest, cache_scope: CacheScope, max_output_tokens: int, now: float) -> SequenceGroup:
-        """No request of this id is here."""
         assert request.request_id not in self._groups
         self._arrivals += 1
         group = SequenceGroup(request, cache_scope, self._arrivals, GroupTimes(added_s=now))
@@ -110,7 +109,6 @@ class RequestTable:
         self._loading_version += 1
 
     def load_over(self, group: SequenceGroup) -> None:
-        """Nothing, for one that does not load."""
         if self._loading.pop(group.request.request_id, None) is not None:
             self._loading_version += 1
 
@@ -146,11 +144,11 @@ class RequestTable:
         return not lingers
 
     def linger_no_more(self) -> list[Sequence]:
-        """Whose steps and copies are over by now. Each is then `let_go`."""
+        """Whose steps and copies are over."""
         return [s for s in self._lingering if not (s.num_steps_in_flight or s.is_copying)]
 
     def let_go(self, sequence: Sequence) -> RequestEnd | None:
-        """The sequence's blocks are free. Returns its request's end where it was the last that kept it."""
+        """Its blocks are free. Returns its request's end if that was the last."""
         del self._lingering[sequence]
         group = sequence.group
         return None if self._lingers(group) else self._closing.pop(group.request.request_id, None)

@@ -32,7 +32,7 @@ class BlockPool:
         assert block_size > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._clears_freed = clears_freed
+        self._clears_freed = clears_freed  # a block as soon as it is free
         self._references = [0] * num_blocks
         # references of others than the owner, of blocks that have any
         self._guests: dict[int, dict[TenantId, int]] = {}

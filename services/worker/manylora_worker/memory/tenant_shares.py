@@ -122,8 +122,9 @@ class TenantShares:
         return self._has_soft
 
     def check(self, tenant_id: TenantId, longest_blocks: int, block_size: int) -> None:
-        """Raises:
-        QuotaExceeded: its hard cap or others' reserves rule so many blocks out.
+        """
+        Raises:
+            QuotaExceeded: its hard cap or others' reserves rule so many blocks out.
         """
         share = self._shares.get(tenant_id, _DEFAULT)
         others = self._reserved_blocks - self._reserves.get(tenant_id, 0)
