@@ -68,7 +68,7 @@ class Choices:
         return taken
 
     def rest(self) -> list[Frame]:
-        """Of choices without an end, their held back text; called once."""
+        """The held back text of choices without an end; called once."""
         deltas: list[Frame] = []
         for index, choice in enumerate(self._choices):
             text = choice.text.finish().text if choice.end is None else ""

@@ -3,8 +3,7 @@
     waiting --grant--> starting --first frame--> streaming --> ended (`error` says how)
        ^-----------------|  its worker was never reached
 
-Frames are made when the caller asks: one that does not read holds up its own stream alone. Every grant is closed
-once,
+Frames are made when the caller asks: one that does not read holds up its own stream alone. Every grant is closed once,
 use is settled once, and a request that was queued has exactly one Finished frame; one that is refused has no frame.
 """
 
