@@ -1,9 +1,7 @@
-"""Which adapter a request waits for or uses, and what is loaded next for whom. Written by EngineCore alone. Knows uids,
-tenants and sizes, never tensors.
+"""Which adapter a request waits for or uses, and what is loaded next for whom. EngineCore alone writes it.
 
-A request *holds* an adapter from `acquire` to `release`: it uses it on the device, or waits. A tenant *pins* an adapter
-by its policy: it is brought to the device without a request and stays. There is one load an adapter at a time. A failed
-one fails exactly the requests that wait for it; the next acquire, or `set_pins`, tries again.
+A request *holds* an adapter from `acquire` to `release`. A policy's *pin* keeps one on the device without a request. A
+failed load fails the requests that wait for it, and no other.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ class CacheUpdate(NamedTuple):
 
 
 class TenantAdapters(NamedTuple):
-    """An adapter that several tenants use counts in full for each."""
+    """What several tenants use counts in full for each."""
 
     device_bytes: int = 0
     host_bytes: int = 0
@@ -71,7 +69,7 @@ _NOTHING = CacheUpdate((), (), ())
 
 
 class AdapterCache:
-    """weight_of: a tenant's weight, at least 1. After a change, `weights_changed`. `now`: seconds."""
+    """weight_of: at least 1. `now`: seconds."""
 
     def __init__(
         self,
@@ -129,12 +127,12 @@ class AdapterCache:
 
     @property
     def has_work(self) -> bool:
-        """Whether loads, requests, pins or prefetches wait for `pump`."""
+        """Whether anything waits for `pump`."""
         return bool(self._order or self._prefetches or self.num_loading or self._pins.is_due)
 
     @property
     def is_settled(self) -> bool:
-        """Another `pump` finds nothing new, unless a load ends, or LOOK_AGAIN_S have passed."""
+        """Another `pump` finds nothing new, unless a load ends or LOOK_AGAIN_S have passed."""
         return self._settled is not None and self._settled[0] == self._state() and not self._pins.is_due
 
     @property
@@ -146,11 +144,10 @@ class AdapterCache:
         return self._device.used_bytes
 
     def tiers(self) -> Mapping[AdapterUid, AdapterTier]:
-        """The best tier of every adapter that is off the disk."""
+        """The best tier of each that is off the disk."""
         return self._residency.tiers()
 
     def tenants(self) -> dict[TenantId, TenantAdapters]:
-        """Of all tenants that have, had or pin adapters."""
         device, host, evicted = self._device.held(), self._host.held(), self._residency.evicted()
         everybody = dict.fromkeys((*device, *host, *evicted, *self._pins.tenants))
         found: dict[TenantId, TenantAdapters] = {}
@@ -165,7 +162,7 @@ class AdapterCache:
         return hold is not None and holder in self._residency.entries[hold[1]].users
 
     def acquire(self, holder: RequestId, tenant_id: TenantId, uid: AdapterUid, now: float) -> bool:
-        """Whether it uses the adapter already; else a later `pump` names it as ready or failed."""
+        """Whether it uses the adapter already; else a later `pump` names it."""
         assert holder not in self._holds, f"{holder} holds an adapter already"
         entry = self._residency.entry(uid)
         self._holds[holder] = (tenant_id, uid)
@@ -193,7 +190,7 @@ class AdapterCache:
         self._residency.forget_if_unused(entry)
 
     def prefetch(self, uid: AdapterUid, tenant_id: TenantId | None) -> None:
-        """As far up as there is room without waiting; a failure is forgotten."""
+        """As far up as there is room without waiting; forgets a failure."""
         entry = self._residency.entries.get(uid)
         if entry is not None and (entry.on_device or entry.queued):
             return
@@ -209,11 +206,7 @@ class AdapterCache:
             self._end_prefetch(self._residency.entries[forgotten])
 
     def set_pins(self, pins: Mapping[TenantId, Sequence[Pin]], largest_bytes: int) -> None:
-        """Loads of pins that failed are tried again.
-
-        Args:
-            largest_bytes: of the adapters that are registered: room for one is left beside all pins.
-        """
+        """Tries failed loads again. largest_bytes: of registered adapters; room for one stays beside all pins."""
         self._pins.set(pins, largest_bytes)
 
     def weights_changed(self) -> None:
@@ -222,7 +215,7 @@ class AdapterCache:
         self._settled = None
 
     def pump(self, now: float) -> CacheUpdate:
-        """Hears of loads that ended, hands out adapters, and starts what there is room for."""
+        """Hears of ended loads, hands out adapters, starts what there is room for."""
         events = self._backend.poll()
         interval = int(now / LOOK_AGAIN_S)
         if not events and self.is_settled and self._settled is not None and self._settled[1] == interval:
@@ -243,7 +236,7 @@ class AdapterCache:
         return CacheUpdate(ready, failed, self._residency.take_evictions())
 
     def _state(self) -> _State:
-        """Changes with all that decides on what there is to do, except time."""
+        """Changes with all that `pump` goes by, except time."""
         return self._loading.versions, len(self._prefetches)
 
     def check_invariants(self) -> None:
@@ -271,7 +264,6 @@ class AdapterCache:
     # -- queues
 
     def _waits(self, entry: Entry, tenant_id: TenantId) -> bool:
-        """A request or a pin of the tenant waits for it."""
         return tenant_id in entry.waiters.values() or (tenant_id in entry.pinned_by and not entry.on_device)
 
     def _leave_queue(self, entry: Entry, tenant_id: TenantId) -> None:
@@ -283,7 +275,6 @@ class AdapterCache:
     # -- pins
 
     def _is_pinned(self, tenant_id: TenantId, uid: AdapterUid) -> bool:
-        """By the tenant, and on the device."""
         entry = self._residency.entries.get(uid)
         return entry is not None and tenant_id in entry.pinned_by and entry.on_device
 

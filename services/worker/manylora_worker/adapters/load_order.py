@@ -1,8 +1,5 @@
-"""What each tenant waits for, and whose load begins next: the tenant's that has had the fewest bytes loaded by weight
-since it began to wait.
-
-Each waiting tenant has one turn in a fair queue; the turn costs the bytes of the load that begins in it. Written by
-AdapterCache; Loading charges.
+"""Whose load begins next: the tenant's that had the fewest bytes loaded by weight since it began to wait. AdapterCache
+writes it; Loading charges.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ _Turn = tuple[TenantId, int]
 
 
 class LoadOrder:
-    """weight_of: a tenant's weight, at least 1."""
+    """weight_of: at least 1."""
 
     def __init__(self, weight_of: Callable[[TenantId], int]) -> None:
         self._weight_of = weight_of
@@ -41,7 +38,6 @@ class LoadOrder:
         return self._queues
 
     def add(self, tenant_id: TenantId, entry: Entry) -> None:
-        """Again is no difference."""
         if tenant_id in entry.queued:
             return
         if tenant_id not in self._queues:
@@ -74,9 +70,7 @@ class LoadOrder:
         self._begun = turn, num_bytes
 
     def take(self) -> Iterator[tuple[TenantId, Entry]]:
-        """Everything that waits, each once: a tenant's queue from its front until a load begins for it (`charge`), then
-        the next tenant's. What leaves a queue meanwhile is left out.
-        """
+        """Everything that waits, once: a tenant's queue until a load begins for it, then the next tenant's."""
         left = {tenant: list(reversed(queue)) for tenant, queue in self._queues.items()}
         for turn, *_ in self._fair.in_order():
             tenant, _ = turn

@@ -1,6 +1,5 @@
-"""Which loads of adapters begin now. Written by AdapterCache, which says whose turn it is; TierRoom makes the room.
-
-It remembers turns for which there was no room, so that the same search is not made before anything has changed.
+"""Which loads of adapters begin now. AdapterCache says whose turn it is, TierRoom makes the room. Turns without room
+are remembered until something changes.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ class Loading:
 
     @property
     def versions(self) -> Versions:
-        """Change with all that decides on what there is room for, except time."""
+        """Change with all that decides on room, except time."""
         return self._standings.claims_version, self._order.version, self._residency.idle_version
 
     def to_device(self, entry: Entry, tenant_id: TenantId, now: float) -> None:
-        """The adapter is on the host."""
+        """From the host."""
         if not self._residency.may_load(AdapterTier.DEVICE):
             return
         moment = self.versions, int(now / LOOK_AGAIN_S)
@@ -51,7 +50,7 @@ class Loading:
         self._begin(entry, AdapterTier.DEVICE, tenant_id, plan)
 
     def to_host(self, entry: Entry, tenant_id: TenantId, now: float) -> None:
-        """The adapter is on disk."""
+        """From disk."""
         if not self._residency.may_load(AdapterTier.HOST):
             return
         plan = self._plan(entry, AdapterTier.HOST, tenant_id, now)
@@ -59,7 +58,7 @@ class Loading:
             self._begin(entry, AdapterTier.HOST, tenant_id, plan)
 
     def prefetch(self, entry: Entry, tenant_id: TenantId | None, now: float) -> bool:
-        """A tier up, if there is room without waiting. Returns whether nothing is left to do then."""
+        """A tier up, if there is room without waiting. Returns whether nothing is left to do."""
         tier = AdapterTier.DEVICE if entry.on_host else AdapterTier.HOST
         if tier is AdapterTier.DEVICE and self._overtaking:
             return True
@@ -77,7 +76,7 @@ class Loading:
         return tier is AdapterTier.DEVICE
 
     def settle_on_host(self, entry: Entry, now: float) -> None:
-        """Its size may be known only now: it stays if it fits, else it comes again later."""
+        """Its size may be known only now: it stays if it fits."""
         tenant_id = min(entry.queued, key=lambda tenant: entry.queued[tenant], default=None)
         if tenant_id is None:
             tenant_id = next(iter(entry.claims[AdapterTier.HOST]), None)
@@ -90,7 +89,6 @@ class Loading:
             self._residency.forget_if_unused(entry)
 
     def left_queue(self, entry: Entry, tenant_id: TenantId) -> None:
-        """The tenant waits for it no more."""
         entry.no_room_since.pop(tenant_id, None)
         self._overtaking.unblock(tenant_id, entry)
         self._refused.pop(tenant_id, None)

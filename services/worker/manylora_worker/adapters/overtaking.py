@@ -1,7 +1,5 @@
-"""Who may use the device past a tenant's first in the queue that finds no room there (*blocked*).
-
-Its own tenant's other requests may, `max_overtakes` times in all. Where it is its tenant's due, that holds for tenants
-above their shares too, never for one within. So the uses that stand in its way run out. Written by AdapterCache.
+"""Who may use the device past a tenant's first request that finds no room there (*blocked*): its own others, and, if it
+is within its share, tenants above theirs; `max_overtakes` times in all. AdapterCache writes it.
 """
 
 from __future__ import annotations
@@ -22,8 +20,6 @@ class _Blocked:
 
 
 class Overtaking:
-    """device: the tier that there is no room on. standing: of all tenants there."""
-
     def __init__(self, device: TierRoom, standing: Callable[[], Standing], max_overtakes: int) -> None:
         self._device = device
         self._standing = standing
@@ -34,7 +30,7 @@ class Overtaking:
         return bool(self._blocked)
 
     def is_allowed(self, tenant_id: TenantId, entry: Entry, *, counts: bool = True) -> bool:
-        """Past those that are blocked; counted as overtaking where it is."""
+        """Past the blocked ones; `counts`: they are then overtaken once more."""
         if not self._blocked:
             return True
         number = entry.queued.get(tenant_id)
@@ -57,7 +53,7 @@ class Overtaking:
         return True
 
     def block(self, tenant_id: TenantId, entry: Entry) -> None:
-        """No room on the tenant's turn. The first in a tenant's queue counts."""
+        """The first in a tenant's queue counts."""
         before = self._blocked.get(tenant_id)
         if before is not None and before.entry.queued[tenant_id] < entry.queued[tenant_id]:
             return
@@ -65,7 +61,6 @@ class Overtaking:
         self._blocked[tenant_id] = _Blocked(entry, before.overtakes if before is not None else 0, is_due)
 
     def unblock(self, tenant_id: TenantId, entry: Entry) -> None:
-        """It waits no more, or there is room."""
         blocked = self._blocked.get(tenant_id)
         if blocked is not None and blocked.entry is entry:
             del self._blocked[tenant_id]

@@ -1,7 +1,4 @@
-"""What tenants' policies pin, and which pins the worker can keep.
-
-Written by AdapterCache, which brings to the device what `resolve` gives. Knows names, uids and sizes.
-"""
+"""What tenants' policies pin, and which pins the worker can keep. AdapterCache writes it."""
 
 from __future__ import annotations
 
@@ -63,11 +60,11 @@ class PinBook:
         self.is_due |= bool(self._pins)
 
     def uids_of(self, tenant_id: TenantId) -> list[AdapterUid]:
-        """Each once: several names may stand for the same bytes."""
+        """Each once, whatever number of names it has."""
         return list(dict.fromkeys(pin.uid for pin in self._pins.get(tenant_id, ()) if pin.uid is not None))
 
     def resolve(self, size_of: Callable[[AdapterUid], int]) -> dict[tuple[TenantId, AdapterUid], None]:
-        """What has room, without what did not load. size_of: bytes, if more than registered."""
+        """What has room, without what failed to load."""
         self.is_due = False
         self.version += 1
         sizes: dict[AdapterUid, int] = {}
@@ -94,11 +91,11 @@ class PinBook:
         return wanted
 
     def failed(self, tenant_id: TenantId, uid: AdapterUid, message: str) -> None:
-        """It stands until `set`, or until a request has brought the adapter."""
+        """Until `set`, or until a request has brought it."""
         self._problems[tenant_id, uid] = message
 
     def arrived(self, uid: AdapterUid) -> None:
-        """On the device, whatever the load was for."""
+        """Whatever the load was for."""
         for tenant in self._pins:
             self._failed_before.pop((tenant, uid), None)
             if self._problems.get((tenant, uid), NO_ROOM_TO_PIN) != NO_ROOM_TO_PIN:

@@ -1,8 +1,6 @@
-"""Which adapter is on which tier, and the loads between them. Written by AdapterCache alone, which decides; an
-AdapterBackend does the loads.
+"""Which adapter is on which tier, and the loads between them. AdapterCache writes it; an AdapterBackend loads.
 
-    disk --load to the host--> HOST --load to the device--> DEVICE
-         <-----drop-----------      <--------drop----------        (a DEVICE adapter may have lost its host copy)
+disk --load--> HOST --load--> DEVICE, which may lose its host copy
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ _KNOWN_SIZES = 4096  # remembered of adapters that are on disk only
 
 
 class Residency:
-    """rooms: of the host and the device. max_loads: to each of them at the same time."""
+    """max_loads: to each tier at the same time."""
 
     def __init__(
         self, backend: AdapterBackend, rooms: Mapping[AdapterTier, TierRoom], max_loads: Mapping[AdapterTier, int]
@@ -41,7 +39,6 @@ class Residency:
         return sum(self._loads.values())
 
     def tiers(self) -> Mapping[AdapterUid, AdapterTier]:
-        """The best tier of every adapter that is off the disk."""
         return {
             uid: AdapterTier.DEVICE if e.on_device else AdapterTier.HOST
             for uid, e in self.entries.items()
@@ -49,7 +46,7 @@ class Residency:
         }
 
     def evicted(self) -> Mapping[TenantId, tuple[int, int]]:
-        """How often a tenant lost adapters from the device, and how often to another tenant's."""
+        """By tenant: adapters lost from the device, and how many of them to others."""
         return {tenant: (evictions, displaced) for tenant, (evictions, displaced) in self._counts.items()}
 
     def take_evictions(self) -> list[Eviction]:
@@ -81,11 +78,10 @@ class Residency:
         return has_changed
 
     def load_cost(self, entry: Entry) -> int:
-        """In bytes. What was never loaded counts as what was learned last."""
+        """In bytes; of what was never loaded, the size learned last."""
         return entry.size_bytes or next(reversed(self._known_bytes.values()), 1)
 
     def touch(self, entry: Entry, tenant_id: TenantId, now: float) -> None:
-        """The tenant uses it, or wants to."""
         self._tick += 1
         entry.last_tick = self._tick
         for claims in entry.claims.values():
@@ -103,7 +99,7 @@ class Residency:
             del self.entries[entry.uid]
 
     def drop_vain_claims(self, entry: Entry) -> None:
-        """On a tier where it is not, only tenants that wait for it claim it."""
+        """On a tier where it is not, only who waits for it claims it."""
         for tier, claims in entry.claims.items():
             if not entry.uses(tier) and not entry.on_device:
                 for tenant in [t for t in claims if t not in entry.queued and t not in entry.pinned_by]:
@@ -126,7 +122,7 @@ class Residency:
             self._backend.start_device_load(entry.uid)
 
     def end_load(self, event: AdapterEvent) -> Entry:
-        """The adapter is on the tier now, unless the load failed."""
+        """It is on the tier now, unless the load failed."""
         entry = self.entries[event.uid]
         assert entry.loading is event.tier, f"{event.uid}: a load ended that was not asked for"
         entry.loading = None

@@ -1,20 +1,13 @@
-"""Who makes room for whom on a tier of the adapter cache.
+"""Who makes room for whom on a tier of the adapter cache (decision 20), in this order:
 
-An adapter counts in full against each tenant that *claims* it: that has used it since it came to the tier. A tenant is
-*within its share* (adapter_shares.py) while it claims no more than that. Room for a tenant's adapter is made by, in
-this order:
+1. what nobody claims;
+2. the tenant's own above its share, by idle time x bytes;
+3. others' above their shares; for a tenant that would be above itself, only of those further above by weight;
+4. unless for a prefetch: its own, then what nobody has used for long;
+5. after `patience_s`, for a tenant with nothing else beside its pins: whatever nobody uses now.
 
-    1. what nobody claims
-    2. where the tenant would be above its share: its own, by idle time x bytes, until it is within
-    3. other tenants' above their shares, as long as they are above; for a tenant that would be above itself, only of
-        those further above by weight
-    4. for requests and pins, not for prefetches: its own
-    5. for these too: what has not been used for `borrow_after_s` (`borrow_copy_after_s` where the host has a copy)
-    6. for a tenant that has nothing else, its pins aside, and has waited for `patience_s`: whatever nobody uses now
-
-So a tenant within its share loses what it uses to one above only by 6, which is for shares smaller than an adapter, or
-all pinned. For 3, one adapter beside its pins counts as within its tenant's share. What is in use, pinned or being
-loaded stays. What others wait for goes only for one further ahead in the queue.
+A tenant *claims* what it has used since it came to the tier. What is in use, pinned or being loaded stays; what others
+wait for goes only for one further ahead in the queue.
 """
 
 from __future__ import annotations
@@ -68,8 +61,6 @@ class Entry:
 
 @dataclass(frozen=True)
 class Eviction:
-    """An adapter left a tier for want of room."""
-
     uid: AdapterUid
     tier: AdapterTier
     winner: TenantId | None  # for whom
@@ -80,8 +71,6 @@ class Eviction:
 
 
 class Plan(NamedTuple):
-    """What goes, so that something fits."""
-
     evictions: Sequence[Eviction] = ()
     releases: Sequence[AdapterUid] = ()  # the tenant gives up its claims, and others keep the adapters
 
@@ -98,8 +87,6 @@ class Standing:
 
 
 class TierRoom:
-    """`entries` are those on the tier or being loaded to it; Residency keeps them so."""
-
     def __init__(
         self,
         tier: AdapterTier,
@@ -112,7 +99,7 @@ class TierRoom:
     ) -> None:
         self.tier = tier
         self.budget_bytes = budget_bytes
-        self.entries: dict[AdapterUid, Entry] = {}
+        self.entries: dict[AdapterUid, Entry] = {}  # on the tier or being loaded to it, as Residency says
         self._weight_of = weight_of
         self._borrow_after_s = borrow_after_s
         self._borrow_copy_after_s = borrow_copy_after_s
@@ -131,18 +118,14 @@ class TierRoom:
         return held
 
     def standing(self, waiting: Mapping[TenantId, int], floors: Mapping[TenantId, int]) -> Standing:
-        """
-        Args:
-            waiting: bytes of adapters that tenants wait for and that do not use the tier yet.
-            floors: bytes of tenants' pins.
-        """
+        """waiting: bytes that tenants wait for and that do not use the tier yet; floors: bytes of their pins."""
         held = self.held()
         wants = {tenant: held.get(tenant, 0) + waiting.get(tenant, 0) for tenant in dict.fromkeys((*held, *waiting))}
         weights = {tenant: self._weight_of(tenant) for tenant in wants}
         return Standing(held, max_min(wants, weights, self.budget_bytes, floors))
 
     def is_alone(self, tenant_id: TenantId, wanted: Entry, without: Iterable[AdapterUid] = ()) -> bool:
-        """Whether `wanted` would be all that the tenant claims, its pins aside."""
+        """Whether the tenant would claim nothing else, its pins aside."""
         gone = {wanted.uid, *without}
         return not any(
             tenant_id in entry.claims[self.tier] and tenant_id not in entry.pinned_by
@@ -160,12 +143,7 @@ class TierRoom:
         *,
         is_prefetch: bool = False,
     ) -> Plan | None:
-        """What goes so that `more_bytes` fit besides what is there; None: it cannot be.
-
-        Args:
-            tenant_id: for whom; None: nobody in particular.
-            standing: of all, with what they wait for.
-        """
+        """What goes so that `more_bytes` fit; None: it cannot be. tenant_id: None: nobody in particular."""
         missing = self.used_bytes + more_bytes - self.budget_bytes
         if missing <= 0:
             return Plan()
@@ -189,11 +167,10 @@ class TierRoom:
         return self._weight_of(tenant_id)
 
     def has_copy(self, entry: Entry) -> bool:
-        """What goes from this tier is soon back."""
         return self.tier is AdapterTier.DEVICE and entry.on_host
 
     def borrow_after_s(self, entry: Entry) -> float:
-        """How long unused it may go, whoever claims it."""
+        """How long it must be unused to go."""
         return self._borrow_copy_after_s if self.has_copy(entry) else self._borrow_after_s
 
     def may_go(self, entry: Entry, wanted: Entry, tenant_id: TenantId | None) -> bool:
@@ -211,8 +188,6 @@ class TierRoom:
 
 
 class _Search:
-    """`missing`: what is still too much, in bytes."""
-
     def __init__(
         self,
         room: TierRoom,
@@ -222,7 +197,7 @@ class _Search:
         missing: int,
         now: float,
     ) -> None:
-        self.missing = missing
+        self.missing = missing  # bytes
         self.held = dict(standing.held)
         self.evictions: list[Eviction] = []
         self.released: dict[AdapterUid, None] = {}
@@ -319,8 +294,8 @@ class _Search:
         return claims
 
     def _order(self, entry: Entry, used_at: float) -> tuple[bool, bool, float, int]:
-        """What others wait for goes last. On the host, what is nowhere else goes before copies of what is on the
-        device: that was used later. Idle time counts by bytes: a large adapter that is idle keeps out several.
+        """What others wait for goes last, and before it copies of what is on the device. Idle time counts by bytes: a
+        large adapter keeps out several.
         """
         is_copy = self._tier is AdapterTier.HOST and entry.on_device
         return (bool(entry.queued), is_copy, -(self._now - used_at) * entry.size_bytes, entry.last_tick)

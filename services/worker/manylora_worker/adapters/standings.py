@@ -1,6 +1,4 @@
-"""What counts against each tenant on a tier of the adapter cache, and what its share is now: kept until claims, queues
-or pins change.
-"""
+"""What counts against each tenant on a tier, and its share now; kept until claims, queues or pins change."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ class Standings:
 
     @property
     def claims_version(self) -> int:
-        """Grows with each change of what tenants have or pin."""
+        """Grows when what tenants have or pin changes."""
         return self._residency.claims_version + self._pins.version
 
     def clear(self) -> None:
