@@ -244,7 +244,7 @@ class EtcdStore:
         raise StoreUnavailable(f"cannot connect to etcd at {self._names}")
 
     def _failure(self, error: RpcError, channel: GrpcChannel, lease_id: int) -> Exception:
-        """An endpoint at fault is left for the next one."""
+        # an endpoint at fault is left for the next one
         if error.code is Code.NOT_FOUND and lease_id:
             return LeaseExpired(f"lease {lease_id:x}: {error.message}")
         if error.code in _UNREACHED:

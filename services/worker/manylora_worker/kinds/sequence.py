@@ -147,7 +147,7 @@ class Sequence:
 
     @property
     def is_out(self) -> bool:
-        """It has to be given the blocks of all its tokens before it can be computed."""
+        # it has to be given the blocks of all its tokens before it can be computed
         return self.status in (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
 
     @property
