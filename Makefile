@@ -8,7 +8,7 @@ SHARE_SECONDS ?= 60
 
 # What pytest runs by default (pyproject.toml), and the folders and files of pure modules' tests.
 DEFAULT := not gpu and not slow and not compose and not mutants and not kernels and not wide
-PURE := tests/properties tests/scheduler
+PURE := tests/properties tests/scheduler tests/worker/pure
 
 VENV := .venv
 BIN := $(VENV)/bin
