@@ -1,5 +1,6 @@
-"""Who may use the device past a tenant's first request that finds no room there (*blocked*): its own others, and, if it
-is within its share, tenants above theirs; `max_overtakes` times in all. AdapterCache writes it.
+"""How often the device is used past a tenant's first request that finds no room there (*blocked*): `max_overtakes`
+times by its own others and, where it is within its share, by tenants above theirs; freely by the rest. AdapterCache
+writes it.
 """
 
 from __future__ import annotations

@@ -95,7 +95,6 @@ class PinBook:
         self._problems[tenant_id, uid] = message
 
     def arrived(self, uid: AdapterUid) -> None:
-        """Whatever the load was for."""
         for tenant in self._pins:
             self._failed_before.pop((tenant, uid), None)
             if self._problems.get((tenant, uid), NO_ROOM_TO_PIN) != NO_ROOM_TO_PIN:

@@ -294,8 +294,6 @@ class _Search:
         return claims
 
     def _order(self, entry: Entry, used_at: float) -> tuple[bool, bool, float, int]:
-        """What others wait for goes last, and before it copies of what is on the device. Idle time counts by bytes: a
-        large adapter keeps out several.
-        """
+        """What others wait for goes last, and before it copies of what is on the device. Idle time counts by bytes."""
         is_copy = self._tier is AdapterTier.HOST and entry.on_device
         return (bool(entry.queued), is_copy, -(self._now - used_at) * entry.size_bytes, entry.last_tick)

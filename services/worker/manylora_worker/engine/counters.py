@@ -1,8 +1,4 @@
-"""How much the engine has done, for whom, since its start. EngineCore writes it.
-
-prompt_tokens: computed in prefill, those computed again after an eviction left out. output_tokens: drawn, stop tokens
-included.
-"""
+"""How much the engine has done, for whom, since its start. EngineCore writes it."""
 
 from __future__ import annotations
 
@@ -16,8 +12,8 @@ from manylora_worker.kinds.flow import FlowKey
 
 
 class FlowTokens(NamedTuple):
-    prompt_tokens: int = 0
-    output_tokens: int = 0
+    prompt_tokens: int = 0  # computed in prefill, each further choice's one too; not again after an eviction
+    output_tokens: int = 0  # drawn, stop tokens included
 
 
 class Setbacks(NamedTuple):

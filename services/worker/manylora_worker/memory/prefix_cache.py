@@ -2,6 +2,8 @@
 reasons.
 
     held --publish--> published --last reference goes--> idle --evict--> free
+
+What is evicted depends on counts alone, never on others' lookups.
 """
 
 from __future__ import annotations

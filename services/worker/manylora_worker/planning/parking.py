@@ -45,7 +45,7 @@ class Parking:
         self._queue.push(sequence)
 
     def fork(self, leader: Sequence, others: SequenceOf[Sequence]) -> None:
-        """Each of `others` computes the last prompt token, to draw its own first token."""
+        """Each of `others` computes the last prompt token, to draw its first one."""
         num_shared_tokens = len(leader.group.request.prompt_token_ids) - 1
         for sequence in others:
             self._tables.share(leader, sequence, num_shared_tokens)
@@ -102,7 +102,7 @@ class Parking:
         self.park(sequence)
 
     def bring_back(self, sequence: Sequence) -> None:
-        """Starts the copy into the blocks that are not cached."""
+        """Starts the copy of what is not cached."""
         self._queue.end_capped(sequence.flow)
         num_cached = self._tables.fill(sequence)
         self._swapper.bring_back(sequence, num_cached)
