@@ -107,7 +107,8 @@ class FakeRunner:
             self._blocks[block_id][:] = bytes(self._block_bytes)
             self._tenants[block_id] = None
         for source, target in batch.copy_blocks:
-            if self._tenants[target] not in (None, self._tenants[source]):
+            writer, before = self._tenants[source], self._tenants[target]
+            if before is not None and (writer is None or not self._may_touch(writer, before)):  # as in `_write`
                 self._fail(f"block {target} is copied into uncleared")
             self._blocks[target][:] = self._blocks[source]
             self._tenants[target] = self._tenants[source]

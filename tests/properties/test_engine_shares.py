@@ -332,6 +332,12 @@ def test_and_in_a_cache_group(seed: int, make_runner: type[FakeRunner]) -> None:
     assert rig.core.stats().blocks_free == rig.core.stats().blocks_total
 
 
+def test_a_tenants_block_may_hold_what_came_back_from_the_host_and_another_of_its_group_had_computed() -> None:
+    """In this fight such a block is freed, and its owner gets it again, to copy a block into it."""
+    rig = fight(232, num_host_blocks=30, copy_polls=2, group="g")
+    assert rig.core.stats().blocks_free == rig.core.stats().blocks_total
+
+
 def test_what_a_group_has_computed_counts_before_it_is_found() -> None:
     """b holds nine blocks, of which a would find eight; of a's cap of twelve only six are left."""
     rig = Rig.make(100, 8, has_cache=True)

@@ -55,7 +55,6 @@ class Attribute:
     ADAPTER_VERSION = "manylora.adapter.version"  # its content uid
     ADAPTER_RESIDENT = "manylora.adapter.resident"
     REQUEST_ID = "manylora.request.id"
-    ROUTER_ID = "manylora.router.id"
     SCHEDULER_ID = "manylora.scheduler.id"
     SCHEDULER_EPOCH = "manylora.scheduler.epoch"
     WORKER_ID = "manylora.worker.id"
