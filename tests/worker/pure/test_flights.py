@@ -1,0 +1,72 @@
+"""Steps that are begun and not ended."""
+
+from __future__ import annotations
+
+from manylora_sim.fake_runner import AheadFakeRunner, FakeRunner
+from manylora_worker.engine.flights import Flights, chunk_of, part_of
+from manylora_worker.kinds.api import Sampled, StepBatch
+from manylora_worker.kinds.sequence import Sequence, SequenceStatus
+from manylora_worker.memory.block_pool import BlockWork
+from manylora_worker.planning.slots import Scheduled
+
+from tests.worker.pure.rooms import group_of, request_of
+
+
+def scheduled(num_tokens: int = 8, *, samples: bool = True) -> Scheduled:
+    sequence: Sequence = group_of(request_of()).sequences[0]
+    sequence.move_to(SequenceStatus.PREFILL)
+    sequence.block_table = [0, 1]
+    return Scheduled(sequence, num_tokens, samples)
+
+
+def submit(flights: Flights, item: Scheduled) -> None:
+    flights.submit(StepBatch([chunk_of(item)]), [part_of(item)], BlockWork(), 1.0)
+
+
+def test_one_step_at_a_time_unless_the_runner_takes_the_next() -> None:
+    for kind, most in ((FakeRunner, 1), (AheadFakeRunner, 2)):
+        flights = Flights(kind(num_blocks=4, block_size=4))
+        while not flights.must_wait:
+            submit(flights, scheduled())
+        assert len(flights) == most
+        flights.end()
+        assert not flights.must_wait
+
+
+def test_a_step_that_the_runner_refuses_has_its_error_as_its_result() -> None:
+    flights = Flights(FakeRunner(num_blocks=1, block_size=4))
+    submit(flights, scheduled())
+    assert flights.is_over
+    assert isinstance(flights.wait(), Exception)
+    assert len(flights) == 1, "it is still to be ended"
+
+
+def test_an_answer_of_another_batch_or_beyond_the_vocabulary_is_an_error() -> None:
+    flights = Flights(FakeRunner(num_blocks=4, block_size=4, vocab_size=50))
+    item = scheduled()
+    submit(flights, item)
+    result = flights.wait()
+    flight = flights.end()
+    mine = item.sequence.holding_id
+    assert not isinstance(flights.checked(flight, result), Exception)
+    wrong = [[], [Sampled(mine + 1, 3)], [Sampled(mine, 3), Sampled(mine, 3)], [Sampled(mine, 50)], [Sampled(mine, -1)]]
+    for answer in wrong:
+        assert isinstance(flights.checked(flight, answer), RuntimeError)
+    assert not isinstance(flights.checked(flight, [Sampled(mine, -1, error="not finite")]), Exception)
+
+
+def test_a_part_tells_what_is_new_from_what_is_computed_again() -> None:
+    item = scheduled(6, samples=False)
+    item.sequence.num_charged_tokens = 4
+    part = part_of(item)
+    assert (part.num_new_tokens, part.num_recomputed_tokens, part.end) == (2, 4, 6)
+    item.sequence.move_to(SequenceStatus.DECODE)
+    assert (part_of(item).num_new_tokens, part_of(item).num_recomputed_tokens) == (0, 0)
+
+
+def test_a_chunk_is_what_comes_next_of_the_sequence() -> None:
+    item = scheduled(3, samples=False)
+    item.sequence.num_computed_tokens = 4
+    chunk = chunk_of(item)
+    assert (chunk.start_position, tuple(chunk.token_ids), chunk.samples) == (4, (4, 5, 6), False)
+    assert (chunk.output_index, tuple(chunk.block_table)) == (0, (0, 1))
