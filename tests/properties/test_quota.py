@@ -198,7 +198,7 @@ class Play:
                 HeldLease(s.request_id, FLOW, s.tokens, s.prompt_tokens + s.max_new_tokens)
                 for s in [*router.streams.values(), *router.unsettled]
             ]
-            self.deliver(authority.router_connected(router.router_id, router.session, held, self.now))
+            authority.router_connected(router.router_id, router.session, held)
             for stream in router.streams.values():
                 stream.wanted = False
         connected = authority is not None and router.is_connected

@@ -204,9 +204,7 @@ class QuotaAuthority:
 
     # ---- routers
 
-    def router_connected(
-        self, router_id: RouterId, session: int, held: Iterable[HeldLease], now: float
-    ) -> list[Command]:
+    def router_connected(self, router_id: RouterId, session: int, held: Iterable[HeldLease]) -> None:
         """Takes over what an earlier leader leased, and writes off what the router has no more."""
         self._sessions[router_id] = session
         self._timers.cancel(("absent", router_id))
@@ -219,7 +217,6 @@ class QuotaAuthority:
                 continue
             self._tenant(each.flow.tenant_id).accounts[each.flow.qos_class].take_over(request_id, each.tokens)
             self._add(_Lease(request_id, router_id, each.flow, each.max_tokens, is_queued=False))
-        return []
 
     def router_disconnected(self, router_id: RouterId, session: int, now: float) -> None:
         if self._sessions.get(router_id) == session:
@@ -428,7 +425,7 @@ class QuotaGate:
                     )
                     event = Tick()
             case RouterConnected():
-                commands += authority.router_connected(event.router_id, event.session, event.leases, now)
+                authority.router_connected(event.router_id, event.session, event.leases)
             case RouterDisconnected():
                 authority.router_disconnected(event.router_id, event.session, now)
             case PolicyChanged():

@@ -56,8 +56,8 @@ class StepPacker:
         self._num_kv_heads = num_kv_heads
         self._slots = SequenceSlots(2 * max_sequences, max_blocks)
         self.tables = torch.zeros(self.padding_row + 1, max_blocks, dtype=torch.int32, device=device)
-        self.decode_tables = StepTables(_fields(max_sequences, max_sequences, 0), device)
-        self.mixed_tables = StepTables(_fields(max_rows, max_sequences, max_rows), device)
+        self.decode_tables = StepTables(_fields(max_sequences, 0), device)
+        self.mixed_tables = StepTables(_fields(max_rows, max_rows), device)
 
     @property
     def padding_row(self) -> int:
@@ -157,7 +157,7 @@ def _fill_tiles(tiles: np.ndarray, runs: Sequence[Sequence[int]]) -> int:
     return count
 
 
-def _fields(rows: int, tiles: int, prefill_rows: int) -> dict[str, int]:
+def _fields(rows: int, prefill_rows: int) -> dict[str, int]:
     return {
         "num_rows": 16,
         "token_ids": rows,
