@@ -1,0 +1,53 @@
+"""A PEFT adapter's folder, cut into chunks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from manylora.client.answers import RequestFailed
+from manylora.client.folder import AdapterFolder
+from manylora_shared.stores.adapter_files import CONFIG_NAME, MAX_CHUNK_BYTES, WEIGHTS_NAME
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "adapter"
+    path.mkdir()
+    (path / CONFIG_NAME).write_bytes(b"{}")
+    (path / WEIGHTS_NAME).write_bytes(bytes(range(256)) * (MAX_CHUNK_BYTES // 256) + b"rest")
+    (path / "README.md").write_text("not sent")
+    return path
+
+
+def test_all_bytes_go_in_order_and_none_else(folder: Path) -> None:
+    opened = AdapterFolder.open(folder)
+    sent: dict[str, bytes] = {}
+    for name, data in opened.chunks():
+        assert len(data) <= MAX_CHUNK_BYTES
+        sent[name] = sent.get(name, b"") + data
+    assert sent == {name: (folder / name).read_bytes() for name in (CONFIG_NAME, WEIGHTS_NAME)}
+    assert opened.size_bytes == MAX_CHUNK_BYTES + 4 + 2
+
+
+def test_an_empty_file_is_sent_too(folder: Path) -> None:
+    (folder / CONFIG_NAME).write_bytes(b"")
+    assert (CONFIG_NAME, b"") in list(AdapterFolder.open(folder).chunks())
+
+
+def test_every_reason_is_told_as_the_server_would(folder: Path, tmp_path: Path) -> None:
+    (folder / CONFIG_NAME).unlink()
+    (folder / WEIGHTS_NAME).rename(tmp_path / "elsewhere")
+    (folder / WEIGHTS_NAME).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RequestFailed) as error:
+        AdapterFolder.open(folder)
+    assert error.value.code == "INVALID_ARGUMENT"
+    assert [violation.field for violation in error.value.violations] == [CONFIG_NAME, WEIGHTS_NAME]
+
+
+def test_neither_a_file_nor_a_link_is_a_folder(folder: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    for path, reason in ((folder / CONFIG_NAME, "is not a folder"), (link, "symbolic link")):
+        with pytest.raises(RequestFailed, match=reason):
+            AdapterFolder.open(path)
