@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
@@ -18,7 +17,6 @@ from manylora.local.child import Child, ChildFailed
 READY = 'import sys; print(\'{"ready": true, "address": "\' + sys.argv[1] + \'"}\', flush=True); '
 SERVE = READY + "import time; time.sleep(60)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SERVE
-
 Make = Callable[..., Child]
 
 
@@ -60,7 +58,7 @@ async def test_a_child_is_ready_when_it_says_so_and_the_rest_is_logged(make: Mak
     assert "oops" in log
     pid = child.pid
     await child.stop(5)
-    assert not _is_alive(pid)
+    assert not is_alive(pid)
 
 
 async def test_a_child_that_dies_at_its_start_shows_its_last_words(make: Make) -> None:
@@ -73,7 +71,7 @@ async def test_a_child_that_is_never_ready_is_ended(make: Make) -> None:
     child = make("import time; time.sleep(60)", start_timeout_s=0.3)
     with pytest.raises(ChildFailed, match=r"was not ready after 0.3 s"):
         await child.start()
-    assert not _is_alive(child.pid)
+    assert not is_alive(child.pid)
 
 
 async def test_a_probe_takes_the_place_of_the_line(make: Make) -> None:
@@ -92,8 +90,8 @@ async def test_a_killed_child_is_started_again_with_what_it_had_reported(make: M
     await child.start()
     first_pid = child.pid
     os.kill(first_pid, signal.SIGKILL)
-    await _until(lambda: child.starts == 2 and child.ready["address"] == "first++")
-    await _until(lambda: len(lines) == 2)
+    await until(lambda: child.starts == 2 and child.ready["address"] == "first++")
+    await until(lambda: len(lines) == 2)
     assert lines == [
         f"svc (pid {first_pid}) was ended by SIGKILL; it is started again",
         f"svc serves again (pid {child.pid})",
@@ -107,7 +105,7 @@ async def test_a_child_that_ignores_sigterm_is_killed(make: Make) -> None:
     child = make(STUBBORN)
     await child.start()
     await asyncio.wait_for(child.stop(0.2), 5)
-    assert not _is_alive(child.pid)
+    assert not is_alive(child.pid)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the tether is the kernel's")
@@ -117,36 +115,14 @@ async def test_a_child_hears_no_ctrl_c(make: Make) -> None:
     assert os.getpgid(child.pid) == child.pid
 
 
-async def test_children_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    script = f"""
-import asyncio, pathlib, sys
-from manylora.local.child import Child
-async def main():
-    command = [sys.executable, "-c", {SERVE!r}, "x"]
-    child = Child("svc", lambda ready: command, log_path=pathlib.Path({str(tmp_path)!r}) / "log", notify=print,
-                  start_timeout_s=20)
-    await child.start()
-    print(child.pid, flush=True)
-    await asyncio.sleep(60)
-asyncio.run(main())
-"""
-    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=subprocess.PIPE)
-    assert parent.stdout is not None
-    pid = int(await parent.stdout.readline())
-    assert _is_alive(pid)
-    parent.kill()
-    await parent.wait()
-    await _until(lambda: not _is_alive(pid))
-
-
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """A zombie, which nobody has reaped yet, is dead."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False
 
 
-async def _until(condition: Callable[[], bool]) -> None:
+async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while True:
             if condition():

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from manylora_shared.coordination.base import StoreUnavailable
-from manylora_shared.coordination.binary import EtcdFailed, EtcdNotFound, EtcdProcess, find_etcd, free_port, start_etcd
+from manylora_shared.coordination.binary import EtcdProcess, free_port, start_etcd
 from manylora_shared.coordination.etcd import EtcdStore
 from manylora_shared.coordination.session import Election, LeaseSession, Mirror
 
-pytestmark = pytest.mark.e2e
-"""Each starts an etcd of its own, and kills it: seconds that `make unit` does not have."""
+pytestmark = pytest.mark.e2e  # each starts an etcd of its own, and kills it
 
 
 @pytest_asyncio.fixture
@@ -153,14 +152,3 @@ async def test_sessions_outlive_a_restart_of_etcd(etcd: EtcdProcess) -> None:
         assert await other.get("/leader") is None
     await store.close()
     await other.close()
-
-
-async def test_a_missing_binary_and_a_failing_one_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "data").write_text("not a folder")
-    with pytest.raises(EtcdFailed, match="not a directory"):
-        await start_etcd(tmp_path, client_port=free_port())
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    assert find_etcd().name == "etcd"
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(EtcdNotFound, match="etcd-server"):
-        find_etcd()

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import random
 from collections.abc import Sequence
 
 import pytest
 from manylora_shared.errors import AlreadyExists, InvalidRequest, Overloaded, ServiceUnavailable
-from manylora_shared.ids import RequestId
 from manylora_sim import loop as simulation
-from manylora_sim.fake_runner import AheadFakeRunner, FakeRunner, reference_tokens
+from manylora_sim.fake_runner import reference_tokens
 from manylora_sim.loop_runtime import LoopRuntime
 from manylora_worker.hosting import view as engine_view
 from manylora_worker.hosting.output_stream import PAUSE_UNREAD_TOKENS, EndKind, OutputStream, StreamEnd
-from manylora_worker.kinds.api import AdapterTier, Sampled, StepBatch, TokenOutput
+from manylora_worker.kinds.api import AdapterTier, Sampled, StepBatch
 
-from tests.worker import worker_fakes
 from tests.worker.worker_fakes import UID, Engine, config, eventually, make_engine, request
 
 _SHORT_S = 1e-4
@@ -32,12 +29,6 @@ async def drain(stream: OutputStream) -> tuple[dict[int, list[int]], StreamEnd]:
             tokens.setdefault(output.choice, []).extend(output.token_ids)
         if batch.end is not None:
             return tokens, batch.end
-
-
-@pytest.fixture(params=[FakeRunner, AheadFakeRunner], autouse=True)
-def runner_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step by step, and one step ahead where the runtime is a thread."""
-    monkeypatch.setattr(worker_fakes, "FakeRunner", request.param)
 
 
 @pytest.fixture(params=["thread", "loop"])
@@ -233,26 +224,6 @@ def test_a_frame_waits_for_an_end_that_is_near(max_tokens: int, frames: list[int
             sizes.append(len((await stream.read(interval_s=0.055)).outputs))  # the second at 5/64 s, with six
         assert sizes == frames
         await engine.runtime.stop()
-
-    simulation.run(main(), seed=1)
-
-
-def test_an_end_that_does_not_come_is_waited_for_half_an_interval() -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        stream = OutputStream(dataclasses.replace(request(max_tokens=10), n=2))
-
-        def put(position: int, tokens: int) -> None:
-            for choice in range(2):
-                stream.put(TokenOutput(RequestId("r"), choice, position, tuple(range(tokens))))
-
-        put(0, 1)
-        await stream.read(interval_s=0.055)
-        put(1, 6)
-        batch = await stream.read(interval_s=0.055)
-        assert len(batch.outputs) == 2
-        assert batch.end is None
-        assert loop.time() == pytest.approx(4 / 64 + 0.055 / 2), "the next 64th of a second after 0.055, and half of it"
 
     simulation.run(main(), seed=1)
 

@@ -1,0 +1,62 @@
+"""Whether a stored adapter fits, checked on a thread, a few at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+from manylora_shared.errors import FieldViolation, InvalidRequest
+from manylora_worker.weights.adapter_check import MAX_CHECKS, AdapterReport, ThreadValidator
+
+
+async def test_problems_are_a_report_and_another_error_is_none(tmp_path: Path) -> None:
+    problem = FieldViolation("r", "is too large")
+    (tmp_path / "x").mkdir()
+
+    def check(folder: Path) -> AdapterReport:
+        assert folder == (tmp_path / "x").resolve()
+        raise InvalidRequest.of_all([problem])
+
+    assert await ThreadValidator(tmp_path, check).validate("x") == AdapterReport(problems=(problem,))
+
+    def fail(folder: Path) -> AdapterReport:
+        raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        await ThreadValidator(tmp_path, fail).validate("x")
+
+
+async def test_nothing_outside_the_store_is_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "other").mkdir()
+    seen: list[Path] = []
+    validator = ThreadValidator(tmp_path / "root", lambda folder: seen.append(folder) or AdapterReport())
+    for path in ("../other", "/", "absent"):
+        with pytest.raises(InvalidRequest):
+            await validator.validate(path)
+    assert seen == []
+
+
+async def test_so_many_at_a_time(tmp_path: Path) -> None:
+    for i in range(5):
+        (tmp_path / str(i)).mkdir()
+    lock, running, most = threading.Lock(), [0], [0]
+    go_on = threading.Event()
+
+    def check(folder: Path) -> AdapterReport:
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        go_on.wait(10)
+        with lock:
+            running[0] -= 1
+        return AdapterReport(max_lora_rank=1)
+
+    validator = ThreadValidator(tmp_path, check)
+    checks = [asyncio.create_task(validator.validate(str(i))) for i in range(5)]
+    await asyncio.sleep(0.05)
+    go_on.set()
+    assert len(await asyncio.gather(*checks)) == 5
+    assert most[0] == MAX_CHECKS
