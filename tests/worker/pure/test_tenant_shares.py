@@ -27,8 +27,11 @@ def test_whoever_has_no_policy_has_default_weights_and_the_whole_pool() -> None:
     assert shares.weight((A, QosClass.INTERACTIVE)) == DEFAULT_WEIGHTS[QosClass.INTERACTIVE]
     assert shares.tenant_weight(A) == sum(DEFAULT_WEIGHTS.values())
     assert (shares.soft(A), shares.hard(A), shares.reserve(A)) == (100, 100, 0)
-    assert not shares.has_caps
-    assert not shares.has_soft
+    assert (shares.has_caps, shares.has_soft) == (False, False)
+    shares.set(A, TenantShare(soft_blocks=5))
+    assert (shares.has_caps, shares.has_soft) == (False, True)
+    shares.set(A, TenantShare(hard_blocks=5))
+    assert (shares.has_caps, shares.has_soft) == (True, False)
 
 
 def test_reserves_are_scaled_down_to_half_of_the_pool_together_and_grow_back() -> None:
