@@ -58,7 +58,12 @@ def test_the_estimate_is_all_until_something_has_ended_and_then_the_mean() -> No
     assert (OutputEstimate().expect(0), estimate.expect(0)) == (0, 0)
 
 
-def test_old_requests_fade() -> None:
+def test_old_requests_fade_and_sixteen_do_not() -> None:
+    estimate = OutputEstimate()
+    for tokens in [0] * 8 + [100] * 8:
+        estimate.count_tokens(tokens)
+        estimate.count_finished()
+    assert estimate.expect(1000) == 50
     estimate = OutputEstimate()
     for tokens in [400] * 30 + [10] * 100:
         estimate.count_tokens(tokens)

@@ -47,6 +47,14 @@ def test_a_reported_start_is_counted_by_the_worker_and_no_longer_here() -> None:
     assert worker.finish(RequestId("r")) is None
 
 
+def test_it_takes_what_its_free_blocks_begin() -> None:
+    worker = view_of(slots=4, blocks=100, free=4, block_size=16)
+    assert worker.can_take(request("r", prompt_tokens=63))
+    assert not worker.can_take(request("r", prompt_tokens=64)), "the first token needs a block more"
+    assert worker.can_take(request("r", prompt_tokens=47, sequences=2))
+    assert not worker.can_take(request("r", prompt_tokens=63, sequences=2))
+
+
 def test_it_takes_no_second_attempt_while_the_first_is_here() -> None:
     worker = view_of(slots=4)
     granted(worker, "r")
@@ -90,6 +98,9 @@ def test_an_adapter_arrives_from_its_grant_on_and_is_known_among_its_holders() -
     worker.fold_capacity(report(adapters={"u": Residency.HOST}))
     assert worker.residency(uid) is Residency.HOST
     assert list(holders.of(uid)) == [worker]
+    worker.fold_capacity(report(adapters={"u": Residency.ABSENT}))
+    worker.check_invariants()
+    assert list(holders.of(uid)) == []
 
 
 def test_output_counters_tell_what_grew_and_a_fall_is_another_process() -> None:

@@ -78,9 +78,20 @@ def test_sequences_that_could_decode_are_counted_as_they_leave_for_a_slot() -> N
     rooms = Rooms()
     decoding, prefilling = rooms.parked(), rooms.parked()
     decoding.move_to(SequenceStatus.DECODE)
+    paused = rooms.parked()
+    paused.move_to(SequenceStatus.DECODE)
+    rooms.queue.pause(paused, is_parked=True)
     rooms.parking.count_ready_decodes()
     assert rooms.parking.ready_decodes == 1
     rooms.parking.leave_for_slot(prefilling, 8)
     assert rooms.parking.ready_decodes == 1
     rooms.parking.leave_for_slot(decoding, 9)
     assert (rooms.parking.ready_decodes, len(decoding.block_table)) == (0, 3)
+
+
+def test_each_plan_is_a_step_later() -> None:
+    rooms = Rooms()
+    first = rooms.parked()
+    rooms.parking.begin_plan()
+    rooms.parking.begin_plan()
+    assert rooms.parked().parked_at == first.parked_at + 2

@@ -103,3 +103,13 @@ def test_alone_is_who_claims_nothing_else_but_pins() -> None:
     assert room.is_alone(A, entry, without=[AdapterUid("x")])
     pinned.pinned_by[A] = None
     assert room.is_alone(A, entry)
+
+
+def test_an_eviction_says_what_its_loser_had_and_for_how_long_it_was_idle() -> None:
+    room = room_of()
+    on_device(room, "x", 7, b=3.0)
+    on_device(room, "y", 3, b=9.0)
+    found = plan(room, wanted("new", 4), now=10.0)
+    assert found is not None
+    (eviction,) = found.evictions
+    assert (eviction.uid, eviction.winner, eviction.losers, eviction.has_copy) == ("x", A, {B: (10, 6, 7.0)}, True)
