@@ -156,9 +156,13 @@ class BlockPoolMachine(RuleBasedStateMachine):
             assert self.content[copy] in (None, held[copy])
             assert self.content[source] in (None, held[copy]), "a parked source was given away before it was copied"
             self.content[copy] = self.content[source]
-        self.pool.commit(self.pool.take_work())
+        work = self.pool.take_work()
+        self.pool.commit(work)
+        due = set(self.pool.pending_clears())  # sources that came free with this step: the next one clears them
+        assert due <= {source for source, _ in work.copies}
+        assert self.clears_freed or not due
         if self.clears_freed:
-            for block_id in (*self.pool._free, *(self.fresh & held.keys())):
+            for block_id in {*self.pool._free, *(self.fresh & held.keys())} - due:
                 assert self.content[block_id] is None, "a block keeps what it had when it was freed"
         self.fresh.clear()
         for block_id, tenant_id in held.items():
@@ -168,7 +172,6 @@ class BlockPoolMachine(RuleBasedStateMachine):
             readable = _MEMBERS if tenant_id in _MEMBERS else [tenant_id]
             assert all(self.content[block_id] in readable for block_id in blocks), "who is in no group reads another's"
         self.copies.clear()
-        assert not self.pool.pending_clears()
         assert not self.pool.pending_copies()
 
     @invariant()
