@@ -46,6 +46,7 @@ def test_open_workers_come_least_loaded_first_by_the_part_of_their_slots() -> No
     assert names(fleet.open_workers()) == ["tenth", "third", "half"]
     assert fleet.slotted_sequences == 6, "of open workers alone"
     tell(fleet, half, slots=8)
+    assert fleet.slotted_sequences == 2
     assert names(fleet.open_workers()) == ["half", "tenth", "third"]
 
 

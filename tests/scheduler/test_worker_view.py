@@ -53,6 +53,9 @@ def test_it_takes_what_its_free_blocks_begin() -> None:
     assert not worker.can_take(request("r", prompt_tokens=64)), "the first token needs a block more"
     assert worker.can_take(request("r", prompt_tokens=47, sequences=2))
     assert not worker.can_take(request("r", prompt_tokens=63, sequences=2))
+    granted(worker, "other", prompt_tokens=15)
+    assert worker.can_take(request("r", prompt_tokens=47))
+    assert not worker.can_take(request("r", prompt_tokens=48)), "a block is the other's"
 
 
 def test_it_takes_no_second_attempt_while_the_first_is_here() -> None:
@@ -93,7 +96,10 @@ def test_an_adapter_arrives_from_its_grant_on_and_is_known_among_its_holders() -
     ticket = granted(worker, "r", adapter="u")
     assert worker.residency(uid) is Residency.ARRIVING
     assert list(holders.of(uid)) == [worker]
+    again = granted(worker, "s", adapter="u")
     worker.drop_grant(ticket)
+    assert list(holders.of(uid)) == [worker], "another request of it is there"
+    worker.drop_grant(again)
     assert list(holders.of(uid)) == []
     worker.fold_capacity(report(adapters={"u": Residency.HOST}))
     assert worker.residency(uid) is Residency.HOST

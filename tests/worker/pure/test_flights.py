@@ -35,6 +35,7 @@ def test_one_step_at_a_time_unless_the_runner_takes_the_next() -> None:
 
 def test_a_step_that_the_runner_refuses_has_its_error_as_its_result() -> None:
     flights = Flights(FakeRunner(num_blocks=1, block_size=4))
+    assert not flights.is_over
     submit(flights, scheduled())
     assert flights.is_over
     assert isinstance(flights.wait(), Exception)
