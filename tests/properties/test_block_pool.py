@@ -162,7 +162,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert due <= {source for source, _ in work.copies}
         assert self.clears_freed or not due
         if self.clears_freed:
-            for block_id in {*self.pool._free, *(self.fresh & held.keys())} - due:
+            copied_into = {copy for _, copy in work.copies}
+            for block_id in {*self.pool._free, *(self.fresh & held.keys())} - due - copied_into:
                 assert self.content[block_id] is None, "a block keeps what it had when it was freed"
         self.fresh.clear()
         for block_id, tenant_id in held.items():
