@@ -43,7 +43,7 @@ def test_core_equals_peft(
     adapter_bytes = 3 << 18
     settings = WorkerConfig(
         model=str(family.folder), threads=1, adapter_store=tmp_path, device="cuda", dtype="float32", num_blocks=16,
-        device_adapter_mb=adapter_bytes / MIB, sequence_slots=8, max_batch_tokens=48, debug_fill_freed=marks_free,
+        host_kv_mb=0, device_adapter_mb=adapter_bytes / MIB, sequence_slots=8, max_batch_tokens=48, debug_fill_freed=marks_free,
     )  # fmt: skip
     parts = build_engine(settings)
     limits = EngineLimits(
@@ -112,7 +112,7 @@ def draw(family: Family, store: Path, device: str) -> tuple[dict[str, list[int]]
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(2, 30))] for _ in range(12)]
     settings = WorkerConfig(
         model=str(family.folder), threads=1, adapter_store=store, device=device, dtype="float32", num_blocks=200,
-        sequence_slots=8, max_batch_tokens=64,
+        host_kv_mb=0, sequence_slots=8, max_batch_tokens=64,
     )  # fmt: skip
     parts = build_engine(settings)
     limits = EngineLimits(
