@@ -15,7 +15,7 @@ PACKAGES = [
     *(f"services/{s}/manylora_{s}" for s in ("router", "scheduler", "worker")),
 ]
 CODE = ["shared", "services", "tests", "bench", "examples", "protos", "deploy"]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 FOR_TESTS = "manylora_sim"
 """Modules that exist for tests and the simulation."""

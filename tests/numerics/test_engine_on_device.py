@@ -43,7 +43,8 @@ def test_core_equals_peft(
     adapter_bytes = 3 << 18
     settings = WorkerConfig(
         model=str(family.folder), threads=1, adapter_store=tmp_path, device="cuda", dtype="float32", num_blocks=16,
-        host_kv_mb=0, device_adapter_mb=adapter_bytes / MIB, sequence_slots=8, max_batch_tokens=48, debug_fill_freed=marks_free,
+        host_kv_mb=0, device_adapter_mb=adapter_bytes / MIB, sequence_slots=8, max_batch_tokens=48,
+        debug_fill_freed=marks_free,
     )  # fmt: skip
     parts = build_engine(settings)
     limits = EngineLimits(
