@@ -138,6 +138,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
         source = blocks[index]
         if self.writers[source] != tenant_id:
             return  # nobody writes what another has computed
+        if source in self.pool.pending_clears():
+            return  # what is shared was computed
         if any(copy == source for _, copy in self.pool.pending_copies()):
             return  # a block is written, and shared again, only after the step that copied it
         blocks[index] = self.pool.copy_on_write(source)
