@@ -26,6 +26,11 @@ class QuantumCuts:
             if sequence.status is not SequenceStatus.DECODE and slots_of.get(sequence.flow, 0) < share_of[sequence.flow]
         }
 
+    def is_behind(self, item: int) -> bool:
+        """Whether a queued prompt's flow is below its share, and one above its own has come as far."""
+        flow, share_of = self._queue.sequence(item).flow, self._slot_shares()
+        return self._slots.by_flow.get(flow, 0) < share_of[flow] and bool(self._flows_ahead(flow, share_of))
+
     def unit_for(self, item: int) -> Unit | None:
         """The one with the least left."""
         flows = self._flows_ahead(self._queue.sequence(item).flow, self._slot_shares())

@@ -27,6 +27,7 @@ from manylora_worker.planning.parking import Parking
 from manylora_worker.planning.quantum_cuts import QuantumCuts
 from manylora_worker.planning.reclaim import Reclaim, Room, least_recent
 from manylora_worker.planning.slots import Scheduled, Slots, Unit
+from manylora_worker.planning.staggering import Staggering
 from manylora_worker.planning.step_time import LEAST_CHUNK_TOKENS, StepTime
 from manylora_worker.planning.unit_queue import UnitQueue
 
@@ -88,6 +89,7 @@ class StepPlanner:
         self._queue = UnitQueue(shares)
         self._slots = Slots(limits.sequence_slots, QUANTUM_TOKENS)
         self._cuts = QuantumCuts(self._slots, self._queue, shares)
+        self._staggering = Staggering(limits.sequence_slots, QUANTUM_TOKENS)
         # of it EngineCore calls `enqueue`, `fork`, `copy_ended` and `release_blocks`
         self.parking = Parking(pool, self._tables, swapper, prefixes, self._queue)
         # their claim on their tenant's reserve has waited for a unit's end
@@ -167,6 +169,9 @@ class StepPlanner:
         ended += self._cut_quanta()
         if not self._slots and self._queue and not is_ahead and not self._swapper.num_copying:
             self._force()
+        if self._slots:
+            held_back = min(self._slots.num_free, len(parking.waiting)) if self._round.is_held_back else 0
+            self._staggering.planned(held_back)
         chunks: list[Scheduled] = []
         scheduled: list[Scheduled] = []
         for unit in self._slots.units:
@@ -343,13 +348,21 @@ class StepPlanner:
         )
 
     def _chunk_tokens(self, sequence: Sequence) -> int:
-        """0: the step has none left."""
+        """0: the step has none left, or the prompt is held back."""
         other_slots = max(0, self._slots.num_free - 1)
         prompt_budget = self._round.prompt_budget
         if not self._round.prompt_tokens:
             prompt_budget = max(prompt_budget, LEAST_CHUNK_TOKENS)
         budget = min(prompt_budget, self._round.budget - min(self.parking.ready_decodes, other_slots))
-        return max(0, min(sequence.num_uncomputed_tokens, self._limits.prefill_chunk_tokens, budget))
+        num_tokens = max(0, min(sequence.num_uncomputed_tokens, self._limits.prefill_chunk_tokens, budget))
+        ends = sequence.is_out and num_tokens == sequence.num_uncomputed_tokens
+        if ends and self._staggering.holds_back(self._round.num_ended) and not self._is_behind(sequence):
+            self._round.is_held_back = True
+            return 0
+        return num_tokens
+
+    def _is_behind(self, sequence: Sequence) -> bool:
+        return sequence.item is not None and self._cuts.is_behind(sequence.item)
 
     # ---- blocks
 
@@ -409,13 +422,15 @@ class StepPlanner:
 class _Round:
     """What one plan has left."""
 
-    __slots__ = ("budget", "deferred", "prompt_budget", "prompt_tokens", "refused")
+    __slots__ = ("budget", "deferred", "is_held_back", "num_ended", "prompt_budget", "prompt_tokens", "refused")
 
     def __init__(self, budget: int, max_prompt_tokens: int | None) -> None:
         self.budget = budget  # tokens of the step
         # of these what prompts may have; the first one LEAST_CHUNK_TOKENS, if that is more
         self.prompt_budget = budget if max_prompt_tokens is None else min(budget, max_prompt_tokens)
         self.prompt_tokens = 0  # of those that were started
+        self.num_ended = 0  # prompts that end in the step
+        self.is_held_back = False  # some that could have ended wait for the next step
         # who gets room when the present choice is over; until then nothing else is chosen
         self.deferred: tuple[Sequence, Room] | None = None
         self.refused: dict[int, None] = {}  # items that cannot be started in this plan
@@ -424,6 +439,7 @@ class _Round:
         self.budget -= chunk.num_tokens
         self.prompt_budget -= chunk.num_tokens
         self.prompt_tokens += chunk.num_tokens
+        self.num_ended += chunk.samples
 
 
 def _cost(item: Scheduled) -> int:
