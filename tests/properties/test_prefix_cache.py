@@ -391,6 +391,7 @@ def test_what_one_holds_with_others_counts_for_it_against_its_own_cap() -> None:
     assert run.core.stats().blocks_free == 64
 
 
+@pytest.mark.long
 def test_groups_change_no_output() -> None:
     found = 0
     for seed in range(60):

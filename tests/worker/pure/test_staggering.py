@@ -55,12 +55,14 @@ def _begun_together(slots: int, *, output: int, steps: int) -> tuple[Rig, dict[i
     return rig, ended
 
 
+@pytest.mark.long
 def test_equal_requests_that_began_together_come_to_end_one_after_the_other() -> None:
     _, ended = _begun_together(SLOTS, output=QUANTUM_TOKENS, steps=2000)
     assert max(ended.values()) <= 2
     assert sum(ended.values()) >= 0.97 * 1000 * SLOTS / (QUANTUM_TOKENS + 1), "slots are not idle for it"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("output", [1, 4, 9])
 def test_requests_shorter_than_a_quantum_lose_little_by_it(output: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their slots have to be filled faster than spread ends would let them."""
