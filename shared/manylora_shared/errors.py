@@ -18,7 +18,7 @@
 #     |-- ServiceUnavailable        one that the request needs
 #     |-- DeadlineExceeded
 #     |-- Cancelled
-#     |-- AdapterFailed             its weights could not be loaded
+#     |-- AdapterFailed             its weights do not load, or overflow
 #     |-- QuotaExhausted            the tokens ran out while the answer streamed
 #     |-- SlowReader
 #     `-- InternalError

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
+import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Protocol, Self
@@ -31,17 +32,21 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Range:
-    """Finite numbers from `low` to `high`; `is_open`: without `low` itself."""
+    """Finite numbers from `low` to `high`; `is_open`: without `low` itself; `or_zero`: or 0."""
 
     low: float
     high: float = math.inf
     is_open: bool = False
+    or_zero: bool = False
 
     def __contains__(self, value: float) -> bool:
-        above = self.low < value if self.is_open else self.low <= value
-        return above and value <= self.high and math.isfinite(value)
+        low = min(self.low, struct.unpack("f", struct.pack("f", self.low))[0])  # the wire has single precision
+        above = low < value if self.is_open else low <= value
+        return (above and value <= self.high and math.isfinite(value)) or (self.or_zero and value == 0)
 
     def __str__(self) -> str:
+        if self.or_zero:
+            return f"0, or {self.low:g} or more"
         if self.high == math.inf:
             return f"above {self.low:g}" if self.is_open else f"{self.low:g} or more"
         return f"above {self.low:g} and at most {self.high:g}" if self.is_open else f"from {self.low} to {self.high}"
@@ -100,12 +105,12 @@ def _row(kind: Kind, default: Any, range_: Range, meaning: str, max_entries: int
 class Sampling:
     """How tokens are chosen. Each field is a row of the table: default, range and meaning stand here and only here."""
 
-    temperature: float = _row(Kind.NUMBER, 1.0, Range(0), "0 takes the likeliest token")
+    temperature: float = _row(Kind.NUMBER, 1.0, Range(1e-5, or_zero=True), "0 takes the likeliest token")
     top_k: int = _row(Kind.COUNT, 0, Range(0, 2**32 - 1), "only the k likeliest tokens; 0: all")
     top_p: float = _row(Kind.NUMBER, 1.0, Range(0, 1, is_open=True), "only the likeliest tokens of this probability")
     min_p: float = _row(Kind.NUMBER, 0.0, Range(0, 1), "only tokens of this part of the likeliest one's probability")
     repetition_penalty: float = _row(
-        Kind.NUMBER, 1.0, Range(0, is_open=True), "divides the logits of tokens in prompt and output"
+        Kind.NUMBER, 1.0, Range(0.01, 100), "divides the logits of tokens in prompt and output"
     )
     presence_penalty: float = _row(Kind.NUMBER, 0.0, Range(-2, 2), "taken from the logits of tokens in the output")
     frequency_penalty: float = _row(Kind.NUMBER, 0.0, Range(-2, 2), "the same for each time that a token is there")

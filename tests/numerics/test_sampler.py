@@ -235,6 +235,18 @@ def test_rows_that_are_not_finite_fail_alone() -> None:
     assert [drawn[i] for i in clean] == sample(logits[clean], [chunks[i] for i in clean])
 
 
+def test_a_callers_values_are_no_fault_of_the_model() -> None:
+    logits = random_logits(4)
+    logits[:, 7] = 3e38
+    extreme = [
+        Sampling(seed=1, temperature=t, top_p=p, repetition_penalty=1e-38) for t in (0.0, 1.0) for p in (0.5, 1.0)
+    ]
+    drawn = sample(logits, [chunk(sampling, prompt=[7], output=[3]) for sampling in extreme])
+    assert [(s.token_id, s.error) for s in drawn] == [(7, None)] * 4
+    logits[0] = float("-inf")
+    assert sample(logits[:1], [chunk(extreme[0])])[0].error is not None
+
+
 def test_half_precision_logits() -> None:
     logits = random_logits(2).bfloat16()
     assert sample(logits, [chunk(Sampling(seed=1))] * 2)[0].error is None

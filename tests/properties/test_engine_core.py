@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -120,6 +122,23 @@ def test_a_full_context_ends_a_choice() -> None:
     outputs = [o for _ in range(9) for o in core.step(0.0)]
     assert [o.finish_reason for o in outputs] == [None, None, FinishReason.LENGTH]
     assert not runner.faults
+    assert core.step_error is None
+
+
+@pytest.mark.parametrize(
+    ("uid", "reason"), [(None, FinishReason.ERROR), (AdapterUid("a" * 64), FinishReason.ADAPTER_FAILED)]
+)
+def test_logits_that_are_not_finite_are_the_adapters_fault_where_there_is_one(
+    uid: AdapterUid | None, reason: FinishReason
+) -> None:
+    core, runner = make_engine(16)
+    core.add(replace(make_request("broken", 8, 4), adapter_uid=uid), 0.0)
+    runner.corrupt_next = True
+    for now in range(9):
+        core.step(float(now))
+        core.check_invariants()
+    (end,) = core.take_ended()
+    assert (end.reason, "not finite" in end.message) == (reason, True)
     assert core.step_error is None
 
 

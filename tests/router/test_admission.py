@@ -51,12 +51,15 @@ INF = math.inf
     [
         ({"temperature": -0.1}, "sampling.temperature"),
         ({"temperature": NAN}, "sampling.temperature"),
+        ({"temperature": 1e-38}, "sampling.temperature"),
         ({"temperature": INF}, "sampling.temperature"),
         ({"top_p": 0.0}, "sampling.top_p"),
         ({"top_p": 1.01}, "sampling.top_p"),
         ({"top_p": NAN}, "sampling.top_p"),
         ({"min_p": -0.01}, "sampling.min_p"),
         ({"min_p": 1.01}, "sampling.min_p"),
+        ({"repetition_penalty": 1e-38}, "sampling.repetition_penalty"),
+        ({"repetition_penalty": 3e38}, "sampling.repetition_penalty"),
         ({"repetition_penalty": 0.0}, "sampling.repetition_penalty"),
         ({"repetition_penalty": INF}, "sampling.repetition_penalty"),
         ({"presence_penalty": 2.1}, "sampling.presence_penalty"),
@@ -81,7 +84,7 @@ def test_bad_sampling(sampling: dict[str, Any], field: str) -> None:
     [
         {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, "seed": 2**64 - 1},
         {"min_p": 1.0, "top_logprobs": 20, "presence_penalty": -2.0, "frequency_penalty": 2.0},
-        {"logit_bias": {0: -100.0, 99: 100.0}, "repetition_penalty": 1e-3, "temperature": 1e3},
+        {"logit_bias": {0: -100.0, 99: 100.0}, "repetition_penalty": 0.01, "temperature": 1e3},
     ],
 )
 def test_good_sampling(sampling: dict[str, Any]) -> None:

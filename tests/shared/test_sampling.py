@@ -39,6 +39,11 @@ def test_there_and_back() -> None:
     assert dataclasses.asdict(Sampling.of_message(message)) == GIVEN
 
 
+def test_a_bound_itself_is_allowed_over_the_wire() -> None:
+    message = common_pb2.SamplingParams(temperature=1e-5, repetition_penalty=0.01)
+    assert Sampling.of_message(message).violations(10) == []
+
+
 def test_what_is_at_its_default_is_not_sent() -> None:
     assert Sampling().given() == {}
     assert common_pb2.SamplingParams(**Sampling(temperature=1.0, top_k=0).given()).ListFields() == []
@@ -50,6 +55,8 @@ def test_what_is_at_its_default_is_not_sent() -> None:
     [
         (Range(0), "0 or more", [0, 7.5], [-0.1, math.inf, math.nan]),
         (Range(0, is_open=True), "above 0", [0.1], [0, math.inf]),
+        (Range(1e-5, or_zero=True), "0, or 1e-05 or more", [0, -0.0, 1e-5, 3e38], [1e-6, -1e-5, math.inf, math.nan]),
+        (Range(0.01, 100), "from 0.01 to 100", [0.01, 100], [0.0, 0.009, 100.1, 3e38]),
         (Range(0, 1), "from 0 to 1", [0, 1], [-0.1, 1.1, math.nan]),
         (Range(0, 1, is_open=True), "above 0 and at most 1", [0.1, 1], [0, 1.1]),
     ],
@@ -63,7 +70,7 @@ def test_ranges(range_: Range, text: str, good: list[float], bad: list[float]) -
 def test_violations_name_the_field_and_what_is_right() -> None:
     sampling = Sampling(temperature=math.nan, top_p=0.0, top_logprobs=21, logit_bias={5: 101.0, 100: 1.0})
     assert [(v.field, v.description) for v in sampling.violations(100)] == [
-        ("sampling.temperature", "must be 0 or more, not nan"),
+        ("sampling.temperature", "must be 0, or 1e-05 or more, not nan"),
         ("sampling.top_p", "must be above 0 and at most 1, not 0"),
         ("sampling.top_logprobs", "must be from 0 to 20, not 21"),
         ("sampling.logit_bias[5]", "must be from -100 to 100, not 101"),

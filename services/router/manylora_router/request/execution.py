@@ -292,7 +292,7 @@ class Execution:
                 return self._finish(common_pb2.OUTCOME_COMPLETED)
             case common_pb2.OUTCOME_ADAPTER_FAILED:
                 name = self.job.adapter.name if self.job.adapter else ""
-                raise AdapterFailed(f"adapter {name!r} could not be loaded: {finished.message}")
+                raise AdapterFailed(f"adapter {name!r} failed: {finished.message}")
             case common_pb2.OUTCOME_SLOW_READER if self._lease.was_held_up:
                 raise QuotaExhausted(
                     "the tenant's quota gave tokens more slowly than they were made", retry_after_s=1.0

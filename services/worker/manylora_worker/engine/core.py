@@ -490,7 +490,10 @@ class EngineCore:
         # What a later step draws is of no use then.
         is_in_vain = sequence.num_steps_in_flight > 0
         if sampled.error is not None:
-            self._endings.end_request(sequence.group, FinishReason.ERROR, sampled.error, now, refund=is_in_vain)
+            reason, message = FinishReason.ERROR, sampled.error
+            if request.adapter_uid is not None:  # no other tenant's request, and no fault of the worker
+                reason, message = FinishReason.ADAPTER_FAILED, f"with its weights {message}"
+            self._endings.end_request(sequence.group, reason, message, now, refund=is_in_vain)
             return
         if sampled.token_id in request.stop_token_ids:
             stop_token_id = sampled.token_id

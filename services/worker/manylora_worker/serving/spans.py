@@ -85,7 +85,8 @@ class ExecuteSpans:
         else:
             self._span.fail(_CODES[end.kind], end.message)
         if end.request_end is not None and self._telemetry.enabled:
-            self._tell_phases(end.request_end, failed=end.kind is EndKind.ADAPTER_FAILED)
+            is_loaded = end.request_end.times.adapter_ready_s is not None
+            self._tell_phases(end.request_end, failed=end.kind is EndKind.ADAPTER_FAILED and not is_loaded)
 
     def _tell_phases(self, end: RequestEnd, *, failed: bool) -> None:
         times = end.times

@@ -19,7 +19,7 @@ _LARGEST_UNIFORM = 1 - 2.0**-24  # the largest float32 below 1: keeps every E fi
 # A row's token depends on that row alone; tokens with equal scores pass a cut together. Order: penalties, bias and
 # bars, temperature, top-k, top-p, min-p, draw. Logprobs are taken before all of it.
 def sample(logits: Tensor, chunks: Sequence[SequenceChunk]) -> list[Sampled]:
-    """logits: [rows, vocab], not changed. A row whose largest score is not a finite number has `error` set."""
+    """logits: [rows, vocab], not changed. A row whose largest logit is not a finite number has `error` set."""
     raw = logits.float()
     scores = _penalized(raw, chunks)
     best_scores, tokens = scores.max(dim=-1)
@@ -28,8 +28,8 @@ def sample(logits: Tensor, chunks: Sequence[SequenceChunk]) -> list[Sampled]:
         rows = torch.tensor(drawn, device=raw.device)
         drawn_tokens = _draw(scores[rows], best_scores[rows, None], [chunks[i] for i in drawn])
         tokens = tokens.index_copy(0, rows, drawn_tokens)
-    # max() hands a NaN on, so one value a row tells whether the row is sound.
-    sound = torch.isfinite(best_scores).tolist()
+    # The model's own, before what the caller adds. max() hands a NaN on: one value a row tells whether it is sound.
+    sound = torch.isfinite(best_scores if scores is raw else raw.max(dim=-1).values).tolist()
     token_ids: list[int] = tokens.tolist()
     logprobs = _logprobs(raw, tokens, chunks)
     return [
@@ -101,7 +101,9 @@ def _apply_repetition_penalty(scores: Tensor, chunks: Sequence[SequenceChunk]) -
         where = (torch.tensor(rows, device=scores.device), torch.tensor(token_ids, device=scores.device))
         penalty_of = torch.tensor(penalties, device=scores.device)
         old = scores[where]
-        scores.index_put_(where, torch.where(old < 0, old * penalty_of, old / penalty_of))
+        most = torch.finfo(scores.dtype).max  # a large logit, divided, is not to become infinite
+        new = torch.where(old < 0, old * penalty_of, (old / penalty_of).clamp_(max=most))
+        scores.index_put_(where, new)
 
 
 def _draw(scores: Tensor, best_scores: Tensor, chunks: Sequence[SequenceChunk]) -> Tensor:
