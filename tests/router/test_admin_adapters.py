@@ -88,6 +88,22 @@ def test_import_from_the_store() -> None:
     simulate(test)
 
 
+@pytest.mark.parametrize("path", ["imports/of-another", "imports/nothing", "../x", "objects/" + "a" * 64, "."])
+def test_a_tenants_key_names_no_path_in_the_store(path: str) -> None:
+    async def test(cluster: RouterCluster) -> None:
+        cluster.files.files["imports/of-another"] = {CONFIG_NAME: CONFIG, WEIGHTS_NAME: WEIGHTS}
+        made = await call(cluster, "CreateKey", tenant_id="acme", scopes=["admin"])
+        stream = cluster.client.stream(ADMIN["AddAdapter"], metadata={"authorization": f"Bearer {made.key}"})
+        await stream.write(header(store_path=path))
+        await stream.close_send()
+        with pytest.raises(RpcError, match=r"header\.store_path: only an operator's key") as error:
+            await stream.read()
+        assert error.value.code is Code.PERMISSION_DENIED
+        nothing_is_left(cluster)
+
+    simulate(test)
+
+
 BAD_UPLOADS: dict[str, tuple[list[admin_pb2.AddAdapterRequest], str]] = {
     "nothing": ([], "header"),
     "no header": (GOOD, "header"),

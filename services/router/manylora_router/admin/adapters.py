@@ -18,6 +18,7 @@ from manylora_shared.errors import (
     FieldViolation,
     InvalidRequest,
     Overloaded,
+    PermissionDenied,
     RpcError,
     ServiceUnavailable,
 )
@@ -71,6 +72,11 @@ class AdapterIntake:
             raise InvalidRequest.of("header", "must be the first message")
         header = first.header
         header.tenant_id = caller.require_tenant(header.tenant_id, [Scope.ADMIN])
+        if header.store_path and not caller.may(Scope.OPERATOR):
+            # The adapter store's folders are of all tenants, so the answer is the same whatever lies there.
+            raise PermissionDenied(
+                "header.store_path: only an operator's key takes adapters from the adapter store; upload the files"
+            )
         wrong = [
             FieldViolation(f"header.{name}", f"must match {NAME_PATTERN}" if value else "is missing")
             for name, value in (("tenant_id", header.tenant_id), ("name", header.name))
