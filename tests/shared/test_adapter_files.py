@@ -79,6 +79,76 @@ async def test_commits_of_the_same_bytes_at_once(tmp_path: Path) -> None:
     assert list((tmp_path / "incoming").iterdir()) == []
 
 
+def truncated(target: Path) -> None:
+    os.chmod(target / WEIGHTS_NAME, 0o644)
+    (target / WEIGHTS_NAME).write_bytes(WEIGHTS[:-1])
+
+
+def one_bit(target: Path) -> None:
+    os.chmod(target / WEIGHTS_NAME, 0o644)
+    (target / WEIGHTS_NAME).write_bytes(bytes([WEIGHTS[0] ^ 1]) + WEIGHTS[1:])
+
+
+def other_settings(target: Path) -> None:
+    os.chmod(target / CONFIG_NAME, 0o644)
+    (target / CONFIG_NAME).write_text(json.dumps({**CONFIG, "r": 9}))
+
+
+def no_settings(target: Path) -> None:
+    (target / CONFIG_NAME).unlink()
+
+
+def no_json(target: Path) -> None:
+    os.chmod(target / CONFIG_NAME, 0o644)
+    (target / CONFIG_NAME).write_bytes(b"\0" * 64)
+
+
+def weights_as_a_folder(target: Path) -> None:
+    (target / WEIGHTS_NAME).unlink()
+    (target / WEIGHTS_NAME).mkdir()
+
+
+def weights_by_a_link(target: Path) -> None:
+    (target / WEIGHTS_NAME).rename(target.parent / "elsewhere")
+    (target / WEIGHTS_NAME).symlink_to(target.parent / "elsewhere")
+
+
+def a_file_in_its_place(target: Path) -> None:
+    for path in target.iterdir():
+        path.unlink()
+    target.rmdir()
+    target.write_bytes(b"")
+
+
+DAMAGES = [
+    truncated, one_bit, other_settings, no_settings, no_json,
+    weights_as_a_folder, weights_by_a_link, a_file_in_its_place,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
+async def test_the_same_bytes_again_heal_a_damaged_object(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    files = LocalAdapterFiles(tmp_path)
+    uid = await committed(files, WEIGHTS)
+    target = tmp_path / "objects" / uid
+    damage(target)
+    incoming = [await written(files) for _ in range(4)]
+    for path in incoming:
+        await files.finish(path)
+    await asyncio.gather(*(files.commit(path, uid) for path in incoming))
+    assert adapter_uid(json.loads((target / CONFIG_NAME).read_bytes()), target / WEIGHTS_NAME) == uid
+    assert not any(path.is_symlink() for path in target.iterdir())
+    assert list((tmp_path / "incoming").iterdir()) == []
+
+
+async def test_a_sound_object_is_not_replaced(tmp_path: Path) -> None:
+    files = LocalAdapterFiles(tmp_path)
+    uid = await committed(files, WEIGHTS)
+    before = (tmp_path / "objects" / uid / WEIGHTS_NAME).stat().st_ino
+    await committed(files, WEIGHTS)
+    assert (tmp_path / "objects" / uid / WEIGHTS_NAME).stat().st_ino == before
+
+
 @pytest.mark.parametrize(
     ("name", "data", "field"),
     [

@@ -12,8 +12,10 @@ number of both.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -26,6 +28,9 @@ from typing import Any, Protocol
 
 from manylora_shared.errors import FieldViolation, InvalidRequest, NotFound
 from manylora_shared.ids import AdapterUid
+from manylora_shared.telemetry.logs import fields
+
+_LOG = logging.getLogger(__name__)
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -191,7 +196,7 @@ class AdapterFiles(Protocol):
         """Ends the writing. Raises InvalidRequest where a file is missing or the configuration is not JSON."""
 
     async def commit(self, incoming: str, uid: AdapterUid) -> None:
-        """Makes it the object `uid`, which may exist already."""
+        """Makes it the object `uid`. One that exists already stays where its files are right, and else is replaced."""
 
     async def discard(self, incoming: str) -> None:
         """One that is gone is fine."""
@@ -296,21 +301,33 @@ class LocalAdapterFiles:
     def _commit(self, incoming: str, uid: AdapterUid) -> None:
         folder, target = self._incoming(incoming), self._root / object_path(uid)
         while True:
-            with suppress(FileNotFoundError):
-                # An object that exists is the same bytes. Its new time keeps `collect` away from it.
-                os.utime(target)
+            with suppress(FileNotFoundError, NotADirectoryError):
+                os.utime(target)  # its new time keeps `collect` away from it
+                if not _is_sound(target, folder, uid):
+                    self._clear_unsound(target, folder, uid)
+                    continue
                 shutil.rmtree(folder, ignore_errors=True)
                 return
             os.utime(folder)
             try:
                 os.rename(folder, target)
-            except (FileExistsError, OSError) as e:
-                if not target.exists():
+            except OSError as e:
+                if not os.path.lexists(target):
                     raise e
                 continue  # another call was faster with the same bytes
             break
         with _folder_descriptor(self._root / OBJECTS) as descriptor:
             os.fsync(descriptor)
+
+    def _clear_unsound(self, target: Path, folder: Path, uid: AdapterUid) -> None:
+        """Moves it away whole. Until the sound one is there readers find none, as they could not use this one."""
+        trash = self._root / INCOMING / f"{_TRASH}{secrets.token_hex(16)}"
+        with _folder_descriptor(self._root / OBJECTS) as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if not _is_sound(target, folder, uid):  # another call may have replaced it meanwhile
+                _LOG.warning("a damaged object is replaced", extra=fields(adapter=uid))
+                os.rename(target, trash)
+        _remove(trash)
 
     def _sweep(self, before_unix_s: float) -> int:
         removed = 0
@@ -345,6 +362,28 @@ class LocalAdapterFiles:
     def _folders(self, name: str) -> list[Path]:
         parent = self._root / name
         return sorted(p for p in parent.iterdir() if not p.is_symlink() and p.is_dir()) if parent.is_dir() else []
+
+
+def _is_sound(target: Path, folder: Path, uid: AdapterUid) -> bool:
+    """Whether it holds what `folder` holds, the object `uid`. Raises FileNotFoundError where it is gone."""
+    if not stat.S_ISDIR(os.lstat(target).st_mode):
+        return False
+    try:
+        with open(open_regular(target / CONFIG_NAME, field=CONFIG_NAME), "rb") as file:
+            config = parse_config(file.read(MAX_CONFIG_BYTES + 1))
+        with open(open_regular(target / WEIGHTS_NAME, field=WEIGHTS_NAME), "rb") as file:
+            if os.fstat(file.fileno()).st_size != (folder / WEIGHTS_NAME).stat().st_size:
+                return False
+        return adapter_uid(config, target / WEIGHTS_NAME) == uid
+    except (InvalidRequest, PermissionError):
+        return False
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
