@@ -67,6 +67,14 @@ async def test_a_child_that_dies_at_its_start_shows_its_last_words(make: Make) -
         await child.start()
 
 
+async def test_the_last_words_are_not_those_of_an_earlier_start(make: Make) -> None:
+    for words in ("of the first", "of the second"):
+        child = make(f"import sys; sys.exit('{words}')")
+        with pytest.raises(ChildFailed) as error:
+            await child.start()
+    assert str(error.value).endswith("svc.log:\nof the second")
+
+
 async def test_a_child_that_is_never_ready_is_ended(make: Make) -> None:
     child = make("import time; time.sleep(60)", start_timeout_s=0.3)
     with pytest.raises(ChildFailed, match=r"was not ready after 0.3 s"):

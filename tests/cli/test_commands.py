@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import json
 import sys
 from pathlib import Path
@@ -27,6 +28,12 @@ async def test_no_server_is_a_failed_request(manylora: Manylora, nobody: str) ->
     out = await manylora("status", "--json", "--server", nobody)
     assert out.exit_code == 1
     assert out.json["error"]["code"] == "UNAVAILABLE"
+    assert f"nothing answers at {nobody}; is `manylora up` running?" in out.stderr
+
+
+async def test_it_tells_its_version(manylora: Manylora) -> None:
+    out = await manylora("--version")
+    assert (out.exit_code, out.stdout) == (0, f"manylora {importlib.metadata.version('manylora')}\n")
 
 
 async def test_a_cluster_is_not_started_for_policies_that_will_be_refused(manylora: Manylora, tmp_path: Path) -> None:

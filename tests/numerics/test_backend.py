@@ -14,7 +14,7 @@ import torch
 from manylora_shared.ids import AdapterUid
 from manylora_worker.config import WorkerConfig
 from manylora_worker.kinds.api import AdapterEvent, AdapterTier
-from manylora_worker.models.build import build_engine
+from manylora_worker.models.build import build_engine, on_device
 from manylora_worker.models.loader import ModelRefused
 from manylora_worker.models.torch.model_runner import TorchModelRunner
 from manylora_worker.weights.backend import TorchAdapterBackend
@@ -198,3 +198,13 @@ def test_factory(family_of: FamilyOf, tmp_path: Path) -> None:
         parts.backend.close()
     with pytest.raises(ModelRefused, match="kv_cache_mb"):
         build_engine(replace(settings, block_size=100_000))
+
+
+@pytest.mark.parametrize(("sees_one", "device", "dtype"), [(True, "cuda", "bfloat16"), (False, "cpu", "float32")])
+def test_a_device_that_is_not_given_is_a_gpu_where_there_is_one(
+    sees_one: bool, device: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: sees_one)
+    settled = on_device(WorkerConfig(model="m"))
+    assert (settled.device, settled.compute_dtype) == (device, dtype)
+    assert on_device(replace(settled, device="cuda:1")).device == "cuda:1"

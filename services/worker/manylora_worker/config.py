@@ -11,6 +11,7 @@ from manylora_shared.process.cores import num_cores
 from manylora_shared.process.settings import ServiceSettings
 
 PARKED_SEQUENCES = 64
+AUTO_DEVICE = "auto"  # until the engine is built, which settles it
 _ANY_HOST = ("0.0.0.0", "[::]", "::", "")
 _MIB = 1 << 20
 _BY_DEVICE = -1.0
@@ -28,7 +29,7 @@ class WorkerConfig(ServiceSettings):
 
     model: str = setting("", "Hugging Face folder of the base model, or its cached hub id")
     model_name: str = setting("", "what it is served as; empty: the last part of model")
-    device: str = setting("cpu", "cpu, cuda, cuda:1, ...")
+    device: str = setting(AUTO_DEVICE, "cpu, cuda, cuda:1, ...; auto: cuda where torch sees one, else cpu")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "compute type; auto: float32 on the CPU, bfloat16 on any other device"
     )
@@ -88,7 +89,7 @@ class WorkerConfig(ServiceSettings):
     def compute_dtype(self) -> str:
         if self.dtype != "auto":
             return self.dtype
-        return "float32" if self.device == "cpu" else "bfloat16"
+        return "bfloat16" if self._is_gpu else "float32"
 
     @property
     def compute_threads(self) -> int:
@@ -110,4 +111,8 @@ class WorkerConfig(ServiceSettings):
         # On the CPU the KV is in host memory: what swaps took would be missing there.
         if self.host_kv_mb != _BY_DEVICE:
             return round(self.host_kv_mb * _MIB)
-        return 0 if self.device == "cpu" else _GPU_HOST_KV_MB * _MIB
+        return _GPU_HOST_KV_MB * _MIB if self._is_gpu else 0
+
+    @property
+    def _is_gpu(self) -> bool:
+        return self.device not in ("cpu", AUTO_DEVICE)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
+import importlib.metadata
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from manylora_shared.sampling import Sampling
 
-from manylora.cli.output import connect, run, usage_error
+from manylora.cli.output import connect, run, usage_error, write
 from manylora.cli.sampling_options import with_sampling_options
 
 DEFAULT_SERVER = "127.0.0.1:7070"
@@ -48,6 +49,18 @@ class KeyScope(enum.StrEnum):
     OPERATOR = "operator"
 
 
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        write(f"manylora {importlib.metadata.version('manylora')}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show it.")] = False,
+) -> None: ...
+
+
 Server = Annotated[str, typer.Option(envvar="MANYLORA_SERVER", metavar="HOST:PORT", help="The router to talk to.")]
 Key = Annotated[
     str | None,
@@ -76,8 +89,12 @@ def up(
     workers: Annotated[int, typer.Option(min=1, max=64)] = 1,
     routers: Annotated[int, typer.Option(min=1, max=64)] = 1,
     device: Annotated[
-        str, typer.Option(help="Device of the workers, e.g. cpu or cuda; several (cuda:0,cuda:1) are dealt in turn.")
-    ] = "cpu",
+        str,
+        typer.Option(
+            help="Device of the workers, e.g. cpu or cuda; several (cuda:0,cuda:1) are dealt in turn; "
+            "auto: cuda where torch sees one."
+        ),
+    ] = "auto",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port of the first router; 0 picks a free one.")
     ] = DEFAULT_PORT,

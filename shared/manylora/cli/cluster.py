@@ -64,8 +64,10 @@ async def up(options: ClusterOptions, tenants_file: Path | None) -> None:
     async def serve() -> None:
         await _start(cluster)
         try:
-            if tenants_file is not None:
-                async with _client(cluster) as client:
+            async with _client(cluster) as client:
+                for worker in (await client.status()).workers:
+                    say(f"{worker.worker_id} runs on {worker.device}")
+                if tenants_file is not None:
                     for tenant in await apply_documents(client, str(tenants_file), policies):
                         say(f"tenant {tenant['tenant_id']}: version {tenant['version']}")
             print_json(cluster.describe())

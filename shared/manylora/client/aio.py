@@ -25,7 +25,7 @@ from manylora_shared.metadata import (
 from manylora_shared.sampling import Sampling
 from manylora_shared.tenancy.identity import bearer
 from manylora_shared.transport.base import Channel, Method, Stream, Transport, methods_of
-from manylora_shared.transport.grpc_transport import GrpcTransport
+from manylora_shared.transport.grpc_transport import UNREACHABLE, GrpcTransport
 
 from manylora.client.answers import Collector, Event, RequestFailed, Result
 from manylora.client.cluster import (
@@ -65,7 +65,8 @@ _HEALTH = methods_of(health_pb2.DESCRIPTOR.services_by_name["Health"])
 
 
 class _Caller:
-    def __init__(self, channel: Channel, key: str, retry: RetryPolicy | None, rng: random.Random) -> None:
+    def __init__(self, server: str, channel: Channel, key: str, retry: RetryPolicy | None, rng: random.Random) -> None:
+        self._server = server
         self.channel = channel
         self._credentials = _printable(bearer(key))
         self.retry = retry
@@ -114,8 +115,15 @@ class _Caller:
                 return await self.channel.call(method, request, timeout=_left_s(deadline), metadata=sent)
             except RpcError as error:
                 if not await self.wait_to_repeat(error, attempt, deadline, repeatable=repeatable):
-                    raise RequestFailed.of(error) from None
+                    raise self.failed(error) from None
             attempt += 1
+
+    def failed(self, error: RpcError, result: Result | None = None) -> RequestFailed:
+        failed = RequestFailed.of(error, result)
+        if error.label != UNREACHABLE:
+            return failed
+        message = f"nothing answers at {self._server}; is `manylora up` running? ({error.message})"
+        return RequestFailed(failed.code, message, reason=failed.reason, result=result)
 
 
 # idle -> (connecting, maybe several attempts) -> running -> ended. Attempts are repeated only before the first frame.
@@ -186,7 +194,7 @@ class GenerateStream:
             message = await (self._stream.read() if self._stream is not None else self._first())
         except RpcError as error:
             self._ended = True
-            raise RequestFailed.of(error, None if self._collector.is_empty else self.result()) from None
+            raise self._caller.failed(error, None if self._collector.is_empty else self.result()) from None
         except asyncio.CancelledError:
             self.cancel()
             raise
@@ -332,7 +340,7 @@ class Adapters:
             await stream.close_send()
             answer = await stream.read()
         except RpcError as error:
-            raise RequestFailed.of(error) from None
+            raise self._caller.failed(error) from None
         finally:
             stream.cancel()
         if answer is None:
@@ -364,7 +372,9 @@ class Client:
         self.server = server
         self._tenant = tenant
         credentials = find_key(server) if key is None else key
-        self._caller = _Caller((transport or GrpcTransport()).connect(server), credentials, retry, random.Random())
+        self._caller = _Caller(
+            server, (transport or GrpcTransport()).connect(server), credentials, retry, random.Random()
+        )
         self.tenants = Tenants(self._caller)
         self.keys = Keys(self._caller)
         self.adapters = Adapters(self._caller)

@@ -62,6 +62,7 @@ class Child:
         self._process: asyncio.subprocess.Process | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._output: asyncio.Task[None] | None = None
+        self._log_start_bytes = 0  # of the last start's lines
 
     @property
     def pid(self) -> int:
@@ -86,10 +87,10 @@ class Child:
         self._signal(signal.SIGKILL)
 
     def log_tail(self) -> str:
-        try:
-            lines = self.log_path.read_text(errors="replace").splitlines()
-        except FileNotFoundError:
-            return ""
+        """Of the last start."""
+        with self.log_path.open("rb") as log:
+            log.seek(self._log_start_bytes)
+            lines = log.read().decode(errors="replace").splitlines()
         return "\n".join(lines[-LOG_TAIL_LINES:])
 
     async def _supervise(self) -> None:
@@ -118,6 +119,7 @@ class Child:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         await self._end_output()
         with self.log_path.open("ab") as log:
+            self._log_start_bytes = log.tell()
             self._process = await asyncio.create_subprocess_exec(
                 *_tethered(self._command(self.ready)),
                 stdin=asyncio.subprocess.DEVNULL,

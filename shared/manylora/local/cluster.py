@@ -194,7 +194,9 @@ class LocalCluster:
             self._service(f"router-{i}", functools.partial(self._router_command, i))
             for i in range(self.options.routers)
         ]
-        self._notify(f"starting {', '.join(child.name for child in starting)}")
+        devices = ", ".join(_devices(self.options))
+        told = "auto (cuda where torch sees one, else cpu)" if devices == "auto" else devices
+        self._notify(f"starting {', '.join(child.name for child in starting)}; device: {told}")
         async with _FirstFailure(), asyncio.TaskGroup() as tasks:
             for child in starting:
                 tasks.create_task(child.start())
@@ -310,7 +312,7 @@ class LocalCluster:
 
 
 def _devices(options: ClusterOptions) -> list[str]:
-    return [d.strip() for d in options.device.split(",") if d.strip()] or ["cpu"]
+    return [d.strip() for d in options.device.split(",") if d.strip()] or ["auto"]
 
 
 def _threads(options: ClusterOptions, cores: int) -> int:

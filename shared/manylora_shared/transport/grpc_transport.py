@@ -39,6 +39,9 @@ KEEPALIVE_TIMEOUT_MS = 2000
 MAX_METADATA_BYTES = 16 * 1024
 MAX_CONCURRENT_CALLS = 16_384  # over all acceptors of a server
 
+UNREACHABLE = "unreachable"  # the label of an UNAVAILABLE that no server sent
+_NO_CONNECTION = "failed to connect to all addresses"  # grpc's words
+
 CANCELLATION_NOTICE_S = 1.0  # after a failed write: how long a handler waits to be cancelled before it cleans up
 STATUS_NOTICE_S = 1.0  # after a failed write: how long to wait for the status that says why
 STOP_CLEANUP_S = 5.0  # for the `finally` blocks of cancelled handlers; then they are cancelled again
@@ -329,7 +332,10 @@ def _decode(code: grpc.StatusCode, details: str | None, trailing_metadata: Any) 
     for key, value in trailing_metadata or ():
         if key == DETAILS_KEY and isinstance(value, bytes):
             blob = value
-    return decode_error(Code(code.value[0]), details or "", blob)
+    error = decode_error(Code(code.value[0]), details or "", blob)
+    if error.code is Code.UNAVAILABLE and error.message.startswith(_NO_CONNECTION):
+        error.label = UNREACHABLE
+    return error
 
 
 def _client_error(error: BaseException) -> BaseException:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from manylora_shared.process.cores import num_cores
 
-from manylora_worker.config import WorkerConfig
+from manylora_worker.config import AUTO_DEVICE, WorkerConfig
 from manylora_worker.models.decoder_weights import DecoderWeights
 from manylora_worker.models.layers.kv_cache import MIB, KvCache
 from manylora_worker.models.layers.lora_linear import LoraCosts, LoraPlanner
@@ -43,8 +43,17 @@ _OTHER_CORES = 2  # for the engine's thread and the event loop
 _STACKED_ADAPTER_BYTES = 256 * MIB  # see LoraPlanner
 
 
+def on_device(config: WorkerConfig) -> WorkerConfig:
+    """The settings with a device in the place of `auto`."""
+    if config.device != AUTO_DEVICE:
+        return config
+    return replace(config, device="cuda" if torch.cuda.is_available() else "cpu")
+
+
 def build_engine(config: WorkerConfig, notify: Callable[[], None] = lambda: None) -> EngineParts:
     """As EngineBuilder. Raises ModelRefused."""
+    config = on_device(config)
+    _LOG.info("the model runs on %s", config.device)
     loaded = load_model(
         config.model,
         name=config.model_name,
