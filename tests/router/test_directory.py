@@ -2,22 +2,80 @@
 
 from __future__ import annotations
 
-from manylora_shared.errors import Code
+import json
+from typing import Any
+
+import pytest
+from manylora_shared.coordination import keys
+from manylora_shared.errors import Code, NotFound, RpcError
 from router_fakes import RouterCluster, simulate, text_request, until
+from test_admin_adapters import call
+
+WRONG: list[Any] = [None, ["x", 3], {"a": 1}, -5, "\ud800", 1 << 70, True]
 
 
-def test_a_stored_policy_that_cannot_be_read_leaves_the_one_before_in_force() -> None:
+@pytest.mark.parametrize(
+    "document", [b"quotas: nonsense\n", b"tenant_id: other\n", b"tenant_id: acme # nonsense \xff\n"]
+)
+def test_a_stored_policy_that_cannot_be_read_leaves_the_one_before_in_force(document: bytes) -> None:
     async def test(cluster: RouterCluster) -> None:
         await cluster.put_tenant("acme", "quotas: {max_output_tokens: 3}\n")
         await until(lambda: "max_output" in cluster.app.directory.tenants["acme"].policy_yaml)
         refused = await cluster.ask(text_request(max_tokens=4))
         assert refused.error is not None
         assert refused.error.code is Code.INVALID_ARGUMENT
-        await cluster.put_tenant("acme", "quotas: nonsense\n")
-        await until(lambda: "nonsense" in cluster.app.directory.tenants["acme"].policy_yaml)
+        await cluster.store.put(keys.tenant("acme"), document)
+        await until(lambda: cluster.app.directory.tenants["acme"].document == document)
         again = await cluster.ask(text_request(max_tokens=4))
         assert again.error is not None
         assert again.error.message == refused.error.message
         assert (await cluster.ask(text_request(max_tokens=3))).error is None
+        got = (await call(cluster, "GetTenant", tenant_id="acme")).tenant
+        assert got.policy_yaml == document.decode(errors="replace")
+        await call(cluster, "ApplyTenant", policy_yaml="tenant_id: acme")
+        assert (await cluster.ask(text_request(max_tokens=4))).error is None
+
+    simulate(test)
+
+
+def test_records_with_wrong_types_are_named_and_left_out_and_all_else_is_listed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test(cluster: RouterCluster) -> None:
+        async def seen() -> tuple[Any, ...]:
+            status = await call(cluster, "GetStatus")
+            return (
+                await call(cluster, "ListKeys"),
+                await call(cluster, "ListAdapters"),
+                sorted(worker.worker_id for worker in status.workers),
+                sorted(router.router_id for router in status.routers),
+                status.base_model,
+            )
+
+        before = await seen()
+        planted = 0
+        for prefix in (keys.API_KEYS, keys.WORKERS, keys.ROUTERS, keys.ADAPTERS):
+            listing = await cluster.store.list(prefix)
+            right = listing.kvs[0]
+            own = {keys.API_KEYS: "key_id", keys.WORKERS: "worker_id", keys.ROUTERS: "router_id", keys.ADAPTERS: "name"}
+            for field in json.loads(right.value):
+                for wrong in WRONG:
+                    name = f"bad{planted}"
+                    record = {**json.loads(right.value), own[prefix]: name, field: wrong}
+                    if isinstance(wrong, int) and field.endswith("unix_s") and wrong is not True:
+                        continue
+                    path = f"{record['tenant_id']}/{name}" if prefix == keys.ADAPTERS and field != "tenant_id" else name
+                    await cluster.store.put(prefix + str(path), json.dumps(record).encode())
+                    planted += 1
+            await cluster.store.put(f"{prefix}same", right.value)  # another's
+        assert await seen() == before
+        for prefix in (keys.API_KEYS, keys.WORKERS, keys.ROUTERS, keys.ADAPTERS):
+            assert f"the record at {prefix}same is unreadable" in caplog.text
+        assert f"the record at {keys.WORKERS}bad" in caplog.text
+        assert (await cluster.ask(text_request())).error is None
+        with pytest.raises(RpcError, match="its record cannot be read") as error:
+            await call(cluster, "RevokeKey", key_id="same")
+        assert error.value.code is NotFound.code
+        await call(cluster, "DeleteTenant", tenant_id="other")
 
     simulate(test)

@@ -43,6 +43,10 @@ def test_the_operators_key_file(tmp_path: Any) -> None:
         assert other != key
         assert (await stored(cluster))[key_id].revoked_unix_s == 3.0
         authenticate(bearer(other), (await stored(cluster)).get)
+        other_id, _ = split_key(other) or ("", "")
+        await cluster.store.put(keys.api_key(other_id), b'{"key_id": [7]}')
+        assert await ensure(cluster) not in (key, other)
+        await cluster.store.delete(keys.api_key(other_id))
         path.write_text("nonsense")
         assert await ensure(cluster) not in (key, other, "nonsense")
         path.chmod(0o644)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 
 import pytest
@@ -192,6 +193,29 @@ def test_weights_come_from_the_store() -> None:
         order = [(await router.answer()).request_id for _ in range(20)]
         assert sum(name.startswith("heavy") for name in order) == 18
         assert {name.rstrip("0123456789") for name in order} == {"light", "heavy", "broken"}
+
+    play(scenario)
+
+
+def test_a_workers_record_with_a_list_for_a_number_costs_no_other_worker_and_no_leader_a_policy() -> None:
+    async def scenario(cluster: Cluster) -> None:
+        app = await cluster.scheduler("s0")
+        await cluster.leader()
+        await cluster.worker("w0", slots=4)
+        policy = "tenant_id: acme\nclasses:\n  standard:\n    weight: 900\n"
+        await cluster.store.put(keys.tenant("acme"), policy.encode())
+        stored = await cluster.store.get(keys.worker("w0"))
+        assert stored is not None
+        wrong = {**json.loads(stored.value), "worker_id": "w1", "sequence_slots": [4]}
+        await cluster.store.put(keys.worker("w1"), json.dumps(wrong).encode())
+        await asyncio.sleep(0.1)
+        await cluster.store.delete(keys.worker("w1"))
+        await cluster.store.put(keys.tenant("acme"), b"tenant_id: other\n")
+        await cluster.worker("w2", slots=4)
+        await asyncio.sleep(0.1)
+        assert app.term is not None
+        assert sorted(app.term._workers) == ["w0", "w2"]
+        assert app._tenants.values["acme"].in_force == policy.encode()
 
     play(scenario)
 

@@ -37,6 +37,10 @@ def test_the_clock_is_kept_whole_and_by_the_leader_alone(monkeypatch: pytest.Mon
         index = await store.get(keys.SCHEDULER_CLOCK)
         assert index is not None
         await store.put(keys.SCHEDULER_CLOCK, index.value.replace(b'"parts": ', b'"parts": 9'))
+        assert await second.load() is None, "and not for parts that were never written"
+        await store.put(keys.SCHEDULER_CLOCK, index.value.replace(b'"parts": ', b'"parts": 99999999'))
+        assert await second.load() is None
+        await store.put(keys.SCHEDULER_CLOCK, index.value)
         await store.put(keys.scheduler_clock_part(second._bank ^ 1, 0), b"?")
         assert await second.load() is None
 

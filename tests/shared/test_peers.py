@@ -48,3 +48,14 @@ def test_before_it_is_loaded_it_refuses_everybody() -> None:
     for shown in (Shown(), Shown(secret="")):
         with pytest.raises(Unauthenticated):
             secret.check(shown)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stored", [b"", b"\xff", b"two words", b"line\n"])
+def test_what_is_no_secret_is_refused_by_its_key(stored: bytes) -> None:
+    async def main() -> None:
+        store = MemoryStoreServer(random.Random(1)).client()
+        await store.put(keys.PEER_SECRET, stored)
+        with pytest.raises(ValueError, match=f"{keys.PEER_SECRET} in the store: is no secret"):
+            await PeerSecret().load(store, random.Random(1).getrandbits)
+
+    run(main(), seed=1)

@@ -296,19 +296,59 @@ def test_a_mirror_follows_through_outage_compaction_and_bad_records() -> None:
     run_seeds(main)
 
 
-def test_a_callback_that_fails_is_not_lost() -> None:
-    def fail(key: str, value: int | None) -> None:
-        raise ZeroDivisionError
+@pytest.mark.parametrize("is_there_before", [True, False])
+def test_a_mirror_goes_on_behind_a_record_that_it_cannot_take(is_there_before: bool) -> None:
+    heard: list[tuple[str, int | None]] = []
+
+    def parse(kv: KeyValue) -> int:
+        if kv.value == b"deep":
+            raise RecursionError
+        return int(kv.value)
+
+    def take(key: str, value: int | None) -> None:
+        if value == 13:
+            raise ZeroDivisionError
+        heard.append((key, value))
 
     async def main() -> None:
         server = MemoryStoreServer()
-        mirror = Mirror(server.client(), "/n/", parse=parse_number, on_change=fail)
-        mirror.start()
-        await mirror.ready()
-        await server.client().put("/n/a", b"1")
+        writer = server.client()
+        mirror = Mirror(server.client(), "/n/", parse=parse, on_change=take)
+        if not is_there_before:
+            mirror.start()
+            await mirror.ready()
+        for key, value in {"a": b"13", "b": b"deep", "c": b"3"}.items():
+            await writer.put(f"/n/{key}", value)
+        if is_there_before:
+            mirror.start()
         await asyncio.sleep(1)
+        await mirror.ready()
+        assert mirror.values == {"c": 3}
+        await writer.put("/n/a", b"1")
+        await writer.delete("/n/b")
+        await asyncio.sleep(1)
+        assert mirror.values == {"a": 1, "c": 3}
+        assert heard == [("a", None), ("c", 3), ("a", 1)]
         with pytest.raises(ZeroDivisionError):
             await mirror.close()
+
+    run(main(), seed=1)
+
+
+def test_who_waits_for_a_mirrors_end_hears_why() -> None:
+    async def main() -> None:
+        store = MemoryStoreServer().client()
+        mirror = Mirror(store, "/n/", parse=parse_number)
+        mirror.start()
+        await mirror.ready()
+        failed = asyncio.ensure_future(mirror.failed())
+        await asyncio.sleep(1)
+        assert not failed.done()
+        mirror._replace = None  # type: ignore[assignment, method-assign]
+        mirror._apply = None  # type: ignore[assignment, method-assign]
+        await store.put("/n/a", b"1")
+        with pytest.raises(TypeError):
+            await asyncio.wait_for(failed, 60)
 
     run(main(), seed=1)
 

@@ -52,6 +52,10 @@ async def test_a_policy_bounds_a_tenants_kv_memory_and_changes_live() -> None:
         await store.put(keys.tenant("acme"), b"tenant_id: acme\nquotas: {kv_hbm_mb_hard: none}\n")
         await store.put(keys.tenant("beta"), _policy(1).replace(b"acme", b"beta"))
         await eventually(lambda: worker.engine.core._shares.hard(TenantId("beta")) == 4)
+        await store.put(keys.tenant("acme"), _policy(9).replace(b"acme", b"beta"))
+        await store.put(keys.tenant("acme"), _policy(9) + b"# \xff")
+        await store.put(keys.tenant("gamma"), _policy(1).replace(b"acme", b"gamma"))
+        await eventually(lambda: worker.engine.core._shares.hard(TenantId("gamma")) == 4)
         assert (await refused(worker.execute(longer).read())).label == "quota_exceeded", "it stays in force"
 
         await store.put(keys.tenant("acme"), _policy(2))

@@ -158,6 +158,7 @@ class RouterApp:
         self._tasks = [
             asyncio.create_task(self.scheduler.run(), name="scheduler-line"),
             asyncio.create_task(self._keep_house(), name="housekeeping"),
+            asyncio.create_task(self.directory.failed(), name="mirrors"),
         ]
         if self.calls.metrics.has_readers:
             self._tasks.append(asyncio.create_task(self._tell_metrics(), name="metrics"))
@@ -217,7 +218,7 @@ class RouterApp:
         now_unix_s = self._clock.now_unix_s()
         await self._files.sweep(now_unix_s=now_unix_s, older_than_s=FILES_GRACE_S)
         listing = await self._store.list(keys.ADAPTERS)
-        registered = [AdapterUid(AdapterRecord.from_json(kv.value).uid) for kv in listing.kvs]
+        registered = [AdapterUid(AdapterRecord.stored(kv).uid) for kv in listing.kvs]
         if registered_before is not None:
             in_use = [*registered, *registered_before]
             removed = await self._files.collect(in_use, now_unix_s=now_unix_s, older_than_s=FILES_GRACE_S)

@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Coroutine
-from typing import Any
 
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Store, StoreUnavailable
 from manylora_shared.coordination.peers import PeerSecret, PeerTransport, guarded
+from manylora_shared.coordination.policies import PolicyMirror, StoredPolicy
 from manylora_shared.coordination.records import SchedulerRecord, WorkerRecord
-from manylora_shared.coordination.session import Election, Mirror
+from manylora_shared.coordination.session import Election, Mirror, first_of
 from manylora_shared.ids import TenantId, WorkerId
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.telemetry.logs import fields
@@ -57,10 +56,8 @@ class SchedulerApp:
         self._overload = overload
         self._peer_secret = PeerSecret()
         self._servicer = SchedulerServicer(telemetry)
-        self._workers = Mirror(
-            store, keys.WORKERS, parse=lambda kv: WorkerRecord.from_json(kv.value), on_change=self._worker_changed
-        )
-        self._tenants = Mirror(store, keys.TENANTS, parse=lambda kv: kv.value.decode(), on_change=self._tenant_changed)
+        self._workers = Mirror(store, keys.WORKERS, parse=WorkerRecord.stored, on_change=self._worker_changed)
+        self._tenants = PolicyMirror(store, self._tenant_changed)
         self._server: Server | None = None
         self._election: Election | None = None
         self._leading: asyncio.Task[None] | None = None
@@ -126,10 +123,9 @@ class SchedulerApp:
             raise error
 
     async def failed(self) -> None:
-        """Returns when the leadership task ends, which only a bug makes it do; raises what that raised."""
+        """Returns when the leadership task or a mirror ends, which only a bug makes it do; raises what that raised."""
         assert self._leading is not None, "start comes first"
-        await asyncio.wait([self._leading])
-        self._leading.result()
+        await first_of(asyncio.shield(self._leading), self._workers.failed(), self._tenants.failed())
 
     async def _end_leading(self) -> BaseException | None:
         if self._leading is None:
@@ -169,7 +165,7 @@ class SchedulerApp:
             try:
                 for worker_id, record in self._workers.values.items():
                     term.worker_changed(WorkerId(worker_id), record)
-                await _either(election.lost(epoch), term.failed())
+                await first_of(election.lost(epoch), term.failed())
             finally:
                 self._servicer.term = None
                 await term.close()
@@ -188,19 +184,6 @@ class SchedulerApp:
         if self.term is not None:
             self.term.worker_changed(WorkerId(name), record)
 
-    def _tenant_changed(self, name: str, text: str | None) -> None:
+    def _tenant_changed(self, name: str, policy: StoredPolicy | None) -> None:
         if self.term is not None:
             self.term.policy_changed(TenantId(name))
-
-
-async def _either(*waits: Coroutine[Any, Any, None]) -> None:
-    tasks = [asyncio.create_task(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            if task.done():
-                task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)

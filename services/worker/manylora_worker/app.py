@@ -10,6 +10,7 @@ from contextlib import suppress
 from manylora_shared.coordination.base import Store
 from manylora_shared.coordination.peers import PeerSecret, guarded
 from manylora_shared.coordination.records import WorkerRecord
+from manylora_shared.coordination.session import first_of
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.transport.base import Server, Transport
@@ -87,8 +88,8 @@ class WorkerApp:
         _LOG.info("serving", extra=fields(worker=self.worker_id, address=self.address))
 
     async def failed(self) -> str:
-        """Waits until the engine has failed. Returns why."""
-        await self._engine_has_failed.wait()
+        """Waits until the engine has failed. Returns why. Raises where a mirror has ended."""
+        await first_of(self._engine_has_failed.wait(), self._tenants.failed())
         assert self._runtime.view.failure is not None
         return self._runtime.view.failure
 

@@ -277,7 +277,10 @@ def _prefix_end(prefix: str) -> bytes:
 
 
 def _key_value(kv: Any) -> KeyValue:
-    return KeyValue(kv.key.decode(), kv.value, kv.create_revision, kv.mod_revision, kv.version, kv.lease)
+    # a key that is no text is nobody's: it is shown so that it can be named
+    return KeyValue(
+        kv.key.decode(errors="backslashreplace"), kv.value, kv.create_revision, kv.mod_revision, kv.version, kv.lease
+    )
 
 
 def _watch_event(event: Any) -> WatchEvent:

@@ -29,12 +29,12 @@ class PeerSecret:
         self._value = ""
 
     async def load(self, store: Store, getrandbits: Callable[[int], int]) -> None:
-        """Waits for the store as long as it takes."""
+        """Waits for the store as long as it takes. Raises ValueError where what stands there is no secret."""
         while not self._value:
             try:
                 found = await store.get(keys.PEER_SECRET)
                 if found is not None:
-                    self._value = found.value.decode()
+                    self._value = _read(found.value)
                 else:
                     made = f"{getrandbits(256):064x}".encode()
                     await store.txn([Compare(keys.PEER_SECRET, 0)], [Put(keys.PEER_SECRET, made)])
@@ -49,6 +49,12 @@ class PeerSecret:
         shown = call.metadata.get(PEER_KEY, "")
         if not self._value or not hmac.compare_digest(shown.encode(), self._value.encode()):
             raise Unauthenticated("only services of this cluster may call this")
+
+
+def _read(value: bytes) -> str:
+    if not value or not all(0x21 <= byte <= 0x7E for byte in value):
+        raise ValueError(f"{keys.PEER_SECRET} in the store: is no secret; delete it, and start all services again")
+    return value.decode()
 
 
 def guarded(service: Service, secret: PeerSecret) -> Service:

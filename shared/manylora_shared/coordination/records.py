@@ -1,34 +1,97 @@
-"""The values behind the keys: frozen records with their JSON form. Unknown fields are ignored on reading, for services
-of neighbouring versions.
+"""The values behind the keys: frozen records with their JSON form, of whose fields reading checks every type.
+
+Unknown fields are ignored, for services of neighbouring versions.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import math
+import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from manylora_shared.address import parse_address
+from manylora_shared.coordination import keys
+from manylora_shared.coordination.base import KeyValue
+
+_MAX_COUNT = (1 << 31) - 1
+_MAX_BYTES = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
 class _JsonRecord:
+    @property
+    def key(self) -> str:
+        """Where it belongs in the store."""
+        raise NotImplementedError
+
     def to_json(self) -> bytes:
         return json.dumps(dataclasses.asdict(self), sort_keys=True).encode()
 
     @classmethod
+    def stored(cls, kv: KeyValue) -> Self:
+        """Raises ValueError, also where the record names another key than the one that it stands under."""
+        record = cls.from_json(kv.value)
+        if record.key != kv.key:
+            raise ValueError(f"{cls.__name__}: it is the record of {record.key}")
+        return record
+
+    @classmethod
     def from_json(cls, data: bytes) -> Self:
-        """Raises ValueError."""
-        loaded: Any = json.loads(data)
+        """Raises ValueError, naming the field."""
+        try:
+            loaded: Any = json.loads(data)
+        except RecursionError as e:
+            raise ValueError(f"{cls.__name__}: it is nested too deep") from e
         if not isinstance(loaded, dict):
             raise ValueError(f"{cls.__name__}: a JSON object is expected")
-        known = {f.name for f in dataclasses.fields(cls)}
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in loaded.items() if k in known}
+        types = _types(typing.cast("type", cls))
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in loaded.items() if k in types}
+        for name, value in values.items():
+            _check(f"{cls.__name__}.{name}", types[name], value)
         try:
             return cls(**values)
         except TypeError as e:
             raise ValueError(f"{cls.__name__}: {e}") from e
+
+
+@functools.cache
+def _types(kind: type) -> Mapping[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
+
+
+def _check(name: str, kind: Any, value: Any) -> None:
+    if typing.get_origin(kind) is tuple:
+        if not isinstance(value, tuple):
+            raise ValueError(f"{name}: must be a list")
+        for i, each in enumerate(value):
+            _check(f"{name}[{i}]", typing.get_args(kind)[0], each)
+    elif kind is str:
+        if not isinstance(value, str) or not _is_text(value):
+            raise ValueError(f"{name}: must be a text")
+    elif kind is int:
+        most = _MAX_BYTES if name.endswith("_bytes") else _MAX_COUNT
+        if type(value) is not int or not 0 <= value <= most:
+            raise ValueError(f"{name}: must be a whole number from 0 to {most}")
+    elif type(value) not in (int, float) or not _is_finite(value):
+        raise ValueError(f"{name}: must be a number")
+
+
+def _is_text(value: str) -> bool:
+    # JSON can write halves of characters, which no message can carry
+    return not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float can hold
+        return False
 
 
 @dataclass(frozen=True)
@@ -48,6 +111,10 @@ class WorkerRecord(_JsonRecord):
     def __post_init__(self) -> None:
         parse_address(self.address)
 
+    @property
+    def key(self) -> str:
+        return keys.worker(self.worker_id)
+
 
 @dataclass(frozen=True)
 class RouterRecord(_JsonRecord):
@@ -57,6 +124,10 @@ class RouterRecord(_JsonRecord):
     def __post_init__(self) -> None:
         parse_address(self.address)
 
+    @property
+    def key(self) -> str:
+        return keys.router(self.router_id)
+
 
 @dataclass(frozen=True)
 class SchedulerRecord(_JsonRecord):
@@ -65,6 +136,10 @@ class SchedulerRecord(_JsonRecord):
 
     def __post_init__(self) -> None:
         parse_address(self.address)
+
+    @property
+    def key(self) -> str:
+        return keys.SCHEDULER_LEADER
 
 
 @dataclass(frozen=True)
@@ -79,6 +154,10 @@ class AdapterRecord(_JsonRecord):
     target_modules: tuple[str, ...]
     created_unix_s: float
 
+    @property
+    def key(self) -> str:
+        return keys.adapter(self.tenant_id, self.name)
+
 
 @dataclass(frozen=True)
 class ClockIndexRecord(_JsonRecord):
@@ -90,6 +169,14 @@ class ClockIndexRecord(_JsonRecord):
     parts: int
     size_bytes: int
 
+    def __post_init__(self) -> None:
+        if self.bank not in (0, 1):
+            raise ValueError(f"{type(self).__name__}.bank: must be 0 or 1")
+
+    @property
+    def key(self) -> str:
+        return keys.SCHEDULER_CLOCK
+
 
 @dataclass(frozen=True)
 class KeyRecord(_JsonRecord):
@@ -100,3 +187,7 @@ class KeyRecord(_JsonRecord):
     name: str  # for people alone
     created_unix_s: float
     revoked_unix_s: float = 0.0  # 0: in force; a revoked key's record stays, so that nothing can bring the key back
+
+    @property
+    def key(self) -> str:
+        return keys.api_key(self.key_id)

@@ -3,7 +3,7 @@ class owns one background task and the state that the task alone writes.
 """
 
 # While the store is away they keep their last knowledge. Any error but StoreUnavailable and LeaseExpired is a bug:
-# `close` raises it.
+# `close` raises it. A mirror goes on with the next record, for others depend on it.
 
 from __future__ import annotations
 
@@ -44,6 +44,20 @@ async def _stop(task: asyncio.Task[None] | None) -> None:
         await asyncio.wait([task])
     if not task.cancelled() and (error := task.exception()) is not None:
         raise error
+
+
+async def first_of(*waits: Awaitable[Any]) -> None:
+    """Returns when one of them does; raises what it raised. The others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 class _Lease:
@@ -350,8 +364,9 @@ class Mirror(Generic[T]):
     """The keys under a prefix, without it, as a dict that follows the store.
 
     Args:
-        parse: a ValueError is logged, and the key counts as absent.
-        on_change: called from the task after the change: the key, and its value or None.
+        parse: what raises is logged, and the key counts as absent.
+        on_change: called from the task after the change: the key, and its value or None. A value that it fails on is
+            logged and taken away again.
     """
 
     def __init__(
@@ -371,6 +386,7 @@ class Mirror(Generic[T]):
         self._revision = 0
         self._ready = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._error: Exception | None = None  # the first of on_change
 
     @property
     def values(self) -> Mapping[str, T]:
@@ -396,8 +412,19 @@ class Mirror(Generic[T]):
             await _stop(self._task)
             raise RuntimeError("the mirror is closed")
 
+    async def failed(self) -> None:
+        """Waits until the mirror ends by itself, which only a bug makes it do, and raises why."""
+        assert self._task is not None, "start comes first"
+        await asyncio.wait([self._task])
+        if self._task.cancelled():
+            await asyncio.get_running_loop().create_future()  # it was closed
+        self._task.result()
+        raise RuntimeError(f"the mirror of {self._prefix} has ended")
+
     async def close(self) -> None:
         await _stop(self._task)
+        if self._error is not None:
+            raise self._error
 
     async def _run(self) -> None:
         while True:
@@ -436,12 +463,22 @@ class Mirror(Generic[T]):
         if kv is not None:
             try:
                 value = self._parse(kv)
-            except ValueError as e:
+            except Exception as e:  # a stored record's, whatever it is
                 _LOG.error("the record at %s is unreadable and is ignored: %s", kv.key, e)
         before = self._values.get(name)
+        if not self._put(name, value, before) and value is not None:
+            self._put(name, None, value)
+
+    def _put(self, name: str, value: T | None, before: T | None) -> bool:
         if value is None:
             self._values.pop(name, None)
         else:
             self._values[name] = value
         if self._on_change is not None and value != before:
-            self._on_change(name, value)
+            try:
+                self._on_change(name, value)
+            except Exception as e:  # a bug; `close` raises it
+                _LOG.exception("the record at %s%s could not be taken and is ignored", self._prefix, name)
+                self._error = self._error or e
+                return False
+        return True

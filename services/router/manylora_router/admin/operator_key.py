@@ -39,9 +39,12 @@ async def _ensure(store: Store, path: Path, getrandbits: Callable[[int], int], n
     if made is not None:
         found = await store.get(keys.api_key(made.record.key_id))
         if found is not None:
-            record = KeyRecord.from_json(found.value)
-            if is_key(made.key, record) and not record.revoked_unix_s:
-                return
+            try:
+                record = KeyRecord.stored(found)
+                if is_key(made.key, record) and not record.revoked_unix_s:
+                    return
+            except ValueError as e:
+                _LOG.error("the record at %s is unreadable: another key takes its place: %s", found.key, e)
             made = None
     if made is None:
         made = new_key(

@@ -107,7 +107,7 @@ class AdminServicer:
                 tenant_id=policy.tenant_id,
                 version=version,
                 policy_yaml=value.decode(),
-                previous_policy_yaml=stored.value.decode() if stored is not None else "",
+                previous_policy_yaml=stored.value.decode(errors="replace") if stored is not None else "",
             )
             if request.validate_only or (stored is not None and stored.value == value):
                 return answer
@@ -157,7 +157,7 @@ class AdminServicer:
         stored = await self._stored_tenant(tenant_id)
         adapters = await self._store.list(keys.adapters_of(tenant_id))
         return admin_pb2.GetTenantResponse(
-            tenant=tenant_info(tenant_id, stored.value.decode(), stored.version, len(adapters.kvs))
+            tenant=tenant_info(tenant_id, stored.value.decode(errors="replace"), stored.version, len(adapters.kvs))
         )
 
     async def list_tenants(
@@ -202,7 +202,9 @@ class AdminServicer:
 
     async def _delete_keys(self, tenant_id: str) -> None:
         listing = await self._store.list(keys.API_KEYS)
-        await self._delete([kv.key for kv in listing.kvs if KeyRecord.from_json(kv.value).tenant_id == tenant_id])
+        # a record that cannot be read is nobody's key
+        found = [(kv.key, _key_record(kv)) for kv in listing.kvs]
+        await self._delete([key for key, record in found if record is not None and record.tenant_id == tenant_id])
 
     async def _delete(self, names: Sequence[str]) -> None:
         for start in range(0, len(names), _DELETE_BATCH):
@@ -252,9 +254,10 @@ class AdminServicer:
         key = keys.api_key(request.key_id)
         for _ in range(_MAX_CONFLICTS):
             stored = await self._store.get(key) if is_valid_name(request.key_id) else None
-            if stored is None:
-                raise NotFound(f"key_id: key {request.key_id[:80]!r} is not known")
-            record = KeyRecord.from_json(stored.value)
+            record = _key_record(stored) if stored is not None else None
+            if stored is None or record is None:
+                known = "is not known" if stored is None else "is not in force: its record cannot be read"
+                raise NotFound(f"key_id: key {request.key_id[:80]!r} {known}")
             if not record.revoked_unix_s:
                 record = dataclasses.replace(record, revoked_unix_s=self._clock.now_unix_s())
                 result = await self._store.txn([Compare(key, stored.mod_revision)], [Put(key, record.to_json())])
@@ -337,6 +340,13 @@ class AdminServicer:
         caller = self._caller(call)
         tenant_id = "" if caller.may(Scope.OPERATOR) else caller.require_tenant("", TENANT_SCOPES)
         return await self._status.told(tenant_id, call.metadata, local_only=request.local_only)
+
+
+def _key_record(kv: KeyValue) -> KeyRecord | None:
+    try:
+        return KeyRecord.stored(kv)
+    except ValueError:  # logged by the mirror
+        return None
 
 
 def _exists(name: str) -> AlreadyExists:

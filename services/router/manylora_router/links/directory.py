@@ -13,7 +13,7 @@ from typing import Any
 
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import KeyValue, Store
-from manylora_shared.coordination.policies import stored_policy
+from manylora_shared.coordination.policies import PolicyMirror, StoredPolicy, stored_policy
 from manylora_shared.coordination.records import (
     AdapterRecord,
     KeyRecord,
@@ -21,7 +21,7 @@ from manylora_shared.coordination.records import (
     SchedulerRecord,
     WorkerRecord,
 )
-from manylora_shared.coordination.session import Mirror
+from manylora_shared.coordination.session import Mirror, first_of
 from manylora_shared.errors import InternalError
 from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId
 from manylora_shared.tenancy.policy import Slo, TenantPolicy
@@ -29,13 +29,6 @@ from manylora_shared.tenancy.policy import Slo, TenantPolicy
 from manylora_router.guard.admission import ModelLimits
 
 _CATCH_UP_S = 2.0
-
-
-@dataclass(frozen=True)
-class TenantEntry:
-    policy_yaml: str
-    version: int
-    mod_revision: int
 
 
 @dataclass(frozen=True)
@@ -62,23 +55,16 @@ class Directory:
     ) -> None:
         self._on_leader_changed = on_leader_changed
         self._on_workers_changed = on_workers_changed
-        self._policies: dict[str, tuple[int, TenantPolicy]] = {}
+        self._policies: dict[str, tuple[bytes, TenantPolicy]] = {}
         self._model: Model | None = None
         self._changed = asyncio.Event()
-        self._tenants = Mirror(store, keys.TENANTS, parse=_tenant, on_change=self._tenant_changed)
+        self._tenants = PolicyMirror(store, self._tenant_changed)
         self._adapters = Mirror(store, keys.ADAPTERS, parse=_adapter, on_change=self._note)
-        self._api_keys = Mirror(
-            store, keys.API_KEYS, parse=lambda kv: KeyRecord.from_json(kv.value), on_change=self._note
-        )
-        self._workers = Mirror(
-            store, keys.WORKERS, parse=lambda kv: WorkerRecord.from_json(kv.value), on_change=self._worker_changed
-        )
-        self._routers = Mirror(store, keys.ROUTERS, parse=lambda kv: RouterRecord.from_json(kv.value))
+        self._api_keys = Mirror(store, keys.API_KEYS, parse=KeyRecord.stored, on_change=self._note)
+        self._workers = Mirror(store, keys.WORKERS, parse=WorkerRecord.stored, on_change=self._worker_changed)
+        self._routers = Mirror(store, keys.ROUTERS, parse=RouterRecord.stored)
         self._leader = Mirror(
-            store,
-            keys.SCHEDULER_LEADER,
-            parse=lambda kv: SchedulerRecord.from_json(kv.value),
-            on_change=self._leader_changed,
+            store, keys.SCHEDULER_LEADER, parse=SchedulerRecord.stored, on_change=self._leader_changed
         )
         self._mirrors: list[Mirror[Any]] = [
             self._tenants,
@@ -97,13 +83,17 @@ class Directory:
         for mirror in self._mirrors:
             await mirror.ready()
 
+    async def failed(self) -> None:
+        """Waits until a mirror ends, which only a bug makes it do, and raises why."""
+        await first_of(*(mirror.failed() for mirror in self._mirrors))
+
     async def close(self) -> None:
         async with AsyncExitStack() as stack:
             for mirror in self._mirrors:
                 stack.push_async_callback(mirror.close)
 
     @property
-    def tenants(self) -> Mapping[str, TenantEntry]:
+    def tenants(self) -> Mapping[str, StoredPolicy]:
         """By tenant id."""
         return self._tenants.values
 
@@ -139,11 +129,11 @@ class Directory:
         if entry is None:
             return None
         cached = self._policies.get(tenant_id)
-        if cached is None or cached[0] != entry.mod_revision:
-            policy = stored_policy(tenant_id, entry.policy_yaml) or (cached[1] if cached is not None else None)
+        if cached is None or cached[0] != entry.in_force:
+            policy = stored_policy(tenant_id, entry.in_force)
             if policy is None:
                 raise InternalError(f"the stored policy of tenant {tenant_id} cannot be read")
-            self._policies[tenant_id] = cached = (entry.mod_revision, policy)
+            self._policies[tenant_id] = cached = (entry.in_force, policy)
         return cached[1]
 
     def slo_of(self, tenant_id: TenantId, qos_class: QosClass) -> Slo | None:
@@ -197,7 +187,7 @@ class Directory:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _tenant_changed(self, name: str, value: TenantEntry | None) -> None:
+    def _tenant_changed(self, name: str, value: StoredPolicy | None) -> None:
         if value is None:
             self._policies.pop(name, None)
         self._note(name, value)
@@ -218,9 +208,5 @@ class Directory:
         self._on_workers_changed()
 
 
-def _tenant(kv: KeyValue) -> TenantEntry:
-    return TenantEntry(kv.value.decode(), kv.version, kv.mod_revision)
-
-
 def _adapter(kv: KeyValue) -> AdapterEntry:
-    return AdapterEntry(AdapterRecord.from_json(kv.value), kv.mod_revision)
+    return AdapterEntry(AdapterRecord.stored(kv), kv.mod_revision)

@@ -34,10 +34,14 @@ class ClockKeeper:
         if kv is None:
             return None
         try:
-            index = ClockIndexRecord.from_json(kv.value)
+            index = ClockIndexRecord.stored(kv)
             self._bank = 1 - index.bank
-            parts = [await self._store.get(keys.scheduler_clock_part(index.bank, i)) for i in range(index.parts)]
-            data = b"".join(part.value for part in parts if part is not None)
+            data = b""
+            for i in range(index.parts):
+                part = await self._store.get(keys.scheduler_clock_part(index.bank, i))
+                if part is None:
+                    break
+                data += part.value
             if len(data) != index.size_bytes:
                 raise ValueError(f"{len(data)} of {index.size_bytes} bytes are there")
             return decode(data)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 from manylora.v1 import admin_pb2, scheduler_pb2, status_pb2, worker_pb2
 from manylora_shared.coordination.base import StoreUnavailable
-from manylora_shared.coordination.policies import stored_policy
+from manylora_shared.coordination.policies import StoredPolicy, stored_policy
 from manylora_shared.coordination.records import WorkerRecord
 from manylora_shared.errors import Code, ServiceUnavailable
 from manylora_shared.ids import RouterId, TenantId, WorkerId
@@ -89,7 +89,7 @@ class Term:
         epoch: int,
         scheduler_id: str,
         is_leading: Callable[[float], bool],
-        policies: Mapping[str, str],
+        policies: Mapping[str, StoredPolicy],
         limits: CoreLimits,
         order: Order,
         overload: bool,
@@ -207,9 +207,9 @@ class Term:
             self._post_policy(tenant_id)
 
     def _post_policy(self, tenant_id: TenantId) -> None:
-        text = self._policies.get(tenant_id)
-        policy = stored_policy(tenant_id, text) if text is not None else None
-        if policy is not None or text is None:  # else what was in force stays; where nothing was, routers refuse
+        stored = self._policies.get(tenant_id)
+        policy = stored_policy(tenant_id, stored.in_force) if stored is not None else None
+        if policy is not None or stored is None:  # else routers refuse
             self.post(PolicyChanged(tenant_id, policy))
 
     # ---- workers

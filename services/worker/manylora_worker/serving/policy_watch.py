@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Store
-from manylora_shared.coordination.policies import stored_policy
+from manylora_shared.coordination.policies import PolicyMirror, StoredPolicy, stored_policy
 from manylora_shared.coordination.records import AdapterRecord
-from manylora_shared.coordination.session import Mirror
+from manylora_shared.coordination.session import Mirror, first_of
 from manylora_shared.ids import AdapterName, AdapterUid, RequestId, TenantId
 from manylora_shared.telemetry.logs import fields
 
@@ -31,12 +31,8 @@ PIN_RETRY_S = 5.0
 class TenantWatch:
     def __init__(self, store: Store, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._tenants = Mirror(
-            store, keys.TENANTS, parse=lambda kv: kv.value.decode(errors="replace"), on_change=self._tenant_changed
-        )
-        self._adapters = Mirror(
-            store, keys.ADAPTERS, parse=lambda kv: AdapterRecord.from_json(kv.value), on_change=self._adapter_changed
-        )
+        self._tenants = PolicyMirror(store, self._tenant_changed)
+        self._adapters = Mirror(store, keys.ADAPTERS, parse=AdapterRecord.stored, on_change=self._adapter_changed)
         self._pinned: dict[TenantId, tuple[AdapterName, ...]] = {}
         self._is_ready = False  # until then a name that nothing stands for may only be not known yet
         self._has_pins = False  # whether the engine was told of any
@@ -54,6 +50,10 @@ class TenantWatch:
         await self._adapters.ready()
         self._is_ready = True
         self._tell_soon()
+
+    async def failed(self) -> None:
+        """Waits until a mirror ends, which only a bug makes it do, and raises why."""
+        await first_of(self._tenants.failed(), self._adapters.failed())
 
     async def close(self) -> None:
         for handle in (self._due, self._retry):
@@ -90,13 +90,13 @@ class TenantWatch:
 
     # -- changes
 
-    def _tenant_changed(self, tenant: str, text: str | None) -> None:
+    def _tenant_changed(self, tenant: str, stored: StoredPolicy | None) -> None:
         tenant_id = TenantId(tenant)
-        if text is None:
+        if stored is None:
             self._runtime.set_share(tenant_id, None)
             self._set_pinned(tenant_id, ())
             return
-        policy = stored_policy(tenant_id, text)
+        policy = stored_policy(tenant_id, stored.in_force)
         if policy is None:
             return
         self._runtime.set_share(tenant_id, TenantShare.of(policy, self._runtime.model.kv_block_bytes))
