@@ -15,7 +15,7 @@ from manylora_shared.ids import AdapterUid
 from manylora_worker.config import WorkerConfig
 from manylora_worker.kinds.api import AdapterEvent, AdapterTier
 from manylora_worker.models.build import build_engine, on_device
-from manylora_worker.models.loader import ModelRefused
+from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.torch.model_runner import TorchModelRunner
 from manylora_worker.weights.backend import TorchAdapterBackend
 from manylora_worker.weights.host_memory import HostMemory

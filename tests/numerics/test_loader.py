@@ -11,7 +11,8 @@ import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit
-from manylora_worker.models.loader import ModelRefused, load_model
+from manylora_worker.models.checkpoint import ModelRefused
+from manylora_worker.models.loader import load_model
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -80,7 +81,7 @@ def test_dynamic_rope(family_of: FamilyOf, tmp_path: Path) -> None:
 
 
 def test_own_code(family_of: FamilyOf, tmp_path: Path) -> None:
-    message = refusal(edited(family_of("llama"), tmp_path, auto_map={"AutoModelForCausalLM": "x.Y"}))
+    message = refusal(edited(family_of("llama"), tmp_path, model_type="own", auto_map={"AutoModelForCausalLM": "x.Y"}))
     assert "auto_map" in message
 
 

@@ -12,11 +12,12 @@ import torch
 from manylora_shared.process.cores import num_cores
 
 from manylora_worker.config import AUTO_DEVICE, WorkerConfig
+from manylora_worker.models.checkpoint import ModelRefused
 from manylora_worker.models.decoder_weights import DecoderWeights
 from manylora_worker.models.layers.kv_cache import MIB, KvCache
 from manylora_worker.models.layers.lora_linear import LoraCosts, LoraPlanner
 from manylora_worker.models.layers.packed_linear import PackedLinear
-from manylora_worker.models.loader import LoadedModel, ModelRefused, load_model
+from manylora_worker.models.loader import LoadedModel, load_model
 from manylora_worker.models.parts import EngineParts, ModelInfo
 from manylora_worker.models.torch.decoder import trusted_weights
 from manylora_worker.models.torch.model_runner import TorchModelRunner

@@ -101,10 +101,10 @@ def read_decoder(loaded: LoadedModel) -> DecoderWeights | None:
     """Copies nothing. None where a part is of an unknown kind: the model then runs as transformers wrote it."""
     model = loaded.model
     config = model.config.get_text_config()
-    body = getattr(model, "model", None)
+    body = model.get_decoder()
     head = model.get_output_embeddings()
     activation = _ACTIVATIONS.get(str(getattr(config, "hidden_act", getattr(config, "hidden_activation", ""))))
-    if body is None or activation is None or not isinstance(head, nn.Linear | PackedLinear) or head.bias is not None:
+    if activation is None or not isinstance(head, nn.Linear | PackedLinear) or head.bias is not None:
         return None
     norm = _rms_norm(getattr(body, "norm", None))
     if norm is None or not hasattr(body, "layers") or not hasattr(body, "rotary_emb"):

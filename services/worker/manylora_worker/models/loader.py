@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from manylora_shared.stores.model_files import ModelNotFound, model_folder, model_name
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from manylora_worker.models.checkpoint import (
+    ModelRefused,
+    Quantization,
+    check_weight_files,
+    checked_config,
+    max_context_tokens,
+    said,
+    without_adapter,
+)
 from manylora_worker.models.layers.attention import ATTENTION, STEP_KEYWORD, register_attention
 from manylora_worker.models.layers.kv_cache import KvGeometry
 from manylora_worker.models.layers.lora_linear import FusedMember, FusedProjection, LoraLinear, LoraSwitch
 from manylora_worker.models.layers.packed_linear import WORTH_PACKING, PackedLinear, can_pack
 from manylora_worker.weights.sites import Site, Slot
 from manylora_worker.weights.source import AdapterBase
-
-_LOG = logging.getLogger(__name__)
-
-Quantization = Literal["none", "nf4"]
 
 # Model type -> module name -> groups of its linear layers that read the same input and become one product. An absent
 # family runs as it is (phi3 fuses its projections itself). Only this table names families: one probing pass learns what
@@ -40,9 +42,6 @@ FUSED_PROJECTIONS: Mapping[str, Mapping[str, Sequence[Sequence[str]]]] = {
 
 _ATTENTION_KEYWORDS_WITHOUT_EFFECT = frozenset({"position_ids", "use_cache", "cache_position", "position_embeddings"})
 _MAX_HEADER_BYTES = 100 << 20
-
-
-class ModelRefused(ValueError): ...
 
 
 @dataclass(frozen=True)
@@ -123,8 +122,10 @@ def load_model(
     """
     folder = _folder(path)
     source_name = model_name(path)
+    _check_device(device)
     torch.set_num_threads(threads)
-    config = _checked_config(folder)
+    config = checked_config(folder, quantization, torch.device(device).type)
+    check_weight_files(folder)
     register_attention()
     # bitsandbytes' layers serve the CPU; a GPU takes kernels of our own, for which the weights are loaded as they are.
     by_bitsandbytes = quantization == "nf4" and torch.device(device).type != "cuda"
@@ -166,7 +167,7 @@ def prepare_model(
         digest=digest,
         model_type=model.config.model_type,
         vocab_size=probe.vocab_size,
-        max_context_tokens=_max_context_tokens(model.config),
+        max_context_tokens=max_context_tokens(model.config.get_text_config()),
         eos_token_ids=_eos_token_ids(model),
         kv=probe.kv,
         modules={p: shape for p, shape in modules.items() if p not in head_modules},
@@ -193,50 +194,11 @@ def _folder(path: str) -> Path:
         raise ModelRefused(str(error)) from error
 
 
-def _checked_config(folder: Path) -> PretrainedConfig:
-    config_file = folder / "config.json"
+def _check_device(device: str) -> None:
     try:
-        raw = json.loads(config_file.read_text())
-    except (OSError, ValueError) as error:
-        raise ModelRefused(f"{config_file}: not a readable model config ({error})") from error
-    if raw.get("auto_map"):
-        raise ModelRefused(f"{folder}: auto_map: the model brings its own code, which is not run")
-    if not any(folder.glob("*.safetensors")):
-        raise ModelRefused(f"{folder}: no *.safetensors weights (pickled weights are not read)")
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, KeyError) as error:
-        raise ModelRefused(f"{folder}: {error}") from error
-    if config.is_encoder_decoder or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ModelRefused(f"{folder}: model_type {config.model_type} is not a causal language model")
-    for rope in _rope_parameters(config):
-        rope_type = rope.get("rope_type", "default")
-        if "dynamic" in rope_type:
-            raise ModelRefused(
-                f"{folder}: rope_type {rope_type}: its frequencies depend on the longest sequence of a batch, "
-                "so one request would change another's answer"
-            )
-    return config
-
-
-def _rope_parameters(config: PretrainedConfig) -> list[Mapping[str, Any]]:
-    # one set, or one a layer type
-    parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    nested: list[Mapping[str, Any]] = [value for value in parameters.values() if isinstance(value, dict)]
-    return nested or [parameters]
-
-
-def _max_context_tokens(config: PretrainedConfig) -> int:
-    # longrope switches the whole batch to other frequencies once one sequence passes the original length, so the
-    # context ends there
-    limit: int = config.max_position_embeddings
-    for rope in _rope_parameters(config):
-        if rope.get("rope_type") == "longrope":
-            original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
-            if original < limit:
-                _LOG.warning("longrope: the context ends at its original length, %d tokens, not %d", original, limit)
-                limit = original
-    return limit
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        raise ModelRefused(f"--device {device}: cannot be used ({said(error)})") from error
 
 
 def _instantiate(
@@ -244,29 +206,40 @@ def _instantiate(
 ) -> PreTrainedModel:
     options: dict[str, Any] = {}
     if quantization == "nf4":
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype,
-        )
+        nf4 = {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."),
+        }
+        stated = getattr(config, "quantization_config", None)
+        if stated is None:
+            options["quantization_config"] = BitsAndBytesConfig(**nf4)
+        else:  # its weights are in 4 bits already
+            stated["bnb_4bit_compute_dtype"] = nf4["bnb_4bit_compute_dtype"]
         options["device_map"] = {"": device}
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=ATTENTION,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            **options,
-        )
-    except (ValueError, OSError) as error:
-        raise ModelRefused(f"{folder}: {error}") from error
+        with without_adapter(folder) as plain_folder:
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                plain_folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=ATTENTION,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                **options,
+            )
+    except Exception as error:  # whatever transformers or a quantizer raise is about this folder
+        raise ModelRefused(f"{folder}: {said(error)}") from error
     if loading["missing_keys"] or loading["mismatched_keys"]:
         absent = sorted([*loading["missing_keys"], *(str(key) for key in loading["mismatched_keys"])])
         raise ModelRefused(f"{folder}: {len(absent)} weights are missing or misshapen, such as {absent[0]}")
+    linears = _linear_modules(model)
+    unused = sorted(key for key in loading["unexpected_keys"] if key.rpartition(".")[0] in linears)
+    if unused:  # a bias that the config denies, scales of a quantization that it does not name
+        raise ModelRefused(f"{folder}: linear layers have {len(unused)} weights that are not used, such as {unused[0]}")
+    _keep_text_alone(model)
     if quantization == "none":
         model = model.to(device)
     else:
@@ -278,6 +251,15 @@ def _instantiate(
                 module.support_avx512bf16_for_cpu = False
     model.eval().requires_grad_(False)
     return model
+
+
+def _keep_text_alone(model: PreTrainedModel) -> None:
+    # Gemma 3 is published as a model of text and images.
+    if model.config.get_text_config() is not model.config:
+        body, decoder = model.base_model, model.get_decoder()
+        for name, child in list(body.named_children()):
+            if child is not decoder:
+                delattr(body, name)
 
 
 def _linear_modules(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
@@ -393,7 +375,7 @@ def _install_linears(
 ) -> list[Site]:
     # every linear layer except the head becomes a LoraLinear, fused where the table says so
     heads = _head_modules(model)
-    roles = FUSED_PROJECTIONS.get(model.config.model_type, {}) if fused else {}
+    roles = FUSED_PROJECTIONS.get(model.config.get_text_config().model_type, {}) if fused else {}
     sites: list[Site] = []
     done: set[str] = set(heads)
     for path, module in list(model.named_modules()):

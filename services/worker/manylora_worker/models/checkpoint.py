@@ -1,0 +1,149 @@
+"""What a base model's folder says of itself, and whether it can be served exactly by that. Reads, never writes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+from manylora_shared.stores.adapter_files import CONFIG_NAME as ADAPTER_CONFIG_NAME
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+_LOG = logging.getLogger(__name__)
+
+Quantization = Literal["none", "nf4"]
+
+
+class ModelRefused(ValueError): ...
+
+
+def checked_config(folder: Path, quantization: Quantization, device_type: str) -> PretrainedConfig:
+    """Raises ModelRefused."""
+    raw = _json_of(folder / "config.json")
+    if not any(folder.glob("*.safetensors")):
+        raise ModelRefused(f"{folder}: no *.safetensors weights (pickled weights are not read)")
+    # A model type that transformers knows is built by its class, whatever code of its own the folder brings (Phi-3).
+    if raw.get("auto_map") and raw.get("model_type") not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ModelRefused(f"{folder}: auto_map: the model brings its own code, which is not run")
+    _check_quantization(folder, raw, quantization, device_type)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        text_config = config.get_text_config()
+    except Exception as error:
+        raise ModelRefused(f"{folder / 'config.json'}: {said(error)}") from error
+    if config.is_encoder_decoder or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ModelRefused(f"{folder}: model_type {config.model_type} is not a causal language model")
+    for rope in _rope_parameters(text_config):
+        rope_type = rope.get("rope_type", "default")
+        if "dynamic" in rope_type:
+            raise ModelRefused(
+                f"{folder}: rope_type {rope_type}: its frequencies depend on the longest sequence of a batch, "
+                "so one request would change another's answer"
+            )
+    return config
+
+
+def check_weight_files(folder: Path) -> None:
+    """Raises ModelRefused where one is missing, unreadable or cut short."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists() and not (folder / "model.safetensors").exists():
+        names = set((_json_of(index).get("weight_map") or {}).values())
+        absent = sorted(str(name) for name in names if not (folder / str(name)).exists())
+        if absent:
+            raise ModelRefused(f"{folder}: {len(absent)} of {len(names)} weight files are missing, such as {absent[0]}")
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            file.open("rb").close()  # what the system says of it is clearer
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise ModelRefused(f"{file}: not a readable weight file ({said(error)})") from error
+
+
+def max_context_tokens(config: PretrainedConfig) -> int:
+    """config: of the text part."""
+    # longrope switches the whole batch to other frequencies once one sequence passes the original length, so the
+    # context ends there
+    limit: int = config.max_position_embeddings
+    for rope in _rope_parameters(config):
+        if rope.get("rope_type") == "longrope":
+            original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+            if original < limit:
+                _LOG.warning("longrope: the context ends at its original length, %d tokens, not %d", original, limit)
+                limit = original
+        if rope.get("rope_type") == "yarn" and rope.get("factor"):
+            # Qwen's cards add it without raising max_position_embeddings.
+            lengthened = int(rope["original_max_position_embeddings"] * rope["factor"])
+            if lengthened > limit:
+                _LOG.info("yarn: the context is lengthened to %d tokens, from %d", lengthened, limit)
+                limit = lengthened
+    return limit
+
+
+@contextmanager
+def without_adapter(folder: Path) -> Iterator[Path]:
+    """The folder, or links to its files but for an adapter's that a trainer left there: transformers would load it."""
+    if not (folder / ADAPTER_CONFIG_NAME).exists():
+        yield folder
+        return
+    _LOG.warning("%s: %s is of an adapter: it is not part of the base model and not used", folder, ADAPTER_CONFIG_NAME)
+    with TemporaryDirectory(prefix="manylora-model-") as made:
+        for file in folder.iterdir():
+            if not file.name.startswith("adapter_"):
+                (Path(made) / file.name).symlink_to(file.absolute())
+        yield Path(made)
+
+
+def said(error: BaseException) -> str:
+    """The error's first line, with its kind where that says more."""
+    lines = str(error).strip().splitlines()
+    text = lines[0][:400] if lines else ""
+    return text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__}: {text}"
+
+
+def _json_of(file: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelRefused(f"{file}: not readable ({said(error)})") from error
+    if not isinstance(raw, dict):
+        raise ModelRefused(f"{file}: not readable (a JSON object is expected)")
+    return raw
+
+
+def _check_quantization(folder: Path, raw: Mapping[str, Any], quantization: Quantization, device_type: str) -> None:
+    """Only bitsandbytes' nf4 on the CPU is computed here as its maker computes it."""
+    places = [raw, *(part for part in raw.values() if isinstance(part, dict))]
+    stated = [place[key] for place in places for key in ("quantization_config", "compression_config") if place.get(key)]
+    if not stated:
+        return
+    options = stated[0] if isinstance(stated[0], dict) else {}
+    bits = "_4bit" if options.get("load_in_4bit") else "_8bit" if options.get("load_in_8bit") else ""
+    kind = options.get("bnb_4bit_quant_type", "fp4") if bits == "_4bit" else ""
+    method = str(options.get("quant_method") or (f"bitsandbytes{bits}" if bits else "an unnamed method"))
+    label = " ".join(filter(None, (method, bits.strip("_"), kind)))
+    problem = f"{folder / 'config.json'}: quantization_config: the weights are quantized already ({label})"
+    if (bits, kind) != ("_4bit", "nf4"):
+        raise ModelRefused(
+            f"{problem}, which is not served: take the model's unquantized weights, with --quantization nf4 for 4 bits"
+        )
+    if device_type == "cuda":
+        raise ModelRefused(
+            f"{problem}, which is served on the CPU alone: take the model's unquantized weights with "
+            "--quantization nf4, which quantizes them as it loads"
+        )
+    if quantization != "nf4":
+        raise ModelRefused(f"{problem}: start with --quantization nf4")
+
+
+def _rope_parameters(config: PretrainedConfig) -> list[Mapping[str, Any]]:
+    # one set, or one a layer type
+    parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    nested: list[Mapping[str, Any]] = [value for value in parameters.values() if isinstance(value, dict)]
+    return nested or [parameters]

@@ -1,0 +1,107 @@
+"""config.json of families as they are published: their facts and fields, with sizes and windows made tiny."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.25,
+    "use_cache": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.1",
+}
+_LLAMA: dict[str, Any] = {
+    **_SIZES, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False,
+    "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "pretraining_tp": 1,
+    "rms_norm_eps": 1e-5,
+}  # fmt: skip
+_QWEN2: dict[str, Any] = {
+    **_SIZES, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "attention_dropout": 0.0, "bos_token_id": 1,
+    "eos_token_id": 2, "hidden_act": "silu", "max_window_layers": 2, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "sliding_window": 9, "tie_word_embeddings": True, "use_mrope": False, "use_sliding_window": False,
+}  # fmt: skip
+_MISTRAL: dict[str, Any] = {
+    **_SIZES, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
+}  # fmt: skip
+_PHI3: dict[str, Any] = {
+    **_SIZES, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "attention_bias": False,
+    "auto_map": {
+        "AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"
+    },
+    "bos_token_id": 1, "embd_pdrop": 0.0, "eos_token_id": 2, "hidden_act": "silu", "num_key_value_heads": 4,
+    "original_max_position_embeddings": 256, "pad_token_id": 2, "resid_pdrop": 0.0, "rms_norm_eps": 1e-5,
+    "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 9, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def _longrope(factors: int) -> dict[str, Any]:
+    scaling = {"type": "longrope", "short_factor": [1.25] * factors, "long_factor": [3.0] * factors}
+    return {**_PHI3, "original_max_position_embeddings": 128, "rope_scaling": scaling, "sliding_window": 200}
+
+
+_GEMMA3_TEXT: dict[str, Any] = {
+    **{k: v for k, v in _SIZES.items() if k not in ("torch_dtype", "transformers_version")},
+    "model_type": "gemma3_text", "head_dim": 16, "query_pre_attn_scalar": 20, "rope_scaling": {
+        "factor": 8.0, "rope_type": "linear"
+    }, "sliding_window": 9, "sliding_window_pattern": 2,
+}  # fmt: skip
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llama-2": {**_LLAMA, "num_key_value_heads": 4, "pad_token_id": 0, "rope_scaling": None},
+    "llama-3": {**_LLAMA, "rope_scaling": None, "rope_theta": 500000.0},
+    "llama-3.2": {
+        **_LLAMA, "eos_token_id": [2, 3, 4], "head_dim": 16, "mlp_bias": False, "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "rope_scaling": {
+            "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 64,
+            "rope_type": "llama3",
+        },
+    },
+    "mistral-v0.1": {**_MISTRAL, "sliding_window": 9},
+    "mistral-v0.3": {**_MISTRAL, "sliding_window": None, "head_dim": 24, "rope_theta": 1e6},
+    "qwen2": {**_QWEN2, "tie_word_embeddings": False},
+    "qwen2.5": _QWEN2,
+    "qwen2.5-yarn": {
+        **_QWEN2, "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 64, "type": "yarn"}
+    },
+    "qwen3": {
+        **_QWEN2, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 24,
+        "sliding_window": None,
+    },
+    "gemma-2": {
+        **_SIZES, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "attn_logit_softcapping": 2.0,
+        "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1, "final_logit_softcapping": 5.0,
+        "head_dim": 16, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "pad_token_id": 0,
+        "query_pre_attn_scalar": 20, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "sliding_window": 9,
+    },
+    "gemma-3-1b": {
+        **_GEMMA3_TEXT, "architectures": ["Gemma3ForCausalLM"], "bos_token_id": 2, "eos_token_id": [1, 106],
+        "hidden_activation": "gelu_pytorch_tanh", "rope_local_base_freq": 10000, "rope_scaling": None,
+        "rope_theta": 1000000, "torch_dtype": "bfloat16",
+    },
+    "gemma-3-4b": {
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "boi_token_index": 120,
+        "eoi_token_index": 121, "image_token_index": 122, "eos_token_id": [1, 106], "initializer_range": 0.25,
+        "mm_tokens_per_image": 4, "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0",
+        "text_config": _GEMMA3_TEXT,
+        "vision_config": {
+            "hidden_size": 32, "image_size": 28, "intermediate_size": 48, "model_type": "siglip_vision_model",
+            "num_attention_heads": 2, "num_hidden_layers": 2, "patch_size": 14, "vision_use_head": False,
+        },
+    },
+    "phi-3-mini-4k": _PHI3,
+    "phi-3-mini-128k": _longrope(8),
+    "phi-3.5-mini": _longrope(8),
+    "phi-4-mini": {
+        **_longrope(6), "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False,
+        "num_key_value_heads": 2, "partial_rotary_factor": 0.75, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
