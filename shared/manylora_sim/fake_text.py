@@ -37,7 +37,7 @@ class FakeText:
     async def encode_words(self, words: Sequence[str]) -> Sequence[Sequence[int]]:
         return [self.ids(word.lstrip() or word) for word in words]
 
-    def detokenizer(self) -> FakeDetokenizer:
+    def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> FakeDetokenizer:
         return FakeDetokenizer(self._first_byte_id)
 
     async def close(self) -> None:

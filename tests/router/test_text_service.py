@@ -98,6 +98,42 @@ async def test_detokenizer_gives_the_tokenizers_own_decode(kind: str) -> None:
         await service.close()
 
 
+CHAT = "{% for m in messages %}<s>[{{ m.role }}] {{ m.content }}</s>{% endfor %}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_prompt_and_answer_are_the_decode_of_all(kind: str) -> None:
+    """However prompt and answer share the tokens, also where the prompt ends in special ones or in half a character."""
+    tokenizer = wrapped(KINDS[kind](), chat_template=CHAT)
+    service, decode = HfTextService(tokenizer), tokenizer.backend_tokenizer.decode
+    sentence = "hello worlds , again" if kind == "word_piece" else SENTENCE + "  日本 Hello    world\n  world"
+    try:
+        ids = list(await service.encode(sentence))
+        chat = list(await service.encode_chat([("user", "hello"), ("user", "world")]))
+        for some in (ids, chat + ids, [*ids, tokenizer.eos_token_id, *ids], [tokenizer.eos_token_id] * 40 + ids):
+            whole = decode(some, skip_special_tokens=True)
+            for cut in range(len(some) + 1):
+                prompt, answer = some[:cut], some[cut:]
+                known = decode(prompt, skip_special_tokens=True)
+                if not whole.startswith(known):
+                    known = known.rstrip("\ufffd")
+                assert known + text_of(service.detokenizer(prompt), answer) == whole, (cut, len(some))
+                detokenizer = service.detokenizer(prompt)
+                assert known + detokenizer.push(answer) + detokenizer.finish() == whole
+    finally:
+        await service.close()
+
+
+async def test_the_first_word_behind_a_prompt_keeps_its_space() -> None:
+    service = HfTextService(wrapped(byte_fallback(True)))
+    ids = list(await service.encode("Hello world"))
+    prompt = list(await service.encode("Hello"))
+    assert ids[: len(prompt)] == prompt
+    assert text_of(service.detokenizer(prompt), ids[len(prompt) :]) == " world"
+    assert text_of(service.detokenizer(), ids) == "Hello world"
+    await service.close()
+
+
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "byte_fallback_strip"])
 async def test_tokens_that_are_no_utf8_hold_up_nothing(kind: str) -> None:
     """A logit bias can force them. They become U+FFFD, at a cost that does not grow, and text goes on."""

@@ -127,7 +127,7 @@ class Call:
             job,
             scheduler=calls.scheduler,
             channels=calls.channels,
-            detokenizers=[calls.text.detokenizer() for _ in range(job.n)],
+            detokenizers=[calls.text.detokenizer(job.prompt_token_ids) for _ in range(job.n)],
             telemetry=calls.telemetry,
             rng=calls.rng,
         )

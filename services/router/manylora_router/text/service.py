@@ -29,8 +29,8 @@ class TextService(Protocol):
     async def encode_words(self, words: Sequence[str]) -> Sequence[Sequence[int]]:
         """Each word as it is, and behind a space where that does not end in the same tokens. Raises Unready."""
 
-    def detokenizer(self) -> Detokenizer:
-        """A fresh one, for one choice."""
+    def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+        """A fresh one, for one choice of this prompt."""
 
     async def close(self) -> None: ...
 
@@ -55,7 +55,7 @@ class TokenIdsOnlyText:
     async def encode_words(self, words: Sequence[str]) -> Sequence[Sequence[int]]:
         raise Unready("sampling.bad_words: this router has no tokenizer")
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
         return _NoText()
 
     async def close(self) -> None:
@@ -117,8 +117,8 @@ class HfTextService:
     async def encode_words(self, words: Sequence[str]) -> Sequence[Sequence[int]]:
         return await self._in_thread(word_sequences, words, lambda text: self._encode(text, False))
 
-    def detokenizer(self) -> Detokenizer:
-        return WindowDetokenizer(self._decode)
+    def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+        return WindowDetokenizer(self._decode, prompt_token_ids)
 
     async def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
