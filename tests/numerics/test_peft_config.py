@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
-from manylora_worker.weights.peft_config import LoraSettings, ModuleMatcher, PatternTimeout
+from manylora_worker.weights.peft_config import (
+    COMPILE_BUDGET_S,
+    LoraSettings,
+    ModuleMatcher,
+    PatternTimeout,
+    Problems,
+    parse_settings,
+)
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
@@ -16,6 +24,45 @@ def test_matcher_budget_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = LoraSettings(1, 1.0, False, {}, {}, "x", (), None, ())
     with pytest.raises(PatternTimeout):
         ModuleMatcher(settings).is_targeted("x", is_linear=True)
+
+
+DEAR: list[tuple[dict[str, Any], str]] = [
+    ({"target_modules": "(" * 600 + "a" + ")" * 600}, "groups"),
+    ({"target_modules": "(?V1)" + "[" * 600 + "a" + "]" * 600}, "groups"),
+    ({"rank_pattern": {"(?:" * 200 + "a" + ")" * 200: 8}}, "groups"),
+    ({"target_modules": "(?:(?:a{1000}){1000}){1000}"}, "repeats"),
+    ({"target_modules": "a{2,99999}{2}"}, "repeats"),
+    ({"exclude_modules": "a{99999999999999999999}"}, "repeats"),
+    ({"layers_to_transform": [0], "layers_pattern": ["h", "(?:a{,200}){200}"]}, "repeats"),
+    ({"target_modules": "a" * 4097}, "characters"),
+    ({"target_modules": [f"x{i}" for i in range(50_000)]}, "more than 4096"),
+    ({"exclude_modules": [f"x{i}" for i in range(50_000)]}, "more than 4096"),
+    ({"rank_pattern": {f"x{i}": 8 for i in range(50_000)}}, "more than 4096"),
+    ({"layers_to_transform": list(range(50_000))}, "4096"),
+    ({"rank_pattern": {f"(?if)x{i}" + "straße" * 40: 8 for i in range(1200)}}, "too long to compile"),
+    ({"r": ["x" * 300_000]}, "whole number"),
+    ({"peft_type": "x" * 300_000}, "LORA"),
+    ({"x" * 300_000: 1}, "not supported"),
+]
+
+
+@pytest.mark.parametrize(("fields", "says"), DEAR, ids=[f"{next(iter(f))[:20]}-{says}" for f, says in DEAR])
+def test_configurations_that_would_cost_much(fields: dict[str, Any], says: str) -> None:
+    problems = Problems()
+    config = {"peft_type": "LORA", "target_modules": ["q_proj"]} | fields
+    before_s = time.thread_time()
+    parse_settings(config, base_names=["m"], max_rank=64, problems=problems)
+    assert time.thread_time() - before_s < COMPILE_BUDGET_S + 0.5
+    assert any(says in v.description for v in problems.violations)
+    assert all(len(v.field) + len(v.description) < 1000 for v in problems.violations)
+
+
+def test_as_many_names_as_may_be_are_matched_soon() -> None:
+    names = tuple(f"model.layers.{i}.x_proj" for i in range(4096))
+    matcher = ModuleMatcher(LoraSettings(1, 1.0, False, {}, {}, names, names, None, ()))
+    before_s = time.thread_time()
+    assert not any(matcher.is_targeted(f"model.layers.{i}.self_attn.q_proj", is_linear=True) for i in range(2000))
+    assert time.thread_time() - before_s < 0.2
 
 
 PATHS = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,9 +234,9 @@ def test_unreadable_config(folder: Folder, text: str) -> None:
     assert set(folder.problems()) == {"adapter_config.json"}
 
 
-def test_alpha_that_is_not_finite(folder: Folder) -> None:
+def test_alpha_that_is_too_large(folder: Folder) -> None:
     config = (folder.path / "adapter_config.json").read_text()
-    (folder.path / "adapter_config.json").write_text(config.replace('"lora_alpha": 16', '"lora_alpha": 1e999'))
+    (folder.path / "adapter_config.json").write_text(config.replace('"lora_alpha": 16', '"lora_alpha": 1e31'))
     assert "lora_alpha" in folder.problems()
 
 
@@ -289,6 +290,33 @@ def test_oversized_header_and_file(folder: Folder) -> None:
     assert "limit" in folder.problems(limits=AdapterLimits(64, max_file_bytes=100))["adapter_model.safetensors"]
     folder.weights.write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
     assert "header" in folder.problems()["adapter_model.safetensors"]
+
+
+def empty_tensors(number: int, name: str = "t{}", shape: str = "[0]") -> bytes:
+    entries = (f'"{name.format(i)}":{{"dtype":"F32","shape":{shape},"data_offsets":[0,0]}}' for i in range(number))
+    header = ("{" + ",".join(entries) + "}").encode()
+    return len(header).to_bytes(8, "little") + header
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (empty_tensors(270_000), "its header has 1"),
+        (empty_tensors(30_000), "names 29999 tensors; the limit is 4096"),
+        (empty_tensors(4096), "is not a LoRA A or B matrix"),
+        (empty_tensors(1, shape="[" + "0," * 900_000 + "0]"), "is not a LoRA A or B matrix"),
+        (empty_tensors(1, name="n" * 1_900_000), "is not a LoRA A or B matrix"),
+        (empty_tensors(1, shape="[" * 600_000 + "]" * 600_000), "is not a readable safetensors file"),
+    ],
+    ids=["15 MB", "many", "as many as may be", "long shape", "long name", "deep"],
+)
+def test_headers_that_would_cost_much(folder: Folder, content: bytes, says: str) -> None:
+    folder.weights.write_bytes(content)
+    before_s = time.thread_time()
+    problems = folder.problems()
+    assert time.thread_time() - before_s < 0.5
+    assert any(says in description for description in problems.values()), problems
+    assert sum(len(field) + len(description) for field, description in problems.items()) < 32 * 1000
 
 
 def test_wrong_shape(folder: Folder) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,12 @@ async def test_missing_files_are_named(files: AdapterFiles) -> None:
         b"[]",
         b'{"r": NaN}',
         b'{"r": 1, "r": 2}',
+        b'{"x": {"r": 1, "r": 2}}',
+        b'{"r": 1e999}',
+        b'{"r": -1e999}',
+        b'{"r": ' + b"9" * 41 + b"}",
+        b'{"r": ' + b"[" * 32 + b"]" * 32 + b"}",
+        b'{"r": ' * 33 + b"1" + b"}" * 33,
         b"[" * 100_000,
         b'{"r": ' + b"9" * 10_000 + b"}",
         b"\xff\xfe",
@@ -202,6 +209,34 @@ async def test_missing_files_are_named(files: AdapterFiles) -> None:
 def test_configurations_that_are_not_json(config: bytes) -> None:
     with pytest.raises(InvalidRequest, match=CONFIG_NAME):
         parse_config(config)
+
+
+def test_depth_at_its_limit() -> None:
+    assert parse_config(b'{"r": ' + b"[" * 31 + b"]" * 31 + b"}")
+
+
+def keys(number: int, last: str = "") -> bytes:
+    return b"{" + b",".join(b'"%x":0' % index for index in range(number)) + last.encode() + b"}"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        keys(40_000),
+        keys(40_000, ',"9c3f":1'),
+        b'{"r":[' + b",".join(b"{%s}" % b'"a":0' for _ in range(40_000)) + b"]}",
+        b'{"r":[' + b"0," * 160_000 + b"0]}",
+        b'{"r":[' + b"[]," * 100_000 + b"0]}",
+        b'{"r":"' + rb"\u0000" * 50_000 + b'"}',
+    ],
+    ids=["keys", "a key twice at the end", "objects", "numbers", "lists", "escapes"],
+)
+def test_320_kb_of_configuration_cost_little(config: bytes) -> None:
+    assert len(config) > 290_000
+    before_s = time.thread_time()
+    with suppress(InvalidRequest):
+        parse_config(config)
+    assert time.thread_time() - before_s < 0.5
 
 
 def lay(folder: Path) -> Path:

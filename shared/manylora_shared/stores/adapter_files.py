@@ -16,6 +16,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -41,6 +42,8 @@ _TRASH = "trash-"
 
 MAX_CHUNK_BYTES = 1 << 20
 MAX_CONFIG_BYTES = 1 << 20
+MAX_CONFIG_DEPTH = 32
+MAX_DIGITS = 40  # of a whole number in a configuration
 DEFAULT_MAX_WEIGHTS_BYTES = 4 << 30
 _COPY_BYTES = 4 << 20
 _UID_DOMAIN = b"manylora-adapter-v1\0"
@@ -89,11 +92,19 @@ def parse_config(data: bytes) -> dict[str, Any]:
     if len(data) > MAX_CONFIG_BYTES:
         raise InvalidRequest.of(CONFIG_NAME, f"has {len(data)} bytes, more than {MAX_CONFIG_BYTES}")
     try:
-        loaded: Any = json.loads(data, parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates)
+        loaded: Any = json.loads(
+            data,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            parse_int=_short_int,
+            object_pairs_hook=_refuse_duplicates,
+        )
     except (ValueError, RecursionError) as e:
         raise InvalidRequest.of(CONFIG_NAME, f"is not JSON: {e}") from e
     if not isinstance(loaded, dict):
         raise InvalidRequest.of(CONFIG_NAME, "must be a JSON object")
+    if _is_deeper(loaded, MAX_CONFIG_DEPTH):
+        raise InvalidRequest.of(CONFIG_NAME, f"nests deeper than {MAX_CONFIG_DEPTH} levels")
     try:
         canonical_config(loaded)
     except (UnicodeEncodeError, ValueError, RecursionError) as e:
@@ -105,13 +116,36 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
 
 
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"the number {text[:MAX_DIGITS]} is too large")
+    return number
+
+
+def _short_int(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"a number has {len(text)} digits, more than {MAX_DIGITS}")
+    return int(text)
+
+
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice[:80]!r} is given twice")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {name[:80]!r} is given twice")
+        found[name] = value
     return found
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    level = [value]
+    for _ in range(levels + 1):
+        nested = [each for each in level if isinstance(each, dict | list)]
+        if not nested:
+            return False
+        level = [inner for each in nested for inner in (each.values() if isinstance(each, dict) else each)]
+    return True
 
 
 def resolve_inside(root: Path, relative: str, *, field: str) -> Path:

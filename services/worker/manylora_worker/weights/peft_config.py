@@ -7,15 +7,21 @@ numerics tests compare them with peft itself. Patterns are a tenant's input, so 
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import regex
-from manylora_shared.errors import FieldViolation
+from manylora_shared.errors import FieldViolation, shown
 
 MAX_PATTERN_CHARS = 4096
+MAX_GROUPS = 128  # opening brackets of a pattern: a parser's recursion is as deep
+MAX_REPEATS = 10_000  # the counts of a pattern, multiplied: so often a compiled pattern may hold its text
+MAX_NAMES = 4096  # of a list, and of the patterns of a map
+MAX_TOLD_CHARS = 400  # of what a problem's field and description say each; both may quote the file
+COMPILE_BUDGET_S = 0.5  # of a core, for all patterns of one configuration
 PATTERN_BUDGET_S = 2.0  # for all pattern matching of one adapter together
 
 _HONOURED = frozenset(
@@ -69,7 +75,11 @@ class Problems:
     violations: list[FieldViolation] = field(default_factory=list)
 
     def add(self, field_name: str, description: str) -> None:
-        self.violations.append(FieldViolation(field_name, description))
+        self.violations.append(FieldViolation(_cut(field_name), _cut(description)))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_TOLD_CHARS else f"{text[:MAX_TOLD_CHARS]}... ({len(text)} characters)"
 
 
 class PatternTimeout(Exception): ...
@@ -81,6 +91,8 @@ class ModuleMatcher:
     def __init__(self, settings: LoraSettings) -> None:
         self._settings = settings
         self._deadline = time.monotonic() + PATTERN_BUDGET_S
+        self._targeted = frozenset(settings.target_modules)
+        self._excluded = frozenset(settings.exclude_modules)
 
     def is_targeted(self, path: str, *, is_linear: bool) -> bool:
         """Whether peft would put an adapter on the module. is_linear: a linear layer other than the head."""
@@ -89,14 +101,14 @@ class ModuleMatcher:
         if isinstance(exclude, str):
             if exclude and self._matches(exclude, path):
                 return False
-        elif path in exclude or any(path.endswith(f".{name}") for name in exclude):
+        elif _is_named(path, self._excluded):
             return False
         targets = settings.target_modules
         if isinstance(targets, str):
             return is_linear if targets.lower() == "all-linear" else self._matches(targets, path)
-        if path in targets:
+        if path in self._targeted:
             return True
-        return any(path.endswith(f".{name}") for name in targets) and self._is_layer_wanted(path)
+        return _is_named(path, self._targeted) and self._is_layer_wanted(path)
 
     def rank_and_scale(self, path: str) -> tuple[int, float]:
         """The scale is alpha / r, or alpha / sqrt(r) with rsLoRA."""
@@ -136,6 +148,15 @@ class ModuleMatcher:
             raise PatternTimeout from error
 
 
+def _is_named(path: str, names: frozenset[str]) -> bool:
+    """By the whole path, or by its end behind a dot."""
+    while path:
+        if path in names:
+            return True
+        path = path.partition(".")[2]
+    return False
+
+
 def parse_settings(
     config: Mapping[str, Any], *, base_names: Sequence[str], max_rank: int, problems: Problems
 ) -> LoraSettings | None:
@@ -146,22 +167,23 @@ def parse_settings(
         max_rank: largest rank served.
     """
     before = len(problems.violations)
+    patterns = _PatternCheck()
     _check_identity(config, base_names, problems)
     _check_unsupported(config, problems)
     rank = _rank(config.get("r", 8), "r", max_rank, problems)
     alpha = _finite(config.get("lora_alpha", 8), "lora_alpha", problems)
-    ranks = _pattern_map(config, "rank_pattern", problems)
-    alphas = _pattern_map(config, "alpha_pattern", problems)
+    ranks = _pattern_map(config, "rank_pattern", patterns, problems)
+    alphas = _pattern_map(config, "alpha_pattern", patterns, problems)
     rank_pattern = {k: _rank(v, f"rank_pattern[{k}]", max_rank, problems) for k, v in ranks.items()}
     alpha_pattern = {k: _finite(v, f"alpha_pattern[{k}]", problems) for k, v in alphas.items()}
     use_rslora = config.get("use_rslora", False)
     if not isinstance(use_rslora, bool):
         problems.add("use_rslora", "must be true or false")
-    targets = _names_or_pattern(config, "target_modules", problems)
+    targets = _names_or_pattern(config, "target_modules", patterns, problems)
     if targets is None:
         problems.add("target_modules", "must name modules, or be a pattern or 'all-linear'")
-    excludes = _names_or_pattern(config, "exclude_modules", problems)
-    layers, layers_pattern = _layers(config, targets, problems)
+    excludes = _names_or_pattern(config, "exclude_modules", patterns, problems)
+    layers, layers_pattern = _layers(config, targets, patterns, problems)
     if len(problems.violations) > before and not (rank and targets is not None):
         return None
     assert targets is not None
@@ -228,36 +250,65 @@ def _finite(value: Any, name: str, problems: Problems) -> float:
     return 0.0
 
 
-def _is_pattern(value: Any) -> bool:
-    if not isinstance(value, str) or len(value) > MAX_PATTERN_CHARS:
-        return False
-    try:
-        regex.compile(value)
-    except regex.error:
-        return False
-    return True
+class _PatternCheck:
+    """Of one configuration's patterns: what compiling them may cost is bounded, for each and for all."""
+
+    def __init__(self) -> None:
+        self._until_s = time.thread_time() + COMPILE_BUDGET_S
+
+    def problem(self, value: Any) -> str | None:
+        if not isinstance(value, str):
+            return "is not a pattern"
+        if len(value) > MAX_PATTERN_CHARS:
+            return f"has more than {MAX_PATTERN_CHARS} characters"
+        if value.count("(") + value.count("[") > MAX_GROUPS:
+            return f"has more than {MAX_GROUPS} groups and sets"
+        braces = [re.findall("[0-9]+", text) for text in re.findall(r"\{[^}]*", value)]
+        if math.prod(max([1, *(int(count[:9]) for count in counts)]) for counts in braces) > MAX_REPEATS:
+            return f"repeats more than {MAX_REPEATS} times"
+        if time.thread_time() > self._until_s:
+            return "comes after patterns that took too long to compile"
+        try:
+            regex.compile(value)
+        except regex.error as error:
+            return f"is not a pattern: {error}"
+        return None
 
 
-def _pattern_map(config: Mapping[str, Any], name: str, problems: Problems) -> Mapping[str, Any]:
+def _pattern_map(
+    config: Mapping[str, Any], name: str, patterns: _PatternCheck, problems: Problems
+) -> Mapping[str, Any]:
     value = config.get(name) or {}
     if not isinstance(value, dict):
         problems.add(name, "must map patterns to numbers")
         return {}
-    for key in value:
-        if not _is_pattern(key):
-            problems.add(name, f"{key[:80]!r} is not a pattern")
-    return {key: number for key, number in value.items() if _is_pattern(key)}
+    if len(value) > MAX_NAMES:
+        problems.add(name, f"has {len(value)} patterns, more than {MAX_NAMES}")
+        return {}
+    found = {}
+    for key, number in value.items():
+        problem = patterns.problem(key)
+        if problem is None:
+            found[key] = number
+        else:
+            problems.add(name, f"{shown(key)} {problem}")
+    return found
 
 
-def _names_or_pattern(config: Mapping[str, Any], name: str, problems: Problems) -> str | tuple[str, ...] | None:
+def _names_or_pattern(
+    config: Mapping[str, Any], name: str, patterns: _PatternCheck, problems: Problems
+) -> str | tuple[str, ...] | None:
     """A pattern, a tuple of names, or None where the field is absent or wrong."""
     value = config.get(name)
     if value is None:
         return None
     if isinstance(value, str):
-        if value.lower() == "all-linear" or _is_pattern(value):
+        problem = None if value.lower() == "all-linear" else patterns.problem(value)
+        if problem is None:
             return value
-        problems.add(name, f"{value[:80]!r} is not a pattern")
+        problems.add(name, f"{shown(value)} {problem}")
+    elif isinstance(value, list) and len(value) > MAX_NAMES:
+        problems.add(name, f"has {len(value)} names, more than {MAX_NAMES}")
     elif isinstance(value, list) and all(isinstance(item, str) for item in value):
         return tuple(value)
     else:
@@ -266,7 +317,7 @@ def _names_or_pattern(config: Mapping[str, Any], name: str, problems: Problems) 
 
 
 def _layers(
-    config: Mapping[str, Any], targets: str | tuple[str, ...] | None, problems: Problems
+    config: Mapping[str, Any], targets: str | tuple[str, ...] | None, patterns: _PatternCheck, problems: Problems
 ) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
     layers, pattern = config.get("layers_to_transform"), config.get("layers_pattern")
     if isinstance(targets, str):
@@ -277,12 +328,17 @@ def _layers(
         problems.add("layers_pattern", "needs layers_to_transform")
     indices = [layers] if isinstance(layers, int) else layers
     if indices is not None and not (
-        isinstance(indices, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in indices)
+        isinstance(indices, list)
+        and len(indices) <= MAX_NAMES
+        and all(isinstance(i, int) and not isinstance(i, bool) for i in indices)
     ):
-        problems.add("layers_to_transform", "must be a layer index or a list of them")
+        problems.add("layers_to_transform", f"must be a layer index or a list of {MAX_NAMES} at most")
         indices = None
     names = [pattern] if isinstance(pattern, str) else pattern or []
-    if not isinstance(names, list) or not all(_is_pattern(item) for item in names):
-        problems.add("layers_pattern", "must be a pattern or a list of them")
+    if not isinstance(names, list) or len(names) > MAX_NAMES:
+        problems.add("layers_pattern", f"must be a pattern or a list of {MAX_NAMES} at most")
         names = []
+    for index, item in enumerate(names):
+        if (problem := patterns.problem(item)) is not None:
+            problems.add("layers_pattern", f"its pattern {index} {problem}")
     return (None if indices is None else tuple(indices)), tuple(name for name in names if name)

@@ -43,7 +43,8 @@ from manylora_worker.weights.peft_config import (
 from manylora_worker.weights.sites import Site
 
 PICKLE_NAME = "adapter_model.bin"
-MAX_HEADER_BYTES = 16 << 20
+MAX_HEADER_BYTES = 2 << 20
+MAX_TENSORS = 4096  # or four for each of the model's linear layers, if that is more
 MAX_REPORTED = 32  # problems listed for one adapter; the last then says how many more there are
 
 _KEY_PREFIX = "base_model.model."
@@ -113,7 +114,7 @@ def read_adapter(
     scratch = scratch or Scratch()
     config_text = _read_config(folder, problems)
     with ExitStack() as files:
-        weights = _open_weights(folder, limits, files, problems)
+        weights = _open_weights(folder, base, limits, files, problems)
         kind = packing = None
         if config_text is not None and weights is not None:
             kind = kind_of(config_text, weights.header, weights.size_bytes)
@@ -203,7 +204,9 @@ class _WeightFile:
         return None
 
 
-def _open_weights(folder: Path, limits: AdapterLimits, files: ExitStack, problems: Problems) -> _WeightFile | None:
+def _open_weights(
+    folder: Path, base: AdapterBase, limits: AdapterLimits, files: ExitStack, problems: Problems
+) -> _WeightFile | None:
     """`files` closes it."""
     path = folder / WEIGHTS_NAME
     if folder.is_symlink() or not folder.is_dir():
@@ -220,9 +223,15 @@ def _open_weights(folder: Path, limits: AdapterLimits, files: ExitStack, problem
     try:
         stream = files.enter_context(path.open("rb"))
         header_bytes = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
-        if header_bytes <= MAX_HEADER_BYTES:
-            return _WeightFile(stream, size_bytes, stream.read(header_bytes))
-        problems.add(WEIGHTS_NAME, f"its header has {header_bytes} bytes; the limit is {MAX_HEADER_BYTES}")
+        if header_bytes > MAX_HEADER_BYTES:
+            problems.add(WEIGHTS_NAME, f"its header has {header_bytes} bytes; the limit is {MAX_HEADER_BYTES}")
+            return None
+        weights = _WeightFile(stream, size_bytes, stream.read(header_bytes))
+        # Counted before anything is parsed: each tensor opens a brace, beside the header and its metadata.
+        num_tensors, limit = weights.header.count(b"{") - 2, max(MAX_TENSORS, 4 * len(base.modules))
+        if num_tensors <= limit:
+            return weights
+        problems.add(WEIGHTS_NAME, f"its header names {num_tensors} tensors; the limit is {limit}")
     except OSError as error:
         problems.add(WEIGHTS_NAME, f"is not readable ({error})")
     return None
