@@ -7,6 +7,7 @@
 # |   |-- AlreadyExists
 # |   |-- VersionConflict           somebody else changed it since the caller looked
 # |   |-- Unready                   right request, wrong state
+# |   |   `-- NoChatTemplate        messages, to a model that has no template for them
 # |   |-- Overloaded                the cluster's own caps
 # |   |-- QuotaExceeded             the tenant's; no retry hint where it can never fit
 # |   |-- CircuitOpen               its tenant's or adapter's requests have kept failing
@@ -176,6 +177,10 @@ class VersionConflict(Rejected):
 class Unready(Rejected):
     code = Code.FAILED_PRECONDITION
     label = "unready"
+
+
+class NoChatTemplate(Unready):
+    label = "no_chat_template"
 
 
 class Overloaded(Rejected):

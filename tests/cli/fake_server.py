@@ -12,6 +12,7 @@ from manylora_shared.errors import (
     AlreadyExists,
     FieldViolation,
     InvalidRequest,
+    NoChatTemplate,
     NotFound,
     Overloaded,
     ServiceUnavailable,
@@ -37,6 +38,8 @@ class FakeRouter:
     largest_chunk_bytes: int = 0
     failures_left: int = 0
     cancelled: int = 0
+    has_chat_template: bool = False
+    chats: list[list[tuple[str, str]]] = field(default_factory=list)
     tells_tenant_alone: bool = False
     """Answers `get_status` as a router does to a key of a tenant."""
 
@@ -67,6 +70,11 @@ class FakeRouter:
     async def generate(
         self, request: inference_pb2.GenerateRequest, call: ServerCall
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        if request.HasField("chat"):
+            if not self.has_chat_template:
+                raise NoChatTemplate("prompt.chat: the model's tokenizer has no chat template; send prompt.text")
+            self.chats.append([(message.role, message.content) for message in request.chat.messages])
+            request.text = self.chats[-1][-1][1]
         self.requests.append(request)
         self.metadata.append(dict(call.metadata))
         self.times_left_s.append(call.time_remaining())

@@ -27,7 +27,7 @@ async def test_tenants(manylora: Manylora, router: FakeRouter, tmp_path: Path) -
         ("acme", 2, 0),
         ("birch", 2, 0),
     ]
-    out = await manylora("tenant", "delete", "birch", "--json")
+    out = await manylora("tenant", "delete", "birch", "--yes", "--json")
     assert out.json == {"tenant_id": "birch", "removed_adapters": 0}
     out = await manylora("tenant", "get", "birch")
     assert (out.exit_code, out.stdout, out.stderr) == (1, "", "NOT_FOUND: tenant 'birch' is not known\n")
@@ -106,3 +106,14 @@ async def test_an_apply_that_expects_a_version(manylora: Manylora, router: FakeR
     assert router.tenants["acme"][1] == 2
     file.write_text(TWO_TENANTS)
     assert (await manylora("tenant", "apply", str(file), "--expect-version", "2")).exit_code == 2
+
+
+async def test_a_tenant_is_not_deleted_before_somebody_agrees(manylora: Manylora, router: FakeRouter) -> None:
+    await manylora("tenant", "apply", "-", stdin="tenant_id: acme\n")
+    for answer in ("", "n\n"):
+        out = await manylora("tenant", "delete", "acme", stdin=answer)
+        assert (out.exit_code, out.stdout) == (2, "")
+        assert "Error: acme is not removed; --yes does it without asking" in out.stderr
+    assert list(router.tenants) == ["acme"]
+    out = await manylora("tenant", "delete", "acme", stdin="y\n")
+    assert (out.exit_code, list(router.tenants)) == (0, [])

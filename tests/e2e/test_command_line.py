@@ -305,7 +305,7 @@ async def test_a_deleted_tenant_takes_its_adapters_along(whole: UpCluster, tmp_p
     added = await whole.manylora("adapter", "add", "upper", str(adapter_folder("upper")), "--tenant", "cedar")
     assert added.exit_code == 0
     assert (await generate(whole, "cedar", "upper", "ab3"))["text"] == "AB3"
-    out = await whole.manylora("tenant", "delete", "cedar", "--json")
+    out = await whole.manylora("tenant", "delete", "cedar", "--yes", "--json")
     assert out.json == {"tenant_id": "cedar", "removed_adapters": 1}
     assert (await _refused(whole, "generate", "--tenant", "cedar", "x"))["code"] == "NOT_FOUND"
     assert (await generate(whole, "acme", "upper", "ab3"))["text"] == "AB3"  # the same bytes, another tenant's

@@ -131,7 +131,7 @@ def test_what_is_absent_has_its_default() -> None:
         ("tenant_id: a\nprefix_cache: {group: B/c}\n", "prefix_cache.group", 2),
         ("tenant_id: a\nsecurity: {can_stream: yes}\n", "security.can_stream", 2),
         ("tenant_id: a\nsecurity: {can_stream: 1}\n", "security.can_stream", 2),
-        ("tenant_id: a\nsecurity:\n  data_retention_days: 30\n", "security.data_retention_days", 3),
+        ("tenant_id: a\nsecurity:\n  data_retention_days: 36501\n", "security.data_retention_days", 3),
         ("tenant_id: a\nsecurity:\n  data_retention_days: -1\n", "security.data_retention_days", 3),
         ("tenant_id: a\nquotas: {max_prompt_tokens: 0}\n", "quotas.max_prompt_tokens", 2),
         ("tenant_id: a\nlimits: {max_prompt_tokens: 5}\n", "limits", 2),
@@ -237,3 +237,24 @@ def test_a_field_is_found_at_its_line() -> None:
 def test_any_text_is_a_policy_or_refused(document: str) -> None:
     with contextlib.suppress(InvalidRequest):
         parse_policy(document)
+
+
+@pytest.mark.parametrize(
+    ("written", "share"), [("0.999", 0.999), ('"99.9%"', 0.999), ("99.9999%", 0.999999), ("50%", 0.5)]
+)
+def test_availability_is_a_share_or_a_percentage(written: str, share: float) -> None:
+    policy = parse_policy(f"tenant_id: a\nclasses:\n  batch: {{weight: 1, slo: {{availability: {written}}}}}\n")
+    assert policy.classes[QosClass.BATCH].slo == Slo(availability=share)
+    assert parse_policy(policy.to_yaml()) == policy
+
+
+@pytest.mark.parametrize("written", ["100%", "49.9%", "9%", "99.9 %", '"-99%"', "099.9%"])
+def test_a_percentage_has_the_bounds_of_a_share(written: str) -> None:
+    with pytest.raises(InvalidRequest, match="must be a share"):
+        parse_policy(f"tenant_id: a\nclasses:\n  batch: {{weight: 1, slo: {{availability: {written}}}}}\n")
+
+
+def test_a_retention_is_an_upper_bound_which_keeping_nothing_meets() -> None:
+    policy = parse_policy("tenant_id: a\nsecurity: {data_retention_days: 7}\n")
+    assert policy.security.data_retention_days == 7
+    assert parse_policy(policy.to_yaml()) == policy

@@ -161,23 +161,32 @@ def generate(
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=0, max=MAX_TOKEN_ID, help="0: the router's default.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system's message, before the prompt's.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Send the prompt as it is, and not by the model's chat template.")
+    ] = False,
     *,
     sampling: Sampling,
     as_json: Json = False,
     server: Server = DEFAULT_SERVER,
     key: Key = None,
 ) -> None:
-    """Stream one continuation. With --json it streams to stderr and ends with one object on stdout."""
+    """Stream one answer, to a chat message where the model has a chat template.
+
+    With --json it streams to stderr and ends with one object on stdout.
+    """
     if timeout is not None and not timeout > 0:
         raise usage_error("--timeout: must be above 0")
     if (prompt is None) == (token_ids is None):
         raise usage_error("give either a PROMPT or --token-ids")
+    if system is not None and (raw or prompt is None):
+        raise usage_error("--system: needs a PROMPT, and goes by the chat template, so not with --raw")
     from manylora.cli import generation
 
     run(
         generation.generate(
             connect(server, key),
-            generation.read_prompt(prompt) if prompt is not None else _token_ids(token_ids or ""),
+            generation.prompts(prompt, system, is_raw=raw) if prompt is not None else [_token_ids(token_ids or "")],
             tenant=tenant,
             adapter=adapter,
             qos_class=qos_class.value if qos_class else "",
@@ -246,13 +255,16 @@ def tenant_list(as_json: Json = False, server: Server = DEFAULT_SERVER, key: Key
 @tenant_app.command("delete")
 def tenant_delete(
     tenant_id: Annotated[str, typer.Argument(metavar="TENANT")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     as_json: Json = False,
     server: Server = DEFAULT_SERVER,
     key: Key = None,
 ) -> None:
-    """Remove a tenant and its adapters."""
+    """Remove a tenant, its adapters and its keys."""
     from manylora.cli import tenants
 
+    if not yes:
+        tenants.confirm_delete(tenant_id)
     run(tenants.delete(connect(server, key), tenant_id, as_json=as_json), as_json=as_json)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -160,6 +161,13 @@ async def list_all(target: Target, *, as_json: bool) -> None:
     else:
         rows = [(t.tenant_id, t.version, t.adapters) for t in tenants]
         print_table(("tenant", "version", "adapters"), rows, empty="there are no tenants")
+
+
+def confirm_delete(tenant_id: str) -> None:
+    """Who does not say yes has called it wrongly, also where there is nobody to ask."""
+    say(f"Remove {tenant_id} with its policy, adapters and keys? [y/N]")
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise usage_error(f"{tenant_id} is not removed; --yes does it without asking")
 
 
 async def delete(target: Target, tenant_id: str, *, as_json: bool) -> None:

