@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class FakeDetokenizer:
@@ -36,6 +36,9 @@ class FakeText:
 
     async def encode_words(self, words: Sequence[str]) -> Sequence[Sequence[int]]:
         return [self.ids(word.lstrip() or word) for word in words]
+
+    def stop_tokens(self, stops: Sequence[str]) -> Mapping[int, str]:
+        return {}
 
     def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> FakeDetokenizer:
         return FakeDetokenizer(self._first_byte_id)

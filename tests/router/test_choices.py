@@ -47,6 +47,15 @@ def test_a_stop_string_ends_a_choice_that_the_worker_goes_on_with() -> None:
     assert (each.ends()[0].finish_reason, each.ends()[0].stop_string) == (STOP, ".")
 
 
+def test_a_stop_string_that_is_a_token_is_told_as_the_string() -> None:
+    for token_id, told in ((7, ("<end>", None)), (8, (None, 8))):
+        each = Choices([FakeDetokenizer()], StopStrings(["<end>"]), stop_tokens={7: "<end>"})
+        each.take(tokens(1, 0, list(b"ab"), finish=STOP, stop_token_id=token_id).tokens)
+        (end,) = each.ends()
+        assert (end.finish_reason, (end.stop_string, end.stop_token_id)) == (STOP, told)
+        assert not each.are_cut_short
+
+
 @pytest.mark.parametrize("wrong", [chunk("a", 1), chunk("a", 0, choice=1)])
 def test_lost_output_is_a_bug(wrong: worker_pb2.TokenChunk) -> None:
     with pytest.raises(InternalError):

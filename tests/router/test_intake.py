@@ -65,6 +65,20 @@ def test_a_request_becomes_a_job() -> None:
     simulate(test)
 
 
+class TextWithTokens(FakeText):
+    def stop_tokens(self, stops: Sequence[str]) -> dict[int, str]:
+        return {20: "<end>", 1 << 20: "beyond the model"}
+
+
+def test_a_stop_string_that_is_a_token_stops_the_worker() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        job, _ = await admit(cluster, await plain_request(cluster, stop=["<end>"], stop_token_ids=[9]))
+        assert (list(job.stop_token_ids), job.stop_tokens) == ([9, 20, EOS], {20: "<end>"})
+        assert job.stop is not None
+
+    simulate(test, text=TextWithTokens())
+
+
 def test_a_request_that_asks_for_little_gets_defaults() -> None:
     async def test(cluster: RouterCluster) -> None:
         job, _ = await admit(cluster, await plain_request(cluster, ignore_eos=True))

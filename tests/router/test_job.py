@@ -23,6 +23,7 @@ def job(adapter: Adapter | None = None) -> Job:
         n=2,
         sampling=Sampling(seed=1),
         stop=None,
+        stop_tokens={},
         stop_token_ids=(),
         bad_sequences=(),
         received_at=0.0,

@@ -183,6 +183,18 @@ async def test_words_as_they_come_in_a_text(kind: str) -> None:
         await service.close()
 
 
+async def test_stop_strings_of_special_tokens() -> None:
+    tokenizer = wrapped(byte_level())
+    service = HfTextService(tokenizer)
+    end, tool = (tokenizer.convert_tokens_to_ids(token) for token in ("</s>", "<tool>"))
+    assert service.stop_tokens(["x", "</s>", "<tool>", "<tool>x", "</s"]) == {end: "</s>", tool: "<tool>"}
+    with pytest.raises(InvalidRequest) as raised:
+        service.stop_tokens(["</s>", "</s>x", "x", "\n</s>"])
+    assert [v.field for v in raised.value.violations] == ["stop[1]", "stop[3]"]
+    assert "contains the special token '</s>'" in raised.value.violations[0].description
+    await service.close()
+
+
 async def test_no_chat_template() -> None:
     service = HfTextService(wrapped(byte_level()))
     with pytest.raises(Unready, match="chat template"):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from manylora_shared.errors import InvalidRequest, Overloaded, ServiceUnavailable, Unready
@@ -91,7 +91,9 @@ class Intake:
         )
         if request.stop and not self._text.has_text:
             raise Unready("stop: this router has no tokenizer; send stop_token_ids")
-        stop_token_ids = _stop_token_ids(request, model)
+        stop_tokens = self._text.stop_tokens(request.stop) if request.stop else {}
+        stop_tokens = {each: stop for each, stop in stop_tokens.items() if each < model.limits.vocab_size}
+        stop_token_ids = _stop_token_ids(request, stop_tokens, model)
         bad_sequences = await self._bad_sequences(request.sampling, stop_token_ids, model)
         call.span.set(Attribute.MAX_TOKENS, admitted.max_tokens)
         job = Job(
@@ -105,6 +107,7 @@ class Intake:
             n=admitted.n,
             sampling=self._sampling(policy.tenant_id, request),
             stop=StopStrings(request.stop) if request.stop else None,
+            stop_tokens=stop_tokens,
             stop_token_ids=stop_token_ids,
             bad_sequences=bad_sequences,
             received_at=call.received_at,
@@ -167,8 +170,8 @@ class Intake:
         return found
 
 
-def _stop_token_ids(request: RequestInput, model: Model) -> list[int]:
-    ids = dict.fromkeys(request.stop_token_ids)
+def _stop_token_ids(request: RequestInput, stop_tokens: Collection[int], model: Model) -> list[int]:
+    ids = dict.fromkeys([*request.stop_token_ids, *stop_tokens])
     if not request.ignore_eos:
         ids.update(dict.fromkeys(model.eos_token_ids))
     return list(ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from manylora.v1 import common_pb2, worker_pb2
@@ -30,8 +30,15 @@ class Taken:
 
 
 class Choices:
-    def __init__(self, detokenizers: Sequence[Detokenizer], stop: StopStrings | None, min_tokens: int = 0) -> None:
-        """`detokenizers`: a fresh one for each choice."""
+    def __init__(
+        self,
+        detokenizers: Sequence[Detokenizer],
+        stop: StopStrings | None,
+        min_tokens: int = 0,
+        stop_tokens: Mapping[int, str] | None = None,
+    ) -> None:
+        """`detokenizers`: a fresh one for each choice; `stop_tokens`: stop strings that are a token, by its id."""
+        self._stop_tokens = stop_tokens or {}
         self._choices = [_Choice(ChoiceText(d, stop, min_tokens)) for d in detokenizers]
         self._is_cut_short = False
         self.num_tokens = 0
@@ -97,7 +104,10 @@ class Choices:
                 taken.stopped.append(index)
         elif is_last:
             stop_token_id = tokens.stop_token_id if tokens.HasField("stop_token_id") else None
-            choice.end = ChoiceEnd(index, finish_reason, stop_token_id=stop_token_id)
+            stop_string = self._stop_tokens.get(stop_token_id) if stop_token_id is not None else None
+            if stop_string is not None:
+                stop_token_id = None
+            choice.end = ChoiceEnd(index, finish_reason, stop_string=stop_string, stop_token_id=stop_token_id)
         if num_tokens < len(token_ids):
             token_ids = token_ids[:num_tokens]
         if not num_tokens and not text:

@@ -80,7 +80,7 @@ class Execution:
         self._channels = channels
         self._telemetry = telemetry
         self._rng = rng
-        self._choices = Choices(detokenizers, job.stop, job.sampling.min_tokens)
+        self._choices = Choices(detokenizers, job.stop, job.sampling.min_tokens, job.stop_tokens)
         self._measured = _Measured()
         self._next_frame = 0
         self._untold: list[Frame] = []  # each thing in a frame of its own, without a number

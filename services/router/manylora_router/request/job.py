@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from manylora_shared.ids import QosClass, TenantId
@@ -27,7 +27,8 @@ class Job:
     n: int
     sampling: Sampling  # with its seed
     stop: StopStrings | None
-    stop_token_ids: Sequence[int]
+    stop_tokens: Mapping[int, str]  # stop strings that are a token, by its id
+    stop_token_ids: Sequence[int]  # with those
     bad_sequences: Sequence[Sequence[int]]  # the bad words in tokens; `sampling` has them no more
     received_at: float  # by the event loop's clock, as is the deadline
     deadline: float | None

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from manylora_shared.errors import InvalidRequest, NoChatTemplate, Unready
+from manylora_shared.errors import FieldViolation, InvalidRequest, NoChatTemplate, Unready, shown
 
 from manylora_router.text.detokenizer import Detokenizer, WindowDetokenizer
+from manylora_router.text.stop_strings import StopStringMatcher, StopStrings
 
 _T = TypeVar("_T")
 
@@ -28,6 +29,9 @@ class TextService(Protocol):
 
     async def encode_words(self, words: Sequence[str]) -> Sequence[Sequence[int]]:
         """Each word as it is, and behind a space where that does not end in the same tokens. Raises Unready."""
+
+    def stop_tokens(self, stops: Sequence[str]) -> Mapping[int, str]:
+        """Those that are a token of their own, by its id. Raises InvalidRequest for what no answer's text can have."""
 
     def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
         """A fresh one, for one choice of this prompt."""
@@ -54,6 +58,9 @@ class TokenIdsOnlyText:
 
     async def encode_words(self, words: Sequence[str]) -> Sequence[Sequence[int]]:
         raise Unready("sampling.bad_words: this router has no tokenizer")
+
+    def stop_tokens(self, stops: Sequence[str]) -> Mapping[int, str]:
+        return {}
 
     def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
         return _NoText()
@@ -96,6 +103,9 @@ class HfTextService:
         self._tokenizer = tokenizer
         self._executor = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="tokenizer")
         self._decode = _decode_function(tokenizer)
+        added = tokenizer.added_tokens_decoder
+        self._added = {token.content: token_id for token_id, token in added.items()}
+        self._specials = StopStrings([token.content for token in added.values() if token.special and token.content])
 
     @classmethod
     def load(cls, folder: Path, *, threads: int = 2) -> HfTextService:
@@ -116,6 +126,20 @@ class HfTextService:
 
     async def encode_words(self, words: Sequence[str]) -> Sequence[Sequence[int]]:
         return await self._in_thread(word_sequences, words, lambda text: self._encode(text, False))
+
+    def stop_tokens(self, stops: Sequence[str]) -> Mapping[int, str]:
+        # A special token has no text in an answer: a string with one in it would never match.
+        found = {self._added[stop]: stop for stop in stops if stop in self._added}
+        wrong: list[FieldViolation] = []
+        for index, stop in enumerate(stops):
+            special = StopStringMatcher(self._specials)
+            special.push(stop)
+            if stop not in self._added and special.matched is not None:
+                message = f"contains the special token {shown(special.matched)}, which can be a stop string alone"
+                wrong.append(FieldViolation(f"stop[{index}]", message))
+        if wrong:
+            raise InvalidRequest.of_all(wrong)
+        return found
 
     def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
         return WindowDetokenizer(self._decode, prompt_token_ids)
