@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
+
+_ANY_HOST = re.compile(r"(0x)?0+(\.(0x)?0+)*|\*|")  # what systems take for 0.0.0.0
+
 
 def parse_address(address: str) -> tuple[str, int]:
     """Splits `host:port` or `[ipv6]:port`. Raises ValueError, naming the address."""
@@ -16,3 +21,14 @@ def parse_address(address: str) -> tuple[str, int]:
 
 def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_any_host(host: str) -> bool:
+    """Whether it stands for all of a machine's addresses (`0.0.0.0`, `[::]` and their other spellings)."""
+    host = host.removeprefix("[").removesuffix("]")
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return _ANY_HOST.fullmatch(host) is not None
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_unspecified

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from manylora.local import cluster as local_cluster
-from manylora.local.cluster import ClusterOptions, LocalCluster
+from manylora.local.cluster import ClusterFailed, ClusterOptions, LocalCluster
 
 SERVE = (
     "import json, os, time;"
@@ -28,6 +28,7 @@ async def test_workers_threads_sleep_while_they_wait(
         monkeypatch.setenv("OMP_WAIT_POLICY", by_user)
     monkeypatch.setattr(local_cluster, "_python", lambda module: [sys.executable, "-c", SERVE])
     monkeypatch.setattr(LocalCluster, "wait_connected", connected)
+    monkeypatch.setattr(LocalCluster, "_find_etcd", connected)
     options = ClusterOptions(model=tmp_path, model_name="m", data=tmp_path / "data", workers=2, etcd="127.0.0.1:1")
     async with LocalCluster(options) as cluster:
         got = {name: child.ready["omp"] for name, child in cluster.children.items()}
@@ -61,3 +62,18 @@ def test_workers_that_share_a_device_do_not_each_take_all_of_it(
     commands = [cluster._worker_command(index, {}) for index in range(options["workers"])]
     flags = [dict(flag.partition("=")[::2] for flag in command) for command in commands]
     assert [each.get("--kv-cache-mb") for each in flags] == seen
+
+
+@pytest.mark.parametrize(
+    ("etcd", "message"),
+    [
+        ("127.0.0.1:1", "no etcd answers at 127.0.0.1:1"),
+        ("http://127.0.0.1:1/,127.0.0.1:2", "no etcd answers at 127.0.0.1:1,127.0.0.1:2"),
+        ("nowhere", "--etcd: address 'nowhere': host:port is expected"),
+    ],
+)
+async def test_an_etcd_that_does_not_answer_ends_the_start_in_seconds(etcd: str, message: str, tmp_path: Path) -> None:
+    cluster = LocalCluster(ClusterOptions(model=tmp_path, model_name="m", data=tmp_path, etcd=etcd))
+    with pytest.raises(ClusterFailed, match=message):
+        await cluster.start()
+    assert not cluster.children

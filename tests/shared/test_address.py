@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from manylora_shared.address import join_address, parse_address
+from manylora_shared.address import is_any_host, join_address, parse_address
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,13 @@ def test_addresses(address: str, parsed: tuple[str, int]) -> None:
 def test_bad_addresses(address: str) -> None:
     with pytest.raises(ValueError, match="address"):
         parse_address(address)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", "0", "00.0", "0x0", "*", "", "::0", "::ffff:0.0.0.0"])
+def test_all_of_a_machines_addresses(host: str) -> None:
+    assert is_any_host(host)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "10.0.0.0", "x", "xx", "0x", "router", "0.0.0.1", "a.0"])
+def test_one_address(host: str) -> None:
+    assert not is_any_host(host)

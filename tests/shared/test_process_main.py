@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 from dataclasses import dataclass, field
 
 import pytest
@@ -54,12 +55,12 @@ def _no_freeze(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_main, "freeze_started", lambda: None)
 
 
-async def run(app: FakeApp) -> bool:
+async def run(app: FakeApp, etcd: str = "127.0.0.1:1") -> bool:
     async def build(parts: Parts) -> FakeApp:
         return app
 
     async with asyncio.timeout(10):
-        return await serve("router", ServiceSettings(etcd="127.0.0.1:1"), build)
+        return await serve("router", ServiceSettings(etcd=etcd), build)
 
 
 async def test_it_is_ready_serves_and_ends_when_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,3 +98,21 @@ async def test_an_app_that_cannot_be_built() -> None:
 
     with pytest.raises(ValueError, match="no tokenizer"):
         await serve("router", ServiceSettings(etcd="127.0.0.1:1"), build)
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+async def test_an_etcd_that_does_not_answer_is_named_in_seconds(
+    is_open: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also one whose port is open."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"127.0.0.1:{silent.getsockname()[1]}" if is_open else "127.0.0.1:1"
+        running = asyncio.create_task(run(FakeApp(starts=False), endpoint))
+        async with asyncio.timeout(5):
+            while True:
+                if f"no etcd answers at {endpoint} (--etcd)" in caplog.text:
+                    break
+                await asyncio.sleep(0.05)
+        assert not running.done(), "it goes on trying"
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await running

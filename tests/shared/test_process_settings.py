@@ -17,3 +17,21 @@ def test_a_service_starts_with_nothing_said() -> None:
 def test_what_is_wrong_is_refused(flag: str) -> None:
     with pytest.raises(ConfigError):
         parse(ServiceSettings, [flag], {})
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "[::]", "::", "0", "0x0", "0.0", "[::0]", "[0:0:0:0:0:0:0:0]", "[::ffff:0.0.0.0]", "*"]
+)
+def test_where_nobody_can_dial_what_is_served_on_an_address_to_dial_is_needed(host: str) -> None:
+    with pytest.raises(ConfigError, match="--advertise: must be set, for nobody can dial"):
+        parse(ServiceSettings, [f"--listen={host}:7070"], {})
+    settings = parse(ServiceSettings, [f"--listen={host}:7070", "--advertise=router:7070"], {})
+    assert settings.advertise == "router:7070"
+    with pytest.raises(ConfigError, match="--advertise: "):
+        parse(ServiceSettings, ["--listen=10.0.0.1:7070", f"--advertise={host}:7070"], {})
+
+
+@pytest.mark.parametrize("advertise", ["router", "router:x", ":1", "router:0"])
+def test_what_nobody_can_dial_is_not_advertised(advertise: str) -> None:
+    with pytest.raises(ConfigError, match="--advertise: "):
+        parse(ServiceSettings, [f"--advertise={advertise}"], {})

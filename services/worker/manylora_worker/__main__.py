@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from manylora_shared.process import loop as service_loop
 from manylora_shared.process.config import load
-from manylora_shared.process.main import Parts, serve
+from manylora_shared.process.main import Parts, look_for_etcd, serve
 from manylora_shared.telemetry import logs
 from manylora_shared.transport.bundle_server import UnbundlingTransport
 
@@ -53,6 +53,7 @@ def run(kind: type[C], build_engine: EngineBuilder[C]) -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))  # while the model is loaded there is nothing to end in order
     try:
+        service_loop.run(look_for_etcd(config))  # before the model is loaded, which takes minutes
         runtime, validator = host(config, build_engine)
         build_app = functools.partial(build, config, runtime, validator)
         was_told = service_loop.run(serve("worker", config, build_app, instance_id=config.worker_id))

@@ -12,7 +12,6 @@ from manylora_shared.process.settings import ServiceSettings
 
 PARKED_SEQUENCES = 64
 AUTO_DEVICE = "auto"  # until the engine is built, which settles it
-_ANY_HOST = ("0.0.0.0", "[::]", "::", "")
 _MIB = 1 << 20
 _BY_DEVICE = -1.0
 _GPU_HOST_KV_MB = 4096
@@ -66,8 +65,6 @@ class WorkerConfig(ServiceSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.listen.rpartition(":")[0] in _ANY_HOST and not self.advertise:
-            raise ConfigError(f"--advertise: must be set, for nobody can dial {self.listen}")
         if not self.model:
             raise ConfigError("--model: must be set")
         if self.max_batch_tokens < self.sequence_slots:

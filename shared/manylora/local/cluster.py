@@ -31,6 +31,7 @@ WORKER_MODULE = "manylora_worker"
 SCHEDULER_MODULE = "manylora_scheduler"
 SCHEDULER = "scheduler"
 CONNECT_TIMEOUT_S = 60.0
+ETCD_TIMEOUT_S = 5.0  # of one that is given
 POLL_S = 0.05
 
 
@@ -183,7 +184,9 @@ class LocalCluster:
         self._lock = lock
 
     async def _start_all(self) -> None:
-        if not self._etcd:
+        if self._etcd:
+            await self._find_etcd()
+        else:
             await self._start_etcd()
         starting: list[Child] = [self._service(SCHEDULER, self._scheduler_command)]
         starting += [
@@ -219,6 +222,18 @@ class LocalCluster:
                     remove_note(str(child.ready["address"]), self.key_file)
         except OSError as error:
             self._notify(f"the note of the key file stays behind: {error}")
+
+    async def _find_etcd(self) -> None:
+        try:
+            async with asyncio.timeout(ETCD_TIMEOUT_S):
+                while True:
+                    if await _etcd_answers(self._etcd):
+                        return
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise ClusterFailed(f"no etcd answers at {self._etcd}; without --etcd one is started") from None
+        except ValueError as error:
+            raise ClusterFailed(f"--etcd: {error}") from None
 
     async def _start_etcd(self) -> None:
         port = binary.free_port()
@@ -343,8 +358,8 @@ def _python(module: str) -> list[str]:
     return [sys.executable, "-m", module]
 
 
-async def _etcd_answers(endpoint: str) -> bool:
-    store = EtcdStore([endpoint])
+async def _etcd_answers(endpoints: str) -> bool:
+    store = EtcdStore(endpoints.split(","))
     try:
         await store.get(keys.SCHEDULER_LEADER)
     except StoreUnavailable:

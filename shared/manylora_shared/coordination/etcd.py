@@ -45,6 +45,7 @@ _UNREACHED = (
     Code.ABORTED,
     Code.UNKNOWN,
     Code.INTERNAL,
+    Code.UNIMPLEMENTED,  # it is no etcd
 )
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import manylora_shared.transport.grpc_polling  # noqa: F401  before anything imports grpc
-from manylora_shared.coordination.base import Store
+from manylora_shared.coordination import keys
+from manylora_shared.coordination.base import Store, StoreUnavailable
 from manylora_shared.coordination.etcd import EtcdStore
 from manylora_shared.process.heap import freeze_started
 from manylora_shared.process.settings import ServiceSettings
@@ -22,6 +23,7 @@ from manylora_shared.transport.base import Transport
 from manylora_shared.transport.grpc_transport import GrpcTransport
 
 _LOG = logging.getLogger(__name__)
+_SAY_EVERY_S = 10.0
 
 
 class App(Protocol):
@@ -50,6 +52,15 @@ class Parts:
     store: Store
     telemetry: Telemetry
     rng: random.Random
+
+
+async def look_for_etcd(settings: ServiceSettings) -> None:
+    """Says it where none answers: for what takes long before `serve`."""
+    store = EtcdStore(settings.etcd.split(","))
+    try:
+        await _answers(store, settings.etcd)
+    finally:
+        await store.close()
 
 
 async def serve(
@@ -82,9 +93,27 @@ async def serve(
         )
         ending.push_async_callback(asyncio.to_thread, telemetry.shutdown)
         ending.push_async_callback(store.close)
+        silence = asyncio.create_task(_say_while_silent(store, settings.etcd), name="etcd's silence")
+        ending.callback(silence.cancel)
         app = await build(Parts(GrpcTransport(acceptors=acceptors), store, telemetry, random.SystemRandom()))
         ending.push_async_callback(app.stop)
         return await _until_stopped(service, app, stop_wanted)
+
+
+async def _say_while_silent(store: Store, endpoints: str) -> None:
+    while True:
+        if await _answers(store, endpoints):
+            return
+        await asyncio.sleep(_SAY_EVERY_S)
+
+
+async def _answers(store: Store, endpoints: str) -> bool:
+    try:
+        await store.get(keys.PEER_SECRET)
+    except StoreUnavailable as e:
+        _LOG.error("no etcd answers at %s (--etcd); it is asked again until one does: %s", endpoints, e.message)
+        return False
+    return True
 
 
 async def _until_stopped(service: str, app: App, stop_wanted: asyncio.Task[bool]) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from manylora_shared.process.config import check_bounds, check_listen, setting
+from manylora_shared.address import is_any_host, parse_address
+from manylora_shared.process.config import ConfigError, check_bounds, check_listen, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,3 +22,13 @@ class ServiceSettings:
     def __post_init__(self) -> None:
         check_listen(self.listen)
         check_bounds(self)
+        if not self.advertise:
+            if is_any_host(self.listen.rpartition(":")[0]):
+                raise ConfigError(f"--advertise: must be set, for nobody can dial {self.listen}")
+            return
+        try:
+            host, port = parse_address(self.advertise)
+        except ValueError as e:
+            raise ConfigError(f"--advertise: {e}") from e
+        if is_any_host(host) or port == 0:
+            raise ConfigError(f"--advertise: nobody can dial {self.advertise}")
