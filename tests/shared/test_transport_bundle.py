@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
 from manylora.v1 import bundle_pb2
+from manylora_shared.coordination.peers import PEER_KEY, PeerSecret, PeerTransport, guarded
 from manylora_shared.errors import Code, RpcError
+from manylora_shared.transport import bundle_server
 from manylora_shared.transport.base import Channel, Service, methods_of
 from manylora_shared.transport.bundle import WINDOW
 from manylora_shared.transport.bundle_client import BundlingTransport
@@ -18,6 +20,7 @@ from manylora_shared.transport.bundle_server import BundleServer, UnbundlingTran
 from manylora_shared.transport.grpc_transport import GrpcTransport
 from manylora_shared.transport.handling import MAX_MESSAGE_BYTES
 from manylora_sim.network import MemoryNetwork
+from manylora_sim.store import MemoryStoreServer
 
 from tests.shared.transport_echo import DESCRIPTOR, METHODS, echo_service, text
 
@@ -298,6 +301,77 @@ async def test_an_answer_that_makes_no_sense_ends_all_calls_of_its_stream_and_le
         assert caught.value.code is Code.INTERNAL
     await channel.close()
     await server.stop(0)
+
+
+async def test_a_stream_without_the_secret_ends_before_anything_of_it_is_read() -> None:
+    began: list[str] = []
+
+    async def handler(request: Any, call: Any) -> AsyncIterator[Any]:
+        began.append(request.text)
+        yield text(request.text)
+
+    secret = PeerSecret()
+    await secret.load(MemoryStoreServer(random.Random(1)).client(), random.Random(1).getrandbits)
+    network = MemoryNetwork(random.Random(3))
+    served = UnbundlingTransport(network.transport("server"))
+    server = await served.serve("127.0.0.1:0", [guarded(echo_service(ServerStream=handler), secret)])
+    bundling = BundlingTransport(network.transport("client"), [DESCRIPTOR], line_keys=[PEER_KEY])
+    known = PeerTransport(bundling, secret).connect(server.address)
+    assert await read_all(known.stream(STREAM, text("known"))) == ["known"]
+    for shown in ({}, {PEER_KEY: ""}, {PEER_KEY: "guessed"}):
+        stranger = network.transport("stranger").connect(server.address)
+        carry = stranger.stream(CARRY, metadata=shown)
+        opened = bundle_pb2.CallOpen(method=STREAM.path, metadata=secret.metadata(), credit=5)
+        with suppress(RpcError):
+            await carry.write(bundle_pb2.CallBundle(parts=[bundle_pb2.CallPart(call=1, open=opened)]))
+        with pytest.raises(RpcError) as caught:
+            await asyncio.wait_for(carry.read(), SOON_S)
+        assert caught.value.code is Code.UNAUTHENTICATED
+        await stranger.close()
+    inner = known.stream(CARRY)  # the stream is let in, and still each call shows the secret itself
+    opened = bundle_pb2.CallOpen(method=STREAM.path, credit=5)
+    await inner.write(bundle_pb2.CallBundle(parts=[bundle_pb2.CallPart(call=1, open=opened)]))
+    (answer,) = (await asyncio.wait_for(inner.read(), SOON_S)).parts
+    assert answer.end.code == int(Code.UNAUTHENTICATED)
+    assert began == ["known"]
+    await known.close()
+    await server.stop(0)
+
+
+async def test_very_many_parts_at_once_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundle_server, "MAX_CALLS", 100)
+
+    async def handler(request: Any, call: Any) -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield text("")
+
+    over, answered = asyncio.Event(), 0
+    most_parts, turns = 20_000, 0
+
+    async def said() -> AsyncIterator[bundle_pb2.CallBundle]:
+        opened = bundle_pb2.CallOpen(method=STREAM.path, credit=1)
+        parts = [bundle_pb2.CallPart(call=i, open=opened) for i in range(most_parts)]
+        yield bundle_pb2.CallBundle(parts=parts)
+        await over.wait()
+
+    class Call:
+        peer = "a test"
+
+    carry = BundleServer([echo_service(ServerStream=handler)]).service().handlers["Carry"]
+
+    async def answer() -> None:
+        nonlocal answered
+        async for bundle in carry(said(), Call()):
+            answered += sum(part.end.code == int(Code.RESOURCE_EXHAUSTED) for part in bundle.parts)
+            if answered == most_parts - 100:
+                over.set()
+
+    answering = asyncio.create_task(answer())
+    while not over.is_set():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns >= most_parts // 128, "others had their turns meanwhile"
+    await answering
 
 
 async def test_calls_at_random_see_what_they_would_see_one_by_one() -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from manylora.v1 import worker_pb2
+from manylora_shared.coordination.peers import PEER_KEY
 from manylora_shared.process import loop as service_loop
 from manylora_shared.process.config import load
 from manylora_shared.process.main import Parts, serve
@@ -44,7 +45,9 @@ async def build(config: RouterConfig, parts: Parts) -> RouterApp:
     text = await asyncio.to_thread(load_text, config)
     return RouterApp(
         config,
-        transport=BundlingTransport(parts.transport, [worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]]),
+        transport=BundlingTransport(
+            parts.transport, [worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]], line_keys=[PEER_KEY]
+        ),
         store=parts.store,
         text=text,
         adapter_store=LocalAdapterFiles(Path(config.adapter_store), max_weights_bytes=config.max_adapter_mb << 20),

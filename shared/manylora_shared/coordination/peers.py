@@ -62,6 +62,7 @@ def guarded(service: Service, secret: PeerSecret) -> Service:
     return Service(
         service.descriptor,
         {name: _guard(handler, methods[name], secret) for name, handler in service.handlers.items()},
+        check=secret.check,
     )
 
 

@@ -60,6 +60,7 @@ class ServerCall(Protocol):
 class Service:
     descriptor: ServiceDescriptor
     handlers: Mapping[str, Callable[..., Any]]
+    check: Callable[[ServerCall], None] | None = None  # the handlers' own: whatever carries their calls asks it first
 
     def __post_init__(self) -> None:
         missing = {m.name for m in self.descriptor.methods} ^ set(self.handlers)

@@ -19,15 +19,20 @@ from manylora_shared.transport.status import decode_error
 
 
 class BundlingTransport:
-    def __init__(self, transport: Transport, services: Iterable[ServiceDescriptor]) -> None:
+    """line_keys: what the stream of bundles shows, besides its calls, of the metadata of the call that opens it."""
+
+    def __init__(
+        self, transport: Transport, services: Iterable[ServiceDescriptor], *, line_keys: Collection[str] = ()
+    ) -> None:
         self._transport = transport
+        self._line_keys = line_keys
         self._paths = frozenset(bundled_methods(services))
 
     async def serve(self, address: str, services: Sequence[Service]) -> Server:
         return await self._transport.serve(address, services)
 
     def connect(self, address: str) -> Channel:
-        return BundleChannel(self._transport.connect(address), self._paths)
+        return BundleChannel(self._transport.connect(address), self._paths, self._line_keys)
 
 
 class _Line:
@@ -193,11 +198,13 @@ class BundleChannel:
 
     Args:
         paths: of the methods whose calls without a timeout are bundled.
+        line_keys: as of `BundlingTransport`.
     """
 
-    def __init__(self, channel: Channel, paths: Collection[str]) -> None:
+    def __init__(self, channel: Channel, paths: Collection[str], line_keys: Collection[str]) -> None:
         self._channel = channel
         self._paths = paths
+        self._line_keys = line_keys
         self._line: _Line | None = None
         self._is_closed = False
 
@@ -227,7 +234,8 @@ class BundleChannel:
         if len(data) + 2 * sum(len(k) + len(v) + 8 for k, v in (metadata or {}).items()) > MAX_PART_BYTES:
             raise RpcError(Code.RESOURCE_EXHAUSTED, f"the request is longer than {MAX_PART_BYTES} bytes")
         if self._line is None or self._line.error is not None:
-            self._line = _Line(self._channel.stream(CARRY))
+            shown = {key: value for key, value in (metadata or {}).items() if key in self._line_keys}
+            self._line = _Line(self._channel.stream(CARRY, metadata=shown))
         return self._line.open(method, data, metadata or {})
 
     async def close(self) -> None:

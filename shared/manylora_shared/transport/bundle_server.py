@@ -16,6 +16,7 @@ from manylora_shared.transport.handling import close_iterator, error_of, parse_r
 from manylora_shared.transport.status import encode_details, message_of
 
 MAX_CALLS = 16_384
+_PARTS_AT_ONCE = 128  # that are obeyed before others have their turn on the event loop
 
 
 class UnbundlingTransport:
@@ -87,6 +88,7 @@ class BundleServer:
             for service in services
             for path, method in bundled_methods([service.descriptor]).items()
         }
+        self._checks = [service.check for service in services if service.check is not None]
         self._lines: dict[_ServedLine, None] = {}
         self._is_ending = False
 
@@ -100,6 +102,8 @@ class BundleServer:
             line.end()
 
     async def _carry(self, bundles: AsyncIterator[bundle_pb2.CallBundle], call: ServerCall) -> AsyncIterator[Message]:
+        for check in self._checks:
+            check(call)  # before anything is read: a single message may open very many calls
         line = _ServedLine(self._handlers, call.peer)
         self._lines[line] = None
         if self._is_ending:
@@ -135,8 +139,10 @@ class _ServedLine:
     async def obey(self, bundles: AsyncIterator[bundle_pb2.CallBundle]) -> None:
         try:
             async for bundle in bundles:
-                for part in bundle.parts:
+                for index, part in enumerate(bundle.parts, 1):
                     self._take(part)
+                    if index % _PARTS_AT_ONCE == 0:
+                        await asyncio.sleep(0)
         finally:
             self.outgoing.close()
 
@@ -168,6 +174,8 @@ class _ServedLine:
         call_id = part.call
         run = self._runs.get(call_id)
         match part.WhichOneof("what"):
+            case "open" if run is None and len(self._runs) >= MAX_CALLS:
+                self._end(call_id, Overloaded(f"{MAX_CALLS} calls are under way here"))
             case "open" if run is None:
                 run = self._runs[call_id] = _Run(part.open.credit)
                 run.task = asyncio.create_task(self._run(call_id, part.open, run), name=f"bundled {part.open.method}")
@@ -205,8 +213,6 @@ class _ServedLine:
             raise RpcError(Code.UNIMPLEMENTED, f"{opened.method[:200]} is not answered here")
         if self._is_ending:
             raise ServiceUnavailable("the server is stopping")
-        if len(self._runs) > MAX_CALLS:  # this one is among them
-            raise Overloaded(f"{MAX_CALLS} calls are under way here")
         method, handler = found
         request = parse_request(method.request_type, opened.request)
         answers: AsyncIterator[Message] = handler(request, _BundledCall(opened.metadata, self._peer)).__aiter__()
