@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 from manylora.v1 import admin_pb2, status_pb2
+from manylora_router.admin.status import MOMENT_S
 from router_fakes import (
     RouterCluster,
     simulate,
@@ -63,5 +67,42 @@ def test_a_tenant_sees_its_own_status_alone() -> None:
             (3, 3, 2)
         ] * 2
         assert len(whole.workers) == 2
+
+    simulate(test)
+
+
+def test_who_asks_in_the_same_moment_shares_one_look_at_the_cluster() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        channels = [cluster.client, *[cluster.caller(await cluster.put_key(tenant=t)) for t in ("acme", "other")]]
+        await until(lambda: len(cluster.app.directory.api_keys) == 3)
+        asked = local = 0
+        status, levels = cluster.app._status._scheduler_status, cluster.app._status._levels.local
+
+        async def ask() -> Any:
+            nonlocal asked
+            asked += 1
+            return await status()
+
+        def count(tenant_id: str) -> Any:
+            nonlocal local
+            local += 1
+            return levels(tenant_id)
+
+        cluster.app._status._scheduler_status = ask  # type: ignore[method-assign]
+        cluster.app._status._levels.local = count  # type: ignore[method-assign]
+        cluster.scheduler.flows = [admin_pb2.FlowStatus(tenant_id=t, queued=1) for t in ("acme", "other")]
+        for moment in range(1, 4):
+            gone = asyncio.ensure_future(call(channels[0], "GetStatus"))
+            await asyncio.sleep(0)
+            gone.cancel()
+            for more in ({}, {"local_only": True}):
+                answers = await asyncio.gather(*(call(c, "GetStatus", **more) for c in channels for _ in range(64)))
+                seen = [[f.tenant_id for f in answer.scheduler.flows] for answer in answers]
+                if not more:
+                    assert seen == [["acme", "other"]] * 64 + [["acme"]] * 64 + [["other"]] * 64
+            assert asked == moment
+            assert local == 6 * moment, "once for each of those who see other things, in two ways"
+            await asyncio.sleep(2 * MOMENT_S)
+        assert not cluster.app._status._asked
 
     simulate(test)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from manylora.v1 import admin_pb2, common_pb2, scheduler_pb2, worker_pb2
+from manylora_router.admin.status import MOMENT_S
 from manylora_router.app import RouterApp
 from manylora_router.config import RouterConfig
 from manylora_router.guard.circuits import ADAPTER_THRESHOLD, MIN_OPEN_S
@@ -58,6 +59,7 @@ def set_scripts(cluster: RouterCluster, script: Any) -> None:
 
 
 async def status_of(channel: Any, **fields: Any) -> admin_pb2.GetStatusResponse:
+    await asyncio.sleep(2 * MOMENT_S)  # an earlier answer stands for a moment, here and at the other routers
     answer: admin_pb2.GetStatusResponse = await channel.call(
         ADMIN["GetStatus"], admin_pb2.GetStatusRequest(**fields), timeout=10
     )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from manylora.v1 import common_pb2, inference_pb2
 from manylora_router import app as app_module
+from manylora_router.admin.status import MOMENT_S
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import AdapterRecord
 from manylora_shared.errors import Code, RpcError
@@ -203,11 +204,12 @@ def test_status_and_models() -> None:
         assert error.value.code is Code.INVALID_ARGUMENT
         assert cluster.scheduler.server is not None
         await cluster.scheduler.server.stop(0.0)
+        await asyncio.sleep(2 * MOMENT_S)
         status = await call(cluster, "GetStatus")
         assert status.scheduler.reachable is False
         assert [w.connected for w in status.workers] == [False, False]
         await cluster.store.delete(keys.SCHEDULER_LEADER)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(2 * MOMENT_S)
         assert (await call(cluster, "GetStatus")).scheduler.address == ""
 
     simulate(test)

@@ -103,11 +103,12 @@ class RouterApp:
             slo=self.calls.slo,
             guard=self.calls.guard,
         )
+        self._status = ClusterStatus(directory=self.directory, transport=peers, levels=levels)
         self.admin = AdminServicer(
             directory=self.directory,
             store=store,
             intake=self._intake,
-            status=ClusterStatus(directory=self.directory, transport=peers, levels=levels),
+            status=self._status,
             levels=levels,
             clock=self._clock,
             rng=rng,
@@ -176,6 +177,7 @@ class RouterApp:
         for task in self._tasks:
             task.cancel()
         ended = await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._status.close()
         await self.channels.close()
         await self.directory.close()
         await self._text.close()

@@ -1,12 +1,13 @@
 """What AdminService tells of the cluster: to an operator all of it, to a tenant its own part. The status says which
-parts did not answer.
+parts did not answer. Who asks in the same moment shares the work and the answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from manylora.v1 import admin_pb2, scheduler_pb2, status_pb2
 from manylora_shared.errors import RpcError
@@ -19,6 +20,8 @@ from manylora_router.links.scheduler_client import GET_STATUS
 
 _LOG = logging.getLogger(__name__)
 _STATUS_TIMEOUT_S = 2.0
+MOMENT_S = 0.25  # for so long an answer stands
+T = TypeVar("T")
 
 
 class ClusterStatus:
@@ -26,6 +29,12 @@ class ClusterStatus:
         self._directory = directory
         self._transport = transport
         self._levels = levels
+        self._asked: dict[tuple[str, ...], asyncio.Task[Any]] = {}
+
+    async def close(self) -> None:
+        for task in list(self._asked.values()):
+            task.cancel()
+        self._asked.clear()
 
     async def told(
         self, tenant_id: str, metadata: Mapping[str, str], *, local_only: bool
@@ -34,10 +43,27 @@ class ClusterStatus:
         tenant_id: to whom; empty: to an operator.
         metadata: the caller's: its key is shown to the other routers.
         local_only: what this router has counted itself."""
-        if local_only:
+
+        async def local() -> admin_pb2.GetStatusResponse:
             return self._levels.local(tenant_id)
+
+        if local_only:
+            return await self._once(("local", tenant_id), local)
+        return await self._once(("cluster", tenant_id), lambda: self._of_cluster(tenant_id, metadata))
+
+    async def _once(self, what: tuple[str, ...], ask: Callable[[], Awaitable[T]]) -> T:
+        """What `ask` answers, or has answered a moment ago. It goes on where a caller leaves: others may wait too."""
+        task = self._asked.get(what)
+        if task is None:
+            self._asked[what] = task = asyncio.ensure_future(ask())
+            loop = asyncio.get_running_loop()
+            task.add_done_callback(lambda _: loop.call_later(MOMENT_S, self._asked.pop, what, None))
+        answer: T = await asyncio.shield(task)
+        return answer
+
+    async def _of_cluster(self, tenant_id: str, metadata: Mapping[str, str]) -> admin_pb2.GetStatusResponse:
         answer, (levels, routers) = await asyncio.gather(
-            self._scheduler_status(), self._levels.of_cluster(tenant_id, metadata)
+            self._once(("scheduler",), self._scheduler_status), self._levels.of_cluster(tenant_id, metadata)
         )
         if tenant_id:
             return self._of_tenant(tenant_id, answer, levels)
@@ -55,7 +81,7 @@ class ClusterStatus:
         for worker_id, record in sorted(directory.workers.items()):
             status = admin_pb2.WorkerStatus(sequence_slots=record.sequence_slots)
             if worker_id in reported:
-                status = reported[worker_id]
+                status.CopyFrom(reported[worker_id])
             status.worker_id, status.address, status.device = worker_id, record.address, record.device
             workers.append(status)
         model = directory.model
@@ -133,7 +159,9 @@ class ClusterStatus:
 
 def _without_machines(adapters: status_pb2.TenantAdapters) -> status_pb2.TenantAdapters:
     # neither how many workers there are, nor that others were in its adapters' way
-    adapters.displaced = 0
-    for pin in adapters.pins:
+    told = status_pb2.TenantAdapters()
+    told.CopyFrom(adapters)
+    told.displaced = 0
+    for pin in told.pins:
         pin.on_device, pin.workers = int(pin.on_device == pin.workers), 1
-    return adapters
+    return told
