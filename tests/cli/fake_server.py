@@ -74,16 +74,16 @@ class FakeRouter:
             if not self.has_chat_template:
                 raise NoChatTemplate("prompt.chat: the model's tokenizer has no chat template; send prompt.text")
             self.chats.append([(message.role, message.content) for message in request.chat.messages])
-            request.text = self.chats[-1][-1][1]
         self.requests.append(request)
         self.metadata.append(dict(call.metadata))
         self.times_left_s.append(call.time_remaining())
-        self._fail(request.text)
+        prompt = request.chat.messages[-1].content if request.HasField("chat") else request.text
+        self._fail(prompt)
         yield inference_pb2.GenerateResponse(
             frame=0,
             started=inference_pb2.Started(request_id="r-1", adapter_version=VERSION, seed=7, prompt_tokens=3),
         )
-        words = request.text.upper().split() if request.WhichOneof("prompt") == "text" else []
+        words = prompt.upper().split()
         tokens = list(request.token_ids.ids)
         frame = 0
         for index, word in enumerate(words):

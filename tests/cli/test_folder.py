@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -37,17 +38,36 @@ def test_an_empty_file_is_sent_too(folder: Path) -> None:
 
 def test_every_reason_is_told_as_the_server_would(folder: Path, tmp_path: Path) -> None:
     (folder / CONFIG_NAME).unlink()
-    (folder / WEIGHTS_NAME).rename(tmp_path / "elsewhere")
-    (folder / WEIGHTS_NAME).symlink_to(tmp_path / "elsewhere")
+    (folder / WEIGHTS_NAME).unlink()
+    (folder / WEIGHTS_NAME).symlink_to(tmp_path / "nowhere")
     with pytest.raises(RequestFailed) as error:
         AdapterFolder.open(folder)
     assert error.value.code == "INVALID_ARGUMENT"
     assert [violation.field for violation in error.value.violations] == [CONFIG_NAME, WEIGHTS_NAME]
 
 
-def test_neither_a_file_nor_a_link_is_a_folder(folder: Path, tmp_path: Path) -> None:
-    link = tmp_path / "link"
-    link.symlink_to(folder)
-    for path, reason in ((folder / CONFIG_NAME, "is not a folder"), (link, "symbolic link")):
-        with pytest.raises(RequestFailed, match=reason):
-            AdapterFolder.open(path)
+def test_a_file_is_no_folder(folder: Path) -> None:
+    with pytest.raises(RequestFailed, match="is not a folder"):
+        AdapterFolder.open(folder / CONFIG_NAME)
+
+
+def test_the_links_of_a_hub_cache_are_followed(folder: Path, tmp_path: Path) -> None:
+    sent = list(AdapterFolder.open(folder).chunks())
+    snapshot, blobs = tmp_path / "snapshots" / "c0ffee", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for name in (CONFIG_NAME, WEIGHTS_NAME):
+        (folder / name).rename(blobs / name)
+        (snapshot / name).symlink_to(f"../../blobs/{name}")
+    (tmp_path / "latest").symlink_to(snapshot)
+    for path in (snapshot, tmp_path / "latest"):
+        assert list(AdapterFolder.open(path).chunks()) == sent
+
+
+def test_a_link_to_what_is_no_file_is_refused(folder: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path, tmp_path / "pipe"):
+        (folder / CONFIG_NAME).unlink()
+        (folder / CONFIG_NAME).symlink_to(place)
+        with pytest.raises(RequestFailed, match=f"{CONFIG_NAME}: is not a regular file"):
+            AdapterFolder.open(folder)

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from manylora_shared.errors import shown
 from manylora_worker.weights.peft_config import (
     COMPILE_BUDGET_S,
     LoraSettings,
@@ -24,6 +25,38 @@ def test_matcher_budget_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = LoraSettings(1, 1.0, False, {}, {}, "x", (), None, ())
     with pytest.raises(PatternTimeout):
         ModuleMatcher(settings).is_targeted("x", is_linear=True)
+
+
+HUB = "/cache/huggingface/hub"
+COMMIT = "0e9e39f249a16976918f6564b8830bc894c89659"
+SAME_BASE = [
+    None, "", ".", "acme/tiny-llama", "/models/tiny-llama/", "acme/Tiny-Llama", "D:\\models\\tiny-llama",
+    f"{HUB}/models--acme--tiny-llama/snapshots/{COMMIT}", f"{HUB}/models--acme--tiny-llama/snapshots/main/",
+    f"/copied/snapshots/{COMMIT}", "runs/sft-2/checkpoint-500", "unsloth/tiny-llama-bnb-4bit",
+    "unsloth/tiny-llama-unsloth-bnb-4bit", "other/served-as",
+]  # fmt: skip
+OTHER_BASE = ["acme/tiny", "tiny-llama/other", f"{HUB}/models--tiny-llama--other/snapshots/{COMMIT}", "x-bnb-4bit"]
+
+
+def base_problems(base: str | None) -> list[str]:
+    problems = Problems()
+    config = {"peft_type": "LORA", "r": 1, "target_modules": ["q"], "base_model_name_or_path": base}
+    parse_settings(config, base_names=["Served-As", "tiny-llama"], max_rank=8, problems=problems)
+    return [f"{violation.field}: {violation.description}" for violation in problems.violations]
+
+
+@pytest.mark.parametrize("base", SAME_BASE)
+def test_a_trainer_names_the_base_model_in_many_ways(base: str | None) -> None:
+    assert base_problems(base) == []
+
+
+@pytest.mark.parametrize("base", OTHER_BASE)
+def test_another_base_model_is_refused_with_a_hint(base: str) -> None:
+    (problem,) = base_problems(base)
+    assert problem == (
+        f"base_model_name_or_path: made for {shown(base)}, but 'Served-As' is served; "
+        "if they are the same model, set it to null"
+    )
 
 
 DEAR: list[tuple[dict[str, Any], str]] = [

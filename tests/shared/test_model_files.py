@@ -35,7 +35,7 @@ def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_hub_id_is_its_snapshot_and_keeps_its_name(snapshot: Path) -> None:
     assert model_folder(HUB_ID).resolve() == snapshot.resolve()
-    assert model_name(HUB_ID) == "tiny-llama"
+    assert model_name(HUB_ID) == model_name(str(snapshot)) == model_name(f"{snapshot}/") == "tiny-llama"
 
 
 def test_a_folder_wins_over_a_hub_id(snapshot: Path, tmp_path: Path) -> None:

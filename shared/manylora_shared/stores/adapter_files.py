@@ -180,14 +180,17 @@ def resolve_inside(root: Path, relative: str, *, field: str) -> Path:
     return path
 
 
-def open_regular(path: Path, *, field: str) -> int:
-    """Raises InvalidRequest where `path` is missing, a link, or no regular file."""
+def open_regular(path: Path, *, field: str, follows_links: bool = False) -> int:
+    """Raises InvalidRequest where `path` is missing, a link (which only a caller's own files may be), or no regular
+    file.
+    """
+    links = 0 if follows_links else os.O_NOFOLLOW
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | links | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as e:
         raise InvalidRequest.of(field, "is missing" + _instead_of(path)) from e
     except OSError as e:
-        if path.is_symlink():
+        if path.is_symlink() and not follows_links:
             raise InvalidRequest.of(field, "is a symbolic link; the store follows none") from e
         raise InvalidRequest.of(field, f"cannot be read: {os.strerror(e.errno or 0)}") from e
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

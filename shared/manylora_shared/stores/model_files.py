@@ -32,8 +32,12 @@ def model_folder(model: str, env: Mapping[str, str] | None = None) -> Path:
 
 
 def model_name(model: str) -> str:
-    # adapters name their base model by it
-    return model.rstrip("/").rsplit("/", 1)[-1]
+    """Of a hub id, a folder, or a hub cache's snapshot (`models--ORG--NAME/snapshots/<commit>`)."""
+    parts = [part for part in re.split(r"[/\\]", model) if part]
+    if len(parts) > 2 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
+        parts = parts[:-2]
+    name = parts[-1] if parts else ""
+    return name.rsplit("--", 1)[-1] if name.startswith("models--") else name
 
 
 def hub_cache(env: Mapping[str, str]) -> Path:

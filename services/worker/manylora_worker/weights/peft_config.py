@@ -15,6 +15,7 @@ from typing import Any
 
 import regex
 from manylora_shared.errors import FieldViolation, shown
+from manylora_shared.stores.model_files import model_name
 
 MAX_PATTERN_CHARS = 4096
 MAX_GROUPS = 128  # opening brackets of a pattern: a parser's recursion is as deep
@@ -39,6 +40,8 @@ _WITHOUT_EFFECT = frozenset(
         "runtime_config", "velora_config",
     }
 )  # fmt: skip
+_NAMELESS = re.compile(r"\.{1,2}|checkpoint-[0-9]+|[0-9a-f]{40}")
+_QUANTIZED = re.compile(r"(-unsloth)?-bnb-4bit$")
 _REFUSED = {
     "bias": "trained biases of the base model are not supported (only 'none')",
     "use_dora": "DoRA is not supported",
@@ -209,9 +212,18 @@ def _check_identity(config: Mapping[str, Any], base_names: Sequence[str], proble
     if base is not None and not isinstance(base, str):
         problems.add("base_model_name_or_path", "must be a string")
     elif base:
-        last_part = base.rstrip("/").rsplit("/", 1)[-1]
-        if base not in base_names and last_part not in base_names:
-            problems.add("base_model_name_or_path", f"made for {base!r}, but {base_names[0]!r} is served")
+        meant = _family(base)
+        if base not in base_names and meant and meant not in map(_family, base_names):
+            problems.add(
+                "base_model_name_or_path",
+                f"made for {shown(base)}, but {base_names[0]!r} is served; if they are the same model, set it to null",
+            )
+
+
+def _family(name: str) -> str:
+    """What of a trainer's free text names a model: as quantized, of any case. Empty: nothing does."""
+    last = model_name(name).lower()
+    return "" if _NAMELESS.fullmatch(last) else _QUANTIZED.sub("", last)
 
 
 def _check_unsupported(config: Mapping[str, Any], problems: Problems) -> None:
