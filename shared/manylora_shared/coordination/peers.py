@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Compare, Put, Store, StoreUnavailable
 from manylora_shared.errors import Unauthenticated
+from manylora_shared.telemetry.logs import hide
 from manylora_shared.transport.base import Channel, Method, Server, ServerCall, Service, Stream, Transport, methods_of
 
 PEER_KEY = "x-manylora-peer"
@@ -35,6 +36,7 @@ class PeerSecret:
                 found = await store.get(keys.PEER_SECRET)
                 if found is not None:
                     self._value = _read(found.value)
+                    hide(self._value)
                 else:
                     made = f"{getrandbits(256):064x}".encode()
                     await store.txn([Compare(keys.PEER_SECRET, 0)], [Put(keys.PEER_SECRET, made)])

@@ -1,0 +1,44 @@
+"""What a line of a log may hold: no key and no secret, and so much text at most."""
+
+from __future__ import annotations
+
+import re
+
+REMOVED = "[removed]"
+_RAW_CHARS = 1 << 18  # a longer text loses its middle before it is searched
+
+# A name, what stands between it and its value in headers, tuples, mappings and gRPC's own classes, and the value: up
+# to its closing quote, or to the line's end where there is none.
+_NAMED = re.compile(
+    r"""(?P<before> (?: authorization | x-manylora-peer | x-api-key ) \\?['"]? \s* (?: [:=,] | => ) \s*
+        (?: value \s* = \s* )? b? )
+    (?: (?P<quote> \\?['"]) (?: (?!(?P=quote)) (?: \\. | . ) )* | [^'"\n]+ )""",
+    re.DOTALL | re.VERBOSE | re.IGNORECASE,
+)
+_BEARER = re.compile(r"\bbearer(?:\s|%20|\+)+[^\s'\",;)\]}]+", re.IGNORECASE)
+_KEY = re.compile(r"mlk-[0-9a-z_-]*", re.IGNORECASE)
+
+
+def shortened(text: str, limit: int) -> str:
+    """With its beginning and its end, and a note of how long it was."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]} ... [{len(text)} characters] ... {text[-(limit // 2) :]}"
+
+
+class Redaction:
+    def __init__(self) -> None:
+        self._secrets: list[str] = []
+
+    def hide(self, secret: str) -> None:
+        """A secret that nothing else tells from other text."""
+        if secret and secret not in self._secrets:
+            self._secrets.append(secret)
+
+    def clean(self, text: str, limit: int) -> str:
+        text = shortened(text, _RAW_CHARS)
+        for secret in self._secrets:
+            text = text.replace(secret, REMOVED)
+        text = _NAMED.sub(lambda found: found["before"] + (found["quote"] or "") + REMOVED, text)
+        text = _BEARER.sub(f"Bearer {REMOVED}", text)
+        return shortened(_KEY.sub(f"mlk-{REMOVED}", text), limit)

@@ -1,0 +1,62 @@
+"""What is removed from a log's text, and what stays."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from manylora_shared.telemetry.redaction import REMOVED, Redaction, shortened
+
+SECRET = "s3cr3t-" * 4
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"authorization: Basic {SECRET}",
+        f"Authorization={SECRET}",
+        f"{{'authorization': 'Basic {SECRET}', 'x': 1}}",
+        f'{{"Authorization": "Basic {SECRET}"}}',
+        f"(('authorization', b'Basic {SECRET}'),)",
+        f"_Metadatum(key='authorization', value=b'Basic {SECRET}')",
+        f"(('x-manylora-peer', '{SECRET}'),)",
+        f"""b'authorization: "quoted\\' {SECRET}"'""",
+        f"'authorization', \"it's {SECRET}\"",
+        f"'authorization', 'it\\'s {SECRET}'",
+        f"proxy-authorization: {SECRET}",
+        f"x-api-key: {SECRET}",
+        f"sent Bearer {SECRET} to it",
+        f"Bearer%20{SECRET}",
+        f"key mlk-{SECRET}",
+        f"MLK-{SECRET}",
+    ],
+)
+def test_secrets_are_removed(text: str) -> None:
+    cleaned = Redaction().clean(text, 1000)
+    assert SECRET not in cleaned
+    assert "s3cr3t" not in cleaned
+    assert REMOVED in cleaned
+
+
+def test_what_stands_beside_a_secret_stays() -> None:
+    redaction = Redaction()
+    assert redaction.clean(f"{{'authorization': 'x {SECRET}', 'call': 'Generate'}}", 1000) == (
+        f"{{'authorization': '{REMOVED}', 'call': 'Generate'}}"
+    )
+    plain = "adapter 0123abcd of tenant acme: the bearers of authorization differ (mlkit)"
+    assert redaction.clean(plain, 1000) == plain
+    redaction.hide(SECRET)
+    redaction.hide("")
+    assert redaction.clean(f"a {SECRET}{SECRET} b", 1000) == f"a {REMOVED}{REMOVED} b"
+
+
+def test_long_texts_keep_both_ends() -> None:
+    assert shortened("a" * 10, 10) == "a" * 10
+    assert shortened("ab" + "x" * 100 + "yz", 4) == "ab ... [104 characters] ... yz"
+
+
+@pytest.mark.parametrize("piece", ["authorization: '", "mlk-", "bearer ", "authorization, ", "\\'", "authorization:\\"])
+def test_no_text_takes_long(piece: str) -> None:
+    before_s = time.thread_time()
+    Redaction().clean(piece * (1_000_000 // len(piece)), 4096)
+    assert time.thread_time() - before_s < 0.5
