@@ -307,7 +307,8 @@ class FakeRouter:
                     counters=status_pb2.WorkerCounters(generated_tokens=2**40),
                     kv_blocks_total=32,
                     kv_blocks_free=20,
-                )
+                ),
+                admin_pb2.WorkerStatus(worker_id="w-2", address="127.0.0.1:4", kept_out="its dtype is another"),
             ],
             routers=[admin_pb2.RouterStatus(router_id="r-1", address="127.0.0.1:1")],
             tenants=len(self.tenants),

@@ -14,6 +14,7 @@ async def test_status(manylora: Manylora) -> None:
     assert out.json["base_model"] == "tiny"
     assert out.json["scheduler"]["flows"][0]["qos_class"] == "batch"
     assert out.json["workers"][0]["generated_tokens"] == 2**40
+    assert [each["kept_out"] for each in out.json["workers"]] == ["", "its dtype is another"]
     measured, idle = out.json["slos"]
     assert (measured["error_budget"], measured["ttft_p95_target_ms"], measured["ttft_met"]) == (0.75, 200, False)
     assert (measured["qos_class"], measured["tpot_p50_ms"]) == ("interactive", None)
@@ -63,6 +64,7 @@ async def test_status(manylora: Manylora) -> None:
     out = await manylora("status")
     assert out.exit_code == 0
     assert "w-1" in out.stdout
+    assert "w-2 is kept out of the pool: its dtype is another" in out.stdout
     assert "overload   level 40 of 128: answers of batch requests are cut short" in out.stdout
     assert _GIVES_UP.keys() == {rung.value for rung in Rung}
     assert "epoch 5" in out.stdout

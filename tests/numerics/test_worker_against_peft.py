@@ -91,6 +91,7 @@ async def test_worker_equals_peft(family: str, debug_fill_freed: bool, tmp_path:
         validate=validator,
         telemetry=Telemetry.disabled(),
         rng=rng,
+        started_unix_s=0.0,
     )
     await app.start()
     secret = PeerSecret()

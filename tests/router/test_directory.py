@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -77,5 +78,34 @@ def test_records_with_wrong_types_are_named_and_left_out_and_all_else_is_listed(
             await call(cluster, "RevokeKey", key_id="same")
         assert error.value.code is NotFound.code
         await call(cluster, "DeleteTenant", tenant_id="other")
+
+    simulate(test)
+
+
+def test_a_worker_that_computes_another_model_changes_nothing_and_stands_in_the_status() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        directory = cluster.app.directory
+        before = directory.model
+        assert before is not None
+        workers = dict(directory.workers)
+        record = next(iter(workers.values()))
+        stray = dataclasses.replace(
+            record, worker_id="a-stray", model_name="other", model_digest="e" * 64, vocab_size=7, started_unix_s=9.0
+        )
+        await cluster.store.put(keys.worker("a-stray"), stray.to_json())
+        await until(lambda: "a-stray" in directory.kept_out)
+        assert directory.model == before
+        assert dict(directory.workers) == workers
+        status = await call(cluster, "GetStatus")
+        assert status.base_model == before.name
+        (told,) = (worker for worker in status.workers if worker.kept_out)
+        assert told.worker_id == "a-stray"
+        assert "base model other (eeeeeeeeeeee), the pool's is tiny (000000000000)" in told.kept_out
+        assert (await cluster.ask(text_request())).error is None
+        for name in workers:
+            await cluster.store.delete(keys.worker(name))
+        await until(lambda: not directory.kept_out)
+        assert directory.model is not None
+        assert (directory.model.name, directory.model.limits.vocab_size) == ("other", 7)
 
     simulate(test)

@@ -29,8 +29,9 @@ _WORKER = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
 class ScriptedWorker:
     """Serves Control alone: says what a test tells it to, and keeps what it is told."""
 
-    def __init__(self, worker_id: str, transport: Transport, slots: int = 2) -> None:
+    def __init__(self, worker_id: str, transport: Transport, slots: int = 2, digest: str = "d") -> None:
         self.worker_id = worker_id
+        self.digest = digest
         self.slots = slots
         self.epochs: list[int] = []
         self.prefetched: list[str] = []
@@ -56,7 +57,7 @@ class ScriptedWorker:
             address=self.server.address,
             device="cpu",
             model_name="m",
-            model_digest="d",
+            model_digest=self.digest,
             vocab_size=10,
             max_context_tokens=100,
             sequence_slots=self.slots,
@@ -191,8 +192,8 @@ class Cluster:
         self.apps.append(app)
         return app
 
-    async def worker(self, name: str, slots: int = 2) -> ScriptedWorker:
-        worker = ScriptedWorker(name, self.network.transport(name), slots)
+    async def worker(self, name: str, slots: int = 2, digest: str = "d") -> ScriptedWorker:
+        worker = ScriptedWorker(name, self.network.transport(name), slots, digest)
         await worker.start(self.store)
         return worker
 

@@ -345,3 +345,28 @@ def test_who_does_not_show_the_clusters_secret_is_refused() -> None:
 def test_bad_settings_are_refused(flags: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(SchedulerConfig, flags, {})
+
+
+def test_a_worker_that_computes_another_model_gets_no_work_while_the_pool_lives(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        app = await cluster.scheduler("s0")
+        await cluster.worker("w0", slots=1)
+        stray = await cluster.worker("w1", slots=8, digest="e")
+        await cluster.leader()
+        router = await cluster.router(app)
+        for name in ("a", "b"):
+            await router.enqueue(name)
+        assert (await router.answer()).worker_id == "w0"
+        await asyncio.sleep(1.0)
+        assert stray.epochs == [], "not even dialled"
+        assert app.debug_counters()["workers"] == 1
+        await cluster.store.delete(keys.worker("w0"))
+        assert (await router.answer()).worker_id == "w1"
+        assert len(stray.epochs) == 1
+
+    play(scenario)
+    kept_out = [record for record in caplog.records if "kept out of the pool" in record.getMessage()]
+    assert len(kept_out) == 1, "said once"
+    assert "base model m (e), the pool's is m (d)" in kept_out[0].getMessage()

@@ -432,6 +432,7 @@ class Cluster:
             validate=FakeValidator(),
             telemetry=Telemetry.disabled(),
             rng=self._draw(),
+            started_unix_s=asyncio.get_running_loop().time(),
         )
         engine.fence.listen(app._servicer, engine.runtime.view)
         await app.start()

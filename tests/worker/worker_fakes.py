@@ -165,6 +165,7 @@ async def running_worker(
         validate=validate or FakeValidator(),
         telemetry=telemetry or Telemetry.disabled(),
         rng=rng,
+        started_unix_s=0.0,
     )
     await app.start()
     secret = PeerSecret()

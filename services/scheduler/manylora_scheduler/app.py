@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import Mapping
 
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Store, StoreUnavailable
 from manylora_shared.coordination.peers import PeerSecret, PeerTransport, guarded
 from manylora_shared.coordination.policies import PolicyMirror, StoredPolicy
+from manylora_shared.coordination.pool import kept_out
 from manylora_shared.coordination.records import SchedulerRecord, WorkerRecord
 from manylora_shared.coordination.session import Election, Mirror, first_of
 from manylora_shared.ids import TenantId, WorkerId
@@ -58,6 +60,7 @@ class SchedulerApp:
         self._servicer = SchedulerServicer(telemetry)
         self._workers = Mirror(store, keys.WORKERS, parse=WorkerRecord.stored, on_change=self._worker_changed)
         self._tenants = PolicyMirror(store, self._tenant_changed)
+        self._kept_out: Mapping[str, str] = {}
         self._server: Server | None = None
         self._election: Election | None = None
         self._leading: asyncio.Task[None] | None = None
@@ -163,8 +166,7 @@ class SchedulerApp:
             )
             self._servicer.term = term
             try:
-                for worker_id, record in self._workers.values.items():
-                    term.worker_changed(WorkerId(worker_id), record)
+                self._tell_workers(term)
                 await first_of(election.lost(epoch), term.failed())
             finally:
                 self._servicer.term = None
@@ -181,8 +183,23 @@ class SchedulerApp:
         return None
 
     def _worker_changed(self, name: str, record: WorkerRecord | None) -> None:
+        workers = self._workers.values
+        reasons = kept_out(workers)
+        for worker_id, reason in reasons.items():
+            if self._kept_out.get(worker_id) != reason:
+                _LOG.error("a worker is kept out of the pool: %s", reason, extra=fields(worker=worker_id))
+        for worker_id in self._kept_out.keys() - reasons.keys() & workers.keys():
+            _LOG.warning("a worker that was kept out joins the pool", extra=fields(worker=worker_id))
+        self._kept_out = reasons
         if self.term is not None:
-            self.term.worker_changed(WorkerId(name), record)
+            if record is None:
+                self.term.worker_changed(WorkerId(name), None)
+            self._tell_workers(self.term)
+
+    def _tell_workers(self, term: Term) -> None:
+        """One that goes or comes may change who is kept out."""
+        for worker_id, record in self._workers.values.items():
+            term.worker_changed(WorkerId(worker_id), None if worker_id in self._kept_out else record)
 
     def _tenant_changed(self, name: str, policy: StoredPolicy | None) -> None:
         if self.term is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from manylora_shared.process import loop as service_loop
+from manylora_shared.process.clock import SystemClock
 from manylora_shared.process.config import load
 from manylora_shared.process.main import Parts, look_for_etcd, serve
 from manylora_shared.telemetry import logs
@@ -34,6 +35,7 @@ async def build(config: WorkerConfig, runtime: Runtime, validator: AdapterValida
         validate=validator,
         telemetry=parts.telemetry,
         rng=parts.rng,
+        started_unix_s=SystemClock().now_unix_s(),
     )
 
 

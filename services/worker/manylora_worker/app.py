@@ -39,9 +39,11 @@ class WorkerApp:
         validate: AdapterValidator,
         telemetry: Telemetry,
         rng: random.Random,
+        started_unix_s: float,
     ) -> None:
         self.worker_id = config.worker_id or f"worker-{rng.getrandbits(40):010x}"
         self._config = config
+        self._started_unix_s = started_unix_s
         self._transport = transport
         self._store = store
         self._rng = rng
@@ -131,4 +133,7 @@ class WorkerApp:
             max_lora_rank=self._config.max_lora_rank,
             eos_token_ids=model.eos_token_ids,
             device_adapter_bytes=self._config.device_adapter_bytes,
+            dtype=model.dtype,
+            quantization=self._config.quantization,
+            started_unix_s=self._started_unix_s,
         )

@@ -67,6 +67,9 @@ def _print(status: ClusterStatus) -> None:
         write(f"routers    {', '.join(_router(r) for r in status.routers)}\n")
         write(f"tenants    {status.tenants}, with {status.adapters} adapters\n\n")
         _table(_WORKERS, status.workers, empty="no worker is registered")
+        for worker in status.workers:
+            if worker.kept_out:
+                write(f"{worker.worker_id} is kept out of the pool: {worker.kept_out}\n")
     else:  # a tenant's key: machines are not its to see
         write(f"scheduler  {'' if scheduler.reachable else 'not '}reachable\n")
         write(f"adapters   {status.adapters}\n\n")
@@ -131,6 +134,8 @@ def _refused(circuit: CircuitStatus) -> str:
 
 
 def _state(worker: WorkerStatus) -> str:
+    if worker.kept_out:
+        return "kept out"
     return "draining" if worker.draining else "connected" if worker.connected else "not connected"
 
 

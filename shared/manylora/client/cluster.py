@@ -189,6 +189,7 @@ class WorkerStatus:
     adapters_on_device: int
     adapters_on_host: int
     generated_tokens: int
+    kept_out: str  # why the pool does not take it; empty where it does
 
 
 @dataclass(frozen=True)

@@ -100,13 +100,16 @@ class WorkerRecord(_JsonRecord):
     address: str
     device: str
     model_name: str
-    model_digest: str  # sha256 over the base model's configuration and its weight files' sizes and headers
+    model_digest: str  # over what the base model computes: its configuration, its tokens, its weights
     vocab_size: int
     max_context_tokens: int
     sequence_slots: int
     max_lora_rank: int
     eos_token_ids: tuple[int, ...] = ()
     device_adapter_bytes: int = 0  # 0: a worker of an earlier version
+    dtype: str = ""
+    quantization: str = ""
+    started_unix_s: float = 0.0  # by its own clock; stays when it registers again
 
     def __post_init__(self) -> None:
         parse_address(self.address)
@@ -114,6 +117,10 @@ class WorkerRecord(_JsonRecord):
     @property
     def key(self) -> str:
         return keys.worker(self.worker_id)
+
+    @property
+    def computes(self) -> tuple[str, str, str]:
+        return self.model_digest, self.dtype, self.quantization
 
 
 @dataclass(frozen=True)

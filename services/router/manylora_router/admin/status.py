@@ -84,6 +84,12 @@ class ClusterStatus:
                 status.CopyFrom(reported[worker_id])
             status.worker_id, status.address, status.device = worker_id, record.address, record.device
             workers.append(status)
+        for worker_id, (record, reason) in sorted(directory.kept_out.items()):
+            workers.append(
+                admin_pb2.WorkerStatus(
+                    worker_id=worker_id, address=record.address, device=record.device, kept_out=reason
+                )
+            )
         model = directory.model
         return admin_pb2.GetStatusResponse(
             base_model=model.name if model is not None else "",

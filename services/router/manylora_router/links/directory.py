@@ -14,6 +14,7 @@ from typing import Any
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import KeyValue, Store
 from manylora_shared.coordination.policies import PolicyMirror, StoredPolicy, stored_policy
+from manylora_shared.coordination.pool import kept_out
 from manylora_shared.coordination.records import (
     AdapterRecord,
     KeyRecord,
@@ -57,6 +58,8 @@ class Directory:
         self._on_workers_changed = on_workers_changed
         self._policies: dict[str, tuple[bytes, TenantPolicy]] = {}
         self._model: Model | None = None
+        self._pool: dict[str, WorkerRecord] = {}
+        self._kept_out: dict[str, tuple[WorkerRecord, str]] = {}
         self._changed = asyncio.Event()
         self._tenants = PolicyMirror(store, self._tenant_changed)
         self._adapters = Mirror(store, keys.ADAPTERS, parse=_adapter, on_change=self._note)
@@ -109,7 +112,13 @@ class Directory:
 
     @property
     def workers(self) -> Mapping[str, WorkerRecord]:
-        return self._workers.values
+        """Of the pool."""
+        return self._pool
+
+    @property
+    def kept_out(self) -> Mapping[str, tuple[WorkerRecord, str]]:
+        """Registered workers that the pool does not take, and why."""
+        return self._kept_out
 
     @property
     def routers(self) -> Mapping[str, RouterRecord]:
@@ -196,7 +205,8 @@ class Directory:
         self._on_leader_changed()
 
     def _worker_changed(self, name: str, value: WorkerRecord | None) -> None:
-        workers = self._workers.values
+        self._sort_workers()
+        workers = self._pool
         if workers:
             first = workers[min(workers)]
             limits = ModelLimits(
@@ -206,6 +216,12 @@ class Directory:
             )
             self._model = Model(first.model_name, first.model_digest, limits, first.eos_token_ids)
         self._on_workers_changed()
+
+    def _sort_workers(self) -> None:
+        workers = self._workers.values
+        reasons = kept_out(workers)
+        self._pool = {name: worker for name, worker in workers.items() if name not in reasons}
+        self._kept_out = {name: (workers[name], reason) for name, reason in reasons.items()}
 
 
 def _adapter(kv: KeyValue) -> AdapterEntry:

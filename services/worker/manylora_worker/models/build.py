@@ -87,6 +87,7 @@ def build_engine(config: WorkerConfig, notify: Callable[[], None] = lambda: None
         max_context_tokens=spec.max_context_tokens,
         eos_token_ids=spec.eos_token_ids,
         kv_block_bytes=spec.kv.token_bytes(loaded.dtype) * config.block_size,
+        dtype=config.compute_dtype,
     )
     validator = ThreadValidator(config.adapter_store, lambda folder: _report(reader.check(folder), base))
     return EngineParts(runner, backend, model, validator)

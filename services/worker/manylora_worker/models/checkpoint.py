@@ -49,15 +49,22 @@ def checked_config(folder: Path, quantization: Quantization, device_type: str) -
     return config
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """That transformers reads. Raises ModelRefused where one is missing."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists() or not index.exists():
+        return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    weight_map = _json_of(index).get("weight_map")
+    names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
+    absent = [name for name in names if not (folder / name).exists()]
+    if absent or not names:
+        raise ModelRefused(f"{index}: of {len(names)} weight files {len(absent)} are missing: {', '.join(absent[:3])}")
+    return [folder / name for name in names]
+
+
 def check_weight_files(folder: Path) -> None:
     """Raises ModelRefused where one is missing, unreadable or cut short."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists() and not (folder / "model.safetensors").exists():
-        names = set((_json_of(index).get("weight_map") or {}).values())
-        absent = sorted(str(name) for name in names if not (folder / str(name)).exists())
-        if absent:
-            raise ModelRefused(f"{folder}: {len(absent)} of {len(names)} weight files are missing, such as {absent[0]}")
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in weight_files(folder):
         try:
             file.open("rb").close()  # what the system says of it is clearer
             with safe_open(file, framework="pt"):

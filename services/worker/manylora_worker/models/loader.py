@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from manylora_worker.models.checkpoint import (
     said,
     without_adapter,
 )
+from manylora_worker.models.digest import model_digest
 from manylora_worker.models.layers.attention import ATTENTION, STEP_KEYWORD, register_attention
 from manylora_worker.models.layers.kv_cache import KvGeometry
 from manylora_worker.models.layers.lora_linear import FusedMember, FusedProjection, LoraLinear, LoraSwitch
@@ -41,14 +41,13 @@ FUSED_PROJECTIONS: Mapping[str, Mapping[str, Sequence[Sequence[str]]]] = {
 }
 
 _ATTENTION_KEYWORDS_WITHOUT_EFFECT = frozenset({"position_ids", "use_cache", "cache_position", "position_embeddings"})
-_MAX_HEADER_BYTES = 100 << 20
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """Attributes:
     source_name: last component of the path or hub id that it came from.
-    digest: sha256 (hex) over config.json and the weight files' names, sizes and headers.
+    digest: of what it computes.
     modules: path -> (in, out) of every linear layer that an adapter may target.
     head_modules: paths of the embeddings and the output head, which it may not.
     other_modules: paths of everything else in the module tree.
@@ -134,7 +133,7 @@ def load_model(
         model,
         name=name or source_name,
         source_name=source_name,
-        digest=_digest(folder),
+        digest=model_digest(folder),
         quantization=quantization,
         threads=threads,
     )
@@ -438,17 +437,3 @@ def _quantize_linears(model: PreTrainedModel) -> None:
             if type(linear) is not nn.Linear or linear.in_features % BLOCK_SIZE:
                 raise ModelRefused(f"{path}: nf4 needs a linear layer whose inputs are a multiple of {BLOCK_SIZE}")
             module.base = Nf4Linear.from_weight(linear.weight.data, linear.bias, workspace)
-
-
-def _digest(folder: Path) -> str:
-    """sha256 over config.json and, for each weight file in name order, its name, size and safetensors header."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            length_bytes = stream.read(8)
-            header_bytes = int.from_bytes(length_bytes, "little")
-            if header_bytes > _MAX_HEADER_BYTES:
-                raise ModelRefused(f"{file}: not a safetensors file (header of {header_bytes} bytes)")
-            digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
-            digest.update(stream.read(header_bytes))
-    return digest.hexdigest()

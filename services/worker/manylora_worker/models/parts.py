@@ -17,6 +17,7 @@ class ModelInfo:
     max_context_tokens: int
     eos_token_ids: tuple[int, ...]
     kv_block_bytes: int  # in all layers
+    dtype: str = ""  # of its computation
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,41 @@
+"""Who is of the pool, and what is said of who is not."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from manylora_shared.coordination.pool import kept_out
+from manylora_shared.coordination.records import WorkerRecord
+
+WORKER = WorkerRecord(
+    worker_id="w0", address="127.0.0.1:1", device="cpu", model_name="m", model_digest="a" * 64, vocab_size=10,
+    max_context_tokens=9, sequence_slots=1, max_lora_rank=8, dtype="float32", quantization="none", started_unix_s=5.0,
+)  # fmt: skip
+
+
+def pool(*changes: dict[str, Any]) -> dict[str, WorkerRecord]:
+    workers = {f"w{i}": dataclasses.replace(WORKER, worker_id=f"w{i}", **each) for i, each in enumerate(changes)}
+    return dict(reversed(workers.items()))
+
+
+def test_workers_that_compute_the_same_are_one_pool() -> None:
+    assert kept_out({}) == {}
+    assert kept_out(pool({}, {"device": "cuda", "sequence_slots": 7, "started_unix_s": 1.0}, {"model_name": "n"})) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_digest": "b" * 64}, "base model m (bbbbbbbbbbbb), the pool's is m (aaaaaaaaaaaa)"),
+        ({"dtype": "bfloat16"}, "dtype bfloat16, the pool's is float32"),
+        ({"quantization": "nf4"}, "quantization nf4, the pool's is none"),
+        ({"quantization": ""}, "quantization not told, the pool's is none"),
+    ],
+)
+def test_who_differs_from_the_first_is_kept_out(change: dict[str, Any], said: str) -> None:
+    later = {**change, "started_unix_s": 6.0}
+    assert kept_out(pool({}, later, later)) == dict.fromkeys(["w1", "w2"], f"it does not compute what w0 does: {said}")
+    assert set(kept_out(pool({}, change))) == {"w1"}, "in one moment: by their ids"
+    assert set(kept_out(pool({}, {**change, "started_unix_s": 4.0}))) == {"w0"}
