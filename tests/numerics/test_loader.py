@@ -62,6 +62,25 @@ def test_spec(family_of: FamilyOf, name: str) -> None:
     assert {s.path for site in family.loaded.sites for s in site.slots} == set(spec.modules)
 
 
+@pytest.mark.parametrize(
+    ("generation", "config", "ends"),
+    [
+        ([7, 2], 3, (7, 2)),
+        ([7, 10**6, -1], 3, (7,)),
+        (10**6, 3, (3,)),
+        (None, [3, 4], (3, 4)),
+        (None, None, ()),
+    ],
+)
+def test_ends_that_are_no_token_are_dropped(
+    family_of: FamilyOf, tmp_path: Path, caplog: pytest.LogCaptureFixture, generation: Any, config: Any, ends: Any
+) -> None:
+    folder = edited(family_of("llama"), tmp_path, eos_token_id=config)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    assert load_model(str(folder)).spec.eos_token_ids == ends
+    assert ("1000000" in caplog.text) == ("1000000" in str(generation))
+
+
 def test_digest_tells_weights_apart(family_of: FamilyOf, tmp_path: Path) -> None:
     family = family_of("llama")
     assert load_model(str(family.folder), name="other").spec.digest == family.loaded.spec.digest

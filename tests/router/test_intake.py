@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from manylora_router.guard.admission import RequestInput, TextPrompt, TokenPrompt
@@ -66,6 +67,8 @@ def test_a_request_becomes_a_job() -> None:
 
 
 class TextWithTokens(FakeText):
+    end_token_ids = (21, 1 << 20)
+
     def stop_tokens(self, stops: Sequence[str]) -> dict[int, str]:
         return {20: "<end>", 1 << 20: "beyond the model"}
 
@@ -75,6 +78,19 @@ def test_a_stop_string_that_is_a_token_stops_the_worker() -> None:
         job, _ = await admit(cluster, await plain_request(cluster, stop=["<end>"], stop_token_ids=[9]))
         assert (list(job.stop_token_ids), job.stop_tokens) == ([9, 20, EOS], {20: "<end>"})
         assert job.stop is not None
+
+    simulate(test, text=TextWithTokens())
+
+
+def test_ends_are_the_tokenizers_where_the_model_names_none() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        asked = await plain_request(cluster)
+        intake = cluster.app.intake
+        model = replace(intake._model(), eos_token_ids=())
+        intake._model = lambda: model  # type: ignore[method-assign]
+        for ignore_eos, ends in ((False, [21]), (True, [])):
+            job, _ = await admit(cluster, replace(asked, ignore_eos=ignore_eos))
+            assert list(job.stop_token_ids) == ends
 
     simulate(test, text=TextWithTokens())
 

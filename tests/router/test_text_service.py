@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import subprocess
 import sys
@@ -181,6 +182,18 @@ async def test_words_as_they_come_in_a_text(kind: str) -> None:
         assert len(await service.encode_words([" world", "world"])) == 2 * (1 + len(spaced))
     finally:
         await service.close()
+
+
+async def test_ids_that_are_no_token_have_no_text() -> None:
+    plain = json.loads(byte_level().to_str())
+    plain["model"]["vocab"]["far"] = 700
+    tokenizer = wrapped(Tokenizer.from_str(json.dumps(plain)))
+    service = HfTextService(tokenizer)
+    ids = list(await service.encode("Hi"))
+    far, gap, beyond = 700, 650, 10**6
+    assert text_of(service.detokenizer([gap]), [ids[0], gap, far, beyond, ids[1]]) == "Hfari"
+    assert list(service.end_token_ids) == [tokenizer.eos_token_id]
+    await service.close()
 
 
 async def test_stop_strings_of_special_tokens() -> None:

@@ -93,7 +93,8 @@ class Intake:
             raise Unready("stop: this router has no tokenizer; send stop_token_ids")
         stop_tokens = self._text.stop_tokens(request.stop) if request.stop else {}
         stop_tokens = {each: stop for each, stop in stop_tokens.items() if each < model.limits.vocab_size}
-        stop_token_ids = _stop_token_ids(request, stop_tokens, model)
+        ends = model.eos_token_ids or [each for each in self._text.end_token_ids if each < model.limits.vocab_size]
+        stop_token_ids = _stop_token_ids(request, stop_tokens, ends)
         bad_sequences = await self._bad_sequences(request.sampling, stop_token_ids, model)
         call.span.set(Attribute.MAX_TOKENS, admitted.max_tokens)
         job = Job(
@@ -170,10 +171,10 @@ class Intake:
         return found
 
 
-def _stop_token_ids(request: RequestInput, stop_tokens: Collection[int], model: Model) -> list[int]:
+def _stop_token_ids(request: RequestInput, stop_tokens: Collection[int], ends: Sequence[int]) -> list[int]:
     ids = dict.fromkeys([*request.stop_token_ids, *stop_tokens])
     if not request.ignore_eos:
-        ids.update(dict.fromkeys(model.eos_token_ids))
+        ids.update(dict.fromkeys(ends))
     return list(ids)
 
 

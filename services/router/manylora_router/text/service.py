@@ -21,6 +21,10 @@ class TextService(Protocol):
     def has_text(self) -> bool:
         """False: `encode` and `encode_chat` raise Unready, and all text is empty."""
 
+    @property
+    def end_token_ids(self) -> Sequence[int]:
+        """Ends of an answer, for a model whose configuration names none."""
+
     async def encode(self, text: str) -> Sequence[int]:
         """Begin-of-sequence included."""
 
@@ -49,6 +53,7 @@ class _NoText:
 
 class TokenIdsOnlyText:
     has_text = False
+    end_token_ids: Sequence[int] = ()
 
     async def encode(self, text: str) -> Sequence[int]:
         raise Unready("prompt.text: this router has no tokenizer; send prompt.token_ids")
@@ -103,6 +108,8 @@ class HfTextService:
         self._tokenizer = tokenizer
         self._executor = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="tokenizer")
         self._decode = _decode_function(tokenizer)
+        end = tokenizer.eos_token_id
+        self.end_token_ids: Sequence[int] = () if end is None else (end,)
         added = tokenizer.added_tokens_decoder
         self._added = {token.content: token_id for token_id, token in added.items()}
         self._specials = StopStrings([token.content for token in added.values() if token.special and token.content])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,8 @@ FUSED_PROJECTIONS: Mapping[str, Mapping[str, Sequence[Sequence[str]]]] = {
     family: {"self_attn": (("q_proj", "k_proj", "v_proj"),), "mlp": (("gate_proj", "up_proj"),)}
     for family in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 }
+
+_LOG = logging.getLogger(__name__)
 
 _ATTENTION_KEYWORDS_WITHOUT_EFFECT = frozenset({"position_ids", "use_cache", "cache_position", "position_embeddings"})
 
@@ -167,7 +170,7 @@ def prepare_model(
         model_type=model.config.model_type,
         vocab_size=probe.vocab_size,
         max_context_tokens=max_context_tokens(model.config.get_text_config()),
-        eos_token_ids=_eos_token_ids(model),
+        eos_token_ids=_eos_token_ids(model, probe.vocab_size),
         kv=probe.kv,
         modules={p: shape for p, shape in modules.items() if p not in head_modules},
         head_modules=frozenset(head_modules),
@@ -281,14 +284,18 @@ def _head_modules(model: PreTrainedModel) -> set[str]:
     }
 
 
-def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    generation = model.generation_config
-    eos = generation.eos_token_id if generation is not None else None
-    if eos is None:
-        eos = getattr(model.config, "eos_token_id", None)
-    if eos is None:
-        return ()
-    return (eos,) if isinstance(eos, int) else tuple(eos)
+def _eos_token_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
+    """Of the first of its configurations that names a token. Where none does, the router takes its tokenizer's."""
+    for config in (model.generation_config, model.config, model.config.get_text_config()):
+        named = getattr(config, "eos_token_id", None)
+        each = named if isinstance(named, (list, tuple)) else [] if named is None else [named]
+        ids = tuple(i for i in each if isinstance(i, int) and 0 <= i < vocab_size)
+        if len(ids) < len(each):
+            dropped = [i for i in each if i not in ids]
+            _LOG.warning("%s.eos_token_id: %s is dropped, no token of %d", type(config).__name__, dropped, vocab_size)
+        if ids:
+            return ids
+    return ()
 
 
 @dataclass
