@@ -208,6 +208,29 @@ async def test_stop_strings_of_special_tokens() -> None:
     await service.close()
 
 
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ raise_exception('Roles must alternate') }}", "refuses it: Roles must alternate"),
+        ("{{ 1 // (messages | length - 1) }}", "ZeroDivisionError"),
+        ("{{ 2.0 ** 5000 }}", "OverflowError"),
+        ("{{ {}.popitem() }}", "popitem"),
+        ("{{ [1].index(2) }}", "ValueError: 2 is not in list"),
+        ("{{ messages[5]['content'] }}", "list object has no element 5"),
+        ("{{ tools.first.name }}", "first"),
+        ("{{ messages[0].content.encode('ascii') }}", "UnicodeEncodeError"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError"),
+        ("{% for m in messages %}{{ m.content }", "unexpected"),
+    ],
+)
+async def test_what_a_template_raises_is_the_requests_fault_in_its_words(template: str, words: str) -> None:
+    service = HfTextService(wrapped(byte_level(), chat_template=template))
+    with pytest.raises(InvalidRequest, match=words) as raised:
+        await service.encode_chat([("user", "é")])
+    assert raised.value.violations[0].field == "prompt.chat"
+    await service.close()
+
+
 async def test_no_chat_template() -> None:
     service = HfTextService(wrapped(byte_level()))
     with pytest.raises(Unready, match="chat template"):
@@ -257,6 +280,37 @@ def test_loads_from_a_folder(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises((OSError, ValueError)):
         HfTextService.load(tmp_path / "empty")
+
+
+def test_loads_a_sentencepiece_model_alone(tmp_path: Path) -> None:
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto()
+    pieces = [("<unk>", 2), ("<s>", 3), ("</s>", 3), *[(f"<0x{byte:02X}>", 6) for byte in range(256)]]
+    words = ["\u2581", "t", "h", "e", "\u2581t", "he", "\u2581the", "a", "\u2581a", "c", "ca", "cat", "\u2581cat"]
+    for rank, (piece, kind) in enumerate([*pieces, *[(word, 1) for word in words]]):
+        proto.pieces.add(piece=piece, type=kind, score=-float(rank))
+    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    trainer.model_type, trainer.byte_fallback, trainer.vocab_size = 2, True, len(proto.pieces)
+    trainer.unk_id, trainer.bos_id, trainer.eos_id = 0, 1, 2
+    normalizer.name, normalizer.add_dummy_prefix, normalizer.remove_extra_whitespaces = "identity", True, False
+    (tmp_path / "tokenizer.model").write_bytes(proto.SerializeToString())
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(
+            {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>"}
+        )
+    )
+    service = HfTextService.load(tmp_path)
+
+    async def use() -> None:
+        ids = list(await service.encode("the cat"))
+        assert len(ids) == 3
+        assert text_of(service.detokenizer(), ids) == "the cat"
+        assert text_of(service.detokenizer(ids[:2]), [*ids[2:], 2]) == " cat"
+        assert list(service.end_token_ids) == [2]
+        await service.close()
+
+    asyncio.run(use())
 
 
 async def test_other_services() -> None:

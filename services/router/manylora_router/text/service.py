@@ -168,8 +168,9 @@ class HfTextService:
         conversation = [{"role": role, "content": content} for role, content in messages]
         try:
             text = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-        except (jinja2.TemplateError, TypeError, ValueError) as e:
-            raise InvalidRequest.of("prompt.chat", f"the model's chat template refuses it: {e}") from e
+        except Exception as e:  # a template is a program: it may raise anything, by what the messages are
+            words = str(e) if isinstance(e, jinja2.TemplateError) else f"{type(e).__name__}: {e}"
+            raise InvalidRequest.of("prompt.chat", f"the model's chat template refuses it: {words}") from e
         return self._encode(text, False)
 
 
