@@ -14,13 +14,28 @@ RequestId = NewType("RequestId", str)
 WorkerId = NewType("WorkerId", str)
 RouterId = NewType("RouterId", str)
 
-NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
+MAX_NAME_CHARS = 64
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_NOT_IN_A_NAME = re.compile(r"[^a-z0-9._-]")
 
 
 def is_valid_name(name: str) -> bool:
-    """NAME_PATTERN, and no `..` that a path could read."""
-    return _NAME.fullmatch(name) is not None and ".." not in name
+    return name_problem(name) is None
+
+
+def name_problem(name: str) -> str | None:
+    """Which rule of names it breaks; None: it is one."""
+    if _NAME.fullmatch(name) and ".." not in name:
+        return None
+    if not name:
+        return "is missing"
+    if len(name) > MAX_NAME_CHARS:
+        return f"has {len(name)} characters, more than {MAX_NAME_CHARS}"
+    if wrong := _NOT_IN_A_NAME.search(name):
+        return f"has {wrong[0]!a}; a name is of a-z 0-9 . _ -"
+    if ".." in name:
+        return "has '..', which no name may have"
+    return f"begins with {name[0]!r}; a name begins with a letter or digit"
 
 
 class QosClass(enum.StrEnum):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from manylora_shared.coordination.records import KeyRecord
 from manylora_shared.errors import FieldViolation, InvalidRequest, PermissionDenied, Unauthenticated
-from manylora_shared.ids import TenantId, is_valid_name
+from manylora_shared.ids import TenantId, name_problem
 
 AUTHORIZATION_KEY = "authorization"
 MAX_KEY_NAME_CHARS = 128
@@ -132,8 +132,8 @@ def _matches(key_id: str, secret: str, record: KeyRecord | None) -> bool:
 
 def _check(tenant_id: str, scopes: list[str], name: str) -> None:
     found: list[FieldViolation] = []
-    if tenant_id and not is_valid_name(tenant_id):
-        found.append(FieldViolation("tenant_id", "is not a tenant's name"))
+    if tenant_id and (problem := name_problem(tenant_id)):
+        found.append(FieldViolation("tenant_id", problem))
     if not scopes:
         found.append(FieldViolation("scopes", f"is empty; there are {', '.join(Scope)}"))
     for scope in scopes:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import yaml
 
 from manylora_shared.errors import MAX_SHOWN, FieldViolation, InvalidRequest, shown
-from manylora_shared.ids import AdapterName, QosClass, TenantId, is_valid_name
+from manylora_shared.ids import AdapterName, QosClass, TenantId, name_problem
 
 DEFAULT_WEIGHTS: Mapping[QosClass, int] = {QosClass.INTERACTIVE: 4, QosClass.STANDARD: 2, QosClass.BATCH: 1}
 MAX_WEIGHT = 1000
@@ -282,13 +282,8 @@ class _Reader:
             self._add(path, node, "must be a string")
         elif node.tag != _STR_TAG:
             self._add(path, node, f"must be a string; write {shown(node.value)} in quotes")
-        elif not is_valid_name(node.value):
-            self._add(
-                path,
-                node,
-                f"{shown(node.value)} is not a name: 1 to 64 of a-z 0-9 . _ -, "
-                "beginning with a letter or digit, without '..'",
-            )
+        elif problem := name_problem(node.value):
+            self._add(path, node, f"{shown(node.value)} {problem}" if node.value else problem)
         else:
             return str(node.value)
         return None
@@ -342,8 +337,10 @@ class _Reader:
                 self._add(at, value, f"has {len(value.value)} names, more than {MAX_PINS}")
                 return
             for index, item in enumerate(value.value):
-                if not isinstance(item, yaml.ScalarNode) or not is_valid_name(item.value):
-                    self._add(f"{at}[{index}]", item, "is not an adapter's name")
+                if not isinstance(item, yaml.ScalarNode):
+                    self._add(f"{at}[{index}]", item, "must be an adapter's name")
+                elif problem := name_problem(item.value):
+                    self._add(f"{at}[{index}]", item, f"{shown(item.value)} {problem}" if item.value else problem)
                 elif item.value in pins:
                     self._add(f"{at}[{index}]", item, f"{item.value} is given twice")
                 else:

@@ -22,7 +22,7 @@ from manylora_shared.errors import (
     RpcError,
     ServiceUnavailable,
 )
-from manylora_shared.ids import NAME_PATTERN, AdapterUid, is_valid_name
+from manylora_shared.ids import AdapterUid, name_problem
 from manylora_shared.process.clock import WallClock
 from manylora_shared.stores.adapter_files import AdapterFiles
 from manylora_shared.telemetry.logs import fields
@@ -78,9 +78,9 @@ class AdapterIntake:
                 "header.store_path: only an operator's key takes adapters from the adapter store; upload the files"
             )
         wrong = [
-            FieldViolation(f"header.{name}", f"must match {NAME_PATTERN}" if value else "is missing")
+            FieldViolation(f"header.{name}", problem)
             for name, value in (("tenant_id", header.tenant_id), ("name", header.name))
-            if not is_valid_name(value)
+            if (problem := name_problem(value))
         ]
         if wrong:
             raise InvalidRequest.of_all(wrong)

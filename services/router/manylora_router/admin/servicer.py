@@ -24,7 +24,7 @@ from manylora_shared.errors import (
     ServiceUnavailable,
     VersionConflict,
 )
-from manylora_shared.ids import TenantId, is_valid_name
+from manylora_shared.ids import TenantId, is_valid_name, name_problem
 from manylora_shared.process.clock import WallClock
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.adapter_shares import pins_problem
@@ -328,8 +328,8 @@ class AdminServicer:
     ) -> admin_pb2.LiftQuarantineResponse:
         """Also of a tenant that is gone: it may come back while its prompts are remembered."""
         self._caller(call).require(Scope.OPERATOR)
-        if not is_valid_name(request.tenant_id):
-            raise InvalidRequest.of("tenant_id", "is missing" if not request.tenant_id else "is not a tenant's name")
+        if problem := name_problem(request.tenant_id):
+            raise InvalidRequest.of("tenant_id", problem)
         answer = await self._levels.lift_quarantine(
             TenantId(request.tenant_id), call.metadata, local_only=request.local_only
         )

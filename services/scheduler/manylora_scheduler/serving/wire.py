@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from manylora.v1 import admin_pb2, scheduler_pb2, status_pb2, worker_pb2
 from manylora_shared.errors import InvalidRequest, QuotaBreach
-from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, is_valid_name
+from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, name_problem
 from manylora_shared.stores.adapter_files import is_uid
 from manylora_shared.tenancy.overload import OverloadView, rung_of
 from manylora_shared.wire import QOS_CLASSES, QOS_NUMBERS
@@ -59,8 +59,8 @@ def _check_id(field: str, value: str) -> None:
 
 def _check_tenant(field: str, value: str) -> None:
     """Workers refuse a tenant of another name. Raises InvalidRequest."""
-    if not is_valid_name(value):
-        raise InvalidRequest.of(field, "is not a tenant's name")
+    if problem := name_problem(value):
+        raise InvalidRequest.of(field, problem)
 
 
 def queued_request(

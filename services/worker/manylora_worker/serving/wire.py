@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from manylora.v1 import common_pb2, worker_pb2
 from manylora_shared.errors import FieldViolation, InvalidRequest
-from manylora_shared.ids import AdapterUid, RequestId, TenantId, is_valid_name
+from manylora_shared.ids import AdapterUid, RequestId, TenantId, name_problem
 from manylora_shared.sampling import barred_too_much
 from manylora_shared.stores.adapter_files import is_uid
 from manylora_shared.wire import QOS_CLASSES
@@ -60,7 +60,8 @@ def engine_request(message: worker_pb2.ExecuteRequest, model: ModelInfo) -> Engi
         "request_id",
         "must be 1 to 128 printable ASCII characters",
     )
-    check(is_valid_name(message.tenant_id), "tenant_id", "is not a tenant's name")
+    problem = name_problem(message.tenant_id)
+    check(problem is None, "tenant_id", problem or "")
     check(message.qos_class in QOS_CLASSES, "qos_class", "must be set")
     check(not message.adapter_uid or is_uid(message.adapter_uid), "adapter_uid", "must be empty or a sha256 in hex")
     prompt = tuple(message.prompt_token_ids)
