@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from manylora.client import (
@@ -12,6 +14,7 @@ from manylora.client import (
     Client,
     Delta,
     Finished,
+    GenerateOptions,
     RequestFailed,
     RetryPolicy,
     Sampling,
@@ -179,6 +182,21 @@ async def test_models_and_health(address: str, nobody: str) -> None:
     async with Client(nobody) as client:
         with pytest.raises(RequestFailed, match=rf"DEADLINE_EXCEEDED: {nobody} was not serving in 0.2 s"):
             await client.wait_until_serving(0.2)
+
+
+async def test_a_call_after_the_close_says_so(address: str, router: FakeRouter, adapter_folder: Path) -> None:
+    client = Client(address)
+    await client.close()
+    for call in (client.status(), client.complete("hi"), client.adapters.add("acme", "a", adapter_folder)):
+        with pytest.raises(RequestFailed, match="FAILED_PRECONDITION: this client is closed"):
+            await call
+    assert router.requests == []
+
+
+def test_complete_takes_the_keywords_of_generate() -> None:
+    parameters = inspect.signature(Client.generate, eval_str=True).parameters
+    keywords = {name: each.annotation for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY}
+    assert get_type_hints(GenerateOptions) == keywords
 
 
 async def _until(condition: Callable[[], bool]) -> None:

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.cli.fake_server import FakeRouter
 
-async def test_the_blocking_client_does_the_same(address: str, adapter_folder: Path) -> None:
+
+async def test_the_blocking_client_does_the_same(address: str, router: FakeRouter, adapter_folder: Path) -> None:
     script = f"""
 from manylora.client import Delta, RequestFailed, SyncClient
 with SyncClient({address!r}, tenant="acme") as client:
@@ -21,15 +23,27 @@ with SyncClient({address!r}, tenant="acme") as client:
         for event in stream:
             if isinstance(event, Delta):
                 break
+    left = client.generate("hang on")
+    for event in left:
+        if isinstance(event, Delta):
+            break
     try:
         client.tenants.get("nobody")
     except RequestFailed as error:
         print(error.code, [t.adapters for t in client.tenants.list()], len(client.adapters.list("acme")))
 client.close()
+left.cancel()
+for call in (client.status, left.collect, lambda: client.complete("x")):
+    try:
+        call()
+    except RequestFailed as error:
+        print(error)
 """
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-W", "error", "-c", script, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     stdout, stderr = await process.communicate()
     assert (process.returncode, stderr.decode()) == (0, "")
-    assert stdout.decode().splitlines() == ["['ONE', ' TWO']", "THREE tiny 5", "NOT_FOUND [1] 1"]
+    told = ["['ONE', ' TWO']", "THREE tiny 5", "NOT_FOUND [1] 1"]
+    assert stdout.decode().splitlines() == [*told, *["FAILED_PRECONDITION: this client is closed"] * 3]
+    assert router.cancelled == 2

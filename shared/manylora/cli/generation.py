@@ -10,7 +10,7 @@ from manylora_shared.errors import NoChatTemplate
 
 from manylora.cli.output import EXIT_FAILED, Target, print_json, report, say, write
 from manylora.client import Delta, GenerateStream, RequestFailed, Result, Sampling
-from manylora.client.aio import Prompt
+from manylora.client.prompts import Prompt
 
 NO_CHAT_TEMPLATE = NoChatTemplate.label.upper()
 

@@ -13,7 +13,7 @@ A failed request raises `RequestFailed`. A client holds one connection and no ot
 from manylora_shared.errors import FieldViolation, QuotaBreach
 from manylora_shared.sampling import Sampling
 
-from manylora.client.aio import Client, GenerateStream
+from manylora.client.aio import Client, GenerateOptions, GenerateStream
 from manylora.client.answers import (
     Choice,
     Degraded,
@@ -71,6 +71,7 @@ __all__ = [
     "FieldViolation",
     "Finished",
     "FlowStatus",
+    "GenerateOptions",
     "GenerateStream",
     "KeyInfo",
     "LiftedQuarantine",

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack
 
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
@@ -49,19 +49,36 @@ from manylora.client.messages import (
     status_from,
     tenant_from,
 )
+from manylora.client.prompts import Prompt, refuse, set_prompt
 from manylora.client.retry import DEFAULT_RETRY, RetryBudget, RetryPolicy
 from manylora.v1 import admin_pb2, common_pb2, inference_pb2
 
 DEFAULT_SERVER = "127.0.0.1:7070"
 DEFAULT_TIMEOUT_S = 30.0  # of calls with one answer; streams have no deadline unless one is given
 
-# text, token ids, or chat messages ({"role": ..., "content": ...})
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 Progress = Callable[[int, int], None]  # called with (bytes sent, bytes in all)
 
 _INFERENCE = methods_of(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"])
 _ADMIN = methods_of(admin_pb2.DESCRIPTOR.services_by_name["AdminService"])
 _HEALTH = methods_of(health_pb2.DESCRIPTOR.services_by_name["Health"])
+
+
+class GenerateOptions(TypedDict, total=False):
+    """The keywords of Client.generate."""
+
+    tenant: str
+    adapter: str
+    qos_class: str
+    priority: int | None
+    max_tokens: int
+    sampling: Sampling | None
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    n: int
+    timeout_s: float | None
+    idempotency_key: str
+    traceparent: str
 
 
 class _Caller:
@@ -72,6 +89,11 @@ class _Caller:
         self.retry = retry
         self.budget = RetryBudget(retry or DEFAULT_RETRY)
         self.rng = rng
+        self.is_closed = False
+
+    def check_open(self) -> None:
+        if self.is_closed:
+            raise closed()
 
     def stream(
         self,
@@ -106,6 +128,7 @@ class _Caller:
         metadata: Mapping[str, str] | None = None,
         repeatable: bool = True,
     ) -> Any:
+        self.check_open()
         deadline = _deadline(timeout_s)
         sent = {**(metadata or {}), **self._credentials}
         self.budget.on_call()
@@ -202,6 +225,7 @@ class GenerateStream:
         return message
 
     async def _first(self) -> Any:
+        self._caller.check_open()
         self._caller.budget.on_call()
         attempt = 1
         while True:
@@ -331,6 +355,7 @@ class Adapters:
         on_progress: Progress | None,
         timeout_s: float,
     ) -> AdapterInfo:
+        self._caller.check_open()
         stream = self._caller.stream(_ADMIN["AddAdapter"], timeout_s=timeout_s)
         try:
             for message, sent_bytes in _parts(header, folder):
@@ -414,7 +439,7 @@ class Client:
         )
         if sampling is not None:
             request.sampling.CopyFrom(common_pb2.SamplingParams(**sampling.given()))
-        _set_prompt(request, prompt)
+        set_prompt(request, prompt)
         metadata = _metadata(
             tenant=tenant or self._tenant,
             qos_class=qos_class,
@@ -425,7 +450,7 @@ class Client:
         )
         return GenerateStream(self._caller, request, metadata, timeout_s)
 
-    async def complete(self, prompt: Prompt, **options: Any) -> Result:
+    async def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result:
         """`generate`, read to the end."""
         async with self.generate(prompt, **options) as stream:
             return await stream.collect()
@@ -460,6 +485,7 @@ class Client:
         raise RequestFailed(Code.DEADLINE_EXCEEDED.name, f"{self.server} was not serving in {timeout_s:g} s: {last}")
 
     async def close(self) -> None:
+        self._caller.is_closed = True
         await self._caller.channel.close()
 
     async def __aenter__(self) -> Self:
@@ -479,18 +505,8 @@ def _left_s(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
-def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
-    if isinstance(prompt, str):
-        request.text = prompt
-    elif prompt and isinstance(prompt[0], Mapping):
-        request.chat.SetInParent()
-        for message in prompt:
-            assert isinstance(message, Mapping), "a prompt is text, token ids or chat messages, not a mixture"
-            request.chat.messages.add(role=message["role"], content=message["content"])
-    else:
-        request.token_ids.SetInParent()
-        request.token_ids.ids.extend(token for token in prompt if isinstance(token, int))
-        assert len(request.token_ids.ids) == len(prompt), "a prompt is text, token ids or chat messages, not a mixture"
+def closed() -> RequestFailed:
+    return RequestFailed(Code.FAILED_PRECONDITION.name, "this client is closed")
 
 
 def _metadata(
@@ -520,9 +536,7 @@ def _printable(sent: dict[str, str]) -> dict[str, str]:
         for key, value in sent.items()
         if not (value.isascii() and value.isprintable())
     ]
-    if violations:
-        message = "; ".join(f"{v.field}: {v.description}" for v in violations)
-        raise RequestFailed(Code.INVALID_ARGUMENT.name, message, violations=violations)
+    refuse(violations)
     return sent
 
 

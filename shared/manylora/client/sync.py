@@ -7,11 +7,19 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 from manylora_shared.transport.base import Transport
 
-from manylora.client.aio import DEFAULT_SERVER, DEFAULT_TIMEOUT_S, Client, GenerateStream, Progress, Prompt
+from manylora.client.aio import (
+    DEFAULT_SERVER,
+    DEFAULT_TIMEOUT_S,
+    Client,
+    GenerateOptions,
+    GenerateStream,
+    Progress,
+    closed,
+)
 from manylora.client.answers import Event, Result
 from manylora.client.cluster import (
     AdapterInfo,
@@ -22,6 +30,7 @@ from manylora.client.cluster import (
     PolicyChange,
     TenantInfo,
 )
+from manylora.client.prompts import Prompt
 from manylora.client.retry import DEFAULT_RETRY, RetryPolicy
 
 T = TypeVar("T")
@@ -37,6 +46,9 @@ class _LoopThread:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result. Interrupting the wait (Ctrl-C) cancels the coroutine."""
+        if self.is_closed:
+            work.close()
+            raise closed()
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -45,7 +57,8 @@ class _LoopThread:
             raise
 
     def call_soon(self, function: Callable[[], None]) -> None:
-        self._loop.call_soon_threadsafe(function)
+        if not self.is_closed:
+            self._loop.call_soon_threadsafe(function)
 
     @property
     def is_closed(self) -> bool:
@@ -58,14 +71,18 @@ class _LoopThread:
 
 
 class SyncGenerateStream:
-    """See GenerateStream."""
+    """See GenerateStream. Leaving a `for` over it early cancels the request, too."""
 
     def __init__(self, thread: _LoopThread, stream: GenerateStream) -> None:
         self._thread = thread
         self._stream = stream
 
     def __iter__(self) -> Iterator[Event]:
-        return self
+        try:
+            while (event := next(self, None)) is not None:
+                yield event
+        finally:
+            self.cancel()
 
     def __next__(self) -> Event:
         event = self._thread.run(_next(self._stream))
@@ -186,11 +203,11 @@ class SyncClient:
         self.keys = SyncKeys(self._thread, self._client)
         self.adapters = SyncAdapters(self._thread, self._client)
 
-    def generate(self, prompt: Prompt, **options: Any) -> SyncGenerateStream:
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> SyncGenerateStream:
         """Takes the options of Client.generate."""
         return SyncGenerateStream(self._thread, self._client.generate(prompt, **options))
 
-    def complete(self, prompt: Prompt, **options: Any) -> Result:
+    def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result:
         return self._thread.run(self._client.complete(prompt, **options))
 
     def list_models(self, *, tenant: str = "", timeout_s: float = DEFAULT_TIMEOUT_S) -> Models:
