@@ -20,6 +20,7 @@ from manylora_worker.models.layers.packed_linear import PackedLinear
 from manylora_worker.models.loader import LoadedModel, load_model
 from manylora_worker.models.parts import EngineParts, ModelInfo
 from manylora_worker.models.torch.decoder import trusted_weights
+from manylora_worker.models.torch.eager_check import check_against_eager
 from manylora_worker.models.torch.model_runner import TorchModelRunner
 from manylora_worker.weights.adapter_check import AdapterReport, ThreadValidator
 from manylora_worker.weights.backend import TorchAdapterBackend
@@ -63,6 +64,7 @@ def build_engine(config: WorkerConfig, notify: Callable[[], None] = lambda: None
         quantization=config.quantization,
         threads=config.compute_threads,
     )
+    check_against_eager(loaded, _planner(loaded))
     weights = trusted_weights(loaded)
     is_gpu = loaded.device.type == "cuda"
     device_runner = _device_runner(loaded, weights, config) if is_gpu and weights is not None else None
@@ -107,14 +109,17 @@ def _num_readers() -> int:
 
 def _reference_runner(loaded: LoadedModel, weights: DecoderWeights | None, config: WorkerConfig) -> TorchModelRunner:
     """The runner for the CPU, and on a GPU for a model whose layers the device decoder does not know."""
-    planner = LoraPlanner(
-        _LORA_COSTS.get(loaded.device.type, _LORA_COSTS["cuda"]),
-        max_stacked_weights=_STACKED_ADAPTER_BYTES // loaded.dtype.itemsize,
-    )
     if weights is None:
         _LOG.warning("%s has parts that our decoders do not know: it runs slowly", loaded.spec.model_type)
     return TorchModelRunner(
-        loaded, weights, _build_cache(loaded, config), planner, num_host_blocks=_host_blocks(loaded, config)
+        loaded, weights, _build_cache(loaded, config), _planner(loaded), num_host_blocks=_host_blocks(loaded, config)
+    )
+
+
+def _planner(loaded: LoadedModel) -> LoraPlanner:
+    return LoraPlanner(
+        _LORA_COSTS.get(loaded.device.type, _LORA_COSTS["cuda"]),
+        max_stacked_weights=_STACKED_ADAPTER_BYTES // loaded.dtype.itemsize,
     )
 
 
