@@ -21,6 +21,7 @@ class FakeDetokenizer:
 
 class FakeText:
     has_text = True
+    num_threads = 1
     end_token_ids: Sequence[int] = ()
 
     def __init__(self, *, first_byte_id: int = 3) -> None:

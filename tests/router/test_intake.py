@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -104,6 +105,31 @@ def test_a_request_that_asks_for_little_gets_defaults() -> None:
         assert again.sampling.seed != job.sampling.seed
 
     simulate(test)
+
+
+class SlowText(FakeText):
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[str] = []
+
+    async def encode(self, text: str) -> Sequence[int]:
+        self.order.append(text[0])
+        await asyncio.sleep(0.01)
+        return await super().encode(text)
+
+
+def test_a_flood_of_texts_holds_up_no_other_tenants() -> None:
+    text = SlowText()
+
+    async def test(cluster: RouterCluster) -> None:
+        flood = await plain_request(cluster, TextPrompt("f" * 20))
+        other = replace(flood, tenant="other", prompt=TextPrompt("v"))
+        tasks = [asyncio.create_task(admit(cluster, each)) for each in [*[flood] * 12, other, other]]
+        await asyncio.gather(*tasks)
+        assert "".join(text.order).index("v") <= 2
+        assert text.order.count("f") == 12
+
+    simulate(test, text=text)
 
 
 def test_bad_words_go_on_as_tokens() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from manylora_router.front.loop_turns import LoopTurns
+from manylora_router.front.loop_turns import LoopTurns, PoolTurns
 
 NO_WEIGHTS: Mapping[str, int] = {}
 
@@ -94,3 +94,49 @@ async def test_who_is_cancelled_while_it_waits_keeps_nobody_waiting() -> None:
     assert not turns._waiting.num_queued
     assert not turns._waiting.num_running
     await asyncio.wait_for(turns.take(("d", None), 1), 1.0)
+
+
+async def hold_all(turns: PoolTurns, tenants: str, costs: Mapping[str, int] = NO_WEIGHTS) -> str:
+    """A task for each letter, in order: who had a place, in the order of beginning."""
+    found: list[str] = []
+
+    async def work(tenant: str) -> None:
+        async with turns.hold((tenant, None), 1, costs.get(tenant, 1)):
+            found.append(tenant)
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+    await asyncio.gather(*(work(tenant) for tenant in tenants))
+    return "".join(found)
+
+
+async def test_a_pools_places_go_round_among_flows_by_what_they_cost() -> None:
+    assert await hold_all(PoolTurns(1), "aaaaaabbc") == "abcabaaaa"
+    assert await hold_all(PoolTurns(1), "c" + "a" * 4 + "b" * 8, {"a": 4}) == "cabbbbabbbbaa"
+    assert (await hold_all(PoolTurns(2), "a" * 64 + "b")).index("b") <= 3, "a flood lets others by"
+
+
+async def test_a_pool_has_so_many_places_whoever_is_cancelled() -> None:
+    turns = PoolTurns(2)
+    running = most = 0
+
+    async def work() -> None:
+        nonlocal running, most
+        async with turns.hold(("a", None), 1, 5):
+            running += 1
+            most = max(most, running)
+            try:
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+            finally:
+                running -= 1
+
+    tasks = [asyncio.create_task(work()) for _ in range(20)]
+    for index in (0, 3, 19, 4, 1):
+        await asyncio.sleep(0)
+        tasks[index].cancel()
+    await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 1.0)
+    assert (most, running, turns._num_free) == (2, 0, 2)
+    assert not turns._waiting.num_queued
+    assert not turns._waiting.num_running
+    assert not turns._costs

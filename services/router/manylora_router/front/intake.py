@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Collection, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 
 from manylora_shared.errors import InvalidRequest, Overloaded, ServiceUnavailable, Unready
@@ -18,7 +19,7 @@ from manylora_shared.tenancy.overload import retry_after_s
 from manylora_shared.tenancy.policy import TenantPolicy
 from manylora_shared.wire import QOS_NUMBERS
 
-from manylora_router.front.loop_turns import LoopTurns
+from manylora_router.front.loop_turns import Flow, LoopTurns, PoolTurns
 from manylora_router.guard import admission
 from manylora_router.guard.admission import Adapter, ChatPrompt, Prompt, RequestInput, TextPrompt, TokenPrompt
 from manylora_router.guard.permits import Guard, Permit
@@ -31,6 +32,7 @@ from manylora_router.text.stop_strings import StopStrings
 
 # before the caller's deadline (at most a tenth of the time), so that the frame that says so can still be read
 DEADLINE_MARGIN_S = 0.02
+_TEXT_COST = 64  # of a text in characters, beside its own
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Intake:
         self._rng = rng
         self._default_max_tokens = default_max_tokens
         self._turns = LoopTurns()
+        self._text_turns = PoolTurns(text.num_threads)
 
     def tenant_of(self, request: RequestInput) -> str:
         """Raises Unauthenticated or PermissionDenied."""
@@ -65,9 +68,11 @@ class Intake:
         return admission.tenant_of(principal, request.tenant)
 
     async def take_turn(self, tenant: str, qos_class: QosClass | None) -> None:
+        await self._turns.take((tenant, qos_class), self._weight(tenant, qos_class))
+
+    def _weight(self, tenant: str, qos_class: QosClass | None) -> int:
         policy = self._directory.policy_of(TenantId(tenant))
-        weight = policy.weight(qos_class) if policy is not None and qos_class is not None else 1
-        await self._turns.take((tenant, qos_class), weight)
+        return policy.weight(qos_class) if policy is not None and qos_class is not None else 1
 
     def models(self, request: RequestInput) -> Models:
         policy, _ = self._admit_caller(self.tenant_of(request), "")
@@ -85,7 +90,7 @@ class Intake:
         violations = admission.check(request, model.limits)
         prompt_token_ids: Sequence[int] | None = None
         if admission.prompt_is_readable(request.prompt, violations):
-            prompt_token_ids = await self._tokenize(request.prompt)
+            prompt_token_ids = await self._tokenize(request.prompt, (tenant, request.qos_class))
         admitted = admission.admit(
             request, prompt_token_ids, violations, policy, model.limits, default_max_tokens=self._default_max_tokens
         )
@@ -95,7 +100,7 @@ class Intake:
         stop_tokens = {each: stop for each, stop in stop_tokens.items() if each < model.limits.vocab_size}
         ends = model.eos_token_ids or [each for each in self._text.end_token_ids if each < model.limits.vocab_size]
         stop_token_ids = _stop_token_ids(request, stop_tokens, ends)
-        bad_sequences = await self._bad_sequences(request.sampling, stop_token_ids, model)
+        bad_sequences = await self._bad_sequences(request, (tenant, request.qos_class), stop_token_ids, model)
         call.span.set(Attribute.MAX_TOKENS, admitted.max_tokens)
         job = Job(
             request_id=call.request_id,
@@ -140,12 +145,17 @@ class Intake:
             why = view.why_refused(tenant_id, qos_class)
             raise Overloaded(why, retry_after_s=retry_after_s(level, request_id))
 
-    async def _tokenize(self, prompt: Prompt | None) -> Sequence[int]:
+    def _text_turn(self, flow: Flow, num_characters: int) -> AbstractAsyncContextManager[None]:
+        return self._text_turns.hold(flow, self._weight(*flow), _TEXT_COST + num_characters)
+
+    async def _tokenize(self, prompt: Prompt | None, flow: Flow) -> Sequence[int]:
         match prompt:
             case TextPrompt(text):
-                return await self._text.encode(text)
+                async with self._text_turn(flow, len(text)):
+                    return await self._text.encode(text)
             case ChatPrompt(messages):
-                return await self._text.encode_chat(messages)
+                async with self._text_turn(flow, sum(len(role) + len(content) for role, content in messages)):
+                    return await self._text.encode_chat(messages)
             case TokenPrompt(ids):
                 return ids
             case None:
@@ -159,12 +169,15 @@ class Intake:
         return replace(request.sampling, seed=seed, bad_words=())
 
     async def _bad_sequences(
-        self, sampling: Sampling, stop_token_ids: Sequence[int], model: Model
+        self, request: RequestInput, flow: Flow, stop_token_ids: Sequence[int], model: Model
     ) -> Sequence[Sequence[int]]:
         """Raises InvalidRequest where these, with all that is barred besides, are too much."""
-        words = sampling.bad_words
-        found = await self._text.encode_words(words) if words else []
-        stops = stop_token_ids if sampling.min_tokens else ()
+        words = request.sampling.bad_words
+        found: Sequence[Sequence[int]] = []
+        if words:
+            async with self._text_turn(flow, sum(_TEXT_COST + len(word) for word in words)):
+                found = await self._text.encode_words(words)
+        stops = stop_token_ids if request.sampling.min_tokens else ()
         problem = barred_too_much(found, stops, model.limits.vocab_size)
         if problem:
             raise InvalidRequest.of("sampling.bad_words" if words else "sampling.min_tokens", problem)

@@ -1,4 +1,4 @@
-"""Turns on the router's event loop, flow by flow: one turn in a pass of the loop."""
+"""Turns flow by flow: on the router's event loop, one in a pass of it, and on a pool of threads beside it."""
 
 # A worker ends a batch's quanta together, and a flood's answers and the requests that follow them arrive in one pass of
 # the event loop: dozens of times half a millisecond's work. So before a request does what takes long (its admission, a
@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from manylora_shared.fairness.reference import ReferenceQueue
 from manylora_shared.fairness.seam import Rank, Share
@@ -47,3 +49,40 @@ class LoopTurns:
         if ended is not None:
             self._waiting.settle(ended, 1)
         self._is_taken = pick is not None
+
+
+class PoolTurns:
+    """Belongs to one event loop. Next has a place who has had least for its weight."""
+
+    def __init__(self, num_places: int) -> None:
+        self._num_free = num_places
+        self._waiting: ReferenceQueue[Flow, asyncio.Future[None]] = ReferenceQueue()
+        self._costs: dict[asyncio.Future[None], int] = {}  # of those that wait
+        self._num_seen = 0
+
+    @asynccontextmanager
+    async def hold(self, flow: Flow, weight: int, cost: int) -> AsyncIterator[None]:
+        """Waits for a place. cost: in proportion to the work, at least 1."""
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._num_seen += 1
+        self._waiting.push(place, flow, share=Share(weight), rank=Rank(0, 0, self._num_seen))
+        self._costs[place] = cost
+        self._fill()
+        try:
+            await place
+            yield
+        finally:
+            if place in self._costs:  # cancelled while it waited
+                del self._costs[place]
+                self._waiting.remove(place)
+            else:
+                self._waiting.settle(place, cost)
+                self._num_free += 1
+                self._fill()
+
+    def _fill(self) -> None:
+        while self._num_free and (pick := self._waiting.select(lambda place: place)) is not None:
+            self._num_free -= 1
+            self._waiting.dispatch(pick, self._costs.pop(pick.item))
+            if not pick.item.done():  # else its task was cancelled, and gives the place back when it hears of that
+                pick.item.set_result(None)

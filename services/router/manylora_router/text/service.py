@@ -22,6 +22,10 @@ class TextService(Protocol):
         """False: `encode` and `encode_chat` raise Unready, and all text is empty."""
 
     @property
+    def num_threads(self) -> int:
+        """Texts that are encoded at a time."""
+
+    @property
     def end_token_ids(self) -> Sequence[int]:
         """Ends of an answer, for a model whose configuration names none."""
 
@@ -53,6 +57,7 @@ class _NoText:
 
 class TokenIdsOnlyText:
     has_text = False
+    num_threads = 1
     end_token_ids: Sequence[int] = ()
 
     async def encode(self, text: str) -> Sequence[int]:
@@ -106,6 +111,7 @@ class HfTextService:
     def __init__(self, tokenizer: Any, *, threads: int = 2) -> None:
         """`tokenizer`: of transformers."""
         self._tokenizer = tokenizer
+        self.num_threads = threads
         self._executor = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="tokenizer")
         self._decode = _decode_function(tokenizer)
         end = tokenizer.eos_token_id
