@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from manylora.local import cluster as local_cluster
 from manylora.local.cluster import ClusterFailed, ClusterOptions, LocalCluster
+from manylora_shared.process.config import parse
+from manylora_worker.config import WorkerConfig
 
 SERVE = (
     "import json, os, time;"
@@ -62,6 +64,26 @@ def test_workers_that_share_a_device_do_not_each_take_all_of_it(
     commands = [cluster._worker_command(index, {}) for index in range(options["workers"])]
     flags = [dict(flag.partition("=")[::2] for flag in command) for command in commands]
     assert [each.get("--kv-cache-mb") for each in flags] == seen
+
+
+def test_what_up_is_told_of_workers_reaches_them(tmp_path: Path) -> None:
+    told: dict[str, Any] = {"sequence_slots": 8, "device_adapter_mb": 64, "drain_s": 0.0}
+    cluster = LocalCluster(ClusterOptions(model=tmp_path, model_name="m", data=tmp_path, etcd="127.0.0.1:1", **told))
+    config = parse(WorkerConfig, cluster._worker_command(0, {})[3:], {})
+    assert {name: getattr(config, name) for name in told} == told
+
+
+async def test_schedulers_stand_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def connected(self: LocalCluster) -> None: ...
+
+    monkeypatch.setattr(local_cluster, "_python", lambda module: [sys.executable, "-c", SERVE])
+    monkeypatch.setattr(LocalCluster, "wait_connected", connected)
+    monkeypatch.setattr(LocalCluster, "_find_etcd", connected)
+    options = ClusterOptions(model=tmp_path, model_name="m", data=tmp_path / "data", schedulers=2, etcd="127.0.0.1:1")
+    async with LocalCluster(options) as cluster:
+        assert [name for name in cluster.children if "scheduler" in name] == ["scheduler", "scheduler-1"]
+    commands = [cluster._scheduler_command(name, {}) for name in ("scheduler", "scheduler-1")]
+    assert ["--scheduler-id=scheduler-1" in command for command in commands] == [False, True]
 
 
 @pytest.mark.parametrize(

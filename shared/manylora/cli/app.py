@@ -76,6 +76,19 @@ Key = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="The result as one JSON document on stdout.")]
 Tenant = Annotated[str, typer.Option("--tenant", help="The tenant.")]
 
+Schedulers = Annotated[int, typer.Option(min=1, max=8, help="One leads, the others stand by.")]
+SequenceSlots = Annotated[
+    int | None,
+    typer.Option(min=1, max=512, help="Sequences that run together, a worker; default: the worker's choice."),
+]
+DeviceAdapterMb = Annotated[
+    int | None, typer.Option(min=1, help="Memory for adapters on the device, a worker; default: the worker's choice.")
+]
+DrainS = Annotated[
+    float | None,
+    typer.Option(min=0, help="Seconds that running requests may go on at the end; default: the worker's choice."),
+]
+
 
 @app.command()
 def up(
@@ -88,6 +101,7 @@ def up(
     ] = None,
     workers: Annotated[int, typer.Option(min=1, max=64)] = 1,
     routers: Annotated[int, typer.Option(min=1, max=64)] = 1,
+    schedulers: Schedulers = 1,
     device: Annotated[
         str,
         typer.Option(
@@ -113,6 +127,9 @@ def up(
     max_lora_rank: Annotated[
         int | None, typer.Option(min=1, help="Greatest rank of an adapter; default: the worker's choice.")
     ] = None,
+    sequence_slots: SequenceSlots = None,
+    device_adapter_mb: DeviceAdapterMb = None,
+    drain_s: DrainS = None,
 ) -> None:
     """Run a local cluster in the foreground; prints one JSON line when it serves."""
     from manylora.cli import cluster
@@ -131,6 +148,10 @@ def up(
         quantization=quantization.value,
         kv_cache_mb=kv_cache_mb,
         max_lora_rank=max_lora_rank,
+        schedulers=schedulers,
+        sequence_slots=sequence_slots,
+        device_adapter_mb=device_adapter_mb,
+        drain_s=drain_s,
     )
     run(cluster.up(options, tenants), as_json=False)
 

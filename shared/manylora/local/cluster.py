@@ -58,6 +58,10 @@ class ClusterOptions:
     quantization: str = "none"
     kv_cache_mb: int | None = None
     max_lora_rank: int | None = None
+    schedulers: int = 1
+    sequence_slots: int | None = None
+    device_adapter_mb: int | None = None
+    drain_s: float | None = None
     threads: int | None = None  # torch's, a worker; None: three quarters of the cores, shared out
     worker_module: str = WORKER_MODULE
     """What `python -m` runs; tests and benchmarks give another."""
@@ -67,7 +71,7 @@ class ClusterOptions:
     router_flags: tuple[str, ...] = ()
     scheduler_flags: tuple[str, ...] = ()
     start_timeout_s: float = 900.0  # of each process: a large model takes its time to load
-    grace_s: float = 10.0
+    grace_s: float = 10.0  # beyond drain_s
 
 
 class LocalCluster:
@@ -133,7 +137,8 @@ class LocalCluster:
         """Idempotent."""
         self._forget_key()
         services = [child for name, child in self.children.items() if name != ETCD]
-        await asyncio.gather(*(child.stop(self.options.grace_s) for child in services))
+        grace_s = self.options.grace_s + (self.options.drain_s or 0)
+        await asyncio.gather(*(child.stop(grace_s) for child in services))
         if ETCD in self.children:
             await self.children[ETCD].stop(self.options.grace_s)
         if self._lock is not None:
@@ -188,7 +193,8 @@ class LocalCluster:
             await self._find_etcd()
         else:
             await self._start_etcd()
-        starting: list[Child] = [self._service(SCHEDULER, self._scheduler_command)]
+        names = [SCHEDULER if i == 0 else f"{SCHEDULER}-{i}" for i in range(self.options.schedulers)]
+        starting = [self._service(name, functools.partial(self._scheduler_command, name)) for name in names]
         starting += [
             self._service(f"worker-{i}", functools.partial(self._worker_command, i), worker_environment())
             for i in range(self.options.workers)
@@ -269,11 +275,11 @@ class LocalCluster:
         self.children[name] = child
         return child
 
-    def _scheduler_command(self, ready: Mapping[str, Any]) -> list[str]:
+    def _scheduler_command(self, name: str, ready: Mapping[str, Any]) -> list[str]:
         return [
             *_python(self.options.scheduler_module),
             *self._common("127.0.0.1:0"),
-            f"--scheduler-id={SCHEDULER}",
+            f"--scheduler-id={name}",
             *self.options.scheduler_flags,
         ]
 
@@ -293,6 +299,9 @@ class LocalCluster:
             "adapter-store": self.adapter_store,
             "kv-cache-mb": kv_cache_mb,
             "max-lora-rank": options.max_lora_rank,
+            "sequence-slots": options.sequence_slots,
+            "device-adapter-mb": options.device_adapter_mb,
+            "drain-s": options.drain_s,
             "threads": _threads(options, num_cores()),
         }
         flags = [f"--{name}={value}" for name, value in settings.items() if value not in ("", None)]
