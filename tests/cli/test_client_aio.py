@@ -6,7 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 from manylora.client import (
@@ -63,6 +63,28 @@ async def test_chat_and_all_options_reach_the_server(address: str, router: FakeR
     assert dict(request.sampling.logit_bias) == {3: -1.0}
     assert (request.sampling.min_tokens, list(request.sampling.bad_words)) == (2, ["no"])
     assert (metadata["x-tenant-id"], metadata["x-priority"], metadata["idempotency-key"]) == ("birch", "-3", "k")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [
+        ("x" * 5_000_000, "text"),
+        ([{"role": "user", "content": "x" * 3_000_000}] * 2, "chat.messages"),
+        ([70_000] * 2_000_000, "token_ids.ids"),
+    ],
+)
+async def test_a_request_that_no_server_takes_is_refused_by_its_largest_field(
+    prompt: Any, field: str, address: str, router: FakeRouter
+) -> None:
+    async with Client(address, tenant="acme") as client:
+        with pytest.raises(
+            RequestFailed, match=f"{field}: has [0-9]+ bytes; a request has at most 4194304 in all"
+        ) as e:
+            await client.complete(prompt)
+        assert e.value.code == "INVALID_ARGUMENT"
+        with pytest.raises(RequestFailed, match="policy_yaml: has "):
+            await client.tenants.apply("#" * 5_000_000)
+    assert not router.requests
 
 
 @pytest.mark.parametrize("prompt", ["overloaded", "unavailable"])

@@ -26,6 +26,7 @@ from manylora_shared.sampling import Sampling
 from manylora_shared.tenancy.identity import bearer
 from manylora_shared.transport.base import Channel, Method, Stream, Transport, methods_of
 from manylora_shared.transport.grpc_transport import UNREACHABLE, GrpcTransport
+from manylora_shared.transport.handling import check_size
 
 from manylora.client.answers import Collector, Event, RequestFailed, Result
 from manylora.client.cluster import (
@@ -103,6 +104,8 @@ class _Caller:
         timeout_s: float | None,
         metadata: Mapping[str, str] | None = None,
     ) -> Stream:
+        if request is not None:
+            check_size(request)
         return self.channel.stream(
             method, request, timeout=timeout_s, metadata={**(metadata or {}), **self._credentials}
         )
@@ -135,6 +138,7 @@ class _Caller:
         attempt = 1
         while True:
             try:
+                check_size(request)
                 return await self.channel.call(method, request, timeout=_left_s(deadline), metadata=sent)
             except RpcError as error:
                 if not await self.wait_to_repeat(error, attempt, deadline, repeatable=repeatable):
