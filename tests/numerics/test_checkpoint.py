@@ -24,6 +24,8 @@ from tests.numerics.published import PUBLISHED
 
 PROMPT = [3 + 31 * k % 120 for k in range(60)]  # longer than any window
 
+TEXT_PART = r".*language_model.*\.(q_proj|down_proj)"
+
 
 def published(name: str, folder: Path, **fields: Any) -> PreTrainedModel:
     """Writes random weights with the published config.json beside them; returns transformers' own eager model."""
@@ -72,10 +74,13 @@ def test_yarn_lengthens_the_context(tmp_path: Path) -> None:
     torch.testing.assert_close(found, logits_of(reference, prompt), atol=1e-4, rtol=0)
 
 
-def test_the_text_part_of_a_model_of_text_and_images(tmp_path: Path) -> None:
+@pytest.mark.parametrize("targets", [TEXT_PART, ["q_proj", "v_proj"], "all-linear"])
+def test_the_text_part_of_a_model_of_text_and_images(tmp_path: Path, targets: Any) -> None:
+    """Also by adapters of all of it: what they have for images is not computed."""
     reference = published("gemma-3-4b", tmp_path / "gemma")
-    folder = save_adapter(
-        reference, tmp_path / "adapter", 1, r=4, lora_alpha=8, target_modules=r".*language_model.*\.(q_proj|down_proj)"
+    folder = save_adapter(reference, tmp_path / "adapter", 1, r=4, lora_alpha=8, target_modules=targets)
+    assert ("vision" in str(load_file(folder / "adapter_model.safetensors").keys())) == (
+        not str(targets).startswith(".")
     )
     loaded = load_model(str(tmp_path / "gemma"))
     assert not any("vision" in name for name, _ in loaded.model.named_modules())

@@ -54,6 +54,7 @@ class ModelSpec:
     modules: path -> (in, out) of every linear layer that an adapter may target.
     head_modules: paths of the embeddings and the output head, which it may not.
     other_modules: paths of everything else in the module tree.
+    left_out: paths of parts that no text goes through.
     """
 
     name: str
@@ -67,6 +68,7 @@ class ModelSpec:
     modules: Mapping[str, tuple[int, int]] = field(repr=False)
     head_modules: frozenset[str] = field(repr=False)
     other_modules: frozenset[str] = field(repr=False)
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ class LoadedModel:
             modules=spec.modules,
             head_modules=spec.head_modules,
             other_modules=spec.other_modules,
+            left_out=spec.left_out,
             sites=tuple(self.sites),
             dtype=self.dtype,
         )
@@ -131,7 +134,7 @@ def load_model(
     register_attention()
     # bitsandbytes' layers serve the CPU; a GPU takes kernels of our own, for which the weights are loaded as they are.
     by_bitsandbytes = quantization == "nf4" and torch.device(device).type != "cuda"
-    model = _instantiate(folder, config, dtype, device, "nf4" if by_bitsandbytes else "none")
+    model, left_out = _instantiate(folder, config, dtype, device, "nf4" if by_bitsandbytes else "none")
     return prepare_model(
         model,
         name=name or source_name,
@@ -139,6 +142,7 @@ def load_model(
         digest=model_digest(folder),
         quantization=quantization,
         threads=threads,
+        left_out=left_out,
     )
 
 
@@ -150,6 +154,7 @@ def prepare_model(
     digest: str = "",
     quantization: Quantization = "none",
     threads: int = 1,
+    left_out: tuple[str, ...] = (),
 ) -> LoadedModel:
     """model: instantiated with ATTENTION. Raises ModelRefused."""
     dtype, device = model.dtype, torch.device(model.device)
@@ -175,6 +180,7 @@ def prepare_model(
         modules={p: shape for p, shape in modules.items() if p not in head_modules},
         head_modules=frozenset(head_modules),
         other_modules=frozenset(all_modules - set(modules) - head_modules),
+        left_out=left_out,
     )
     return LoadedModel(
         model=model,
@@ -205,7 +211,7 @@ def _check_device(device: str) -> None:
 
 def _instantiate(
     folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: str, quantization: Quantization
-) -> PreTrainedModel:
+) -> tuple[PreTrainedModel, tuple[str, ...]]:
     options: dict[str, Any] = {}
     if quantization == "nf4":
         nf4 = {
@@ -241,7 +247,7 @@ def _instantiate(
     unused = sorted(key for key in loading["unexpected_keys"] if key.rpartition(".")[0] in linears)
     if unused:  # a bias that the config denies, scales of a quantization that it does not name
         raise ModelRefused(f"{folder}: linear layers have {len(unused)} weights that are not used, such as {unused[0]}")
-    _keep_text_alone(model)
+    left_out = _keep_text_alone(model)
     if quantization == "none":
         model = model.to(device)
     else:
@@ -252,16 +258,19 @@ def _instantiate(
             if isinstance(module, Linear4bit):
                 module.support_avx512bf16_for_cpu = False
     model.eval().requires_grad_(False)
-    return model
+    return model, left_out
 
 
-def _keep_text_alone(model: PreTrainedModel) -> None:
-    # Gemma 3 is published as a model of text and images.
-    if model.config.get_text_config() is not model.config:
-        body, decoder = model.base_model, model.get_decoder()
-        for name, child in list(body.named_children()):
-            if child is not decoder:
-                delattr(body, name)
+def _keep_text_alone(model: PreTrainedModel) -> tuple[str, ...]:
+    """The paths of what it takes out: Gemma 3 is published as a model of text and images."""
+    if model.config.get_text_config() is model.config:
+        return ()
+    body, decoder = model.base_model, model.get_decoder()
+    others = [(name, child) for name, child in body.named_children() if child is not decoder]
+    paths = tuple(path for path, module in model.named_modules() if any(module is child for _, child in others))
+    for name, _ in others:
+        delattr(body, name)
+    return paths
 
 
 def _linear_modules(model: PreTrainedModel) -> dict[str, tuple[int, int]]:

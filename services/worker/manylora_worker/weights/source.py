@@ -74,6 +74,7 @@ class AdapterBase:
     other_modules: frozenset[str]
     sites: Sequence[Site]
     dtype: torch.dtype
+    left_out: tuple[str, ...] = ()  # an adapter's weights for these have no effect on text
 
 
 @dataclass(frozen=True)
@@ -315,6 +316,8 @@ def _check_tensors(
             problems.add(key, "is not a LoRA A or B matrix of a linear layer, and nothing else can be used")
         elif path in base.head_modules:
             problems.add(key, "adapts the embeddings or the output head, which is not supported")
+        elif any(path.startswith(f"{part}.") for part in base.left_out):
+            continue
         elif path not in base.modules:
             problems.add(key, f"the base model has no linear layer {path}")
         else:
