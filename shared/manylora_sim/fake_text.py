@@ -5,6 +5,9 @@ from __future__ import annotations
 import codecs
 from collections.abc import Mapping, Sequence
 
+from manylora_shared.errors import FieldViolation
+from manylora_shared.stores.adapter_tokenizer import BroughtTokenizer, differences
+
 
 class FakeDetokenizer:
     def __init__(self, first_byte_id: int = 0) -> None:
@@ -41,6 +44,9 @@ class FakeText:
 
     def stop_tokens(self, stops: Sequence[str]) -> Mapping[int, str]:
         return {}
+
+    async def differences(self, brought: BroughtTokenizer) -> list[FieldViolation]:
+        return differences(brought, "", {})
 
     def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> FakeDetokenizer:
         return FakeDetokenizer(self._first_byte_id)

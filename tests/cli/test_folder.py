@@ -9,6 +9,7 @@ import pytest
 from manylora.client.answers import RequestFailed
 from manylora.client.folder import AdapterFolder
 from manylora_shared.stores.adapter_files import CONFIG_NAME, MAX_CHUNK_BYTES, WEIGHTS_NAME
+from manylora_shared.stores.adapter_tokenizer import BroughtTokenizer
 
 
 @pytest.fixture
@@ -44,6 +45,15 @@ def test_every_reason_is_told_as_the_server_would(folder: Path, tmp_path: Path) 
         AdapterFolder.open(folder)
     assert error.value.code == "INVALID_ARGUMENT"
     assert [violation.field for violation in error.value.violations] == [CONFIG_NAME, WEIGHTS_NAME]
+
+
+def test_a_tokenizer_of_its_own_is_told(folder: Path) -> None:
+    assert AdapterFolder.open(folder).tokenizer == BroughtTokenizer()
+    (folder / "added_tokens.json").write_text('{"<tool_call>": 320}')
+    assert AdapterFolder.open(folder).tokenizer.added_tokens == {"<tool_call>": 320}
+    (folder / "added_tokens.json").write_text("{")
+    with pytest.raises(RequestFailed, match=r"added_tokens\.json: is not JSON"):
+        AdapterFolder.open(folder)
 
 
 def test_a_file_is_no_folder(folder: Path) -> None:

@@ -79,6 +79,22 @@ def test_upload_then_use_then_remove() -> None:
     simulate(test)
 
 
+def test_a_tokenizer_of_its_own_is_refused_by_name() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        for brought, field in (
+            ({"chat_template": "{{ x }}"}, "chat_template"),
+            ({"added_tokens": {"<t>": 9}}, "added_tokens"),
+        ):
+            inner = admin_pb2.AddAdapterHeader(tenant_id="acme", name="lower", **brought)
+            with pytest.raises(RpcError) as error:
+                await upload(cluster, admin_pb2.AddAdapterRequest(header=inner), *GOOD)
+            assert error.value.code is Code.INVALID_ARGUMENT
+            assert [v.field for v in error.value.violations] == [field]
+            nothing_is_left(cluster)
+
+    simulate(test)
+
+
 def test_import_from_the_store() -> None:
     async def test(cluster: RouterCluster) -> None:
         cluster.files.files["imports/lower"] = {CONFIG_NAME: CONFIG, WEIGHTS_NAME: WEIGHTS}

@@ -16,6 +16,7 @@ import pytest
 from manylora_router.text.detokenizer import Detokenizer
 from manylora_router.text.service import HfTextService, TokenIdsOnlyText
 from manylora_shared.errors import InvalidRequest, Unready
+from manylora_shared.stores.adapter_tokenizer import BroughtTokenizer, brought_by
 from manylora_sim.fake_text import FakeText
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -311,6 +312,23 @@ def test_loads_a_sentencepiece_model_alone(tmp_path: Path) -> None:
         await service.close()
 
     asyncio.run(use())
+
+
+async def test_an_adapters_tokenizer_is_the_base_models_or_is_told(tmp_path: Path) -> None:
+    base = wrapped(byte_level(), chat_template=TEMPLATE)
+    base.save_pretrained(tmp_path / "base")
+    service = HfTextService.load(tmp_path / "base")
+    base.save_pretrained(tmp_path / "same")  # as trainers do beside an adapter
+    assert await service.differences(brought_by(tmp_path / "same", follows_links=False)) == []
+    base.chat_template = "{{ messages[0].content }}[answer]"
+    base.add_tokens(["<tool_call>"])
+    base.save_pretrained(tmp_path / "other")
+    problems = await service.differences(brought_by(tmp_path / "other", follows_links=False))
+    assert [v.field for v in problems] == ["chat_template", "added_tokens"]
+    assert "<tool_call>" in problems[1].description
+    assert "<tool>" not in problems[1].description
+    await service.close()
+    assert await TokenIdsOnlyText().differences(BroughtTokenizer("x", {"<x>": 1})) == []
 
 
 async def test_other_services() -> None:

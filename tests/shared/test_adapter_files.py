@@ -257,6 +257,17 @@ async def test_import_copies(tmp_path: Path) -> None:
         assert sorted(p.name for p in (tmp_path / incoming).iterdir()) == [CONFIG_NAME, WEIGHTS_NAME]
 
 
+async def test_an_import_tells_what_it_brings_of_a_tokenizer(tmp_path: Path) -> None:
+    files = LocalAdapterFiles(tmp_path)
+    source = lay(tmp_path / "imports" / "one")
+    (source / "chat_template.jinja").write_text("{{ x }}")
+    brought = await files.import_from(await files.begin(), "imports/one")
+    assert brought.chat_template == "{{ x }}"
+    (source / "added_tokens.json").symlink_to(source / CONFIG_NAME)
+    with pytest.raises(InvalidRequest, match="symbolic link"):
+        await files.import_from(await files.begin(), "imports/one")
+
+
 Build = Callable[[Path, Path], str]
 
 

@@ -94,7 +94,7 @@ class RouterApp:
         )
         self._inference = InferenceServicer(self.intake, self.calls)
         self._intake = AdapterIntake(
-            directory=self.directory, files=adapter_store, channels=self.channels, clock=self._clock, rng=rng
+            directory=self.directory, files=adapter_store, text=text, channels=self.channels, clock=self._clock, rng=rng
         )
         levels = ServiceLevels(
             router_id=self.router_id,

@@ -333,7 +333,12 @@ class Adapters:
     ) -> AdapterInfo:
         """Uploads a PEFT folder, after the checks that need no server."""
         folder = AdapterFolder.open(Path(path))
-        header = admin_pb2.AddAdapterHeader(tenant_id=tenant_id, name=name)
+        header = admin_pb2.AddAdapterHeader(
+            tenant_id=tenant_id,
+            name=name,
+            chat_template=folder.tokenizer.chat_template,
+            added_tokens=folder.tokenizer.added_tokens,
+        )
         return await self._add(header, folder, on_progress, timeout_s)
 
     async def add_from_store(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from manylora_shared.errors import FieldViolation, InvalidRequest
 from manylora_shared.stores.adapter_files import FILE_NAMES, MAX_CHUNK_BYTES, open_regular
+from manylora_shared.stores.adapter_tokenizer import BroughtTokenizer, brought_by
 
 from manylora.client.answers import RequestFailed
 
@@ -17,6 +18,7 @@ from manylora.client.answers import RequestFailed
 class AdapterFolder:
     path: Path
     size_bytes: int
+    tokenizer: BroughtTokenizer
 
     @classmethod
     def open(cls, path: Path) -> AdapterFolder:
@@ -33,9 +35,14 @@ class AdapterFolder:
                 continue
             size_bytes += os.fstat(descriptor).st_size
             os.close(descriptor)
+        tokenizer = BroughtTokenizer()
+        try:
+            tokenizer = brought_by(path, follows_links=True)
+        except InvalidRequest as error:
+            violations += error.violations
         if violations:
             raise _refusal(violations)
-        return cls(path, size_bytes)
+        return cls(path, size_bytes, tokenizer)
 
     def chunks(self) -> Iterator[tuple[str, bytes]]:
         """(file name, its next bytes), at most 1 MiB each; an empty file gives one empty chunk."""

@@ -143,14 +143,25 @@ class AddAdapterRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[AddAdapterHeader, _Mapping]] = ..., chunk: _Optional[_Union[FileChunk, _Mapping]] = ...) -> None: ...
 
 class AddAdapterHeader(_message.Message):
-    __slots__ = ("tenant_id", "name", "store_path")
+    __slots__ = ("tenant_id", "name", "store_path", "chat_template", "added_tokens")
+    class AddedTokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STORE_PATH_FIELD_NUMBER: _ClassVar[int]
+    CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    ADDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     tenant_id: str
     name: str
     store_path: str
-    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., store_path: _Optional[str] = ...) -> None: ...
+    chat_template: str
+    added_tokens: _containers.ScalarMap[str, int]
+    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ..., store_path: _Optional[str] = ..., chat_template: _Optional[str] = ..., added_tokens: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class FileChunk(_message.Message):
     __slots__ = ("file_name", "data")

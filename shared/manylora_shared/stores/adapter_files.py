@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 from manylora_shared.errors import FieldViolation, InvalidRequest, NotFound
 from manylora_shared.ids import AdapterUid
+from manylora_shared.stores.adapter_tokenizer import BroughtTokenizer, brought_by
 from manylora_shared.telemetry.logs import fields
 
 _LOG = logging.getLogger(__name__)
@@ -226,7 +227,7 @@ class AdapterFiles(Protocol):
     async def append(self, incoming: str, file_name: str, data: bytes) -> None:
         """Raises InvalidRequest: no such file name, or too large a chunk or file."""
 
-    async def import_from(self, incoming: str, store_path: str) -> None:
+    async def import_from(self, incoming: str, store_path: str) -> BroughtTokenizer:
         """From a folder inside the store. Raises InvalidRequest: none, or a file is missing, linked or too large."""
 
     async def finish(self, incoming: str) -> AdapterUid:
@@ -258,8 +259,8 @@ class LocalAdapterFiles:
     async def append(self, incoming: str, file_name: str, data: bytes) -> None:
         await asyncio.to_thread(self._append, incoming, file_name, data)
 
-    async def import_from(self, incoming: str, store_path: str) -> None:
-        await asyncio.to_thread(self._import_from, incoming, store_path)
+    async def import_from(self, incoming: str, store_path: str) -> BroughtTokenizer:
+        return await asyncio.to_thread(self._import_from, incoming, store_path)
 
     async def finish(self, incoming: str) -> AdapterUid:
         return await asyncio.to_thread(self._finish, incoming)
@@ -298,7 +299,7 @@ class LocalAdapterFiles:
         with path.open("ab") as file:
             file.write(data)
 
-    def _import_from(self, incoming: str, store_path: str) -> None:
+    def _import_from(self, incoming: str, store_path: str) -> BroughtTokenizer:
         source = resolve_inside(self._root, store_path, field="store_path")
         first = source.relative_to(self._root).parts[0]
         if first in (INCOMING, OBJECTS):
@@ -312,6 +313,7 @@ class LocalAdapterFiles:
                 problems += e.violations
         if problems:
             raise InvalidRequest.of_all(problems)
+        return brought_by(source, follows_links=False)
 
     def _copy(self, source: Path, target: Path) -> None:
         limit_bytes = self._limits[target.name]
@@ -461,7 +463,7 @@ class MemoryAdapterFiles:
         _check_chunk(file_name, data, len(folder.get(file_name, b"")), self._limits)
         self._put(incoming, {**folder, file_name: folder.get(file_name, b"") + data})
 
-    async def import_from(self, incoming: str, store_path: str) -> None:
+    async def import_from(self, incoming: str, store_path: str) -> BroughtTokenizer:
         if store_path.startswith("/") or ".." in store_path.split("/") or "\0" in store_path:
             raise InvalidRequest.of("store_path", "is not inside the adapter store")
         source = self.files.get(store_path)
@@ -471,6 +473,7 @@ class MemoryAdapterFiles:
             if name not in source:
                 raise InvalidRequest.of(name, "is missing")
         self._put(incoming, dict(source))
+        return BroughtTokenizer()
 
     async def finish(self, incoming: str) -> AdapterUid:
         folder = self.files[incoming]

@@ -25,12 +25,14 @@ from manylora_shared.errors import (
 from manylora_shared.ids import AdapterUid, name_problem
 from manylora_shared.process.clock import WallClock
 from manylora_shared.stores.adapter_files import AdapterFiles
+from manylora_shared.stores.adapter_tokenizer import BroughtTokenizer
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.identity import Principal, Scope
 from manylora_shared.transport.base import methods_of
 
 from manylora_router.links.channels import WorkerChannels
 from manylora_router.links.directory import Directory
+from manylora_router.text.service import TextService
 
 _LOG = logging.getLogger(__name__)
 _VALIDATE_ADAPTER = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])["ValidateAdapter"]
@@ -46,12 +48,14 @@ class AdapterIntake:
         *,
         directory: Directory,
         files: AdapterFiles,
+        text: TextService,
         channels: WorkerChannels,
         clock: WallClock,
         rng: random.Random,
     ) -> None:
         self._directory = directory
         self._files = files
+        self._text = text
         self._channels = channels
         self._clock = clock
         self._rng = rng
@@ -112,8 +116,9 @@ class AdapterIntake:
         try:
             if header.store_path:
                 await self._no_chunks(requests)
-                await self._files.import_from(incoming, header.store_path)
+                await self._check(await self._files.import_from(incoming, header.store_path))
             else:
+                await self._check(BroughtTokenizer(header.chat_template, header.added_tokens))
                 await self._receive(requests, incoming)
             uid = await self._files.finish(incoming)
             record = await self._validate(header, incoming, uid)
@@ -122,6 +127,10 @@ class AdapterIntake:
         finally:
             # Shielded: a caller that goes away must not leave its files behind.
             await asyncio.shield(self._files.discard(incoming))
+
+    async def _check(self, brought: BroughtTokenizer) -> None:
+        if problems := await self._text.differences(brought):
+            raise InvalidRequest.of_all(problems)
 
     async def _receive(self, requests: AsyncIterator[admin_pb2.AddAdapterRequest], incoming: str) -> None:
         while (message := await self._next(requests)) is not None:

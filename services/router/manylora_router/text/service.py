@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from manylora_shared.errors import FieldViolation, InvalidRequest, NoChatTemplate, Unready, shown
+from manylora_shared.stores.adapter_tokenizer import BroughtTokenizer, differences
 
 from manylora_router.text.detokenizer import Detokenizer, WindowDetokenizer
 from manylora_router.text.stop_strings import StopStringMatcher, StopStrings
@@ -41,6 +42,9 @@ class TextService(Protocol):
     def stop_tokens(self, stops: Sequence[str]) -> Mapping[int, str]:
         """Those that are a token of their own, by its id. Raises InvalidRequest for what no answer's text can have."""
 
+    async def differences(self, brought: BroughtTokenizer) -> list[FieldViolation]:
+        """Between the base model's tokenizer and an adapter's."""
+
     def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
         """A fresh one, for one choice of this prompt."""
 
@@ -71,6 +75,9 @@ class TokenIdsOnlyText:
 
     def stop_tokens(self, stops: Sequence[str]) -> Mapping[int, str]:
         return {}
+
+    async def differences(self, brought: BroughtTokenizer) -> list[FieldViolation]:
+        return []  # there is no text that it could change
 
     def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
         return _NoText()
@@ -154,6 +161,9 @@ class HfTextService:
             raise InvalidRequest.of_all(wrong)
         return found
 
+    async def differences(self, brought: BroughtTokenizer) -> list[FieldViolation]:
+        return await self._in_thread(self._differences, brought)
+
     def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
         return WindowDetokenizer(self._decode, prompt_token_ids)
 
@@ -162,6 +172,13 @@ class HfTextService:
 
     async def _in_thread(self, function: Callable[..., _T], *arguments: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
+
+    def _differences(self, brought: BroughtTokenizer) -> list[FieldViolation]:
+        template = getattr(self._tokenizer, "chat_template", None)
+        if isinstance(template, dict):
+            template = template.get("default")
+        known = brought.added_tokens.keys() <= self._added.keys()
+        return differences(brought, template or "", self._added if known else self._tokenizer.get_vocab())
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # `verbose=False`: no warning about model_max_length; admission checks the length.

@@ -1,0 +1,109 @@
+"""What an adapter's folder brings of a tokenizer, as trainers save it, against the base model's, which alone counts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from manylora_shared.errors import FieldViolation, InvalidRequest, shown
+
+TEMPLATE_NAME = "chat_template.jinja"
+_FILE_NAMES = (TEMPLATE_NAME, "tokenizer_config.json", "tokenizer.json", "added_tokens.json")
+MAX_TEMPLATE_BYTES = 1 << 20
+MAX_TOKENS = 16_384
+_MAX_FILE_BYTES = 64 << 20
+_MAX_TOLD = 3
+
+
+@dataclass(frozen=True)
+class BroughtTokenizer:
+    chat_template: str = ""  # empty: none
+    added_tokens: Mapping[str, int] = field(default_factory=dict)  # ids by content
+
+
+def brought_by(folder: Path, *, follows_links: bool) -> BroughtTokenizer:
+    """Blocks. Raises InvalidRequest, naming the file."""
+    linked = [name for name in _FILE_NAMES if (folder / name).is_symlink()]
+    if linked and not follows_links:
+        raise InvalidRequest.of(linked[0], "is a symbolic link; the store follows none")
+    config = _object_of(folder / "tokenizer_config.json")
+    template = _template_of(folder / TEMPLATE_NAME, config.get("chat_template"))
+    added: dict[str, int] = {}
+    try:
+        for content, token_id in _added_in(folder, config):
+            added[content] = int(token_id)
+    except (TypeError, ValueError, AttributeError, KeyError) as e:
+        raise InvalidRequest.of("added_tokens", "the adapter's folder has a tokenizer that cannot be read") from e
+    if len(added) > MAX_TOKENS:
+        raise InvalidRequest.of(
+            "added_tokens", f"the adapter's folder adds {len(added)} tokens, more than {MAX_TOKENS}"
+        )
+    return BroughtTokenizer(template, added)
+
+
+def differences(brought: BroughtTokenizer, chat_template: str, ids: Mapping[str, int]) -> list[FieldViolation]:
+    """Why the adapter cannot be served as it was trained.
+
+    Args:
+        chat_template: the base model's; empty: it has none.
+        ids: the base model's, by the content of its tokens.
+    """
+    found: list[FieldViolation] = []
+    if brought.chat_template.strip() not in ("", chat_template.strip()):
+        problem = (
+            "the adapter's folder brings a chat template of its own, and the base model's would be used: to add it "
+            f"without, take {TEMPLATE_NAME}, or the template in tokenizer_config.json, out of the folder"
+        )
+        found.append(FieldViolation("chat_template", problem))
+    other = sorted(content for content, token_id in brought.added_tokens.items() if ids.get(content) != token_id)
+    if other:
+        told = ", ".join(shown(content) for content in other[:_MAX_TOLD])
+        more = f" and {len(other) - _MAX_TOLD} more" if len(other) > _MAX_TOLD else ""
+        problem = (
+            f"the adapter's folder adds {told}{more}, which the base model's tokenizer does not have at the same id: "
+            "to add it without, take the tokenizer's files out of the folder"
+        )
+        found.append(FieldViolation("added_tokens", problem))
+    return found
+
+
+def _template_of(path: Path, in_config: Any) -> str:
+    if path.is_file():
+        return _text_of(path, MAX_TEMPLATE_BYTES)
+    if isinstance(in_config, list):  # of named ones
+        named = {each.get("name"): each.get("template") for each in in_config if isinstance(each, dict)}
+        in_config = named.get("default", next(iter(named.values()), ""))
+    return in_config if isinstance(in_config, str) else ""
+
+
+def _added_in(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for token in _object_of(folder / "tokenizer.json").get("added_tokens") or []:
+        yield token["content"], token["id"]
+    for token_id, token in (config.get("added_tokens_decoder") or {}).items():
+        yield token["content"], token_id
+    yield from _object_of(folder / "added_tokens.json").items()
+
+
+def _object_of(path: Path) -> dict[str, Any]:
+    """Empty where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(_text_of(path, _MAX_FILE_BYTES))
+    except (ValueError, RecursionError) as e:
+        raise InvalidRequest.of(path.name, "is not JSON") from e
+    if not isinstance(found, dict):
+        raise InvalidRequest.of(path.name, "must be a JSON object")
+    return found
+
+
+def _text_of(path: Path, limit: int) -> str:
+    try:
+        if path.stat().st_size > limit:
+            raise InvalidRequest.of(path.name, f"has more than {limit} bytes")
+        return path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as e:
+        raise InvalidRequest.of(path.name, "cannot be read as text") from e
