@@ -160,7 +160,7 @@ class Model:
             deadline=self.now + load.patience_s,
         )
         if not self.view.admits(tenant_id, qos_class, request_id):
-            self._was_refused(flow, retry_after_s(self.view.level_of(tenant_id), request_id))
+            self._was_refused(flow, retry_after_s(self.view.level_of(tenant_id, qos_class), request_id))
             if not self.refused:
                 self.at(self.now + REFUSED_S, self._tell_refused)
             self.refused[flow] = self.refused.get(flow, 0) + 1

@@ -90,31 +90,33 @@ def test_the_order_of_sacrifice(
     level: int,
     own: dict[int, tuple[int, float]],
 ) -> None:
-    """Interactive of a tenant within its share (it has no level of its own) goes after all batch and standard, queued
-    or not, and after the capping of batch; and so on down the ladder."""
+    """Of what is above a share: interactive of a tenant without a level of its own goes after all batch and standard,
+    queued or not, and after the capping of batch; and so on down the ladder."""
     demand = demand_of(tenants, granted)
     view = view_of(level, demand)
     known = dict(view.tenants)
     for number, (own_level, limit) in own.items():
         known[TenantId(f"t{number}")] = TenantView((1.0, 2.0, 3.0), own_level, limit)
     view = OverloadView(view.level, view.limit, known)
-    within = [t for t in [*demand.tenants(), TenantId("unknown")] if view.tenants.get(t, TenantView()).level == 0]
+    without_own = [t for t in [*demand.tenants(), TenantId("unknown")] if view.tenants.get(t, TenantView()).level == 0]
     everybody = [*demand.tenants(), *known, TenantId("unknown")]
 
     def some_excluded(qos_class: QosClass) -> bool:
-        return any(not view.admits(t, qos_class, r) for t in within for r in IDS)
+        return any(not view.admits(t, qos_class, r) for t in without_own for r in IDS)
 
     def any_kept(qos_class: QosClass) -> bool:
-        return any(view.keeps(t, qos_class, r) or view.admits(t, qos_class, r) for t in everybody for r in IDS)
+        above = [t for t in everybody if not view.is_within(t, qos_class)]
+        return any(view.keeps(t, qos_class, r) or view.admits(t, qos_class, r) for t in above for r in IDS)
 
+    batch_above = [t for t in without_own if not view.is_within(t, BATCH)]
     if some_excluded(INTERACTIVE):
         assert not any_kept(STANDARD)
     if some_excluded(STANDARD) or some_excluded(INTERACTIVE):
         assert not any_kept(BATCH)
-        assert all(view.output_cap(t, BATCH) == output_cap(LEVELS) for t in within)
-    if any(not view.keeps(t, BATCH, r) for t in within for r in IDS):
-        assert not any(view.admits(t, BATCH, r) for t in everybody for r in IDS)
-        assert all(view.output_cap(t, BATCH) == output_cap(LEVELS) for t in within)
+        assert all(view.output_cap(t, BATCH) == output_cap(LEVELS) for t in batch_above)
+    if any(not view.keeps(t, BATCH, r) for t in batch_above for r in IDS):
+        assert not any(view.admits(t, BATCH, r) for t in everybody if not view.is_within(t, BATCH) for r in IDS)
+        assert all(view.output_cap(t, BATCH) == output_cap(LEVELS) for t in batch_above)
     for qos_class in (STANDARD, INTERACTIVE):
         assert all(view.output_cap(t, qos_class) is None for t in everybody)
 
@@ -127,10 +129,49 @@ def test_the_furthest_above_its_share_goes_first(
     demand = demand_of(tenants, granted)
     view = view_of(level, demand)
     for qos_class in QosClass:
-        requests = [(view.height_of(t, qos_class, r), t, r) for t in demand.tenants() for r in IDS[:40]]
+        above = [t for t in demand.tenants() if not view.is_within(t, qos_class)]
+        requests = [(view.height_of(t, qos_class, r), t, r) for t in above for r in IDS[:40]]
         gone = [height for height, t, r in requests if not view.admits(t, qos_class, r)]
         kept = [height for height, t, r in requests if view.admits(t, qos_class, r)]
         assert not gone or not kept or max(kept) <= min(gone)
+
+
+def share_of_one(tenants: Sequence[tuple[float, ...]], granted: float) -> float:
+    """A unit of weight's max-min fair part, by bisection: Demand finds it by another way."""
+    weights = [sum(cost > 0 for cost in by_class) or 1 for by_class in tenants]
+    low, high = 0.0, max(map(sum, tenants)) + 1.0
+    for _ in range(100):
+        middle = (low + high) / 2
+        given_out = sum(min(sum(by_class), middle * weight) for by_class, weight in zip(tenants, weights, strict=True))
+        low, high = (middle, high) if given_out <= granted else (low, middle)
+    return low
+
+
+@pytest.mark.long
+@given(costs, st.floats(2.0, 1e6), st.integers(0, LEVELS), st.lists(st.integers(0, LEVELS), min_size=8, max_size=8))
+@settings(max_examples=4000, deadline=None, derandomize=True)
+def test_nothing_is_taken_of_whoever_is_within_its_share(
+    tenants: list[tuple[float, float, float]], granted: float, level: int, own: list[int]
+) -> None:
+    """The guarantee of docs/POLICY.md, over random demands, whatever the levels are."""
+    demand = demand_of(tenants, granted)
+    cluster = view_of(level, demand)
+    known: dict[TenantId, TenantView] = {}
+    for t, tenant in cluster.tenants.items():
+        interactive, standard, batch = (round(64 * top) / 64 for top in tenant.tops)  # as the gate tells them
+        known[t] = TenantView((interactive, standard, batch), own[int(t[1:])], 0.0)
+    view = OverloadView(level, cluster.limit, known)
+    unit = share_of_one(tenants, granted)
+    for number, by_class in enumerate(tenants):
+        tenant_id, weight = TenantId(f"t{number}"), sum(cost > 0 for cost in by_class) or 1
+        for index, qos_class in enumerate(STACK):
+            if sum(by_class[: index + 1]) <= unit * weight:
+                assert view.place_limit(tenant_id, qos_class) >= 1.0
+                assert all(
+                    view.admits(tenant_id, qos_class, r) and view.keeps(tenant_id, qos_class, r) for r in IDS[:5]
+                )
+                assert view.output_cap(tenant_id, qos_class) is None
+    assert all(view.admits(TenantId("unlisted"), qos_class, IDS[0]) for qos_class in QosClass)
 
 
 @given(costs, st.floats(1.0, 1e6), st.sampled_from(STACK), st.integers(0, 32))
@@ -337,7 +378,9 @@ def test_places_are_even_and_hints_are_spread() -> None:
 
 def test_a_refusal_says_whose_level_it_is() -> None:
     acme, birch = TenantId("acme"), TenantId("birch")
-    view = OverloadView(40, 1.0, {acme: TenantView((1.0, 2.0, 3.0), 90, 0.7), birch: TenantView(level=40)})
+    tops = (1.0, 2.0, 3.0)
+    tenants = {acme: TenantView(tops, 90, 0.7), birch: TenantView(tops, level=40)}
+    view = OverloadView(40, 1.0, tenants, is_crowded=True)
     full = "(level {} of 128): this batch request is not taken now"
     own = "this tenant asks for more than its share of a full cluster "
     assert view.why_refused(acme, QosClass.BATCH) == own + full.format(90)

@@ -8,9 +8,10 @@ import time
 from manylora.v1 import common_pb2, inference_pb2, scheduler_pb2
 from manylora_router.links import scheduler_client
 from manylora_shared.errors import Code
+from manylora_shared.ids import QosClass, TenantId
 from router_fakes import RouterCluster, ids_of, say, simulate, text_request, until
 
-BATCH_CLOSED = scheduler_pb2.Overload(level=32)
+BATCH_CLOSED = scheduler_pb2.Overload(level=32, crowded=True)
 ACME_CLOSED = scheduler_pb2.Overload(
     tenants=[
         scheduler_pb2.TenantOverload(
@@ -34,7 +35,7 @@ async def hears(cluster: RouterCluster, overload: scheduler_pb2.Overload) -> Non
     await until(lambda: cluster.app.scheduler.is_connected)
     tell(cluster, overload)
     level = max([overload.level, *(tenant.level for tenant in overload.tenants)])
-    await until(lambda: cluster.app.scheduler.overload.level_of("acme") == level)  # type: ignore[arg-type]
+    await until(lambda: cluster.app.scheduler.overload.level_of(TenantId("acme"), QosClass.BATCH) == level)
 
 
 def test_what_the_level_excludes_is_refused_before_anything_is_done() -> None:

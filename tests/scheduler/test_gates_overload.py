@@ -98,10 +98,18 @@ class Desk:
 
     def until_level(self, level: int, tenant: str = "x") -> None:
         for _ in range(600):
-            if self.gate.view.level_of(TenantId(tenant)) >= level:
+            if self.level(tenant) >= level:
                 return
             self.wait(TICK_S)
         pytest.fail(f"level {level} is not reached")
+
+    def level(self, tenant: str) -> int:
+        view = self.gate.view
+        return max(view.level, view.tenants.get(TenantId(tenant), TenantView()).level)
+
+    def beyond(self, tenant: str, *classes: QosClass) -> None:
+        """Routers have refused far more than a share of the tenant's requests."""
+        self.apply(RoutersRefused(tuple((flow(tenant, qos_class), 1000) for qos_class in classes)))
 
     def fill(self, tenants: Iterable[str] = ("a", "b", "c", "d")) -> None:
         """All slots are taken, and interactive requests of tenants within their share wait."""
@@ -135,6 +143,7 @@ def test_waiting_raises_the_level_and_routers_are_told() -> None:
 def test_batch_is_refused_before_anything_else_is() -> None:
     desk = Desk()
     desk.fill()
+    desk.beyond("x", BATCH)
     desk.until_level(32)
     refused = [c for c in desk.enqueue("x", BATCH) if isinstance(c, SendRefusal)]
     assert [r.code for r in refused] == [Code.RESOURCE_EXHAUSTED]
@@ -152,6 +161,8 @@ def test_queued_work_is_shed_in_the_order_of_sacrifice() -> None:
     for i in range(12):
         desk.enqueue("xyz"[i % 3], BATCH)
         desk.enqueue("xyz"[i % 3], STANDARD)
+    for tenant in "xyz":
+        desk.beyond(tenant, STANDARD)
     desk.until_level(LEVELS)
     order = [r.request.flow.qos_class for r in desk.refusals()]
     assert order.count(BATCH) == order.count(STANDARD) == 12
@@ -167,7 +178,7 @@ def test_what_one_tick_sheds_is_in_order_too() -> None:
     desk.fill([])
     for i in range(24):
         desk.enqueue("near" if i % 2 else "far", list(QosClass)[i % 3])
-    tops = {"far": (2.0, 4.0, 6.0), "near": (0.3, 0.6, 0.9)}
+    tops = {"far": (40.0, 80.0, 120.0), "near": (1.3, 1.6, 1.9)}
     everything = OverloadView(LEVELS, math.inf, {TenantId(t): TenantView(tops[t]) for t in tops})
     desk.gate._view = everything
     desk.told = list(desk.gate._shed(list(desk.gate._book.flows), desk.now))
@@ -183,6 +194,8 @@ def test_batch_that_is_granted_meanwhile_has_less_output_and_says_so() -> None:
     desk.fill(["a"])
     desk.enqueue("b", BATCH, max_new_tokens=4000, sequences=2, name="long")
     desk.enqueue("c", BATCH, max_new_tokens=20, sequences=2, name="short")
+    desk.beyond("b", BATCH)
+    desk.beyond("c", BATCH)
     desk.until_level(40)
     desk.report()
     desk.apply(Withdrawn(1, RequestId("a-interactive-3")))
@@ -247,11 +260,11 @@ def test_waiting_for_a_slot_on_a_worker_is_waiting() -> None:
     desk.apply(WorkerReported(WORKER, told))
     desk.enqueue("x", BATCH)  # somebody waits, so the ticks go on
     desk.wait(1.0)
-    assert all(desk.gate.view.level_of(TenantId(f"t{i}")) > 0 for i in range(2))
+    assert all(desk.level(f"t{i}") > 0 for i in range(2))
     object.__setattr__(told, "loads", {f: FlowLoad(1, 0, 0) for f in loads})
     desk.apply(WorkerReported(WORKER, told))
     desk.wait(30.0)
-    assert all(desk.gate.view.level_of(TenantId(f"t{i}")) <= 1 for i in range(2))
+    assert all(desk.level(f"t{i}") <= 1 for i in range(2))
 
 
 def test_a_tick_looks_through_some_flows_and_all_get_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,6 +273,7 @@ def test_a_tick_looks_through_some_flows_and_all_get_their_turn(monkeypatch: pyt
     desk.fill([])
     for i in range(40):
         desk.enqueue(f"t{i}", INTERACTIVE)
+        desk.beyond(f"t{i}", INTERACTIVE)
     for _ in range(400):
         desk.wait(TICK_S)
     assert desk.core.num_queued == 0, "whatever is given up is found"
@@ -274,6 +288,7 @@ def test_an_admitted_request_that_comes_again_is_not_refused() -> None:
     assert desk.core.view.is_known(RequestId("mine"))
     desk.fill()
     desk.enqueue("x", BATCH, name="waits")
+    desk.beyond("x", BATCH)
     desk.until_level(32)
     before = len(desk.refusals())
     desk.enqueue("x", BATCH, name="mine")
@@ -292,7 +307,7 @@ def test_where_everybody_is_above_a_share_it_is_the_clusters_matter(monkeypatch:
 
     few, many = flooded(8), flooded(4)
     assert few.gate.view.level == 0
-    assert all(few.gate.view.level_of(TenantId(f"t{i}")) > 0 for i in range(8))
+    assert all(few.level(f"t{i}") > 0 for i in range(8))
     assert many.gate.view.level > 0
     assert len(many.gate.view.tenants) == 4
     assert len(many.gate._own) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,6 +95,8 @@ def test_a_limit_that_is_none_is_not_sent() -> None:
     view = OverloadView(5, math.inf, {TenantId("acme"): TenantView((1.0, 2.0, 3.0), 4, 0.5)})
     message = overload_message(view).overload
     assert not message.HasField("limit_shares")
+    assert not message.crowded
+    assert overload_message(replace(view, is_crowded=True)).overload.crowded
     (tenant,) = message.tenants
     assert (tenant.limit_shares, tenant.batch_shares, tenant.level) == (0.5, 3.0, 4)
 

@@ -175,14 +175,16 @@ class QuotaBreach(_message.Message):
     def __init__(self, quota: _Optional[str] = ..., tenant_id: _Optional[str] = ..., limit: _Optional[int] = ..., description: _Optional[str] = ...) -> None: ...
 
 class Overload(_message.Message):
-    __slots__ = ("level", "tenants", "limit_shares")
+    __slots__ = ("level", "tenants", "limit_shares", "crowded")
     LEVEL_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     LIMIT_SHARES_FIELD_NUMBER: _ClassVar[int]
+    CROWDED_FIELD_NUMBER: _ClassVar[int]
     level: int
     tenants: _containers.RepeatedCompositeFieldContainer[TenantOverload]
     limit_shares: float
-    def __init__(self, level: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantOverload, _Mapping]]] = ..., limit_shares: _Optional[float] = ...) -> None: ...
+    crowded: bool
+    def __init__(self, level: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantOverload, _Mapping]]] = ..., limit_shares: _Optional[float] = ..., crowded: _Optional[bool] = ...) -> None: ...
 
 class TenantOverload(_message.Message):
     __slots__ = ("tenant_id", "level", "interactive_shares", "standard_shares", "batch_shares", "limit_shares")

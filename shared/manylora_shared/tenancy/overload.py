@@ -1,6 +1,8 @@
 """What is given up under overload, in which order and how far (docs/decisions/0018). Pure; owns levels.
 
-A request's *height* is its place in its tenant's demand, in shares; what is at a limit or above is given up.
+A request's *height* is its place in its tenant's demand, in shares; what is at a limit or above is given up. A flow
+is *within its share* where its tenant's demand, up to and with its class, is one share at most: no level takes
+anything of it.
 """
 
 from __future__ import annotations
@@ -116,21 +118,32 @@ _UNKNOWN = TenantView()
 
 @dataclass(frozen=True)
 class OverloadView:
-    """Made by the scheduler's leader, read by routers. An unlisted tenant counts as at its share."""
+    """Made by the scheduler's leader, read by routers. An unlisted tenant counts as at its share, and is within it
+    unless `is_crowded`."""
 
     level: int = 0
     limit: float = math.inf
     tenants: Mapping[TenantId, TenantView] = field(default_factory=dict)
+    is_crowded: bool = False  # more tenants are above their shares than are listed
 
     @property
     def is_quiet(self) -> bool:
         return not self.level and not self.tenants
 
-    def level_of(self, tenant_id: TenantId) -> int:
+    def is_within(self, tenant_id: TenantId, qos_class: QosClass) -> bool:
+        tenant = self.tenants.get(tenant_id)
+        if tenant is None:
+            return not self.is_crowded
+        return tenant.tops[STACK_INDEX[qos_class]] <= 1.0
+
+    def level_of(self, tenant_id: TenantId, qos_class: QosClass) -> int:
+        """What acts on the flow: nothing within its share, else the cluster's level and its tenant's own."""
+        if self.is_within(tenant_id, qos_class):
+            return 0
         return max(self.level, self.tenants.get(tenant_id, _UNKNOWN).level)
 
     def why_refused(self, tenant_id: TenantId, qos_class: QosClass) -> str:
-        level = self.level_of(tenant_id)
+        level = self.level_of(tenant_id, qos_class)
         why = "this tenant asks for more than its share of a full cluster"
         if level == self.level:
             why = "the cluster is overloaded"
@@ -143,15 +156,16 @@ class OverloadView:
     def admits(self, tenant_id: TenantId, qos_class: QosClass, request_id: str) -> bool:
         if self.is_quiet:
             return True
-        limit = self._limit(tenant_id, ADMISSION[qos_class])
+        limit = self._limit(tenant_id, qos_class, ADMISSION[qos_class])
         return self.height_of(tenant_id, qos_class, request_id) < limit
 
     def keeps(self, tenant_id: TenantId, qos_class: QosClass, request_id: str) -> bool:
-        return self.height_of(tenant_id, qos_class, request_id) < self._limit(tenant_id, _QUEUE[qos_class])
+        limit = self._limit(tenant_id, qos_class, _QUEUE[qos_class])
+        return self.height_of(tenant_id, qos_class, request_id) < limit
 
     def place_limit(self, tenant_id: TenantId, qos_class: QosClass) -> float:
         """The place (`place_of`) from which on `keeps` is false."""
-        limit = self._limit(tenant_id, _QUEUE[qos_class])
+        limit = self._limit(tenant_id, qos_class, _QUEUE[qos_class])
         below, top = self._part(tenant_id, qos_class)
         if top > below:
             return (limit - below) / (top - below)
@@ -164,12 +178,14 @@ class OverloadView:
         index = STACK_INDEX[qos_class]
         return tenant.tops[index - 1] if index else 0.0, tenant.tops[index]
 
-    def _limit(self, tenant_id: TenantId, rung: Rung) -> float:
+    def _limit(self, tenant_id: TenantId, qos_class: QosClass, rung: Rung) -> float:
+        if self.is_within(tenant_id, qos_class):
+            return math.inf
         tenant = self.tenants.get(tenant_id, _UNKNOWN)
         return min(_limit_of(rung, self.level, self.limit), _limit_of(rung, tenant.level, tenant.limit))
 
     def output_cap(self, tenant_id: TenantId, qos_class: QosClass) -> int | None:
-        return output_cap(self.level_of(tenant_id)) if qos_class is QosClass.BATCH else None
+        return output_cap(self.level_of(tenant_id, qos_class)) if qos_class is QosClass.BATCH else None
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ class Intake:
             return
         if not view.admits(tenant_id, qos_class, request_id):
             self._scheduler.note_refused(tenant_id, QOS_NUMBERS[qos_class])
-            level = view.level_of(tenant_id)
+            level = view.level_of(tenant_id, qos_class)
             why = view.why_refused(tenant_id, qos_class)
             raise Overloaded(why, retry_after_s=retry_after_s(level, request_id))
 

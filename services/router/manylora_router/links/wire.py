@@ -68,7 +68,7 @@ def overload_view(message: scheduler_pb2.Overload) -> OverloadView:
         for tenant in message.tenants
     }
     limit = message.limit_shares if message.HasField("limit_shares") else math.inf
-    return OverloadView(message.level, limit, tenants)
+    return OverloadView(message.level, limit, tenants, message.crowded)
 
 
 def wanted(request_id: str) -> scheduler_pb2.ScheduleRequest:

@@ -59,6 +59,9 @@ class CoreView:
     def weight_of(self, flow: FlowKey) -> int:
         return self._flows.weight(flow)
 
+    def served_cost(self, flow: FlowKey) -> int:
+        return self._flows.served_cost(flow)
+
     # ---- for who applies events
 
     def tenants_charged(self, event: WorkerReported) -> list[TenantId]:

@@ -1,9 +1,9 @@
 """How much each tenant asks for, against its share of the cluster. Pure; time is passed in.
 
-Owns sums of cost that fade with DEMAND_WINDOW_S, of what came lately (refused or not) and of what was granted. A
-*share* is a tenant's max-min fair part, by weight, of what was granted; where all demand is met, the largest demand by
-weight is one share. All sums are as of one moment, `_epoch` (forward decay: Cormode, Shkapenyuk, Srivastava, Xu, ICDE
-2009), so nothing has to be faded.
+A tenant's demand is what it has queued, in full for as long as it is queued; what was refused to it; and what was
+granted to it or done for it, whichever is more. The last three fade with DEMAND_WINDOW_S. A *share* is a tenant's
+max-min fair part, by weight, of what the cluster granted or did; where all demand is met, the largest by weight is one
+share. Sums that fade are as of one moment, `_epoch` (forward decay: Cormode, Shkapenyuk, Srivastava, Xu, ICDE 2009).
 """
 
 from __future__ import annotations
@@ -30,21 +30,28 @@ _STANDARD = STACK_INDEX[QosClass.STANDARD]
 _BUCKETS_PER_OCTAVE = 8
 _MAX_EXPONENT = 512.0  # sums are at most 2 to this times what they count
 _FORGOTTEN_AT_ONCE = 256
+_BROUGHT_UP_AT_ONCE = 512  # tenants whose queued cost is brought up to a weighing's moment; of more, all in turn
 
 
 class _Tenant:
-    __slots__ = ("bucket", "cost", "costs", "means", "weight", "weights")
+    __slots__ = ("bucket", "cost", "costs", "done", "granted", "means", "queued", "refused", "weight", "weights")
 
     def __init__(self, weights: tuple[int, ...]) -> None:
-        self.costs = [0.0] * len(STACK)  # as of the epoch
+        self.queued = [0.0] * len(STACK)  # this does not fade
+        self.refused = [0.0] * len(STACK)  # this and what follows are as of the epoch
+        self.granted = [0.0] * len(STACK)
+        self.done = [0.0] * len(STACK)
+        self.costs = [0.0] * len(STACK)  # all of it, with what is queued as of the last `add_up`
         self.means = [0.0] * len(STACK)  # of a request; 0: none has come
         self.weights = weights
         self.cost = 0.0
         self.weight = 0  # of the flows that it uses
         self.bucket: int | None = None
-        self.add_up()
+        self.add_up(0.0)
 
-    def add_up(self) -> None:
+    def add_up(self, scale: float) -> None:
+        sums = zip(self.queued, self.refused, self.granted, self.done, strict=True)
+        self.costs = [queued * scale + refused + max(granted, done) for queued, refused, granted, done in sums]
         self.cost = sum(self.costs)
         used = sum(weight for weight, cost in zip(self.weights, self.costs, strict=True) if cost)
         self.weight = used or self.weights[_STANDARD]
@@ -74,8 +81,9 @@ class Demand:
         self._tenants: dict[TenantId, _Tenant] = {}
         self._buckets: dict[int, _Bucket] = {}
         self._epoch = 0.0
-        self._granted = 0.0
-        self._granted_at = 0.0
+        self._queueing: dict[TenantId, None] = {}  # who has something queued; the first was brought up longest ago
+        self._granted = 0.0  # of all tenants, as of the epoch
+        self._done = 0.0
         self._most = 0.0
         self._most_at = 0.0
         self._unit = math.inf  # cost of one share, by unit of weight, as of the epoch
@@ -100,30 +108,60 @@ class Demand:
         return found[:count]
 
     def came(self, flow: FlowKey, cost: float, now: float) -> None:
+        """It is queued, until `left`."""
         tenant, index = self._tenant(flow.tenant_id), STACK_INDEX[flow.qos_class]
-        self._add(flow.tenant_id, tenant, index, cost, now)
+        self._queueing.setdefault(flow.tenant_id)
+        self._add(flow.tenant_id, tenant, tenant.queued, index, cost, now)
         mean = tenant.means[index]
         tenant.means[index] = mean + _MEMORY * (cost - mean) if mean else cost
 
+    def left(self, flow: FlowKey, cost: float, now: float, *, is_granted: bool) -> None:
+        """What `came` leaves the queue: granted, or given up (by whomever)."""
+        tenant, index = self._tenant(flow.tenant_id), STACK_INDEX[flow.qos_class]
+        tenant.queued[index] = max(0.0, tenant.queued[index] - cost)
+        if not any(tenant.queued):
+            self._queueing.pop(flow.tenant_id, None)
+        sums = tenant.granted if is_granted else tenant.refused
+        self._add(flow.tenant_id, tenant, sums, index, cost * self._scale(now), now)
+        if is_granted:
+            self.was_granted(cost, now)
+
     def was_refused(self, flow: FlowKey, requests: int, now: float) -> None:
         tenant, index = self._tenant(flow.tenant_id), STACK_INDEX[flow.qos_class]
-        self._add(flow.tenant_id, tenant, index, requests * (tenant.means[index] or DEFAULT_COST), now)
+        cost = requests * (tenant.means[index] or DEFAULT_COST)
+        self._add(flow.tenant_id, tenant, tenant.refused, index, cost * self._scale(now), now)
+
+    def was_done(self, flow: FlowKey, cost: float, now: float) -> None:
+        """Work of what was granted, as workers report it."""
+        tenant, index = self._tenant(flow.tenant_id), STACK_INDEX[flow.qos_class]
+        cost *= self._scale(now)
+        self._add(flow.tenant_id, tenant, tenant.done, index, cost, now)
+        self._done += cost
+        self._note_most(now)
 
     def was_granted(self, cost: float, now: float) -> None:
-        self._granted = self._granted * _faded(now - self._granted_at) + cost
-        self._granted_at = now
-        self._most = max(self._most * math.exp(-(now - self._most_at) / CAPACITY_MEMORY_S), self._granted)
+        self._granted += cost * self._scale(now)
+        self._note_most(now)
+
+    def _note_most(self, now: float) -> None:
+        faded = self._most * math.exp(-(now - self._most_at) / CAPACITY_MEMORY_S)
+        self._most = max(faded, max(self._granted, self._done) / self._scale(now))
         self._most_at = now
 
-    def reweigh(self, tenant_id: TenantId) -> None:
+    def reweigh(self, tenant_id: TenantId, now: float) -> None:
         tenant = self._tenants.get(tenant_id)
         if tenant is not None:
             self._leave(tenant_id, tenant)
             tenant.weights = self._weights(tenant_id)
-            self._enter(tenant_id, tenant)
+            self._enter(tenant_id, tenant, now)
 
     def weigh(self, now: float) -> None:
         """Finds out anew what a share is."""
+        for tenant_id in list(islice(self._queueing, _BROUGHT_UP_AT_ONCE)):
+            self._queueing[tenant_id] = self._queueing.pop(tenant_id)  # to the end
+            tenant = self._tenants[tenant_id]
+            self._leave(tenant_id, tenant)
+            self._enter(tenant_id, tenant, now)
         self._forget_negligible(self._scale(now))
         self._unit = self._find_unit(now)
 
@@ -210,17 +248,20 @@ class Demand:
             if len(self._tenants) >= MAX_TENANTS:
                 self._forget(next(iter(self._tenants)))
             tenant = self._tenants[tenant_id] = _Tenant(self._weights(tenant_id))
-            self._enter(tenant_id, tenant)
+            self._enter(tenant_id, tenant, self._epoch)
         return tenant
 
-    def _add(self, tenant_id: TenantId, tenant: _Tenant, index: int, cost: float, now: float) -> None:
-        scale = self._scale(now)
+    def _add(
+        self, tenant_id: TenantId, tenant: _Tenant, sums: list[float], index: int, cost: float, now: float
+    ) -> None:
+        self._scale(now)
         self._leave(tenant_id, tenant)
-        tenant.costs[index] += cost * scale
-        self._enter(tenant_id, tenant)
+        sums[index] += cost
+        self._enter(tenant_id, tenant, now)
 
     def _forget(self, tenant_id: TenantId) -> None:
         self._leave(tenant_id, self._tenants.pop(tenant_id))
+        self._queueing.pop(tenant_id, None)
 
     def _forget_negligible(self, scale: float) -> None:
         # Only tenants in the lowest buckets go, some at a time.
@@ -234,8 +275,8 @@ class Demand:
                 if tenants[tenant_id].cost < _NEGLIGIBLE * scale:
                     self._forget(tenant_id)
 
-    def _enter(self, tenant_id: TenantId, tenant: _Tenant) -> None:
-        tenant.add_up()
+    def _enter(self, tenant_id: TenantId, tenant: _Tenant, now: float) -> None:
+        tenant.add_up(_scale_at(now - self._epoch))
         tenant.bucket = _bucket_of(tenant.by_weight)
         bucket = self._buckets.get(tenant.bucket)
         if bucket is None:
@@ -259,11 +300,14 @@ class Demand:
         if exponent > _MAX_EXPONENT:
             shift = math.floor(exponent)
             self._epoch += shift * DEMAND_WINDOW_S * math.log(2.0)
-            self._unit = math.ldexp(self._unit, -shift)
+            self._unit, self._granted, self._done = (
+                math.ldexp(cost, -shift) for cost in (self._unit, self._granted, self._done)
+            )
             self._buckets.clear()
             for tenant_id, tenant in self._tenants.items():
-                tenant.costs = [math.ldexp(cost, -shift) for cost in tenant.costs]
-                self._enter(tenant_id, tenant)
+                for sums in (tenant.refused, tenant.granted, tenant.done):
+                    sums[:] = [math.ldexp(cost, -shift) for cost in sums]
+                self._enter(tenant_id, tenant, now)
             exponent -= shift
         return float(2.0**exponent)
 
@@ -276,6 +320,7 @@ class Demand:
                 bucket.cost, sum(sum(t.costs) for t in bucket.tenants.values()), rel_tol=1e-6, abs_tol=1e-6
             )
             for tenant_id, tenant in bucket.tenants.items():
+                assert any(tenant.queued) == (tenant_id in self._queueing)
                 assert self._tenants[tenant_id] is tenant
                 assert tenant.bucket == index == _bucket_of(tenant.by_weight)
 
@@ -286,5 +331,5 @@ def _bucket_of(by_weight: float) -> int:
     return math.floor(_BUCKETS_PER_OCTAVE * math.log2(by_weight))
 
 
-def _faded(seconds: float) -> float:
-    return math.exp(-seconds / DEMAND_WINDOW_S)
+def _scale_at(after_s: float) -> float:
+    return math.exp(after_s / DEMAND_WINDOW_S)

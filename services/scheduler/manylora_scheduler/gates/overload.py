@@ -45,11 +45,11 @@ from manylora_scheduler.core.events import (
     WorkerLeft,
     WorkerReported,
 )
-from manylora_scheduler.core.request import FlowKey
+from manylora_scheduler.core.request import FlowKey, QueuedRequest
 from manylora_scheduler.core.timers import earlier
 from manylora_scheduler.gates.demand import Demand
 from manylora_scheduler.gates.neighbours import Neighbours, Noisy
-from manylora_scheduler.gates.queue_delay import OverloadTargets, QueueDelays
+from manylora_scheduler.gates.queue_delay import OverloadTargets, QueueDelays, Waiting
 
 TICK_S = 0.1
 LOOK_S = 1.0
@@ -124,6 +124,7 @@ class OverloadGate:
 
     def apply(self, event: Event, now: float) -> list[Command]:
         commands: list[Command] = []
+        served: dict[FlowKey, int] = {}
         match event:
             case Enqueued():
                 refusal = self._on_enqueued(event, now)
@@ -136,6 +137,7 @@ class OverloadGate:
                     self._counts[flow.qos_class].refused_by_routers += requests
                 event = Tick()
             case WorkerReported():
+                served = {flow: self._core_view.served_cost(flow) for flow in event.report.flows}
                 self._book.note_ready(event.worker_id, event.report, now)
                 if event.report.tenants or event.report.snapshot:
                     self._neighbours.memory(event.worker_id, event.report, now)
@@ -147,10 +149,14 @@ class OverloadGate:
             case PolicyChanged(policy=None):
                 self._own.pop(event.tenant_id, None)
         commands += self._seen(self._core.apply(event, now), now)
+        for flow, before in served.items():
+            done = self._core_view.served_cost(flow) - before
+            if done > 0:  # a record that was forgotten begins anew
+                self._demand.was_done(flow, float(done), now)
         if isinstance(event, PolicyChanged):
-            self._demand.reweigh(event.tenant_id)
+            self._demand.reweigh(event.tenant_id, now)
         if isinstance(event, Enqueued) and not self._core_view.is_queued(event.request.request_id):
-            self._book.leave(event.request)  # the core did not take it: its router's stream is another by now
+            self._leave(event.request, now)  # the core did not take it: its router's stream is another by now
         if isinstance(event, RouterConnected) and not self._view.is_quiet:
             commands.append(SendOverload(self._view, event.router_id))
         if self._tick_at is not None and now >= self._tick_at:
@@ -183,14 +189,21 @@ class OverloadGate:
         if self._core_view.is_queued(request.request_id):
             return None
         cost = float(self._core_view.expected_cost(request))
-        if not self._core_view.is_known(request.request_id):  # else another attempt, or a repetition: it was admitted
-            self._demand.came(flow, cost, now)
-            if not self._view.admits(flow.tenant_id, flow.qos_class, request.request_id):
-                self._counts[flow.qos_class].refused += 1
-                message, hint_s = self._why_refused(flow, request.request_id)
-                return SendRefusal(request, event.session, Code.RESOURCE_EXHAUSTED, message, hint_s)
+        is_new = not self._core_view.is_known(request.request_id)  # else it was admitted, and comes again
+        self._demand.came(flow, cost, now)
+        if is_new and not self._view.admits(flow.tenant_id, flow.qos_class, request.request_id):
+            self._demand.left(flow, cost, now, is_granted=False)
+            self._counts[flow.qos_class].refused += 1
+            message, hint_s = self._why_refused(flow, request.request_id)
+            return SendRefusal(request, event.session, Code.RESOURCE_EXHAUSTED, message, hint_s)
         self._book.queue(request, cost, now)
         return None
+
+    def _leave(self, request: QueuedRequest, now: float, *, is_granted: bool = False) -> Waiting | None:
+        waiting = self._book.leave(request)
+        if waiting is not None:
+            self._demand.left(request.flow, waiting.cost, now, is_granted=is_granted)
+        return waiting
 
     def _seen(self, commands: list[Command], now: float) -> list[Command]:
         # Grants get their caps.
@@ -199,25 +212,24 @@ class OverloadGate:
                 if not command.repeated:
                     self._on_granted(command, now)
             elif isinstance(command, SendRefusal | Dropped):
-                self._book.leave(command.request)
+                self._leave(command.request, now)
         return commands
 
     def _on_granted(self, grant: SendGrant, now: float) -> None:
         request, flow = grant.request, grant.request.flow
         self._is_used = True
-        waiting = self._book.leave(request)
+        waiting = self._leave(request, now, is_granted=True)
         if waiting is not None:
-            self._demand.was_granted(waiting.cost, now)
             self._book.granted(flow, waiting, now)
         if request.adapter_uid is not None:
             self._neighbours.granted(flow.tenant_id, request.adapter_uid, grant.adapter_resident, now)
         cap = self._view.output_cap(flow.tenant_id, flow.qos_class)
         if cap is not None and cap < request.max_new_tokens // request.sequences:
-            grant.max_output_tokens, grant.overload_level = cap, self._view.level_of(flow.tenant_id)
+            grant.max_output_tokens, grant.overload_level = cap, self._view.level_of(*flow)
             self._counts[flow.qos_class].capped += 1
 
     def _why_refused(self, flow: FlowKey, request_id: RequestId) -> tuple[str, float]:
-        level = self._view.level_of(flow.tenant_id)
+        level = self._view.level_of(*flow)
         return self._view.why_refused(flow.tenant_id, flow.qos_class), retry_after_s(level, request_id)
 
     # ---- ticks
@@ -260,7 +272,7 @@ class OverloadGate:
         # Nothing of the flow is given up, and its tenant is within its share.
         tenant_id, qos_class = flow
         return (
-            kept_part(self._view.level_of(tenant_id), ADMISSION[qos_class]) == 1.0
+            kept_part(self._view.level_of(tenant_id, qos_class), ADMISSION[qos_class]) == 1.0
             and self._demand.tops(tenant_id)[STACK_INDEX[qos_class]] <= WITHIN_SHARE
         )
 
@@ -296,9 +308,11 @@ class OverloadGate:
         # Tenants with levels of their own come first, then those furthest above their share.
         if not self._cluster.level and not any(controller.level for controller in self._own.values()):
             return OverloadView()
+        furthest = self._demand.furthest(MAX_LISTED + 1)
+        is_crowded = len(furthest) > MAX_LISTED and self._demand.tops(furthest[-1])[-1] > 1.0
         listed = dict.fromkeys(
             sorted(self._own, key=lambda t: (-self._own[t].level, -self._demand.tops(t)[-1], t))
-        ) | dict.fromkeys(self._demand.furthest(MAX_LISTED))
+        ) | dict.fromkeys(furthest)
         tenants = {
             tenant_id: self._tenant_view(tenant_id, self._own[tenant_id].level if tenant_id in self._own else 0)
             for tenant_id in islice(listed, MAX_LISTED)
@@ -307,7 +321,7 @@ class OverloadGate:
         qos_class = class_of(self._cluster.level)
         if qos_class is not None:
             limit = self._demand.limit(qos_class, kept_part(self._cluster.level, rung_of(self._cluster.level)))
-        return OverloadView(self._cluster.level, _rounded(limit), tenants)
+        return OverloadView(self._cluster.level, _rounded(limit), tenants, is_crowded)
 
     def _tenant_view(self, tenant_id: TenantId, level: int) -> TenantView:
         interactive, standard, batch = self._demand.tops(tenant_id)

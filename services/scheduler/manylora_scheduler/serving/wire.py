@@ -178,7 +178,7 @@ def lease_message(lease: SendLease | SendLeaseRefusal) -> scheduler_pb2.Schedule
 
 
 def overload_message(view: OverloadView) -> scheduler_pb2.ScheduleResponse:
-    overload = scheduler_pb2.Overload(level=view.level, limit_shares=_finite(view.limit))
+    overload = scheduler_pb2.Overload(level=view.level, limit_shares=_finite(view.limit), crowded=view.is_crowded)
     for tenant_id, tenant in view.tenants.items():
         interactive, standard, batch = tenant.tops
         overload.tenants.add(
