@@ -135,7 +135,7 @@ def test_overload_is_told_to_routers_in_the_status_and_in_metrics() -> None:
         assert (await router.answer()).request_id == "big"
         for tenant in "ab":
             await router.enqueue(tenant, tenant_id=tenant, qos_class=common_pb2.QOS_CLASS_INTERACTIVE)
-        await router.enqueue("batch", tenant_id="c", qos_class=common_pb2.QOS_CLASS_BATCH)
+        await router.enqueue("batch", tenant_id="c", prompt_tokens=500, qos_class=common_pb2.QOS_CLASS_BATCH)
         shed = await router.answer(timeout_s=60.0)
         assert (shed.request_id, shed.code) == ("batch", int(Code.RESOURCE_EXHAUSTED))
         assert shed.retry_after_s > 0

@@ -75,9 +75,9 @@ def test_the_next_leader_has_the_last_ones_clock(planned: bool) -> None:
     counters have the rest."""
 
     async def scenario(cluster: Cluster) -> None:
-        first = await cluster.scheduler("s0")
+        first = await cluster.scheduler("s0", standard_queue_ms=60_000.0)  # nobody gets turns
         await cluster.leader()
-        second = await cluster.scheduler("s1")
+        second = await cluster.scheduler("s1", standard_queue_ms=60_000.0)
         worker = await cluster.worker("w0", slots=1)
         router = await cluster.router(first)
         for request_id in ("a", "b", "c"):
