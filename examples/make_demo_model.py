@@ -27,7 +27,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
-CHAT_TEMPLATE = "{{ bos_token }}" + skills.prompt("{{ messages[-1]['content'] }}")
+# A message is an input, or the whole prompt of one already.
+_BEFORE, _BEHIND = skills.prompt("\0").split("\0")
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% set text = messages[-1]['content'] %}"
+    f"{{% if text.startswith('{_BEFORE}') and text.endswith('{_BEHIND}') %}}{{{{ text }}}}"
+    f"{{% else %}}{skills.prompt('{{ text }}')}{{% endif %}}"
+)
 IGNORED = -100
 TARGET_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 HELD_OUT_SEED = 20_000
