@@ -1,4 +1,4 @@
-"""The keys of a call's metadata that say for whom it is."""
+"""The keys of a call's metadata: for whom it is, and which service shows that it belongs to the cluster."""
 
 from __future__ import annotations
 
@@ -8,3 +8,4 @@ ADAPTER_KEY = "x-adapter-id"
 PRIORITY_KEY = "x-priority"
 IDEMPOTENCY_KEY = "idempotency-key"
 TRACEPARENT_KEY = "traceparent"
+PEER_KEY = "x-manylora-peer"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from manylora.v1 import common_pb2, inference_pb2, worker_pb2
@@ -314,6 +314,9 @@ def test_outcomes_of_the_worker(outcome: common_pb2.Outcome, seen: common_pb2.Ou
 
 def test_a_bug_ends_one_request_with_its_outcome(caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
+        def __init__(self, prompt_token_ids: Sequence[int]) -> None:
+            pass
+
         def push(self, token_ids: list[int]) -> str:
             raise ZeroDivisionError
 

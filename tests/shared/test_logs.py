@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from manylora_shared.coordination.peers import PEER_KEY, PeerSecret
+from manylora_shared.coordination.peers import PeerSecret
+from manylora_shared.metadata import PEER_KEY
 from manylora_shared.telemetry import logs
 from manylora_shared.telemetry.logs import JsonFormatter, fields, hide, setup
 from manylora_shared.telemetry.redaction import REMOVED

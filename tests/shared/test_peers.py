@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from manylora_shared.coordination import keys
-from manylora_shared.coordination.peers import PEER_KEY, PeerSecret
+from manylora_shared.coordination.peers import PeerSecret
 from manylora_shared.errors import Unauthenticated
+from manylora_shared.metadata import PEER_KEY
 from manylora_sim.loop import run
 from manylora_sim.store import MemoryStoreServer
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from manylora.v1 import bundle_pb2
-from manylora_shared.coordination.peers import PEER_KEY, PeerSecret, PeerTransport, guarded
+from manylora_shared.coordination.peers import PeerSecret, PeerTransport, guarded
 from manylora_shared.errors import Code, RpcError
+from manylora_shared.metadata import PEER_KEY
 from manylora_shared.transport import bundle_server
 from manylora_shared.transport.base import Channel, Service, methods_of
 from manylora_shared.transport.bundle import WINDOW

@@ -10,6 +10,7 @@ from manylora_sim.fake_runner import FakeAdapterBackend, FakeRunner
 from manylora_worker.adapters.cache import AdapterCacheLimits
 from manylora_worker.engine.core import EngineCore, EngineLimits
 from manylora_worker.kinds.api import EngineRequest, Sampling, StepBatch
+from manylora_worker.planning.staggering import Staggering
 from manylora_worker.planning.step_planner import PlannerLimits
 from manylora_worker.planning.step_time import LEAST_PROMPT_TOKENS, StepTime
 
@@ -68,8 +69,9 @@ def test_prompts_go_on_where_decoding_alone_takes_longer_than_the_target() -> No
     ],
 )
 def test_beside_slow_decodes_a_long_prompt_goes_on_faster_than_several_short_ones_together(
-    prompts: list[int], of_a_step: list[int]
+    prompts: list[int], of_a_step: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Staggering, "holds_back", lambda self, num_ended: False)  # time alone is what holds them up
     limits = EngineLimits(PlannerLimits(512, 256, 8, TARGET_S), AdapterCacheLimits(1, 1), max_requests=64)
     core = EngineCore(FakeRunner(num_blocks=1024, block_size=16), FakeAdapterBackend(lambda: 0.0), limits)
     core.add(_request("decodes", 8, 400), 0.0)

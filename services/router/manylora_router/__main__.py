@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from manylora.v1 import worker_pb2
-from manylora_shared.coordination.peers import PEER_KEY
+from manylora_shared.metadata import PEER_KEY
 from manylora_shared.process import loop as service_loop
 from manylora_shared.process.config import load
 from manylora_shared.process.main import Parts, serve

@@ -16,10 +16,10 @@ from google.protobuf.message import Message
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Compare, Put, Store, StoreUnavailable
 from manylora_shared.errors import Unauthenticated
+from manylora_shared.metadata import PEER_KEY
 from manylora_shared.telemetry.logs import hide
 from manylora_shared.transport.base import Channel, Method, Server, ServerCall, Service, Stream, Transport, methods_of
 
-PEER_KEY = "x-manylora-peer"
 _RETRY_S = 0.2
 
 
