@@ -17,11 +17,11 @@ from manylora_router.text.service import TextService
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import AdapterRecord, KeyRecord, SchedulerRecord, WorkerRecord
 from manylora_shared.errors import Code, RpcError
-from manylora_shared.stores.adapter_files import MemoryAdapterFiles
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.tenancy.identity import bearer, new_key, split_key
 from manylora_shared.transport.base import Channel, Method, Server, ServerCall, Service, Stream, methods_of
 from manylora_sim import loop as simulation
+from manylora_sim.adapter_files import MemoryAdapterFiles
 from manylora_sim.clock import FakeClock
 from manylora_sim.fake_text import FakeText
 from manylora_sim.network import MemoryNetwork, MemoryTransport

@@ -17,8 +17,8 @@ from manylora_router.metrics import RECORD_S
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import RouterRecord
 from manylora_shared.errors import Code, RpcError
-from manylora_shared.stores.adapter_files import MemoryAdapterFiles
 from manylora_shared.telemetry import Attribute, MetricName, Telemetry
+from manylora_sim.adapter_files import MemoryAdapterFiles
 from manylora_sim.clock import FakeClock
 from manylora_sim.fake_text import FakeText
 from router_fakes import (

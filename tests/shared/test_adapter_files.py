@@ -21,10 +21,10 @@ from manylora_shared.stores.adapter_files import (
     WEIGHTS_NAME,
     AdapterFiles,
     LocalAdapterFiles,
-    MemoryAdapterFiles,
     adapter_uid,
     parse_config,
 )
+from manylora_sim.adapter_files import MemoryAdapterFiles
 
 CONFIG = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
 WEIGHTS = b"safetensors" * 100

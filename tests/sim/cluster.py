@@ -22,10 +22,10 @@ from manylora_scheduler.serving.clock_codec import decode
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.records import AdapterRecord, ClockIndexRecord
 from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId
-from manylora_shared.stores.adapter_files import MemoryAdapterFiles
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.tenancy.identity import new_key
 from manylora_shared.tenancy.policy import ClassPolicy, TenantPolicy, TenantQuotas
+from manylora_sim.adapter_files import MemoryAdapterFiles
 from manylora_sim.fake_runner import FakeAdapterBackend, FakeRunner, FakeValidator
 from manylora_sim.fake_text import FakeText
 from manylora_sim.loop import SimLoop, SimNode, SimWallClock

@@ -22,12 +22,12 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from manylora_shared.errors import FieldViolation, InvalidRequest, NotFound
+from manylora_shared.errors import FieldViolation, InvalidRequest
 from manylora_shared.ids import AdapterUid
 from manylora_shared.stores.adapter_tokenizer import BroughtTokenizer, brought_by
 from manylora_shared.telemetry.logs import fields
@@ -59,7 +59,7 @@ def adapter_uid(config: dict[str, Any], safetensors: Path) -> AdapterUid:
     """sha256 in hex over domain, length of the canonical configuration (8 bytes, big-endian), configuration, weight
     file.
     """
-    digest = _uid_digest(config)
+    digest = uid_digest(config)
     with safetensors.open("rb") as file:
         while block := file.read(_COPY_BYTES):
             digest.update(block)
@@ -68,12 +68,12 @@ def adapter_uid(config: dict[str, Any], safetensors: Path) -> AdapterUid:
 
 def adapter_uid_of(config: dict[str, Any], safetensors: memoryview) -> AdapterUid:
     """As `adapter_uid`, of a weight file's content."""
-    digest = _uid_digest(config)
+    digest = uid_digest(config)
     digest.update(safetensors)
     return AdapterUid(digest.hexdigest())
 
 
-def _uid_digest(config: dict[str, Any]) -> hashlib._Hash:
+def uid_digest(config: dict[str, Any]) -> hashlib._Hash:
     encoded = canonical_config(config)
     return hashlib.sha256(_UID_DOMAIN + len(encoded).to_bytes(8, "big") + encoded)
 
@@ -207,7 +207,7 @@ def _instead_of(path: Path) -> str:
     return ""
 
 
-def _check_chunk(file_name: str, data: bytes, size_bytes: int, limits: dict[str, int]) -> None:
+def check_chunk(file_name: str, data: bytes, size_bytes: int, limits: dict[str, int]) -> None:
     """Raises InvalidRequest."""
     if file_name not in FILE_NAMES:
         hint = "; pickle files are never read" if file_name.endswith((".bin", ".pt", ".pth", ".pkl")) else ""
@@ -295,7 +295,7 @@ class LocalAdapterFiles:
         folder = self._incoming(incoming)
         path = folder / file_name if file_name in FILE_NAMES else folder
         size_bytes = path.stat().st_size if file_name in FILE_NAMES and path.exists() else 0
-        _check_chunk(file_name, data, size_bytes, self._limits)
+        check_chunk(file_name, data, size_bytes, self._limits)
         with path.open("ab") as file:
             file.write(data)
 
@@ -432,90 +432,3 @@ def _folder_descriptor(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-class MemoryAdapterFiles:
-    """For tests and the simulation. `files` holds folders by their path; a test lays folders to import there itself."""
-
-    def __init__(
-        self,
-        *,
-        max_weights_bytes: int = 64 << 20,
-        now_unix_s: Callable[[], float] = lambda: 0.0,
-    ) -> None:
-        self.files: dict[str, dict[str, bytes]] = {}
-        self._changed_unix_s: dict[str, float] = {}
-        self._now_unix_s = now_unix_s
-        self._limits = {CONFIG_NAME: MAX_CONFIG_BYTES, WEIGHTS_NAME: max_weights_bytes}
-        self._begun = 0
-
-    def incoming(self) -> list[str]:
-        return sorted(path for path in self.files if path.startswith(INCOMING + "/"))
-
-    async def begin(self) -> str:
-        self._begun += 1
-        incoming = f"{INCOMING}/{self._begun}"
-        self._put(incoming, {})
-        return incoming
-
-    async def append(self, incoming: str, file_name: str, data: bytes) -> None:
-        folder = self.files[incoming]
-        _check_chunk(file_name, data, len(folder.get(file_name, b"")), self._limits)
-        self._put(incoming, {**folder, file_name: folder.get(file_name, b"") + data})
-
-    async def import_from(self, incoming: str, store_path: str) -> BroughtTokenizer:
-        if store_path.startswith("/") or ".." in store_path.split("/") or "\0" in store_path:
-            raise InvalidRequest.of("store_path", "is not inside the adapter store")
-        source = self.files.get(store_path)
-        if source is None or store_path.split("/")[0] in (INCOMING, OBJECTS):
-            raise InvalidRequest.of("store_path", "cannot be read in the adapter store")
-        for name in FILE_NAMES:
-            if name not in source:
-                raise InvalidRequest.of(name, "is missing")
-        self._put(incoming, dict(source))
-        return BroughtTokenizer()
-
-    async def finish(self, incoming: str) -> AdapterUid:
-        folder = self.files[incoming]
-        missing = [name for name in FILE_NAMES if name not in folder]
-        if missing:
-            raise InvalidRequest.of_all([FieldViolation(name, "is missing") for name in missing])
-        digest = _uid_digest(parse_config(folder[CONFIG_NAME]))
-        digest.update(folder[WEIGHTS_NAME])
-        return AdapterUid(digest.hexdigest())
-
-    async def commit(self, incoming: str, uid: AdapterUid) -> None:
-        self._put(object_path(uid), self.files[incoming])
-        await self.discard(incoming)
-
-    async def discard(self, incoming: str) -> None:
-        self.files.pop(incoming, None)
-        self._changed_unix_s.pop(incoming, None)
-
-    async def sweep(self, *, now_unix_s: float, older_than_s: float) -> int:
-        stale = [path for path in self.incoming() if self._changed_unix_s[path] < now_unix_s - older_than_s]
-        for path in stale:
-            await self.discard(path)
-        return len(stale)
-
-    async def collect(self, referenced: Collection[AdapterUid], *, now_unix_s: float, older_than_s: float) -> list[str]:
-        before_unix_s = now_unix_s - older_than_s
-        objects = [path for path in self.files if path.startswith(OBJECTS + "/")]
-        removed: list[str] = []
-        for path in sorted(objects):
-            uid = path.partition("/")[2]
-            if uid not in referenced and self._changed_unix_s[path] < before_unix_s:
-                await self.discard(path)
-                removed.append(uid)
-        return removed
-
-    def read(self, uid: AdapterUid) -> dict[str, bytes]:
-        """Raises NotFound."""
-        try:
-            return self.files[object_path(uid)]
-        except KeyError:
-            raise NotFound(f"adapter object {uid} does not exist") from None
-
-    def _put(self, path: str, folder: dict[str, bytes]) -> None:
-        self.files[path] = folder
-        self._changed_unix_s[path] = self._now_unix_s()
