@@ -30,7 +30,7 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 
 class Code(enum.IntEnum):
@@ -149,11 +149,11 @@ class InvalidRequest(Rejected):
     label = "invalid"
 
     @classmethod
-    def of(cls, field: str, description: str) -> InvalidRequest:
+    def of(cls, field: str, description: str) -> Self:
         return cls(f"{field}: {description}", violations=[FieldViolation(field, description)])
 
     @classmethod
-    def of_all(cls, violations: Sequence[FieldViolation]) -> InvalidRequest:
+    def of_all(cls, violations: Sequence[FieldViolation]) -> Self:
         """`violations` is not empty."""
         assert violations
         return cls("; ".join(f"{v.field}: {v.description}" for v in violations), violations=violations)

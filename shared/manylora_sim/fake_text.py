@@ -48,8 +48,14 @@ class FakeText:
     async def differences(self, brought: BroughtTokenizer) -> list[FieldViolation]:
         return differences(brought, "", {})
 
-    def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> FakeDetokenizer:
+    def detokenizer(self, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> FakeDetokenizer:
         return FakeDetokenizer(self._first_byte_id)
+
+    def token(self, token_id: int) -> str:
+        return FakeDetokenizer(self._first_byte_id).push([token_id])
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        return FakeDetokenizer(self._first_byte_id).push(token_ids)
 
     async def close(self) -> None:
         pass

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from manylora.local import cluster as local_cluster
 from manylora.local.cluster import ClusterFailed, ClusterOptions, LocalCluster
+from manylora_router.config import RouterConfig
 from manylora_shared.process.config import parse
 from manylora_worker.config import WorkerConfig
 
@@ -99,3 +100,13 @@ async def test_an_etcd_that_does_not_answer_ends_the_start_in_seconds(etcd: str,
     with pytest.raises(ClusterFailed, match=message):
         await cluster.start()
     assert not cluster.children
+
+
+def test_the_first_router_serves_http_where_it_is_told_to(tmp_path: Path) -> None:
+    cluster = LocalCluster(ClusterOptions(model=tmp_path, model_name="m", data=tmp_path, http_port=7080, routers=2))
+    found = [parse(RouterConfig, cluster._router_command(index, {})[3:], {}).http_listen for index in (0, 1)]
+    assert found == ["127.0.0.1:7080", "127.0.0.1:0"]
+    again = parse(RouterConfig, cluster._router_command(1, {"address": "127.0.0.1:1", "http": "127.0.0.1:2"})[3:], {})
+    assert (again.listen, again.http_listen) == ("127.0.0.1:1", "127.0.0.1:2")
+    without = LocalCluster(ClusterOptions(model=tmp_path, model_name="m", data=tmp_path))
+    assert parse(RouterConfig, without._router_command(0, {})[3:], {}).http_listen == ""

@@ -58,7 +58,7 @@ def test_frames_tell_the_whole_answer_in_order() -> None:
         assert [frame.number for frame in door.frames] == list(range(len(door.frames)))
         started, finished = door.frames[0].started, door.frames[-1].finished
         assert started is not None
-        assert (started.adapter_version, started.prompt_tokens, started.degraded) == ("a" * 64, 2, None)
+        assert (started.adapter_version, len(started.prompt_token_ids), started.degraded) == ("a" * 64, 2, None)
         assert finished is not None
         assert finished.outcome == common_pb2.OUTCOME_COMPLETED
         assert finished.choices[0].finish_reason == common_pb2.FINISH_REASON_STOP

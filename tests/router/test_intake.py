@@ -203,6 +203,6 @@ def test_stop_strings_need_text() -> None:
 def test_models_are_the_tenants_own() -> None:
     async def test(cluster: RouterCluster) -> None:
         models = cluster.app.intake.models(await plain_request(cluster))
-        assert (models.base_model, models.adapters) == ("tiny", ["upper"])
+        assert (models.base_model, [each.name for each in models.adapters]) == ("tiny", ["upper"])
 
     simulate(test)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import Mapping
 from pathlib import Path
 
 from manylora_shared.coordination import keys
@@ -28,6 +29,9 @@ from manylora_router.admin.servicer import AdminServicer
 from manylora_router.admin.status import ClusterStatus
 from manylora_router.config import RouterConfig
 from manylora_router.front.grpc import InferenceServicer
+from manylora_router.front.http.answers import Door
+from manylora_router.front.http.routes import Routes
+from manylora_router.front.http.server import HttpServer
 from manylora_router.front.intake import Intake
 from manylora_router.links.channels import WorkerChannels
 from manylora_router.links.directory import Directory
@@ -44,6 +48,8 @@ _STOP_GRACE_S = 5.0
 
 
 class RouterApp:
+    """The parts that it is given, except `text`, stay their giver's to close."""
+
     def __init__(
         self,
         config: RouterConfig,
@@ -56,7 +62,6 @@ class RouterApp:
         rng: random.Random,
         clock: WallClock | None = None,
     ) -> None:
-        """The parts that are given, except `text`, stay their giver's to close."""
         self.config = config
         self.router_id = config.router_id or f"router-{rng.getrandbits(32):08x}"
         self._transport = transport
@@ -93,6 +98,7 @@ class RouterApp:
             default_max_tokens=config.default_max_tokens,
         )
         self._inference = InferenceServicer(self.intake, self.calls)
+        self._http = HttpServer(Routes(self.door)) if config.http_listen else None
         self._intake = AdapterIntake(
             directory=self.directory, files=adapter_store, text=text, channels=self.channels, clock=self._clock, rng=rng
         )
@@ -116,6 +122,16 @@ class RouterApp:
         self._lease = LeaseSession(store, ttl_s=config.lease_ttl_s)
 
     @property
+    def door(self) -> Door:
+        return Door(
+            intake=self.intake,
+            calls=self.calls,
+            text=self._text,
+            getrandbits=self._rng.getrandbits,
+            now_unix_s=self._clock.now_unix_s,
+        )
+
+    @property
     def instance_id(self) -> str:
         return self.router_id
 
@@ -123,6 +139,10 @@ class RouterApp:
     def address(self) -> str:
         assert self._server is not None, "start comes first"
         return self.config.advertise or self._server.address
+
+    @property
+    def endpoints(self) -> Mapping[str, str]:
+        return {"http": self._http.address} if self._http is not None else {}
 
     def live_requests(self) -> list[str]:
         return list(self.calls.live)
@@ -167,13 +187,16 @@ class RouterApp:
         record = RouterRecord(router_id=self.router_id, address=self.address)
         await self._lease.register(keys.router(self.router_id), record.to_json())
         self._server.set_serving(True)
+        if self._http is not None:
+            await self._http.start(self.config.http_listen)
+            self._tasks.append(asyncio.create_task(self._http.failed(), name="http front"))
 
     async def stop(self, grace_s: float = _STOP_GRACE_S) -> None:
         """Takes no more requests, lets live ones go on for `grace_s`, then ends everything."""
         if self._server is not None:
             self._server.set_serving(False)
             await self._lease.close()
-            await self._server.stop(grace_s)
+            await asyncio.gather(self._server.stop(grace_s), *([self._http.stop(grace_s)] if self._http else []))
         for task in self._tasks:
             task.cancel()
         ended = await asyncio.gather(*self._tasks, return_exceptions=True)

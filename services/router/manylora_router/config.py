@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from manylora_shared.process.config import ConfigError, setting
+from manylora_shared.process.config import ConfigError, check_listen, setting
 from manylora_shared.process.settings import ServiceSettings
 
 
@@ -17,9 +17,12 @@ class RouterConfig(ServiceSettings):
     model: str = setting("", "base model's folder or cached hub id, for its tokenizer; empty: token ids only")
     default_max_tokens: int = setting(128, "output tokens of a request that names no limit", at_least=1)
     max_adapter_mb: int = setting(4096, "largest weight file that an adapter may have, in MiB", at_least=1)
+    http_listen: str = setting("", "host:port of the OpenAI HTTP API; port 0: any free one; empty: none")
     operator_key_file: str = setting("", "file with an operator's key, made where there is none; empty: none")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.http_listen:
+            check_listen(self.http_listen, "--http-listen")
         if not self.adapter_store:
             raise ConfigError("--adapter-store: must name a folder")

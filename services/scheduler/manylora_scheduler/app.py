@@ -75,6 +75,10 @@ class SchedulerApp:
         return self.config.advertise or self._server.address
 
     @property
+    def endpoints(self) -> Mapping[str, str]:
+        return {}
+
+    @property
     def term(self) -> Term | None:
         """None while this scheduler does not lead."""
         return self._servicer.term

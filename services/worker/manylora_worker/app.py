@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import Mapping
 from contextlib import suppress
 
 from manylora_shared.coordination.base import Store
@@ -75,6 +76,10 @@ class WorkerApp:
         """What others dial."""
         assert self._server is not None, "start comes first"
         return self._config.advertise or self._server.address
+
+    @property
+    def endpoints(self) -> Mapping[str, str]:
+        return {}
 
     async def start(self) -> None:
         """Returns when the worker serves and is registered."""

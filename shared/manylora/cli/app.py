@@ -15,6 +15,7 @@ from manylora.cli.sampling_options import with_sampling_options
 
 DEFAULT_SERVER = "127.0.0.1:7070"
 DEFAULT_PORT = 7070
+HTTP_PORT_STEP = 10  # from the first router's port to its HTTP API's
 MAX_TOKEN_ID = 2**32 - 1
 
 app = typer.Typer(
@@ -90,6 +91,20 @@ DrainS = Annotated[
 ]
 
 
+def _http_port(port: int) -> int:
+    return port + HTTP_PORT_STEP if 0 < port <= 65535 - HTTP_PORT_STEP else 0
+
+
+HttpPort = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=65535,
+        help="Port of the first router's OpenAI HTTP API; 0 picks a free one; default: 10 above --port.",
+    ),
+]
+
+
 @app.command()
 def up(
     model: Annotated[
@@ -112,6 +127,7 @@ def up(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port of the first router; 0 picks a free one.")
     ] = DEFAULT_PORT,
+    http_port: HttpPort = None,
     data: Annotated[
         Path, typer.Option(file_okay=False, help="Folder of the cluster's state: etcd, adapters, logs.")
     ] = Path("manylora-data"),
@@ -143,6 +159,7 @@ def up(
         routers=routers,
         device=device,
         port=port,
+        http_port=http_port if http_port is not None else _http_port(port),
         etcd=etcd,
         dtype=dtype,
         quantization=quantization.value,

@@ -53,6 +53,7 @@ class ClusterOptions:
     routers: int = 1
     device: str = "cpu"  # several, comma-separated, are dealt to the workers in turn
     port: int = 0  # of the first router
+    http_port: int | None = None  # of its OpenAI HTTP API; None: no router has one
     etcd: str = ""  # host:port[,host:port], with or without http://; empty: one is started
     dtype: str = ""
     quantization: str = "none"
@@ -95,6 +96,11 @@ class LocalCluster:
         return self.router_addresses[0]
 
     @property
+    def http_addresses(self) -> list[str]:
+        """The routers', of the OpenAI HTTP API."""
+        return [str(child.ready["http"]) for child in self.children.values() if "http" in child.ready]
+
+    @property
     def etcd_address(self) -> str:
         return self._etcd
 
@@ -116,6 +122,7 @@ class LocalCluster:
             "ready": True,
             "router": self.router,
             "routers": self.router_addresses,
+            **({"http": self.http_addresses[0]} if self.http_addresses else {}),
             "etcd": self._etcd,
             "data": str(self._data),
             "key_file": str(self.key_file),
@@ -310,12 +317,16 @@ class LocalCluster:
     def _router_command(self, index: int, ready: Mapping[str, Any]) -> list[str]:
         port = self.options.port if index == 0 else 0
         listen = str(ready.get("address") or f"127.0.0.1:{port}")
+        http = ready.get("http")
+        if http is None and self.options.http_port is not None:
+            http = f"127.0.0.1:{self.options.http_port if index == 0 else 0}"
         return [
             *_python("manylora_router"),
             *self._common(listen),
             f"--router-id=router-{index}",
             f"--model={self.options.model}",
             f"--adapter-store={self.adapter_store}",
+            *([f"--http-listen={http}"] if http else []),
             *([f"--operator-key-file={self.key_file}"] if index == 0 else []),
             *self.options.router_flags,
         ]

@@ -110,11 +110,11 @@ def help_text(config: type[_Dataclass]) -> str:
     return "\n".join(lines)
 
 
-def check_listen(listen: str) -> None:
+def check_listen(listen: str, flag: str = "--listen") -> None:
     """Raises ConfigError: it is no `host:port`."""
     host, separator, port = listen.rpartition(":")
     if not separator or not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"--listen: {listen!r} is not host:port")
+        raise ConfigError(f"{flag}: {listen!r} is not host:port")
 
 
 def flag_of(name: str) -> str:

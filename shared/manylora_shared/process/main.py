@@ -8,7 +8,7 @@ import json
 import logging
 import random
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +33,10 @@ class App(Protocol):
     @property
     def address(self) -> str:
         """Where others dial it."""
+
+    @property
+    def endpoints(self) -> Mapping[str, str]:
+        """Where it serves besides, by protocol."""
 
     async def start(self) -> None:
         """Returns when it serves."""
@@ -126,7 +130,8 @@ async def _until_stopped(service: str, app: App, stop_wanted: asyncio.Task[bool]
         return True
     starting.result()
     freeze_started()
-    print(json.dumps({"ready": True, "service": service, "id": app.instance_id, "address": app.address}), flush=True)
+    told = {"ready": True, "service": service, "id": app.instance_id, "address": app.address, **app.endpoints}
+    print(json.dumps(told), flush=True)
     failing = asyncio.create_task(app.failed(), name="failure")
     await asyncio.wait([failing, stop_wanted], return_when=asyncio.FIRST_COMPLETED)
     if failing.done():

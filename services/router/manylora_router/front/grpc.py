@@ -40,7 +40,9 @@ class InferenceServicer:
     ) -> inference_pb2.ListModelsResponse:
         models = self._intake.models(read_request(inference_pb2.GenerateRequest(), call.metadata, None))
         return inference_pb2.ListModelsResponse(
-            base_model=models.base_model, max_context_tokens=models.max_context_tokens, adapters=models.adapters
+            base_model=models.base_model,
+            max_context_tokens=models.max_context_tokens,
+            adapters=[record.name for record in models.adapters],
         )
 
     async def generate(
@@ -95,7 +97,7 @@ def message_of(frame: Frame) -> inference_pb2.GenerateResponse:
         told.request_id = started.request_id
         told.adapter_version = started.adapter_version
         told.seed = started.seed
-        told.prompt_tokens = started.prompt_tokens
+        told.prompt_tokens = len(started.prompt_token_ids)
         if started.degraded is not None:
             told.degraded.CopyFrom(_degraded(started.degraded))
     if (new := frame.delta) is not None:

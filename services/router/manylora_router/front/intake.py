@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 
+from manylora_shared.coordination.records import AdapterRecord
 from manylora_shared.errors import InvalidRequest, Overloaded, ServiceUnavailable, Unready
 from manylora_shared.ids import QosClass, TenantId
 from manylora_shared.sampling import Sampling, barred_too_much
@@ -39,7 +40,7 @@ _TEXT_COST = 64  # of a text in characters, beside its own
 class Models:
     base_model: str
     max_context_tokens: int
-    adapters: Sequence[str]
+    adapters: Sequence[AdapterRecord]  # the caller's, by name
 
 
 class Intake:
@@ -77,8 +78,19 @@ class Intake:
     def models(self, request: RequestInput) -> Models:
         policy, _ = self._admit_caller(self.tenant_of(request), "")
         model = self._model()
-        adapters = [record.name for record in self._directory.adapters_of(policy.tenant_id)]
-        return Models(model.name, model.limits.max_context_tokens, adapters)
+        return Models(model.name, model.limits.max_context_tokens, self._directory.adapters_of(policy.tenant_id))
+
+    @property
+    def base_model(self) -> str:
+        """Empty while no worker was ever seen."""
+        model = self._directory.model
+        return model.name if model is not None else ""
+
+    def unready(self) -> str:
+        """Why no request would be taken; empty: one would be."""
+        if self._directory.model is None:
+            return "no worker has joined the cluster yet"
+        return "" if self._scheduler.is_connected else "the scheduler is not reached"
 
     async def admit(self, request: RequestInput, tenant: str, call: Call) -> tuple[Job, Permit]:
         """`tenant`: what `tenant_of` gave. Raises Rejected, or ServiceUnavailable while there is no model."""

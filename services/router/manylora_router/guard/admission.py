@@ -61,11 +61,13 @@ class RequestInput:
     priority: str = ""
     idempotency_key: str = ""
     ignore_eos: bool = False
+    skip_special_tokens: bool = True  # in the answer's text
     authorization: str = ""  # `Bearer <key>`
     tenant: str = ""
     adapter: str = ""
     traceparent: str | None = None
     time_remaining_s: float | None = None  # until the caller's deadline
+    request_id: str = ""  # 32 hexadecimal digits that the front drew; empty: it draws none
 
     @property
     def qos_class(self) -> QosClass | None:

@@ -79,7 +79,7 @@ class Call:
     """`with` it: `admission`, `begin`, then `advance` until there is nothing more. Belongs to one task."""
 
     def __init__(self, calls: Calls, request: RequestInput, tenant: str) -> None:
-        self.request_id = f"{calls.rng.getrandbits(128):032x}"
+        self.request_id = request.request_id or f"{calls.rng.getrandbits(128):032x}"
         self.received_at = asyncio.get_running_loop().time()
         self._calls = calls
         self._request = request
@@ -121,13 +121,13 @@ class Call:
         return self._calls.telemetry.span(SpanName.ADMISSION, parent=self.span.traceparent, attributes=self._attributes)
 
     def begin(self, job: Job, permit: Permit) -> None:
-        calls = self._calls
+        calls, skips = self._calls, self._request.skip_special_tokens
         self._permit = permit
         self._execution = Execution(
             job,
             scheduler=calls.scheduler,
             channels=calls.channels,
-            detokenizers=[calls.text.detokenizer(job.prompt_token_ids) for _ in range(job.n)],
+            detokenizers=[calls.text.detokenizer(job.prompt_token_ids, skips) for _ in range(job.n)],
             telemetry=calls.telemetry,
             rng=calls.rng,
         )

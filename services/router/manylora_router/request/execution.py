@@ -268,7 +268,7 @@ class Execution:
             request_id=job.request_id,
             adapter_version=job.adapter.uid if job.adapter else "",
             seed=job.sampling.seed,
-            prompt_tokens=len(job.prompt_token_ids),
+            prompt_token_ids=job.prompt_token_ids,
             degraded=job.degraded,
         )
 

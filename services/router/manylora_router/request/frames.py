@@ -20,7 +20,7 @@ class Started:
     request_id: str
     adapter_version: str
     seed: int
-    prompt_tokens: int
+    prompt_token_ids: Sequence[int]
     degraded: Degraded | None
 
 

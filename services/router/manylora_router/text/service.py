@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ from manylora_router.text.detokenizer import Detokenizer, WindowDetokenizer
 from manylora_router.text.stop_strings import StopStringMatcher, StopStrings
 
 _T = TypeVar("_T")
+_CACHED_TOKENS = 1 << 16
 
 
 class TextService(Protocol):
@@ -45,8 +47,14 @@ class TextService(Protocol):
     async def differences(self, brought: BroughtTokenizer) -> list[FieldViolation]:
         """Between the base model's tokenizer and an adapter's."""
 
-    def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+    def detokenizer(self, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
         """A fresh one, for one choice of this prompt."""
+
+    def token(self, token_id: int) -> str:
+        """By itself, special ones too: part of a character is U+FFFD."""
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """With special tokens."""
 
     async def close(self) -> None: ...
 
@@ -79,8 +87,14 @@ class TokenIdsOnlyText:
     async def differences(self, brought: BroughtTokenizer) -> list[FieldViolation]:
         return []  # there is no text that it could change
 
-    def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+    def detokenizer(self, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
         return _NoText()
+
+    def token(self, token_id: int) -> str:
+        return f"token_id:{token_id}"
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        raise Unready("tokens: this router has no tokenizer")
 
     async def close(self) -> None:
         pass
@@ -120,7 +134,9 @@ class HfTextService:
         self._tokenizer = tokenizer
         self.num_threads = threads
         self._executor = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="tokenizer")
-        self._decode = _decode_function(tokenizer)
+        self._decode = _decode_function(tokenizer, skip_special_tokens=True)
+        self._decode_all = _decode_function(tokenizer, skip_special_tokens=False)
+        self.token = functools.lru_cache(_CACHED_TOKENS)(lambda token_id: self._decode_all([token_id]))
         end = tokenizer.eos_token_id
         self.end_token_ids: Sequence[int] = () if end is None else (end,)
         added = tokenizer.added_tokens_decoder
@@ -164,8 +180,11 @@ class HfTextService:
     async def differences(self, brought: BroughtTokenizer) -> list[FieldViolation]:
         return await self._in_thread(self._differences, brought)
 
-    def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
-        return WindowDetokenizer(self._decode, prompt_token_ids)
+    def detokenizer(self, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
+        return WindowDetokenizer(self._decode if skip_special_tokens else self._decode_all, prompt_token_ids)
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        return await self._in_thread(self._decode_all, token_ids)
 
     async def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -197,9 +216,10 @@ class HfTextService:
         return self._encode(text, False)
 
 
-def _decode_function(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    # without special tokens, and without the clean-up of spaces: it moves text that was already given out
+def _decode_function(tokenizer: Any, *, skip_special_tokens: bool) -> Callable[[Sequence[int]], str]:
+    # without the clean-up of spaces: it moves text that was already given out
+    skips = skip_special_tokens
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        return lambda ids: str(backend.decode(list(ids), skip_special_tokens=True))
-    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return lambda ids: str(backend.decode(list(ids), skip_special_tokens=skips))
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=skips, clean_up_tokenization_spaces=False))

@@ -1,0 +1,289 @@
+"""Requests to their answers: whole, or as events while they come. Knows the form of neither endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from json.encoder import encode_basestring_ascii
+from typing import Any, Protocol
+
+from manylora.v1 import common_pb2
+
+from manylora_router.front.generation import generate
+from manylora_router.front.http.asked import Form
+from manylora_router.front.http.exchange import Exchange
+from manylora_router.front.intake import Intake
+from manylora_router.guard.admission import RequestInput
+from manylora_router.request.call import Calls
+from manylora_router.request.frames import ChoiceEnd, Delta, Finished, Frame, Started
+from manylora_router.text.service import TextService
+
+_MARK = "\0text"
+_QUEUED_FRAMES = 64
+
+_FINISH_REASONS: Mapping[int, str] = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+}
+
+
+@dataclass(frozen=True)
+class Door:
+    """What the handlers share."""
+
+    intake: Intake
+    calls: Calls
+    text: TextService
+    getrandbits: Callable[[int], int]
+    now_unix_s: Callable[[], float]
+
+
+@dataclass
+class Choice:
+    """All of it, or what one event tells of it."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[common_pb2.PositionLogprobs] = field(default_factory=list)
+    offset: int = 0  # characters before `text`
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None  # vLLM's: the stop string, or the stop token of the request's own
+
+    def finish(self, end: ChoiceEnd, stop_token_ids: Collection[int]) -> None:
+        self.finish_reason = _FINISH_REASONS.get(end.finish_reason)
+        own_token = end.stop_token_id if end.stop_token_id in stop_token_ids else None
+        self.stop_reason = end.stop_string if end.stop_string is not None else own_token
+
+
+class Shape(Protocol):
+    """One endpoint's answers."""
+
+    id_prefix: str
+    whole_name: str
+    event_name: str
+
+    def choice(self, index: int, choice: Choice, prompt_token_ids: Sequence[int]) -> dict[str, Any]: ...
+
+    def piece(self, index: int, piece: Choice) -> dict[str, Any]:
+        """A choice of one event."""
+
+    def opening(self, index: int, prompt_token_ids: Sequence[int]) -> Choice | dict[str, Any] | None:
+        """What an event tells of a choice before its first text; None: nothing."""
+
+
+@dataclass
+class _Usage:
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def add(self, usage: common_pb2.Usage) -> None:
+        self.prompt_tokens += usage.prompt_tokens
+        self.completion_tokens += usage.completion_tokens
+        self.cached_tokens += usage.cached_prompt_tokens
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Answering:
+    """One call of an endpoint: one request a prompt, all of one form."""
+
+    def __init__(self, door: Door, exchange: Exchange, requests: Sequence[RequestInput], form: Form, shape: Shape):
+        self._door = door
+        self._exchange = exchange
+        self._requests = requests
+        self._form = form
+        self._shape = shape
+        self._n = requests[0].n
+        self._common = {
+            "id": shape.id_prefix + exchange.request_id,
+            "object": shape.event_name if form.is_stream else shape.whole_name,
+            "created": int(door.now_unix_s()),
+            "model": form.model,
+        }
+
+    async def run(self) -> None:
+        async with self._exchange.watched(is_streaming=self._form.is_stream):
+            await (self._stream() if self._form.is_stream else self._collect())
+
+    async def _collect(self) -> None:
+        choices = [Choice() for _ in range(self._n * len(self._requests))]
+        started: list[Started | None] = [None] * len(self._requests)
+        usage = _Usage()
+        async with aclosing(self._frames()) as frames:
+            async for number, frame in frames:
+                started[number] = frame.started or started[number]
+                if (delta := frame.delta) is not None:
+                    _extend(choices[number * self._n + delta.choice], delta)
+                if frame.finished is not None:
+                    usage.add(frame.finished.usage)
+                    for end in frame.finished.choices:
+                        self._end(choices[number * self._n + end.choice], end)
+        document = {
+            **self._common,
+            "choices": [
+                self._shape.choice(index, choice, _prompt_of(started[index // self._n]))
+                for index, choice in enumerate(choices)
+            ],
+            "usage": usage.document(),
+            "system_fingerprint": None,
+        }
+        await self._exchange.answer(document, headers=_headers(started[0]))
+
+    async def _stream(self) -> None:
+        events = _Events(self._form, self._shape, self._common)
+        usage = _Usage()
+        async with aclosing(self._frames()) as frames:
+            async for number, frame in frames:
+                base = number * self._n
+                told: list[bytes] = []
+                if (started := frame.started) is not None:
+                    await self._exchange.begin_events(_headers(started))
+                    usage.prompt_tokens += len(started.prompt_token_ids)
+                    told += [events.opening(base + i, started.prompt_token_ids, usage) for i in range(self._n)]
+                if (delta := frame.delta) is not None:
+                    usage.completion_tokens += len(delta.token_ids)
+                    told.append(events.delta(base + delta.choice, delta, usage))
+                if frame.finished is not None and frame.finished.outcome == common_pb2.OUTCOME_COMPLETED:
+                    usage.cached_tokens += frame.finished.usage.cached_prompt_tokens
+                    told += self._ends(events, base, frame.finished, usage)
+                if data := b"".join(told):
+                    await self._exchange.write(data)
+        last = events.usage(usage) if self._form.has_usage else b""
+        await self._exchange.write(last + b"data: [DONE]\n\n")
+        await self._exchange.end()
+
+    def _ends(self, events: _Events, base: int, finished: Finished, usage: _Usage) -> list[bytes]:
+        told = []
+        for end in finished.choices:
+            piece = Choice()
+            self._end(piece, end)
+            told.append(events.piece(base + end.choice, piece, usage))
+        return told
+
+    def _end(self, choice: Choice, end: ChoiceEnd) -> None:
+        choice.finish(end, self._requests[0].stop_token_ids)
+        if self._form.includes_stop and end.stop_string is not None:
+            choice.text += end.stop_string
+
+    def _generate(self, request: RequestInput) -> AsyncGenerator[Frame]:
+        return generate(request, intake=self._door.intake, calls=self._door.calls)
+
+    async def _frames(self) -> AsyncGenerator[tuple[int, Frame]]:
+        """Each with its prompt's number. Close it. Raises the error of whichever fails first."""
+        if len(self._requests) == 1:
+            async with aclosing(self._generate(self._requests[0])) as frames:
+                async for frame in frames:
+                    yield 0, frame
+            return
+        queue: asyncio.Queue[tuple[int, Frame] | Exception | None] = asyncio.Queue(_QUEUED_FRAMES)
+
+        async def run(number: int, request: RequestInput) -> None:
+            try:
+                async with aclosing(self._generate(request)) as frames:
+                    async for frame in frames:
+                        await queue.put((number, frame))
+            except Exception as e:
+                await queue.put(e)
+            else:
+                await queue.put(None)
+
+        tasks = [asyncio.create_task(run(i, request)) for i, request in enumerate(self._requests)]
+        left = len(tasks)
+        try:
+            while left:
+                found = await queue.get()
+                if isinstance(found, Exception):
+                    raise found
+                if found is None:
+                    left -= 1
+                else:
+                    yield found
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Events:
+    """Events of one stream. Those with nothing but text are made of bytes that stand ready."""
+
+    def __init__(self, form: Form, shape: Shape, common: Mapping[str, Any]) -> None:
+        self._form = form
+        self._shape = shape
+        self._common = common
+        self._is_plain = not (form.has_logprobs or form.has_token_ids or form.has_usage_always)
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+        self._offsets: dict[int, int] = {}
+
+    def delta(self, index: int, delta: Delta, usage: _Usage) -> bytes:
+        if self._is_plain:
+            if not delta.text:
+                return b""
+            before, after = self._around.get(index) or self._prepare(index)
+            return before + encode_basestring_ascii(delta.text).encode() + after
+        offset = self._offsets.get(index, 0)
+        self._offsets[index] = offset + len(delta.text)
+        piece = Choice(delta.text, list(delta.token_ids), list(delta.logprobs), offset)
+        return self.piece(index, piece, usage)
+
+    def piece(self, index: int, piece: Choice, usage: _Usage) -> bytes:
+        return self._event([self._shape.piece(index, piece)], usage if self._form.has_usage_always else None)
+
+    def opening(self, index: int, prompt_token_ids: Sequence[int], usage: _Usage) -> bytes:
+        opening = self._shape.opening(index, prompt_token_ids)
+        if opening is None:
+            return b""
+        if isinstance(opening, Choice):
+            self._offsets[index] = len(opening.text)
+            opening = self._shape.piece(index, opening)
+        return self._event([opening], usage if self._form.has_usage_always else None)
+
+    def usage(self, usage: _Usage) -> bytes:
+        return self._event([], usage)
+
+    def _event(self, choices: list[dict[str, Any]], usage: _Usage | None) -> bytes:
+        event = {**self._common, "choices": choices}
+        if self._form.has_usage:
+            event["usage"] = usage.document() if usage is not None else None
+        return b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
+
+    def _prepare(self, index: int) -> tuple[bytes, bytes]:
+        before, _, after = self._event([self._shape.piece(index, Choice(_MARK))], None).partition(
+            json.dumps(_MARK).encode()
+        )
+        self._around[index] = before, after
+        return before, after
+
+
+def _extend(choice: Choice, delta: Delta) -> None:
+    choice.text += delta.text
+    choice.token_ids += delta.token_ids
+    choice.logprobs += delta.logprobs
+
+
+def _prompt_of(started: Started | None) -> Sequence[int]:
+    return started.prompt_token_ids if started is not None else ()
+
+
+def _headers(started: Started | None) -> dict[str, str]:
+    told: dict[str, str] = {}
+    if started is None:
+        return told
+    if started.adapter_version:
+        told["x-adapter-version"] = started.adapter_version
+    if (degraded := started.degraded) is not None:
+        told["x-degraded"] = (
+            f"max_tokens={degraded.max_tokens}, asked_max_tokens={degraded.asked_max_tokens}, "
+            f"overload_level={degraded.overload_level}"
+        )
+    return told

@@ -1,0 +1,147 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from manylora_router.front.http import asked
+from manylora_router.front.http.answers import Answering, Choice, Door
+from manylora_router.front.http.asked import Form
+from manylora_router.front.http.exchange import Exchange
+from manylora_router.front.http.fields import Fields
+from manylora_router.front.http.logprobs import Logprobs
+from manylora_router.guard.admission import MAX_CHAT_MESSAGES, ChatPrompt
+
+_ROLES = {"developer": "system"}  # what OpenAI calls it now; templates know the older word
+_NEUTRAL_TOOLS: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("tools", ([],)),
+    ("functions", ([],)),
+    ("tool_choice", ("none", "auto")),
+    ("function_call", ("none", "auto")),
+    ("modalities", (["text"],)),
+    ("audio", ()),
+    ("prediction", ()),
+    ("web_search_options", ()),
+    ("moderation", ()),
+    ("documents", ([],)),
+    ("chat_template", ()),
+    ("add_special_tokens", (False,)),
+    ("echo", (False,)),
+)
+_NO_TOOL_CALLS: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("tool_calls", ([],)),
+    ("tool_call_id", ()),
+    ("function_call", ()),
+    ("audio", ()),
+)
+
+
+async def chat(exchange: Exchange, door: Door) -> None:
+    fields = Fields(await exchange.json())
+    max_tokens = fields.integer("max_completion_tokens", at_least=1)
+    older = fields.integer("max_tokens", at_least=1)
+    request, form = asked.read(
+        fields,
+        asked.caller_of(exchange.headers),
+        door.intake.base_model,
+        max_tokens=max_tokens if max_tokens is not None else older,
+        top_logprobs=_top_logprobs(fields),
+    )
+    prompt = read_messages(fields)
+    for name, neutral in _NEUTRAL_TOOLS:
+        fields.only(name, *neutral)
+    fields.close()
+    exchange.names = {**form.names, **({"max_tokens": "max_completion_tokens"} if max_tokens is not None else {})}
+    fields.check()
+    requests = [replace(request, prompt=prompt, request_id=exchange.request_id)]
+    await Answering(door, exchange, requests, form, ChatShape(form, Logprobs(door.text, form))).run()
+
+
+def read_messages(fields: Fields) -> ChatPrompt:
+    """Roles and texts. What is wrong is gathered in `fields`."""
+    given = fields.raw("messages")
+    if not isinstance(given, list) or not given:
+        fields.wrong("messages", "must be a list of at least one message")
+        return ChatPrompt([])
+    found = [_message(fields, index, each) for index, each in enumerate(given[: MAX_CHAT_MESSAGES + 1])]
+    return ChatPrompt(found)
+
+
+def _message(fields: Fields, index: int, given: Any) -> tuple[str, str]:
+    path = f"messages[{index}]"
+    if not isinstance(given, dict):
+        fields.wrong(path, "must be an object with role and content")
+        return "", ""
+    message = Fields(given, f"{path}.", fields.found)
+    role = message.text("role")
+    if not role:
+        message.wrong("role", "is missing")
+    for name, neutral in _NO_TOOL_CALLS:
+        message.only(name, *neutral)
+    message.ignore("name", "refusal", "annotations", "reasoning", "reasoning_content")
+    content = given.get("content")
+    text = _parts(message, content) if isinstance(content, list) else message.text("content")
+    message.close()
+    return _ROLES.get(role, role), text
+
+
+def _parts(message: Fields, parts: list[Any]) -> str:
+    message.ignore("content")
+    texts: list[str] = []
+    for index, part in enumerate(itertools.islice(parts, MAX_CHAT_MESSAGES)):
+        path = f"content[{index}]"
+        if not isinstance(part, dict) or part.get("type") != "text":
+            message.wrong(path, "must be a part of type text: this model takes no other")
+            break
+        inner = Fields(part, f"{message.path}{path}.", message.found)
+        inner.ignore("type", "cache_control")
+        texts.append(inner.text("text"))
+        inner.close()
+    return "\n".join(texts)
+
+
+def _top_logprobs(fields: Fields) -> int | None:
+    wants, count = fields.flag("logprobs"), asked.read_logprobs_count(fields, "top_logprobs")
+    if count and not wants:
+        fields.wrong("top_logprobs", "needs logprobs: true")
+    return (count or 0) if wants else None
+
+
+class ChatShape:
+    id_prefix = "chatcmpl-"
+    whole_name = "chat.completion"
+    event_name = "chat.completion.chunk"
+
+    def __init__(self, form: Form, logprobs: Logprobs) -> None:
+        self._form = form
+        self._logprobs = logprobs
+
+    def choice(self, index: int, choice: Choice, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None, "annotations": []}
+        told = {"index": index, "message": message, **self._more(choice)}
+        if self._form.has_token_ids:
+            told["prompt_token_ids"] = list(prompt_token_ids)
+        return told
+
+    def piece(self, index: int, piece: Choice) -> dict[str, Any]:
+        is_end = piece.finish_reason is not None and not piece.text
+        return {"index": index, "delta": {} if is_end else {"content": piece.text}, **self._more(piece)}
+
+    def opening(self, index: int, prompt_token_ids: Sequence[int]) -> Choice | dict[str, Any] | None:
+        told = {**self.piece(index, Choice()), "delta": {"role": "assistant", "content": ""}}
+        if self._form.has_token_ids:
+            told["prompt_token_ids"] = list(prompt_token_ids)
+        return told
+
+    def _more(self, piece: Choice) -> dict[str, Any]:
+        told: dict[str, Any] = {
+            "logprobs": self._logprobs.of_chat(piece) if self._form.has_logprobs and piece.logprobs else None,
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+        if self._form.has_token_ids:
+            told["token_ids"] = list(piece.token_ids)
+        return told

@@ -1,0 +1,83 @@
+"""One HTTP connection under limits that uvicorn has none of: size and time of headers, connections, a reader that
+stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEADER_BYTES = 16 * 1024
+HEADER_TIMEOUT_S = 10.0
+LINGER_S = 5.0  # after an answer, for the rest of a body that was not read
+MAX_CONNECTIONS = 8192
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._header_bytes = 0
+        self._is_in_headers = True
+        self._has_completed = False  # a request, by the last bytes
+        self._expiry: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
+            return
+        self._expire_in(HEADER_TIMEOUT_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_expiry()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_in_headers and self._expiry is None:
+            self._expire_in(HEADER_TIMEOUT_S)
+        self._has_completed = False
+        super().data_received(data)
+        if self._is_in_headers and not self._has_completed and not self.transport.is_closing():
+            self._header_bytes += len(data)
+            if self._header_bytes > MAX_HEADER_BYTES:
+                self.send_400_response("headers are too long")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["state"]["abort"] = self.transport.abort
+
+    def on_headers_complete(self) -> None:
+        self._is_in_headers = False
+        self._header_bytes = 0
+        self._stop_expiry()
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
+            raise ValueError("headers are too long")  # the parser's error: answered by 400
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._is_in_headers = self._has_completed = True
+        self._stop_expiry()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._is_in_headers and self.cycle.response_complete:
+            # Nobody reads the rest of this body, but who sends it is to read the answer.
+            self._expire_in(LINGER_S)
+
+    def timeout_keep_alive_handler(self) -> None:
+        if self.transport.get_write_buffer_size():  # closing would wait for its reader
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _expire_in(self, seconds: float) -> None:
+        self._stop_expiry()
+        self._expiry = self.loop.call_later(seconds, self.transport.abort)
+
+    def _stop_expiry(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None

@@ -1,0 +1,54 @@
+"""Errors in OpenAI's form: the document, and the headers that clients go by."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from manylora_shared.errors import Code, ManyloraError, retry_after_header
+
+_ROUTERS_NAMES = (
+    ("sampling.", ""),
+    ("prompt.chat.messages", "messages"),
+    ("prompt.chat", "messages"),
+    ("prompt.text", "prompt"),
+    ("prompt.token_ids", "prompt"),
+)
+_FIELD = re.compile(r"([a-z][a-z0-9_.\[\]-]*): ")
+_RETRIED = (Code.RESOURCE_EXHAUSTED, Code.FAILED_PRECONDITION)  # by clients, from the status alone
+
+
+def document(error: ManyloraError, names: Mapping[str, str]) -> dict[str, Any]:
+    """`names`: what this caller calls a field, by what the router calls it."""
+    if error.violations:
+        told = [(_name(v.field, names), v.description) for v in error.violations]
+        param: str | None = told[0][0]
+        message = "; ".join(f"{field}: {description}" for field, description in told)
+    else:
+        field = _FIELD.match(error.message)
+        param = _name(field[1], names) if field else None
+        message = f"{param}: {error.message[field.end() :]}" if field else error.message
+    return {"error": {"message": message, "type": error.http.type, "param": param, "code": error.label}}
+
+
+def headers(error: ManyloraError) -> dict[str, str]:
+    told: dict[str, str] = {}
+    if (after := retry_after_header(error.retry_after_s)) is not None:
+        told["retry-after"] = after
+        assert error.retry_after_s is not None
+        told["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))
+    elif error.code in _RETRIED:
+        told["x-should-retry"] = "false"
+    if error.code is Code.UNAUTHENTICATED:
+        told["www-authenticate"] = "Bearer"
+    return told
+
+
+def _name(field: str, names: Mapping[str, str]) -> str:
+    if field in names:
+        return names[field]
+    for routers, callers in _ROUTERS_NAMES:
+        if field.startswith(routers):
+            return names.get(callers + field[len(routers) :], callers + field[len(routers) :])
+    return field

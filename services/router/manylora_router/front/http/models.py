@@ -1,0 +1,74 @@
+"""What is served, and whether it is: /v1/models, /health, /ready, /version."""
+
+from __future__ import annotations
+
+from importlib.metadata import version as version_of
+from typing import Any
+
+from manylora_shared.errors import NotFound, ServiceUnavailable, shown
+
+from manylora_router.front.http import asked
+from manylora_router.front.http.answers import Door
+from manylora_router.front.http.exchange import Exchange
+from manylora_router.front.intake import Models
+
+_OWNER = "manylora"
+_VERSION = version_of("manylora")
+
+
+async def list_models(exchange: Exchange, door: Door) -> None:
+    await exchange.answer({"object": "list", "data": _rows(_models(exchange, door))})
+
+
+async def one_model(exchange: Exchange, door: Door) -> None:
+    name = exchange.path.removeprefix("/v1/models/")
+    models = _models(exchange, door)
+    adapter = name.removeprefix(f"{models.base_model}:")
+    for row in _rows(models):
+        if row["id"] in (name, adapter):
+            await exchange.answer(row)
+            return
+    raise NotFound(f"model: {shown(name)} is not known to this tenant")
+
+
+async def health(exchange: Exchange, door: Door) -> None:
+    await exchange.answer({})
+
+
+async def ready(exchange: Exchange, door: Door) -> None:
+    """Whether a request would be taken."""
+    if problem := door.intake.unready():
+        raise ServiceUnavailable(problem, retry_after_s=1.0)
+    await exchange.answer({})
+
+
+async def version(exchange: Exchange, door: Door) -> None:
+    await exchange.answer({"version": _VERSION})
+
+
+def _models(exchange: Exchange, door: Door) -> Models:
+    return door.intake.models(asked.nameless(asked.caller_of(exchange.headers)))
+
+
+def _rows(models: Models) -> list[dict[str, Any]]:
+    base = models.base_model
+    rows = [_row(base, 0, root=base, parent=None, models=models)]
+    # Where an adapter has the base model's name, that name is the base model.
+    return rows + [
+        _row(each.name, int(each.created_unix_s), root=each.uid, parent=base, models=models)
+        for each in models.adapters
+        if each.name != base
+    ]
+
+
+def _row(name: str, created: int, *, root: str, parent: str | None, models: Models) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": _OWNER,
+        "root": root,
+        "parent": parent,
+        "max_model_len": models.max_context_tokens,
+        "permission": [],
+    }

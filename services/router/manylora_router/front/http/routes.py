@@ -1,0 +1,96 @@
+"""The HTTP front's one entrance: which handler has a path, whether the caller's key is one, and what a failure becomes.
+
+Owns the requests that run now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+
+from manylora_shared.errors import (
+    HttpError,
+    InvalidRequest,
+    ManyloraError,
+    NotFound,
+    ServiceUnavailable,
+    SlowReader,
+    shown,
+)
+from manylora_shared.transport.handling import error_of
+
+from manylora_router.front.http import asked
+from manylora_router.front.http.answers import Door
+from manylora_router.front.http.chat import chat
+from manylora_router.front.http.completions import complete
+from manylora_router.front.http.exchange import Exchange, Gone, Message, Receive, Send
+from manylora_router.front.http.models import health, list_models, one_model, ready, version
+
+Handler = Callable[[Exchange, Door], Awaitable[None]]
+
+_MODEL = "/v1/models/"
+_OPEN: Mapping[str, Mapping[str, Handler]] = {  # to everybody
+    "/health": {"GET": health},
+    "/ping": {"GET": health, "POST": health},
+    "/ready": {"GET": ready},
+    "/version": {"GET": version},
+}
+_GUARDED: Mapping[str, Mapping[str, Handler]] = {
+    "/v1/completions": {"POST": complete},
+    "/v1/chat/completions": {"POST": chat},
+    "/v1/models": {"GET": list_models},
+    _MODEL: {"GET": one_model},
+}
+
+
+class MethodNotAllowed(InvalidRequest):
+    own_http = HttpError(405, "invalid_request_error")
+
+
+class Routes:
+    """An ASGI application."""
+
+    def __init__(self, door: Door) -> None:
+        self.running: set[asyncio.Task[None]] = set()
+        self._door = door
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http", scope["type"]
+        exchange = Exchange(scope, receive, send, f"{self._door.getrandbits(128):032x}")
+        task = asyncio.current_task()
+        assert task is not None
+        self.running.add(task)
+        try:
+            await self._answer(exchange, scope["method"])
+        except Gone:
+            pass
+        except asyncio.CancelledError:
+            if not exchange.is_gone:
+                await self._refuse(exchange, ServiceUnavailable("the router is stopping", retry_after_s=1.0))
+        except Exception as e:
+            await self._refuse(exchange, error_of(exchange.path, e))
+        finally:
+            self.running.discard(task)
+
+    async def _answer(self, exchange: Exchange, method: str) -> None:
+        path = _MODEL if exchange.path.startswith(_MODEL) else exchange.path
+        handlers = _OPEN.get(path)
+        if handlers is None:
+            handlers = _GUARDED.get(path)
+            if handlers is None:
+                raise NotFound(f"there is no {shown(exchange.path)} here")
+            # before a byte of the body is read
+            self._door.intake.tenant_of(asked.nameless(asked.caller_of(exchange.headers)))
+        handler = handlers.get("GET" if method == "HEAD" else method)
+        if handler is None:
+            raise MethodNotAllowed(f"{shown(exchange.path)} takes {' or '.join(handlers)}")
+        await handler(exchange, self._door)
+
+    async def _refuse(self, exchange: Exchange, error: ManyloraError) -> None:
+        if isinstance(error, SlowReader) and exchange.has_begun:
+            exchange.abort()
+            return
+        try:
+            await exchange.refuse(error)
+        except SlowReader:
+            exchange.abort()

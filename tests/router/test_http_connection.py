@@ -1,0 +1,49 @@
+"""Connections that are slow, silent or too long."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from http_fakes import http_front
+from manylora_router.front.http import connection
+
+
+async def test_half_a_header_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEADER_TIMEOUT_S", 0.1)
+    async with http_front() as front:
+        for begun in (b"", b"GET /health HTTP/1.1\r\nhost:"):
+            assert await front.raw(begun, within_s=2.0) == b""
+        # The time of the headers does not count for a second request's.
+        both = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+        host, _, port = front.server.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        for _ in range(2):
+            writer.write(both)
+            assert (await reader.readuntil(b"{}")).startswith(b"HTTP/1.1 200")
+            await asyncio.sleep(0.15)
+        writer.close()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+async def test_long_headers_are_refused(whole: bool) -> None:
+    async with http_front() as front:
+        head = b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: " + b"x" * (connection.MAX_HEADER_BYTES + 1)
+        answer = await front.raw(head + (b"\r\n\r\n" if whole else b""))
+        assert answer.startswith(b"HTTP/1.1 400 ")
+
+
+async def test_garbage_is_refused() -> None:
+    async with http_front() as front:
+        for data in (b"\0\1\2\3\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET \xff HTTP/1.1\r\n\r\n"):
+            assert (await front.raw(data)).startswith(b"HTTP/1.1 400 ")
+
+
+async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 1)
+    async with http_front() as front:
+        host, _, port = front.server.address.rpartition(":")
+        _, first = await asyncio.open_connection(host, int(port))
+        await asyncio.sleep(0.01)
+        assert await front.raw(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n") == b""
+        first.close()

@@ -1,0 +1,51 @@
+"""Errors as OpenAI's clients read them."""
+
+from __future__ import annotations
+
+import pytest
+from manylora_router.front.http import errors
+from manylora_shared.errors import (
+    FieldViolation,
+    InvalidRequest,
+    ManyloraError,
+    NotFound,
+    Overloaded,
+    QuotaExceeded,
+    Unauthenticated,
+    Unready,
+)
+
+
+def test_fields_have_the_callers_names() -> None:
+    fields = [
+        "sampling.top_p",
+        "prompt.chat.messages[3].role",
+        "prompt.text",
+        "x-request-class",
+        "sampling.top_logprobs",
+    ]
+    error = InvalidRequest.of_all([FieldViolation(field, "is wrong") for field in fields])
+    told = errors.document(error, {"top_logprobs": "logprobs"})["error"]
+    names = ["top_p", "messages[3].role", "prompt", "x-request-class", "logprobs"]
+    assert told["message"] == "; ".join(f"{name}: is wrong" for name in names)
+    assert (told["param"], told["type"], told["code"]) == ("top_p", "invalid_request_error", "invalid")
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "param"),
+    [
+        (NotFound("x-adapter-id: adapter 'a' is not known"), "model: adapter 'a' is not known", "model"),
+        (Unready("prompt.chat: no template"), "messages: no template", "messages"),
+        (Overloaded("the cluster is full"), "the cluster is full", None),
+    ],
+)
+def test_a_message_that_begins_with_a_field(error: ManyloraError, message: str, param: str | None) -> None:
+    told = errors.document(error, {"x-adapter-id": "model"})["error"]
+    assert (told["message"], told["param"]) == (message, param)
+
+
+def test_headers_say_when_to_come_again() -> None:
+    assert errors.headers(Overloaded("", retry_after_s=0.25)) == {"retry-after": "1", "retry-after-ms": "250"}
+    assert errors.headers(QuotaExceeded("never fits")) == {"x-should-retry": "false"}
+    assert errors.headers(Unauthenticated("")) == {"www-authenticate": "Bearer"}
+    assert errors.headers(InvalidRequest("")) == {}

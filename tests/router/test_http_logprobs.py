@@ -1,0 +1,31 @@
+"""Log-probabilities in both shapes; through the endpoints: test_http_chat.py and test_http_completions.py."""
+
+from __future__ import annotations
+
+from manylora.v1 import common_pb2
+from manylora_router.front.http.answers import Choice
+from manylora_router.front.http.asked import Form
+from manylora_router.front.http.logprobs import Logprobs
+from manylora_sim.fake_text import FakeText
+from router_fakes import ids_of
+
+FOUND = common_pb2.PositionLogprobs(
+    logprob=-1.0, top=[common_pb2.TokenLogprob(token_id=ids_of(each)[0], logprob=-0.5) for each in "xyz"]
+)
+PIECE = Choice("a", ids_of("a"), [FOUND], offset=7)
+
+
+def test_no_more_are_told_than_asked_for() -> None:
+    told = Logprobs(FakeText(), Form("m", has_logprobs=True, top_logprobs=2))
+    assert [top["token"] for top in told.of_chat(PIECE)["content"][0]["top_logprobs"]] == ["x", "y"]
+    assert told.of_completion(PIECE) == {
+        "tokens": ["a"],
+        "token_logprobs": [-1.0],
+        "top_logprobs": [{"a": -1.0, "x": -0.5, "y": -0.5}],
+        "text_offset": [7],
+    }
+
+
+def test_tokens_by_their_ids() -> None:
+    told = Logprobs(FakeText(), Form("m", has_logprobs=True, are_tokens_ids=True))
+    assert told.of_chat(PIECE)["content"][0]["token"] == f"token_id:{ids_of('a')[0]}"

@@ -1,0 +1,38 @@
+"""Models, and whether they are served."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+from http_fakes import http_front
+from openai.types import Model
+from router_fakes import until
+
+
+async def test_the_base_and_the_callers_adapters() -> None:
+    async with http_front() as front, front.openai() as client:
+        raw = await client.models.with_raw_response.list()
+        found = [Model.model_validate(row, strict=True) for row in raw.http_response.json()["data"]]
+        assert [model.id for model in found] == ["tiny", "upper"]
+        assert [(row["root"], row["parent"]) for row in raw.http_response.json()["data"]] == [
+            ("tiny", None),
+            ("a" * 64, "tiny"),
+        ]
+        assert raw.http_response.json()["data"][0]["max_model_len"] == 256
+        for name in ("upper", "tiny:upper"):
+            assert (await client.models.retrieve(name)).id == "upper"
+        with pytest.raises(openai.NotFoundError):
+            await client.models.retrieve("secret")  # another tenant's
+
+
+async def test_health_and_readiness_need_no_key() -> None:
+    async with http_front() as front, openai.AsyncOpenAI(base_url=front.url, api_key="none", max_retries=0) as client:
+        for path in ("/health", "/ping", "/ready", "/version"):
+            assert isinstance(await client.get(path, cast_to=dict), dict)
+        front.cluster.scheduler.drop_lines()
+        assert front.cluster.scheduler.server is not None
+        await front.cluster.scheduler.server.stop(0.0)
+        await until(lambda: not front.cluster.app.scheduler.is_connected)
+        with pytest.raises(openai.InternalServerError) as unready:
+            await client.get("/ready", cast_to=dict)
+        assert unready.value.status_code == 503
