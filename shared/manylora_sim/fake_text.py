@@ -33,7 +33,7 @@ class FakeText:
     def ids(self, text: str) -> list[int]:
         return [self._first_byte_id + byte for byte in text.encode()]
 
-    async def encode(self, text: str) -> Sequence[int]:
+    async def encode(self, text: str, add_special_tokens: bool = True) -> Sequence[int]:
         return self.ids(text)
 
     async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> Sequence[int]:

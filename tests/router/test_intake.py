@@ -26,7 +26,7 @@ class CountingText(FakeText):
         super().__init__()
         self.num_encoded = 0
 
-    async def encode(self, text: str) -> Sequence[int]:
+    async def encode(self, text: str, add_special_tokens: bool = True) -> Sequence[int]:
         self.num_encoded += 1
         return await super().encode(text)
 
@@ -112,7 +112,7 @@ class SlowText(FakeText):
         super().__init__()
         self.order: list[str] = []
 
-    async def encode(self, text: str) -> Sequence[int]:
+    async def encode(self, text: str, add_special_tokens: bool = True) -> Sequence[int]:
         self.order.append(text[0])
         await asyncio.sleep(0.01)
         return await super().encode(text)

@@ -98,7 +98,6 @@ class RouterApp:
             default_max_tokens=config.default_max_tokens,
         )
         self._inference = InferenceServicer(self.intake, self.calls)
-        self._http = HttpServer(Routes(self.door)) if config.http_listen else None
         self._intake = AdapterIntake(
             directory=self.directory, files=adapter_store, text=text, channels=self.channels, clock=self._clock, rng=rng
         )
@@ -119,6 +118,7 @@ class RouterApp:
             clock=self._clock,
             rng=rng,
         )
+        self._http = HttpServer(Routes(self.door)) if config.http_listen else None
         self._lease = LeaseSession(store, ttl_s=config.lease_ttl_s)
 
     @property
@@ -127,6 +127,7 @@ class RouterApp:
             intake=self.intake,
             calls=self.calls,
             text=self._text,
+            admin=self.admin.service().handlers,
             getrandbits=self._rng.getrandbits,
             now_unix_s=self._clock.now_unix_s,
         )

@@ -15,14 +15,22 @@ from manylora_shared.errors import InvalidRequest, Overloaded, ServiceUnavailabl
 from manylora_shared.ids import QosClass, TenantId
 from manylora_shared.sampling import Sampling, barred_too_much
 from manylora_shared.telemetry import Attribute
-from manylora_shared.tenancy.identity import AUTHORIZATION_KEY, authenticate
+from manylora_shared.tenancy.identity import AUTHORIZATION_KEY, Principal, authenticate
 from manylora_shared.tenancy.overload import retry_after_s
 from manylora_shared.tenancy.policy import TenantPolicy
 from manylora_shared.wire import QOS_NUMBERS
 
 from manylora_router.front.loop_turns import Flow, LoopTurns, PoolTurns
 from manylora_router.guard import admission
-from manylora_router.guard.admission import Adapter, ChatPrompt, Prompt, RequestInput, TextPrompt, TokenPrompt
+from manylora_router.guard.admission import (
+    Adapter,
+    ChatPrompt,
+    ModelLimits,
+    Prompt,
+    RequestInput,
+    TextPrompt,
+    TokenPrompt,
+)
 from manylora_router.guard.permits import Guard, Permit
 from manylora_router.links.directory import Directory, Model
 from manylora_router.links.scheduler_client import SchedulerClient
@@ -65,8 +73,7 @@ class Intake:
 
     def tenant_of(self, request: RequestInput) -> str:
         """Raises Unauthenticated or PermissionDenied."""
-        principal = authenticate({AUTHORIZATION_KEY: request.authorization}, self._directory.key_of)
-        return admission.tenant_of(principal, request.tenant)
+        return admission.tenant_of(self.known(request.authorization), request.tenant)
 
     async def take_turn(self, tenant: str, qos_class: QosClass | None) -> None:
         await self._turns.take((tenant, qos_class), self._weight(tenant, qos_class))
@@ -79,6 +86,35 @@ class Intake:
         policy, _ = self._admit_caller(self.tenant_of(request), "")
         model = self._model()
         return Models(model.name, model.limits.max_context_tokens, self._directory.adapters_of(policy.tenant_id))
+
+    async def tokenize(self, request: RequestInput) -> tuple[Sequence[int], int]:
+        """The prompt's tokens, and how many a request may have with its answer. Raises Rejected."""
+        tenant, limits = self._reader_of(request)
+        return await self._tokenize(request.prompt, (tenant, request.qos_class)), limits.max_context_tokens
+
+    async def detokenize(self, request: RequestInput) -> str:
+        """The text of a TokenPrompt. Raises Rejected."""
+        tenant, limits = self._reader_of(request)
+        assert isinstance(request.prompt, TokenPrompt)
+        token_ids = request.prompt.ids
+        if len(token_ids) > limits.max_context_tokens:
+            most = limits.max_context_tokens
+            raise InvalidRequest.of("prompt.token_ids", f"has {len(token_ids)} tokens; the model's context is {most}")
+        async with self._text_turn((tenant, request.qos_class), len(token_ids)):
+            return await self._text.decode(token_ids)
+
+    def _reader_of(self, request: RequestInput) -> tuple[str, ModelLimits]:
+        """The tenant of a prompt that may be read."""
+        tenant = self.tenant_of(request)
+        self._admit_caller(tenant, request.adapter)
+        limits = self._model().limits
+        if violations := admission.check(request, limits):
+            raise InvalidRequest.of_all(violations)
+        return tenant, limits
+
+    def known(self, authorization: str) -> Principal:
+        """Raises Unauthenticated."""
+        return authenticate({AUTHORIZATION_KEY: authorization}, self._directory.key_of)
 
     @property
     def base_model(self) -> str:
@@ -162,9 +198,9 @@ class Intake:
 
     async def _tokenize(self, prompt: Prompt | None, flow: Flow) -> Sequence[int]:
         match prompt:
-            case TextPrompt(text):
+            case TextPrompt(text, add_special_tokens):
                 async with self._text_turn(flow, len(text)):
-                    return await self._text.encode(text)
+                    return await self._text.encode(text, add_special_tokens)
             case ChatPrompt(messages):
                 async with self._text_turn(flow, sum(len(role) + len(content) for role, content in messages)):
                     return await self._text.encode_chat(messages)

@@ -32,6 +32,7 @@ _CLASSES = frozenset(qos_class.value for qos_class in QosClass)
 @dataclass(frozen=True)
 class TextPrompt:
     text: str
+    add_special_tokens: bool = True  # the model's begin-of-sequence
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ class TextService(Protocol):
     def end_token_ids(self) -> Sequence[int]:
         """Ends of an answer, for a model whose configuration names none."""
 
-    async def encode(self, text: str) -> Sequence[int]:
-        """Begin-of-sequence included."""
+    async def encode(self, text: str, add_special_tokens: bool = True) -> Sequence[int]:
+        """Begin-of-sequence included, where it is to be."""
 
     async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> Sequence[int]:
         """messages: (role, content). Raises Unready without a template, InvalidRequest where it refuses them."""
@@ -72,7 +72,7 @@ class TokenIdsOnlyText:
     num_threads = 1
     end_token_ids: Sequence[int] = ()
 
-    async def encode(self, text: str) -> Sequence[int]:
+    async def encode(self, text: str, add_special_tokens: bool = True) -> Sequence[int]:
         raise Unready("prompt.text: this router has no tokenizer; send prompt.token_ids")
 
     async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> Sequence[int]:
@@ -152,8 +152,8 @@ class HfTextService:
             raise FileNotFoundError(f"{folder}: is no folder with a tokenizer")
         return cls(AutoTokenizer.from_pretrained(str(folder), local_files_only=True), threads=threads)
 
-    async def encode(self, text: str) -> Sequence[int]:
-        return await self._in_thread(self._encode, text, True)
+    async def encode(self, text: str, add_special_tokens: bool = True) -> Sequence[int]:
+        return await self._in_thread(self._encode, text, add_special_tokens)
 
     async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> Sequence[int]:
         if not getattr(self._tokenizer, "chat_template", None):

@@ -37,6 +37,7 @@ class Door:
     intake: Intake
     calls: Calls
     text: TextService
+    admin: Mapping[str, Callable[..., Any]]  # AdminService's handlers
     getrandbits: Callable[[int], int]
     now_unix_s: Callable[[], float]
 

@@ -28,13 +28,12 @@ async def complete(exchange: Exchange, door: Door) -> None:
         max_tokens=max_tokens,
         top_logprobs=top_logprobs,
     )
-    prompts = _prompts(fields)
+    prompts = _prompts(fields, fields.flag("add_special_tokens", True))
     echoes = fields.flag("echo")
     if echoes and form.has_logprobs:
         fields.wrong("logprobs", "of a prompt are not built: leave out echo, or logprobs")
     fields.only("suffix", "")
     fields.only("best_of", 1, request.n)
-    fields.only("add_special_tokens", True)
     fields.close()
     exchange.names = {**form.names, "top_logprobs": "logprobs"}
     fields.check()
@@ -44,7 +43,7 @@ async def complete(exchange: Exchange, door: Door) -> None:
     await Answering(door, exchange, requests, form, TextShape(form, Logprobs(door.text, form), echoed, request.n)).run()
 
 
-def _prompts(fields: Fields) -> list[Prompt]:
+def _prompts(fields: Fields, add_special_tokens: bool) -> list[Prompt]:
     """A text, token ids, or a list of either."""
     value = fields.raw("prompt")
     if isinstance(value, str) or (value and is_token_ids(value)):
@@ -58,7 +57,7 @@ def _prompts(fields: Fields) -> list[Prompt]:
     found: list[Prompt] = []
     for index, each in enumerate(value):
         if isinstance(each, str) and is_unicode(each):
-            found.append(TextPrompt(each))
+            found.append(TextPrompt(each, add_special_tokens))
         elif is_token_ids(each):
             found.append(TokenPrompt(each))
         else:

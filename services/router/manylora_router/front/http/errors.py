@@ -16,6 +16,7 @@ _ROUTERS_NAMES = (
     ("prompt.token_ids", "prompt"),
 )
 _FIELD = re.compile(r"([a-z][a-z0-9_.\[\]-]*): ")
+_BASE = re.compile(r"[^.\[]*")
 _RETRIED = (Code.RESOURCE_EXHAUSTED, Code.FAILED_PRECONDITION)  # by clients, from the status alone
 
 
@@ -50,5 +51,8 @@ def _name(field: str, names: Mapping[str, str]) -> str:
         return names[field]
     for routers, callers in _ROUTERS_NAMES:
         if field.startswith(routers):
-            return names.get(callers + field[len(routers) :], callers + field[len(routers) :])
-    return field
+            field = callers + field[len(routers) :]
+            break
+    base = _BASE.match(field)
+    assert base is not None, "it matches everything"
+    return names.get(base[0], base[0]) + field[base.end() :]

@@ -20,11 +20,13 @@ from manylora_shared.errors import (
 from manylora_shared.transport.handling import error_of
 
 from manylora_router.front.http import asked
+from manylora_router.front.http.adapters import load, unload
 from manylora_router.front.http.answers import Door
 from manylora_router.front.http.chat import chat
 from manylora_router.front.http.completions import complete
 from manylora_router.front.http.exchange import Exchange, Gone, Message, Receive, Send
 from manylora_router.front.http.models import health, list_models, one_model, ready, version
+from manylora_router.front.http.tokens import detokenize, tokenize
 
 Handler = Callable[[Exchange, Door], Awaitable[None]]
 
@@ -38,8 +40,16 @@ _OPEN: Mapping[str, Mapping[str, Handler]] = {  # to everybody
 _GUARDED: Mapping[str, Mapping[str, Handler]] = {
     "/v1/completions": {"POST": complete},
     "/v1/chat/completions": {"POST": chat},
+    "/tokenize": {"POST": tokenize},
+    "/detokenize": {"POST": detokenize},
     "/v1/models": {"GET": list_models},
     _MODEL: {"GET": one_model},
+}
+
+
+_ADMIN: Mapping[str, Mapping[str, Handler]] = {  # AdminService says whose keys may
+    "/v1/load_lora_adapter": {"POST": load},
+    "/v1/unload_lora_adapter": {"POST": unload},
 }
 
 
@@ -76,15 +86,22 @@ class Routes:
         path = _MODEL if exchange.path.startswith(_MODEL) else exchange.path
         handlers = _OPEN.get(path)
         if handlers is None:
-            handlers = _GUARDED.get(path)
-            if handlers is None:
-                raise NotFound(f"there is no {shown(exchange.path)} here")
-            # before a byte of the body is read
-            self._door.intake.tenant_of(asked.nameless(asked.caller_of(exchange.headers)))
+            handlers = self._guarded(exchange, path)
         handler = handlers.get("GET" if method == "HEAD" else method)
         if handler is None:
             raise MethodNotAllowed(f"{shown(exchange.path)} takes {' or '.join(handlers)}")
         await handler(exchange, self._door)
+
+    def _guarded(self, exchange: Exchange, path: str) -> Mapping[str, Handler]:
+        """Before a byte of the body is read."""
+        caller = asked.caller_of(exchange.headers)
+        if (handlers := _GUARDED.get(path)) is not None:
+            self._door.intake.tenant_of(asked.nameless(caller))
+        elif (handlers := _ADMIN.get(path)) is not None:
+            self._door.intake.known(caller.authorization)
+        else:
+            raise NotFound(f"there is no {shown(exchange.path)} here")
+        return handlers
 
     async def _refuse(self, exchange: Exchange, error: ManyloraError) -> None:
         if isinstance(error, SlowReader) and exchange.has_begun:

@@ -1,0 +1,88 @@
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them: AdminService's calls under other names."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+
+from manylora.v1 import admin_pb2
+from manylora_shared.errors import AlreadyExists, HttpError
+
+from manylora_router.front.http import asked
+from manylora_router.front.http.answers import Door
+from manylora_router.front.http.exchange import Exchange
+from manylora_router.front.http.fields import Fields
+
+_NAMES = {
+    "header.name": "lora_name",
+    "header.store_path": "lora_path",
+    "header.tenant_id": "x-tenant-id",
+    "tenant_id": "x-tenant-id",
+    "name": "lora_name",
+}
+
+
+class AlreadyLoaded(AlreadyExists):
+    own_http = HttpError(400, "invalid_request_error")  # what controllers of vLLM take for done
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Of transport.base.ServerCall."""
+
+    metadata: Mapping[str, str]
+    peer: str
+
+    def time_remaining(self) -> float | None:
+        return None
+
+
+async def load(exchange: Exchange, door: Door) -> None:
+    """The path is one in the adapter store, which operators' keys may name."""
+    fields = Fields(await exchange.json())
+    name, path = _required(fields, "lora_name"), _required(fields, "lora_path")
+    fields.only("load_inplace", False)
+    fields.only("is_3d_lora_weight", False)
+    fields.ignore("base_model_name")
+    fields.close()
+    fields.check()
+    exchange.names = _NAMES
+    caller = asked.caller_of(exchange.headers)
+    header = admin_pb2.AddAdapterHeader(tenant_id=caller.tenant, name=name, store_path=path)
+
+    async def requests() -> AsyncIterator[admin_pb2.AddAdapterRequest]:
+        yield admin_pb2.AddAdapterRequest(header=header)
+
+    try:
+        await door.admin["AddAdapter"](requests(), _call(exchange, caller))
+    except AlreadyExists:
+        raise AlreadyLoaded(f"The lora adapter '{name}' has already been loaded.") from None
+    await _say(exchange, f"Success: LoRA adapter '{name}' added successfully.")
+
+
+async def unload(exchange: Exchange, door: Door) -> None:
+    fields = Fields(await exchange.json())
+    name = _required(fields, "lora_name")
+    fields.ignore("lora_int_id")
+    fields.close()
+    fields.check()
+    exchange.names = _NAMES
+    caller = asked.caller_of(exchange.headers)
+    request = admin_pb2.RemoveAdapterRequest(tenant_id=caller.tenant, name=name)
+    await door.admin["RemoveAdapter"](request, _call(exchange, caller))
+    await _say(exchange, f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+def _required(fields: Fields, name: str) -> str:
+    value = fields.text(name)
+    if not value and not fields.found:
+        fields.wrong(name, "is missing")
+    return value
+
+
+def _call(exchange: Exchange, caller: asked.Caller) -> _Call:
+    return _Call({**exchange.headers, "authorization": caller.authorization}, exchange.peer)
+
+
+async def _say(exchange: Exchange, words: str) -> None:
+    await exchange.answer_bytes(words.encode(), "text/plain; charset=utf-8")

@@ -1,0 +1,44 @@
+"""POST /tokenize and /detokenize, as vLLM has them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from manylora_router.front.http import asked
+from manylora_router.front.http.answers import Door
+from manylora_router.front.http.chat import read_messages
+from manylora_router.front.http.exchange import Exchange
+from manylora_router.front.http.fields import Fields
+from manylora_router.guard.admission import Prompt, TextPrompt, TokenPrompt
+
+
+async def tokenize(exchange: Exchange, door: Door) -> None:
+    fields = Fields(await exchange.json())
+    fields.text("model")
+    prompt: Prompt
+    if fields.raw("messages") is not None:
+        prompt = read_messages(fields)
+        fields.only("add_special_tokens", False)
+    else:
+        prompt = TextPrompt(fields.text("prompt"), fields.flag("add_special_tokens", True))
+    wants_texts = fields.flag("return_token_strs")
+    fields.close()
+    fields.check()
+    request = replace(asked.nameless(asked.caller_of(exchange.headers)), prompt=prompt)
+    tokens, most = await door.intake.tokenize(request)
+    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": most, "tokens": list(tokens), "token_strs": None}
+    if wants_texts:
+        answer["token_strs"] = [door.text.token(token_id) for token_id in tokens]
+    await exchange.answer(answer)
+
+
+async def detokenize(exchange: Exchange, door: Door) -> None:
+    fields = Fields(await exchange.json())
+    fields.text("model")
+    prompt = TokenPrompt(fields.token_ids("tokens"))
+    fields.close()
+    fields.check()
+    exchange.names = {"prompt": "tokens"}
+    request = replace(asked.nameless(asked.caller_of(exchange.headers)), prompt=prompt)
+    await exchange.answer({"prompt": await door.intake.detokenize(request)})
