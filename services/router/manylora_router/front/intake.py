@@ -100,7 +100,7 @@ class Intake:
         if len(token_ids) > limits.max_context_tokens:
             most = limits.max_context_tokens
             raise InvalidRequest.of("prompt.token_ids", f"has {len(token_ids)} tokens; the model's context is {most}")
-        async with self._text_turn((tenant, request.qos_class), len(token_ids)):
+        async with self.text_turn((tenant, request.qos_class), len(token_ids)):
             return await self._text.decode(token_ids)
 
     def _reader_of(self, request: RequestInput) -> tuple[str, ModelLimits]:
@@ -121,6 +121,12 @@ class Intake:
         """Empty while no worker was ever seen."""
         model = self._directory.model
         return model.name if model is not None else ""
+
+    @property
+    def max_context_tokens(self) -> int:
+        """0 while no worker was ever seen."""
+        model = self._directory.model
+        return model.limits.max_context_tokens if model is not None else 0
 
     def unready(self) -> str:
         """Why no request would be taken; empty: one would be."""
@@ -193,16 +199,17 @@ class Intake:
             why = view.why_refused(tenant_id, qos_class)
             raise Overloaded(why, retry_after_s=retry_after_s(level, request_id))
 
-    def _text_turn(self, flow: Flow, num_characters: int) -> AbstractAsyncContextManager[None]:
+    def text_turn(self, flow: Flow, num_characters: int) -> AbstractAsyncContextManager[None]:
+        """For work on text that an event loop's turn is too short for."""
         return self._text_turns.hold(flow, self._weight(*flow), _TEXT_COST + num_characters)
 
     async def _tokenize(self, prompt: Prompt | None, flow: Flow) -> Sequence[int]:
         match prompt:
             case TextPrompt(text, add_special_tokens):
-                async with self._text_turn(flow, len(text)):
+                async with self.text_turn(flow, len(text)):
                     return await self._text.encode(text, add_special_tokens)
             case ChatPrompt(messages):
-                async with self._text_turn(flow, sum(len(role) + len(content) for role, content in messages)):
+                async with self.text_turn(flow, sum(len(role) + len(content) for role, content in messages)):
                     return await self._text.encode_chat(messages)
             case TokenPrompt(ids):
                 return ids
@@ -223,7 +230,7 @@ class Intake:
         words = request.sampling.bad_words
         found: Sequence[Sequence[int]] = []
         if words:
-            async with self._text_turn(flow, sum(_TEXT_COST + len(word) for word in words)):
+            async with self.text_turn(flow, sum(_TEXT_COST + len(word) for word in words)):
                 found = await self._text.encode_words(words)
         stops = stop_token_ids if request.sampling.min_tokens else ()
         problem = barred_too_much(found, stops, model.limits.vocab_size)

@@ -39,7 +39,7 @@ class _Call:
 
 async def load(exchange: Exchange, door: Door) -> None:
     """The path is one in the adapter store, which operators' keys may name."""
-    fields = Fields(await exchange.json())
+    fields = await door.read(exchange)
     name, path = _required(fields, "lora_name"), _required(fields, "lora_path")
     fields.only("load_inplace", False)
     fields.only("is_3d_lora_weight", False)
@@ -61,7 +61,7 @@ async def load(exchange: Exchange, door: Door) -> None:
 
 
 async def unload(exchange: Exchange, door: Door) -> None:
-    fields = Fields(await exchange.json())
+    fields = await door.read(exchange)
     name = _required(fields, "lora_name")
     fields.ignore("lora_int_id")
     fields.close()

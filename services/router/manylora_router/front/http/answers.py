@@ -11,10 +11,12 @@ from json.encoder import encode_basestring_ascii
 from typing import Any, Protocol
 
 from manylora.v1 import common_pb2
+from manylora_shared.ids import QosClass
 
 from manylora_router.front.generation import generate
 from manylora_router.front.http.asked import Form
 from manylora_router.front.http.exchange import Exchange
+from manylora_router.front.http.fields import Fields
 from manylora_router.front.intake import Intake
 from manylora_router.guard.admission import RequestInput
 from manylora_router.request.call import Calls
@@ -40,6 +42,11 @@ class Door:
     admin: Mapping[str, Callable[..., Any]]  # AdminService's handlers
     getrandbits: Callable[[int], int]
     now_unix_s: Callable[[], float]
+
+    async def read(self, exchange: Exchange, qos_class: QosClass | None = None) -> Fields:
+        """The body's fields."""
+        flow = (exchange.tenant, qos_class)
+        return Fields(await exchange.json(lambda size: self.intake.text_turn(flow, size)))
 
 
 @dataclass

@@ -40,7 +40,7 @@ _NO_TOOL_CALLS: tuple[tuple[str, tuple[Any, ...]], ...] = (
 
 
 async def chat(exchange: Exchange, door: Door) -> None:
-    fields = Fields(await exchange.json())
+    fields = await door.read(exchange)
     max_tokens = fields.integer("max_completion_tokens", at_least=1)
     older = fields.integer("max_tokens", at_least=1)
     request, form = asked.read(

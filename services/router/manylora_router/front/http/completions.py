@@ -18,7 +18,7 @@ MAX_PROMPTS = 64
 
 
 async def complete(exchange: Exchange, door: Door) -> None:
-    fields = Fields(await exchange.json())
+    fields = await door.read(exchange)
     max_tokens = fields.integer("max_tokens", at_least=1)
     top_logprobs = asked.read_logprobs_count(fields, "logprobs")
     request, form = asked.read(
@@ -28,7 +28,7 @@ async def complete(exchange: Exchange, door: Door) -> None:
         max_tokens=max_tokens,
         top_logprobs=top_logprobs,
     )
-    prompts = _prompts(fields, fields.flag("add_special_tokens", True))
+    prompts = _prompts(fields, fields.flag("add_special_tokens", True), door.intake.max_context_tokens)
     echoes = fields.flag("echo")
     if echoes and form.has_logprobs:
         fields.wrong("logprobs", "of a prompt are not built: leave out echo, or logprobs")
@@ -43,10 +43,10 @@ async def complete(exchange: Exchange, door: Door) -> None:
     await Answering(door, exchange, requests, form, TextShape(form, Logprobs(door.text, form), echoed, request.n)).run()
 
 
-def _prompts(fields: Fields, add_special_tokens: bool) -> list[Prompt]:
-    """A text, token ids, or a list of either."""
+def _prompts(fields: Fields, add_special_tokens: bool, context: int) -> list[Prompt]:
+    """A text, token ids, or a list of either. What is longer than the context is refused unread."""
     value = fields.raw("prompt")
-    if isinstance(value, str) or (value and is_token_ids(value)):
+    if isinstance(value, str) or (value and is_token_ids(value, context)):
         value = [value]
     if not isinstance(value, list) or not value:
         fields.wrong("prompt", "must be a text, a list of token ids, or a list of those")
@@ -58,7 +58,7 @@ def _prompts(fields: Fields, add_special_tokens: bool) -> list[Prompt]:
     for index, each in enumerate(value):
         if isinstance(each, str) and is_unicode(each):
             found.append(TextPrompt(each, add_special_tokens))
-        elif is_token_ids(each):
+        elif is_token_ids(each, context):
             found.append(TokenPrompt(each))
         else:
             fields.wrong(f"prompt[{index}]", "must be a text or a list of token ids")

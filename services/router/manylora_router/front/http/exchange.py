@@ -8,18 +8,19 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any
 
 from manylora_shared.errors import HttpError, InvalidRequest, ManyloraError, SlowReader
 from manylora_shared.transport.handling import MAX_MESSAGE_BYTES
 
 from manylora_router.front.http import errors
+from manylora_router.front.http.bodies import BodyRoom
 
 BODY_TIMEOUT_S = 30.0
 SLOW_READER_S = 15.0
 KEEP_ALIVE_S = 5.0  # an answer that has nothing to say for so long says that it lives
-LARGE_BODY_BYTES = 64 * 1024  # is parsed off the event loop
+LARGE_BODY_BYTES = 64 * 1024  # is parsed off the event loop, in its flow's turn
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -41,8 +42,10 @@ class Gone(Exception):
 class Exchange:
     """Used by one task."""
 
-    def __init__(self, scope: Message, receive: Receive, send: Send, request_id: str) -> None:
+    def __init__(self, scope: Message, receive: Receive, send: Send, request_id: str, room: BodyRoom) -> None:
         self.request_id = request_id
+        self.tenant = ""  # that the caller may ask for; empty: not known
+        self._room = room
         self.path: str = scope["path"]
         self.parameters: Mapping[str, str] = scope.get("path_params", {})
         self.peer = str((scope.get("client") or ("",))[0])
@@ -59,16 +62,20 @@ class Exchange:
 
     # The body
 
-    async def json(self) -> dict[str, Any]:
-        """Raises InvalidRequest, or Gone."""
-        data = await self._body()
-        parse = asyncio.to_thread(_parse, data) if len(data) > LARGE_BODY_BYTES else None
-        document = _parse(data) if parse is None else await parse
+    async def json(self, turn: Callable[[int], AbstractAsyncContextManager[None]]) -> dict[str, Any]:
+        """`turn`: of a body of so many bytes, where it is large. Raises InvalidRequest, Overloaded, or Gone."""
+        with self._room.hold(self.tenant) as take:
+            data = await self._body(take)
+            if len(data) <= LARGE_BODY_BYTES:
+                document = _parse(data)
+            else:
+                async with turn(len(data)):
+                    document = await asyncio.to_thread(_parse, data)
         if not isinstance(document, dict):
             raise InvalidRequest.of("body", "must be a JSON object")
         return document
 
-    async def _body(self) -> bytes:
+    async def _body(self, take: Callable[[int], None]) -> bytes:
         told = self.headers.get("content-length", "")
         if told.isdigit() and int(told) > MAX_MESSAGE_BYTES:
             raise _too_large()
@@ -76,9 +83,11 @@ class Exchange:
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 while not self._is_read:
-                    found += await self._read()
-                    if len(found) > MAX_MESSAGE_BYTES:
+                    part = await self._read()
+                    if len(found) + len(part) > MAX_MESSAGE_BYTES:
                         raise _too_large()
+                    take(len(part))
+                    found += part
         except TimeoutError:
             raise BodyLate.of("body", f"was not there after {BODY_TIMEOUT_S:g} seconds") from None
         return bytes(found)

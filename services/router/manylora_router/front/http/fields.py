@@ -77,15 +77,15 @@ class Fields:
             return ()
         return tuple(given[: most + 1])
 
-    def token_ids(self, name: str, *, most: int | None = None) -> Sequence[int]:
+    def token_ids(self, name: str, *, most: int) -> Sequence[int]:
         value = self.raw(name)
         if value is None:
             return ()
-        if not is_token_ids(value):
+        if not is_token_ids(value, most):
             self.wrong(name, "must be a list of token ids")
             return ()
         ids: list[int] = value
-        return ids if most is None else ids[: most + 1]
+        return ids[: most + 1]
 
     def biases(self, name: str, *, most: int) -> Mapping[int, float]:
         value = self.raw(name)
@@ -138,8 +138,11 @@ def is_unicode(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def is_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(each) is int and 0 <= each < 1 << 32 for each in value)
+def is_token_ids(value: Any, most: int) -> bool:
+    """As far as the first `most` and one more say."""
+    if not isinstance(value, list):
+        return False
+    return all(type(each) is int and 0 <= each < 1 << 32 for each in itertools.islice(value, most + 1))
 
 
 def _number(value: Any) -> float | None:

@@ -22,6 +22,7 @@ from manylora_shared.transport.handling import error_of
 from manylora_router.front.http import asked
 from manylora_router.front.http.adapters import load, unload
 from manylora_router.front.http.answers import Door
+from manylora_router.front.http.bodies import BodyRoom
 from manylora_router.front.http.chat import chat
 from manylora_router.front.http.completions import complete
 from manylora_router.front.http.exchange import Exchange, Gone, Message, Receive, Send
@@ -63,10 +64,11 @@ class Routes:
     def __init__(self, door: Door) -> None:
         self.running: set[asyncio.Task[None]] = set()
         self._door = door
+        self._room = BodyRoom()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", scope["type"]
-        exchange = Exchange(scope, receive, send, f"{self._door.getrandbits(128):032x}")
+        exchange = Exchange(scope, receive, send, f"{self._door.getrandbits(128):032x}", self._room)
         task = asyncio.current_task()
         assert task is not None
         self.running.add(task)
@@ -96,9 +98,9 @@ class Routes:
         """Before a byte of the body is read."""
         caller = asked.caller_of(exchange.headers)
         if (handlers := _GUARDED.get(path)) is not None:
-            self._door.intake.tenant_of(asked.nameless(caller))
+            exchange.tenant = self._door.intake.tenant_of(asked.nameless(caller))
         elif (handlers := _ADMIN.get(path)) is not None:
-            self._door.intake.known(caller.authorization)
+            exchange.tenant = self._door.intake.known(caller.authorization).tenant_id or ""
         else:
             raise NotFound(f"there is no {shown(exchange.path)} here")
         return handlers

@@ -9,12 +9,11 @@ from manylora_router.front.http import asked
 from manylora_router.front.http.answers import Door
 from manylora_router.front.http.chat import read_messages
 from manylora_router.front.http.exchange import Exchange
-from manylora_router.front.http.fields import Fields
 from manylora_router.guard.admission import Prompt, TextPrompt, TokenPrompt
 
 
 async def tokenize(exchange: Exchange, door: Door) -> None:
-    fields = Fields(await exchange.json())
+    fields = await door.read(exchange)
     fields.text("model")
     prompt: Prompt
     if fields.raw("messages") is not None:
@@ -34,9 +33,9 @@ async def tokenize(exchange: Exchange, door: Door) -> None:
 
 
 async def detokenize(exchange: Exchange, door: Door) -> None:
-    fields = Fields(await exchange.json())
+    fields = await door.read(exchange)
     fields.text("model")
-    prompt = TokenPrompt(fields.token_ids("tokens"))
+    prompt = TokenPrompt(fields.token_ids("tokens", most=door.intake.max_context_tokens))
     fields.close()
     fields.check()
     exchange.names = {"prompt": "tokens"}
