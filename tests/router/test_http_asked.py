@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from manylora_router.front.http.asked import HARMLESS, Caller, Form, caller_of, read
+from manylora_router.front.http.api.asked import HARMLESS, Caller, Form, caller_of, read
 from manylora_router.front.http.fields import Fields
 from manylora_router.guard.admission import RequestInput
 from manylora_shared.sampling import PARAMETERS, Kind, Sampling

@@ -9,7 +9,7 @@ import openai
 import pytest
 from http_fakes import http_front
 from manylora.v1 import common_pb2, worker_pb2
-from manylora_router.front.http.chat import read_messages
+from manylora_router.front.http.api.chat import read_messages
 from manylora_router.front.http.fields import Fields
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from router_fakes import STARTED, finished, ids_of, say, tokens, until

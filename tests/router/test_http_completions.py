@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 from http_fakes import http_front
-from manylora_router.front.http.completions import MAX_PROMPTS
+from manylora_router.front.http.api.completions import MAX_PROMPTS
 from openai.types import Completion
 from router_fakes import ids_of, say
 from test_http_chat import with_logprobs

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from manylora.v1 import common_pb2
-from manylora_router.front.http.answers import Choice
-from manylora_router.front.http.asked import Form
-from manylora_router.front.http.logprobs import Logprobs
+from manylora_router.front.http.api.answers import Choice
+from manylora_router.front.http.api.asked import Form
+from manylora_router.front.http.api.logprobs import Logprobs
 from manylora_sim.fake_text import FakeText
 from router_fakes import ids_of
 

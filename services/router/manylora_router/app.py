@@ -29,7 +29,7 @@ from manylora_router.admin.servicer import AdminServicer
 from manylora_router.admin.status import ClusterStatus
 from manylora_router.config import RouterConfig
 from manylora_router.front.grpc import InferenceServicer
-from manylora_router.front.http.answers import Door
+from manylora_router.front.http.api.answers import Door
 from manylora_router.front.http.routes import Routes
 from manylora_router.front.http.server import HttpServer
 from manylora_router.front.intake import Intake

@@ -19,15 +19,15 @@ from manylora_shared.errors import (
 )
 from manylora_shared.transport.handling import error_of
 
-from manylora_router.front.http import asked
-from manylora_router.front.http.adapters import load, unload
-from manylora_router.front.http.answers import Door
+from manylora_router.front.http.api import asked
+from manylora_router.front.http.api.adapters import load, unload
+from manylora_router.front.http.api.answers import Door
+from manylora_router.front.http.api.chat import chat
+from manylora_router.front.http.api.completions import complete
+from manylora_router.front.http.api.models import health, list_models, one_model, ready, version
+from manylora_router.front.http.api.tokens import detokenize, tokenize
 from manylora_router.front.http.bodies import BodyRoom
-from manylora_router.front.http.chat import chat
-from manylora_router.front.http.completions import complete
 from manylora_router.front.http.exchange import Exchange, Gone, Message, Receive, Send
-from manylora_router.front.http.models import health, list_models, one_model, ready, version
-from manylora_router.front.http.tokens import detokenize, tokenize
 
 Handler = Callable[[Exchange, Door], Awaitable[None]]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from manylora_shared.errors import NotFound, ServiceUnavailable, shown
 
-from manylora_router.front.http import asked
-from manylora_router.front.http.answers import Door
+from manylora_router.front.http.api import asked
+from manylora_router.front.http.api.answers import Door
 from manylora_router.front.http.exchange import Exchange
 from manylora_router.front.intake import Models
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from manylora_router.front.http import asked
-from manylora_router.front.http.answers import Answering, Choice, Door
-from manylora_router.front.http.asked import Form
+from manylora_router.front.http.api import asked
+from manylora_router.front.http.api.answers import Answering, Choice, Door
+from manylora_router.front.http.api.asked import Form
+from manylora_router.front.http.api.logprobs import Logprobs
 from manylora_router.front.http.exchange import Exchange
 from manylora_router.front.http.fields import Fields
-from manylora_router.front.http.logprobs import Logprobs
 from manylora_router.guard.admission import MAX_CHAT_MESSAGES, ChatPrompt
 
 _ROLES = {"developer": "system"}  # what OpenAI calls it now; templates know the older word

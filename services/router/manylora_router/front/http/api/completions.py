@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from manylora_router.front.http import asked
-from manylora_router.front.http.answers import Answering, Choice, Door
-from manylora_router.front.http.asked import Form
+from manylora_router.front.http.api import asked
+from manylora_router.front.http.api.answers import Answering, Choice, Door
+from manylora_router.front.http.api.asked import Form
+from manylora_router.front.http.api.logprobs import Logprobs
 from manylora_router.front.http.exchange import Exchange
 from manylora_router.front.http.fields import Fields, is_token_ids, is_unicode
-from manylora_router.front.http.logprobs import Logprobs
 from manylora_router.guard.admission import Prompt, TextPrompt, TokenPrompt
 
 MAX_PROMPTS = 64

@@ -7,8 +7,8 @@ from typing import Any
 
 from manylora.v1 import common_pb2
 
-from manylora_router.front.http.answers import Choice
-from manylora_router.front.http.asked import Form
+from manylora_router.front.http.api.answers import Choice
+from manylora_router.front.http.api.asked import Form
 from manylora_router.text.service import TextService
 
 _LEAST = -9999.0  # JSON has no infinity

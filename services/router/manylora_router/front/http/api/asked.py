@@ -18,7 +18,13 @@ from manylora_shared.sampling import MAX_TOP_LOGPROBS, PARAMETERS, Kind, Paramet
 from manylora_shared.tenancy.identity import AUTHORIZATION_KEY
 
 from manylora_router.front.http.fields import Fields
-from manylora_router.guard.admission import MAX_PRIORITY, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, RequestInput
+from manylora_router.guard.admission import (
+    MAX_CHOICES,
+    MAX_PRIORITY,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    RequestInput,
+)
 
 API_KEY = "x-api-key"
 
@@ -117,7 +123,7 @@ def read(
         sampling=_sampling(fields, top_logprobs),
         stop=fields.texts("stop", most=MAX_STOP_STRINGS),
         stop_token_ids=fields.token_ids("stop_token_ids", most=MAX_STOP_TOKEN_IDS),
-        n=fields.integer("n", at_least=1) or 1,
+        n=_num_choices(fields),
         request_class=caller.request_class,
         priority=_priority(fields, caller.priority),
         idempotency_key=caller.idempotency_key,
@@ -172,6 +178,13 @@ def _adapter(fields: Fields, model: str, named: str, base_model: str) -> str:
     if found and named and found != named:
         fields.wrong("model", f"names another adapter than the header {ADAPTER_KEY}")
     return found or named
+
+
+def _num_choices(fields: Fields) -> int:
+    n = fields.integer("n", at_least=1) or 1
+    if n > MAX_CHOICES:
+        fields.wrong("n", f"must be at most {MAX_CHOICES}")
+    return min(n, MAX_CHOICES)
 
 
 def _priority(fields: Fields, named: str) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from manylora_router.front.http import asked
-from manylora_router.front.http.answers import Door
-from manylora_router.front.http.chat import read_messages
+from manylora_router.front.http.api import asked
+from manylora_router.front.http.api.answers import Door
+from manylora_router.front.http.api.chat import read_messages
 from manylora_router.front.http.exchange import Exchange
 from manylora_router.guard.admission import Prompt, TextPrompt, TokenPrompt
 

@@ -14,7 +14,7 @@ from manylora.v1 import common_pb2
 from manylora_shared.ids import QosClass
 
 from manylora_router.front.generation import generate
-from manylora_router.front.http.asked import Form
+from manylora_router.front.http.api.asked import Form
 from manylora_router.front.http.exchange import Exchange
 from manylora_router.front.http.fields import Fields
 from manylora_router.front.intake import Intake

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from manylora.v1 import admin_pb2
 from manylora_shared.errors import AlreadyExists, HttpError
 
-from manylora_router.front.http import asked
-from manylora_router.front.http.answers import Door
+from manylora_router.front.http.api import asked
+from manylora_router.front.http.api.answers import Door
 from manylora_router.front.http.exchange import Exchange
 from manylora_router.front.http.fields import Fields
 
