@@ -9,8 +9,6 @@ import openai
 import pytest
 from http_fakes import http_front
 from manylora.v1 import common_pb2, worker_pb2
-from manylora_router.front.http.api.chat import read_messages
-from manylora_router.front.http.fields import Fields
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from router_fakes import STARTED, finished, ids_of, say, tokens, until
 
@@ -122,37 +120,3 @@ async def test_a_failure_in_mid_stream_is_an_event() -> None:
         with pytest.raises(openai.InternalServerError) as refused:
             await client.chat.completions.create(model="tiny", messages=HI)
         assert refused.value.status_code == 503
-
-
-def read(*messages: object) -> tuple[list[tuple[str, str]], list[str]]:
-    fields = Fields({"messages": list(messages)})
-    prompt = read_messages(fields)
-    return list(prompt.messages), [f"{v.field}: {v.description}" for v in fields.found]
-
-
-def test_messages_of_every_kind() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    given = [
-        {"role": "developer", "content": "s"},
-        {"role": "user", "content": parts, "name": "Ann"},
-        {"role": "assistant", "content": None, "refusal": None, "tool_calls": None},
-    ]
-    assert read(*given) == ([("system", "s"), ("user", "a\nb"), ("assistant", "")], [])
-
-
-@pytest.mark.parametrize(
-    ("message", "problem"),
-    [
-        ("hi", "messages[0]: must be an object"),
-        ({"content": "x"}, "messages[0].role: is missing"),
-        ({"role": "user", "content": 7}, "messages[0].content: must be a string"),
-        ({"role": "user", "content": "\ud800"}, "messages[0].content: has half of a surrogate pair"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0]: must be a part of type text"),
-        ({"role": "user", "content": [{"type": "text", "text": 1}]}, "messages[0].content[0].text: must be a string"),
-        ({"role": "user", "content": "x", "mood": 1}, "messages[0].mood: is not known here"),
-        ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls: is not supported"),
-    ],
-)
-def test_wrong_messages_are_named(message: object, problem: str) -> None:
-    _, problems = read(message)
-    assert any(each.startswith(problem) for each in problems), problems

@@ -25,7 +25,7 @@ def test_fields_have_the_callers_names() -> None:
         "sampling.top_logprobs",
     ]
     error = InvalidRequest.of_all([FieldViolation(field, "is wrong") for field in fields])
-    told = errors.document(error, {"top_logprobs": "logprobs"})["error"]
+    told = errors.ErrorForm().document(error, {"top_logprobs": "logprobs"})["error"]
     names = ["top_p", "messages[3].role", "prompt", "x-request-class", "logprobs"]
     assert told["message"] == "; ".join(f"{name}: is wrong" for name in names)
     assert (told["param"], told["type"], told["code"]) == ("top_p", "invalid_request_error", "invalid")
@@ -40,7 +40,7 @@ def test_fields_have_the_callers_names() -> None:
     ],
 )
 def test_a_message_that_begins_with_a_field(error: ManyloraError, message: str, param: str | None) -> None:
-    told = errors.document(error, {"x-adapter-id": "model"})["error"]
+    told = errors.ErrorForm().document(error, {"x-adapter-id": "model"})["error"]
     assert (told["message"], told["param"]) == (message, param)
 
 

@@ -1,7 +1,8 @@
-"""Errors in OpenAI's form: the document, and the headers that clients go by."""
+"""Errors as clients read them: the document, the event of a stream, and the headers that clients go by."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -20,17 +21,25 @@ _BASE = re.compile(r"[^.\[]*")
 _RETRIED = (Code.RESOURCE_EXHAUSTED, Code.FAILED_PRECONDITION)  # by clients, from the status alone
 
 
-def document(error: ManyloraError, names: Mapping[str, str]) -> dict[str, Any]:
-    """`names`: what this caller calls a field, by what the router calls it."""
-    if error.violations:
-        told = [(_name(v.field, names), v.description) for v in error.violations]
-        param: str | None = told[0][0]
-        message = "; ".join(f"{field}: {description}" for field, description in told)
-    else:
-        field = _FIELD.match(error.message)
-        param = _name(field[1], names) if field else None
-        message = f"{param}: {error.message[field.end() :]}" if field else error.message
-    return {"error": {"message": message, "type": error.http.type, "param": param, "code": error.label}}
+Names = Mapping[str, str]  # what this caller calls a field, by what the router calls it
+
+
+class ErrorForm:
+    """OpenAI's; other endpoints have their own."""
+
+    def document(self, error: ManyloraError, names: Names) -> dict[str, Any]:
+        if error.violations:
+            told = [(_name(v.field, names), v.description) for v in error.violations]
+            param: str | None = told[0][0]
+            message = "; ".join(f"{field}: {description}" for field, description in told)
+        else:
+            field = _FIELD.match(error.message)
+            param = _name(field[1], names) if field else None
+            message = f"{param}: {error.message[field.end() :]}" if field else error.message
+        return {"error": {"message": message, "type": error.http.type, "param": param, "code": error.label}}
+
+    def event(self, error: ManyloraError, names: Names) -> bytes:
+        return b"data: " + json.dumps(self.document(error, names)).encode() + b"\n\n"
 
 
 def headers(error: ManyloraError) -> dict[str, str]:
@@ -46,7 +55,7 @@ def headers(error: ManyloraError) -> dict[str, str]:
     return told
 
 
-def _name(field: str, names: Mapping[str, str]) -> str:
+def _name(field: str, names: Names) -> str:
     if field in names:
         return names[field]
     for routers, callers in _ROUTERS_NAMES:

@@ -53,7 +53,8 @@ class Exchange:
         self.has_begun = False
         self.has_ended = False
         self.is_gone = False
-        self.names: Mapping[str, str] = {}  # what the caller calls a field, by what the router calls it
+        self.names: errors.Names = {}
+        self.form = errors.ErrorForm()
         self._abort: Callable[[], None] = scope.get("state", {}).get("abort", lambda: None)
         self._receive = receive
         self._send = send
@@ -114,11 +115,10 @@ class Exchange:
 
     async def refuse(self, error: ManyloraError) -> None:
         """As a status where the answer has not begun, else as the stream's last event."""
-        document = errors.document(error, self.names)
         if not self.has_begun:
-            await self.answer(document, error.http.status, errors.headers(error))
+            await self.answer(self.form.document(error, self.names), error.http.status, errors.headers(error))
         elif not self.has_ended:
-            await self.write(b"data: " + json.dumps(document).encode() + b"\n\n")
+            await self.write(self.form.event(error, self.names))
             await self.end()
 
     async def begin_events(self, headers: Mapping[str, str] | None = None) -> None:

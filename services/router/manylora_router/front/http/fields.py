@@ -26,6 +26,14 @@ class Fields:
         self._left.pop(name, None)
         return self._document.get(name)
 
+    def peek(self, name: str) -> Any:
+        return self._document.get(name)
+
+    def members(self) -> dict[str, Any]:
+        """All of them, as they are."""
+        self._left.clear()
+        return dict(self._document)
+
     def wrong(self, name: str, description: str) -> None:
         self.found.append(FieldViolation(self.path + name, description))
 

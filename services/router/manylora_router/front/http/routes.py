@@ -24,7 +24,9 @@ from manylora_router.front.http.api.adapters import load, unload
 from manylora_router.front.http.api.answers import Door
 from manylora_router.front.http.api.chat import chat
 from manylora_router.front.http.api.completions import complete
+from manylora_router.front.http.api.messages import AnthropicErrors, count_tokens, create
 from manylora_router.front.http.api.models import health, list_models, one_model, ready, version
+from manylora_router.front.http.api.responses import respond
 from manylora_router.front.http.api.tokens import detokenize, tokenize
 from manylora_router.front.http.bodies import BodyRoom
 from manylora_router.front.http.exchange import Exchange, Gone, Message, Receive, Send
@@ -41,6 +43,9 @@ _OPEN: Mapping[str, Mapping[str, Handler]] = {  # to everybody
 _GUARDED: Mapping[str, Mapping[str, Handler]] = {
     "/v1/completions": {"POST": complete},
     "/v1/chat/completions": {"POST": chat},
+    "/v1/responses": {"POST": respond},
+    "/v1/messages": {"POST": create},
+    "/v1/messages/count_tokens": {"POST": count_tokens},
     "/tokenize": {"POST": tokenize},
     "/detokenize": {"POST": detokenize},
     "/v1/models": {"GET": list_models},
@@ -85,6 +90,8 @@ class Routes:
             self.running.discard(task)
 
     async def _answer(self, exchange: Exchange, method: str) -> None:
+        if exchange.path.startswith("/v1/messages"):
+            exchange.form = AnthropicErrors()
         path = _MODEL if exchange.path.startswith(_MODEL) else exchange.path
         handlers = _OPEN.get(path)
         if handlers is None:

@@ -145,7 +145,7 @@ class Answering:
             "usage": usage.document(),
             "system_fingerprint": None,
         }
-        await self._exchange.answer(document, headers=_headers(started[0]))
+        await self._exchange.answer(document, headers=headers_of(started[0]))
 
     async def _stream(self) -> None:
         events = _Events(self._form, self._shape, self._common)
@@ -155,7 +155,7 @@ class Answering:
                 base = number * self._n
                 told: list[bytes] = []
                 if (started := frame.started) is not None:
-                    await self._exchange.begin_events(_headers(started))
+                    await self._exchange.begin_events(headers_of(started))
                     usage.prompt_tokens += len(started.prompt_token_ids)
                     told += [events.opening(base + i, started.prompt_token_ids, usage) for i in range(self._n)]
                 if (delta := frame.delta) is not None:
@@ -283,7 +283,7 @@ def _prompt_of(started: Started | None) -> Sequence[int]:
     return started.prompt_token_ids if started is not None else ()
 
 
-def _headers(started: Started | None) -> dict[str, str]:
+def headers_of(started: Started | None) -> dict[str, str]:
     told: dict[str, str] = {}
     if started is None:
         return told

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,11 +10,10 @@ from manylora_router.front.http.api import asked
 from manylora_router.front.http.api.answers import Answering, Choice, Door
 from manylora_router.front.http.api.asked import Form
 from manylora_router.front.http.api.logprobs import Logprobs
+from manylora_router.front.http.api.prompts import chat_prompt
 from manylora_router.front.http.exchange import Exchange
 from manylora_router.front.http.fields import Fields
-from manylora_router.guard.admission import MAX_CHAT_MESSAGES, ChatPrompt
 
-_ROLES = {"developer": "system"}  # what OpenAI calls it now; templates know the older word
 _NEUTRAL_TOOLS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("tools", ([],)),
     ("functions", ([],)),
@@ -31,12 +29,6 @@ _NEUTRAL_TOOLS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("add_special_tokens", (False,)),
     ("echo", (False,)),
 )
-_NO_TOOL_CALLS: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("tool_calls", ([],)),
-    ("tool_call_id", ()),
-    ("function_call", ()),
-    ("audio", ()),
-)
 
 
 async def chat(exchange: Exchange, door: Door) -> None:
@@ -50,7 +42,7 @@ async def chat(exchange: Exchange, door: Door) -> None:
         max_tokens=max_tokens if max_tokens is not None else older,
         top_logprobs=_top_logprobs(fields),
     )
-    prompt = read_messages(fields)
+    prompt = chat_prompt(fields)
     for name, neutral in _NEUTRAL_TOOLS:
         fields.only(name, *neutral)
     fields.close()
@@ -58,49 +50,6 @@ async def chat(exchange: Exchange, door: Door) -> None:
     fields.check()
     requests = [replace(request, prompt=prompt, request_id=exchange.request_id)]
     await Answering(door, exchange, requests, form, ChatShape(form, Logprobs(door.text, form))).run()
-
-
-def read_messages(fields: Fields) -> ChatPrompt:
-    """Roles and texts. What is wrong is gathered in `fields`."""
-    given = fields.raw("messages")
-    if not isinstance(given, list) or not given:
-        fields.wrong("messages", "must be a list of at least one message")
-        return ChatPrompt([])
-    found = [_message(fields, index, each) for index, each in enumerate(given[: MAX_CHAT_MESSAGES + 1])]
-    return ChatPrompt(found)
-
-
-def _message(fields: Fields, index: int, given: Any) -> tuple[str, str]:
-    path = f"messages[{index}]"
-    if not isinstance(given, dict):
-        fields.wrong(path, "must be an object with role and content")
-        return "", ""
-    message = Fields(given, f"{path}.", fields.found)
-    role = message.text("role")
-    if not role:
-        message.wrong("role", "is missing")
-    for name, neutral in _NO_TOOL_CALLS:
-        message.only(name, *neutral)
-    message.ignore("name", "refusal", "annotations", "reasoning", "reasoning_content")
-    content = given.get("content")
-    text = _parts(message, content) if isinstance(content, list) else message.text("content")
-    message.close()
-    return _ROLES.get(role, role), text
-
-
-def _parts(message: Fields, parts: list[Any]) -> str:
-    message.ignore("content")
-    texts: list[str] = []
-    for index, part in enumerate(itertools.islice(parts, MAX_CHAT_MESSAGES)):
-        path = f"content[{index}]"
-        if not isinstance(part, dict) or part.get("type") != "text":
-            message.wrong(path, "must be a part of type text: this model takes no other")
-            break
-        inner = Fields(part, f"{message.path}{path}.", message.found)
-        inner.ignore("type", "cache_control")
-        texts.append(inner.text("text"))
-        inner.close()
-    return "\n".join(texts)
 
 
 def _top_logprobs(fields: Fields) -> int | None:

@@ -1,0 +1,40 @@
+"""Messages of a conversation, right and wrong."""
+
+from __future__ import annotations
+
+import pytest
+from manylora_router.front.http.api.prompts import read_messages
+from manylora_router.front.http.fields import Fields
+
+
+def read(*messages: object) -> tuple[list[tuple[str, str]], list[str]]:
+    fields = Fields({"messages": list(messages)})
+    return read_messages(fields), [f"{v.field}: {v.description}" for v in fields.found]
+
+
+def test_messages_of_every_kind() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    given = [
+        {"role": "developer", "content": "s"},
+        {"role": "user", "content": parts, "name": "Ann"},
+        {"role": "assistant", "content": None, "refusal": None, "tool_calls": None},
+    ]
+    assert read(*given) == ([("system", "s"), ("user", "a\nb"), ("assistant", "")], [])
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ("hi", "messages[0]: must be an object"),
+        ({"content": "x"}, "messages[0].role: is missing"),
+        ({"role": "user", "content": 7}, "messages[0].content: must be a string"),
+        ({"role": "user", "content": "\ud800"}, "messages[0].content: has half of a surrogate pair"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0]: must be a part of type text"),
+        ({"role": "user", "content": [{"type": "text", "text": 1}]}, "messages[0].content[0].text: must be a string"),
+        ({"role": "user", "content": "x", "mood": 1}, "messages[0].mood: is not known here"),
+        ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls: is not supported"),
+    ],
+)
+def test_wrong_messages_are_named(message: object, problem: str) -> None:
+    _, problems = read(message)
+    assert any(each.startswith(problem) for each in problems), problems
