@@ -80,5 +80,5 @@ async def test_errors_have_anthropics_form() -> None:
             async for _ in stream:
                 pass
 
-        with pytest.raises(anthropic.APIError, match="lost"):
+        with pytest.raises(anthropic.APIError, match="api_error"):
             await read()

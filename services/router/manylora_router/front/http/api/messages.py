@@ -17,8 +17,9 @@ from manylora_router.front.http.exchange import Exchange
 from manylora_router.front.http.fields import Fields
 from manylora_router.guard.admission import MAX_STOP_STRINGS, ChatPrompt
 
-_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-_MORE_TYPES = {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
+# where OpenAI's are not Anthropic's as well
+_TYPES = {"server_error": "api_error", "conflict_error": "invalid_request_error", "cancelled_error": "api_error"}
+_TOO_LARGE = 413
 _NOT_BUILT: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("tools", ([],)),
     ("tool_choice", ({"type": "auto"}, {"type": "none"})),
@@ -32,8 +33,8 @@ _HARMLESS = ("cache_control", "diagnostics", "inference_geo", "speed", "user_pro
 
 class AnthropicErrors(errors.ErrorForm):
     def document(self, error: ManyloraError, names: errors.Names) -> dict[str, Any]:
-        status = error.http.status
-        kind = _TYPES.get(status) or _MORE_TYPES.get(status) or "api_error"
+        status, kind = error.http
+        kind = "request_too_large" if status == _TOO_LARGE else _TYPES.get(kind, kind)
         message = super().document(error, names)["error"]["message"]
         return {"type": "error", "error": {"type": kind, "message": message}}
 
