@@ -10,18 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
 from manylora_shared.address import join_address, parse_address
 from manylora_shared.errors import Code, RpcError
-from manylora_shared.transport.base import Method, Service, methods_of
+from manylora_shared.transport.base import Gate, Method, Service, methods_of
 from manylora_shared.transport.handling import (
     MAX_MESSAGE_BYTES,
+    Admission,
     close_iterator,
     error_of,
-    parse_request,
     parse_response,
 )
 from manylora_shared.transport.health import Health
@@ -133,19 +133,12 @@ class MemoryNetwork:
         return bound
 
 
-class _Requests:
-    def __init__(self, pipe: Pipe, request_type: type[Message]) -> None:
-        self._pipe = pipe
-        self._request_type = request_type
+def _reader(pipe: Pipe) -> Callable[[], Awaitable[bytes | None]]:
+    async def read() -> bytes | None:
+        item = await pipe.receive()
+        return None if isinstance(item, End) else item
 
-    def __aiter__(self) -> _Requests:
-        return self
-
-    async def __anext__(self) -> Message:
-        item = await self._pipe.receive()
-        if isinstance(item, End):
-            raise StopAsyncIteration
-        return parse_request(self._request_type, item)
+    return read
 
 
 class _ServerCall:
@@ -177,8 +170,8 @@ class MemoryServer:
         self._wire = transport.network.wire
         self._address = address
         self._health = Health([service.descriptor.full_name for service in services])
-        self._methods: dict[str, tuple[Method, Callable[..., Any]]] = {
-            method.path: (method, service.handlers[name])
+        self._methods: dict[str, tuple[Method, Callable[..., Any], Gate | None]] = {
+            method.path: (method, service.handlers[name], service.gate)
             for service in (*services, self._health.service())
             for name, method in methods_of(service.descriptor).items()
         }
@@ -236,20 +229,31 @@ class MemoryServer:
             self._handle(call, *found, server_call), context=self._context.copy()
         )
 
-    async def _handle(self, call: Call, method: Method, handler: Callable[..., Any], server_call: _ServerCall) -> None:
+    async def _handle(
+        self, call: Call, method: Method, handler: Callable[..., Any], gate: Gate | None, server_call: _ServerCall
+    ) -> None:
         end = OK
+        admission: Admission | None = None
         try:
-            await self._run(call, method, handler, server_call)
+            admission = Admission(gate, server_call, method.request_type, _reader(call.requests))
+            await self._run(call, method, handler, admission, server_call)
         except (Exception, asyncio.CancelledError) as e:
             end = failed(error_of(method.path, e))
         finally:
             self._calls.pop(call, None)
+            if admission is not None:
+                admission.end()
         call.finish_server(end)
 
-    async def _run(self, call: Call, method: Method, handler: Callable[..., Any], server_call: _ServerCall) -> None:
-        request: Any = _Requests(call.requests, method.request_type)
-        if not method.client_streaming:
-            request = await anext(request)
+    async def _run(
+        self,
+        call: Call,
+        method: Method,
+        handler: Callable[..., Any],
+        admission: Admission,
+        server_call: _ServerCall,
+    ) -> None:
+        request = admission if method.client_streaming else await admission.single()
         if not method.server_streaming:
             if self._send(call, await handler(request, server_call)):
                 await self._may_go_on(call)

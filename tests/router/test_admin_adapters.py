@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from manylora.v1 import admin_pb2, worker_pb2
+from manylora_router.admin.adapters import MAX_UPLOADS, UPLOAD_IDLE_S
 from manylora_shared.coordination import keys
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.stores.adapter_files import CONFIG_NAME, WEIGHTS_NAME
@@ -215,22 +216,45 @@ def test_upload_that_stalls_is_given_up() -> None:
         stream = cluster.client.stream(ADMIN["AddAdapter"])
         await stream.write(header())
         await stream.write(GOOD[0])
-        with pytest.raises(RpcError, match="sent nothing"):
+        with pytest.raises(RpcError, match="behind 64 KiB a second"):
             await stream.read()
         nothing_is_left(cluster)
 
     simulate(test)
 
 
-def test_uploads_at_once_are_bounded() -> None:
+def test_upload_that_drips_is_given_up() -> None:
+    """A byte now and then is no progress."""
+
     async def test(cluster: RouterCluster) -> None:
-        held = [cluster.client.stream(ADMIN["AddAdapter"]) for _ in range(8)]
+        stream = cluster.client.stream(ADMIN["AddAdapter"])
+        await stream.write(header())
+        begun = asyncio.get_running_loop().time()
+
+        async def drip() -> None:
+            for _ in range(180):
+                await stream.write(chunk(WEIGHTS_NAME, b"w"))
+                await asyncio.sleep(20)
+
+        with pytest.raises(RpcError) as error:
+            await drip()
+        assert error.value.code is Code.DEADLINE_EXCEEDED
+        assert asyncio.get_running_loop().time() - begun < 2 * UPLOAD_IDLE_S
+        nothing_is_left(cluster)
+
+    simulate(test)
+
+
+def test_a_tenants_uploads_leave_places_for_others() -> None:
+    async def test(cluster: RouterCluster) -> None:
+        held = [cluster.client.stream(ADMIN["AddAdapter"]) for _ in range(MAX_UPLOADS)]
         for index, stream in enumerate(held):
             await stream.write(header(f"a{index}"))
         await asyncio.sleep(0.1)
-        with pytest.raises(RpcError) as error:
+        with pytest.raises(RpcError, match="of tenant acme") as error:
             await upload(cluster, header(), *GOOD)
         assert error.value.code is Code.RESOURCE_EXHAUSTED
+        assert (await upload(cluster, header(tenant_id="other"), *GOOD)).adapter.name == "lower"
         for stream in held:
             stream.cancel()
 

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from manylora_shared.coordination import keys
@@ -20,7 +21,9 @@ from manylora_shared.ids import AdapterUid
 from manylora_shared.process.clock import SystemClock, WallClock
 from manylora_shared.stores.adapter_files import AdapterFiles
 from manylora_shared.telemetry import Telemetry
-from manylora_shared.transport.base import Server, Transport
+from manylora_shared.transport.base import Server, Service, Transport
+from manylora_shared.transport.handling import MAX_MESSAGE_BYTES
+from manylora_shared.transport.places import Places
 
 from manylora_router.admin import operator_key
 from manylora_router.admin.adapters import AdapterIntake
@@ -28,11 +31,13 @@ from manylora_router.admin.service_levels import ServiceLevels
 from manylora_router.admin.servicer import AdminServicer
 from manylora_router.admin.status import ClusterStatus
 from manylora_router.config import RouterConfig
-from manylora_router.front.grpc import InferenceServicer
+from manylora_router.front.gate import CAPACITY, KEPT, MAX_REQUEST_BYTES, Gate, own_tenant
+from manylora_router.front.grpc import InferenceServicer, tenant_of
 from manylora_router.front.http.api.answers import Door
 from manylora_router.front.http.routes import Routes
 from manylora_router.front.http.server import HttpServer
 from manylora_router.front.intake import Intake
+from manylora_router.front.loop_turns import LoopTurns
 from manylora_router.links.channels import WorkerChannels
 from manylora_router.links.directory import Directory
 from manylora_router.links.scheduler_client import SchedulerClient
@@ -97,6 +102,7 @@ class RouterApp:
             rng=rng,
             default_max_tokens=config.default_max_tokens,
         )
+        self.places = Places(CAPACITY, kept=KEPT)
         self._inference = InferenceServicer(self.intake, self.calls)
         self._intake = AdapterIntake(
             directory=self.directory, files=adapter_store, text=text, channels=self.channels, clock=self._clock, rng=rng
@@ -127,7 +133,8 @@ class RouterApp:
             intake=self.intake,
             calls=self.calls,
             text=self._text,
-            admin=self.admin.service().handlers,
+            admin=self.admin.handlers,
+            places=self.places,
             getrandbits=self._rng.getrandbits,
             now_unix_s=self._clock.now_unix_s,
         )
@@ -159,8 +166,15 @@ class RouterApp:
             "uploads": self._intake.num_uploads,
             "streams": self.channels.num_users,
             "guarded": self.calls.guard.num_running,
+            "places": self.places.num_held,
             "channels": len(self.channels),
         }
+
+    def _services(self) -> list[Service]:
+        gate = partial(Gate, self.directory, self.places, LoopTurns())
+        inference = gate(tenant_of=tenant_of, max_message_bytes=MAX_REQUEST_BYTES)
+        admin = gate(tenant_of=lambda principal, call: own_tenant(principal), max_message_bytes=MAX_MESSAGE_BYTES)
+        return [self._inference.service(inference), self.admin.service(admin)]
 
     async def start(self) -> None:
         """Returns when this router serves. Waits for the store as long as it takes."""
@@ -174,9 +188,7 @@ class RouterApp:
             )
         self.directory.start()
         await self.directory.ready()
-        self._server = await self._transport.serve(
-            self.config.listen, [self._inference.service(), self.admin.service()]
-        )
+        self._server = await self._transport.serve(self.config.listen, self._services())
         self._tasks = [
             asyncio.create_task(self.scheduler.run(), name="scheduler-line"),
             asyncio.create_task(self._keep_house(), name="housekeeping"),

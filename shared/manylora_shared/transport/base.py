@@ -56,11 +56,29 @@ class ServerCall(Protocol):
         """In seconds; None: the caller set no deadline."""
 
 
+class Hold(Protocol):
+    """A call that was let in."""
+
+    async def before_parsing(self, size_bytes: int) -> None: ...
+
+    def release(self) -> None: ...
+
+
+class Gate(Protocol):
+    """Asked by a call's metadata alone: while it refuses, not a byte of the message is read."""
+
+    max_message_bytes: int
+
+    def enter(self, call: ServerCall) -> Hold:
+        """Raises ManyloraError."""
+
+
 @dataclass(frozen=True)
 class Service:
     descriptor: ServiceDescriptor
     handlers: Mapping[str, Callable[..., Any]]
     check: Callable[[ServerCall], None] | None = None  # the handlers' own: whatever carries their calls asks it first
+    gate: Gate | None = None
 
     def __post_init__(self) -> None:
         missing = {m.name for m in self.descriptor.methods} ^ set(self.handlers)

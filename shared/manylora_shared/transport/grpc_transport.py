@@ -10,7 +10,8 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -20,16 +21,17 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from manylora_shared.address import join_address, parse_address
 from manylora_shared.errors import Code, ManyloraError, Overloaded, RpcError
-from manylora_shared.transport.base import Method, Service, methods_of
+from manylora_shared.transport.base import Gate, Method, ServerCall, Service, methods_of
 from manylora_shared.transport.handling import (
     MAX_MESSAGE_BYTES,
+    Admission,
     close_iterator,
     error_of,
     is_task_cancelled,
-    parse_request,
     parse_response,
 )
 from manylora_shared.transport.health import Health
+from manylora_shared.transport.places import Places
 from manylora_shared.transport.status import DETAILS_KEY, decode_error, encode_details, message_of
 
 _LOG = logging.getLogger(__name__)
@@ -38,6 +40,9 @@ KEEPALIVE_TIME_MS = 1000
 KEEPALIVE_TIMEOUT_MS = 2000
 MAX_METADATA_BYTES = 16 * 1024
 MAX_CONCURRENT_CALLS = 16_384  # over all acceptors of a server
+MAX_PUBLIC_CALLS = 512  # of health and reflection
+MAX_CALLS_A_CONNECTION = 4_096  # a client's further calls wait on its side
+HANDSHAKE_TIMEOUT_MS = 10_000
 
 UNREACHABLE = "unreachable"  # the label of an UNAVAILABLE that no server sent
 _NO_CONNECTION = "failed to connect to all addresses"  # grpc's words
@@ -64,6 +69,8 @@ _KEEPALIVE: Options = (
 _SERVER: Options = (
     *_LIMITS,
     *_KEEPALIVE,
+    ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
+    ("grpc.max_concurrent_streams", MAX_CALLS_A_CONNECTION),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
     ("grpc.http2.max_ping_strikes", 0),
 )
@@ -120,26 +127,26 @@ class _ServerCall:
         return remaining
 
 
-class _Requests:
-    # by context.read: grpc's iterator is an async generator that nobody closes when a handler leaves it early
+def _reader(context: Any) -> Callable[[], Awaitable[bytes | None]]:
+    """By context.read: grpc's iterator is an async generator that nobody closes when a handler leaves it early."""
+    ended = False
 
-    __slots__ = ("_context", "_ended", "_request_type")
+    async def read() -> bytes | None:
+        nonlocal ended
+        if ended:
+            return None
+        data: Any = await context.read()
+        ended = data is grpc.aio.EOF
+        return None if ended else data
 
-    def __init__(self, context: Any, request_type: type[Message]) -> None:
-        self._context = context
-        self._request_type = request_type
-        self._ended = False
+    return read
 
-    def __aiter__(self) -> _Requests:
-        return self
 
-    async def __anext__(self) -> Message:
-        if not self._ended:
-            data = await self._context.read()
-            if data is not grpc.aio.EOF:
-                return parse_request(self._request_type, data)
-            self._ended = True
-        raise StopAsyncIteration
+def _given(data: bytes) -> Callable[[], Awaitable[bytes | None]]:
+    async def read() -> bytes | None:
+        return data
+
+    return read
 
 
 async def _abort(context: Any, error: ManyloraError) -> None:
@@ -151,7 +158,7 @@ async def _abort(context: Any, error: ManyloraError) -> None:
 
 
 class _Handlers:
-    """Knows the tasks that run handlers, and refuses more than MAX_CONCURRENT_CALLS."""
+    """Knows the tasks that run handlers, and refuses more than MAX_CONCURRENT_CALLS where no gate bounds them."""
 
     def __init__(self) -> None:
         self.running: set[asyncio.Task[Any]] = set()
@@ -160,56 +167,66 @@ class _Handlers:
         if len(self.running) >= MAX_CONCURRENT_CALLS:
             raise Overloaded(f"{MAX_CONCURRENT_CALLS} calls are under way here")
 
-    def wrap(self, method: Method, handler: Callable[..., Any]) -> Any:
-        """grpc's handler object, without (de)serializers."""
-        run = self._streaming(method, handler) if method.server_streaming else self._single(method, handler)
-        kind = ("stream" if method.client_streaming else "unary") + ("_stream" if method.server_streaming else "_unary")
+    def wrap(self, method: Method, service: Service) -> Any:
+        """grpc's handler object, without (de)serializers. To grpc a gated call is one that streams its request: grpc
+        reads a single one before it asks anybody.
+        """
+        handler, gate = service.handlers[method.path.rpartition("/")[2]], service.gate
+        run = (self._streaming if method.server_streaming else self._single)(method, handler, gate)
+        kind = ("stream" if method.client_streaming or gate is not None else "unary") + (
+            "_stream" if method.server_streaming else "_unary"
+        )
         return getattr(grpc, f"{kind}_rpc_method_handler")(run)
 
-    def _single(self, method: Method, handler: Callable[..., Any]) -> Callable[..., Any]:
+    def _admitted(self, method: Method, gate: Gate | None, data: Any, context: Any) -> tuple[Admission, _ServerCall]:
+        if gate is None:
+            self._check_room()
+        read = _reader(context) if gate is not None or method.client_streaming else _given(data)
+        call = _ServerCall(context)
+        return Admission(gate, call, method.request_type, read), call
+
+    def _single(self, method: Method, handler: Callable[..., Any], gate: Gate | None) -> Callable[..., Any]:
         running = self.running
-        request_type, client_streaming = method.request_type, method.client_streaming
 
         async def run(data: Any, context: Any) -> bytes:
             task = asyncio.current_task()
             assert task is not None
+            admission: Admission | None = None
             try:
-                self._check_room()
+                admission, call = self._admitted(method, gate, data, context)
                 running.add(task)
-                request = _Requests(context, request_type) if client_streaming else parse_request(request_type, data)
-                response: Message = await handler(request, _ServerCall(context))
+                request = admission if method.client_streaming else await admission.single()
+                response: Message = await handler(request, call)
                 encoded: bytes = response.SerializeToString()
                 return encoded
             except (Exception, asyncio.CancelledError) as e:
                 error = error_of(method.path, e)
             finally:
                 running.discard(task)
+                if admission is not None:
+                    admission.end()
             await _abort(context, error)
             raise AssertionError("abort returned")
 
         return run
 
-    def _streaming(self, method: Method, handler: Callable[..., Any]) -> Callable[..., Any]:
+    def _streaming(self, method: Method, handler: Callable[..., Any], gate: Gate | None) -> Callable[..., Any]:
         running = self.running
-        request_type, client_streaming = method.request_type, method.client_streaming
 
         async def run(data: Any, context: Any) -> None:
             task = asyncio.current_task()
             assert task is not None
+            admission: Admission | None = None
             responses: Any = None
             write = context.write
             try:
                 while True:
                     try:
-                        if responses is None:
-                            self._check_room()
+                        if admission is None:
+                            admission, call = self._admitted(method, gate, data, context)
                             running.add(task)
-                            request = (
-                                _Requests(context, request_type)
-                                if client_streaming
-                                else parse_request(request_type, data)
-                            )
-                            responses = handler(request, _ServerCall(context)).__aiter__()
+                            request = admission if method.client_streaming else await admission.single()
+                            responses = handler(request, call).__aiter__()
                         response = await responses.__anext__()
                     except StopAsyncIteration:
                         return
@@ -226,9 +243,38 @@ class _Handlers:
                 if responses is not None:
                     await close_iterator(responses)
                 running.discard(task)
+                if admission is not None:
+                    admission.end()
             await _abort(context, error)
 
         return run
+
+
+class _Strangers:
+    """The gate of what needs no key (health, reflection): no peer keeps all others from it."""
+
+    max_message_bytes = 4 * 1024
+
+    def __init__(self) -> None:
+        self._places = Places(MAX_PUBLIC_CALLS, kept=MAX_PUBLIC_CALLS // 2)
+
+    def enter(self, call: ServerCall) -> _Stranger:
+        return _Stranger(self._places, call.peer.rpartition(":")[0])
+
+
+class _Stranger:
+    __slots__ = ("_peer", "_places")
+
+    def __init__(self, places: Places, peer: str) -> None:
+        self._places = places
+        self._peer = peer
+        places.enter(peer)
+
+    async def before_parsing(self, size_bytes: int) -> None:
+        pass
+
+    def release(self) -> None:
+        self._places.leave(self._peer)
 
 
 class GrpcServer:
@@ -433,16 +479,15 @@ class GrpcTransport:
         host, port = parse_address(address)
         names = [service.descriptor.full_name for service in services]
         health = Health(names)
+        public = (health.service(), _reflection_service(names))
+        strangers = _Strangers()
         handlers = _Handlers()
         generic_handlers = [
             grpc.method_handlers_generic_handler(
                 service.descriptor.full_name,
-                {
-                    name: handlers.wrap(method, service.handlers[name])
-                    for name, method in methods_of(service.descriptor).items()
-                },
+                {name: handlers.wrap(method, service) for name, method in methods_of(service.descriptor).items()},
             )
-            for service in (*services, health.service(), _reflection_service(names))
+            for service in (*services, *(replace(each, gate=strangers) for each in public))
         ]
         try:
             if self._num_acceptors > 1 and port:

@@ -17,7 +17,6 @@ from manylora_shared.errors import (
     DeadlineExceeded,
     FieldViolation,
     InvalidRequest,
-    Overloaded,
     PermissionDenied,
     RpcError,
     ServiceUnavailable,
@@ -29,6 +28,7 @@ from manylora_shared.stores.adapter_tokenizer import BroughtTokenizer
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.identity import Principal, Scope
 from manylora_shared.transport.base import methods_of
+from manylora_shared.transport.places import Places
 
 from manylora_router.links.channels import WorkerChannels
 from manylora_router.links.directory import Directory
@@ -37,8 +37,10 @@ from manylora_router.text.service import TextService
 _LOG = logging.getLogger(__name__)
 _VALIDATE_ADAPTER = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])["ValidateAdapter"]
 
-MAX_UPLOADS = 8  # of one router, at a time
-UPLOAD_IDLE_S = 60.0  # an upload that sends nothing for so long is given up
+MAX_UPLOADS = 32  # of one router, at a time
+KEPT_UPLOADS = 8  # of these, for tenants that have none
+UPLOAD_IDLE_S = 60.0  # an upload that is waited for so long in all, beside the time that its bytes take, is given up
+SLOWEST_BYTES_PER_S = 64 * 1024
 _VALIDATE_TIMEOUT_S = 300.0
 
 
@@ -59,11 +61,11 @@ class AdapterIntake:
         self._channels = channels
         self._clock = clock
         self._rng = rng
-        self._num_uploads = 0
+        self._uploads = Places(MAX_UPLOADS, kept=KEPT_UPLOADS, few=1)
 
     @property
     def num_uploads(self) -> int:
-        return self._num_uploads
+        return self._uploads.num_held
 
     async def read_header(
         self, requests: AsyncIterator[admin_pb2.AddAdapterRequest], caller: Principal
@@ -97,17 +99,12 @@ class AdapterIntake:
 
         Raises:
             InvalidRequest: with all that is wrong.
-            Overloaded: MAX_UPLOADS run already.
-            DeadlineExceeded: nothing came for UPLOAD_IDLE_S.
+            Overloaded: as many run already as the tenant may have.
+            DeadlineExceeded: the files come too slowly.
             ServiceUnavailable: no worker answers.
         """
-        if self._num_uploads >= MAX_UPLOADS:
-            raise Overloaded(f"{MAX_UPLOADS} adapters are being added at this router already", retry_after_s=1.0)
-        self._num_uploads += 1
-        try:
+        with self._uploads.held(f"tenant {header.tenant_id} that add an adapter"):
             return await self._take_in(header, requests)
-        finally:
-            self._num_uploads -= 1
 
     async def _take_in(
         self, header: admin_pb2.AddAdapterHeader, requests: AsyncIterator[admin_pb2.AddAdapterRequest]
@@ -133,21 +130,32 @@ class AdapterIntake:
             raise InvalidRequest.of_all(problems)
 
     async def _receive(self, requests: AsyncIterator[admin_pb2.AddAdapterRequest], incoming: str) -> None:
-        while (message := await self._next(requests)) is not None:
+        loop, waited_s, received_bytes = asyncio.get_running_loop(), 0.0, 0
+        while True:
+            asked_at = loop.time()
+            left_s = UPLOAD_IDLE_S + received_bytes / SLOWEST_BYTES_PER_S - waited_s
+            message = await self._next(requests, min(UPLOAD_IDLE_S, left_s))
+            waited_s += loop.time() - asked_at
+            if message is None:
+                return
             if message.WhichOneof("part") != "chunk":
                 raise InvalidRequest.of("chunk", "must be every message after the first")
+            received_bytes += len(message.chunk.data)
             await self._files.append(incoming, message.chunk.file_name, message.chunk.data)
 
     async def _no_chunks(self, requests: AsyncIterator[admin_pb2.AddAdapterRequest]) -> None:
         if await self._next(requests) is not None:
             raise InvalidRequest.of("chunk", "must not be sent with header.store_path")
 
-    async def _next(self, requests: AsyncIterator[admin_pb2.AddAdapterRequest]) -> admin_pb2.AddAdapterRequest | None:
+    async def _next(
+        self, requests: AsyncIterator[admin_pb2.AddAdapterRequest], within_s: float = UPLOAD_IDLE_S
+    ) -> admin_pb2.AddAdapterRequest | None:
         try:
-            async with asyncio.timeout(UPLOAD_IDLE_S):
+            async with asyncio.timeout(within_s):
                 return await anext(requests, None)
         except TimeoutError:
-            raise DeadlineExceeded(f"the upload sent nothing for {UPLOAD_IDLE_S:g} seconds") from None
+            told = f"more than {UPLOAD_IDLE_S:g} seconds behind {SLOWEST_BYTES_PER_S // 1024} KiB a second"
+            raise DeadlineExceeded(f"the upload is {told}") from None
 
     async def _validate(self, header: admin_pb2.AddAdapterHeader, incoming: str, uid: AdapterUid) -> AdapterRecord:
         """Raises InvalidRequest with all that is wrong, ServiceUnavailable where no worker answers."""

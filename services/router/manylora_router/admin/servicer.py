@@ -10,7 +10,8 @@ import asyncio
 import dataclasses
 import logging
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 from manylora.v1 import admin_pb2
 from manylora_shared.coordination import keys
@@ -30,7 +31,7 @@ from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.adapter_shares import pins_problem
 from manylora_shared.tenancy.identity import TENANT_SCOPES, Principal, Scope, authenticate, new_key
 from manylora_shared.tenancy.policy import TenantPolicy, line_of, parse_policy
-from manylora_shared.transport.base import ServerCall, Service
+from manylora_shared.transport.base import Gate, ServerCall, Service
 
 from manylora_router.admin.adapters import AdapterIntake
 from manylora_router.admin.service_levels import ServiceLevels
@@ -64,24 +65,25 @@ class AdminServicer:
         self._clock = clock
         self._rng = rng
 
-    def service(self) -> Service:
-        return Service(
-            admin_pb2.DESCRIPTOR.services_by_name["AdminService"],
-            {
-                "ApplyTenant": self.apply_tenant,
-                "GetTenant": self.get_tenant,
-                "ListTenants": self.list_tenants,
-                "DeleteTenant": self.delete_tenant,
-                "AddAdapter": self.add_adapter,
-                "ListAdapters": self.list_adapters,
-                "RemoveAdapter": self.remove_adapter,
-                "CreateKey": self.create_key,
-                "ListKeys": self.list_keys,
-                "RevokeKey": self.revoke_key,
-                "LiftQuarantine": self.lift_quarantine,
-                "GetStatus": self.get_status,
-            },
-        )
+    @property
+    def handlers(self) -> dict[str, Callable[..., Any]]:
+        return {
+            "ApplyTenant": self.apply_tenant,
+            "GetTenant": self.get_tenant,
+            "ListTenants": self.list_tenants,
+            "DeleteTenant": self.delete_tenant,
+            "AddAdapter": self.add_adapter,
+            "ListAdapters": self.list_adapters,
+            "RemoveAdapter": self.remove_adapter,
+            "CreateKey": self.create_key,
+            "ListKeys": self.list_keys,
+            "RevokeKey": self.revoke_key,
+            "LiftQuarantine": self.lift_quarantine,
+            "GetStatus": self.get_status,
+        }
+
+    def service(self, gate: Gate) -> Service:
+        return Service(admin_pb2.DESCRIPTOR.services_by_name["AdminService"], self.handlers, gate=gate)
 
     def _caller(self, call: ServerCall) -> Principal:
         """Raises Unauthenticated."""

@@ -9,11 +9,12 @@ from contextlib import aclosing
 from manylora.v1 import inference_pb2
 from manylora_shared.metadata import ADAPTER_KEY, CLASS_KEY, IDEMPOTENCY_KEY, PRIORITY_KEY, TENANT_KEY, TRACEPARENT_KEY
 from manylora_shared.sampling import Sampling
-from manylora_shared.tenancy.identity import AUTHORIZATION_KEY
-from manylora_shared.transport.base import ServerCall, Service
+from manylora_shared.tenancy.identity import AUTHORIZATION_KEY, Principal
+from manylora_shared.transport.base import Gate, ServerCall, Service
 
 from manylora_router.front.generation import generate
 from manylora_router.front.intake import Intake
+from manylora_router.guard import admission
 from manylora_router.guard.admission import (
     MAX_CHAT_MESSAGES,
     ChatPrompt,
@@ -31,9 +32,9 @@ class InferenceServicer:
         self._intake = intake
         self._calls = calls
 
-    def service(self) -> Service:
+    def service(self, gate: Gate) -> Service:
         descriptor = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
-        return Service(descriptor, {"Generate": self.generate, "ListModels": self.list_models})
+        return Service(descriptor, {"Generate": self.generate, "ListModels": self.list_models}, gate=gate)
 
     async def list_models(
         self, request: inference_pb2.ListModelsRequest, call: ServerCall
@@ -52,6 +53,11 @@ class InferenceServicer:
         async with aclosing(generate(plain, intake=self._intake, calls=self._calls)) as frames:
             async for frame in frames:
                 yield message_of(frame)
+
+
+def tenant_of(principal: Principal, call: ServerCall) -> str:
+    """Raises PermissionDenied."""
+    return admission.tenant_of(principal, call.metadata.get(TENANT_KEY, ""))
 
 
 def read_request(

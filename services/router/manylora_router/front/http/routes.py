@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
 
 from manylora_shared.errors import (
     HttpError,
@@ -19,6 +20,7 @@ from manylora_shared.errors import (
 )
 from manylora_shared.transport.handling import error_of
 
+from manylora_router.front.gate import account_of
 from manylora_router.front.http.api import asked
 from manylora_router.front.http.api.adapters import load, unload
 from manylora_router.front.http.api.answers import Door
@@ -93,9 +95,14 @@ class Routes:
         if exchange.path.startswith("/v1/messages"):
             exchange.form = AnthropicErrors()
         path = _MODEL if exchange.path.startswith(_MODEL) else exchange.path
-        handlers = _OPEN.get(path)
-        if handlers is None:
-            handlers = self._guarded(exchange, path)
+        with ExitStack() as held:
+            handlers = _OPEN.get(path)
+            if handlers is None:
+                handlers = self._guarded(exchange, path)
+                held.enter_context(self._door.places.held(account_of(exchange.tenant)))
+            await self._handle(exchange, method, handlers)
+
+    async def _handle(self, exchange: Exchange, method: str, handlers: Mapping[str, Handler]) -> None:
         handler = handlers.get("GET" if method == "HEAD" else method)
         if handler is None:
             raise MethodNotAllowed(f"{shown(exchange.path)} takes {' or '.join(handlers)}")

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from manylora.v1 import common_pb2
 from manylora_shared.ids import QosClass
+from manylora_shared.transport.places import Places
 
 from manylora_router.front.generation import generate
 from manylora_router.front.http.api.asked import Form
@@ -40,6 +41,7 @@ class Door:
     calls: Calls
     text: TextService
     admin: Mapping[str, Callable[..., Any]]  # AdminService's handlers
+    places: Places
     getrandbits: Callable[[int], int]
     now_unix_s: Callable[[], float]
 

@@ -1,0 +1,148 @@
+"""The gate before every gRPC call: strangers' bytes are not read, and no tenant takes everybody's places."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import resource
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import pytest
+from manylora.v1 import inference_pb2
+from manylora_router.front.gate import MAX_REQUEST_BYTES, Gate
+from manylora_router.front.grpc import tenant_of
+from manylora_router.front.loop_turns import LoopTurns
+from manylora_router.links.directory import Directory
+from manylora_shared.errors import Code, RpcError
+from manylora_shared.tenancy.identity import NewKey, bearer, new_key
+from manylora_shared.transport import handling
+from manylora_shared.transport.base import Channel, Service, Stream, methods_of
+from manylora_shared.transport.grpc_transport import GrpcTransport
+from manylora_shared.transport.places import Places
+from router_fakes import until
+
+DESCRIPTOR = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
+METHODS = methods_of(DESCRIPTOR)
+BOMB = inference_pb2.GenerateRequest(
+    chat=inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage()] * 1_900_000)
+)  # 3.8 MB that take a hundred once they are parsed
+
+
+def key_of(tenant: str) -> NewKey:
+    bits = random.Random(tenant).getrandbits
+    return new_key(bits, tenant_id=tenant, scopes=["generate"], name="", now_unix_s=1.0)
+
+
+class Router:
+    """What is behind the gate."""
+
+    def __init__(self, places: Places) -> None:
+        self.places = places
+        self.keys = {tenant: key_of(tenant) for tenant in ("acme", "other")}
+        self.going_on = asyncio.Event()
+        self.turns = LoopTurns()
+
+    def service(self) -> Service:
+        records = {key.record.key_id: key.record for key in self.keys.values()}
+        directory = cast(Directory, _Keys(records))
+        gate = Gate(directory, self.places, self.turns, tenant_of=tenant_of, max_message_bytes=MAX_REQUEST_BYTES)
+        return Service(DESCRIPTOR, {"Generate": self.generate, "ListModels": self.list_models}, gate=gate)
+
+    async def generate(self, request: Any, call: Any) -> AsyncIterator[Any]:
+        yield inference_pb2.GenerateResponse(frame=len(request.text))
+        await self.going_on.wait()
+
+    async def list_models(self, request: Any, call: Any) -> Any:
+        return inference_pb2.ListModelsResponse(base_model="base")
+
+    def credentials(self, tenant: str) -> dict[str, str]:
+        return bearer(self.keys[tenant].key)
+
+
+class _Keys:
+    def __init__(self, records: dict[str, Any]) -> None:
+        self.key_of = records.get
+
+
+@asynccontextmanager
+async def served(capacity: int = 1_000, kept: int = 100) -> AsyncIterator[tuple[Router, Channel]]:
+    router = Router(Places(capacity, kept=kept, few=2))
+    server = await GrpcTransport().serve("127.0.0.1:0", [router.service()])
+    channel = GrpcTransport().connect(server.address)
+    try:
+        yield router, channel
+        assert router.places.num_held == 0
+    finally:
+        router.going_on.set()
+        await channel.close()
+        await server.stop(0)
+
+
+def ask(router: Router, channel: Channel, tenant: str, text: str = "") -> Stream:
+    request = inference_pb2.GenerateRequest(text=text)
+    return channel.stream(METHODS["Generate"], request, metadata=router.credentials(tenant))
+
+
+async def code_of(channel: Channel, request: Any, metadata: dict[str, str]) -> tuple[Code, str]:
+    with pytest.raises(RpcError) as caught:
+        await channel.stream(METHODS["Generate"], request, metadata=metadata).read()
+    return caught.value.code, caught.value.message
+
+
+async def test_a_strangers_message_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handling, "parse_request", None)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    async with served() as (_, channel):
+        codes = await asyncio.gather(*(code_of(channel, BOMB, {}) for _ in range(32)))
+        assert {code for code, _ in codes} == {Code.UNAUTHENTICATED}
+        with pytest.raises(RpcError) as caught:
+            await channel.call(METHODS["ListModels"], inference_pb2.ListModelsRequest())
+        assert caught.value.code is Code.UNAUTHENTICATED
+    grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    assert grown_mib < 400, "client and server together: 32 messages of 3.8 MB are here several times"
+
+
+async def test_another_tenants_name_is_refused_before_the_message_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handling, "parse_request", None)
+    async with served() as (router, channel):
+        code, _ = await code_of(channel, BOMB, {**router.credentials("acme"), "x-tenant-id": "other"})
+        assert code is Code.PERMISSION_DENIED
+
+
+async def test_a_keys_message_is_as_large_as_a_request_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served() as (router, channel):
+        stream = ask(router, channel, "acme", "x" * 1_000_000)
+        assert (await stream.read()).frame == 1_000_000
+        stream.cancel()
+        monkeypatch.setattr(handling, "parse_request", None)
+        told = await code_of(channel, BOMB, router.credentials("acme"))
+        assert told == (
+            Code.INVALID_ARGUMENT,
+            f"prompt.chat: has 3800000 bytes; a request has at most {MAX_REQUEST_BYTES} in all",
+        )
+
+
+async def test_a_tenants_calls_leave_places_for_others() -> None:
+    async with served(capacity=20, kept=4) as (router, channel):
+        held = [ask(router, channel, "acme") for _ in range(8)]
+        for stream in held:
+            await stream.read()
+        code, message = await code_of(channel, inference_pb2.GenerateRequest(), router.credentials("acme"))
+        assert (code, message[:25]) == (Code.RESOURCE_EXHAUSTED, "8 calls of tenant acme ar")
+        for _ in range(50):  # strangers have no places at all
+            assert (await code_of(channel, inference_pb2.GenerateRequest(), {}))[0] is Code.UNAUTHENTICATED
+        other = ask(router, channel, "other")
+        assert (await other.read()).frame == 0
+        for stream in (*held, other):
+            stream.cancel()
+        await until(lambda: not router.places.num_held)
+
+
+async def test_a_call_that_sends_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handling, "REQUEST_TIMEOUT_S", 0.05)
+    async with served() as (router, channel):
+        silent = channel._channel.stream_stream(METHODS["Generate"].path)  # type: ignore[attr-defined]
+        call = silent(metadata=tuple(router.credentials("acme").items()))
+        assert (await call.code()).value[0] == int(Code.DEADLINE_EXCEEDED)
