@@ -26,6 +26,7 @@ class FakeApp:
     events: list[str] = field(default_factory=list)
     instance_id: str = "s0"
     address: str = "127.0.0.1:7"
+    endpoints: dict[str, str] = field(default_factory=lambda: {"http": "127.0.0.1:8"})
 
     async def start(self) -> None:
         self._happens("start")
@@ -67,7 +68,7 @@ async def test_it_is_ready_serves_and_ends_when_told(capsys: pytest.CaptureFixtu
     app = FakeApp(terminated_at="serving")
     assert await run(app)
     assert app.events == ["start", "serving", "stop"]
-    ready = {"ready": True, "service": "router", "id": "s0", "address": "127.0.0.1:7"}
+    ready = {"ready": True, "service": "router", "id": "s0", "address": "127.0.0.1:7", "http": "127.0.0.1:8"}
     assert json.loads(capsys.readouterr().out) == ready
 
 
