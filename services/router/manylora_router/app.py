@@ -107,13 +107,7 @@ class RouterApp:
         self._intake = AdapterIntake(
             directory=self.directory, files=adapter_store, text=text, channels=self.channels, clock=self._clock, rng=rng
         )
-        levels = ServiceLevels(
-            router_id=self.router_id,
-            directory=self.directory,
-            transport=transport,
-            slo=self.calls.slo,
-            guard=self.calls.guard,
-        )
+        levels = self._service_levels()
         self._status = ClusterStatus(directory=self.directory, transport=peers, levels=levels)
         self.admin = AdminServicer(
             directory=self.directory,
@@ -126,6 +120,15 @@ class RouterApp:
         )
         self._http = HttpServer(Routes(self.door)) if config.http_listen else None
         self._lease = LeaseSession(store, ttl_s=config.lease_ttl_s)
+
+    def _service_levels(self) -> ServiceLevels:
+        return ServiceLevels(
+            router_id=self.router_id,
+            directory=self.directory,
+            transport=self._transport,
+            slo=self.calls.slo,
+            guard=self.calls.guard,
+        )
 
     @property
     def door(self) -> Door:
