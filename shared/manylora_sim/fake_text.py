@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from manylora_shared.errors import FieldViolation
 from manylora_shared.stores.adapter_tokenizer import BroughtTokenizer, differences
@@ -36,8 +38,16 @@ class FakeText:
     async def encode(self, text: str, add_special_tokens: bool = True) -> Sequence[int]:
         return self.ids(text)
 
-    async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> Sequence[int]:
-        return self.ids("".join(f"{role}: {content}\n" for role, content in messages))
+    async def encode_chat(
+        self,
+        messages: Sequence[tuple[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Sequence[int]:
+        text = "".join(f"{role}: {content}\n" for role, content in messages)
+        return self.ids(text.removesuffix("\n") if continue_final_message else text)
 
     async def encode_words(self, words: Sequence[str]) -> Sequence[Sequence[int]]:
         return [self.ids(word.lstrip() or word) for word in words]

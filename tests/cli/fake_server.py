@@ -93,6 +93,9 @@ class FakeRouter:
                 frame=frame,
                 delta=inference_pb2.Delta(choice=0, first_position=index, token_ids=[100 + index], text=text),
             )
+            for choice in range(1, request.n):  # the others come mixed with the first
+                delta = inference_pb2.Delta(choice=choice, first_position=index, token_ids=[7], text=text.lower())
+                yield inference_pb2.GenerateResponse(frame=frame, delta=delta)
             if word == "DIE":
                 yield _finished(frame + 1, common_pb2.OUTCOME_WORKER_LOST, frame)
                 raise WorkerLost("worker w-1 was lost")

@@ -103,6 +103,30 @@ async def test_a_prompt_is_a_chat_message_where_there_is_a_template(manylora: Ma
         assert (await manylora("generate", *arguments)).exit_code == 2
 
 
+async def test_an_answer_that_begins_as_it_is_told(manylora: Manylora, router: FakeRouter) -> None:
+    router.has_chat_template = True
+    thinks_not = ("--template-kwarg", "enable_thinking=false", "--template-kwarg", "mode=brief")
+    out = await manylora("generate", "--tenant", "acme", "--prefill", "{", *thinks_not, "hi")
+    assert (out.exit_code, router.chats) == (0, [[("user", "hi"), ("assistant", "{")]])
+    chat = router.requests[0].chat
+    assert (chat.continue_final_message, chat.HasField("add_generation_prompt")) == (True, False)
+    assert dict(chat.chat_template_kwargs) == {"enable_thinking": False, "mode": "brief"}
+    for arguments in (("--prefill", "s", "--raw", "hi"), ("--template-kwarg", "a=1", "--token-ids", "1")):
+        assert (await manylora("generate", *arguments)).exit_code == 2
+    out = await manylora("generate", "--template-kwarg", "a", "hi")
+    assert (out.exit_code, out.stderr) == (2, "Error: --template-kwarg: 'a' is not NAME=JSON\n")
+
+
+async def test_choices_are_shown_one_after_the_other(manylora: Manylora, router: FakeRouter) -> None:
+    out = await manylora("generate", "--tenant", "acme", "--n", "2", "one two")
+    assert (out.exit_code, router.requests[0].n) == (0, 2)
+    assert (out.stdout, out.stderr) == ("--- choice 1\nONE TWO\n--- choice 2\none two\n", "")
+    out = await manylora("generate", "--tenant", "acme", "--n", "2", "--json", "one two")
+    assert [choice["text"] for choice in out.json["choices"]] == ["ONE TWO", "one two"]
+    out = await manylora("generate", "--tenant", "acme", "--n", "2", "one die")
+    assert (out.exit_code, out.stdout) == (1, "--- choice 1\nONE DIE\n--- choice 2\none die\n")
+
+
 async def test_a_system_message_needs_a_template(manylora: Manylora, router: FakeRouter) -> None:
     out = await manylora("generate", "--tenant", "acme", "--system", "be kind", "hi")
     assert (out.exit_code, router.requests) == (1, [])

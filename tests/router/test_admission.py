@@ -116,6 +116,14 @@ def test_bad_fields(more: dict[str, Any], field: str) -> None:
     assert fields_of(RequestInput(GOOD, **more)) == [field]
 
 
+def _asking(**kwargs: Any) -> ChatPrompt:
+    return ChatPrompt([("user", "a")], template_kwargs=kwargs)
+
+
+def _nested(depth: int) -> list[Any]:
+    return [_nested(depth - 1)] if depth else []
+
+
 @pytest.mark.parametrize(
     ("prompt", "tokens", "field"),
     [
@@ -133,10 +141,22 @@ def test_bad_fields(more: dict[str, Any], field: str) -> None:
         (ChatPrompt([("user", "x" * 600)]), None, "prompt.chat"),
         (ChatPrompt([("user", "")] * 5000), None, "prompt.chat.messages"),
         (ChatPrompt([("user", "a")]), [1] * 40, "prompt.chat"),
+        (ChatPrompt([("user", "a")], True), None, "prompt.chat.continue_final_message"),
+        (ChatPrompt([("assistant", "a")], True, True), None, "prompt.chat.add_generation_prompt"),
+        (_asking(tokenize=True), None, "prompt.chat.chat_template_kwargs.tokenize"),
+        (_asking(messages=[]), None, "prompt.chat.chat_template_kwargs.messages"),
+        (_asking(deep=_nested(40)), None, "prompt.chat.chat_template_kwargs"),
+        (_asking(long=["x" * 5000] * 4), None, "prompt.chat.chat_template_kwargs"),
+        (_asking(many=[0] * 5000), None, "prompt.chat.chat_template_kwargs"),
     ],
 )
 def test_bad_prompts(prompt: Prompt | None, tokens: list[int] | None, field: str) -> None:
     assert fields_of(RequestInput(prompt), tokens=tokens) == [field]
+
+
+def test_a_chat_that_goes_on_is_admitted() -> None:
+    for more in ((True,), (True, False), (False, False), (False, None, {"enable_thinking": False, "n": [1, {"a": 2}]})):
+        assert fields_of(RequestInput(ChatPrompt([("user", "a"), ("assistant", "b")], *more))) == []
 
 
 def test_many_bad_token_ids_are_listed_in_part() -> None:

@@ -72,11 +72,12 @@ def test_frames_tell_the_whole_answer_in_order() -> None:
 
 def test_prompts_of_every_kind() -> None:
     async def test(cluster: RouterCluster) -> None:
-        prompts = [TokenPrompt(ids_of("hi")), ChatPrompt([("user", "hi")])]
+        goes_on = ChatPrompt([("user", "hi"), ("assistant", "oh")], continue_final_message=True)
+        prompts = [TokenPrompt(ids_of("hi")), ChatPrompt([("user", "hi")]), goes_on]
         doors = [await Door(cluster, await plain_request(cluster, prompt)).ask() for prompt in prompts]
-        assert [door.text for door in doors] == ["hello world"] * 2
+        assert [door.text for door in doors] == ["hello world"] * 3
         asked = [list(request.prompt_token_ids) for worker in cluster.workers for request in worker.executed]
-        assert sorted(asked) == sorted([ids_of("hi"), ids_of("user: hi\n")])
+        assert sorted(asked) == sorted([ids_of("hi"), ids_of("user: hi\n"), ids_of("user: hi\nassistant: oh")])
 
     simulate(test)
 

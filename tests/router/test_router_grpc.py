@@ -7,6 +7,7 @@ from manylora.v1 import common_pb2, inference_pb2
 from manylora_router.front.grpc import message_of, read_request
 from manylora_router.guard.admission import MAX_CHAT_MESSAGES, ChatPrompt, TextPrompt, TokenPrompt
 from manylora_router.request.frames import ChoiceEnd, Degraded, Delta, Finished, Frame, Started
+from manylora_shared.errors import InvalidRequest
 from manylora_shared.sampling import Sampling
 
 METADATA = {
@@ -53,6 +54,19 @@ def test_prompts() -> None:
     said = [inference_pb2.ChatMessage(role="user", content="hi")]
     chat = inference_pb2.GenerateRequest(chat=inference_pb2.ChatPrompt(messages=said))
     assert read_request(chat, {}, None).prompt == ChatPrompt([("user", "hi")])
+
+
+def test_what_a_chat_asks_of_its_template() -> None:
+    chat = inference_pb2.ChatPrompt(continue_final_message=True, add_generation_prompt=False)
+    given = {"think": False, "n": 3, "part": 0.5, "none": None, "of": {"words": ["a", ["b"]]}}
+    chat.chat_template_kwargs.update(given)
+    prompt = read_request(inference_pb2.GenerateRequest(chat=chat), {}, None).prompt
+    assert prompt == ChatPrompt([], True, False, given)
+    assert isinstance(prompt, ChatPrompt)
+    assert isinstance(prompt.template_kwargs["n"], int)
+    chat.chat_template_kwargs.update({"long": "x" * 20_000})
+    with pytest.raises(InvalidRequest, match=r"chat_template_kwargs: has 2\d+ bytes; at most"):
+        read_request(inference_pb2.GenerateRequest(chat=chat), {}, None)
 
 
 def test_of_too_long_a_chat_no_more_is_copied_than_says_so() -> None:

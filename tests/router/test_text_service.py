@@ -171,6 +171,45 @@ async def test_chat_template() -> None:
         await service.close()
 
 
+async def test_a_final_message_is_left_open() -> None:
+    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}</s>\n{% endfor %}"
+    tokenizer = wrapped(byte_level(), chat_template=template + "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+    service, decode = HfTextService(tokenizer), tokenizer.backend_tokenizer.decode
+    turns = [("user", "hi"), ("assistant", "hi"), ("user", "go on")]
+
+    async def text(*more: tuple[str, str], **options: Any) -> str:
+        return str(decode(list(await service.encode_chat([*turns, *more], **options)), skip_special_tokens=False))
+
+    before = "<|user|>hi</s>\n<|assistant|>hi</s>\n<|user|>go on</s>\n"
+    goes_on = {"add_generation_prompt": False, "continue_final_message": True}
+    try:
+        assert await text() == before + "<|assistant|>"
+        assert await text(add_generation_prompt=False) == before
+        for content in ("hi", " hi ", '{"a":', ""):
+            assert await text(("assistant", content), **goes_on) == f"{before}<|assistant|>{content.strip()}"
+    finally:
+        await service.close()
+
+
+async def test_a_template_that_drops_the_final_message_is_told() -> None:
+    service = HfTextService(wrapped(byte_level(), chat_template="{{ messages[0].content }}"))
+    turns = [("user", "x" * 5000), ("assistant", "y")]
+    with pytest.raises(InvalidRequest, match=r"prompt\.chat: .*does not appear in the chat") as raised:
+        await service.encode_chat(turns, add_generation_prompt=False, continue_final_message=True)
+    assert len(raised.value.message) < 1000
+    await service.close()
+
+
+async def test_a_templates_variables() -> None:
+    template = "{% if enable_thinking is false %}no{% endif %}{{ budget }}{{ words | join('+') }}{{ eos_token }}"
+    tokenizer = wrapped(byte_level(), chat_template=template)
+    service, decode = HfTextService(tokenizer), tokenizer.backend_tokenizer.decode
+    given = {"enable_thinking": False, "budget": 3, "words": ["a", "b"], "unread": {"x": None}}
+    ids = list(await service.encode_chat([("user", "hi")], template_kwargs=given))
+    assert decode(ids, skip_special_tokens=False) == "no3a+b</s>"
+    await service.close()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_words_as_they_come_in_a_text(kind: str) -> None:
     service = HfTextService(wrapped(KINDS[kind]()))

@@ -199,7 +199,16 @@ def generate(
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=0, max=MAX_TOKEN_ID, help="0: the router's default.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
+    n: Annotated[int, typer.Option("--n", min=1, max=8, help="Choices, shown one after the other.")] = 1,
     system: Annotated[str | None, typer.Option(help="The system's message, before the prompt's.")] = None,
+    prefill: Annotated[
+        str | None,
+        typer.Option(help="The answer's beginning: the model goes on from there, and what it adds is shown."),
+    ] = None,
+    template_kwarg: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=JSON", help="A variable of the chat template; may be repeated."),
+    ] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Send the prompt as it is, and not by the model's chat template.")
     ] = False,
@@ -217,14 +226,17 @@ def generate(
         raise usage_error("--timeout: must be above 0")
     if (prompt is None) == (token_ids is None):
         raise usage_error("give either a PROMPT or --token-ids")
-    if system is not None and (raw or prompt is None):
-        raise usage_error("--system: needs a PROMPT, and goes by the chat template, so not with --raw")
+    for option, given in (("--system", system), ("--prefill", prefill), ("--template-kwarg", template_kwarg)):
+        if given and (raw or prompt is None):
+            raise usage_error(f"{option}: needs a PROMPT, and goes by the chat template, so not with --raw")
     from manylora.cli import generation
 
     run(
         generation.generate(
             connect(server, key),
-            generation.prompts(prompt, system, is_raw=raw) if prompt is not None else [_token_ids(token_ids or "")],
+            generation.prompts(prompt, system, prefill, is_raw=raw, is_chat=bool(template_kwarg))
+            if prompt is not None
+            else [_token_ids(token_ids or "")],
             tenant=tenant,
             adapter=adapter,
             qos_class=qos_class.value if qos_class else "",
@@ -233,6 +245,9 @@ def generate(
             max_tokens=max_tokens,
             sampling=sampling,
             stop=stop or [],
+            n=n,
+            continue_final_message=prefill is not None,
+            chat_template_kwargs=generation.template_kwargs(template_kwarg or []),
             as_json=as_json,
         ),
         as_json=as_json,

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import typer
 from manylora_shared.errors import NoChatTemplate
 
-from manylora.cli.output import EXIT_FAILED, Target, print_json, report, say, write
-from manylora.client import Delta, GenerateStream, RequestFailed, Result, Sampling
+from manylora.cli.output import EXIT_FAILED, Target, print_json, report, say, usage_error, write
+from manylora.client import Choice, Delta, GenerateStream, RequestFailed, Result, Sampling
 from manylora.client.prompts import Prompt
 
 NO_CHAT_TEMPLATE = NoChatTemplate.label.upper()
 
 
-def prompts(argument: str, system: str | None, *, is_raw: bool) -> list[Prompt]:
+def prompts(argument: str, system: str | None, prefill: str | None, *, is_raw: bool, is_chat: bool) -> list[Prompt]:
     """Each is sent where the model has no chat template for the one before."""
     text = sys.stdin.read() if argument == "-" else argument
-    user = {"role": "user", "content": text}
     if is_raw:
         return [text]
-    return [[user], text] if system is None else [[{"role": "system", "content": system}, user]]
+    turns = (("system", system), ("user", text), ("assistant", prefill))
+    chat = [{"role": role, "content": content} for role, content in turns if content is not None]
+    return [chat] if is_chat or len(chat) > 1 else [chat, text]
+
+
+def template_kwargs(entries: Iterable[str]) -> dict[str, Any]:
+    """What is no JSON is text."""
+    found: dict[str, Any] = {}
+    for entry in entries:
+        name, equals, value = entry.partition("=")
+        if not equals or not name:
+            raise usage_error(f"--template-kwarg: {entry!r} is not NAME=JSON")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
 
 
 async def generate(
@@ -36,6 +53,9 @@ async def generate(
     max_tokens: int,
     sampling: Sampling,
     stop: Sequence[str],
+    n: int,
+    continue_final_message: bool,
+    chat_template_kwargs: dict[str, Any],
     as_json: bool,
 ) -> None:
     async with target.client(tenant=tenant) as client:
@@ -49,9 +69,12 @@ async def generate(
                 max_tokens=max_tokens,
                 sampling=sampling,
                 stop=stop,
+                n=n,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs if not isinstance(prompt, str) else None,
             )
             try:
-                await _stream(stream, as_json=as_json)
+                await _stream(stream, is_one=n == 1, as_json=as_json)
                 return
             except RequestFailed as error:
                 if error.reason != NO_CHAT_TEMPLATE or number == len(prompts):
@@ -60,17 +83,17 @@ async def generate(
                     raise typer.Exit(EXIT_FAILED) from None
 
 
-async def _stream(stream: GenerateStream, *, as_json: bool) -> None:
+async def _stream(stream: GenerateStream, *, is_one: bool, as_json: bool) -> None:
     try:
         async with stream:
             async for event in stream:
-                if isinstance(event, Delta) and event.text:
+                if is_one and isinstance(event, Delta) and event.text:
                     _show(event.text, as_json=as_json)
     except RequestFailed as error:
-        if error.result is not None and error.result.text:
-            _show("\n", as_json=as_json)
+        if error.result is not None:
+            _close(error.result, is_one=is_one, as_json=as_json)
         raise
-    _end(stream.result(), as_json=as_json)
+    _end(stream.result(), is_one=is_one, as_json=as_json)
 
 
 def _show(text: str, *, as_json: bool) -> None:
@@ -81,16 +104,34 @@ def _show(text: str, *, as_json: bool) -> None:
         write(text)
 
 
-def _end(result: Result, *, as_json: bool) -> None:
-    if result.text:
-        _show("\n", as_json=as_json)
+def _close(result: Result, *, is_one: bool, as_json: bool) -> None:
+    """Several choices come mixed: they are shown when all is there."""
+    if is_one:
+        if result.text:
+            _show("\n", as_json=as_json)
+        return
+    for number, choice in enumerate(result.choices, 1):
+        _show(f"--- choice {number}\n" + (choice.text + "\n" if choice.text else ""), as_json=as_json)
+        if not as_json:
+            _tell_textless(choice)
+
+
+def _end(result: Result, *, is_one: bool, as_json: bool) -> None:
+    _close(result, is_one=is_one, as_json=as_json)
     if as_json:
         print_json(result.to_json())
-    elif not result.text and result.token_ids:
-        write(",".join(map(str, result.token_ids)) + "\n")
-        say("(token ids: this cluster's routers have no tokenizer, or the tokens are no text)")
-    if not result.text and not result.token_ids:
+    elif is_one:
+        _tell_textless(result.choices[0])
+    if as_json and not any(choice.token_ids for choice in result.choices):
         say("(the model ended at once)")
     if result.degraded is not None:
         cut = result.degraded
         say(f"(overload: at most {cut.max_tokens} tokens instead of {cut.asked_max_tokens})")
+
+
+def _tell_textless(choice: Choice) -> None:
+    if not choice.text and choice.token_ids:
+        write(",".join(map(str, choice.token_ids)) + "\n")
+        say("(token ids: this cluster's routers have no tokenizer, or the tokens are no text)")
+    elif not choice.text:
+        say("(the model ended at once)")

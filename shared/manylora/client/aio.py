@@ -50,7 +50,7 @@ from manylora.client.messages import (
     status_from,
     tenant_from,
 )
-from manylora.client.prompts import Prompt, refuse, set_prompt
+from manylora.client.prompts import Prompt, refuse, set_chat_options, set_prompt
 from manylora.client.retry import DEFAULT_RETRY, RetryBudget, RetryPolicy
 from manylora.v1 import admin_pb2, common_pb2, inference_pb2
 
@@ -77,6 +77,9 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     n: int
+    continue_final_message: bool
+    add_generation_prompt: bool | None
+    chat_template_kwargs: Mapping[str, Any] | None
     timeout_s: float | None
     idempotency_key: str
     traceparent: str
@@ -427,6 +430,9 @@ class Client:
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
         n: int = 1,
+        continue_final_message: bool = False,
+        add_generation_prompt: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
         idempotency_key: str = "",
         traceparent: str = "",
@@ -437,6 +443,9 @@ class Client:
             adapter: its name in the tenant's namespace; empty: the base model.
             qos_class: interactive, standard or batch; empty: the server's default.
             max_tokens: per choice; 0: the server's default.
+            continue_final_message: the answer goes on with the last chat message, the assistant's.
+            add_generation_prompt: whether the template opens the assistant's turn; None: unless the last goes on.
+            chat_template_kwargs: further variables of the chat template, such as enable_thinking.
             timeout_s: of the whole request, attempts and queueing included.
         """
         request = inference_pb2.GenerateRequest(
@@ -449,6 +458,12 @@ class Client:
         if sampling is not None:
             request.sampling.CopyFrom(common_pb2.SamplingParams(**sampling.given()))
         set_prompt(request, prompt)
+        set_chat_options(
+            request,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         metadata = _metadata(
             tenant=tenant or self._tenant,
             qos_class=qos_class,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from manylora_shared.errors import Code, FieldViolation
 
@@ -41,6 +42,34 @@ def set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
         refuse([FieldViolation(f"prompt[{wrong}]", "must be a token id, as the prompt is neither text nor messages")])
     request.token_ids.SetInParent()
     request.token_ids.ids.extend(token for token in prompt if isinstance(token, int))
+
+
+def set_chat_options(
+    request: inference_pb2.GenerateRequest,
+    *,
+    continue_final_message: bool,
+    add_generation_prompt: bool | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> None:
+    """Raises RequestFailed, INVALID_ARGUMENT, where the prompt is no chat."""
+    given = {
+        "continue_final_message": continue_final_message or None,
+        "add_generation_prompt": add_generation_prompt,
+        "chat_template_kwargs": chat_template_kwargs or None,
+    }
+    asked = [name for name, value in given.items() if value is not None]
+    if not asked:
+        return
+    if request.WhichOneof("prompt") != "chat":
+        refuse([FieldViolation(name, "is for a prompt of chat messages") for name in asked])
+    request.chat.continue_final_message = continue_final_message
+    if add_generation_prompt is not None:
+        request.chat.add_generation_prompt = add_generation_prompt
+    if chat_template_kwargs:
+        try:
+            request.chat.chat_template_kwargs.update(dict(chat_template_kwargs))
+        except (TypeError, ValueError) as error:
+            refuse([FieldViolation("chat_template_kwargs", f"must be JSON: {error}")])
 
 
 def _is_token_id(value: object) -> bool:

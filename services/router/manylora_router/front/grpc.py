@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
+from typing import Any
 
+from google.protobuf import struct_pb2
 from manylora.v1 import inference_pb2
+from manylora_shared.errors import InvalidRequest
 from manylora_shared.metadata import ADAPTER_KEY, CLASS_KEY, IDEMPOTENCY_KEY, PRIORITY_KEY, TENANT_KEY, TRACEPARENT_KEY
 from manylora_shared.sampling import Sampling
 from manylora_shared.tenancy.identity import AUTHORIZATION_KEY, Principal
@@ -17,6 +20,8 @@ from manylora_router.front.intake import Intake
 from manylora_router.guard import admission
 from manylora_router.guard.admission import (
     MAX_CHAT_MESSAGES,
+    MAX_TEMPLATE_KWARGS_BYTES,
+    TEMPLATE_KWARGS,
     ChatPrompt,
     Prompt,
     RequestInput,
@@ -90,8 +95,38 @@ def _read_prompt(request: inference_pb2.GenerateRequest) -> Prompt | None:
             return TokenPrompt(request.token_ids.ids)
         case "chat":
             # No more than admission reads: who sends a million messages, maybe without a key, costs nobody their copy.
-            messages = itertools.islice(request.chat.messages, MAX_CHAT_MESSAGES + 1)
-            return ChatPrompt([(m.role, m.content) for m in messages])
+            chat = request.chat
+            messages = itertools.islice(chat.messages, MAX_CHAT_MESSAGES + 1)
+            return ChatPrompt(
+                [(m.role, m.content) for m in messages],
+                chat.continue_final_message,
+                chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None,
+                _template_kwargs(chat.chat_template_kwargs),
+            )
+        case _:
+            return None
+
+
+def _template_kwargs(given: struct_pb2.Struct) -> dict[str, Any]:
+    if (size_bytes := given.ByteSize()) > MAX_TEMPLATE_KWARGS_BYTES:
+        message = f"has {size_bytes} bytes; at most {MAX_TEMPLATE_KWARGS_BYTES} are read"
+        raise InvalidRequest.of(TEMPLATE_KWARGS, message)
+    return {name: _json(value) for name, value in given.fields.items()}
+
+
+def _json(value: struct_pb2.Value) -> Any:
+    match value.WhichOneof("kind"):
+        case "number_value":  # protobuf knows no whole numbers here, and templates count with them
+            number = value.number_value
+            return int(number) if number.is_integer() else number
+        case "string_value":
+            return value.string_value
+        case "bool_value":
+            return value.bool_value
+        case "list_value":
+            return [_json(each) for each in value.list_value.values]
+        case "struct_value":
+            return {name: _json(each) for name, each in value.struct_value.fields.items()}
         case _:
             return None
 

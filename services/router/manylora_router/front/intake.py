@@ -210,7 +210,12 @@ class Intake:
                     return await self._text.encode(text, add_special_tokens)
             case ChatPrompt(messages):
                 async with self.text_turn(flow, sum(len(role) + len(content) for role, content in messages)):
-                    return await self._text.encode_chat(messages)
+                    return await self._text.encode_chat(
+                        messages,
+                        add_generation_prompt=prompt.has_generation_prompt,
+                        continue_final_message=prompt.continue_final_message,
+                        template_kwargs=prompt.template_kwargs,
+                    )
             case TokenPrompt(ids):
                 return ids
             case None:

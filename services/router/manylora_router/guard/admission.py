@@ -7,8 +7,9 @@ exist.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from manylora_shared.errors import FieldViolation, InvalidRequest, NotFound, shown
 from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId, is_valid_name
@@ -26,6 +27,31 @@ MAX_IDEMPOTENCY_KEY_CHARS = 128
 MAX_CHAT_MESSAGES = 4096
 BYTES_PER_CONTEXT_TOKEN = 16  # longer text is refused unread; tokens of real text are shorter
 MAX_TEXT_BYTES = 1 << 20
+MAX_TEMPLATE_KWARGS_BYTES = 1 << 14
+MAX_TEMPLATE_DEPTH = 16  # of lists in lists in a template's variables
+TEMPLATE_KWARGS = "prompt.chat.chat_template_kwargs"
+# Other words of a template's rendering, in transformers too: they choose another template or form, or are not built.
+_TEMPLATE_RESERVED = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "conversations",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "self",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
 _CLASSES = frozenset(qos_class.value for qos_class in QosClass)
 
 
@@ -43,6 +69,14 @@ class TokenPrompt:
 @dataclass(frozen=True)
 class ChatPrompt:
     messages: Sequence[tuple[str, str]]  # (role, content)
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None  # None: unless the final message is continued
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # JSON
+
+    @property
+    def has_generation_prompt(self) -> bool:
+        asked = self.add_generation_prompt
+        return not self.continue_final_message if asked is None else asked
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -288,11 +322,12 @@ def _check_prompt(prompt: Prompt | None, model: ModelLimits, found: list[FieldVi
                 found.append(FieldViolation("prompt.token_ids", "is empty"))
             elif len(ids) < model.max_context_tokens:
                 _check_token_ids("prompt.token_ids", ids, model, found)
-        case ChatPrompt(messages):
-            _check_chat(messages, most_bytes, found)
+        case ChatPrompt():
+            _check_chat(prompt, most_bytes, found)
 
 
-def _check_chat(messages: Sequence[tuple[str, str]], most_bytes: int, found: list[FieldViolation]) -> None:
+def _check_chat(prompt: ChatPrompt, most_bytes: int, found: list[FieldViolation]) -> None:
+    messages = prompt.messages
     if not messages:
         found.append(FieldViolation("prompt.chat.messages", "is empty"))
     if len(messages) > MAX_CHAT_MESSAGES:
@@ -305,6 +340,34 @@ def _check_chat(messages: Sequence[tuple[str, str]], most_bytes: int, found: lis
     size_bytes = sum(len(role.encode()) + len(content.encode()) for role, content in messages)
     if size_bytes > most_bytes:
         found.append(FieldViolation("prompt.chat", f"has {size_bytes} bytes; at most {most_bytes} are read"))
+    if prompt.continue_final_message and messages and messages[-1][0] != "assistant":
+        message = f"the last message is {shown(messages[-1][0])}'s; the assistant's can be continued"
+        found.append(FieldViolation("prompt.chat.continue_final_message", message))
+    if prompt.continue_final_message and prompt.has_generation_prompt:
+        message = "opens a new turn; with continue_final_message the last one goes on"
+        found.append(FieldViolation("prompt.chat.add_generation_prompt", message))
+    found += _wrong_template_kwargs(prompt.template_kwargs)
+
+
+def _wrong_template_kwargs(kwargs: Mapping[str, Any]) -> list[FieldViolation]:
+    reserved = sorted(_TEMPLATE_RESERVED & kwargs.keys())
+    found = [
+        FieldViolation(f"{TEMPLATE_KWARGS}.{name}", "is not a template's variable that a caller sets")
+        for name in reserved
+    ]
+    size_bytes = 0
+    left: list[tuple[Any, int]] = [(kwargs, 1)]
+    while left:
+        value, depth = left.pop()
+        size_bytes += len(value.encode()) if isinstance(value, str) else 8
+        if depth > MAX_TEMPLATE_DEPTH or size_bytes > MAX_TEMPLATE_KWARGS_BYTES:
+            limit = f"has more than {MAX_TEMPLATE_KWARGS_BYTES} bytes, or is deeper than {MAX_TEMPLATE_DEPTH}"
+            return [*found, FieldViolation(TEMPLATE_KWARGS, limit)]
+        if isinstance(value, Mapping):
+            left += [(each, depth + 1) for pair in value.items() for each in pair]
+        elif isinstance(value, list | tuple):
+            left += [(each, depth + 1) for each in value]
+    return found
 
 
 def prompt_is_readable(prompt: Prompt | None, violations: Sequence[FieldViolation]) -> bool:

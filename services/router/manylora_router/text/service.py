@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from manylora_shared.errors import FieldViolation, InvalidRequest, NoChatTemplate, Unready, shown
@@ -17,6 +18,8 @@ from manylora_router.text.stop_strings import StopStringMatcher, StopStrings
 
 _T = TypeVar("_T")
 _CACHED_TOKENS = 1 << 16
+_MAX_TEMPLATE_WORDS = 512  # characters of what a template says when it refuses
+NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 
 
 class TextService(Protocol):
@@ -35,8 +38,18 @@ class TextService(Protocol):
     async def encode(self, text: str, add_special_tokens: bool = True) -> Sequence[int]:
         """Begin-of-sequence included, where it is to be."""
 
-    async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> Sequence[int]:
-        """messages: (role, content). Raises Unready without a template, InvalidRequest where it refuses them."""
+    async def encode_chat(
+        self,
+        messages: Sequence[tuple[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] = NO_KWARGS,
+    ) -> Sequence[int]:
+        """messages: (role, content). `template_kwargs`: as transformers' apply_chat_template takes them.
+
+        Raises Unready without a template, InvalidRequest where it refuses them or changes what is to be continued.
+        """
 
     async def encode_words(self, words: Sequence[str]) -> Sequence[Sequence[int]]:
         """Each word as it is, and behind a space where that does not end in the same tokens. Raises Unready."""
@@ -75,7 +88,14 @@ class TokenIdsOnlyText:
     async def encode(self, text: str, add_special_tokens: bool = True) -> Sequence[int]:
         raise Unready("prompt.text: this router has no tokenizer; send prompt.token_ids")
 
-    async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> Sequence[int]:
+    async def encode_chat(
+        self,
+        messages: Sequence[tuple[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] = NO_KWARGS,
+    ) -> Sequence[int]:
         raise Unready("prompt.chat: this router has no tokenizer; send prompt.token_ids")
 
     async def encode_words(self, words: Sequence[str]) -> Sequence[Sequence[int]]:
@@ -155,10 +175,22 @@ class HfTextService:
     async def encode(self, text: str, add_special_tokens: bool = True) -> Sequence[int]:
         return await self._in_thread(self._encode, text, add_special_tokens)
 
-    async def encode_chat(self, messages: Sequence[tuple[str, str]]) -> Sequence[int]:
+    async def encode_chat(
+        self,
+        messages: Sequence[tuple[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] = NO_KWARGS,
+    ) -> Sequence[int]:
         if not getattr(self._tokenizer, "chat_template", None):
             raise NoChatTemplate("prompt.chat: the model's tokenizer has no chat template; send prompt.text")
-        return await self._in_thread(self._encode_chat, messages)
+        options = {
+            **template_kwargs,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        return await self._in_thread(self._encode_chat, messages, options)
 
     async def encode_words(self, words: Sequence[str]) -> Sequence[Sequence[int]]:
         return await self._in_thread(word_sequences, words, lambda text: self._encode(text, False))
@@ -204,15 +236,17 @@ class HfTextService:
         found = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
         return list(found["input_ids"])
 
-    def _encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+    def _encode_chat(self, messages: Sequence[tuple[str, str]], options: Mapping[str, Any]) -> list[int]:
         import jinja2
 
         conversation = [{"role": role, "content": content} for role, content in messages]
         try:
-            text = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(conversation, tokenize=False, **options)
         except Exception as e:  # a template is a program: it may raise anything, by what the messages are
             words = str(e) if isinstance(e, jinja2.TemplateError) else f"{type(e).__name__}: {e}"
-            raise InvalidRequest.of("prompt.chat", f"the model's chat template refuses it: {words}") from e
+            raise InvalidRequest.of(
+                "prompt.chat", f"the model's chat template refuses it: {words[:_MAX_TEMPLATE_WORDS]}"
+            ) from e
         return self._encode(text, False)
 
 
