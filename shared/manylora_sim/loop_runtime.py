@@ -10,6 +10,7 @@ from manylora_worker.engine.core import EngineCore
 from manylora_worker.hosting.loop import EngineLoop
 from manylora_worker.hosting.output_stream import PAUSE_UNREAD_TOKENS
 from manylora_worker.hosting.runtime import Runtime
+from manylora_worker.hosting.stall import Progress
 from manylora_worker.hosting.view import Command
 from manylora_worker.kinds.api import AdapterBackend, StepBatch
 from manylora_worker.models.parts import ModelInfo
@@ -42,6 +43,7 @@ class LoopRuntime(Runtime):
         self._commands: list[Command] = []
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._is_at_rest = False
         self.num_changes = 0  # while it stands, nothing changes in the engine
 
     def now(self) -> float:
@@ -59,6 +61,9 @@ class LoopRuntime(Runtime):
             self.num_changes += 1
             self._engine.stop(self._take())
         self._backend.close()
+
+    def progress(self) -> Progress:
+        return Progress(self.num_changes, self._is_at_rest and not self._news.is_set())
 
     def wake(self) -> None:
         self._news.set()
@@ -100,8 +105,10 @@ class LoopRuntime(Runtime):
 
     async def _rest(self, longest_s: float | None) -> None:
         timer = None if longest_s is None else asyncio.get_running_loop().call_later(longest_s, self.wake)
+        self._is_at_rest = True
         try:
             await self._news.wait()
         finally:
+            self._is_at_rest = False
             if timer is not None:
                 timer.cancel()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ class FakeWorkerConfig(WorkerConfig):
     model: str = "fake"
     model_name: str = "fake"
     fake_step_ms: float = setting(10.0, "how long a step takes", at_least=0)
+    fake_steps: int = setting(0, "it stands still in the step after so many; 0: never", at_least=0)
     parked_sequences: int = setting(PARKED_SEQUENCES, "sequences beyond the slots")
     max_frames_per_s: int = setting(0, "frames it sends a second; 0: a worker's rule")
 
@@ -37,13 +40,18 @@ class FakeWorkerConfig(WorkerConfig):
 
 
 class _Pacer:
-    """Ends each step `step_s` after the one before it ended, as long as steps follow one another."""
+    """Ends each step `step_s` after the one before it ended, as long as steps follow one another. The one after
+    `steps`, where they are not 0, never ends."""
 
-    def __init__(self, step_s: float) -> None:
+    def __init__(self, step_s: float, steps: int) -> None:
         self._step_s = step_s
+        self._steps_left = steps or math.inf
         self._ended_at = 0.0
 
     def __call__(self, batch: StepBatch) -> None:
+        self._steps_left -= 1
+        if self._steps_left < 0:
+            threading.Event().wait()
         now = time.monotonic()
         began = self._ended_at if now - self._ended_at < self._step_s else now
         time.sleep(max(0.0, began + self._step_s - now))
@@ -57,7 +65,7 @@ def build_fake_engine(config: FakeWorkerConfig, notify: Callable[[], None]) -> E
         block_size=config.block_size,
         vocab_size=_VOCAB_SIZE,
         max_context_tokens=_MAX_CONTEXT_TOKENS,
-        pace=_Pacer(config.fake_step_ms / 1e3),
+        pace=_Pacer(config.fake_step_ms / 1e3, config.fake_steps),
         num_host_blocks=config.host_kv_bytes // block_bytes,
     )
     model = ModelInfo(

@@ -9,6 +9,7 @@ import random
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from manylora_shared.coordination import keys
 from manylora_shared.coordination.binary import start_etcd
 from manylora_shared.coordination.etcd import EtcdStore
 from manylora_shared.coordination.peers import PeerSecret, PeerTransport
-from manylora_shared.transport.grpc_transport import GrpcTransport
+from manylora_shared.errors import Code
+from manylora_shared.transport.base import Channel
+from manylora_shared.transport.grpc_transport import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, GrpcTransport
 from manylora_sim.fake_runner import reference_tokens
 
-from tests.worker.worker_fakes import EXECUTE, collect, message
+from tests.worker.worker_fakes import EXECUTE, collect, collect_rest, message, refused
 
 pytestmark = pytest.mark.e2e
 
@@ -97,3 +100,39 @@ async def test_a_worker_imports_torch_only_to_build_its_model() -> None:
     )
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
     assert await process.wait() == 0
+
+
+@contextlib.asynccontextmanager
+async def dialled(tmp_path: Path, *flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, Channel]]:
+    etcd = await start_etcd(tmp_path / "etcd", sync_to_disk=False)
+    store = EtcdStore([etcd.endpoint])
+    try:
+        async with fake_worker(f"--etcd={etcd.endpoint}", *flags) as (process, ready):
+            secret = PeerSecret()
+            await secret.load(store, random.getrandbits)
+            channel = PeerTransport(GrpcTransport(), secret).connect(ready["address"])
+            yield process, channel
+            await channel.close()
+    finally:
+        await store.close()
+        await etcd.stop()
+
+
+async def test_a_worker_whose_engine_hangs_ends_its_requests_and_then_itself(tmp_path: Path) -> None:
+    async with dialled(tmp_path, "--fake-step-ms=1", "--fake-steps=100", "--stall-s=1") as (process, channel):
+        began_s = time.monotonic()
+        error = await refused(collect(channel.stream(EXECUTE, message(max_tokens=1000))))
+        assert (error.code, "it has stood still for 1 s" in error.message) == (Code.UNAVAILABLE, True)
+        assert await asyncio.wait_for(process.wait(), 10) == 1
+        assert time.monotonic() - began_s < 10
+
+
+async def test_a_worker_that_is_frozen_is_missed_within_three_seconds(tmp_path: Path) -> None:
+    async with dialled(tmp_path) as (process, channel):
+        stream = channel.stream(EXECUTE, message(max_tokens=30000))
+        await stream.read()
+        process.send_signal(signal.SIGSTOP)
+        began_s = time.monotonic()
+        error = await refused(collect_rest(stream))
+        assert error.code is Code.UNAVAILABLE
+        assert time.monotonic() - began_s < (KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS) / 1e3 + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -166,7 +167,7 @@ async def test_one_failed_step_fails_its_requests_and_many_fail_the_engine(
         assert (end.kind, end.message) == (EndKind.ERROR, "the step failed: RuntimeError: the device is gone")
         assert not reasons
     _, end = await drain(engine.runtime.submit(request("last")))
-    assert end.kind is EndKind.ERROR
+    assert end.kind is EndKind.ENGINE_FAILED
     await eventually(lambda: bool(reasons))
     with pytest.raises(ServiceUnavailable, match="the engine has failed"):
         engine.runtime.submit(request("after"))
@@ -186,10 +187,48 @@ async def test_a_bug_in_the_engine_ends_every_stream(is_threaded: bool, monkeypa
     monkeypatch.setattr(engine.core, "begin_step", fail)
     for stream in streams:
         _, end = await drain(stream)
-        assert (end.kind, end.message) == (EndKind.ERROR, "the engine has failed: Bug: unforeseen")
+        assert (end.kind, end.message) == (EndKind.ENGINE_FAILED, "the engine has failed: Bug: unforeseen")
     assert not engine.runtime.view.running
     assert engine.runtime.view.failure == "Bug: unforeseen"
     await engine.runtime.stop()
+
+
+async def test_progress_is_turns_and_rest_is_known_from_standing_still(is_threaded: bool) -> None:
+    engine = make_engine(config(sequence_slots=1), threaded=is_threaded, step_s=0.01)
+    runtime = engine.runtime
+    runtime.start()
+    await eventually(lambda: runtime.progress().is_at_rest)
+    before = runtime.progress().turns
+    stream = runtime.submit(request(max_tokens=4))
+    assert not runtime.progress().is_at_rest, "a command is there"
+    await drain(stream)
+    assert runtime.progress().turns >= before + 4
+    await eventually(lambda: runtime.progress().is_at_rest)
+    await runtime.stop()
+
+
+async def test_an_engine_that_is_given_up_ends_its_streams_and_is_left_behind() -> None:
+    engine = make_engine(config(), threaded=True)
+    is_in_step, hung = threading.Event(), threading.Event()
+
+    def execute(batch: StepBatch) -> Sequence[Sampled]:
+        is_in_step.set()
+        hung.wait()
+        return []
+
+    engine.runner.execute = execute  # type: ignore[method-assign]
+    engine.runtime.start()
+    stream = engine.runtime.submit(request())
+    await eventually(is_in_step.is_set)
+    engine.runtime.give_up("it has stood still for 10 s")
+    _, end = await drain(stream)
+    assert end.kind is EndKind.ENGINE_FAILED
+    assert end.message.startswith("the engine has failed: it has stood still for 10 s, in ")
+    assert __file__ in end.message, "where it stands"
+    async with asyncio.timeout(3):
+        await engine.runtime.stop()
+    assert not engine.backend.is_closed
+    hung.set()
 
 
 def test_reads_gather_what_comes_within_the_interval_but_not_the_first_token_and_not_the_end() -> None:

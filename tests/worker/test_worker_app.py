@@ -10,11 +10,15 @@ from manylora.v1 import common_pb2, worker_pb2
 from manylora_shared.coordination import keys
 from manylora_shared.errors import Code
 from manylora_shared.transport.base import Stream
+from manylora_sim import loop as simulation
+from manylora_sim.loop_runtime import LoopRuntime
 
 from tests.worker.worker_fakes import (
     Scheduler,
     collect,
+    config,
     eventually,
+    make_engine,
     message,
     refused,
     running_worker,
@@ -56,8 +60,36 @@ async def test_a_failed_engine_unregisters_the_worker(monkeypatch: pytest.Monkey
             raise RuntimeError("unforeseen")
 
         monkeypatch.setattr(worker.engine.core, "begin_step", fail)
-        result = await collect(worker.execute(message()))
-        assert result.finished.outcome == common_pb2.OUTCOME_INTERNAL
+        lost = await refused(collect(worker.execute(message())))
+        assert (lost.code, lost.message) == (Code.UNAVAILABLE, "the engine has failed: RuntimeError: unforeseen")
         assert await asyncio.wait_for(worker.app.failed(), 2) == "RuntimeError: unforeseen"
         await eventually(lambda: list(worker.store.keys) == [keys.PEER_SECRET])
         assert (await refused(worker.execute(message()).read())).code is Code.UNAVAILABLE
+
+
+def test_an_engine_that_stands_still_fails_the_worker_and_one_that_is_slow_does_not() -> None:
+    async def main() -> None:
+        step_s = 8.0
+        settings = config(stall_s=10.0)
+        engine = make_engine(settings)
+        assert isinstance(engine.runtime, LoopRuntime)
+        engine.runtime._step_s = lambda batch: step_s
+        async with running_worker(settings=settings, engine=engine) as worker:
+            scheduler = Scheduler(worker)
+            await scheduler.hello(1)
+            await collect(worker.execute(message(max_tokens=40)))
+            await asyncio.sleep(60)  # at rest
+            assert engine.runtime.view.failure is None
+            step_s = 1e6
+            stream, began_s = worker.execute(message()), asyncio.get_running_loop().time()
+            lost = await refused(collect(stream))
+            stood_s = asyncio.get_running_loop().time() - began_s
+            assert (lost.code, "stood still" in lost.message) == (Code.UNAVAILABLE, True)
+            assert 4 * 7 <= stood_s <= 4 * 8, "four times its longest step"
+            assert "stood still" in await worker.app.failed()
+            await scheduler.read_until(lambda report: report.draining)
+            await asyncio.sleep(1)
+            assert list(worker.store.keys) == [keys.PEER_SECRET]
+            assert (await refused(worker.execute(message()).read())).code is Code.UNAVAILABLE
+
+    simulation.run(main(), seed=1, limit_s=2000)

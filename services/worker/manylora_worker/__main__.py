@@ -19,14 +19,19 @@ from manylora_shared.transport.bundle_server import UnbundlingTransport
 from manylora_worker.app import WorkerApp
 from manylora_worker.config import WorkerConfig
 from manylora_worker.hosting.engine import C, EngineBuilder, host
+from manylora_worker.hosting.last_resort import LastResort
 from manylora_worker.hosting.runtime import Runtime
 from manylora_worker.models.parts import EngineParts
 from manylora_worker.weights.adapter_check import AdapterValidator
 
 _LOG = logging.getLogger("manylora_worker")
+_SILENCE = 2.0  # of a whole process, in times of an engine's
 
 
 async def build(config: WorkerConfig, runtime: Runtime, validator: AdapterValidator, parts: Parts) -> WorkerApp:
+    last_resort = LastResort(_SILENCE * config.stall_s)
+    last_resort.start()
+    runtime.view.when_failed(lambda message: last_resort.end_soon())
     return WorkerApp(
         config,
         transport=UnbundlingTransport(parts.transport),

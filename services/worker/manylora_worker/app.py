@@ -18,6 +18,7 @@ from manylora_shared.transport.base import Server, Transport
 
 from manylora_worker.config import WorkerConfig
 from manylora_worker.hosting.runtime import Runtime
+from manylora_worker.hosting.stall import LOOK_S, StallJudge
 from manylora_worker.serving.metrics import EngineMetrics
 from manylora_worker.serving.policy_watch import TenantWatch
 from manylora_worker.serving.registration import Registration
@@ -64,6 +65,7 @@ class WorkerApp:
         self._tenants = TenantWatch(store, runtime)
         self._server: Server | None = None
         self._registration: Registration | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._engine_has_failed = asyncio.Event()
         runtime.view.when_failed(self._engine_failed)
 
@@ -84,6 +86,7 @@ class WorkerApp:
     async def start(self) -> None:
         """Returns when the worker serves and is registered."""
         self._runtime.start()
+        self._watching = asyncio.create_task(self._watch_engine(), name="engine watch")
         services = [guarded(self._servicer.service(), self._peer_secret)]
         self._server = await self._transport.serve(self._config.listen, services)
         await self._peer_secret.load(self._store, self._rng.getrandbits)
@@ -109,12 +112,22 @@ class WorkerApp:
             async with asyncio.timeout(self._config.drain_s):
                 await self._servicer.wait_quiet()
         await self._tenants.close()
+        if self._watching is not None:
+            self._watching.cancel()
         await self._runtime.stop()
         if self._registration is not None:
             await self._registration.stop()
         self._servicer.end_control()
         if self._server is not None:
             await self._server.stop(_LAST_FRAMES_S)
+
+    async def _watch_engine(self) -> None:
+        judge = StallJudge(self._config.stall_s)
+        while self._runtime.view.failure is None:
+            await asyncio.sleep(LOOK_S)
+            stood_s = judge.look(self._runtime.progress())
+            if stood_s is not None:
+                self._runtime.give_up(f"it has stood still for {stood_s:g} s")
 
     def _engine_failed(self, message: str) -> None:
         """Nobody is to come here any more."""

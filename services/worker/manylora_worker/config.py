@@ -33,6 +33,12 @@ class WorkerConfig(ServiceSettings):
         "auto", "compute type; auto: float32 on the CPU, bfloat16 on any other device"
     )
     quantization: Literal["none", "nf4"] = setting("none", "of the base model's weights")
+    stall_s: float = setting(
+        10.0,
+        "an engine that does not go on with its work for so long, and for four times its longest step, has failed, and "
+        "the worker ends; 0: it may take any time",
+        at_least=0,
+    )
     threads: int = setting(0, "compute threads on the CPU; 0: one for each core but one", at_least=0)
 
     kv_cache_mb: int = setting(

@@ -21,6 +21,7 @@ class EndKind(enum.Enum):
     ABORTED = "aborted"
     ADAPTER_FAILED = "adapter_failed"
     ERROR = "error"
+    ENGINE_FAILED = "engine_failed"
     SLOW_READER = "slow_reader"
 
 

@@ -1,15 +1,17 @@
 """The engine beside the event loop. Commands go in between two steps; one post a step comes out.
 
 Only the engine's thread touches EngineCore; only the event loop touches `EngineView` and `OutputStream`. When the
-engine fails, every stream ends, and the runtime takes nothing more.
+engine fails, or is given up because it stands still, every stream ends, and the runtime takes nothing more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
@@ -20,12 +22,15 @@ from manylora_worker.engine.core import EngineCore
 from manylora_worker.engine.counters import EngineStats
 from manylora_worker.hosting.loop import EngineLoop
 from manylora_worker.hosting.output_stream import PAUSE_UNREAD_TOKENS, OutputStream
+from manylora_worker.hosting.stall import Progress
 from manylora_worker.hosting.view import Command, EnginePost, EngineView
 from manylora_worker.kinds.api import AdapterBackend, EngineRequest
 from manylora_worker.memory.tenant_shares import TenantShare
 from manylora_worker.models.parts import ModelInfo
 
 _LOG = logging.getLogger(__name__)
+_JOIN_S = 10.0  # for the step under way; then the thread is left behind
+_FAILED_JOIN_S = 0.5
 
 
 class Runtime(ABC):
@@ -53,6 +58,14 @@ class Runtime(ABC):
     @abstractmethod
     async def stop(self) -> None:
         """Aborts what is left."""
+
+    @abstractmethod
+    def progress(self) -> Progress: ...
+
+    def give_up(self, reason: str) -> None:
+        """The engine stands still: it has failed."""
+        _LOG.critical("the engine has failed: %s", reason)
+        self.view.fail(reason)
 
     @abstractmethod
     def _send(self, command: Command) -> None: ...
@@ -94,6 +107,8 @@ class Mailbox:
         self._posts: list[EnginePost] = []
         self._has_news = False
         self._is_stopping = False
+        self._turns = 0
+        self._is_asleep = False
 
     def wake(self) -> None:
         """The adapters' backend has news."""
@@ -116,11 +131,21 @@ class Mailbox:
         with self._condition:
             commands, self._commands = self._commands, []
             self._has_news = False
+            self._turns += 1
             return commands, self._is_stopping
 
     def sleep(self, timeout_s: float | None) -> None:
         with self._condition:
-            self._condition.wait_for(lambda: self._commands or self._has_news or self._is_stopping, timeout_s)
+            self._is_asleep = True
+            self._condition.wait_for(self._has_anything, timeout_s)
+            self._is_asleep = False
+
+    def progress(self) -> Progress:
+        with self._condition:
+            return Progress(self._turns, self._is_asleep and not self._has_anything())
+
+    def _has_anything(self) -> bool:
+        return bool(self._commands) or self._has_news or self._is_stopping
 
     def post(self, post: EnginePost) -> bool:
         """Whether it is the first since `take_posts`."""
@@ -156,12 +181,28 @@ class ThreadRuntime(Runtime):
         self.view.close()
         self._mailbox.stop()
         if self._thread.ident is not None:
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, _JOIN_S if self.view.failure is None else _FAILED_JOIN_S)
+        if self._thread.is_alive():
+            _LOG.error("the engine's thread does not end, and is left behind: %s", self._where())
+            return
         await asyncio.to_thread(self._backend.close)
         self._deliver()
 
+    def progress(self) -> Progress:
+        return self._mailbox.progress()
+
+    def give_up(self, reason: str) -> None:
+        super().give_up(f"{reason}, {self._where()}")
+
     def _send(self, command: Command) -> None:
         self._mailbox.send(command)
+
+    def _where(self) -> str:
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        if frame is None:
+            return "its thread is gone"
+        frames = traceback.extract_stack(frame)
+        return "in " + " > ".join(f"{each.name} ({each.filename}:{each.lineno})" for each in frames[-4:])
 
     # -- on the event loop
 
@@ -179,7 +220,7 @@ class ThreadRuntime(Runtime):
     def _run(self) -> None:
         try:
             self._turn_until_stopped(EngineLoop(self._core, self.now, self._post))
-        except Exception as error:
+        except BaseException as error:  # a thread that ended would be waited for
             _LOG.critical("the engine has failed", exc_info=error)
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self._fail, f"{type(error).__name__}: {error}")

@@ -175,7 +175,7 @@ class EngineView:
     def fail(self, message: str) -> None:
         self.failure = message
         for request_id in list(self.running):
-            self._end(request_id, StreamEnd(EndKind.ERROR, f"the engine has failed: {message}"))
+            self._end(request_id, StreamEnd(EndKind.ENGINE_FAILED, f"the engine has failed: {message}"))
         for callback in self._failure_callbacks:
             callback(message)
 

@@ -9,13 +9,13 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from manylora.v1 import worker_pb2
-from manylora_shared.errors import InvalidRequest, ServiceUnavailable, Unready
+from manylora_shared.errors import InvalidRequest, ServiceUnavailable, Unready, WorkerLost
 from manylora_shared.ids import AdapterUid, RequestId, TenantId
 from manylora_shared.stores.adapter_files import is_uid
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import ServerCall, Service
 
-from manylora_worker.hosting.output_stream import OutputStream, StreamEnd
+from manylora_worker.hosting.output_stream import EndKind, OutputStream, StreamEnd
 from manylora_worker.hosting.runtime import Runtime
 from manylora_worker.kinds.api import EngineRequest
 from manylora_worker.serving.control import ControlSession
@@ -35,6 +35,7 @@ _MAX_PATH_CHARS = 1024
 # KV memory than its tenant can ever have; no worker would take it), AlreadyExists (the id runs), Unready (an older
 # epoch), Overloaded (too many requests), ServiceUnavailable (draining, or a failed engine). After the first frame all
 # ends with a `finished` frame; cancelling the call frees its work at the next token boundary.
+# Where the engine has failed, a stream ends with WorkerLost at any time, as where the whole process does.
 class WorkerServicer:
     def __init__(
         self,
@@ -133,6 +134,8 @@ class WorkerServicer:
                         spans.count(batch.outputs)
                         yield tokens
                         frame += 1
+                if end.kind is EndKind.ENGINE_FAILED:
+                    raise WorkerLost(end.message)
                 yield worker_pb2.ExecuteResponse(frame=frame, finished=execute_finished(end))
             finally:
                 self._let_go(stream)
