@@ -13,6 +13,14 @@ its event loop, nor of what making an attack takes of the cores: an attacker has
     adapters       every request asks for the next of many adapters, far more than the device and the host hold
     slow-readers   long answers that are hardly read
     prefixes       every request begins with another long prefix, beside a victim whose requests share a warm one
+    patient        long prompts sent at once, each asking again 4 s after it was refused
+    classes        requests of all three classes
+    choices        eight choices a request
+    logprobs       the 20 likeliest tokens at every place
+    deadlines      requests that end by their deadline of half a second
+    cancels        requests that are left 5 to 20 ms after they were sent
+    stop-strings   sixteen stop strings of the greatest length, none of which comes
+    two-tenant     32 requests a second, whatever happens to them; `--streams 1 --period-s 1` is its victim, --slots 64
 
 For each attack and policy: the victim alone, the attack's beginning, the victim beside it; `--rounds` times, the
 policies by turns, because what a machine does in a second differs from one quarter of a minute to the next. An attack
@@ -61,6 +69,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # started as a file, it find
 from bench.isolation_traffic import (
     ATTACKS,
     BUCKET_S,
+    CLASSES,
     LONGEST_TOKENS,
     Attack,
     Target,
@@ -148,13 +157,15 @@ class Bench:
         child.start()
         there.close()
         try:
-            await self._wait_backlogged(child, "begun")
+            if not attack.requests_per_s:
+                await self._wait_backlogged(child, "begun")
             await asyncio.sleep(seconds / 4)
             began, cost = time.perf_counter(), await self._attackers_cost()
             beside = await self.victim(seconds, seed + 1, attack.victim_prefix_tokens)
             ended, cost_after = time.perf_counter(), await self._attackers_cost()
             beside.seconds = ended - began
-            await self._wait_backlogged(child, "held on until the end")
+            if not attack.requests_per_s:
+                await self._wait_backlogged(child, "held on until the end")
             here.send("stop")
             buckets, outcomes = await asyncio.to_thread(here.recv)
         finally:
@@ -213,7 +224,7 @@ async def bench_cluster(order: str, arguments: argparse.Namespace) -> AsyncItera
             data=Path(data),
             device=arguments.device,
             worker_flags=tuple(flags),
-            scheduler_flags=(f"--order={order}", "--no-overload"),  # what the queue is worth by itself
+            scheduler_flags=(f"--order={order}", *(() if arguments.overload else ("--no-overload",))),
             scheduler_module="manylora_sim.scheduler",
             worker_module="manylora_sim.worker" if arguments.engine == "fake" else WORKER_MODULE,
         )
@@ -221,8 +232,9 @@ async def bench_cluster(order: str, arguments: argparse.Namespace) -> AsyncItera
             LocalCluster(options, notify=lambda line: print(line, file=sys.stderr)) as running,
             Client(running.router) as client,
         ):
-            for tenant, qos_class in ((VICTIM, "interactive"), (ATTACKER, arguments.attacker_class)):
-                policy = f"tenant_id: {tenant}\nclasses:\n  {qos_class}: {{weight: {WEIGHT}}}\n"
+            for tenant in (VICTIM, ATTACKER):
+                policy = f"tenant_id: {tenant}\nclasses:\n"
+                policy += "".join(f"  {qos_class}: {{weight: {WEIGHT}}}\n" for qos_class in CLASSES)
                 if tenant == VICTIM and arguments.victim_reserve_mb:
                     policy += f"quotas: {{kv_hbm_mb_reserve: {arguments.victim_reserve_mb}}}\n"
                 await client.tenants.apply(policy, timeout_s=10)
@@ -266,6 +278,7 @@ def report(name: str, cases: dict[str, Case], arguments: argparse.Namespace) -> 
         "model": arguments.model_name,
         "attacker_class": arguments.attacker_class,
         "rounds": arguments.rounds,
+        "overload": arguments.overload,
         "slots": arguments.slots,
         "max_batch_tokens": arguments.max_batch_tokens,
         "target_step_ms": arguments.target_step_ms,
@@ -310,6 +323,7 @@ def _seen(found: Victim) -> dict[str, object]:
         "victim_failed": dict(found.failed),
         "victim_ttft_p50_ms": quantile(found.ttft_ms, 0.5),
         "victim_ttft_p95_ms": quantile(found.ttft_ms, 0.95),
+        "victim_ttft_p99_ms": quantile(found.ttft_ms, 0.99),
         "victim_queue_p95_ms": quantile(found.queue_ms, 0.95),
         "victim_token_gap_p50_ms": quantile(found.token_gap_ms, 0.5),
         "victim_tokens_per_s": found.tokens_per_s,
@@ -355,6 +369,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="a folder that bench/shapes.py has made, in place of the demo model")
     parser.add_argument("--attacks", default=",".join(ATTACKS), help="comma-separated: %(default)s")
     parser.add_argument("--policies", default=",".join(POLICIES), help="comma-separated: %(default)s")
+    parser.add_argument(
+        "--overload", action="store_true", help="with overload control; without, what the queue is worth by itself"
+    )
     parser.add_argument("--seconds", type=float, default=12.0, help="that the victim is measured beside each attack")
     parser.add_argument("--rounds", type=int, default=1, help="how many times, the policies by turns")
     parser.add_argument("--attacker-class", choices=("interactive", "standard", "batch"), default="interactive")

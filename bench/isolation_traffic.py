@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import itertools
 import os
 import random
 import time
@@ -18,13 +19,13 @@ from manylora_shared.transport.base import Channel, methods_of
 from manylora_shared.transport.grpc_transport import GrpcTransport
 
 GENERATE = methods_of(inference_pb2.DESCRIPTOR.services_by_name["InferenceService"])["Generate"]
+CLASSES = ("interactive", "standard", "batch")
 VICTIM_PROMPT_TOKENS = 32
 VICTIM_OUTPUT_TOKENS = 16
 LONGEST_TOKENS = 2048
 """Context of the demo model. The fake engine's is larger; the attack is the same."""
 BUCKET_S = 0.1
 """The attacker's tokens are counted in stretches of this length."""
-REFUSED_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,16 @@ class Attack:
     """Between two reads of one stream."""
     victim_prefix_tokens: int = 0
     """With which all of the victim's prompts begin, beside this attack and alone before it."""
+    refused_pause_s: float = 0.05
+    """How long a stream waits before it asks again after anything but a whole answer."""
+    top_logprobs: int = 0
+    num_stop_strings: int = 0
+    deadline_s: float | None = None
+    cancel_after_s: float | None = None
+    """Each request after a drawn time up to it."""
+    all_classes: bool = False
+    requests_per_s: float = 0.0
+    """0: each stream asks as soon as it may; else requests come by a Poisson process, whatever happens to them."""
 
 
 ATTACKS = {
@@ -47,6 +58,14 @@ ATTACKS = {
     "adapters": Attack(streams=64, prompt_tokens=16, max_tokens=16, cycles_adapters=True),
     "slow-readers": Attack(streams=128, prompt_tokens=8, max_tokens=1500, n=4, read_pause_s=1.0),
     "prefixes": Attack(streams=64, prompt_tokens=LONGEST_TOKENS // 2, max_tokens=4, victim_prefix_tokens=512),
+    "patient": Attack(streams=160, prompt_tokens=LONGEST_TOKENS - 148, max_tokens=16, refused_pause_s=4.0),
+    "classes": Attack(streams=192, prompt_tokens=64, max_tokens=64, all_classes=True),
+    "choices": Attack(streams=64, prompt_tokens=8, max_tokens=64, n=8),
+    "logprobs": Attack(streams=128, prompt_tokens=8, max_tokens=64, top_logprobs=20),
+    "deadlines": Attack(streams=128, prompt_tokens=512, max_tokens=64, deadline_s=0.5),
+    "cancels": Attack(streams=128, prompt_tokens=LONGEST_TOKENS // 2, max_tokens=64, cancel_after_s=0.02),
+    "stop-strings": Attack(streams=128, prompt_tokens=8, max_tokens=128, num_stop_strings=16),
+    "two-tenant": Attack(streams=0, prompt_tokens=256, max_tokens=128, requests_per_s=32.0),
 }
 
 
@@ -59,9 +78,9 @@ class Target:
     tenant: str
     qos_class: str
 
-    def metadata(self, adapter: str = "") -> dict[str, str]:
+    def metadata(self, adapter: str = "", qos_class: str = "") -> dict[str, str]:
         named = {"x-adapter-id": adapter} if adapter else {}
-        return {"x-tenant-id": self.tenant, "x-request-class": self.qos_class, **named, **bearer(self.key)}
+        return {"x-tenant-id": self.tenant, "x-request-class": qos_class or self.qos_class, **named, **bearer(self.key)}
 
 
 @dataclass
@@ -176,56 +195,80 @@ async def _attack(
 ) -> tuple[dict[int, int], dict[str, int]]:
     told = asyncio.Event()
     asyncio.get_running_loop().add_reader(pipe.fileno(), told.set)
-    channel = GrpcTransport().connect(target.address)
-    tokens: collections.Counter[int] = collections.Counter()
-    outcomes: collections.Counter[str] = collections.Counter()
-    rng = random.Random(5)
-    names = _cycle(adapters) if attack.cycles_adapters else _cycle(("",))
-
-    async def loop() -> None:
-        while True:
-            outcome = await _attack_request(channel, attack, target, next(names), rng.getrandbits(30), tokens)
-            outcomes[outcome] += 1
-            if outcome != "completed":
-                await asyncio.sleep(REFUSED_PAUSE_S)
-
-    running = [asyncio.create_task(loop()) for _ in range(attack.streams)]
+    attacker = _Attacker(attack, target, adapters if attack.cycles_adapters else ("",))
+    running = [asyncio.create_task(attacker.stream()) for _ in range(attack.streams)]
+    if attack.requests_per_s:
+        running.append(asyncio.create_task(attacker.arrivals()))
     stopped = asyncio.create_task(told.wait())
     await asyncio.wait([*running, stopped], return_when=asyncio.FIRST_COMPLETED)
     for task in running:
         if task.done():
-            task.result()  # a loop ends by a bug alone
+            task.result()  # it ends by a bug alone
         task.cancel()
     await asyncio.wait(running)
     asyncio.get_running_loop().remove_reader(pipe.fileno())
-    await channel.close()
-    return dict(tokens), dict(outcomes)
+    await attacker.channel.close()
+    return dict(attacker.tokens), dict(attacker.outcomes)
 
 
-async def _attack_request(
-    channel: Channel, attack: Attack, target: Target, adapter: str, seed: int, tokens: collections.Counter[int]
-) -> str:
-    """Returns how it ended: completed, or the status's name."""
-    message = _request(_tokens(seed, attack.prompt_tokens), seed, attack.max_tokens, attack.n)
-    stream = channel.stream(GENERATE, message, metadata=target.metadata(adapter))
-    prompt_tokens = attack.prompt_tokens
-    try:
-        while (response := await stream.read()) is not None:
-            if response.HasField("delta") and response.delta.token_ids:
-                tokens[int(time.perf_counter() / BUCKET_S)] += len(response.delta.token_ids) + prompt_tokens
-                prompt_tokens = 0
-                if attack.read_pause_s:
-                    await asyncio.sleep(attack.read_pause_s)
-    except RpcError as error:
-        return error.code.name
-    finally:
-        stream.cancel()
-    return "completed"
+class _Attacker:
+    def __init__(self, attack: Attack, target: Target, adapters: Sequence[str]) -> None:
+        self.channel = GrpcTransport().connect(target.address)
+        self.tokens: collections.Counter[int] = collections.Counter()
+        self.outcomes: collections.Counter[str] = collections.Counter()
+        self._attack = attack
+        self._target = target
+        self._rng = random.Random(5)
+        self._adapters = itertools.cycle(adapters)
+        self._classes = itertools.cycle(CLASSES if attack.all_classes else ("",))
 
+    async def stream(self) -> None:
+        while True:
+            if await self._request() != "completed":
+                await asyncio.sleep(self._attack.refused_pause_s)
 
-def _cycle(names: Sequence[str]) -> collections.abc.Iterator[str]:
-    while True:
-        yield from names
+    async def arrivals(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                tasks.create_task(self._request())
+                await asyncio.sleep(self._rng.expovariate(self._attack.requests_per_s))
+
+    async def _request(self) -> str:
+        """Returns how it ended: completed, left, or the status's name."""
+        try:
+            async with asyncio.timeout(self._patience_s()):
+                outcome = await self._read()
+        except TimeoutError:
+            outcome = "left"
+        self.outcomes[outcome] += 1
+        return outcome
+
+    def _patience_s(self) -> float | None:
+        longest_s = self._attack.cancel_after_s
+        return longest_s and self._rng.uniform(longest_s / 4, longest_s)
+
+    async def _read(self) -> str:
+        attack, seed = self._attack, self._rng.getrandbits(30)
+        message = _request(_tokens(seed, attack.prompt_tokens), seed, attack.max_tokens, attack.n)
+        message.stop.extend(f"{index:02}" + "never said " * 5 for index in range(attack.num_stop_strings))
+        if attack.top_logprobs:
+            message.sampling.top_logprobs = attack.top_logprobs
+        metadata = self._target.metadata(next(self._adapters), next(self._classes))
+        stream = self.channel.stream(GENERATE, message, metadata=metadata, timeout=attack.deadline_s)
+        prompt_tokens = attack.prompt_tokens
+        try:
+            while (response := await stream.read()) is not None:
+                if response.HasField("delta") and response.delta.token_ids:
+                    now = int(time.perf_counter() / BUCKET_S)
+                    self.tokens[now] += len(response.delta.token_ids) + prompt_tokens
+                    prompt_tokens = 0
+                    if attack.read_pause_s:
+                        await asyncio.sleep(attack.read_pause_s)
+        except RpcError as error:
+            return error.code.name
+        finally:
+            stream.cancel()
+        return "completed"
 
 
 def _tokens(seed: int | str, count: int) -> list[int]:
