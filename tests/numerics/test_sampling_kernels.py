@@ -259,6 +259,38 @@ def test_rows_that_are_not_finite_fail_alone(device: str) -> None:
     Rows([Sampling(seed=i, temperature=float(i % 2)) for i in range(10)], device).check(logits)
 
 
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value)")  # the interpreter's numpy
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_callers_values_are_no_fault_of_the_model(device: str) -> None:
+    """And no penalty, bias or bar hides a fault that is the model's."""
+    rng = random.Random(5)
+    tokens = range(VOCAB)
+    extreme = [
+        *(Sampling(seed=i, temperature=t, top_p=p, repetition_penalty=1e-38) for i, t, p in ((0, 0, 1), (1, 1, 0.5))),
+        Sampling(seed=2, repetition_penalty=1e-38),
+        *(Sampling(seed=3, temperature=t, logit_bias=dict.fromkeys(tokens, float("-inf"))) for t in (0.0, 1.0)),
+        Sampling(seed=4, presence_penalty=2.0),
+        Sampling(seed=5, logit_bias={600: float("-inf")}),
+        Sampling(seed=6, temperature=0.0, repetition_penalty=2.0),
+    ]
+    logits = random_logits(rng, len(extreme)).clamp(min=-30)
+    logits[:3, 7] = 3e38
+    logits[5, 500] = float("nan")
+    logits[6, 600] = float("inf")
+    logits[7, :] = float("-inf")
+    rows = Rows(extreme, device)
+    for row, sampling in enumerate(extreme):
+        rows.prompts[row] = [7, 8]
+        rows.sampler.write_penalty_slot(row, sampling, rows.prompts[row], rows.outputs[row])
+    assert [s.error is None for s in rows.expected(logits)] == [True] * 5 + [False] * 3
+    rows.check(logits)
+    barred = Rows([Sampling(seed=i, temperature=float(i % 2)) for i in range(4)], device)
+    barred.bars = [[(token, ANY_TOKEN) for token in tokens]] * 2 + [[(600, ANY_TOKEN)]] * 2
+    logits = random_logits(rng, 4)
+    logits[2, 600] = float("inf")
+    barred.check(logits)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_logprobs(device: str) -> None:
     samplings = [Sampling(seed=1, top_logprobs=4, repetition_penalty=2.0), Sampling(seed=2, top_logprobs=0, top_k=4)]

@@ -88,7 +88,7 @@ class DeviceBars:
 @dataclass(frozen=True)
 class SampledRows:
     """Overwritten by the next `sample`. [rows] each, `top_*`: [rows, k], best first. A row is not sound, and its token
-    0, where its largest score is not a finite number.
+    0, where its largest logit is not a finite number, before penalties, bias and bars.
     """
 
     token_ids: Tensor
@@ -173,8 +173,8 @@ class DeviceSampler:
             assert scratch.scores is not None, "no penalty slots"
             scores = scratch.scores
             adjust_kernel[by_segment](
-                logits, scores, self._floats, self._ints, self._counts, self._bias, vocab_size, self.max_rows,
-                SEGMENT=self._segment, num_warps=8,
+                logits, scores, self._floats, self._ints, self._counts, self._bias, scratch.raw_best_values,
+                vocab_size, self.max_rows, **sizes, num_warps=8,
             )  # fmt: skip
         if bars is not None:
             scores.view(-1).index_add_(0, bars.rows * vocab_size + bars.token_ids, bars.additions)
@@ -188,7 +188,8 @@ class DeviceSampler:
             self._draw_with_cuts(scores, by_segment, sizes, padded)
         finish_kernel[(num_rows,)](
             self._floats, self._ints, self._counts, scratch.best_values, scratch.best_ids,
-            scratch.race_values, scratch.race_ids, scratch.chosen, scratch.token_ids, scratch.sound,
+            scratch.raw_best_values, scratch.race_values, scratch.race_ids, scratch.chosen, scratch.token_ids,
+            scratch.sound,
             vocab_size, self.max_rows, SEGMENTS=self._segments, PADDED=padded, DRAWS=plan.draws, CUTS=plan.cuts,
             PENALTIES=plan.penalties, num_warps=1,
         )  # fmt: skip
@@ -264,6 +265,7 @@ class _Scratch:
 
         self.scores = room(max_rows, vocab_size, dtype=torch.float32) if adjusts else None
         self.best_values = room(max_rows, segments, dtype=torch.float32)
+        self.raw_best_values = room(max_rows, segments, dtype=torch.float32)  # before penalties
         self.best_ids = room(max_rows, segments, dtype=torch.int32)
         self.race_values = room(max_rows, segments, dtype=torch.float32)
         self.race_ids = room(max_rows, segments, dtype=torch.int32)

@@ -67,21 +67,28 @@ def _shifted(scores, best, temperature):
 
 @triton.jit
 def adjust_kernel(
-    logits_ptr, scores_ptr, floats_ptr, ints_ptr, counts_ptr, bias_ptr, vocab_size, max_rows, SEGMENT: tl.constexpr
+    logits_ptr, scores_ptr, floats_ptr, ints_ptr, counts_ptr, bias_ptr, raw_best_ptr, vocab_size, max_rows,
+    SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    # repetition, presence and frequency penalties and bias, in this order
+    """Repetition, presence and frequency penalties and bias, in this order; and a segment's largest logit before them,
+    which tells whether the model's own are sound."""
     row = tl.program_id(0)
-    token = tl.program_id(1) * SEGMENT + tl.arange(0, SEGMENT)
+    segment = tl.program_id(1)
+    token = segment * SEGMENT + tl.arange(0, SEGMENT)
     kept = token < vocab_size
     at = row.to(tl.int64) * vocab_size + token
-    scores = tl.load(logits_ptr + at, mask=kept, other=0.0).to(tl.float32)
+    scores = tl.load(logits_ptr + at, mask=kept, other=float("-inf")).to(tl.float32)
+    broken = tl.sum((scores != scores).to(tl.int32), axis=0) > 0
+    raw_best = tl.max(tl.where(scores == scores, scores, float("-inf")), axis=0)
+    tl.store(raw_best_ptr + row * SEGMENTS + segment, tl.where(broken, float("nan"), raw_best))
     slot = tl.load(ints_ptr + _PENALTY_SLOT * max_rows + row)
     if slot >= 0:
         counts = tl.load(counts_ptr + slot * vocab_size + token, mask=kept, other=0)
         repetition = tl.load(floats_ptr + _REPETITION * max_rows + row).to(tl.float32)
         presence = tl.load(floats_ptr + _PRESENCE * max_rows + row)
         frequency = tl.load(floats_ptr + _FREQUENCY * max_rows + row)
-        divided = tl.div_rn(scores, tl.zeros_like(scores) + repetition)
+        # a large logit, divided, is not to become infinite
+        divided = tl.minimum(tl.div_rn(scores, tl.zeros_like(scores) + repetition), 3.4028234663852886e38)
         scores = tl.where(counts > 0, tl.where(scores < 0, scores * repetition, divided), scores)
         outputs = counts >> 1
         addition = (-presence - frequency * outputs.to(tl.float64)).to(tl.float32)
@@ -331,15 +338,18 @@ def choose_kernel(
 
 @triton.jit
 def finish_kernel(
-    floats_ptr, ints_ptr, counts_ptr, best_ptr, best_ids_ptr, race_ptr, race_ids_ptr, chosen_ptr, token_ids_ptr,
-    sound_ptr, vocab_size, max_rows, SEGMENTS: tl.constexpr, PADDED: tl.constexpr,
+    floats_ptr, ints_ptr, counts_ptr, best_ptr, best_ids_ptr, raw_best_ptr, race_ptr, race_ids_ptr, chosen_ptr,
+    token_ids_ptr, sound_ptr, vocab_size, max_rows, SEGMENTS: tl.constexpr, PADDED: tl.constexpr,
     DRAWS: tl.constexpr, CUTS: tl.constexpr, PENALTIES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     segment = tl.arange(0, PADDED)
     in_row = segment < SEGMENTS
     best = _best_of_row(best_ptr, row, SEGMENTS, PADDED)
-    sound = tl.abs(best) < float("inf")
+    has_scores = tl.abs(best) < float("inf")
+    sound = has_scores
+    if PENALTIES:
+        sound = tl.abs(_best_of_row(raw_best_ptr, row, SEGMENTS, PADDED)) < float("inf")
     values = tl.load(best_ptr + row * SEGMENTS + segment, mask=in_row, other=float("-inf"))
     ids = tl.load(best_ids_ptr + row * SEGMENTS + segment, mask=in_row, other=0x7FFFFFFF)
     token = tl.min(tl.where(in_row & (values == best), ids, 0x7FFFFFFF), axis=0)
@@ -355,7 +365,7 @@ def finish_kernel(
                 ratios = tl.load(race_ptr + row * SEGMENTS + segment, mask=in_row, other=-1.0)
                 ids = tl.load(race_ids_ptr + row * SEGMENTS + segment, mask=in_row, other=0x7FFFFFFF)
                 token = tl.min(tl.where(ratios == tl.max(ratios, axis=0), ids, 0x7FFFFFFF), axis=0)
-    token = tl.where(sound, token, 0)
+    token = tl.where(sound & has_scores, token, 0)
     tl.store(token_ids_ptr + row, token.to(tl.int64))
     tl.store(sound_ptr + row, sound)
     at = ints_ptr + _OUTPUT_INDEX * max_rows + row
