@@ -6,12 +6,13 @@ machine's cores with the load generator.
 
     added TTFT   the same closed-loop streams against the worker's Execute alone and through the router, in alternating
                  rounds of one run; the difference of the two distributions' p50 and p99
+    fronts       the same streams through one router, by gRPC and as server-sent events over HTTP, in alternating rounds
     carried      two workers that produce as much as this machine lets them; tokens/s that reach the callers through
                  one router, messages they came in, and the router's CPU time for them
 
 Prints JSON lines: {"bench": "hop", "case", "streams", ...}.
 
-    python bench/hop.py [--streams 1,64,256] [--seconds 12] [--step-ms 20]
+    python bench/hop.py [--streams 1,64,256] [--seconds 12] [--step-ms 20] [--only fronts]
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ async def cluster(step_ms: float, workers: int = 1) -> AsyncIterator[LocalCluste
             workers=workers,
             worker_flags=flags,
             worker_module="manylora_sim.worker",
+            http_port=0,
         )
         async with LocalCluster(options, notify=lambda line: print(line, file=sys.stderr)) as running:
             async with Client(running.router) as client:
@@ -80,7 +82,8 @@ async def cluster(step_ms: float, workers: int = 1) -> AsyncIterator[LocalCluste
             yield running
 
 
-def through_router(channel: Channel, key: str, max_tokens: int) -> Request:
+def through_router(channel: Channel, key: str, max_tokens: int, *, waits_for_text: bool = False) -> Request:
+    """`waits_for_text`: the first token is the first with text, which is all that HTTP tells."""
     metadata = {"x-tenant-id": TENANT, **bearer(key)}
 
     async def request(seed: int, measured: Measured) -> None:
@@ -93,7 +96,7 @@ def through_router(channel: Channel, key: str, max_tokens: int) -> Request:
         while (response := await stream.read()) is not None:
             measured.messages += 1
             if response.HasField("delta") and response.delta.token_ids:
-                if first:
+                if first and (response.delta.text or not waits_for_text):
                     measured.ttft_ms.append((time.perf_counter() - started) * 1e3)
                     first = False
                 measured.tokens += len(response.delta.token_ids)
@@ -123,6 +126,36 @@ def to_worker(channel: Channel, max_tokens: int, epoch: int) -> Request:
                     measured.ttft_ms.append((time.perf_counter() - started) * 1e3)
                     first = False
                 measured.tokens += sum(len(choice.token_ids) for choice in response.tokens.choices)
+
+    return request
+
+
+def over_http(address: str, key: str, max_tokens: int) -> Request:
+    """Completions as events, on kept connections, by a client that costs next to nothing."""
+    host, _, port = address.rpartition(":")
+    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def request(seed: int, measured: Measured) -> None:
+        body = {"prompt": _prompt(seed), "max_tokens": _length(seed, max_tokens), "ignore_eos": True, "seed": seed}
+        more = {"stream": True, "stream_options": {"include_usage": True}}
+        data = json.dumps({**body, **more}).encode()
+        lines = ["POST /v1/completions HTTP/1.1", f"host: {address}", f"authorization: Bearer {key}"]
+        lines += [f"x-tenant-id: {TENANT}", f"content-length: {len(data)}", "", ""]
+        started = time.perf_counter()
+        reader, writer = idle.pop() if idle else await asyncio.open_connection(host, int(port))
+        writer.write("\r\n".join(lines).encode() + data)
+        first, tail = True, b""
+        while not tail.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+            part = await reader.read(1 << 16)
+            assert part, "the router closed a stream"
+            events = part.count(b'"text":')
+            measured.messages += events
+            if first and events:
+                measured.ttft_ms.append((time.perf_counter() - started) * 1e3)
+                first = False
+            tail = (tail + part)[-1000:]
+        measured.tokens += int(tail.rpartition(b'"completion_tokens":')[2].partition(b",")[0])
+        idle.append((reader, writer))
 
     return request
 
@@ -201,6 +234,43 @@ async def carried(streams: int, seconds: float, step_ms: float) -> None:
     )
 
 
+async def fronts(streams: int, seconds: float, step_ms: float, rounds: int = 2) -> None:
+    rng = random.Random(streams)
+    max_tokens = 4 if streams == 1 else 192
+    async with cluster(step_ms, workers=2) as running:
+        router = psutil.Process(running.pids["router-0"])
+        channel = GrpcTransport().connect(running.router)
+        key = read_key(running.key_file)
+        paths = {
+            "grpc": through_router(channel, key, max_tokens, waits_for_text=True),
+            "http": over_http(running.http_addresses[0], key, max_tokens),
+        }
+        seen = {name: Measured() for name in paths}
+        took_s, cpu_s = dict.fromkeys(paths, 0.0), dict.fromkeys(paths, 0.0)
+        for name in [*paths] + [*paths] * rounds:
+            is_warm = took_s[name] > 0
+            before = router.cpu_times()
+            took = await drive(paths[name], streams, seconds / rounds if is_warm else 1.0, seen[name], rng)
+            after = router.cpu_times()
+            if not is_warm:
+                seen[name], took_s[name] = Measured(), 1e-9
+                continue
+            took_s[name] += took
+            cpu_s[name] += after.user + after.system - before.user - before.system
+        await channel.close()
+    for name, measured in seen.items():
+        p50, p99 = _quantiles(measured.ttft_ms)
+        emit(
+            case="fronts",
+            front=name,
+            streams=streams,
+            tokens_per_s=measured.tokens / took_s[name],
+            tokens_per_router_cpu_s=measured.tokens / max(0.01, cpu_s[name]),
+            ttft_ms_p50=p50,
+            ttft_ms_p99=p99,
+        )
+
+
 async def _peer_secret(running: LocalCluster) -> PeerSecret:
     """What the workers ask of their callers."""
     store, secret = EtcdStore([running.etcd_address]), PeerSecret()
@@ -235,10 +305,16 @@ async def main() -> None:
     parser.add_argument("--seconds", type=float, default=12.0)
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--fast-step-ms", type=float, default=2.0, help="the pace of the worker that floods the router")
+    parser.add_argument("--only", default="", help="a case alone: added-ttft, fronts or carried")
     arguments = parser.parse_args()
-    for streams in map(int, arguments.streams.split(",")):
-        await added_ttft(streams, arguments.seconds, arguments.step_ms)
-    await carried(128, arguments.seconds, arguments.fast_step_ms)
+    if arguments.only in ("", "fronts"):
+        await fronts(1, arguments.seconds, arguments.step_ms)
+        await fronts(128, arguments.seconds, arguments.fast_step_ms)
+    if arguments.only in ("", "added-ttft"):
+        for streams in map(int, arguments.streams.split(",")):
+            await added_ttft(streams, arguments.seconds, arguments.step_ms)
+    if arguments.only in ("", "carried"):
+        await carried(128, arguments.seconds, arguments.fast_step_ms)
 
 
 if __name__ == "__main__":
