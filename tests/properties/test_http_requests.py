@@ -25,6 +25,7 @@ NAMES = (
     *("max_tokens", "max_completion_tokens", "priority", "best_of", "suffix", "tools", "response_format", "tokens"),
     *("return_token_ids", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "lora_name", "lora_path"),
     *("input", "instructions", "max_output_tokens", "text", "metadata", "system", "stop_sequences", "tool_choice"),
+    *("chat_template_kwargs", "continue_final_message", "add_generation_prompt"),
 )
 LEAVES = (
     st.none()

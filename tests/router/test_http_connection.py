@@ -41,9 +41,13 @@ async def test_garbage_is_refused() -> None:
 
 async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(connection, "KEPT_CONNECTIONS", 0)
+    whole = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
     async with http_front() as front:
         host, _, port = front.server.address.rpartition(":")
         _, first = await asyncio.open_connection(host, int(port))
         await asyncio.sleep(0.01)
-        assert await front.raw(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n") == b""
+        assert await front.raw(whole) == b""
         first.close()
+        await asyncio.sleep(0.01)
+        assert (await front.raw(whole)).startswith(b"HTTP/1.1 200")

@@ -50,6 +50,14 @@ async def test_a_stream_adds_up(max_tokens: int, reason: str, text: str) -> None
     assert message.usage.output_tokens == len(text)
 
 
+async def test_an_answer_goes_on_with_its_beginning() -> None:
+    async with http_front() as front, client_of(front) as client:
+        begun: Any = [*HI, {"role": "assistant", "content": "he"}]
+        await client.messages.create(model="tiny", max_tokens=4, messages=begun)
+        [executed] = [request for worker in front.cluster.workers for request in worker.executed]
+        assert list(executed.prompt_token_ids) == ids_of("user: hi\nassistant: he")
+
+
 async def test_tokens_are_counted() -> None:
     async with http_front() as front, client_of(front) as client:
         counted = await client.messages.count_tokens(model="tiny", messages=HI)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from manylora_router.front.http.api.prompts import read_messages
+from manylora_router.front.http.api.prompts import chat_prompt, read_messages
 from manylora_router.front.http.fields import Fields
 
 
@@ -38,3 +38,18 @@ def test_messages_of_every_kind() -> None:
 def test_wrong_messages_are_named(message: object, problem: str) -> None:
     _, problems = read(message)
     assert any(each.startswith(problem) for each in problems), problems
+
+
+def test_what_a_template_is_told_besides() -> None:
+    messages = [{"role": "user", "content": "x"}]
+    told = {"continue_final_message": True, "add_generation_prompt": False, "chat_template_kwargs": {"a": [1]}}
+    fields = Fields({"messages": messages, **told})
+    prompt = chat_prompt(fields)
+    fields.close()
+    assert fields.found == []
+    assert (prompt.continue_final_message, prompt.add_generation_prompt) == (True, False)
+    assert prompt.template_kwargs == {"a": [1]}
+    assert chat_prompt(Fields({"messages": messages})).add_generation_prompt is None
+    wrong = Fields({"messages": messages, "chat_template_kwargs": {"\ud800": 1}})
+    chat_prompt(wrong)
+    assert [each.field for each in wrong.found] == ["chat_template_kwargs"]

@@ -7,17 +7,23 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from manylora_shared.errors import Overloaded
+from manylora_shared.transport.places import Places
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEADER_BYTES = 16 * 1024
 HEADER_TIMEOUT_S = 10.0
 LINGER_S = 5.0  # after an answer, for the rest of a body that was not read
 MAX_CONNECTIONS = 8192
+KEPT_CONNECTIONS = 512  # of these, for peers that have few
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, places: Places, **kwargs: Any) -> None:
+        """`places`: of connections, by the peer's host."""
         super().__init__(*args, **kwargs)
+        self._places = places
+        self._peer: str | None = None
         self._header_bytes = 0
         self._is_in_headers = True
         self._has_completed = False  # a request, by the last bytes
@@ -25,13 +31,20 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > MAX_CONNECTIONS:
+        peer = str((self.client or ("",))[0])
+        try:
+            self._places.enter(peer)
+        except Overloaded:
             transport.abort()
             return
+        self._peer = peer
         self._expire_in(HEADER_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_expiry()
+        if self._peer is not None:
+            self._places.leave(self._peer)
+            self._peer = None
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:

@@ -12,6 +12,7 @@ from manylora_shared.errors import Code, ManyloraError, retry_after_header
 _ROUTERS_NAMES = (
     ("sampling.", ""),
     ("prompt.chat.messages", "messages"),
+    ("prompt.chat.", ""),
     ("prompt.chat", "messages"),
     ("prompt.text", "prompt"),
     ("prompt.token_ids", "prompt"),

@@ -5,6 +5,7 @@ nobody asked for is an error. null means absent.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,10 +30,16 @@ class Fields:
     def peek(self, name: str) -> Any:
         return self._document.get(name)
 
-    def members(self) -> dict[str, Any]:
-        """All of them, as they are."""
-        self._left.clear()
-        return dict(self._document)
+    def members_of(self, name: str) -> dict[str, Any]:
+        """An object's, as they are."""
+        value = self.raw(name)
+        if value is not None and not isinstance(value, dict):
+            self.wrong(name, "must be an object")
+        elif value is not None and not is_unicode(json.dumps(value, ensure_ascii=False)):
+            self.wrong(name, "has half of a surrogate pair: it is no Unicode text")
+        else:
+            return value or {}
+        return {}
 
     def wrong(self, name: str, description: str) -> None:
         self.found.append(FieldViolation(self.path + name, description))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 from collections.abc import Iterator
 
 import uvicorn
 from manylora_shared.address import join_address, parse_address
+from manylora_shared.transport.places import Places
 
+from manylora_router.front.http import connection
 from manylora_router.front.http.connection import LimitedProtocol
 from manylora_router.front.http.exchange import SLOW_READER_S
 from manylora_router.front.http.routes import Routes
@@ -31,6 +34,7 @@ class HttpServer:
 
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
+        self._places = Places(connection.MAX_CONNECTIONS, kept=connection.KEPT_CONNECTIONS)
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.address = ""
@@ -41,7 +45,7 @@ class HttpServer:
         self.address = join_address(parse_address(listen)[0], bound.getsockname()[1])
         config = uvicorn.Config(
             self._routes,
-            http=LimitedProtocol,
+            http=functools.partial(LimitedProtocol, places=self._places),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,
@@ -80,9 +84,9 @@ class HttpServer:
             task.cancel()
         if running:
             await asyncio.wait(set(running), timeout=_CLEAN_UP_S)
-        for connection in list(server.server_state.connections):
-            if connection.transport is not None:
-                connection.transport.abort()
+        for left in list(server.server_state.connections):
+            if left.transport is not None:
+                left.transport.abort()
         await self._serving
         self._server = self._serving = None
 

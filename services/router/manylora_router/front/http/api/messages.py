@@ -77,7 +77,8 @@ def _prompt(fields: Fields) -> ChatPrompt:
     for name, neutral in _NOT_BUILT:
         fields.only(name, *neutral)
     fields.ignore(*_HARMLESS)
-    return ChatPrompt([("system", system), *messages] if system else messages)
+    goes_on = bool(messages) and messages[-1][0] == "assistant"  # a beginning of the answer
+    return ChatPrompt([("system", system), *messages] if system else messages, continue_final_message=goes_on)
 
 
 class _Message:

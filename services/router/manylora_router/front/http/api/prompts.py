@@ -49,7 +49,14 @@ def read_messages(
 
 
 def chat_prompt(fields: Fields) -> ChatPrompt:
-    return ChatPrompt(read_messages(fields))
+    """With what a template can be told besides."""
+    opens = fields.peek("add_generation_prompt")
+    return ChatPrompt(
+        read_messages(fields),
+        continue_final_message=fields.flag("continue_final_message"),
+        add_generation_prompt=fields.flag("add_generation_prompt") if opens is not None else None,
+        template_kwargs=fields.members_of("chat_template_kwargs"),
+    )
 
 
 def read_text(fields: Fields, name: str, kinds: Collection[str] = ("text",)) -> str:

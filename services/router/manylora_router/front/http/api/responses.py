@@ -56,7 +56,7 @@ async def respond(exchange: Exchange, door: Door) -> None:
     text.only("format", {"type": "text"})
     text.ignore("verbosity")
     text.close()
-    metadata = fields.inner("metadata").members()
+    metadata = fields.members_of("metadata")
     for name, neutral in _NOT_BUILT:
         fields.only(name, *neutral)
     fields.ignore(*_HARMLESS)
