@@ -33,6 +33,7 @@ async def test_an_answer_is_openais_to_the_letter() -> None:
         )
         answer = ChatCompletion.model_validate_json(raw.content, strict=True)
     assert (answer.object, answer.model, answer.id[:9]) == ("chat.completion", "upper", "chatcmpl-")
+    assert answer.system_fingerprint == "fp_" + "0" * 10
     [choice] = answer.choices
     assert (choice.message.content, choice.message.role, choice.finish_reason) == ("ab", "assistant", "stop")
     assert choice.logprobs is not None

@@ -123,6 +123,12 @@ class Intake:
         return model.name if model is not None else ""
 
     @property
+    def model_digest(self) -> str:
+        """Empty while no worker was ever seen."""
+        model = self._directory.model
+        return model.digest if model is not None else ""
+
+    @property
     def max_context_tokens(self) -> int:
         """0 while no worker was ever seen."""
         model = self._directory.model

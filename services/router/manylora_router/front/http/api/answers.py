@@ -26,6 +26,7 @@ from manylora_router.text.service import TextService
 
 _MARK = "\0text"
 _QUEUED_FRAMES = 64
+_FINGERPRINT_CHARS = 10
 
 _FINISH_REASONS: Mapping[int, str] = {
     common_pb2.FINISH_REASON_STOP: "stop",
@@ -119,6 +120,7 @@ class Answering:
             "object": shape.event_name if form.is_stream else shape.whole_name,
             "created": int(door.now_unix_s()),
             "model": form.model,
+            "system_fingerprint": f"fp_{door.intake.model_digest[:_FINGERPRINT_CHARS]}",
         }
 
     async def run(self) -> None:
@@ -145,7 +147,6 @@ class Answering:
                 for index, choice in enumerate(choices)
             ],
             "usage": usage.document(),
-            "system_fingerprint": None,
         }
         await self._exchange.answer(document, headers=headers_of(started[0]))
 

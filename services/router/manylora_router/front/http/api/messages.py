@@ -28,6 +28,13 @@ _NOT_BUILT: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("mcp_servers", ([],)),
     ("output_config", ({},)),
 )
+_NO_USAGE = {
+    "cache_creation": None,
+    "inference_geo": None,
+    "output_tokens_details": None,
+    "server_tool_use": None,
+    "service_tier": "standard",
+}
 _HARMLESS = ("cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id")
 
 
@@ -118,7 +125,9 @@ class _Message:
             "type": "message",
             "role": "assistant",
             "model": self._model,
-            "content": [{"type": "text", "text": told.text}],
+            "content": [{"type": "text", "text": told.text, "citations": None}],
+            "container": None,
+            "stop_details": None,
             "stop_reason": reason,
             "stop_sequence": stop,
             "usage": {
@@ -126,5 +135,6 @@ class _Message:
                 "cache_creation_input_tokens": 0,
                 "cache_read_input_tokens": usage.cached_prompt_tokens,
                 "output_tokens": usage.completion_tokens,
+                **_NO_USAGE,
             },
         }

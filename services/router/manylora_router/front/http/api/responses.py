@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +32,31 @@ _NOT_BUILT: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("context_management", ([],)),
     ("moderation", ()),
 )
+# of every response
+_UNSAID: dict[str, Any] = {
+    "background": False,
+    "max_tool_calls": None,
+    "parallel_tool_calls": False,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
+    "reasoning": {"effort": None, "summary": None},
+    "safety_identifier": None,
+    "service_tier": "default",
+    "store": False,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "truncation": "disabled",
+}
 _HARMLESS = ("max_tool_calls", "access_programs", "background_options", "image")
+_BEGUN: dict[str, Any] = {
+    "status": "in_progress",
+    "completed_at": None,
+    "incomplete_details": None,
+    "output": [],
+    "usage": None,
+}
 _KINDS = ("input_text", "output_text", "text")
 
 
@@ -71,7 +96,7 @@ async def respond(exchange: Exchange, door: Door) -> None:
     numbers = itertools.count()
     exchange.form = _Errors(numbers)
     said = {"instructions": instructions or None, "metadata": metadata, "max_output_tokens": max_tokens}
-    telling = _Response(form.model, request, said, int(door.now_unix_s()), numbers)
+    telling = _Response(form.model, request, said, door.now_unix_s, numbers)
     await tell(door, exchange, request, telling, is_stream=form.is_stream)
 
 
@@ -91,32 +116,33 @@ class _Response:
     """api.telling.Telling."""
 
     def __init__(
-        self, model: str, request: RequestInput, said: dict[str, Any], created: int, numbers: itertools.count[int]
+        self,
+        model: str,
+        request: RequestInput,
+        said: Mapping[str, Any],
+        now_unix_s: Callable[[], float],
+        numbers: itertools.count[int],
     ) -> None:
+        self._now_unix_s = now_unix_s
         self._numbers = numbers
         self._item_id = f"msg_{request.request_id}"
         self._common = {
             "id": f"resp_{request.request_id}",
             "object": "response",
-            "created_at": created,
+            "created_at": int(now_unix_s()),
             "model": model,
             "error": None,
-            "parallel_tool_calls": False,
             "temperature": request.sampling.temperature,
             "top_p": request.sampling.top_p,
-            "tool_choice": "auto",
-            "tools": [],
-            "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
-            "store": False,
-            "text": {"format": {"type": "text"}},
-            "truncation": "disabled",
+            "presence_penalty": request.sampling.presence_penalty,
+            "frequency_penalty": request.sampling.frequency_penalty,
+            **_UNSAID,
             **said,
         }
         self._place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
 
     def begin(self, told: Told) -> bytes:
-        begun = {**self._common, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+        begun = {**self._common, **_BEGUN}
         item = {**self._item("", "in_progress"), "content": []}
         return b"".join(
             [
@@ -148,6 +174,7 @@ class _Response:
         return {
             **self._common,
             "status": status,
+            "completed_at": None if told.is_cut else int(self._now_unix_s()),
             "incomplete_details": {"reason": "max_output_tokens"} if told.is_cut else None,
             "output": [self._item(told.text, status)],
             "usage": {
