@@ -14,6 +14,8 @@ its event loop, nor of what making an attack takes of the cores: an attacker has
     slow-readers   long answers that are hardly read
     prefixes       every request begins with another long prefix, beside a victim whose requests share a warm one
     patient        long prompts sent at once, each asking again 4 s after it was refused
+    patient-outputs  long answers asked for so
+    flows          requests of all three classes, each for the next of many adapters
     classes        requests of all three classes
     choices        eight choices a request
     logprobs       the 20 likeliest tokens at every place
@@ -304,6 +306,7 @@ def report(name: str, cases: dict[str, Case], arguments: argparse.Namespace) -> 
             **common,
             **_seen(beside),
             victim_ttft_p95_ratio=p95 / alone_p95,
+            victim_ttft_p99_ratio=quantile(beside.ttft_ms, 0.99) / quantile(alone.ttft_ms, 0.99),
             quantum_ms=quantum_ms,
             victim_ttft_p95_less_quantum_ratio=(p95 - quantum_ms) / alone_p95,
             victim_tokens_per_s_ratio=beside.tokens_per_s / alone.tokens_per_s,

@@ -59,6 +59,8 @@ ATTACKS = {
     "slow-readers": Attack(streams=128, prompt_tokens=8, max_tokens=1500, n=4, read_pause_s=1.0),
     "prefixes": Attack(streams=64, prompt_tokens=LONGEST_TOKENS // 2, max_tokens=4, victim_prefix_tokens=512),
     "patient": Attack(streams=160, prompt_tokens=LONGEST_TOKENS - 148, max_tokens=16, refused_pause_s=4.0),
+    "patient-outputs": Attack(streams=160, prompt_tokens=20, max_tokens=LONGEST_TOKENS - 168, refused_pause_s=4.0),
+    "flows": Attack(streams=200, prompt_tokens=64, max_tokens=64, cycles_adapters=True, all_classes=True),
     "classes": Attack(streams=192, prompt_tokens=64, max_tokens=64, all_classes=True),
     "choices": Attack(streams=64, prompt_tokens=8, max_tokens=64, n=8),
     "logprobs": Attack(streams=128, prompt_tokens=8, max_tokens=64, top_logprobs=20),
