@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -119,6 +121,32 @@ async def test_streams_outlive_the_scheduler_and_etcd(whole: UpCluster, client: 
     await works(client)
     await whole.wait_complete()
     await works(client)
+
+
+async def test_new_requests_do_not_wait_for_an_etcd_that_does_not_answer(whole: UpCluster, client: Client) -> None:
+    async def asked_s() -> float:
+        began_s = time.monotonic()
+        await works(client)
+        return time.monotonic() - began_s
+
+    async def each_quarter_second(seconds: float) -> list[float]:
+        asked = []
+        for _ in range(round(seconds * 4)):
+            asked.append(asyncio.create_task(asked_s()))
+            await asyncio.sleep(0.25)
+        return sorted(await asyncio.gather(*asked))
+
+    before = await each_quarter_second(4)
+    os.kill(whole.pid("etcd"), signal.SIGSTOP)
+    try:
+        during = await each_quarter_second(10)
+    finally:
+        os.kill(whole.pid("etcd"), signal.SIGCONT)
+    after = await each_quarter_second(6)
+    print(f"slowest s: {before[-1]:.3f} before, {during[-3:]} during, {after[-3:]} after")
+    assert during[-1] < before[-1] + 0.5
+    assert after[len(after) * 95 // 100] < before[-1] + 0.5
+    await whole.wait_complete()
 
 
 async def test_a_killed_router_comes_back_at_its_address(whole: UpCluster, client: Client) -> None:

@@ -15,6 +15,7 @@ from manylora_scheduler.config import SchedulerConfig
 from manylora_shared.coordination import keys
 from manylora_shared.coordination.peers import PeerSecret, PeerTransport
 from manylora_shared.coordination.records import WorkerRecord
+from manylora_shared.errors import Unready
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import Service, Stream, Transport, methods_of
 from manylora_sim.loop import run
@@ -27,7 +28,7 @@ _WORKER = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
 
 
 class ScriptedWorker:
-    """Serves Control alone: says what a test tells it to, and keeps what it is told."""
+    """Serves Control alone: says what a test tells it to, keeps what it is told, and obeys the greatest epoch."""
 
     def __init__(self, worker_id: str, transport: Transport, slots: int = 2, digest: str = "d") -> None:
         self.worker_id = worker_id
@@ -42,6 +43,7 @@ class ScriptedWorker:
         """In its snapshots."""
         self.break_streams = asyncio.Event()
         self.connected = asyncio.Event()
+        self._taken_over = asyncio.Event()
         self._transport = transport
         self._outboxes: list[asyncio.Queue[worker_pb2.ControlReport]] = []
 
@@ -67,6 +69,8 @@ class ScriptedWorker:
 
     async def control(self, requests: Any, call: Any) -> AsyncIterator[worker_pb2.ControlReport]:
         hello = await anext(aiter(requests))
+        if hello.hello.epoch < max(self.epochs, default=0):
+            raise Unready("the epoch is over")
         self.epochs.append(hello.hello.epoch)
         outbox: asyncio.Queue[worker_pb2.ControlReport] = asyncio.Queue()
         self._outboxes.append(outbox)
@@ -78,17 +82,23 @@ class ScriptedWorker:
 
         reader = asyncio.create_task(read())
         broken = asyncio.create_task(self.break_streams.wait())
+        self._taken_over.set()
+        self._taken_over = asyncio.Event()
+        taken = asyncio.create_task(self._taken_over.wait())
         try:
             yield self._report(snapshot=True)
             while True:
                 ready = asyncio.create_task(outbox.get())
-                await asyncio.wait([ready, broken], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([ready, broken, taken], return_when=asyncio.FIRST_COMPLETED)
+                if taken.done():
+                    ready.cancel()
+                    raise Unready("another leader has taken over")
                 if broken.done():
                     ready.cancel()
                     return
                 yield ready.result()
         finally:
-            for task in (reader, broken):
+            for task in (reader, broken, taken):
                 task.cancel()
             self._outboxes.remove(outbox)
 
@@ -151,6 +161,10 @@ class ScriptedRouter:
         await self.stream.write(
             scheduler_pb2.ScheduleRequest(enqueue=scheduler_pb2.Enqueue(request_id=request_id, **sent))
         )
+
+    async def close(self, request_id: str) -> None:
+        closed = scheduler_pb2.GrantClosed(request_id=request_id, worker_id="w0", reached_worker=True)
+        await self.stream.write(scheduler_pb2.ScheduleRequest(grant_closed=closed))
 
     async def answer(self, timeout_s: float = 5.0) -> Any:
         """The next message that is about a request."""

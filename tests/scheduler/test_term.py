@@ -11,7 +11,7 @@ from manylora_shared.errors import Code, RpcError
 from manylora_shared.fairness.seam import TAG_SCALE
 
 from tests.scheduler.helpers import flow
-from tests.scheduler.scripted_cluster import Cluster, play
+from tests.scheduler.scripted_cluster import Cluster, ScriptedRouter, play
 
 
 def test_a_standby_refuses_and_takes_over_with_a_higher_epoch() -> None:
@@ -47,24 +47,52 @@ def test_a_standby_refuses_and_takes_over_with_a_higher_epoch() -> None:
     play(scenario)
 
 
-def test_a_leader_that_cannot_reach_the_store_stops_granting() -> None:
+def test_a_leader_that_is_cut_off_from_the_store_leads_until_a_worker_obeys_another() -> None:
     async def scenario(cluster: Cluster) -> None:
         first = await cluster.scheduler("s0")
         await cluster.leader()
         second = await cluster.scheduler("s1")
-        await cluster.worker("w0")
+        worker = await cluster.worker("w0")
         router = await cluster.router(first)
         first._store.set_reachable(False)  # type: ignore[attr-defined]
         cut_at = asyncio.get_running_loop().time()
         with pytest.raises(RpcError) as caught:
             await router.answer(10.0)
         assert caught.value.code is Code.UNAVAILABLE
-        assert asyncio.get_running_loop().time() - cut_at <= 2.5
+        assert asyncio.get_running_loop().time() - cut_at <= 2.6
+        assert worker.epochs[-1] > router.epoch
         assert await cluster.leader(other_than=first) is second
         assert first.term is None or not first.term.is_leading
         first._store.set_reachable(True)  # type: ignore[attr-defined]
         await asyncio.sleep(5)
         assert first.term is None
+
+    play(scenario)
+
+
+def test_a_leader_grants_on_while_the_store_is_away() -> None:
+    async def scenario(cluster: Cluster) -> None:
+        app = await cluster.scheduler("s0")
+        await cluster.leader()
+        worker = await cluster.worker("w0", slots=1)
+        router = await cluster.router(app)
+        peer = await cluster.peer("late")
+        cluster.store_server.set_up(False)
+        began_at = asyncio.get_running_loop().time()
+        for i in range(40):
+            await router.enqueue(f"r{i}")
+            await router.answer(0.1)
+            worker.begin(f"r{i}")
+            await asyncio.sleep(0.2)
+            worker.end(f"r{i}")
+            await router.close(f"r{i}")
+        assert asyncio.get_running_loop().time() - began_at > 8
+        late = await ScriptedRouter.connect(peer, app.address, "late")
+        await late.enqueue("late")
+        await late.answer(0.5)
+        cluster.store_server.set_up(True)
+        await asyncio.sleep(5)
+        assert worker.epochs == [router.epoch]
 
     play(scenario)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from manylora_shared.coordination.base import KeyValue, StoreUnavailable
 from manylora_shared.coordination.session import Election, LeaseSession, Mirror
-from manylora_sim.loop import run
+from manylora_sim.loop import SimLoop, run
 from manylora_sim.store import MemoryStore, MemoryStoreServer
 
 SEEDS = range(10)
@@ -217,7 +217,11 @@ def test_a_failover_takes_little_more_than_the_lease() -> None:
         await asyncio.sleep(5)
         first_client.set_reachable(False)
         assert await within(TTL_S + 0.5, second.elected()) > epoch
-        await within(1.0, first.lost(epoch))
+        assert first.leads(now())
+        assert not first.is_leader(now())
+        first.outranked()
+        assert not first.leads(now())
+        await within(0.1, first.lost(epoch))
         first_client.set_reachable(True)
         await asyncio.sleep(10)
         assert second.is_leader(now())
@@ -242,16 +246,21 @@ def test_a_leader_whose_key_is_deleted_stands_down_and_up_again() -> None:
     run_seeds(main)
 
 
-def test_a_store_restart_gives_the_old_leader_a_new_term_at_once() -> None:
+def test_a_store_restart_leaves_the_old_leader_its_term() -> None:
     async def main(server: MemoryStoreServer) -> None:
         election = Election(server.client(), key="/leader", value=b"1", ttl_s=TTL_S)
         election.start()
         epoch = await election.elected()
         server.set_up(False)
-        await within(TTL_S, election.lost(epoch))
-        await asyncio.sleep(5)
+        until = now() + 7
+        while now() < until:
+            assert election.leads(now()), "without a gap"
+            await asyncio.sleep(0.003)
+        assert not election.is_leader(now())
         server.set_up(True)
-        assert await within(0.5, election.elected()) > epoch
+        await asyncio.sleep(2.5)
+        assert election.is_leader(now())
+        assert election.epoch == epoch
         await election.resign()
 
     run_seeds(main)
@@ -390,3 +399,52 @@ def test_leases_stand_still_while_the_server_is_down() -> None:
         assert (list(server.keys), list(server.leases)) == ([], [])
 
     run(main(), seed=1)
+
+
+def test_a_leader_whose_lease_ran_out_meanwhile_stands_again() -> None:
+    async def main(server: MemoryStoreServer) -> None:
+        client = server.client()
+        election = Election(client, key="/leader", value=b"1", ttl_s=TTL_S)
+        election.start()
+        epoch = await election.elected()
+        client.set_reachable(False)
+        await asyncio.sleep(TTL_S + 5)
+        assert election.leads(now())
+        assert election.epoch == epoch
+        client.set_reachable(True)
+        await within(3.0, election.lost(epoch))
+        assert await within(1.0, election.elected()) > epoch
+        await election.resign()
+
+    run_seeds(main)
+
+
+def test_a_leader_that_stood_still_past_its_lease_does_not_lead_on() -> None:
+    """Others may have been elected meanwhile, and obeyed."""
+
+    async def main(server: MemoryStoreServer) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, SimLoop)
+        node = loop.node("one")
+        client = server.client()
+        election = Election(client, key="/leader", value=b"1", ttl_s=TTL_S)
+
+        async def lead() -> None:
+            election.start()
+            await election.elected()
+            await asyncio.sleep(100)
+
+        node.start(lead())
+        await asyncio.sleep(1)
+        assert election.leads(now())
+        node.pause()
+        client.set_reachable(False)
+        await asyncio.sleep(TTL_S + 1)
+        node.resume()
+        until = now() + 5
+        while now() < until:
+            assert not election.leads(now())
+            await asyncio.sleep(0.01)
+        await node.kill()
+
+    run_seeds(main)

@@ -150,6 +150,12 @@ class Engine:
                 self.kept[state.pin.uid] = None
 
 
+def _is_held_over(app: SchedulerApp) -> bool:
+    """Whether it leads on because no store answers: another may lead whom the workers do not obey yet."""
+    assert app._election is not None
+    return app._election._is_held_over
+
+
 App = RouterApp | SchedulerApp | WorkerApp
 Boot = Callable[["Process"], Coroutine[Any, Any, App]]
 
@@ -315,12 +321,12 @@ class Cluster:
         """Checks what must hold at every moment, now and then, until it is cancelled. What has not changed since it was
         checked is not checked again."""
         while True:
-            leaders = self.leaders()
+            leaders = [app for app in self.leaders() if not _is_held_over(app)]
             # A lease that the store takes away before its time is its holder's until it hears of it, or that time.
             if self.loop.time() - self.lease_taken_at > LEASE_TTL_S:
                 assert len(leaders) <= 1, "two schedulers lead"
             self._moments_of_two += len(leaders) > 1
-            for app in leaders:
+            for app in self.leaders():
                 assert app.term is not None
                 self._term_checks.check(app.term)
             self._check_kept_clock()

@@ -327,15 +327,15 @@ def _not_again(original: Any) -> Any:
     "leadership",
     "leads-past-its-lease",
     Election,
-    "is_leader",
+    "leads",
     "a leader leads until the store tells it that it does not",
     first=(69,),
 )
 def _leads_on(original: Any) -> Any:
-    def is_leader(self: Any, now: float) -> bool:
+    def leads(self: Any, now: float) -> bool:
         return self._epoch != 0
 
-    return is_leader
+    return leads
 
 
 @mutant("leadership", "clock-not-restored", SchedulerApp, "_load", "a new leader begins a new clock", first=(1,))

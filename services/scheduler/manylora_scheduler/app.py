@@ -149,7 +149,8 @@ class SchedulerApp:
             term = Term(
                 epoch=epoch,
                 scheduler_id=self.scheduler_id,
-                is_leading=election.is_leader,
+                is_leading=election.leads,
+                outranked=election.outranked,
                 policies=self._tenants.values,
                 limits=CoreLimits(
                     max_queued=self.config.max_queued,
@@ -178,7 +179,7 @@ class SchedulerApp:
 
     async def _load(self, clock: ClockKeeper, election: Election, epoch: int) -> ClockSnapshot | None:
         """The predecessor's clock; waits for the store as long as this scheduler leads."""
-        while election.is_leader(asyncio.get_running_loop().time()):
+        while election.leads(asyncio.get_running_loop().time()):
             try:
                 return await clock.load()
             except StoreUnavailable as e:

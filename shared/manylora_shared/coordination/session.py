@@ -12,7 +12,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from manylora_shared.coordination.base import (
     Compare,
@@ -60,6 +60,11 @@ async def first_of(*waits: Awaitable[Any]) -> None:
         await asyncio.wait(tasks)
 
 
+class _Ended(NamedTuple):
+    why: str
+    is_unreached: bool = False  # else the store has said it
+
+
 class _Lease:
     # Validity is counted from before a renewal was sent, so a lease that we hold valid is one that the store has
     # not expired.
@@ -85,26 +90,28 @@ class _Lease:
         # An answer that took long leaves less than a third: then it is renewed when it is not certain any more.
         self._renew_at = min(_now() + self._ttl_s / 3, self._valid_until)
 
-    async def hold(self, use: Callable[[float], Awaitable[bool]]) -> str:
+    async def hold(self, use: Callable[[float], Awaitable[bool]], *, margin_s: float = 0.0) -> _Ended:
         """Renews the lease every third of its time to live. Returns why it ended: lost, or not needed.
 
         Args:
+            margin_s: a store that does not answer is given up so long before the lease ends.
             use: called while the lease is valid, with the seconds that it may take; False: the lease is not needed any
                 more. May raise StoreUnavailable, which is tried again, and LeaseExpired.
         """
         while True:
             try:
-                if not self.lease_id or _now() >= self._renew_at:
-                    await self._renew_in_time()
-                if not await use(max(0.0, min(self._renew_at, self._valid_until) - _now())):
-                    return "it is not needed any more"
+                if not self.lease_id or _now() >= min(self._renew_at, self._valid_until - margin_s):
+                    await self._renew_in_time(margin_s)
+                if not await use(max(0.0, min(self._renew_at, self._valid_until - margin_s) - _now())):
+                    return _Ended("it is not needed any more")
             except LeaseExpired:
-                return "the store no longer knows it"
+                return _Ended("the store no longer knows it")
             except (StoreUnavailable, TimeoutError) as e:
-                if self.lease_id and _now() >= self._valid_until:
-                    return f"it could not be renewed: {e}"
+                left_s = self._valid_until - margin_s - _now() if self.lease_id else RETRY_S
+                if left_s <= 0:
+                    return _Ended(f"it could not be renewed: {e}", is_unreached=True)
                 self._renew_at = 0.0
-                await asyncio.sleep(min(RETRY_S, self._valid_until - _now()) if self.lease_id else RETRY_S)
+                await asyncio.sleep(min(RETRY_S, left_s))
 
     def forget(self) -> int:
         lease_id, self.lease_id = self.lease_id, 0
@@ -117,9 +124,9 @@ class _Lease:
             with contextlib.suppress(StoreUnavailable):
                 await self._store.revoke(lease_id)
 
-    async def _renew_in_time(self) -> None:
-        """Raises TimeoutError when a held lease's time to live has passed."""
-        async with asyncio.timeout_at(self._valid_until if self.lease_id else None):
+    async def _renew_in_time(self, margin_s: float) -> None:
+        """Raises TimeoutError when a held lease's time to live has passed but for the margin."""
+        async with asyncio.timeout_at(self._valid_until - margin_s if self.lease_id else None):
             await self.renew()
 
 
@@ -195,7 +202,7 @@ class LeaseSession:
 
     async def _run(self) -> None:
         while True:
-            self._lose(await self._lease.hold(self._use))
+            self._lose((await self._lease.hold(self._use)).why)
 
     async def _use(self, pause_s: float) -> bool:
         self._work.clear()
@@ -228,12 +235,14 @@ class LeaseSession:
 class Election:
     """One candidate for a key. The key's create_revision is the *epoch*: every later leader has a greater one.
 
-    A leader that cannot renew its lease in time stops being one at once (`is_leader`), without hearing from the store::
+    `is_leader`: nobody else can be. A leader to whom the store does not answer any more leads on after its lease
+    (`leads`), as nobody can be elected where the store is gone. Where it is cut off alone another may be: then whoever
+    obeys the greater epoch says so, and the leader must call `outranked`::
 
         election.start()
         while True:
             epoch = await election.elected()
-            ...                       # lead; check is_leader(now) before every decision
+            ...                       # lead; check leads(now) before every decision
             await election.lost(epoch)
     """
 
@@ -242,8 +251,10 @@ class Election:
         self._key = key
         self._value = value
         self._lease = _Lease(store, ttl_s)
+        self._margin_s = ttl_s / 4  # so that leading goes on without a gap
         self._former_lease_id = 0
         self._epoch = 0
+        self._is_held_over = False
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -255,6 +266,15 @@ class Election:
     def is_leader(self, now: float) -> bool:
         """Whether nobody else can be leader at `now`."""
         return self._epoch != 0 and self._lease.is_valid(now)
+
+    def leads(self, now: float) -> bool:
+        return self.is_leader(now) or (self._epoch != 0 and self._is_held_over)
+
+    def outranked(self) -> None:
+        """Another one's epoch is obeyed. Without the lease this one's term is over at once."""
+        if self._epoch and not self.is_leader(_now()):
+            _LOG.warning("term %d on %s is over: another leads", self._epoch, self._key)
+            self._set_epoch(0)
 
     def start(self) -> None:
         assert self._task is None, "start is called once"
@@ -309,7 +329,7 @@ class Election:
                 await self._lead()
             finally:
                 self._set_epoch(0)
-            _LOG.warning("term %d on %s is over", epoch, self._key)
+            _LOG.warning("the term that began at %d on %s has ended", epoch, self._key)
 
     async def _campaign(self) -> int:
         # The lease is kept over failed attempts: a transaction that was cut off may have been applied.
@@ -349,7 +369,9 @@ class Election:
             return not watcher.done()  # else somebody deleted the key: the term is over though the lease stands
 
         try:
-            await self._lease.hold(is_ours)
+            ended = await self._lease.hold(is_ours, margin_s=self._margin_s)
+            while ended.is_unreached and await self._hold_over(watcher):
+                ended = await self._lease.hold(is_ours, margin_s=self._margin_s)
             if watcher.done():
                 watcher.result()
         finally:
@@ -358,6 +380,26 @@ class Election:
         self._set_epoch(0)
         self._former_lease_id = self._lease.lease_id
         await self._lease.revoke()
+
+    async def _hold_over(self, watcher: asyncio.Task[None]) -> bool:
+        """Leads on while the store does not answer. Whether the lease holds again."""
+        if not self._lease.is_valid(_now()):
+            return False  # this process stood still meanwhile: others may have been elected, and not be known here
+        _LOG.warning("the store does not answer: term %d on %s goes on without it", self._epoch, self._key)
+        self._is_held_over = True
+        try:
+            while self._epoch and not watcher.done():
+                try:
+                    await self._lease.renew()
+                except LeaseExpired:
+                    return False
+                except StoreUnavailable:
+                    await asyncio.wait([watcher], timeout=RETRY_S)
+                else:
+                    return self._epoch != 0
+        finally:
+            self._is_held_over = False
+        return False
 
 
 class Mirror(Generic[T]):

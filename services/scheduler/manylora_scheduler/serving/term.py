@@ -1,7 +1,7 @@
 """One term of leadership: a core, its one timer, the routers' and the workers' lines.
 
 Events go in by `post` and the core's commands out, in one turn of the event loop, so that a grant leaves in the turn in
-which its room appeared. Once leadership is not certain any more nothing is posted.
+which its room appeared. Once this scheduler does not lead any more nothing is posted.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ LAST_SAVE_TIMEOUT_S = 0.5
 class Term:
     """Args:
     epoch: the fencing epoch, on every grant and every control stream.
-    is_leading: whether nobody else can be leader at a moment of the event loop's clock.
+    is_leading: whether this one leads at a moment of the event loop's clock.
+    outranked: called where others obey another leader.
     policies: the tenants' policy documents; each is read when the tenant's first request comes.
     predecessor: the clock that was kept last.
     order: see Core.
@@ -89,6 +90,7 @@ class Term:
         epoch: int,
         scheduler_id: str,
         is_leading: Callable[[float], bool],
+        outranked: Callable[[], None],
         policies: Mapping[str, StoredPolicy],
         limits: CoreLimits,
         order: Order,
@@ -103,6 +105,7 @@ class Term:
         self.epoch = epoch
         self._scheduler_id = scheduler_id
         self._is_leading = is_leading
+        self._outranked = outranked
         self._policies = policies
         self._transport = transport
         self._telemetry = telemetry
@@ -229,6 +232,7 @@ class Term:
                 transport=self._transport,
                 post=self._post_of_worker,
                 rng=self._rng,
+                outranked=self._outranked,
                 failed=self._fail,
             )
 
@@ -262,7 +266,8 @@ class Term:
                 continue
             try:
                 if not await self._clock.save(self._take_clock()):
-                    return  # another leads; the election says so soon
+                    self._outranked()
+                    return
             except StoreUnavailable as e:
                 _LOG.warning("the clock was not saved", extra=fields(error=str(e)))
 

@@ -29,8 +29,8 @@ _MAX_BACKOFF_S = 1.0
 
 
 class WorkerLine:
-    """hello: the first message of every stream. post: takes the events; called between awaits. failed: gets the
-    exception that ended the line, which only a bug does.
+    """hello: the first message of every stream. post: takes the events; called between awaits. outranked: called
+    where the worker obeys another leader. failed: gets the exception that ended the line, which only a bug does.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class WorkerLine:
         transport: Transport,
         post: Callable[[Event], None],
         rng: random.Random,
+        outranked: Callable[[], None],
         failed: Callable[[BaseException], None],
     ) -> None:
         self.address = address
@@ -52,6 +53,7 @@ class WorkerLine:
         self._post = post
         self._rng = rng
         self._outbox: asyncio.Queue[worker_pb2.ControlCommand] | None = None
+        self._outranked = outranked
         self._failed = failed
         self._task = asyncio.create_task(self._run(), name=f"control {worker_id}")
         self._task.add_done_callback(self._ended)
@@ -78,6 +80,8 @@ class WorkerLine:
             except RpcError as e:
                 context = fields(worker=self._worker_id, address=self.address, error=str(e))
                 _LOG.warning("control stream ended", extra=context)
+                if e.code is Code.FAILED_PRECONDITION:  # the worker's Unready: by a greater epoch
+                    self._outranked()
             was_connected, self._outbox = self._outbox is not None, None
             self.told = None
             if was_connected:
