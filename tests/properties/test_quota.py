@@ -251,7 +251,7 @@ class Play:
             router.retry_at = self.now + refusal.retry_after_s
             return
         authority.granted(request)
-        (command,) = authority.lease_command(request, router.session)
+        (command,) = authority.lease_command(request, router.session, self.now)
         assert isinstance(command, SendLease)
         assert command.tokens is not None
         stream = Stream(request_id, prompt, most, prompt + length, command.tokens, used=prompt)

@@ -218,6 +218,7 @@ class FakeScheduler:
         self.setbacks: list[status_pb2.TenantSetbacks] = []
         self.lease_tokens: int | None = None
         """What the first lease of each request holds; None: no leases."""
+        self.levels: list[scheduler_pb2.QuotaLevel] = []
         self.grows_by: int | None = 10
         """How an asked-for lease grows; None: it is refused."""
         self.answers_wants = True
@@ -343,7 +344,7 @@ class FakeScheduler:
     def grant(self, request_id: str) -> None:
         if self.lease_tokens is not None and request_id not in self.leased:
             self.leased[request_id] = self.lease_tokens
-            lease = scheduler_pb2.Lease(request_id=request_id, tokens=self.lease_tokens)
+            lease = scheduler_pb2.Lease(request_id=request_id, tokens=self.lease_tokens, levels=self.levels)
             self._line_of(request_id).outbox.put_nowait(scheduler_pb2.ScheduleResponse(lease=lease))
         self.queued.pop(request_id)
         worker_id, address = self.workers[self._next % len(self.workers)]

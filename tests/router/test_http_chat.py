@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 from http_fakes import http_front
-from manylora.v1 import common_pb2, worker_pb2
+from manylora.v1 import common_pb2, scheduler_pb2, worker_pb2
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from router_fakes import STARTED, finished, ids_of, say, tokens, until
 
@@ -121,3 +121,20 @@ async def test_a_failure_in_mid_stream_is_an_event() -> None:
         with pytest.raises(openai.InternalServerError) as refused:
             await client.chat.completions.create(model="tiny", messages=HI)
         assert refused.value.status_code == 503
+
+
+async def test_answers_tell_what_is_left_of_quotas() -> None:
+    async with http_front() as front, front.openai() as client:
+        front.cluster.scheduler.lease_tokens = 1000
+        front.cluster.scheduler.levels = [
+            scheduler_pb2.QuotaLevel(quota="classes.standard.token_bucket", limit=900, left=120, full_in_s=7.8)
+        ]
+        for stream in (False, True):
+            raw = await client.chat.completions.with_raw_response.create(model="tiny", messages=HI, stream=stream)
+            told = {name: value for name, value in raw.headers.items() if name.startswith("x-ratelimit-")}
+            assert told == {
+                "x-ratelimit-limit-tokens": "900",
+                "x-ratelimit-remaining-tokens": "120",
+                "x-ratelimit-reset-tokens": "7.8s",
+            }
+            await raw.http_response.aread()

@@ -10,10 +10,12 @@ from manylora_shared.errors import (
     ManyloraError,
     NotFound,
     Overloaded,
+    QuotaBreach,
     QuotaExceeded,
     Unauthenticated,
     Unready,
 )
+from manylora_shared.tenancy.quota import QuotaLevel
 
 
 def test_fields_have_the_callers_names() -> None:
@@ -47,5 +49,29 @@ def test_a_message_that_begins_with_a_field(error: ManyloraError, message: str, 
 def test_headers_say_when_to_come_again() -> None:
     assert errors.headers(Overloaded("", retry_after_s=0.25)) == {"retry-after": "1", "retry-after-ms": "250"}
     assert errors.headers(QuotaExceeded("never fits")) == {"x-should-retry": "false"}
+    breaches = [
+        QuotaBreach("classes.batch.token_bucket", "acme", 7, ""),
+        QuotaBreach("quotas.concurrency", "acme", 2, ""),
+    ]
+    told = errors.headers(QuotaExceeded("", retry_after_s=61.0, breaches=breaches))
+    assert {name: told[name] for name in told if name.startswith("x-")} == {
+        "x-ratelimit-remaining-tokens": "0",
+        "x-ratelimit-reset-tokens": "1m1s",
+        "x-ratelimit-remaining-requests": "0",
+        "x-ratelimit-reset-requests": "1m1s",
+    }
     assert errors.headers(Unauthenticated("")) == {"www-authenticate": "Bearer"}
     assert errors.headers(InvalidRequest("")) == {}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [(0.0, "0ms"), (0.0201, "21ms"), (1.0, "1s"), (1.42, "1.5s"), (59.99, "1m0s"), (360.0, "6m0s"), (3601.5, "60m2s")],
+)
+def test_durations_are_openais(seconds: float, told: str) -> None:
+    [level] = [QuotaLevel("quotas.requests_per_s", 10, 3, seconds)]
+    assert errors.rate_limits([level]) == {
+        "x-ratelimit-limit-requests": "10",
+        "x-ratelimit-remaining-requests": "3",
+        "x-ratelimit-reset-requests": told,
+    }

@@ -33,6 +33,7 @@ from manylora_scheduler.gates.quota import ABSENCE_S, EXTENSION_WAIT_S, QuotaGat
 from manylora_shared.errors import Code
 from manylora_shared.ids import QosClass, RequestId, RouterId, TenantId, WorkerId
 from manylora_shared.tenancy.policy import ClassPolicy, TenantPolicy, TenantQuotas, TokenRate
+from manylora_shared.tenancy.quota import QuotaLevel
 
 ACME = TenantId("acme")
 
@@ -149,6 +150,20 @@ def test_what_can_never_fit_has_no_hint() -> None:
     assert refusal.retry_after_s is None
     assert "burst_tps, 100" in refusal.message
     assert gate.leased("b", prompt=99, new=500) == 100
+
+
+def test_the_first_lease_tells_what_is_left() -> None:
+    gate = Gate(policy(10, 100, requests_per_s=2, requests_burst=3))
+    first = gate.ask("a", prompt=20, new=500)
+    assert isinstance(first, SendLease)
+    assert first.tokens is not None
+    requests, tokens = first.levels
+    assert requests == QuotaLevel("quotas.requests_per_s", 3, 2, 0.5)
+    left = 100 - first.tokens
+    assert tokens == QuotaLevel("classes.standard.token_bucket", 100, left, first.tokens / 10)
+    gate.do(Tick(), 60.0)
+    [again] = [each for each in gate.want("a") if isinstance(each, SendLease)]
+    assert again.levels == ()
 
 
 def test_requests_a_second() -> None:

@@ -143,12 +143,26 @@ class ScheduleResponse(_message.Message):
     def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., lease_refused: _Optional[_Union[LeaseRefused, _Mapping]] = ..., overload: _Optional[_Union[Overload, _Mapping]] = ..., more: _Optional[_Iterable[_Union[ScheduleResponse, _Mapping]]] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("request_id", "tokens")
+    __slots__ = ("request_id", "tokens", "levels")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LEVELS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
+    levels: _containers.RepeatedCompositeFieldContainer[QuotaLevel]
+    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[int] = ..., levels: _Optional[_Iterable[_Union[QuotaLevel, _Mapping]]] = ...) -> None: ...
+
+class QuotaLevel(_message.Message):
+    __slots__ = ("quota", "limit", "left", "full_in_s")
+    QUOTA_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    FULL_IN_S_FIELD_NUMBER: _ClassVar[int]
+    quota: str
+    limit: int
+    left: int
+    full_in_s: float
+    def __init__(self, quota: _Optional[str] = ..., limit: _Optional[int] = ..., left: _Optional[int] = ..., full_in_s: _Optional[float] = ...) -> None: ...
 
 class LeaseRefused(_message.Message):
     __slots__ = ("request_id", "message", "retry_after_s", "breaches")

@@ -18,6 +18,16 @@ def to_ns(seconds: float) -> int:
     return round(seconds * NANOS)
 
 
+@dataclass(frozen=True, slots=True)
+class QuotaLevel:
+    """What a bucket holds; `quota`: its path in the policy."""
+
+    quota: str
+    limit: int
+    left: int
+    full_in_s: float
+
+
 class TokenBucket:
     """Holds up to `burst` tokens and gains `rate` a second. Below zero it is in debt and gives nothing."""
 
@@ -32,6 +42,11 @@ class TokenBucket:
     def level(self, now_ns: int) -> int:
         self._advance(now_ns)
         return self._level_nanos // NANOS
+
+    def told(self, quota: str, now_ns: int) -> QuotaLevel:
+        full_ns = self.wait_ns(self.burst, now_ns)
+        assert full_ns is not None
+        return QuotaLevel(quota, self.burst, max(0, self.level(now_ns)), full_ns / NANOS)
 
     def wait_ns(self, tokens: int, now_ns: int) -> int | None:
         """None: it never will hold so many."""

@@ -20,9 +20,19 @@ from manylora.v1 import common_pb2, scheduler_pb2
 from manylora_shared.errors import Code, Overloaded, QuotaExhausted, RpcError
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.tenancy.overload import OverloadView
+from manylora_shared.tenancy.quota import QuotaLevel
 from manylora_shared.transport.base import Channel, Stream, Transport, methods_of
 
-from manylora_router.links.wire import Grant, grant_of, held_lease, lease_refusal_of, overload_view, refusal_of, wanted
+from manylora_router.links.wire import (
+    Grant,
+    grant_of,
+    held_lease,
+    lease_refusal_of,
+    levels_of,
+    overload_view,
+    refusal_of,
+    wanted,
+)
 
 _LOG = logging.getLogger(__name__)
 _METHODS = methods_of(scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"])
@@ -53,6 +63,7 @@ class Lease:
 
     request: scheduler_pb2.Enqueue
     tokens: int | None = None  # prompt and output; None: not bounded
+    levels: tuple[QuotaLevel, ...] = ()  # of the quotas behind it, when it was first given
     is_known: bool = False  # by the scheduler's word or grant
     is_wanted: bool = False
     refusal: QuotaExhausted | None = None
@@ -361,6 +372,7 @@ class SchedulerClient:
         if lease is not None:
             lease.tokens = message.tokens if message.HasField("tokens") else None
             lease.is_known, lease.is_wanted = True, False
+            lease.levels = levels_of(message) or lease.levels
             lease.changed.set()
 
     def _on_lease_refused(self, message: scheduler_pb2.LeaseRefused) -> None:

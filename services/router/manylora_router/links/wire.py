@@ -11,6 +11,7 @@ from manylora_shared.errors import Code, ManyloraError, Overloaded, QuotaBreach,
 from manylora_shared.ids import TenantId
 from manylora_shared.tenancy.overload import OverloadView, TenantView
 from manylora_shared.tenancy.policy import Slo
+from manylora_shared.tenancy.quota import QuotaLevel
 from manylora_shared.tenancy.slo import Flow, FlowCounts, quantile_ms
 from manylora_shared.wire import QOS_CLASSES, QOS_NUMBERS
 
@@ -52,6 +53,10 @@ def lease_refusal_of(message: scheduler_pb2.LeaseRefused) -> QuotaExhausted:
     retry_after_s = message.retry_after_s if message.HasField("retry_after_s") else None
     breaches = [_breach(breach) for breach in message.breaches]
     return QuotaExhausted(message.message, retry_after_s=retry_after_s, breaches=breaches)
+
+
+def levels_of(message: scheduler_pb2.Lease) -> tuple[QuotaLevel, ...]:
+    return tuple(QuotaLevel(each.quota, each.limit, each.left, each.full_in_s) for each in message.levels)
 
 
 def _breach(message: scheduler_pb2.QuotaBreach) -> QuotaBreach:

@@ -270,6 +270,7 @@ class Execution:
             seed=job.sampling.seed,
             prompt_token_ids=job.prompt_token_ids,
             degraded=job.degraded,
+            levels=self._scheduler.lease(job.request_id).levels,
         )
 
     def _on_tokens(self, chunk: worker_pb2.TokenChunk) -> list[Frame]:

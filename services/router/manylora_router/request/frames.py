@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manylora.v1 import common_pb2
+from manylora_shared.tenancy.quota import QuotaLevel
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class Started:
     seed: int
     prompt_token_ids: Sequence[int]
     degraded: Degraded | None
+    levels: Sequence[QuotaLevel] = ()  # of the tenant's quotas, behind this request
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from manylora_shared.errors import Code, QuotaBreach
 from manylora_shared.ids import AdapterUid, RequestId, RouterId, TenantId, WorkerId
 from manylora_shared.tenancy.overload import OverloadView
 from manylora_shared.tenancy.policy import TenantPolicy
+from manylora_shared.tenancy.quota import QuotaLevel
 
 from manylora_scheduler.core.reports import WorkerReport
 from manylora_scheduler.core.request import FlowKey, QueuedRequest
@@ -184,6 +185,7 @@ class SendLease:
     session: int
     request_id: RequestId
     tokens: int | None
+    levels: tuple[QuotaLevel, ...] = ()  # of the first lease
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Protocol
 from manylora_shared.errors import Code, QuotaBreach
 from manylora_shared.ids import QosClass, RequestId, RouterId, TenantId
 from manylora_shared.tenancy.policy import TenantPolicy, TokenRate
-from manylora_shared.tenancy.quota import FlowAccount, TokenBucket, to_ns
+from manylora_shared.tenancy.quota import FlowAccount, QuotaLevel, TokenBucket, to_ns
 
 from manylora_scheduler.core.events import (
     Command,
@@ -39,6 +39,7 @@ ABSENCE_S = 10.0
 BUSY_RETRY_S = 0.5  # where others' ends make room, whose time nobody knows
 MIN_SLICE_TOKENS = 16
 MAX_SLICE_TOKENS = 512
+_REQUESTS_PER_S = "quotas.requests_per_s"
 _SLICES_PER_S = 4  # A lease grows by what the bucket gains in such a part of a second, within these bounds.
 
 
@@ -156,7 +157,7 @@ class QuotaAuthority:
         self._set_queued(self._leases[request.request_id], True)
         return None
 
-    def lease_command(self, request: QueuedRequest, session: int) -> list[Command]:
+    def lease_command(self, request: QueuedRequest, session: int, now: float) -> list[Command]:
         # A tenant without quotas gets none.
         lease = self._leases.get(request.request_id)
         if lease is None or lease.router_id != request.router_id:
@@ -165,7 +166,13 @@ class QuotaAuthority:
         tenant = self._tenants[lease.flow.tenant_id]
         if tokens is None and (tenant.policy is None or not _has_quotas(tenant.policy)):
             return []
-        return [SendLease(lease.router_id, session, lease.request_id, tokens)]
+        levels = self._levels(tenant, lease.flow, to_ns(now))
+        return [SendLease(lease.router_id, session, lease.request_id, tokens, levels)]
+
+    def _levels(self, tenant: _Tenant, flow: FlowKey, now_ns: int) -> tuple[QuotaLevel, ...]:
+        tokens = tenant.accounts[flow.qos_class].bucket
+        buckets = ((_REQUESTS_PER_S, tenant.requests), (_token_bucket(flow.qos_class), tokens))
+        return tuple(bucket.told(quota, now_ns) for quota, bucket in buckets if bucket is not None)
 
     def granted(self, request: QueuedRequest) -> None:
         lease = self._lease_of(request)
@@ -287,7 +294,7 @@ class QuotaAuthority:
         if tenant.requests is not None and (wait_ns := tenant.requests.wait_ns(1, now_ns)):
             rate, burst = tenant.requests.rate, tenant.requests.burst
             description = f"no more than {rate} requests a second are admitted, {burst} at once"
-            found.append(("quotas.requests_per_s", tenant.requests.rate, description, wait_ns))
+            found.append((_REQUESTS_PER_S, tenant.requests.rate, description, wait_ns))
         account = tenant.accounts[flow.qos_class]
         wait_ns = account.wait_ns(first, now_ns)
         if wait_ns != 0:
@@ -295,7 +302,7 @@ class QuotaAuthority:
             description = f"{first} tokens are needed to begin; the bucket holds {account.bucket.level(now_ns)}"
             if wait_ns is None:
                 description = f"{first} tokens are needed to begin, more than burst_tps, {account.bucket.burst}"
-            found.append((f"classes.{flow.qos_class.value}.token_bucket", account.bucket.rate, description, wait_ns))
+            found.append((_token_bucket(flow.qos_class), account.bucket.rate, description, wait_ns))
         if not found:
             return None
         waits = [wait for *_, wait in found]
@@ -385,6 +392,10 @@ class QuotaAuthority:
             del self._tenants[tenant_id]
 
 
+def _token_bucket(qos_class: QosClass) -> str:
+    return f"classes.{qos_class.value}.token_bucket"
+
+
 class Seam(Protocol):
     """The core, or what stands before it."""
 
@@ -411,7 +422,7 @@ class QuotaGate:
             case Enqueued():
                 refusal = authority.admit(event.request, now)
                 if refusal is None:
-                    commands += authority.lease_command(event.request, event.session)
+                    commands += authority.lease_command(event.request, event.session, now)
                 else:
                     commands.append(
                         SendRefusal(

@@ -164,9 +164,10 @@ def held_lease(message: scheduler_pb2.HeldLease) -> HeldLease:
 
 def lease_message(lease: SendLease | SendLeaseRefusal) -> scheduler_pb2.ScheduleResponse:
     if isinstance(lease, SendLease):
-        return scheduler_pb2.ScheduleResponse(
-            lease=scheduler_pb2.Lease(request_id=lease.request_id, tokens=lease.tokens)
-        )
+        message = scheduler_pb2.Lease(request_id=lease.request_id, tokens=lease.tokens)
+        for level in lease.levels:
+            message.levels.add(quota=level.quota, limit=level.limit, left=level.left, full_in_s=level.full_in_s)
+        return scheduler_pb2.ScheduleResponse(lease=message)
     return scheduler_pb2.ScheduleResponse(
         lease_refused=scheduler_pb2.LeaseRefused(
             request_id=lease.request_id,

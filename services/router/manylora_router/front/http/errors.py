@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from manylora_shared.errors import Code, ManyloraError, retry_after_header
+from manylora_shared.tenancy.quota import QuotaLevel
 
 _ROUTERS_NAMES = (
     ("sampling.", ""),
@@ -51,9 +53,36 @@ def headers(error: ManyloraError) -> dict[str, str]:
         told["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))
     elif error.code in _RETRIED:
         told["x-should-retry"] = "false"
+    for breach in error.breaches:
+        told[f"x-ratelimit-remaining-{_kind(breach.quota)}"] = "0"
+        if error.retry_after_s is not None:
+            told[f"x-ratelimit-reset-{_kind(breach.quota)}"] = _duration(error.retry_after_s)
     if error.code is Code.UNAUTHENTICATED:
         told["www-authenticate"] = "Bearer"
     return told
+
+
+def rate_limits(levels: Iterable[QuotaLevel]) -> dict[str, str]:
+    """The headers that OpenAI's clients know: of requests, and of tokens."""
+    told: dict[str, str] = {}
+    for level in levels:
+        kind = _kind(level.quota)
+        told[f"x-ratelimit-limit-{kind}"] = str(level.limit)
+        told[f"x-ratelimit-remaining-{kind}"] = str(level.left)
+        told[f"x-ratelimit-reset-{kind}"] = _duration(level.full_in_s)
+    return told
+
+
+def _kind(quota: str) -> str:
+    return "tokens" if quota.endswith("token_bucket") else "requests"
+
+
+def _duration(seconds: float) -> str:
+    """As OpenAI writes them: `20ms`, `1.5s`, `6m0s`."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(math.ceil(seconds * 10) / 10, 60)
+    return f"{int(minutes)}m{math.ceil(rest)}s" if minutes else f"{rest:g}s"
 
 
 def _name(field: str, names: Names) -> str:

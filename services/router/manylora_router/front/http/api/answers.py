@@ -15,6 +15,7 @@ from manylora_shared.ids import QosClass
 from manylora_shared.transport.places import Places
 
 from manylora_router.front.generation import generate
+from manylora_router.front.http import errors
 from manylora_router.front.http.api.asked import Form
 from manylora_router.front.http.exchange import Exchange
 from manylora_router.front.http.fields import Fields
@@ -297,4 +298,4 @@ def headers_of(started: Started | None) -> dict[str, str]:
             f"max_tokens={degraded.max_tokens}, asked_max_tokens={degraded.asked_max_tokens}, "
             f"overload_level={degraded.overload_level}"
         )
-    return told
+    return told | errors.rate_limits(started.levels)
