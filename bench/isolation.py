@@ -159,14 +159,14 @@ class Bench:
         child.start()
         there.close()
         try:
-            if not attack.requests_per_s:
+            if attack.is_backlogged:
                 await self._wait_backlogged(child, "begun")
             await asyncio.sleep(seconds / 4)
             began, cost = time.perf_counter(), await self._attackers_cost()
             beside = await self.victim(seconds, seed + 1, attack.victim_prefix_tokens)
             ended, cost_after = time.perf_counter(), await self._attackers_cost()
             beside.seconds = ended - began
-            if not attack.requests_per_s:
+            if attack.is_backlogged:
                 await self._wait_backlogged(child, "held on until the end")
             here.send("stop")
             buckets, outcomes = await asyncio.to_thread(here.recv)

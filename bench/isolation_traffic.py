@@ -47,6 +47,8 @@ class Attack:
     cancel_after_s: float | None = None
     """Each request after a drawn time up to it."""
     all_classes: bool = False
+    is_backlogged: bool = True
+    """Whether it keeps more requests waiting than there is room for, all the time."""
     requests_per_s: float = 0.0
     """0: each stream asks as soon as it may; else requests come by a Poisson process, whatever happens to them."""
 
@@ -64,10 +66,12 @@ ATTACKS = {
     "classes": Attack(streams=192, prompt_tokens=64, max_tokens=64, all_classes=True),
     "choices": Attack(streams=64, prompt_tokens=8, max_tokens=64, n=8),
     "logprobs": Attack(streams=128, prompt_tokens=8, max_tokens=64, top_logprobs=20),
-    "deadlines": Attack(streams=128, prompt_tokens=512, max_tokens=64, deadline_s=0.5),
-    "cancels": Attack(streams=128, prompt_tokens=LONGEST_TOKENS // 2, max_tokens=64, cancel_after_s=0.02),
-    "stop-strings": Attack(streams=128, prompt_tokens=8, max_tokens=128, num_stop_strings=16),
-    "two-tenant": Attack(streams=0, prompt_tokens=256, max_tokens=128, requests_per_s=32.0),
+    "deadlines": Attack(streams=128, prompt_tokens=512, max_tokens=64, deadline_s=0.5, is_backlogged=False),
+    "cancels": Attack(
+        streams=128, prompt_tokens=LONGEST_TOKENS // 2, max_tokens=64, cancel_after_s=0.02, is_backlogged=False
+    ),
+    "stop-strings": Attack(streams=128, prompt_tokens=8, max_tokens=128, num_stop_strings=16, is_backlogged=False),
+    "two-tenant": Attack(streams=0, prompt_tokens=256, max_tokens=128, requests_per_s=32.0, is_backlogged=False),
 }
 
 
