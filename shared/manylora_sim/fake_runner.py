@@ -9,6 +9,7 @@ import hashlib
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import NoReturn
 
@@ -447,6 +448,12 @@ class FakeValidator:
         if path in self._problems:
             return AdapterReport(problems=self._problems[path])
         return AdapterReport(max_lora_rank=8, size_bytes=1 << 20, target_modules=("q_proj", "v_proj"))
+
+    def lends(self, path: str, uid: AdapterUid) -> AbstractContextManager[None]:
+        return nullcontext()  # FakeAdapterBackend has every adapter
+
+    async def largest_update(self, path: str, uid: AdapterUid) -> str:
+        return "that of q_proj"
 
 
 @functools.lru_cache(maxsize=4096)

@@ -96,6 +96,27 @@ def test_up_and_down_the_tiers_with_readers_of_their_own(setup_of_processes: Set
     test_errors_are_events(setup_of_processes)
 
 
+def test_what_is_lent_is_found_there_until_the_store_has_it(setup: Setup, tmp_path: Path) -> None:
+    uid = setup.uids["rank-1"]
+    incoming, stored = tmp_path / "incoming", setup.objects / uid
+    stored.rename(incoming)
+
+    def load() -> str | None:
+        setup.backend.start_host_load(uid)
+        (event,) = setup.next_events()
+        if event.error is None:
+            setup.backend.drop_host(uid)
+        return event.error
+
+    with setup.backend.lends(uid, incoming), setup.backend.lends(uid, incoming):
+        assert load() is None
+    assert "not a folder" in (load() or "")
+    with setup.backend.lends(uid, tmp_path / "gone"):
+        assert "not a folder" in (load() or "")
+        incoming.rename(stored)
+        assert load() is None
+
+
 def test_events_come_in_the_order_asked(setup: Setup) -> None:
     for uid in setup.uids.values():
         setup.backend.start_host_load(uid)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 from pathlib import Path
 
 import pytest
 from manylora.v1 import common_pb2, worker_pb2
 from manylora_shared.coordination.peers import PeerSecret, PeerTransport
 from manylora_shared.errors import Code, RpcError
-from manylora_shared.ids import AdapterUid
+from manylora_shared.ids import AdapterUid, TenantId
 from manylora_shared.stores.adapter_files import CONFIG_NAME, WEIGHTS_NAME, adapter_uid, parse_config
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.grpc_transport import GrpcTransport
@@ -23,6 +24,8 @@ from manylora_worker.app import WorkerApp
 from manylora_worker.config import WorkerConfig
 from manylora_worker.hosting.engine import host
 from manylora_worker.models.build import build_engine
+from manylora_worker.serving.adapter_trial import AdapterTrial
+from safetensors.torch import load_file, save_file
 
 from tests.numerics.adapters import Reference, recipes, save_adapter
 from tests.numerics.families import VOCAB_SIZE, make_model
@@ -127,20 +130,51 @@ async def test_worker_equals_peft(family: str, debug_fill_freed: bool, tmp_path:
         assert stats.evictions > 0
         assert stats.failed_steps == 0
         some = next(iter(uids.values()))
-        good = await channel.call(VALIDATE, worker_pb2.ValidateAdapterRequest(path=f"objects/{some}"))
+        asked = worker_pb2.ValidateAdapterRequest(path=f"objects/{some}", tenant_id="t", adapter_uid=some)
+        good = await channel.call(VALIDATE, asked)
         assert not good.problems
         assert good.size_bytes > 0
         assert good.max_lora_rank > 0
         assert good.target_modules
         (store / "objects" / some / WEIGHTS_NAME).unlink()
-        bad = await channel.call(VALIDATE, worker_pb2.ValidateAdapterRequest(path=f"objects/{some}"))
+        bad = await channel.call(VALIDATE, asked)
         assert WEIGHTS_NAME in [p.field for p in bad.problems]
         for path in ("../model", "/etc", "objects/../../model"):
+            asked = worker_pb2.ValidateAdapterRequest(path=path, tenant_id="t", adapter_uid=some)
             with pytest.raises(RpcError) as refusal:
-                await channel.call(VALIDATE, worker_pb2.ValidateAdapterRequest(path=path))
+                await channel.call(VALIDATE, asked)
             assert refusal.value.code is Code.INVALID_ARGUMENT
     finally:
         await channel.close()
         await app.stop()
     assert runtime.view.stats.requests == 0
     assert runtime.view.stats.blocks_free == runtime.view.stats.blocks_total
+
+
+async def test_an_adapter_whose_finite_weights_overflow_is_found_by_its_first_step(tmp_path: Path) -> None:
+    model = make_model("llama", tmp_path / "model")
+    targets = ["q_proj", "down_proj"]
+    folder = save_adapter(model, tmp_path / "adapter", 1, r=4, lora_alpha=8, target_modules=targets)
+    store = tmp_path / "store"
+    good = store_adapter(folder, store)
+    weights = load_file(folder / WEIGHTS_NAME)
+    for key in weights:
+        if "layers.1.mlp.down_proj" in key:
+            weights[key] *= 1e30
+    save_file(weights, folder / WEIGHTS_NAME)
+    shutil.copytree(folder, store / "incoming")
+    bad = adapter_uid(parse_config((folder / CONFIG_NAME).read_bytes()), folder / WEIGHTS_NAME)
+    settings = WorkerConfig(model=str(tmp_path / "model"), adapter_store=store, num_blocks=16, threads=1)
+    runtime, validator = host(settings, build_engine)
+    runtime.start()
+    try:
+        trial = AdapterTrial(runtime, validator)
+        assert not (await validator.validate("incoming")).problems, "its weights are finite numbers"
+        assert await trial.problem(f"objects/{good}", TenantId("t"), good) is None
+        problem = await trial.problem("incoming", TenantId("t"), bad)
+        assert problem is not None
+        assert "not finite" in problem.description
+        assert "the largest update is that of model.layers.1.mlp.down_proj, of norm" in problem.description
+        assert runtime.view.stats.failed_steps == 0
+    finally:
+        await runtime.stop()

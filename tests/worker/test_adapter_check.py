@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from manylora_shared.errors import FieldViolation, InvalidRequest
+from manylora_shared.ids import AdapterUid
 from manylora_worker.weights.adapter_check import MAX_CHECKS, AdapterReport, ThreadValidator
+
+UID = AdapterUid("ab" * 32)
+
+
+def validator_of(root: Path, check: Callable[[Path], AdapterReport]) -> ThreadValidator:
+    def lends(uid: AdapterUid, folder: Path) -> AbstractContextManager[None]:
+        raise AssertionError("nothing is tried here")
+
+    return ThreadValidator(root, check, lends, lambda folder, uid: str(folder))
 
 
 async def test_problems_are_a_report_and_another_error_is_none(tmp_path: Path) -> None:
@@ -19,23 +31,27 @@ async def test_problems_are_a_report_and_another_error_is_none(tmp_path: Path) -
         assert folder == (tmp_path / "x").resolve()
         raise InvalidRequest.of_all([problem])
 
-    assert await ThreadValidator(tmp_path, check).validate("x") == AdapterReport(problems=(problem,))
+    assert await validator_of(tmp_path, check).validate("x") == AdapterReport(problems=(problem,))
 
     def fail(folder: Path) -> AdapterReport:
         raise OSError("disk")
 
     with pytest.raises(OSError, match="disk"):
-        await ThreadValidator(tmp_path, fail).validate("x")
+        await validator_of(tmp_path, fail).validate("x")
 
 
 async def test_nothing_outside_the_store_is_looked_at(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     (tmp_path / "other").mkdir()
     seen: list[Path] = []
-    validator = ThreadValidator(tmp_path / "root", lambda folder: seen.append(folder) or AdapterReport())
+    validator = validator_of(tmp_path / "root", lambda folder: seen.append(folder) or AdapterReport())
     for path in ("../other", "/", "absent"):
         with pytest.raises(InvalidRequest):
             await validator.validate(path)
+        with pytest.raises(InvalidRequest):
+            await validator.largest_update(path, UID)
+        with pytest.raises(InvalidRequest):
+            validator.lends(path, UID)
     assert seen == []
 
 
@@ -54,7 +70,7 @@ async def test_so_many_at_a_time(tmp_path: Path) -> None:
             running[0] -= 1
         return AdapterReport(max_lora_rank=1)
 
-    validator = ThreadValidator(tmp_path, check)
+    validator = validator_of(tmp_path, check)
     checks = [asyncio.create_task(validator.validate(str(i))) for i in range(5)]
     await asyncio.sleep(0.05)
     go_on.set()

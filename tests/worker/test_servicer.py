@@ -300,13 +300,39 @@ async def test_a_reader_that_does_not_read_is_cut_off(monkeypatch: pytest.Monkey
         assert PAUSE_UNREAD_TOKENS <= len(result.tokens[0]) < 8000
 
 
+def _asked(path: str, **changes: str) -> worker_pb2.ValidateAdapterRequest:
+    return worker_pb2.ValidateAdapterRequest(**({"path": path, "tenant_id": "acme", "adapter_uid": UID} | changes))
+
+
 async def test_validation_answers_with_facts_or_problems() -> None:
     problems = {"incoming/bad": [FieldViolation("r", "is 128, the limit is 64"), FieldViolation("bias", "is all")]}
     async with running_worker(validate=FakeValidator(problems)) as worker:
-        good = await worker.channel.call(VALIDATE, worker_pb2.ValidateAdapterRequest(path="incoming/good"))
+        good = await worker.channel.call(VALIDATE, _asked("incoming/good"))
         assert (good.max_lora_rank, list(good.target_modules)) == (8, ["q_proj", "v_proj"])
-        bad = await worker.channel.call(VALIDATE, worker_pb2.ValidateAdapterRequest(path="incoming/bad"))
+        assert worker.engine.core.stats().generated_tokens == 1, "it was tried"
+        bad = await worker.channel.call(VALIDATE, _asked("incoming/bad"))
         assert [p.field for p in bad.problems] == ["r", "bias"]
-        for path in ("", "x" * 1025):
-            error = await refused(worker.channel.call(VALIDATE, worker_pb2.ValidateAdapterRequest(path=path)))
-            assert (error.code, error.violations[0].field) == (Code.INVALID_ARGUMENT, "path")
+        assert worker.engine.core.stats().generated_tokens == 1, "it was not"
+        for request, field in (
+            (_asked(""), "path"),
+            (_asked("x" * 1025), "path"),
+            (_asked("x", tenant_id="A B"), "tenant_id"),
+            (_asked("x", adapter_uid="12"), "adapter_uid"),
+        ):
+            error = await refused(worker.channel.call(VALIDATE, request))
+            assert (error.code, error.violations[0].field) == (Code.INVALID_ARGUMENT, field)
+
+
+async def test_an_adapter_that_fails_its_first_step_is_told_of_as_a_problem() -> None:
+    async with running_worker(error_of=lambda uid, tier: "its digest is wrong") as worker:
+        answer = await worker.channel.call(VALIDATE, _asked("incoming/good"))
+        assert [(p.field, p.description) for p in answer.problems] == [
+            ("adapter_model.safetensors", "its digest is wrong")
+        ]
+
+
+async def test_a_worker_that_drains_tries_no_adapter() -> None:
+    async with running_worker() as worker:
+        worker.app._servicer.drain()
+        error = await refused(worker.channel.call(VALIDATE, _asked("incoming/good")))
+        assert error.code is Code.UNAVAILABLE

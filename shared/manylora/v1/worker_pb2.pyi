@@ -119,10 +119,14 @@ class StopChoiceResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ValidateAdapterRequest(_message.Message):
-    __slots__ = ("path",)
+    __slots__ = ("path", "tenant_id", "adapter_uid")
     PATH_FIELD_NUMBER: _ClassVar[int]
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_UID_FIELD_NUMBER: _ClassVar[int]
     path: str
-    def __init__(self, path: _Optional[str] = ...) -> None: ...
+    tenant_id: str
+    adapter_uid: str
+    def __init__(self, path: _Optional[str] = ..., tenant_id: _Optional[str] = ..., adapter_uid: _Optional[str] = ...) -> None: ...
 
 class ValidateAdapterResponse(_message.Message):
     __slots__ = ("problems", "max_lora_rank", "size_bytes", "target_modules")

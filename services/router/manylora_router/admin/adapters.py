@@ -159,7 +159,9 @@ class AdapterIntake:
 
     async def _validate(self, header: admin_pb2.AddAdapterHeader, incoming: str, uid: AdapterUid) -> AdapterRecord:
         """Raises InvalidRequest with all that is wrong, ServiceUnavailable where no worker answers."""
-        answer = await self._ask_worker(worker_pb2.ValidateAdapterRequest(path=incoming))
+        answer = await self._ask_worker(
+            worker_pb2.ValidateAdapterRequest(path=incoming, tenant_id=header.tenant_id, adapter_uid=uid)
+        )
         if answer.problems:
             raise InvalidRequest.of_all([FieldViolation(p.field, p.description) for p in answer.problems])
         return AdapterRecord(

@@ -6,9 +6,12 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from manylora_shared.errors import ManyloraError
+from manylora_shared.ids import AdapterUid
 from manylora_shared.process.cores import num_cores
 
 from manylora_worker.config import AUTO_DEVICE, WorkerConfig
@@ -91,7 +94,12 @@ def build_engine(config: WorkerConfig, notify: Callable[[], None] = lambda: None
         kv_block_bytes=spec.kv.token_bytes(loaded.dtype) * config.block_size,
         dtype=config.compute_dtype,
     )
-    validator = ThreadValidator(config.adapter_store, lambda folder: _report(reader.check(folder), base))
+    validator = ThreadValidator(
+        config.adapter_store,
+        lambda folder: _report(reader.check(folder), base),
+        backend.lends,
+        lambda folder, uid: _largest_update(reader, base, folder, uid),
+    )
     return EngineParts(runner, backend, model, validator)
 
 
@@ -192,6 +200,25 @@ def _report(layout: Layout, base: AdapterBase) -> AdapterReport:
         size_bytes=elements_of(layout) * base.dtype.itemsize,
         target_modules=tuple(sorted({path.rpartition(".")[2] for _, path in targets})),
     )
+
+
+def _largest_update(reader: AdapterReader, base: AdapterBase, folder: Path, uid: AdapterUid) -> str:
+    """By the norm of A times that of B, which no entry of their product exceeds."""
+    try:
+        adapter = reader.read(folder, uid)
+    except (ManyloraError, OSError, RuntimeError, ValueError, MemoryError) as error:
+        return f"not known ({error})"
+    try:
+        norms = {
+            base.sites[placed.site].slots[slot].path: float(a[start:stop].norm() * b.of(adapter.buffer).double().norm())
+            for placed in adapter.layout
+            for a in [placed.a.of(adapter.buffer).double()]
+            for slot, start, stop, b in placed.slots
+        }
+    finally:
+        reader.free(adapter)
+    path = max(norms, key=lambda each: norms[each])
+    return f"that of {path}, of norm {norms[path]:.2g} at most"
 
 
 def _build_cache(loaded: LoadedModel, config: WorkerConfig, *, more_blocks: int = 0) -> KvCache:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 from manylora.v1 import worker_pb2
 from manylora_shared.errors import InvalidRequest, ServiceUnavailable, Unready, WorkerLost
-from manylora_shared.ids import AdapterUid, RequestId, TenantId
+from manylora_shared.ids import AdapterUid, RequestId, TenantId, name_problem
 from manylora_shared.stores.adapter_files import is_uid
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import ServerCall, Service
@@ -18,6 +18,7 @@ from manylora_shared.transport.base import ServerCall, Service
 from manylora_worker.hosting.output_stream import EndKind, OutputStream, StreamEnd
 from manylora_worker.hosting.runtime import Runtime
 from manylora_worker.kinds.api import EngineRequest
+from manylora_worker.serving.adapter_trial import AdapterTrial
 from manylora_worker.serving.control import ControlSession
 from manylora_worker.serving.spans import ExecuteSpans
 from manylora_worker.serving.wire import engine_request, execute_finished, tokens_frame
@@ -52,6 +53,7 @@ class WorkerServicer:
         self._runtime = runtime
         self._frames_per_s = frames_per_s
         self._validator = validator
+        self._trial = AdapterTrial(runtime, validator)
         self._telemetry = telemetry
         self._worker_id = worker_id
         self._sequence_slots = sequence_slots
@@ -156,9 +158,21 @@ class WorkerServicer:
     ) -> worker_pb2.ValidateAdapterResponse:
         if not 0 < len(message.path) <= _MAX_PATH_CHARS:
             raise InvalidRequest.of("path", f"must be 1 to {_MAX_PATH_CHARS} characters")
+        if problem := name_problem(message.tenant_id):
+            raise InvalidRequest.of("tenant_id", problem)
+        if not is_uid(message.adapter_uid):
+            raise InvalidRequest.of("adapter_uid", "must be a sha256 in hex")
+        if self._is_draining:
+            raise ServiceUnavailable(f"worker {self._worker_id} is draining")
         report = await self._validator.validate(message.path)
-        problems = [worker_pb2.AdapterProblem(field=p.field, description=p.description) for p in report.problems]
-        if problems:
+        found = list(report.problems)
+        if not found:
+            tried = await self._trial.problem(
+                message.path, TenantId(message.tenant_id), AdapterUid(message.adapter_uid)
+            )
+            found = [] if tried is None else [tried]
+        if found:
+            problems = [worker_pb2.AdapterProblem(field=p.field, description=p.description) for p in found]
             return worker_pb2.ValidateAdapterResponse(problems=problems)
         return worker_pb2.ValidateAdapterResponse(
             max_lora_rank=report.max_lora_rank,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from manylora_shared.errors import FieldViolation, InvalidRequest
+from manylora_shared.ids import AdapterUid
 from manylora_shared.stores.adapter_files import resolve_inside
 
 MAX_CHECKS = 2  # at the same time; the others wait
@@ -26,18 +28,44 @@ class AdapterValidator(Protocol):
     async def validate(self, path: str) -> AdapterReport:
         """path: relative to the adapter store's root; InvalidRequest where it names no folder inside."""
 
+    def lends(self, path: str, uid: AdapterUid) -> AbstractContextManager[None]:
+        """Meanwhile loads of `uid` find its files there, unless the store has them."""
+
+    async def largest_update(self, path: str, uid: AdapterUid) -> str:
+        """Which module's, and how large, for people to read."""
+
+
+Lends = Callable[[AdapterUid, Path], AbstractContextManager[None]]
+
 
 class ThreadValidator:
-    """Runs a blocking check on a thread; it raises InvalidRequest with all problems."""
+    """Runs blocking checks on a thread."""
 
-    def __init__(self, root: Path, check: Callable[[Path], AdapterReport]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        check: Callable[[Path], AdapterReport],
+        lends: Lends,
+        largest_update: Callable[[Path, AdapterUid], str],
+    ) -> None:
+        """`check` raises InvalidRequest with all problems."""
         self._root = root
         self._check = check
+        self._lends = lends
+        self._largest_update = largest_update
         self._turns = asyncio.Semaphore(MAX_CHECKS)
 
     async def validate(self, path: str) -> AdapterReport:
         async with self._turns:
             return await asyncio.to_thread(self._validate, path)
+
+    def lends(self, path: str, uid: AdapterUid) -> AbstractContextManager[None]:
+        return self._lends(uid, resolve_inside(self._root, path, field="path"))
+
+    async def largest_update(self, path: str, uid: AdapterUid) -> str:
+        async with self._turns:
+            folder = resolve_inside(self._root, path, field="path")
+            return await asyncio.to_thread(self._largest_update, folder, uid)
 
     def _validate(self, path: str) -> AdapterReport:
         folder = resolve_inside(self._root, path, field="path")

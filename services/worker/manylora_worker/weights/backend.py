@@ -10,7 +10,7 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -70,6 +70,8 @@ class TorchAdapterBackend:
         self._reader = reader
         self._target = target
         self._notify = notify
+        self._lent: dict[AdapterUid, tuple[Path, ...]] = {}
+        self._lending = threading.Lock()
         self._host: dict[AdapterUid, HostAdapter] = {}
         self._jobs: dict[AdapterTier, queue.SimpleQueue[_Job | None]] = {
             AdapterTier.HOST: queue.SimpleQueue(),
@@ -89,6 +91,24 @@ class TorchAdapterBackend:
         ]
         for _, thread in self._threads:
             thread.start()
+
+    @contextlib.contextmanager
+    def lends(self, uid: AdapterUid, folder: Path) -> Iterator[None]:
+        """From any thread. Meanwhile loads find the adapter in `folder`, unless `objects` has it."""
+        with self._lending:
+            self._lent[uid] = (*self._lent.get(uid, ()), folder)
+        try:
+            yield
+        finally:
+            with self._lending:
+                left = list(self._lent.pop(uid))
+                left.remove(folder)
+                if left:
+                    self._lent[uid] = tuple(left)
+
+    def _folder_of(self, uid: AdapterUid) -> Path:
+        stored, lent = self._objects / uid, self._lent.get(uid)
+        return stored if lent is None or stored.is_dir() else lent[0]
 
     def start_host_load(self, uid: AdapterUid) -> None:
         self._jobs[AdapterTier.HOST].put(_Job(uid, AdapterTier.HOST))
@@ -154,7 +174,7 @@ class TorchAdapterBackend:
     def _load(self, job: _Job) -> AdapterEvent:
         try:
             if job.tier is AdapterTier.HOST:
-                adapter = self._reader.read(self._objects / job.uid, job.uid)
+                adapter = self._reader.read(self._folder_of(job.uid), job.uid)
                 # The greater of what it takes here and there: one number counts against both budgets.
                 try:
                     size_bytes = max(adapter.size_bytes, self._target.adapter_bytes(adapter))
