@@ -22,6 +22,7 @@ from manylora_shared.coordination.base import (
     LeaseExpired,
     Listing,
     Put,
+    Space,
     StoreUnavailable,
     TxnResult,
     WatchBatch,
@@ -62,6 +63,7 @@ class MemoryStoreServer:
         self._max_delay_s = max_delay_s
         self.watch_delay_s = watch_delay_s
         self._up = True
+        self.space = Space(0, 0, False)
         self._revision = 1
         self._compacted = 0
         self._keys: dict[str, KeyValue] = {}
@@ -293,6 +295,12 @@ class MemoryStore:
         await self._there()
         self._server.revoke(lease_id)
         await self._back()
+
+    async def space(self) -> Space:
+        await self._there()
+        found = self._server.space
+        await self._back()
+        return found
 
     async def watch(self, prefix: str, *, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
         assert prefix, "a prefix is not empty"

@@ -237,6 +237,7 @@ class FakeRouter:
                 reachable=True,
                 address="127.0.0.1:2",
                 epoch=5,
+                etcd=admin_pb2.EtcdSpace(used_bytes=3 << 20, quota_bytes=64 << 20),
                 flows=[
                     admin_pb2.FlowStatus(
                         tenant_id="acme", qos_class=common_pb2.QOS_CLASS_BATCH, queued=2, running=1, oldest_wait_s=1.5

@@ -28,6 +28,7 @@ async def test_status(manylora: Manylora) -> None:
         "retry_after_s": 1.5,
         "openings": 2,
     }
+    assert out.json["scheduler"]["etcd"] == {"used_bytes": 3 << 20, "quota_bytes": 64 << 20, "full": False}
     overload = out.json["scheduler"]["overload"]
     assert (overload["level"], overload["rung"]) == (40, "batch_output")
     assert overload["classes"][0]["late_part"] == 0.125

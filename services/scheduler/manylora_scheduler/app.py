@@ -17,6 +17,7 @@ from manylora_shared.coordination.policies import PolicyMirror, StoredPolicy
 from manylora_shared.coordination.pool import kept_out
 from manylora_shared.coordination.records import SchedulerRecord, WorkerRecord
 from manylora_shared.coordination.session import Election, Mirror, first_of
+from manylora_shared.coordination.space import SpaceWatch
 from manylora_shared.ids import TenantId, WorkerId
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.telemetry.logs import fields
@@ -57,13 +58,15 @@ class SchedulerApp:
         self._order = order
         self._overload = overload
         self._peer_secret = PeerSecret()
-        self._servicer = SchedulerServicer(telemetry)
+        self._space = SpaceWatch(store, telemetry, quota_bytes=config.etcd_quota_mb << 20)
+        self._servicer = SchedulerServicer(telemetry, self._space)
         self._workers = Mirror(store, keys.WORKERS, parse=WorkerRecord.stored, on_change=self._worker_changed)
         self._tenants = PolicyMirror(store, self._tenant_changed)
         self._kept_out: Mapping[str, str] = {}
         self._server: Server | None = None
         self._election: Election | None = None
         self._leading: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
 
     @property
     def instance_id(self) -> str:
@@ -113,12 +116,15 @@ class SchedulerApp:
         )
         self._election.start()
         self._leading = asyncio.create_task(self._lead(self._election), name="leadership")
+        self._looking = asyncio.create_task(self._space.run(), name="etcd's space")
         self._server.set_serving(True)
 
     async def stop(self, grace_s: float = _STOP_GRACE_S) -> None:
         """Leaves leadership to others at once, then ends everything. What workers run goes on."""
         if self._server is not None:
             self._server.set_serving(False)
+        if self._looking is not None:
+            self._looking.cancel()
         error = await self._end_leading()
         if self._election is not None:
             await self._election.resign()
@@ -132,7 +138,10 @@ class SchedulerApp:
     async def failed(self) -> None:
         """Returns when the leadership task or a mirror ends, which only a bug makes it do; raises what that raised."""
         assert self._leading is not None, "start comes first"
-        await first_of(asyncio.shield(self._leading), self._workers.failed(), self._tenants.failed())
+        assert self._looking is not None
+        await first_of(
+            asyncio.shield(self._leading), asyncio.shield(self._looking), self._workers.failed(), self._tenants.failed()
+        )
 
     async def _end_leading(self) -> BaseException | None:
         if self._leading is None:

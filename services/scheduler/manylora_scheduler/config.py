@@ -13,6 +13,9 @@ class SchedulerConfig(ServiceSettings):
     """Scheduler: decides which request runs next, and where. One leads, others stand by."""
 
     scheduler_id: str = setting("", "this scheduler's name; empty: one is drawn")
+    etcd_quota_mb: int = setting(
+        2048, "etcd's --quota-backend-bytes in MiB, where it does not tell it (before 3.6)", at_least=1
+    )
     max_queued: int = setting(100_000, "requests that may be queued in all", at_least=1)
     max_queued_per_tenant: int = setting(20_000, "requests that one tenant may have queued", at_least=1)
     worker_wait_s: float = setting(30.0, "seconds that a request waits while no worker could run it", at_least=0)

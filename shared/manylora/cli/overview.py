@@ -14,6 +14,7 @@ from manylora.client import (
     CircuitStatus,
     ClassOverload,
     ClusterStatus,
+    EtcdSpace,
     FlowStatus,
     NoisyNeighbour,
     OverloadStatus,
@@ -65,6 +66,8 @@ def _print(status: ClusterStatus) -> None:
         state = f"{scheduler.address}, epoch {scheduler.epoch}" if scheduler.reachable else "not reachable"
         write(f"scheduler  {state}\n")
         write(f"routers    {', '.join(_router(r) for r in status.routers)}\n")
+        if scheduler.etcd.quota_bytes:
+            write(f"etcd       {_space(scheduler.etcd)}\n")
         write(f"tenants    {status.tenants}, with {status.adapters} adapters\n\n")
         _table(_WORKERS, status.workers, empty="no worker is registered")
         for worker in status.workers:
@@ -94,6 +97,11 @@ def _pins_met(tenant: TenantAdapters) -> str:
 
 def _mib(size_bytes: int) -> str:
     return f"{size_bytes / (1 << 20):.1f} MiB"
+
+
+def _space(etcd: EtcdSpace) -> str:
+    used = f"{_mib(etcd.used_bytes)} of {_mib(etcd.quota_bytes)}"
+    return f"full ({used}): it takes no changes" if etcd.full else used
 
 
 def _print_overload(overload: OverloadStatus) -> None:

@@ -162,6 +162,15 @@ class TenantKv:
 
 
 @dataclass(frozen=True)
+class EtcdSpace:
+    """All 0: not known yet, or not the caller's to see."""
+
+    used_bytes: int
+    quota_bytes: int  # at which etcd takes no more changes
+    full: bool  # it takes none, until its alarm is disarmed
+
+
+@dataclass(frozen=True)
 class SchedulerStatus:
     reachable: bool
     address: str
@@ -173,6 +182,7 @@ class SchedulerStatus:
     kv: tuple[TenantKv, ...]
     adapters: tuple[TenantAdapters, ...]
     setbacks: tuple[TenantSetbacks, ...]  # an operator alone sees them
+    etcd: EtcdSpace
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from manylora.client.cluster import (
     CircuitStatus,
     ClassOverload,
     ClusterStatus,
+    EtcdSpace,
     FlowStatus,
     KeyInfo,
     LiftedQuarantine,
@@ -88,6 +89,7 @@ def status_from(message: admin_pb2.GetStatusResponse) -> ClusterStatus:
                 _scalars(NoisyNeighbour, n, evidence=dict(sorted(n.evidence.items())))
                 for n in message.scheduler.neighbours
             ),
+            etcd=_scalars(EtcdSpace, message.scheduler.etcd),
             kv=tuple(_scalars(TenantKv, kv) for kv in message.scheduler.kv),
             adapters=tuple(
                 _scalars(TenantAdapters, a, pins=tuple(_scalars(PinStatus, pin) for pin in a.pins))

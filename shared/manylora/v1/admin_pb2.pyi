@@ -366,7 +366,7 @@ class CircuitStatus(_message.Message):
     def __init__(self, tenant_id: _Optional[str] = ..., whole_tenant: _Optional[bool] = ..., adapter_version: _Optional[str] = ..., router_id: _Optional[str] = ..., half_open: _Optional[bool] = ..., retry_after_s: _Optional[float] = ..., openings: _Optional[int] = ...) -> None: ...
 
 class SchedulerStatus(_message.Message):
-    __slots__ = ("reachable", "address", "epoch", "flows", "quotas", "overload", "neighbours", "adapters", "setbacks", "kv")
+    __slots__ = ("reachable", "address", "epoch", "flows", "quotas", "overload", "neighbours", "adapters", "setbacks", "kv", "etcd")
     REACHABLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -377,6 +377,7 @@ class SchedulerStatus(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     SETBACKS_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
+    ETCD_FIELD_NUMBER: _ClassVar[int]
     reachable: bool
     address: str
     epoch: int
@@ -387,7 +388,18 @@ class SchedulerStatus(_message.Message):
     adapters: _containers.RepeatedCompositeFieldContainer[_status_pb2.TenantAdapters]
     setbacks: _containers.RepeatedCompositeFieldContainer[_status_pb2.TenantSetbacks]
     kv: _containers.RepeatedCompositeFieldContainer[TenantKv]
-    def __init__(self, reachable: _Optional[bool] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowStatus, _Mapping]]] = ..., quotas: _Optional[_Iterable[_Union[QuotaStatus, _Mapping]]] = ..., overload: _Optional[_Union[OverloadStatus, _Mapping]] = ..., neighbours: _Optional[_Iterable[_Union[NoisyNeighbour, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[_status_pb2.TenantAdapters, _Mapping]]] = ..., setbacks: _Optional[_Iterable[_Union[_status_pb2.TenantSetbacks, _Mapping]]] = ..., kv: _Optional[_Iterable[_Union[TenantKv, _Mapping]]] = ...) -> None: ...
+    etcd: EtcdSpace
+    def __init__(self, reachable: _Optional[bool] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., flows: _Optional[_Iterable[_Union[FlowStatus, _Mapping]]] = ..., quotas: _Optional[_Iterable[_Union[QuotaStatus, _Mapping]]] = ..., overload: _Optional[_Union[OverloadStatus, _Mapping]] = ..., neighbours: _Optional[_Iterable[_Union[NoisyNeighbour, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[_status_pb2.TenantAdapters, _Mapping]]] = ..., setbacks: _Optional[_Iterable[_Union[_status_pb2.TenantSetbacks, _Mapping]]] = ..., kv: _Optional[_Iterable[_Union[TenantKv, _Mapping]]] = ..., etcd: _Optional[_Union[EtcdSpace, _Mapping]] = ...) -> None: ...
+
+class EtcdSpace(_message.Message):
+    __slots__ = ("used_bytes", "quota_bytes", "full")
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FULL_FIELD_NUMBER: _ClassVar[int]
+    used_bytes: int
+    quota_bytes: int
+    full: bool
+    def __init__(self, used_bytes: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., full: _Optional[bool] = ...) -> None: ...
 
 class TenantKv(_message.Message):
     __slots__ = ("tenant_id", "device_bytes", "most_bytes")

@@ -87,6 +87,13 @@ class TxnResult:
     revision: int
 
 
+@dataclass(frozen=True)
+class Space:
+    used_bytes: int
+    quota_bytes: int  # 0: not told
+    is_full: bool  # it takes no changes
+
+
 class Store(Protocol):
     async def get(self, key: str) -> KeyValue | None: ...
 
@@ -114,5 +121,8 @@ class Store(Protocol):
         """Every change from `start_revision` on, in order, once, through outages and compaction (`reset`). Close it
         where it is left early. `prefix` is not empty.
         """
+
+    async def space(self) -> Space:
+        """Of one member."""
 
     async def close(self) -> None: ...

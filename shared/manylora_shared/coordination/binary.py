@@ -59,6 +59,9 @@ def member_flags(data: Path, endpoint: str) -> list[str]:
         "--listen-peer-urls=http://127.0.0.1:0",  # a lone member: nobody dials the address that it advertises
         f"--initial-advertise-peer-urls={peer}",
         f"--initial-cluster=default={peer}",
+        # the leader keeps its clock each second, and etcd every version of it until it is told otherwise
+        "--auto-compaction-mode=periodic",
+        "--auto-compaction-retention=10m",
         "--logger=zap",
         "--log-level=warn",
     ]

@@ -24,6 +24,7 @@ from manylora_shared.coordination.base import (
     LeaseExpired,
     Listing,
     Put,
+    Space,
     StoreUnavailable,
     TxnResult,
     WatchBatch,
@@ -65,6 +66,7 @@ _COMPACT = _unary("KV/Compact", pb.CompactionRequest, pb.CompactionResponse)
 _LEASE_GRANT = _unary("Lease/LeaseGrant", pb.LeaseGrantRequest, pb.LeaseGrantResponse)
 _LEASE_REVOKE = _unary("Lease/LeaseRevoke", pb.LeaseRevokeRequest, pb.LeaseRevokeResponse)
 _LEASE_KEEP_ALIVE = _bidi("Lease/LeaseKeepAlive", pb.LeaseKeepAliveRequest, pb.LeaseKeepAliveResponse)
+_STATUS = _unary("Maintenance/Status", pb.StatusRequest, pb.StatusResponse)
 _WATCH = _bidi("Watch/Watch", pb.WatchRequest, pb.WatchResponse)
 
 
@@ -150,6 +152,11 @@ class EtcdStore:
     async def compact(self, revision: int) -> None:
         """For upkeep and for tests."""
         await self._call(_COMPACT, pb.CompactionRequest(revision=revision, physical=True), repeatable=False)
+
+    async def space(self) -> Space:
+        status = await self._call(_STATUS, pb.StatusRequest(), repeatable=True)
+        is_full = any("NOSPACE" in error for error in status.errors)
+        return Space(int(status.db_size), int(status.db_size_quota), is_full)
 
     async def watch(self, prefix: str, *, start_revision: int) -> AsyncGenerator[WatchBatch, None]:
         next_revision = start_revision

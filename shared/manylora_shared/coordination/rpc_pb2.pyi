@@ -189,6 +189,24 @@ class CompactionResponse(_message.Message):
     header: ResponseHeader
     def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ...) -> None: ...
 
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusResponse(_message.Message):
+    __slots__ = ("header", "version", "db_size", "errors", "db_size_quota")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    DB_SIZE_QUOTA_FIELD_NUMBER: _ClassVar[int]
+    header: ResponseHeader
+    version: str
+    db_size: int
+    errors: _containers.RepeatedScalarFieldContainer[str]
+    db_size_quota: int
+    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., version: _Optional[str] = ..., db_size: _Optional[int] = ..., errors: _Optional[_Iterable[str]] = ..., db_size_quota: _Optional[int] = ...) -> None: ...
+
 class WatchRequest(_message.Message):
     __slots__ = ("create_request", "cancel_request")
     CREATE_REQUEST_FIELD_NUMBER: _ClassVar[int]

@@ -35,6 +35,7 @@ class MetricName:
     KV_HOST_BYTES = "manylora.kv.host_bytes"
     ADAPTER_EVICTIONS = "manylora.adapter_evictions"
     UNMET_PINS = "manylora.unmet_pins"
+    ETCD_USED_PART = "manylora.etcd.used_part"
 
     # what is left of the error budget is 1 - bad / ((1 - target) * (good + bad))
     SLO_REQUESTS = "manylora.slo.requests"

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from manylora.v1 import scheduler_pb2
+from manylora_shared.coordination.space import SpaceWatch
 from manylora_shared.errors import Code, InvalidRequest, ManyloraError, ServiceUnavailable
 from manylora_shared.ids import RequestId, RouterId, WorkerId
 from manylora_shared.telemetry import Telemetry
@@ -25,10 +26,11 @@ _DESCRIPTOR = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 class SchedulerServicer:
     """The app sets `term` and takes it away."""
 
-    def __init__(self, telemetry: Telemetry) -> None:
+    def __init__(self, telemetry: Telemetry, space: SpaceWatch) -> None:
         self.term: Term | None = None
         self.address = ""
         self._telemetry = telemetry
+        self._space = space
 
     def service(self) -> Service:
         return Service(_DESCRIPTOR, {"Schedule": self.schedule, "GetSchedulerStatus": self.get_scheduler_status})
@@ -37,9 +39,11 @@ class SchedulerServicer:
         self, request: scheduler_pb2.GetSchedulerStatusRequest, call: ServerCall
     ) -> scheduler_pb2.GetSchedulerStatusResponse:
         term = self._leading_term()
-        return scheduler_pb2.GetSchedulerStatusResponse(
-            scheduler=term.scheduler_status(self.address), workers=term.worker_statuses()
-        )
+        status = term.scheduler_status(self.address)
+        if (space := self._space.last) is not None:
+            status.etcd.used_bytes, status.etcd.quota_bytes = space.used_bytes, space.quota_bytes
+            status.etcd.full = space.is_full
+        return scheduler_pb2.GetSchedulerStatusResponse(scheduler=status, workers=term.worker_statuses())
 
     async def schedule(
         self, requests: AsyncIterator[scheduler_pb2.ScheduleRequest], call: ServerCall
