@@ -89,6 +89,7 @@ class Closed:
     """A gate that lets in whom it is told to, and what it saw."""
 
     max_message_bytes = 100
+    owner = "acme"
 
     def __init__(self, refusal: ManyloraError | None = None) -> None:
         self.refusal = refusal

@@ -1,8 +1,15 @@
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+GROWTH_BYTES = 64 << 20
+LOOK_EVERY_S = 5.0
 
 
 def freeze_started() -> None:
@@ -29,3 +36,26 @@ def collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def resident_bytes() -> int:
+    """Linux alone tells."""
+    return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def give_back() -> None:
+    """Runs until it is cancelled. Where memory has grown, what is free of it goes back to the system.
+
+    glibc by itself keeps what a flood of large messages or connections took. Another libc: ends at once.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is None:
+        return
+    least = resident_bytes()
+    while True:
+        await asyncio.sleep(LOOK_EVERY_S)
+        now = resident_bytes()
+        if now > least + GROWTH_BYTES:
+            await asyncio.to_thread(trim, 0)
+            now = least = resident_bytes()
+        least = min(least, now)

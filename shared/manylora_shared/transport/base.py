@@ -59,6 +59,8 @@ class ServerCall(Protocol):
 class Hold(Protocol):
     """A call that was let in."""
 
+    owner: str  # whose key came; empty: none did
+
     async def before_parsing(self, size_bytes: int) -> None: ...
 
     def release(self) -> None: ...

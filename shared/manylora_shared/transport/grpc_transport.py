@@ -21,7 +21,9 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from manylora_shared.address import join_address, parse_address
 from manylora_shared.errors import Code, ManyloraError, Overloaded, RpcError
+from manylora_shared.process.heap import give_back
 from manylora_shared.transport.base import Gate, Method, ServerCall, Service, methods_of
+from manylora_shared.transport.connections import STRANGER, Connections, room
 from manylora_shared.transport.handling import (
     MAX_MESSAGE_BYTES,
     Admission,
@@ -160,8 +162,9 @@ async def _abort(context: Any, error: ManyloraError) -> None:
 class _Handlers:
     """Knows the tasks that run handlers, and refuses more than MAX_CONCURRENT_CALLS where no gate bounds them."""
 
-    def __init__(self) -> None:
+    def __init__(self, connections: Connections) -> None:
         self.running: set[asyncio.Task[Any]] = set()
+        self._connections = connections
 
     def _check_room(self) -> None:
         if len(self.running) >= MAX_CONCURRENT_CALLS:
@@ -183,7 +186,10 @@ class _Handlers:
             self._check_room()
         read = _reader(context) if gate is not None or method.client_streaming else _given(data)
         call = _ServerCall(context)
-        return Admission(gate, call, method.request_type, read), call
+        admission = Admission(gate, call, method.request_type, read)
+        if owner := admission.owner:
+            self._connections.vouch(call.peer, owner)
+        return admission, call
 
     def _single(self, method: Method, handler: Callable[..., Any], gate: Gate | None) -> Callable[..., Any]:
         running = self.running
@@ -265,6 +271,8 @@ class _Strangers:
 class _Stranger:
     __slots__ = ("_peer", "_places")
 
+    owner = STRANGER
+
     def __init__(self, places: Places, peer: str) -> None:
         self._places = places
         self._peer = peer
@@ -280,11 +288,19 @@ class _Stranger:
 class GrpcServer:
     """States: serving, stopped; `stop` may be called again. `acceptors` share port, handlers and health."""
 
-    def __init__(self, acceptors: Sequence[Any], address: str, health: Health, handlers: _Handlers) -> None:
+    def __init__(
+        self,
+        acceptors: Sequence[Any],
+        address: str,
+        health: Health,
+        handlers: _Handlers,
+        upkeep: Sequence[asyncio.Task[None]],
+    ) -> None:
         self._acceptors = acceptors
         self._address = address
         self._health = health
         self._handlers = handlers
+        self._upkeep = upkeep
 
     @property
     def address(self) -> str:
@@ -302,6 +318,8 @@ class GrpcServer:
             _, left = await asyncio.wait(left, timeout=STOP_CLEANUP_S)
         for task in left:
             _LOG.error("a handler did not end %s s after its cancellation: %r", STOP_CLEANUP_S, task)
+            task.cancel()
+        for task in self._upkeep:
             task.cancel()
 
 
@@ -481,7 +499,8 @@ class GrpcTransport:
         health = Health(names)
         public = (health.service(), _reflection_service(names))
         strangers = _Strangers()
-        handlers = _Handlers()
+        connections = Connections(room())
+        handlers = _Handlers(connections)
         generic_handlers = [
             grpc.method_handlers_generic_handler(
                 service.descriptor.full_name,
@@ -502,7 +521,13 @@ class GrpcTransport:
             raise OSError(errno.EADDRNOTAVAIL, f"cannot listen on {address}: {e}") from e
         for acceptor in acceptors:
             await acceptor.start()
-        return GrpcServer(acceptors, join_address(host, port), health, handlers)
+        upkeep = []
+        if any(service.gate is not None for service in services):  # strangers come here
+            upkeep = [
+                asyncio.create_task(work, name=name)
+                for name, work in (("connections", connections.keep(port)), ("memory", give_back()))
+            ]
+        return GrpcServer(acceptors, join_address(host, port), health, handlers, upkeep)
 
     def connect(self, address: str) -> GrpcChannel:
         return GrpcChannel(join_address(*parse_address(address)))

@@ -56,6 +56,11 @@ class Admission:
         self._request_type = request_type
         self._read = read
 
+    @property
+    def owner(self) -> str:
+        """Of the key that came, if one did."""
+        return self._hold.owner if self._hold is not None else ""
+
     def __aiter__(self) -> Admission:
         return self
 

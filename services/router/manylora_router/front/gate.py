@@ -40,15 +40,16 @@ class Gate:
         tenant = self._tenant_of(principal, call)
         account = account_of(tenant)
         self._places.enter(account)
-        return Pass(tenant, account, self._places, self._turns)
+        return Pass(tenant, account, account_of(own_tenant(principal)), self._places, self._turns)
 
 
 class Pass:
     """A call that has its place until `release`."""
 
-    __slots__ = ("_account", "_places", "_tenant", "_turns")
+    __slots__ = ("_account", "_places", "_tenant", "_turns", "owner")
 
-    def __init__(self, tenant: str, account: str, places: Places, turns: LoopTurns) -> None:
+    def __init__(self, tenant: str, account: str, owner: str, places: Places, turns: LoopTurns) -> None:
+        self.owner = owner
         self._tenant = tenant
         self._account = account
         self._places = places
