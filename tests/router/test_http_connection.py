@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 from http_fakes import http_front
@@ -35,8 +36,15 @@ async def test_long_headers_are_refused(whole: bool) -> None:
 
 async def test_garbage_is_refused() -> None:
     async with http_front() as front:
-        for data in (b"\0\1\2\3\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET \xff HTTP/1.1\r\n\r\n"):
-            assert (await front.raw(data)).startswith(b"HTTP/1.1 400 ")
+        for data in (
+            b"\0\1\2\3\r\n\r\n",
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+            b"GET \xff HTTP/1.1\r\n\r\n",
+            b"\x16\x03\x01\x02\x00",
+        ):
+            answer = await front.raw(data)
+            assert answer.startswith(b"HTTP/1.1 400 ")
+            assert "gRPC has a port of its own" in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
 
 
 async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

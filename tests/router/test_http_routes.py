@@ -55,6 +55,12 @@ async def test_bodies_of_every_kind(body: bytes, status: int) -> None:
         assert json.loads(answer.partition(b"\r\n\r\n")[2])
 
 
+async def test_a_packed_body_is_refused() -> None:
+    async with http_front() as front:
+        data = request_bytes("/v1/completions", b"{}", front.key, "content-encoding: gzip")
+        assert (await front.raw(data, until_closed=False)).startswith(b"HTTP/1.1 415 ")
+
+
 async def test_a_chunked_body_is_bounded_too() -> None:
     async with http_front() as front:
         head = request_bytes("/v1/completions", b"", front.key).replace(

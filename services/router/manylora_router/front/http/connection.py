@@ -5,15 +5,19 @@ stopped.
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
-from manylora_shared.errors import Overloaded
+from manylora_shared.errors import InvalidRequest, Overloaded
 from manylora_shared.transport.places import Places
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from manylora_router.front.http.errors import ErrorForm
 
 MAX_HEADER_BYTES = 16 * 1024
 HEADER_TIMEOUT_S = 10.0
 LINGER_S = 5.0  # after an answer, for the rest of a body that was not read
+_TOO_LONG = "the headers are too long"
 MAX_CONNECTIONS = 8192
 KEPT_CONNECTIONS = 512  # of these, for peers that have few
 
@@ -55,7 +59,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._is_in_headers and not self._has_completed and not self.transport.is_closing():
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES:
-                self.send_400_response("headers are too long")
+                self.send_400_response(_TOO_LONG)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -66,7 +70,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._header_bytes = 0
         self._stop_expiry()
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
-            raise ValueError("headers are too long")  # the parser's error: answered by 400
+            raise ValueError(_TOO_LONG)  # the parser's error: answered by 400
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -79,6 +83,14 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self._is_in_headers and self.cycle.response_complete:
             # Nobody reads the rest of this body, but who sends it is to read the answer.
             self._expire_in(LINGER_S)
+
+    def send_400_response(self, msg: str) -> None:
+        """In OpenAI's form, with a word to those who speak another protocol."""
+        refusal = InvalidRequest(f"{msg}: this port takes HTTP/1.1 without TLS; gRPC has a port of its own")
+        body = json.dumps(ErrorForm().document(refusal, {})).encode()
+        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
+        self.transport.close()
 
     def timeout_keep_alive_handler(self) -> None:
         if self.transport.get_write_buffer_size():  # closing would wait for its reader

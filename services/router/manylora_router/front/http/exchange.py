@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Mutable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any
 
-from manylora_shared.errors import HttpError, InvalidRequest, ManyloraError, SlowReader
+from manylora_shared.errors import HttpError, InvalidRequest, ManyloraError, SlowReader, shown
 from manylora_shared.transport.handling import MAX_MESSAGE_BYTES
 
 from manylora_router.front.http import errors
@@ -29,6 +29,10 @@ Send = Callable[[Message], Awaitable[None]]
 
 class BodyTooLarge(InvalidRequest):
     own_http = HttpError(413, "invalid_request_error")
+
+
+class BodyEncoded(InvalidRequest):
+    own_http = HttpError(415, "invalid_request_error")
 
 
 class BodyLate(InvalidRequest):
@@ -77,6 +81,9 @@ class Exchange:
         return document
 
     async def _body(self, take: Callable[[int], None]) -> bytes:
+        encoding = self.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise BodyEncoded.of("content-encoding", f"must be absent, not {shown(encoding)}")
         told = self.headers.get("content-length", "")
         if told.isdigit() and int(told) > MAX_MESSAGE_BYTES:
             raise _too_large()

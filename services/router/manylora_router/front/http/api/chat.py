@@ -13,6 +13,7 @@ from manylora_router.front.http.api.logprobs import Logprobs
 from manylora_router.front.http.api.prompts import chat_prompt
 from manylora_router.front.http.exchange import Exchange
 from manylora_router.front.http.fields import Fields
+from manylora_router.guard.admission import RequestInput
 
 _NEUTRAL_TOOLS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("tools", ([],)),
@@ -32,7 +33,12 @@ _NEUTRAL_TOOLS: tuple[tuple[str, tuple[Any, ...]], ...] = (
 
 
 async def chat(exchange: Exchange, door: Door) -> None:
-    fields = await door.read(exchange)
+    request, form = _read(await door.read(exchange), exchange, door)
+    await Answering(door, exchange, [request], form, ChatShape(form, Logprobs(door.text, form))).run()
+
+
+def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[RequestInput, Form]:
+    """Raises InvalidRequest."""
     max_tokens = fields.integer("max_completion_tokens", at_least=1)
     older = fields.integer("max_tokens", at_least=1)
     request, form = asked.read(
@@ -48,8 +54,7 @@ async def chat(exchange: Exchange, door: Door) -> None:
     fields.close()
     exchange.names = {**form.names, **({"max_tokens": "max_completion_tokens"} if max_tokens is not None else {})}
     fields.check()
-    requests = [replace(request, prompt=prompt, request_id=exchange.request_id)]
-    await Answering(door, exchange, requests, form, ChatShape(form, Logprobs(door.text, form))).run()
+    return replace(request, prompt=prompt, request_id=exchange.request_id), form
 
 
 def _top_logprobs(fields: Fields) -> int | None:

@@ -12,21 +12,27 @@ from manylora_router.front.http.api.asked import Form
 from manylora_router.front.http.api.logprobs import Logprobs
 from manylora_router.front.http.exchange import Exchange
 from manylora_router.front.http.fields import Fields, is_token_ids, is_unicode
-from manylora_router.guard.admission import Prompt, TextPrompt, TokenPrompt
+from manylora_router.guard.admission import Prompt, RequestInput, TextPrompt, TokenPrompt
 
 MAX_PROMPTS = 64
 
 
 async def complete(exchange: Exchange, door: Door) -> None:
-    fields = await door.read(exchange)
+    requests, form, echoes = _read(await door.read(exchange), exchange, door)
+    echoed = [await _text_of(request.prompt, door) for request in requests] if echoes else []
+    shape = TextShape(form, Logprobs(door.text, form), echoed, requests[0].n)
+    await Answering(door, exchange, requests, form, shape).run()
+
+
+def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[list[RequestInput], Form, bool]:
+    """And whether answers begin with their prompts. Raises InvalidRequest."""
     max_tokens = fields.integer("max_tokens", at_least=1)
-    top_logprobs = asked.read_logprobs_count(fields, "logprobs")
     request, form = asked.read(
         fields,
         asked.caller_of(exchange.headers),
         door.intake.base_model,
         max_tokens=max_tokens,
-        top_logprobs=top_logprobs,
+        top_logprobs=asked.read_logprobs_count(fields, "logprobs"),
     )
     prompts = _prompts(fields, fields.flag("add_special_tokens", True), door.intake.max_context_tokens)
     echoes = fields.flag("echo")
@@ -39,8 +45,7 @@ async def complete(exchange: Exchange, door: Door) -> None:
     fields.check()
     requests = [replace(request, prompt=prompt) for prompt in prompts]
     requests[0] = replace(requests[0], request_id=exchange.request_id)
-    echoed = [await _text_of(prompt, door) for prompt in prompts] if echoes else []
-    await Answering(door, exchange, requests, form, TextShape(form, Logprobs(door.text, form), echoed, request.n)).run()
+    return requests, form, echoes
 
 
 def _prompts(fields: Fields, add_special_tokens: bool, context: int) -> list[Prompt]:
@@ -66,7 +71,7 @@ def _prompts(fields: Fields, add_special_tokens: bool, context: int) -> list[Pro
     return found
 
 
-async def _text_of(prompt: Prompt, door: Door) -> str:
+async def _text_of(prompt: Prompt | None, door: Door) -> str:
     match prompt:
         case TextPrompt(text):
             return text

@@ -11,11 +11,12 @@ from manylora_shared.metadata import ADAPTER_KEY
 from manylora_router.front.http import errors
 from manylora_router.front.http.api import asked
 from manylora_router.front.http.api.answers import Door
+from manylora_router.front.http.api.asked import Form
 from manylora_router.front.http.api.prompts import read_messages, read_text
 from manylora_router.front.http.api.telling import Told, event, tell
 from manylora_router.front.http.exchange import Exchange
 from manylora_router.front.http.fields import Fields
-from manylora_router.guard.admission import MAX_STOP_STRINGS, ChatPrompt
+from manylora_router.guard.admission import MAX_STOP_STRINGS, ChatPrompt, RequestInput
 
 # where OpenAI's are not Anthropic's as well
 _TYPES = {"server_error": "api_error", "conflict_error": "invalid_request_error", "cancelled_error": "api_error"}
@@ -50,7 +51,12 @@ class AnthropicErrors(errors.ErrorForm):
 
 
 async def create(exchange: Exchange, door: Door) -> None:
-    fields = await door.read(exchange)
+    request, form = _read(await door.read(exchange), exchange, door)
+    await tell(door, exchange, request, _Message(form.model, exchange.request_id), is_stream=form.is_stream)
+
+
+def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[RequestInput, Form]:
+    """Raises InvalidRequest."""
     prompt = _prompt(fields)
     max_tokens = fields.integer("max_tokens", at_least=1)
     if max_tokens is None:
@@ -62,8 +68,7 @@ async def create(exchange: Exchange, door: Door) -> None:
     fields.close()
     exchange.names = {**form.names, "stop": "stop_sequences"}
     fields.check()
-    request = replace(request, prompt=prompt, stop=stops, n=1, request_id=exchange.request_id)
-    await tell(door, exchange, request, _Message(form.model, exchange.request_id), is_stream=form.is_stream)
+    return replace(request, prompt=prompt, stop=stops, n=1, request_id=exchange.request_id), form
 
 
 async def count_tokens(exchange: Exchange, door: Door) -> None:

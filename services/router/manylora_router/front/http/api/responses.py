@@ -12,6 +12,7 @@ from manylora_shared.errors import ManyloraError
 from manylora_router.front.http import errors
 from manylora_router.front.http.api import asked
 from manylora_router.front.http.api.answers import Door
+from manylora_router.front.http.api.asked import Form
 from manylora_router.front.http.api.prompts import read_messages
 from manylora_router.front.http.api.telling import Told, event, tell
 from manylora_router.front.http.exchange import Exchange
@@ -73,7 +74,15 @@ class _Errors(errors.ErrorForm):
 
 
 async def respond(exchange: Exchange, door: Door) -> None:
-    fields = await door.read(exchange)
+    request, form, said = _read(await door.read(exchange), exchange, door)
+    numbers = itertools.count()
+    exchange.form = _Errors(numbers)
+    telling = _Response(form.model, request, said, door.now_unix_s, numbers)
+    await tell(door, exchange, request, telling, is_stream=form.is_stream)
+
+
+def _read(fields: Fields, exchange: Exchange, door: Door) -> tuple[RequestInput, Form, dict[str, Any]]:
+    """And what the response repeats. Raises InvalidRequest."""
     instructions = fields.text("instructions")
     messages = _input(fields)
     max_tokens = fields.integer("max_output_tokens", at_least=1)
@@ -92,12 +101,8 @@ async def respond(exchange: Exchange, door: Door) -> None:
     exchange.names = {**form.names, "max_tokens": "max_output_tokens", "messages": "input"}
     fields.check()
     prompt = ChatPrompt([("system", instructions), *messages] if instructions else messages)
-    request = replace(request, prompt=prompt, n=1, request_id=exchange.request_id)
-    numbers = itertools.count()
-    exchange.form = _Errors(numbers)
     said = {"instructions": instructions or None, "metadata": metadata, "max_output_tokens": max_tokens}
-    telling = _Response(form.model, request, said, door.now_unix_s, numbers)
-    await tell(door, exchange, request, telling, is_stream=form.is_stream)
+    return replace(request, prompt=prompt, n=1, request_id=exchange.request_id), form, said
 
 
 def _input(fields: Fields) -> list[tuple[str, str]]:
