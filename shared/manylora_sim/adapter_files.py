@@ -75,6 +75,13 @@ class MemoryAdapterFiles:
         self._put(object_path(uid), self.files[incoming])
         await self.discard(incoming)
 
+    async def problem(self, uid: AdapterUid) -> str:
+        path = object_path(uid)
+        try:
+            return "" if path in self.files and await self.finish(path) == uid else "it is not what was registered"
+        except InvalidRequest as e:
+            return e.message
+
     async def discard(self, incoming: str) -> None:
         self.files.pop(incoming, None)
         self._changed_unix_s.pop(incoming, None)

@@ -35,6 +35,7 @@ class FakeRouter:
     tenants: dict[str, tuple[str, int]] = field(default_factory=dict)
     adapters: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
     store_paths: dict[tuple[str, str], str] = field(default_factory=dict)
+    damaged: set[str] = field(default_factory=set)
     largest_chunk_bytes: int = 0
     failures_left: int = 0
     cancelled: int = 0
@@ -58,6 +59,7 @@ class FakeRouter:
                     "AddAdapter": self.add_adapter,
                     "ListAdapters": self.list_adapters,
                     "RemoveAdapter": self.remove_adapter,
+                    "VerifyAdapters": self.verify_adapters,
                     "CreateKey": self.create_key,
                     "ListKeys": self.list_keys,
                     "RevokeKey": self.revoke_key,
@@ -196,6 +198,14 @@ class FakeRouter:
         if self.adapters.pop((request.tenant_id, request.name), None) is None:
             raise NotFound(f"adapter {request.name!r} is not known")
         return admin_pb2.RemoveAdapterResponse()
+
+    async def verify_adapters(
+        self, request: admin_pb2.VerifyAdaptersRequest, call: ServerCall
+    ) -> AsyncIterator[admin_pb2.VerifyAdaptersResponse]:
+        for tenant_id, name in sorted(self.adapters):
+            if request.tenant_id in ("", tenant_id) and request.name in ("", name):
+                problem = "adapter_config.json: is missing" if name in self.damaged else ""
+                yield admin_pb2.VerifyAdaptersResponse(adapter=_adapter(tenant_id, name), problem=problem)
 
     async def create_key(self, request: admin_pb2.CreateKeyRequest, call: ServerCall) -> admin_pb2.CreateKeyResponse:
         key_id = f"{len(self.keys):016x}"

@@ -26,7 +26,7 @@ from router_fakes import (
     until,
 )
 
-OPEN_TO_TENANTS = {"GetTenant", "ListAdapters", "AddAdapter", "RemoveAdapter", "GetStatus"}
+OPEN_TO_TENANTS = {"GetTenant", "ListAdapters", "AddAdapter", "RemoveAdapter", "VerifyAdapters", "GetStatus"}
 """Methods of AdminService that some key of a tenant may call, about its tenant."""
 
 
@@ -37,8 +37,10 @@ async def ask(cluster: RouterCluster, key: str, **metadata: str) -> Answer:
 
 async def call(channel: KeyedChannel, rpc: str, **fields: Any) -> Any:
     method = ADMIN[rpc]
-    if not method.client_streaming:
+    if not method.client_streaming and not method.server_streaming:
         return await channel.call(method, method.request_type(**fields))
+    if not method.client_streaming:
+        return await channel.stream(method, method.request_type(**fields)).read()
     stream = channel.stream(method)
     header = admin_pb2.AddAdapterHeader(**{"name": "x", **fields})
     await stream.write(admin_pb2.AddAdapterRequest(header=header))
@@ -145,7 +147,7 @@ def test_what_each_scope_may_administer() -> None:
                 for tenant_id in ("other", "nobody"):
                     assert await code_of(generate, name, tenant_id=tenant_id) is Code.PERMISSION_DENIED, name
                     assert await code_of(admin, name, tenant_id=tenant_id) is Code.PERMISSION_DENIED, name
-        for name in ("GetTenant", "AddAdapter", "RemoveAdapter"):
+        for name in ("GetTenant", "AddAdapter", "RemoveAdapter", "VerifyAdapters"):
             assert await code_of(generate, name, tenant_id="acme") is Code.PERMISSION_DENIED, name
         assert (await call(admin, "GetTenant")).tenant.tenant_id == "acme"
         for channel in (admin, generate):

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from manylora_shared.errors import InvalidRequest
+from manylora_shared.ids import AdapterUid
 from manylora_shared.stores import adapter_files
 from manylora_shared.stores.adapter_files import (
     CONFIG_NAME,
@@ -140,6 +141,33 @@ async def test_the_same_bytes_again_heal_a_damaged_object(damage: Callable[[Path
     assert adapter_uid(json.loads((target / CONFIG_NAME).read_bytes()), target / WEIGHTS_NAME) == uid
     assert not any(path.is_symlink() for path in target.iterdir())
     assert list((tmp_path / "incoming").iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
+async def test_damage_is_named(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    files = LocalAdapterFiles(tmp_path)
+    uid = await committed(files, WEIGHTS)
+    assert await files.problem(uid) == ""
+    damage(tmp_path / "objects" / uid)
+    problem = await files.problem(uid)
+    assert any(name in problem for name in (CONFIG_NAME, WEIGHTS_NAME, uid)), problem
+
+
+async def test_what_is_gone_is_named(files: AdapterFiles) -> None:
+    assert await files.problem(AdapterUid("0" * 64)) != ""
+
+
+async def test_a_check_that_nobody_waits_for_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = LocalAdapterFiles(tmp_path)
+    uid = await committed(files, bytes(1 << 20))
+    monkeypatch.setattr(adapter_files, "_COPY_BYTES", 1)  # it would take half a second and more
+    task = asyncio.create_task(files.problem(uid))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    await asyncio.wait([task])
+    began_s = time.monotonic()
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert time.monotonic() - began_s < 0.2
 
 
 async def test_a_sound_object_is_not_replaced(tmp_path: Path) -> None:

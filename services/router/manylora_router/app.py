@@ -30,6 +30,7 @@ from manylora_router.admin.adapters import AdapterIntake
 from manylora_router.admin.service_levels import ServiceLevels
 from manylora_router.admin.servicer import AdminServicer
 from manylora_router.admin.status import ClusterStatus
+from manylora_router.admin.verification import Verification
 from manylora_router.config import RouterConfig
 from manylora_router.front.gate import CAPACITY, KEPT, MAX_REQUEST_BYTES, Gate, own_tenant
 from manylora_router.front.grpc import InferenceServicer, tenant_of
@@ -113,6 +114,7 @@ class RouterApp:
             directory=self.directory,
             store=store,
             intake=self._intake,
+            verification=Verification(adapter_store),
             status=self._status,
             levels=levels,
             clock=self._clock,

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
-from manylora.cli.output import Target, print_json, print_table, stderr_console, write
+import typer
+
+from manylora.cli.output import EXIT_FAILED, Target, print_json, print_table, say, stderr_console, write
 from manylora.client import AdapterInfo
 from manylora.client.aio import Progress
 
@@ -34,6 +36,26 @@ async def list_all(target: Target, tenant: str, *, as_json: bool) -> None:
     else:
         columns = ("tenant", "adapter", "version", "rank", "size", "modules", "created")
         print_table(columns, [_row(a) for a in adapters], empty="there are no adapters")
+
+
+async def verify(target: Target, tenant: str, name: str, *, as_json: bool) -> None:
+    async with target.client() as client:
+        found = []
+        async for each in client.adapters.verify(tenant, name):
+            found.append(each)
+            if not as_json:
+                adapter = each.adapter
+                told = f"damaged: {each.problem}" if each.problem else "ok"
+                write(f"{adapter.tenant_id}/{adapter.name} ({adapter.version[:12]}): {told}\n")
+    damaged = sum(bool(each.problem) for each in found)
+    if as_json:
+        print_json({"adapters": found})
+    elif damaged:
+        say(f"{damaged} of {len(found)} adapters are damaged; adding the same files again, under any name, mends them")
+    elif not found:
+        say("there are no adapters")
+    if damaged:
+        raise typer.Exit(EXIT_FAILED)
 
 
 async def remove(target: Target, tenant: str, name: str, *, as_json: bool) -> None:

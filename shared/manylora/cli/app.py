@@ -413,6 +413,20 @@ def adapter_list(
     run(adapters.list_all(connect(server, key), tenant, as_json=as_json), as_json=as_json)
 
 
+@adapter_app.command("verify")
+def adapter_verify(
+    name: Annotated[str, typer.Argument(help="One adapter of --tenant; without it all.")] = "",
+    tenant: Annotated[str, typer.Option(help="Only this tenant's.")] = "",
+    as_json: Json = False,
+    server: Server = DEFAULT_SERVER,
+    key: Key = None,
+) -> None:
+    """Compare adapters' files in the store with their digests; exit code 1 where one is damaged."""
+    from manylora.cli import adapters
+
+    run(adapters.verify(connect(server, key), tenant, name, as_json=as_json), as_json=as_json)
+
+
 @adapter_app.command("remove")
 def adapter_remove(
     name: Annotated[str, typer.Argument()],

@@ -51,6 +51,7 @@ from manylora.client.cluster import (
     TenantKv,
     TenantOverload,
     TenantSetbacks,
+    VerifiedAdapter,
     WorkerStatus,
 )
 from manylora.client.folder import AdapterFolder
@@ -104,5 +105,6 @@ __all__ = [
     "TenantSetbacks",
     "Timings",
     "Usage",
+    "VerifiedAdapter",
     "WorkerStatus",
 ]

@@ -6,7 +6,7 @@ import asyncio
 import collections
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
@@ -37,6 +37,7 @@ from manylora.client.cluster import (
     Models,
     PolicyChange,
     TenantInfo,
+    VerifiedAdapter,
 )
 from manylora.client.credentials import find_key
 from manylora.client.folder import AdapterFolder
@@ -359,6 +360,21 @@ class Adapters:
     async def remove(self, tenant_id: str, name: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         request = admin_pb2.RemoveAdapterRequest(tenant_id=tenant_id, name=name)
         await self._caller.call(_ADMIN["RemoveAdapter"], request, timeout_s=timeout_s, repeatable=False)
+
+    async def verify(
+        self, tenant_id: str = "", name: str = "", *, timeout_s: float | None = None
+    ) -> AsyncIterator[VerifiedAdapter]:
+        """Whether adapters' files in the adapter store are what was registered, each as it has been read."""
+        self._caller.check_open()
+        request = admin_pb2.VerifyAdaptersRequest(tenant_id=tenant_id, name=name)
+        stream = self._caller.stream(_ADMIN["VerifyAdapters"], request, timeout_s=timeout_s)
+        try:
+            while (answer := await stream.read()) is not None:
+                yield VerifiedAdapter(adapter_from(answer.adapter), answer.problem)
+        except RpcError as error:
+            raise self._caller.failed(error) from None
+        finally:
+            stream.cancel()
 
     async def _add(
         self,

@@ -57,6 +57,12 @@ class AdapterInfo:
 
 
 @dataclass(frozen=True)
+class VerifiedAdapter:
+    adapter: AdapterInfo
+    problem: str  # with its files in the adapter store; empty: they are what was registered
+
+
+@dataclass(frozen=True)
 class FlowStatus:
     tenant_id: str
     qos_class: str

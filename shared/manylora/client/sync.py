@@ -29,6 +29,7 @@ from manylora.client.cluster import (
     Models,
     PolicyChange,
     TenantInfo,
+    VerifiedAdapter,
 )
 from manylora.client.prompts import Prompt
 from manylora.client.retry import DEFAULT_RETRY, RetryPolicy
@@ -180,6 +181,14 @@ class SyncAdapters:
 
     def list(self, tenant_id: str = "", *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[AdapterInfo, ...]:
         return self._thread.run(self._adapters.list(tenant_id, timeout_s=timeout_s))
+
+    def verify(
+        self, tenant_id: str = "", name: str = "", *, timeout_s: float | None = None
+    ) -> tuple[VerifiedAdapter, ...]:
+        async def all_read() -> tuple[VerifiedAdapter, ...]:
+            return tuple([each async for each in self._adapters.verify(tenant_id, name, timeout_s=timeout_s)])
+
+        return self._thread.run(all_read())
 
     def remove(self, tenant_id: str, name: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self._thread.run(self._adapters.remove(tenant_id, name, timeout_s=timeout_s))

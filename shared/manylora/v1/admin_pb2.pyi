@@ -201,6 +201,22 @@ class RemoveAdapterResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class VerifyAdaptersRequest(_message.Message):
+    __slots__ = ("tenant_id", "name")
+    TENANT_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    tenant_id: str
+    name: str
+    def __init__(self, tenant_id: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class VerifyAdaptersResponse(_message.Message):
+    __slots__ = ("adapter", "problem")
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    adapter: AdapterInfo
+    problem: str
+    def __init__(self, adapter: _Optional[_Union[AdapterInfo, _Mapping]] = ..., problem: _Optional[str] = ...) -> None: ...
+
 class AdapterInfo(_message.Message):
     __slots__ = ("tenant_id", "name", "version", "max_lora_rank", "size_bytes", "target_modules", "created_unix_s")
     TENANT_ID_FIELD_NUMBER: _ClassVar[int]

@@ -22,6 +22,7 @@ import re
 import secrets
 import shutil
 import stat
+import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -236,6 +237,9 @@ class AdapterFiles(Protocol):
     async def commit(self, incoming: str, uid: AdapterUid) -> None:
         """Makes it the object `uid`. One that exists already stays where its files are right, and else is replaced."""
 
+    async def problem(self, uid: AdapterUid) -> str:
+        """What is wrong with the object's files; empty: nothing. Reads them whole, unless it is cancelled."""
+
     async def discard(self, incoming: str) -> None:
         """One that is gone is fine."""
 
@@ -267,6 +271,13 @@ class LocalAdapterFiles:
 
     async def commit(self, incoming: str, uid: AdapterUid) -> None:
         await asyncio.to_thread(self._commit, incoming, uid)
+
+    async def problem(self, uid: AdapterUid) -> str:
+        is_left = threading.Event()
+        try:
+            return await asyncio.to_thread(self._problem, uid, is_left)
+        finally:
+            is_left.set()
 
     async def discard(self, incoming: str) -> None:
         await asyncio.to_thread(shutil.rmtree, self._incoming(incoming), ignore_errors=True)
@@ -367,6 +378,24 @@ class LocalAdapterFiles:
                 _LOG.warning("a damaged object is replaced", extra=fields(adapter=uid))
                 os.rename(target, trash)
         _remove(trash)
+
+    def _problem(self, uid: AdapterUid, is_left: threading.Event) -> str:
+        folder = self._root / object_path(uid)
+        try:
+            if not stat.S_ISDIR(os.lstat(folder).st_mode):
+                return f"{OBJECTS}/{uid} is no folder"
+            with open(open_regular(folder / CONFIG_NAME, field=CONFIG_NAME), "rb") as file:
+                digest = uid_digest(parse_config(file.read(MAX_CONFIG_BYTES + 1)))
+            with open(open_regular(folder / WEIGHTS_NAME, field=WEIGHTS_NAME), "rb") as file:
+                while (block := file.read(_COPY_BYTES)) and not is_left.is_set():
+                    digest.update(block)
+        except InvalidRequest as e:
+            return e.message
+        except OSError as e:
+            return f"{Path(e.filename or folder).name}: cannot be read: {os.strerror(e.errno or 0)}"
+        if digest.hexdigest() == uid:
+            return ""
+        return f"{CONFIG_NAME} and {WEIGHTS_NAME} are not what was registered: their digest is {digest.hexdigest()}"
 
     def _sweep(self, before_unix_s: float) -> int:
         removed = 0

@@ -36,6 +36,7 @@ from manylora_shared.transport.base import Gate, ServerCall, Service
 from manylora_router.admin.adapters import AdapterIntake
 from manylora_router.admin.service_levels import ServiceLevels
 from manylora_router.admin.status import ClusterStatus
+from manylora_router.admin.verification import Verification
 from manylora_router.links.directory import Directory
 from manylora_router.links.wire import adapter_info, key_info, tenant_info
 
@@ -52,6 +53,7 @@ class AdminServicer:
         directory: Directory,
         store: Store,
         intake: AdapterIntake,
+        verification: Verification,
         status: ClusterStatus,
         levels: ServiceLevels,
         clock: WallClock,
@@ -60,6 +62,7 @@ class AdminServicer:
         self._directory = directory
         self._store = store
         self._intake = intake
+        self._verification = verification
         self._status = status
         self._levels = levels
         self._clock = clock
@@ -75,6 +78,7 @@ class AdminServicer:
             "AddAdapter": self.add_adapter,
             "ListAdapters": self.list_adapters,
             "RemoveAdapter": self.remove_adapter,
+            "VerifyAdapters": self.verify_adapters,
             "CreateKey": self.create_key,
             "ListKeys": self.list_keys,
             "RevokeKey": self.revoke_key,
@@ -304,12 +308,27 @@ class AdminServicer:
         self, request: admin_pb2.ListAdaptersRequest, call: ServerCall
     ) -> admin_pb2.ListAdaptersResponse:
         tenant_id = self._caller(call).require_tenant(request.tenant_id, TENANT_SCOPES)
-        if tenant_id:
-            await self._stored_tenant(tenant_id)
-            records = self._directory.adapters_of(tenant_id)
-        else:
-            records = [entry.record for _, entry in sorted(self._directory.adapters.items())]
+        records = await self._adapters_of(tenant_id)
         return admin_pb2.ListAdaptersResponse(adapters=[adapter_info(record) for record in records])
+
+    async def _adapters_of(self, tenant_id: str) -> list[AdapterRecord]:
+        """Empty: of all tenants."""
+        if not tenant_id:
+            return [entry.record for _, entry in sorted(self._directory.adapters.items())]
+        await self._stored_tenant(tenant_id)
+        return self._directory.adapters_of(tenant_id)
+
+    async def verify_adapters(
+        self, request: admin_pb2.VerifyAdaptersRequest, call: ServerCall
+    ) -> AsyncIterator[admin_pb2.VerifyAdaptersResponse]:
+        tenant_id = self._caller(call).require_tenant(request.tenant_id, [Scope.ADMIN])
+        if request.name and not tenant_id:
+            raise InvalidRequest.of("tenant_id", "is missing, and adapters of a name may be several tenants'")
+        found = [record for record in await self._adapters_of(tenant_id) if request.name in ("", record.name)]
+        if request.name and not found:
+            raise _unknown_adapter(request.name)
+        async for answer in self._verification.answers(found, tenant_id):
+            yield answer
 
     async def remove_adapter(
         self, request: admin_pb2.RemoveAdapterRequest, call: ServerCall
@@ -319,7 +338,7 @@ class AdminServicer:
         await self._stored_tenant(tenant_id)
         key = keys.adapter(tenant_id, request.name)
         if not is_valid_name(request.name) or not await self._store.delete(key):
-            raise NotFound(f"name: adapter {request.name[:80]!r} is not known to this tenant")
+            raise _unknown_adapter(request.name)
         await self._directory.adapter_seen(tenant_id, request.name, 0, deleted=True)
         return admin_pb2.RemoveAdapterResponse()
 
@@ -349,6 +368,10 @@ def _key_record(kv: KeyValue) -> KeyRecord | None:
         return KeyRecord.stored(kv)
     except ValueError:  # logged by the mirror
         return None
+
+
+def _unknown_adapter(name: str) -> NotFound:
+    return NotFound(f"name: adapter {name[:80]!r} is not known to this tenant")
 
 
 def _exists(name: str) -> AlreadyExists:
