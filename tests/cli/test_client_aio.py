@@ -227,3 +227,15 @@ async def _until(condition: Callable[[], bool]) -> None:
             if condition():
                 return
             await asyncio.sleep(0.01)
+
+
+async def test_an_http_port_is_told_from_nobody() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, Client(address, retry=None) as client:
+        with pytest.raises(RequestFailed, match=f"{address} speaks HTTP/1.1"):
+            await client.complete("x", timeout_s=10)

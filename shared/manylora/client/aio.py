@@ -57,6 +57,7 @@ from manylora.v1 import admin_pb2, common_pb2, inference_pb2
 
 DEFAULT_SERVER = "127.0.0.1:7070"
 DEFAULT_TIMEOUT_S = 30.0  # of calls with one answer; streams have no deadline unless one is given
+_HTTP_SERVER = "http1.x server"  # grpc's words of one
 
 Progress = Callable[[int, int], None]  # called with (bytes sent, bytes in all)
 
@@ -153,7 +154,12 @@ class _Caller:
         failed = RequestFailed.of(error, result)
         if error.label != UNREACHABLE:
             return failed
-        message = f"nothing answers at {self._server}; is `manylora up` running? ({error.message})"
+        if _HTTP_SERVER in error.message:
+            message = (
+                f"{self._server} speaks HTTP/1.1: gRPC, which this client speaks, has another port (7070 by default)"
+            )
+        else:
+            message = f"nothing answers at {self._server}; is `manylora up` running? ({error.message})"
         return RequestFailed(failed.code, message, reason=failed.reason, result=result)
 
 
