@@ -61,6 +61,7 @@ def test_commands_are_settings_of_the_services(compose: dict[str, Any]) -> None:
         service = compose["services"][name]
         env = {key: default_of(value) for key, value in service.get("environment", {}).items()}
         config = parse(kinds[name.partition("-")[0]], [default_of(word) for word in service["command"]], env)
+        assert getattr(config, "device", "auto") == "auto"
         assert config.listen.startswith("0.0.0.0:")
         assert config.etcd == "etcd:2379"
         assert config.advertise == f"{name}:{config.listen.rpartition(':')[2]}"
@@ -70,8 +71,34 @@ def test_commands_are_settings_of_the_services(compose: dict[str, Any]) -> None:
 
 
 def default_of(value: str) -> str:
-    """`${NAME:-default}` as compose reads it where NAME is not set."""
-    return re.sub(r"\$\{[A-Z_]+:-([^}]*)\}", r"\1", value)
+    """As compose reads it with the demo's .env: `${NAME}`, or where NAME is not set `${NAME:-default}`."""
+    demo = demo_env()
+    return re.sub(r"\$\{([A-Z_]+):([-?])([^}]*)\}", lambda m: demo.get(m[1], m[3] if m[2] == "-" else m[0]), value)
+
+
+def demo_env() -> dict[str, str]:
+    lines = (ROOT / "deploy/demo.env").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+def test_compose_never_guesses_the_base_model(compose: dict[str, Any]) -> None:
+    """A later `up` from another shell serves the same one, or nothing."""
+    words = (ROOT / "docker-compose.yml").read_text()
+    for name in ("MANYLORA_MODEL", "MANYLORA_MODEL_NAME"):
+        used = re.findall(rf"\$\{{{name}\b(..)", words)
+        assert used
+        assert set(used) == {":?"}
+        assert name in demo_env()
+    assert "/.env" in (ROOT / ".gitignore").read_text().splitlines()
+    assert (ROOT / demo_env()["MANYLORA_MODEL"] / "config.json").is_file()
+
+
+def test_workers_on_gpus_differ_in_nothing_else() -> None:
+    laid_over = yaml.safe_load((ROOT / "deploy/gpu.yml").read_text())["services"]
+    assert laid_over.keys() == {"worker-0", "worker-1"}
+    for service in laid_over.values():
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert (service.keys(), device["capabilities"]) == ({"deploy"}, ["gpu"])
 
 
 def test_threads_of_cpu_workers_sleep_while_they_wait(compose: dict[str, Any]) -> None:

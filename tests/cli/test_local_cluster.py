@@ -68,7 +68,12 @@ def test_workers_that_share_a_device_do_not_each_take_all_of_it(
 
 
 def test_what_up_is_told_of_workers_reaches_them(tmp_path: Path) -> None:
-    told: dict[str, Any] = {"sequence_slots": 8, "device_adapter_mb": 64, "drain_s": 0.0}
+    told: dict[str, Any] = {
+        "sequence_slots": 8,
+        "device_adapter_mb": 64,
+        "drain_s": 0.0,
+        "model_aliases": ("acme/a", "b"),
+    }
     cluster = LocalCluster(ClusterOptions(model=tmp_path, model_name="m", data=tmp_path, etcd="127.0.0.1:1", **told))
     config = parse(WorkerConfig, cluster._worker_command(0, {})[3:], {})
     assert {name: getattr(config, name) for name in told} == told

@@ -116,6 +116,8 @@ def cluster() -> Iterator[Cluster]:
     port = free_port()
     env = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("MANYLORA_", "COMPOSE_"))},
+        "MANYLORA_MODEL": "./shared/manylora/demo/assets/base",
+        "MANYLORA_MODEL_NAME": "manylora-demo-base",
         "MANYLORA_IMAGE_PREFIX": IMAGE_PREFIX,
         "MANYLORA_TAG": IMAGE_TAG,
         "MANYLORA_BUILD_NETWORK": os.environ.get("MANYLORA_BUILD_NETWORK", "host"),

@@ -38,10 +38,10 @@ SAME_BASE = [
 OTHER_BASE = ["acme/tiny", "tiny-llama/other", f"{HUB}/models--tiny-llama--other/snapshots/{COMMIT}", "x-bnb-4bit"]
 
 
-def base_problems(base: str | None) -> list[str]:
+def base_problems(base: str | None, *aliases: str) -> list[str]:
     problems = Problems()
     config = {"peft_type": "LORA", "r": 1, "target_modules": ["q"], "base_model_name_or_path": base}
-    parse_settings(config, base_names=["Served-As", "tiny-llama"], max_rank=8, problems=problems)
+    parse_settings(config, base_names=["Served-As", "tiny-llama", *aliases], max_rank=8, problems=problems)
     return [f"{violation.field}: {violation.description}" for violation in problems.violations]
 
 
@@ -51,11 +51,17 @@ def test_a_trainer_names_the_base_model_in_many_ways(base: str | None) -> None:
 
 
 @pytest.mark.parametrize("base", OTHER_BASE)
+def test_an_alias_is_a_name_of_the_base_model(base: str) -> None:
+    assert base_problems(base, "unheard-of", base) == []
+    assert base_problems(f"/other/place/{base.rpartition('/')[2].upper()}", base) == []
+
+
+@pytest.mark.parametrize("base", OTHER_BASE)
 def test_another_base_model_is_refused_with_a_hint(base: str) -> None:
     (problem,) = base_problems(base)
     assert problem == (
         f"base_model_name_or_path: made for {shown(base)}, but 'Served-As' is served; "
-        "if they are the same model, set it to null"
+        "if they are the same model, set it to null, or give the workers --model-alias"
     )
 
 

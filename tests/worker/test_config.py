@@ -76,3 +76,10 @@ def test_the_model_leaves_a_core_to_the_event_loop(
 ) -> None:
     monkeypatch.setattr(settings, "num_cores", lambda: cores)
     assert WorkerConfig(model="m", threads=threads).compute_threads == found
+
+
+@pytest.mark.parametrize(
+    ("flags", "aliases"), [([], ()), (["--model-alias=acme/a, b,"], ("acme/a", "b")), (["--model-alias="], ())]
+)
+def test_aliases_of_the_model(flags: list[str], aliases: tuple[str, ...]) -> None:
+    assert parse(WorkerConfig, ["--model=m", *flags], {}).model_aliases == aliases

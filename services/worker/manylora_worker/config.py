@@ -28,6 +28,9 @@ class WorkerConfig(ServiceSettings):
 
     model: str = setting("", "Hugging Face folder of the base model, or its cached hub id")
     model_name: str = setting("", "what it is served as; empty: the last part of model")
+    model_alias: str = setting(
+        "", "further names under which adapters may know the base model, with commas; the same on all workers"
+    )
     device: str = setting(AUTO_DEVICE, "cpu, cuda, cuda:1, ...; auto: cuda where torch sees one, else cpu")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "compute type; auto: float32 on the CPU, bfloat16 on any other device"
@@ -79,6 +82,10 @@ class WorkerConfig(ServiceSettings):
             raise ConfigError("--prefix-cache-share: must be 0 to 1")
         if self.host_kv_mb < 0 and self.host_kv_mb != _BY_DEVICE:
             raise ConfigError("--host-kv-mb: must be at least 0, or -1")
+
+    @property
+    def model_aliases(self) -> tuple[str, ...]:
+        return tuple(name for each in self.model_alias.split(",") if (name := each.strip()))
 
     @property
     def host_adapter_bytes(self) -> int:

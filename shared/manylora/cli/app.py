@@ -133,6 +133,10 @@ def up(
     ] = Path("manylora-data"),
     etcd: Annotated[str, typer.Option(metavar="URL", help="An etcd that runs already; otherwise one is started.")] = "",
     model_name: Annotated[str, typer.Option(help="The model's name; default: the last part of --model.")] = "",
+    model_alias: Annotated[
+        list[str] | None,
+        typer.Option(help="A further name under which adapters may know the model; may be repeated."),
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="Compute type of the workers; default: float32 on the CPU, bfloat16 elsewhere.")
     ] = "",
@@ -162,6 +166,7 @@ def up(
         http_port=http_port if http_port is not None else _http_port(port),
         etcd=etcd,
         dtype=dtype,
+        model_aliases=tuple(model_alias or ()),
         quantization=quantization.value,
         kv_cache_mb=kv_cache_mb,
         max_lora_rank=max_lora_rank,

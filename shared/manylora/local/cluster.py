@@ -56,6 +56,7 @@ class ClusterOptions:
     http_port: int | None = None  # of its OpenAI HTTP API; None: no router has one
     etcd: str = ""  # host:port[,host:port], with or without http://; empty: one is started
     dtype: str = ""
+    model_aliases: tuple[str, ...] = ()
     quantization: str = "none"
     kv_cache_mb: int | None = None
     max_lora_rank: int | None = None
@@ -300,6 +301,7 @@ class LocalCluster:
             "worker-id": f"worker-{index}",
             "model": options.model,
             "model-name": options.model_name,
+            "model-alias": ",".join(options.model_aliases),
             "device": devices[index % len(devices)],
             "dtype": options.dtype,
             "quantization": options.quantization,

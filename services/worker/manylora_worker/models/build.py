@@ -72,7 +72,7 @@ def build_engine(config: WorkerConfig, notify: Callable[[], None] = lambda: None
     is_gpu = loaded.device.type == "cuda"
     device_runner = _device_runner(loaded, weights, config) if is_gpu and weights is not None else None
     runner = device_runner or _reference_runner(loaded, weights, config)
-    base = loaded.adapter_base()
+    base = loaded.adapter_base(config.model_aliases)
     reader = _reader(base, config, is_gpu=is_gpu)
     backend = TorchAdapterBackend(
         config.adapter_store / "objects",

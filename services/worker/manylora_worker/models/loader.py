@@ -93,10 +93,11 @@ class LoadedModel:
     keeps_logits: bool  # forward() takes the rows whose logits are wanted
     attention_traits: Sequence[AttentionTraits]  # by layer
 
-    def adapter_base(self) -> AdapterBase:
+    def adapter_base(self, aliases: Sequence[str] = ()) -> AdapterBase:
+        """aliases: further names that adapters may give the model."""
         spec = self.spec
         return AdapterBase(
-            names=(spec.name, spec.source_name),
+            names=(spec.name, spec.source_name, *aliases),
             modules=spec.modules,
             head_modules=spec.head_modules,
             other_modules=spec.other_modules,

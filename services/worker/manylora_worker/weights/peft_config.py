@@ -216,7 +216,8 @@ def _check_identity(config: Mapping[str, Any], base_names: Sequence[str], proble
         if base not in base_names and meant and meant not in map(_family, base_names):
             problems.add(
                 "base_model_name_or_path",
-                f"made for {shown(base)}, but {base_names[0]!r} is served; if they are the same model, set it to null",
+                f"made for {shown(base)}, but {base_names[0]!r} is served; if they are the same model, "
+                "set it to null, or give the workers --model-alias",
             )
 
 
