@@ -201,3 +201,11 @@ def test_dashboards_ask_for_metrics_and_labels_that_the_collector_makes() -> Non
         grouped = {label.strip() for group in re.findall(r"by \(([^)]*)\)", expression) for label in group.split(",")}
         matched = set(re.findall(r'(\w+)="', expression))
         assert grouped | matched <= labels
+
+
+def test_every_containers_log_is_bounded() -> None:
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    unbounded = [
+        name for name, service in compose["services"].items() if "max-size" not in service["logging"]["options"]
+    ]
+    assert not unbounded

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manylora.local import child as child_module
+from manylora.local import log_file
 from manylora.local.child import Child, ChildFailed
 
 READY = 'import sys; print(\'{"ready": true, "address": "\' + sys.argv[1] + \'"}\', flush=True); '
@@ -53,7 +55,7 @@ async def test_a_child_is_ready_when_it_says_so_and_the_rest_is_logged(make: Mak
     child = make("print('noise'); print('{\"ready\": 1}'); import sys; print('oops', file=sys.stderr); " + SERVE)
     await child.start()
     assert child.ready == {"ready": True, "address": "first+"}
-    log = child.log_path.read_text()
+    log = child.log.path.read_text()
     assert "noise" in log
     assert "oops" in log
     pid = child.pid
@@ -73,6 +75,18 @@ async def test_the_last_words_are_not_those_of_an_earlier_start(make: Make) -> N
         with pytest.raises(ChildFailed) as error:
             await child.start()
     assert str(error.value).endswith("svc.log:\nof the second")
+
+
+async def test_a_childs_log_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_file, "MAX_BYTES", 1000)
+    monkeypatch.setattr(child_module, "LOG_LOOK_S", 0.01)
+    child = make(READY + "import time\nwhile True: print('x' * 99, flush=True); time.sleep(0.001)")
+    await child.start()
+    await until(child.log.older.exists)
+    await asyncio.sleep(0.3)
+    assert child.log.path.stat().st_size < 50_000
+    assert child.log.older.stat().st_size == 1000
+    assert set(child.log_tail().splitlines()) <= {"x" * 99}
 
 
 async def test_a_child_that_is_never_ready_is_ended(make: Make) -> None:

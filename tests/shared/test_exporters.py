@@ -31,6 +31,24 @@ def test_a_file_holds_one_object_a_line_and_can_be_shared(tmp_path: Path) -> Non
     assert first.span(SpanName.STREAM).traceparent == ""
 
 
+def test_a_full_file_is_moved_aside_by_whoever_sees_it_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporters, "_MAX_FILE_BYTES", 20_000)
+    path = tmp_path / "spans.jsonl"
+    both = [Telemetry("router", trace_file=path), Telemetry("worker", trace_file=path)]
+    for _ in range(20):
+        for telemetry in both:
+            for _ in range(10):
+                telemetry.span(SpanName.STREAM).end()
+            assert telemetry._provider is not None
+            telemetry._provider.force_flush()
+    for telemetry in both:
+        telemetry.shutdown()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["spans.jsonl", "spans.jsonl.1"]
+    for each in tmp_path.iterdir():
+        assert each.stat().st_size < 30_000
+        assert all(json.loads(line)["name"] == SpanName.STREAM for line in each.read_text().splitlines())
+
+
 class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
     def __init__(self) -> None:
         self.spans: list[tuple[str, str]] = []

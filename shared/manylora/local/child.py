@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from manylora.local import tether
+from manylora.local.log_file import LogFile
 
 FIRST_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 5.0
 STEADY_AFTER_S = 10.0  # what lived this long ended for a new reason: the backoff starts over
 LOG_TAIL_LINES = 15
+LOG_LOOK_S = 1.0
 MAX_READY_LINE_BYTES = 1 << 16
 
 Notify = Callable[[str], None]
@@ -51,7 +53,7 @@ class Child:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
-        self.log_path = log_path
+        self.log = LogFile(log_path)
         self.ready: Mapping[str, Any] = {}
         self.starts = 0
         self._command = command
@@ -62,7 +64,7 @@ class Child:
         self._process: asyncio.subprocess.Process | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._output: asyncio.Task[None] | None = None
-        self._log_start_bytes = 0  # of the last start's lines
+        self._log_watch: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int:
@@ -72,6 +74,7 @@ class Child:
     async def start(self) -> None:
         """Raises ChildFailed."""
         assert self._supervisor is None
+        self._log_watch = asyncio.create_task(self._bound_log(), name=f"log of {self.name}")
         await self._spawn()
         self._supervisor = asyncio.create_task(self._supervise(), name=f"supervise {self.name}")
 
@@ -81,6 +84,9 @@ class Child:
             self._supervisor.cancel()
             await asyncio.wait([self._supervisor])
         await self._end_process(grace_s)
+        if self._log_watch is not None:
+            self._log_watch.cancel()
+            await asyncio.wait([self._log_watch])
 
     def kill(self) -> None:
         """The supervisor will notice."""
@@ -88,10 +94,15 @@ class Child:
 
     def log_tail(self) -> str:
         """Of the last start."""
-        with self.log_path.open("rb") as log:
-            log.seek(self._log_start_bytes)
-            lines = log.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-LOG_TAIL_LINES:])
+        return self.log.tail(LOG_TAIL_LINES)
+
+    async def _bound_log(self) -> None:
+        while True:
+            await asyncio.sleep(LOG_LOOK_S)
+            try:
+                await asyncio.to_thread(self.log.bound)
+            except OSError as error:  # a full disk
+                self._notify(f"the log of {self.name} is not bounded: {error}")
 
     async def _supervise(self) -> None:
         loop = asyncio.get_running_loop()
@@ -116,10 +127,8 @@ class Child:
                     break
 
     async def _spawn(self) -> None:
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
         await self._end_output()
-        with self.log_path.open("ab") as log:
-            self._log_start_bytes = log.tell()
+        with self.log.begin() as log:
             self._process = await asyncio.create_subprocess_exec(
                 *_tethered(self._command(self.ready)),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -156,17 +165,17 @@ class Child:
                 self.ready = ready
                 self._output = asyncio.create_task(self._log_output(process.stdout))
                 return
-            with self.log_path.open("ab") as log:
+            with self.log.path.open("ab") as log:
                 log.write(line)
         raise ChildFailed(self._describe(_how(await process.wait())))
 
     async def _log_output(self, stdout: asyncio.StreamReader) -> None:
-        with self.log_path.open("ab") as log:
+        with self.log.path.open("ab") as log:
             await _copy(stdout, log)
 
     def _describe(self, reason: str) -> str:
         tail = self.log_tail()
-        return f"{self.name} {reason}" + (f"; the end of {self.log_path}:\n{tail}" if tail else "")
+        return f"{self.name} {reason}" + (f"; the end of {self.log.path}:\n{tail}" if tail else "")
 
     async def _end_process(self, grace_s: float) -> None:
         if self._process is not None and self._process.returncode is None:

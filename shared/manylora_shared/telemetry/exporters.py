@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import threading
@@ -19,6 +20,7 @@ _EXPORT_TIMEOUT_S = 3
 _BATCH_DELAY_MS = 500
 _METRICS_INTERVAL_MS = 5000
 _QUEUE_SPANS = 8192  # more are dropped
+_MAX_FILE_BYTES = 256 << 20
 
 
 def spans_to_receiver(endpoint: str) -> BatchSpanProcessor:
@@ -72,14 +74,35 @@ def _as_object(span: ReadableSpan) -> dict[str, Any]:
 
 
 class _FileExporter(SpanExporter):
-    """Each batch is one write, so that processes do not tear each other's lines."""
+    """Each batch is one write, so that processes do not tear each other's lines. A full file becomes `.1`, and each of
+    them opens the new one when it next writes."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._path = path
+        self._file = self._open()
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def _is_in_place(self) -> bool:
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._file))
+        except FileNotFoundError:
+            return False
+
+    def _bound(self) -> None:
+        if self._is_in_place() and os.fstat(self._file).st_size < _MAX_FILE_BYTES:
+            return
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        if self._is_in_place():  # else another process was faster
+            os.replace(self._path, f"{self._path}.1")
+        os.close(self._file)
+        self._file = self._open()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         lines = "".join(json.dumps(_as_object(span), separators=(",", ":")) + "\n" for span in spans)
+        self._bound()
         os.write(self._file, lines.encode())
         return SpanExportResult.SUCCESS
 
