@@ -138,3 +138,16 @@ async def test_answers_tell_what_is_left_of_quotas() -> None:
                 "x-ratelimit-reset-tokens": "7.8s",
             }
             await raw.http_response.aread()
+
+
+async def test_token_ids_are_told_as_vllm_tells_them() -> None:
+    async with http_front() as front, front.openai() as client:
+        more = {"return_token_ids": True}
+        whole: Any = await client.chat.completions.create(model="tiny", messages=HI, extra_body=more)
+        assert whole.prompt_token_ids == ids_of("user: hi\n")
+        assert whole.choices[0].token_ids == ids_of("hello world")
+        stream: Any = await client.chat.completions.create(model="tiny", messages=HI, stream=True, extra_body=more)
+        chunks: Any = [chunk async for chunk in stream]
+        assert chunks[0].prompt_token_ids == ids_of("user: hi\n")
+        assert not any(hasattr(chunk, "prompt_token_ids") for chunk in chunks[1:])
+        assert [i for chunk in chunks for i in chunk.choices[0].token_ids] == ids_of("hello world")

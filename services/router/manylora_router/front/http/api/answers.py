@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Seque
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from manylora.v1 import common_pb2
@@ -27,6 +28,7 @@ from manylora_router.text.service import TextService
 
 _MARK = "\0text"
 _QUEUED_FRAMES = 64
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 _FINGERPRINT_CHARS = 10
 
 _FINISH_REASONS: Mapping[int, str] = {
@@ -76,6 +78,7 @@ class Shape(Protocol):
     id_prefix: str
     whole_name: str
     event_name: str
+    has_one_prompt: bool  # whose tokens are the document's, not each choice's
 
     def choice(self, index: int, choice: Choice, prompt_token_ids: Sequence[int]) -> dict[str, Any]: ...
 
@@ -148,6 +151,7 @@ class Answering:
                 for index, choice in enumerate(choices)
             ],
             "usage": usage.document(),
+            **self._prompt(started[0]),
         }
         await self._exchange.answer(document, headers=headers_of(started[0]))
 
@@ -161,7 +165,8 @@ class Answering:
                 if (started := frame.started) is not None:
                     await self._exchange.begin_events(headers_of(started))
                     usage.prompt_tokens += len(started.prompt_token_ids)
-                    told += [events.opening(base + i, started.prompt_token_ids, usage) for i in range(self._n)]
+                    prompt = self._prompt(started)
+                    told += [events.opening(base + i, started.prompt_token_ids, usage, prompt) for i in range(self._n)]
                 if (delta := frame.delta) is not None:
                     usage.completion_tokens += len(delta.token_ids)
                     told.append(events.delta(base + delta.choice, delta, usage))
@@ -173,6 +178,10 @@ class Answering:
         last = events.usage(usage) if self._form.has_usage else b""
         await self._exchange.write(last + b"data: [DONE]\n\n")
         await self._exchange.end()
+
+    def _prompt(self, started: Started | None) -> dict[str, Any]:
+        is_told = self._shape.has_one_prompt and self._form.has_token_ids
+        return {"prompt_token_ids": list(_prompt_of(started))} if is_told else {}
 
     def _ends(self, events: _Events, base: int, finished: Finished, usage: _Usage) -> list[bytes]:
         told = []
@@ -251,20 +260,22 @@ class _Events:
     def piece(self, index: int, piece: Choice, usage: _Usage) -> bytes:
         return self._event([self._shape.piece(index, piece)], usage if self._form.has_usage_always else None)
 
-    def opening(self, index: int, prompt_token_ids: Sequence[int], usage: _Usage) -> bytes:
+    def opening(
+        self, index: int, prompt_token_ids: Sequence[int], usage: _Usage, more: Mapping[str, Any] = NOTHING
+    ) -> bytes:
         opening = self._shape.opening(index, prompt_token_ids)
         if opening is None:
             return b""
         if isinstance(opening, Choice):
             self._offsets[index] = len(opening.text)
             opening = self._shape.piece(index, opening)
-        return self._event([opening], usage if self._form.has_usage_always else None)
+        return self._event([opening], usage if self._form.has_usage_always else None, more)
 
     def usage(self, usage: _Usage) -> bytes:
         return self._event([], usage)
 
-    def _event(self, choices: list[dict[str, Any]], usage: _Usage | None) -> bytes:
-        event = {**self._common, "choices": choices}
+    def _event(self, choices: list[dict[str, Any]], usage: _Usage | None, more: Mapping[str, Any] = NOTHING) -> bytes:
+        event = {**self._common, "choices": choices, **more}
         if self._form.has_usage:
             event["usage"] = usage.document() if usage is not None else None
         return b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"

@@ -68,6 +68,7 @@ class ChatShape:
     id_prefix = "chatcmpl-"
     whole_name = "chat.completion"
     event_name = "chat.completion.chunk"
+    has_one_prompt = True
 
     def __init__(self, form: Form, logprobs: Logprobs) -> None:
         self._form = form
@@ -75,20 +76,14 @@ class ChatShape:
 
     def choice(self, index: int, choice: Choice, prompt_token_ids: Sequence[int]) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None, "annotations": []}
-        told = {"index": index, "message": message, **self._more(choice)}
-        if self._form.has_token_ids:
-            told["prompt_token_ids"] = list(prompt_token_ids)
-        return told
+        return {"index": index, "message": message, **self._more(choice)}
 
     def piece(self, index: int, piece: Choice) -> dict[str, Any]:
         is_end = piece.finish_reason is not None and not piece.text
         return {"index": index, "delta": {} if is_end else {"content": piece.text}, **self._more(piece)}
 
     def opening(self, index: int, prompt_token_ids: Sequence[int]) -> Choice | dict[str, Any] | None:
-        told = {**self.piece(index, Choice()), "delta": {"role": "assistant", "content": ""}}
-        if self._form.has_token_ids:
-            told["prompt_token_ids"] = list(prompt_token_ids)
-        return told
+        return {**self.piece(index, Choice()), "delta": {"role": "assistant", "content": ""}}
 
     def _more(self, piece: Choice) -> dict[str, Any]:
         told: dict[str, Any] = {

@@ -84,6 +84,7 @@ async def _text_of(prompt: Prompt | None, door: Door) -> str:
 class TextShape:
     id_prefix = "cmpl-"
     whole_name = event_name = "text_completion"
+    has_one_prompt = False
 
     def __init__(self, form: Form, logprobs: Logprobs, echoed: Sequence[str], n: int) -> None:
         """`echoed`: the prompts' texts, where answers begin with them."""
