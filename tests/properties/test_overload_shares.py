@@ -4,161 +4,55 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
-from manylora_scheduler.core.events import Enqueued, SendGrant, SendRefusal
-from manylora_scheduler.core.request import FlowKey, QueuedRequest
+from manylora_scheduler.core.request import FlowKey
 from manylora_scheduler.gates.demand import Demand
 from manylora_scheduler.gates.overload import OverloadGate
-from manylora_shared.errors import Code
-from manylora_shared.ids import QosClass, RequestId, TenantId
+from manylora_shared.fairness.costs import QUANTUM_TOKENS
+from manylora_shared.ids import QosClass, TenantId
 from manylora_shared.tenancy.overload import LEVELS, STACK_INDEX, OverloadView, Rung, TenantView, rung_of
 
-from bench.overload_model import Model
-from bench.overload_scenario import Scenario
-from bench.overload_worker import Call
-
-INTERACTIVE, STANDARD, BATCH = QosClass.INTERACTIVE, QosClass.STANDARD, QosClass.BATCH
-PATIENCE_S = 600.0
-
-
-@dataclass(frozen=True)
-class Party:
-    """One tenant's callers: `streams` that each ask again, or requests at a steady rate."""
-
-    name: str
-    qos_class: QosClass
-    prompt_tokens: int
-    output_tokens: int
-    streams: int = 0
-    per_s: float = 0.0
-    retry_s: float = 4.0
-    """How long a stream waits after a refusal."""
-    pause_s: float = 0.0
-    """How long it waits after an answer."""
-    sequences: int = 1
-
-
-class Parties(Model):
-    """The model of bench/ with callers of these kinds in place of its own."""
-
-    def __init__(self, scenario: Scenario, parties: list[Party]) -> None:
-        super().__init__(scenario)
-        self.parties = {party.name: party for party in parties}
-        self.asked = dict.fromkeys(self.parties, 0)
-        self.denied = dict.fromkeys(self.parties, 0)
-        self.capped = dict.fromkeys(self.parties, 0)
-        self.most_level = 0
-        """The cluster's."""
-        self._whose: dict[RequestId, Party] = {}
-        for party in parties:
-            for _ in range(party.streams):
-                self.at(0.0, lambda party=party: self.ask(party))  # type: ignore[misc]
-            if party.per_s:
-                self.at(self.rng.random() / party.per_s, lambda party=party: self._steady(party))  # type: ignore[misc]
-
-    def _steady(self, party: Party) -> None:
-        self.ask(party)
-        self.at(self.now + 1.0 / party.per_s, lambda: self._steady(party))
-
-    def ask(self, party: Party) -> None:
-        flow = FlowKey(TenantId(party.name), party.qos_class)
-        request_id = RequestId(f"{self.rng.getrandbits(64):016x}")
-        self.asked[party.name] += 1
-        ends_by = self.now + PATIENCE_S
-        tokens = party.output_tokens * party.sequences
-        request = QueuedRequest(
-            request_id=request_id,
-            router_id=self.router,
-            flow=flow,
-            prompt_tokens=party.prompt_tokens,
-            max_new_tokens=tokens,
-            deadline=ends_by,
-            sequences=party.sequences,
-        )
-        self._whose[request_id] = party
-        if not self.view.admits(flow.tenant_id, party.qos_class, request_id):
-            if not self.refused:
-                self.at(self.now + 0.1, self._tell_refused)
-            self.refused[flow] = self.refused.get(flow, 0) + 1
-            self._deny(party)
-            return
-        self.calls[request_id] = Call(request, tokens, self.now, ends_by)
-        self.apply(Enqueued(1, request))
-
-    def _deny(self, party: Party) -> None:
-        self.denied[party.name] += 1
-        if party.streams:
-            self.at(self.now + party.retry_s, lambda: self.ask(party))
-
-    def _take(self, command: object) -> None:
-        if isinstance(command, SendGrant):
-            self.capped[self._whose[command.request.request_id].name] += command.max_output_tokens is not None
-        if isinstance(command, SendRefusal) and command.code is Code.RESOURCE_EXHAUSTED:
-            self._deny(self._whose[command.request.request_id])
-        super()._take(command)  # type: ignore[arg-type]
-
-    def _hear(self, view: OverloadView) -> None:
-        super()._hear(view)
-        self.most_level = max(self.most_level, view.level)
-
-    def _was_refused(self, flow: FlowKey, hint_s: float) -> None:
-        pass
-
-    def _end(self, call: Call) -> None:
-        party = self._whose[call.request.request_id]
-        super()._end(call)
-        if party.streams:
-            self.at(self.now + party.pause_s, lambda: self.ask(party))
-
-
-def played(
-    parties: list[Party],
-    *,
-    until_s: float = 60.0,
-    workers: int = 1,
-    slots: int = 64,
-    seed: int = 1,
-    overload: bool = True,
-) -> Parties:
-    scenario = Scenario(
-        load=0.0,
-        base_load=0.0,
-        overload=overload,
-        workers=workers,
-        slots=slots,
-        parked=slots,
-        until_s=until_s,
-        ends_s=until_s,
-        begins_s=0.0,
-        measured_from_s=0.0,
-        seed=seed,
-    )
-    model = Parties(scenario, parties)
-    model.run()
-    return model
-
+from tests.properties.overload_parties import (
+    BATCH,
+    INTERACTIVE,
+    STEP_S,
+    VICTIM,
+    Parties,
+    Party,
+    played,
+    victim_waits_s,
+)
 
 PATIENT = Party("attacker", INTERACTIVE, 20, 1880, streams=160)
-VICTIM = Party("victim", INTERACTIVE, 20, 10, per_s=4.0)
+MODEST = Party(VICTIM, INTERACTIVE, 20, 10, per_s=4.0)
 
 
 def check_victim(model: Parties) -> None:
-    asked, denied = model.asked["victim"], model.denied["victim"]
+    asked, denied = model.asked[VICTIM], model.denied[VICTIM]
     assert asked >= 20
-    assert (denied, model.capped["victim"]) == (0, 0), f"of {asked}; levels {model.view}"
+    assert (denied, model.capped[VICTIM], model.lapsed[VICTIM]) == (0, 0, 0), f"of {asked}; levels {model.view}"
 
 
 def test_a_patient_tenant_makes_nobody_else_overloaded() -> None:
-    model = played([PATIENT, VICTIM])
+    model = played([PATIENT, MODEST])
     check_victim(model)
     assert model.denied["attacker"] > 100, "there is nothing to give up"
     assert rung_of(model.most_level) in (Rung.NONE, Rung.TURNS), "it is the attacker's own matter"
 
 
+@pytest.mark.parametrize("victims", list(QosClass))
+@pytest.mark.parametrize("qos_class", list(QosClass))
+def test_a_level_lets_nobody_within_its_share_wait_for_long_answers(qos_class: QosClass, victims: QosClass) -> None:
+    model = played([replace(PATIENT, qos_class=qos_class), replace(MODEST, qos_class=victims)], slots=32)
+    check_victim(model)
+    waits_s = victim_waits_s(model)
+    assert waits_s[int(0.95 * len(waits_s))] <= (QUANTUM_TOKENS + 2) * STEP_S
+
+
 def test_what_waits_for_long_is_demand_for_as_long() -> None:
-    model = played([replace(PATIENT, output_tokens=8000, streams=300), VICTIM], until_s=50.0, overload=False)
+    model = played([replace(PATIENT, output_tokens=8000, streams=300), MODEST], until_s=50.0, overload=False)
     assert model.core.num_queued > 100
     tops = model.overload._demand.tops
     assert tops(TenantId("attacker"))[0] > 4.0
@@ -198,7 +92,7 @@ ATTACKERS = {
 def test_every_kind_of_attacker(name: str, qos_class: QosClass, workers: int) -> None:
     for victims in QosClass:
         attacker = replace(ATTACKERS[name], qos_class=qos_class)
-        victim = replace(VICTIM, qos_class=victims)
+        victim = replace(MODEST, qos_class=victims)
         check_victim(played([attacker, victim], workers=workers, slots=64 // workers))
 
 
@@ -209,7 +103,7 @@ def test_attackers_of_several_kinds_at_once(seed: int) -> None:
         replace(ATTACKERS[rng.choice(list(ATTACKERS))], name=f"attacker{i}", qos_class=rng.choice(list(QosClass)))
         for i in range(rng.randint(1, 3))
     ]
-    victim = replace(VICTIM, qos_class=rng.choice(list(QosClass)))
+    victim = replace(MODEST, qos_class=rng.choice(list(QosClass)))
     check_victim(played([*parties, victim], workers=rng.choice((1, 2)), slots=32, until_s=40.0, seed=seed))
 
 

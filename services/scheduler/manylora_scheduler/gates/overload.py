@@ -266,7 +266,8 @@ class OverloadGate:
 
     def goes_beyond(self, flow: FlowKey) -> bool:
         # Other flows wait in the queue, where their waiting is seen, and not in the workers, where it makes all wait.
-        return flow.qos_class is QosClass.INTERACTIVE and self._goes_before(flow)
+        # Who is within its share would wait there for others' answers to end, and not for a turn.
+        return self._goes_before(flow)
 
     def _goes_before(self, flow: FlowKey) -> bool:
         # Nothing of the flow is given up, and its tenant is within its share.
