@@ -5,6 +5,7 @@ assault from a process of its own:
 
     large-messages    32 at a time, without a key, of 3.8 MB that would be 1.9 M chat messages
     large-messages-with-a-key   the same with a tenant's key
+    crowded-messages  32 at a time, with the key, of a request's size and 500,000 chat messages
     calls             64 closed loops of small calls without a key
     long-metadata     the same, each with another key of 14 kB
     unread            16,600 calls without a key that are never read

@@ -21,6 +21,7 @@ WATCH = "/grpc.health.v1.Health/Watch"
 CHECK = "/grpc.health.v1.Health/Check"
 EMPTY_MESSAGES = b"\x0a\x00" * 1_900_000
 BOMB = b"\x1a" + b"\xc0\xf7\xe7\x01" + EMPTY_MESSAGES  # chat (3), its length, its 1.9 M empty messages
+CROWD = b"\x1a" + b"\xc0\x84\x3d" + b"\x0a\x00" * 500_000  # the same within a request's size: 500,000 messages
 SMALL = b"\x0a\x02hi\x20\x10"  # text "hi", 16 tokens
 NUM_HELD = 16_600
 _CHANNELS = 8
@@ -74,6 +75,10 @@ async def large_messages(assault: Assault) -> None:
 
 async def large_messages_with_a_key(assault: Assault) -> None:
     await assault.loops(32, lambda channel: channel.unary_stream(GENERATE)(BOMB, metadata=assault.key).read())
+
+
+async def crowded_messages(assault: Assault) -> None:
+    await assault.loops(32, lambda channel: channel.unary_stream(GENERATE)(CROWD, metadata=assault.key).read())
 
 
 async def calls(assault: Assault) -> None:
@@ -163,6 +168,7 @@ async def _half_open(assault: Assault, address: str, first: bytes) -> None:
 ASSAULTS: dict[str, Callable[[Assault], Awaitable[None]]] = {
     "large-messages": large_messages,
     "large-messages-with-a-key": large_messages_with_a_key,
+    "crowded-messages": crowded_messages,
     "calls": calls,
     "long-metadata": long_metadata,
     "unread": unread,

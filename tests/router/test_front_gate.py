@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import pytest
 from manylora.v1 import inference_pb2
-from manylora_router.front.gate import MAX_REQUEST_BYTES, Gate
+from manylora_router.front.gate import MAX_REQUEST_BYTES, Bounds, Gate
 from manylora_router.front.grpc import tenant_of
-from manylora_router.front.loop_turns import LoopTurns
+from manylora_router.front.pace import Pace
 from manylora_router.links.directory import Directory
 from manylora_shared.errors import Code, RpcError
 from manylora_shared.tenancy.identity import NewKey, bearer, new_key
@@ -42,12 +42,16 @@ class Router:
         self.places = places
         self.keys = {tenant: key_of(tenant) for tenant in ("acme", "other")}
         self.going_on = asyncio.Event()
-        self.turns = LoopTurns()
+        self.slow = Places(20, kept=4, few=2)
+        self.bytes_per_s = 1 << 30
 
     def service(self) -> Service:
         records = {key.record.key_id: key.record for key in self.keys.values()}
         directory = cast(Directory, _Keys(records))
-        gate = Gate(directory, self.places, self.turns, tenant_of=tenant_of, max_message_bytes=MAX_REQUEST_BYTES)
+        bounds = Bounds(self.places, self.slow)
+        gate = Gate(
+            directory, bounds, tenant_of=tenant_of, max_message_bytes=MAX_REQUEST_BYTES, pace=Pace(self.bytes_per_s)
+        )
         return Service(DESCRIPTOR, {"Generate": self.generate, "ListModels": self.list_models}, gate=gate)
 
     async def generate(self, request: Any, call: Any) -> AsyncIterator[Any]:
@@ -146,3 +150,35 @@ async def test_a_call_that_sends_nothing_is_ended(monkeypatch: pytest.MonkeyPatc
         silent = channel._channel.stream_stream(METHODS["Generate"].path)  # type: ignore[attr-defined]
         call = silent(metadata=tuple(router.credentials("acme").items()))
         assert (await call.code()).value[0] == int(Code.DEADLINE_EXCEEDED)
+
+
+async def test_calls_whose_message_does_not_come_leave_places_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may have most of a message in memory."""
+    monkeypatch.setattr(handling, "SLOW_S", 0.05)
+    async with served() as (router, channel):
+        silent = channel._channel.stream_stream(METHODS["Generate"].path)  # type: ignore[attr-defined]
+        calls = [silent(metadata=tuple(router.credentials("acme").items())) for _ in range(30)]
+        await until(lambda: router.slow.num_held == 8, within_s=5)
+        refused = [call for call in calls if call.done()]
+        await until(lambda: sum(call.done() for call in calls) == 22, within_s=5)
+        assert {(await call.code()).value[0] for call in refused} <= {int(Code.RESOURCE_EXHAUSTED)}
+        other = silent(metadata=tuple(router.credentials("other").items()))
+        await until(lambda: router.slow.num_held == 9, within_s=5)
+        await other.write(inference_pb2.GenerateRequest(text="x").SerializeToString())
+        assert inference_pb2.GenerateResponse.FromString(await other.read()).frame == 1
+        assert router.slow.num_held == 8
+        for call in (*calls, other):
+            call.cancel()
+        await until(lambda: not router.places.num_held)
+        assert router.slow.num_held == 0
+
+
+async def test_a_crowd_of_small_messages_is_refused_unparsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = inference_pb2.GenerateRequest(
+        chat=inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage()] * 500_000)
+    )
+    async with served() as (router, channel):
+        monkeypatch.setattr(handling, "parse_request", None)
+        code, message = await code_of(channel, crowd, router.credentials("acme"))
+        assert code is Code.INVALID_ARGUMENT
+        assert message.startswith("prompt.chat: has too many parts")

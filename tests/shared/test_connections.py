@@ -6,7 +6,7 @@ import asyncio
 import os
 import resource
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 
 import pytest
@@ -152,6 +152,9 @@ class KeyGate:
     def enter(self, call: ServerCall) -> KeyGate:
         self.owner = call.metadata.get("owner", "")
         return self
+
+    def slow(self) -> Callable[[], None]:
+        return lambda: None
 
     async def before_parsing(self, size_bytes: int) -> None:
         pass

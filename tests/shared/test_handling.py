@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 from google.protobuf.message import Message
-from hypothesis import given
-from hypothesis import strategies as st
 from manylora.v1 import admin_pb2, inference_pb2
 from manylora_shared.errors import (
     Code,
@@ -95,6 +95,9 @@ class Closed:
         self.refusal = refusal
         self.parsed: list[int] = []
         self.inside = 0
+        self.slow_now = 0
+        self.slow_refusal: ManyloraError | None = None
+        self.too_fast: ManyloraError | None = None
 
     def enter(self, call: object) -> Closed:
         if self.refusal is not None:
@@ -102,8 +105,19 @@ class Closed:
         self.inside += 1
         return self
 
+    def slow(self) -> Callable[[], None]:
+        if self.slow_refusal is not None:
+            raise self.slow_refusal
+        self.slow_now += 1
+        return self.caught_up
+
+    def caught_up(self) -> None:
+        self.slow_now -= 1
+
     async def before_parsing(self, size_bytes: int) -> None:
         self.parsed.append(size_bytes)
+        if self.too_fast is not None:
+            raise self.too_fast
 
     def release(self) -> None:
         self.inside -= 1
@@ -155,29 +169,63 @@ async def test_a_request_that_does_not_come_is_given_up(monkeypatch: pytest.Monk
         await Admission(Closed(), None, admin_pb2.TenantInfo, read).single()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("message", "told"),
-    [
-        (inference_pb2.GenerateRequest(text="x" * 200), "prompt.text: has 200 bytes; a request has at most 100 in all"),
-        (inference_pb2.GenerateRequest(text="x", stop=["y" * 9] * 20), "stop: has 180 bytes"),
-        (inference_pb2.GenerateRequest(stop_token_ids=[1] * 150), "stop_token_ids: has 150 bytes"),
-    ],
-)
-async def test_of_too_large_a_request_the_largest_field_is_named_unparsed(
-    message: Message, told: str, monkeypatch: pytest.MonkeyPatch
+async def test_a_late_message_has_a_place_until_it_is_there_or_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(handling, "SLOW_S", 0.01)
+    message, gate, going_on = admin_pb2.TenantInfo(tenant_id="t"), Closed(), asyncio.Event()
+
+    async def read() -> bytes:
+        await going_on.wait()
+        return message.SerializeToString()
+
+    def asked() -> asyncio.Task[Message]:
+        return asyncio.create_task(Admission(gate, None, admin_pb2.TenantInfo, read).single())  # type: ignore[arg-type]
+
+    given_up, waiting = asked(), asked()
+    await asyncio.sleep(0.05)
+    assert gate.slow_now == 2
+    given_up.cancel()
+    gate.slow_refusal = NotFound("too many")
+    with pytest.raises(NotFound, match="too many"):
+        await asked()
+    going_on.set()
+    assert await waiting == message
+    assert gate.slow_now == 0
+
+
+async def test_too_large_a_message_is_not_parsed_nor_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handling, "parse_request", None)
-    data = message.SerializeToString()
+    data, gate = inference_pb2.GenerateRequest(text="x" * 200).SerializeToString(), Closed()
+    with pytest.raises(InvalidRequest, match="text: has 200 bytes") as caught:
+        await Admission(gate, None, inference_pb2.GenerateRequest, _reads(data)).single()  # type: ignore[arg-type]
+    frames = traceback.walk_tb(caught.value.__traceback__)
+    assert not any(data in frame.f_locals.values() for frame, _ in frames if frame.f_code.co_name == "_parsed")
+
+
+async def test_what_comes_too_fast_is_refused_later_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handling, "REFUSAL_DELAY_S", 0.05)
+    data, gate = inference_pb2.GenerateRequest(text="x" * 20).SerializeToString(), Closed()
+    gate.too_fast = NotFound("slower")
+    began = time.perf_counter()
+    with pytest.raises(NotFound, match="slower") as caught:
+        await Admission(gate, None, inference_pb2.GenerateRequest, _reads(data)).single()  # type: ignore[arg-type]
+    assert time.perf_counter() - began >= 0.04
+    frames = traceback.walk_tb(caught.value.__traceback__)
+    assert not any(data in frame.f_locals.values() for frame, _ in frames if frame.f_code.co_name == "_parsed")
+
+
+async def test_a_large_messages_parts_are_counted_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Closed()
-    with pytest.raises(InvalidRequest, match=told):
-        await Admission(gate, None, type(message), _reads(data)).single()  # type: ignore[arg-type]
-    assert gate.parsed == []
-
-
-@given(st.binary(min_size=101, max_size=400))
-def test_any_bytes_over_the_limit_are_refused_and_no_more(data: bytes) -> None:
-    with pytest.raises(InvalidRequest):
-        asyncio.run(Admission(Closed(), None, inference_pb2.GenerateRequest, _reads(data)).single())  # type: ignore[arg-type]
+    gate.max_message_bytes = 1 << 20
+    fine = inference_pb2.GenerateRequest(text="x" * 100_000)
+    assert await Admission(gate, None, type(fine), _reads(fine.SerializeToString())).single() == fine  # type: ignore[arg-type]
+    monkeypatch.setattr(handling, "parse_request", None)
+    crowd = inference_pb2.GenerateRequest(
+        chat=inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage()] * 20_000)
+    )
+    with pytest.raises(InvalidRequest, match="chat: has too many parts"):
+        await Admission(gate, None, type(crowd), _reads(crowd.SerializeToString())).single()  # type: ignore[arg-type]
 
 
 def _reads(data: bytes) -> Callable[[], Awaitable[bytes]]:

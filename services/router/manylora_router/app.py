@@ -23,22 +23,21 @@ from manylora_shared.stores.adapter_files import AdapterFiles
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import Server, Service, Transport
 from manylora_shared.transport.handling import MAX_MESSAGE_BYTES
-from manylora_shared.transport.places import Places
 
 from manylora_router.admin import operator_key
-from manylora_router.admin.adapters import AdapterIntake
+from manylora_router.admin.adapters import UPLOAD_BYTES_PER_S, AdapterIntake
 from manylora_router.admin.service_levels import ServiceLevels
 from manylora_router.admin.servicer import AdminServicer
 from manylora_router.admin.status import ClusterStatus
 from manylora_router.admin.verification import Verification
 from manylora_router.config import RouterConfig
-from manylora_router.front.gate import CAPACITY, KEPT, MAX_REQUEST_BYTES, Gate, own_tenant
+from manylora_router.front.gate import LARGE_BYTES_PER_S, MAX_REQUEST_BYTES, Bounds, Gate, own_tenant
 from manylora_router.front.grpc import InferenceServicer, tenant_of
 from manylora_router.front.http.api.answers import Door
 from manylora_router.front.http.routes import Routes
 from manylora_router.front.http.server import HttpServer
 from manylora_router.front.intake import Intake
-from manylora_router.front.loop_turns import LoopTurns
+from manylora_router.front.pace import Pace
 from manylora_router.links.channels import WorkerChannels
 from manylora_router.links.directory import Directory
 from manylora_router.links.scheduler_client import SchedulerClient
@@ -103,7 +102,7 @@ class RouterApp:
             rng=rng,
             default_max_tokens=config.default_max_tokens,
         )
-        self.places = Places(CAPACITY, kept=KEPT)
+        self.bounds = Bounds()
         self._inference = InferenceServicer(self.intake, self.calls)
         self._intake = AdapterIntake(
             directory=self.directory, files=adapter_store, text=text, channels=self.channels, clock=self._clock, rng=rng
@@ -139,7 +138,7 @@ class RouterApp:
             calls=self.calls,
             text=self._text,
             admin=self.admin.handlers,
-            places=self.places,
+            places=self.bounds.places,
             getrandbits=self._rng.getrandbits,
             now_unix_s=self._clock.now_unix_s,
         )
@@ -171,14 +170,18 @@ class RouterApp:
             "uploads": self._intake.num_uploads,
             "streams": self.channels.num_users,
             "guarded": self.calls.guard.num_running,
-            "places": self.places.num_held,
+            "places": self.bounds.places.num_held,
             "channels": len(self.channels),
         }
 
     def _services(self) -> list[Service]:
-        gate = partial(Gate, self.directory, self.places, LoopTurns())
-        inference = gate(tenant_of=tenant_of, max_message_bytes=MAX_REQUEST_BYTES)
-        admin = gate(tenant_of=lambda principal, call: own_tenant(principal), max_message_bytes=MAX_MESSAGE_BYTES)
+        gate = partial(Gate, self.directory, self.bounds)
+        inference = gate(tenant_of=tenant_of, max_message_bytes=MAX_REQUEST_BYTES, pace=Pace(LARGE_BYTES_PER_S))
+        admin = gate(
+            tenant_of=lambda principal, call: own_tenant(principal),
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            pace=Pace(UPLOAD_BYTES_PER_S),
+        )
         return [self._inference.service(inference), self.admin.service(admin)]
 
     async def start(self) -> None:

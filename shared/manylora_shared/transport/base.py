@@ -61,7 +61,14 @@ class Hold(Protocol):
 
     owner: str  # whose key came; empty: none did
 
-    async def before_parsing(self, size_bytes: int) -> None: ...
+    def slow(self) -> Callable[[], None]:
+        """Asked once, where the message is late. What is returned is called when it is there, or is given up.
+
+        Raises ManyloraError where it is not waited for.
+        """
+
+    async def before_parsing(self, size_bytes: int) -> None:
+        """Raises ManyloraError where it is not to be parsed."""
 
     def release(self) -> None: ...
 

@@ -278,6 +278,9 @@ class _Stranger:
         self._peer = peer
         places.enter(peer)
 
+    def slow(self) -> Callable[[], None]:
+        return lambda: None
+
     async def before_parsing(self, size_bytes: int) -> None:
         pass
 

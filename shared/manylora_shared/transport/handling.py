@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from google.protobuf.message import DecodeError, Message
@@ -18,13 +18,18 @@ from manylora_shared.errors import (
     ManyloraError,
     RpcError,
 )
-from manylora_shared.transport.base import Gate, ServerCall
+from manylora_shared.transport.base import Gate, Hold, ServerCall
+from manylora_shared.transport.unparsed import LARGE_BYTES, check_fields, no_message, too_large
+
+Read = Callable[[], Awaitable[bytes | None]]
 
 _LOG = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 REQUEST_TIMEOUT_S = 30.0  # from a call's beginning to the end of its single request, where a gate let it in
-_MAX_LISTED_FIELDS = 1_000
+SLOW_S = 1.0
+REFUSAL_DELAY_S = 0.5  # of what came too fast: who sends it again at once is to send less
+MAX_FIELDS = 5_120  # of a large message: the messages of a chat, and a thousand more
 
 
 def parse_request(message_type: type[Message], data: bytes) -> Message:
@@ -32,8 +37,23 @@ def parse_request(message_type: type[Message], data: bytes) -> Message:
     try:
         return message_type.FromString(data)
     except DecodeError:
-        name = message_type.DESCRIPTOR.full_name
-        raise InvalidRequest.of("request", f"the bytes received are not a {name} message") from None
+        raise no_message(message_type) from None
+
+
+class _Late:
+    """A message that is not there after SLOW_S."""
+
+    def __init__(self, hold: Hold) -> None:
+        self.refusal: ManyloraError | None = None
+        self.leave: Callable[[], None] = lambda: None
+        self._hold = hold
+
+    def is_so(self, limit: asyncio.Timeout) -> None:
+        try:
+            self.leave = self._hold.slow()
+        except ManyloraError as refusal:
+            self.refusal = refusal
+            limit.reschedule(0.0)
 
 
 class Admission:
@@ -46,7 +66,7 @@ class Admission:
         gate: Gate | None,
         call: ServerCall,
         request_type: type[Message],
-        read: Callable[[], Awaitable[bytes | None]],
+        read: Read,
     ) -> None:
         """read: the next message's bytes; None: there are no more. Raises what the gate raises; then `read` was not
         asked.
@@ -68,77 +88,54 @@ class Admission:
         data = await self._read()
         if data is None:
             raise StopAsyncIteration
-        if self._hold is not None:
-            if len(data) > self._max_bytes:
-                raise _too_large(self._request_type, data, self._max_bytes)
-            await self._hold.before_parsing(len(data))
-        return parse_request(self._request_type, data)
+        return await self._parsed(data)
 
     async def single(self) -> Message:
         """The request of a call that has one."""
         if self._hold is None:
             return await anext(self)
+        return await self._parsed(await self._read_in_time(self._hold))
+
+    async def _parsed(self, data: bytes) -> Message:
+        if (hold := self._hold) is not None:
+            size_bytes = len(data)
+            refusal: ManyloraError | None = None
+            if size_bytes > self._max_bytes:
+                refusal = too_large(self._request_type, data, self._max_bytes)
+                data = b""  # neither a wait nor a traceback keeps it
+            try:
+                await hold.before_parsing(size_bytes)
+            except ManyloraError as e:
+                refusal = refusal or e
+                data = b""
+                await asyncio.sleep(REFUSAL_DELAY_S)
+            if refusal is not None:
+                raise refusal
+            if size_bytes > LARGE_BYTES:
+                check_fields(self._request_type, data, MAX_FIELDS)
+        return parse_request(self._request_type, data)
+
+    async def _read_in_time(self, hold: Hold) -> bytes:
+        late = _Late(hold)
         try:
-            async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                return await anext(self)
-        except StopAsyncIteration:
-            raise InvalidRequest.of("request", "the call ended without one") from None
+            async with asyncio.timeout(REQUEST_TIMEOUT_S) as limit:
+                timer = asyncio.get_running_loop().call_later(SLOW_S, late.is_so, limit)
+                try:
+                    data = await self._read()
+                finally:
+                    timer.cancel()
+                    late.leave()
         except TimeoutError:
-            raise DeadlineExceeded(f"the request was not there after {REQUEST_TIMEOUT_S:g} seconds") from None
+            timed_out = DeadlineExceeded(f"the request was not there after {REQUEST_TIMEOUT_S:g} seconds")
+            raise late.refusal or timed_out from None
+        if data is None:
+            raise InvalidRequest.of("request", "the call ended without one")
+        return data
 
     def end(self) -> None:
         if self._hold is not None:
             hold, self._hold = self._hold, None
             hold.release()
-
-
-def _too_large(message_type: type[Message], data: bytes, max_bytes: int) -> InvalidRequest:
-    """Names the largest field, unparsed."""
-    sizes: dict[int, int] = {}
-    for number, size_bytes in _fields(data):
-        sizes[number] = sizes.get(number, 0) + size_bytes
-    largest = max(sizes, key=sizes.__getitem__, default=0)
-    field = message_type.DESCRIPTOR.fields_by_number.get(largest)
-    if field is None:
-        return InvalidRequest.of("request", f"has {len(data)} bytes; it has at most {max_bytes}")
-    oneof = field.containing_oneof
-    name = f"{oneof.name}.{field.name}" if oneof is not None else field.name
-    return InvalidRequest.of(name, f"has {sizes[largest]} bytes; a request has at most {max_bytes} in all")
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, int]]:
-    """Numbers of a message's first fields with their sizes in bytes (protobuf's wire format)."""
-    at = 0
-    for _ in range(_MAX_LISTED_FIELDS):
-        if at >= len(data):
-            return
-        tag, at = _varint(data, at)
-        match tag & 7:
-            case 0:
-                _, end = _varint(data, at)
-            case 1:
-                end = at + 8
-            case 2:
-                size_bytes, at = _varint(data, at)
-                end = at + size_bytes
-            case 5:
-                end = at + 4
-            case _:
-                return
-        yield tag >> 3, min(end, len(data)) - at
-        at = end
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """And where it ends; one that is cut off is as if zeros followed."""
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = data[at] if at < len(data) else 0
-        at += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            break
-    return value, at
 
 
 def parse_response(message_type: type[Message], data: bytes) -> Message:

@@ -41,6 +41,7 @@ MAX_UPLOADS = 32  # of one router, at a time
 KEPT_UPLOADS = 8  # of these, for tenants that have none
 UPLOAD_IDLE_S = 60.0  # an upload that is waited for so long in all, beside the time that its bytes take, is given up
 SLOWEST_BYTES_PER_S = 64 * 1024
+UPLOAD_BYTES_PER_S = 128 << 20  # of a tenant, in all
 _VALIDATE_TIMEOUT_S = 300.0
 
 

@@ -3,35 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 
 from manylora_shared.tenancy.identity import Principal, authenticate
 from manylora_shared.transport.base import ServerCall
 from manylora_shared.transport.places import Places
+from manylora_shared.transport.unparsed import LARGE_BYTES
 
 from manylora_router.front.loop_turns import LoopTurns
+from manylora_router.front.pace import Pace
 from manylora_router.guard.admission import MAX_TEXT_BYTES
 from manylora_router.links.directory import Directory
 
 # The longest text, and what stands beside one: of chat messages the roles, of a request its stop strings.
 MAX_REQUEST_BYTES = MAX_TEXT_BYTES + 256 * 1024
-LARGE_BYTES = 32 * 1024  # a message over it is parsed in a turn of its tenant's
 
 CAPACITY = 16_384  # calls under way, of all tenants and fronts
 KEPT = 1_024  # of these, for tenants that have few
+SLOW_CAPACITY = 256  # calls that wait for their message; most of it may be in memory
+SLOW_KEPT = 64
+LARGE_BYTES_PER_S = 32 << 20  # of a tenant's requests over LARGE_BYTES
 
 TenantOf = Callable[[Principal, ServerCall], str]
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """What all services' calls share."""
+
+    places: Places = field(default_factory=lambda: Places(CAPACITY, kept=KEPT))
+    slow: Places = field(default_factory=lambda: Places(SLOW_CAPACITY, kept=SLOW_KEPT, few=8))
+    turns: LoopTurns = field(default_factory=LoopTurns)
+
+
 class Gate:
-    """Of one service; `places` and `turns` are all services'."""
+    """Of one service."""
 
     def __init__(
-        self, directory: Directory, places: Places, turns: LoopTurns, *, tenant_of: TenantOf, max_message_bytes: int
+        self, directory: Directory, bounds: Bounds, *, tenant_of: TenantOf, max_message_bytes: int, pace: Pace
     ) -> None:
         self.max_message_bytes = max_message_bytes
+        self.bounds = bounds
+        self.pace = pace
         self._directory = directory
-        self._places = places
-        self._turns = turns
         self._tenant_of = tenant_of
 
     def enter(self, call: ServerCall) -> Pass:
@@ -39,28 +54,34 @@ class Gate:
         principal = authenticate(call.metadata, self._directory.key_of)
         tenant = self._tenant_of(principal, call)
         account = account_of(tenant)
-        self._places.enter(account)
-        return Pass(tenant, account, account_of(own_tenant(principal)), self._places, self._turns)
+        self.bounds.places.enter(account)
+        return Pass(self, tenant, account, account_of(own_tenant(principal)))
 
 
 class Pass:
     """A call that has its place until `release`."""
 
-    __slots__ = ("_account", "_places", "_tenant", "_turns", "owner")
+    __slots__ = ("_account", "_gate", "_tenant", "owner")
 
-    def __init__(self, tenant: str, account: str, owner: str, places: Places, turns: LoopTurns) -> None:
+    def __init__(self, gate: Gate, tenant: str, account: str, owner: str) -> None:
         self.owner = owner
+        self._gate = gate
         self._tenant = tenant
         self._account = account
-        self._places = places
-        self._turns = turns
+
+    def slow(self) -> Callable[[], None]:
+        """Raises Overloaded."""
+        account = f"{self._account} whose message is not there yet"
+        self._gate.bounds.slow.enter(account)
+        return partial(self._gate.bounds.slow.leave, account)
 
     async def before_parsing(self, size_bytes: int) -> None:
-        if size_bytes > LARGE_BYTES:
-            await self._turns.take((self._tenant, None), 1)
+        if size_bytes > LARGE_BYTES:  # it is looked through and parsed in a turn of its tenant's
+            await self._gate.pace.wait(self._tenant, size_bytes)
+            await self._gate.bounds.turns.take((self._tenant, None), 1)
 
     def release(self) -> None:
-        self._places.leave(self._account)
+        self._gate.bounds.places.leave(self._account)
 
 
 def account_of(tenant: str) -> str:
