@@ -113,6 +113,9 @@ class FakeWorker:
         self.executed: list[worker_pb2.ExecuteRequest] = []
         self.metadata: list[dict[str, str]] = []
         self.stopped_choices: list[int] = []
+        self.asked_ends: list[str] = []
+        self.word: worker_pb2.ExecuteFinished | None = None
+        """What it says of a request that was cut short; None: it does not know it."""
         self.validated: list[str] = []
         self.validation = worker_pb2.ValidateAdapterResponse(
             max_lora_rank=8, size_bytes=1000, target_modules=["q_proj", "v_proj"]
@@ -132,6 +135,7 @@ class FakeWorker:
         handlers = {
             "Execute": self.execute,
             "StopChoice": self.stop_choice,
+            "EndRequest": self.end_request,
             "ValidateAdapter": self.validate,
             "Control": control,
         }
@@ -160,6 +164,14 @@ class FakeWorker:
     ) -> worker_pb2.StopChoiceResponse:
         self.stopped_choices.append(request.choice)
         return worker_pb2.StopChoiceResponse()
+
+    async def end_request(
+        self, request: worker_pb2.EndRequestRequest, call: ServerCall
+    ) -> worker_pb2.EndRequestResponse:
+        self.asked_ends.append(request.request_id)
+        if self.word is None:
+            raise RpcError(Code.NOT_FOUND, "it is not known here")
+        return worker_pb2.EndRequestResponse(finished=self.word)
 
     async def validate(
         self, request: worker_pb2.ValidateAdapterRequest, call: ServerCall

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from manylora.v1 import common_pb2
 from manylora_scheduler.core.request import FlowKey
 from manylora_scheduler.serving.term import Term
 from manylora_shared.fairness.costs import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
@@ -62,7 +63,8 @@ def check_billed_since(cluster: Cluster, before: Mark) -> None:
 
 def check_meter(cluster: Cluster, calls: Sequence[Call]) -> None:
     """A request is billed at most once: what its caller was told that it used, which is what it got, less what was
-    cached; where the caller saw no end, at least the tokens that it got and at most what it asked for."""
+    cached; where it was cut short, at least the tokens that its caller got and at most what it asked for."""
+    exact = (common_pb2.OUTCOME_COMPLETED, common_pb2.OUTCOME_QUOTA_EXHAUSTED)
     billed = dict(cluster.meter.billed)
     unseen = 0
     for call in calls:
@@ -72,16 +74,17 @@ def check_meter(cluster: Cluster, calls: Sequence[Call]) -> None:
             assert finished is None or finished.usage.prompt_tokens == 0, call.describe()
             continue
         bills = billed.pop(call.frames[0].started.request_id, [])
-        got = len(call.prompt) + sum(len(call.tokens_of(choice)) for choice in range(call.n))
-        assert len(bills) == 1, f"billed {bills}: {call.describe()}"
-        if call.finished is not None:
-            usage = call.finished.usage
+        got = sum(len(call.tokens_of(choice)) for choice in range(call.n))
+        usage = call.finished.usage if call.finished is not None else None
+        assert usage is None or usage.completion_tokens == got, call.describe()
+        if usage is not None and call.finished.outcome in exact:
             assert usage.prompt_tokens == len(call.prompt), call.describe()
-            assert usage.prompt_tokens + usage.completion_tokens == got, call.describe()
-            assert bills[0] == got - usage.cached_prompt_tokens, f"billed {bills}: {call.describe()}"
+            used = usage.prompt_tokens - usage.cached_prompt_tokens + got
+            assert bills == [used], f"billed {bills} for {used}: {call.describe()}"
         else:
-            most = len(call.prompt) + sum(len(call.reference(choice)) for choice in range(call.n))
-            assert got - len(call.prompt) <= bills[0] <= most, f"billed {bills} for {got}: {call.describe()}"
+            most = len(call.prompt) + call.n * call.max_tokens
+            assert len(bills) <= 1, f"billed {bills}: {call.describe()}"
+            assert got <= sum(bills) <= most, f"billed {bills} for {got}: {call.describe()}"
     # Begun, but the first frame did not reach the caller.
     assert len(billed) <= unseen, f"{len(billed)} requests were billed that {unseen} callers can have asked for"
     assert all(len(bills) == 1 for bills in billed.values()), billed

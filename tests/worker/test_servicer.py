@@ -18,6 +18,7 @@ from manylora_worker.hosting.output_stream import PAUSE_UNREAD_TOKENS
 from manylora_worker.kinds.api import AdapterTier
 
 from tests.worker.worker_fakes import (
+    END_REQUEST,
     OTHER_UID,
     STOP_CHOICE,
     UID,
@@ -191,6 +192,37 @@ async def test_cancelling_frees_the_work() -> None:
         stream.cancel()
         await eventually(lambda: worker.engine.core.stats().requests == 0)
         assert worker.engine.core.stats().generated_tokens < 4000
+
+
+async def test_a_request_whose_stream_was_given_up_says_what_it_cost() -> None:
+    async with running_worker() as worker:
+        stream = worker.execute(message(prompt_token_ids=[5] * 100, max_tokens=8000))
+        await stream.read()
+        await stream.read()
+        stream.cancel()
+        request = worker_pb2.EndRequestRequest(request_id="r1")
+        finished = (await worker.channel.call(END_REQUEST, request)).finished
+        assert finished.prompt_tokens == 100
+        assert worker.engine.core.stats().generated_tokens <= finished.output_tokens < 8000
+        assert (await worker.channel.call(END_REQUEST, request)).finished == finished, "asked again"
+
+
+async def test_the_end_of_a_request_that_never_comes_is_not_waited_for_long() -> None:
+    async with running_worker() as worker:
+        call = worker.channel.call(END_REQUEST, worker_pb2.EndRequestRequest(request_id="r9"))
+        assert (await refused(call)).code is Code.NOT_FOUND
+        assert not worker.engine.runtime.view._asked
+
+
+async def test_a_request_may_come_after_its_end_was_asked_for() -> None:
+    async with running_worker() as worker:
+        asked = asyncio.create_task(
+            worker.channel.call(END_REQUEST, worker_pb2.EndRequestRequest(request_id="r1")), name="asked"
+        )
+        await asyncio.sleep(0.05)
+        stream = worker.execute(message(max_tokens=8))
+        assert (await collect(stream)).finished.prompt_tokens == len(PROMPT)
+        assert (await asked).finished.output_tokens == 8
 
 
 async def test_stop_choice_ends_one_choice_and_the_others_go_on() -> None:

@@ -32,7 +32,7 @@ from manylora_worker.kinds.api import AdapterTier, EngineRequest, Sampling, Step
 from manylora_worker.models.parts import ModelInfo
 
 METHODS = methods_of(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"])
-EXECUTE, STOP_CHOICE = METHODS["Execute"], METHODS["StopChoice"]
+EXECUTE, STOP_CHOICE, END_REQUEST = METHODS["Execute"], METHODS["StopChoice"], METHODS["EndRequest"]
 VALIDATE, CONTROL = METHODS["ValidateAdapter"], METHODS["Control"]
 MODEL = ModelInfo(
     "tiny", "digest", "none", vocab_size=259, max_context_tokens=8192, eos_token_ids=(0,), kv_block_bytes=1 << 18

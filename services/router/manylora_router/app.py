@@ -218,6 +218,7 @@ class RouterApp:
             self._server.set_serving(False)
             await self._lease.close()
             await asyncio.gather(self._server.stop(grace_s), *([self._http.stop(grace_s)] if self._http else []))
+        await self.calls.reckonings.close()
         for task in self._tasks:
             task.cancel()
         ended = await asyncio.gather(*self._tasks, return_exceptions=True)

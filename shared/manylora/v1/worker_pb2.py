@@ -26,7 +26,7 @@ from manylora.v1 import common_pb2 as manylora_dot_v1_dot_common__pb2
 from manylora.v1 import status_pb2 as manylora_dot_v1_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18manylora/v1/worker.proto\x12\x0bmanylora.v1\x1a\x18manylora/v1/common.proto\x1a\x18manylora/v1/status.proto\"\xdb\x02\n\x0e\x45xecuteRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\ttenant_id\x18\x03 \x01(\t\x12(\n\tqos_class\x18\x04 \x01(\x0e\x32\x15.manylora.v1.QosClass\x12\x13\n\x0b\x61\x64\x61pter_uid\x18\x05 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12-\n\x08sampling\x18\x08 \x01(\x0b\x32\x1b.manylora.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\t\n\x01n\x18\n \x01(\r\x12\x1d\n\x11\x65mitted_token_ids\x18\x0b \x03(\rB\x02\x10\x01\x12\x31\n\rbad_sequences\x18\x0c \x03(\x0b\x32\x1a.manylora.v1.TokenSequence\"&\n\rTokenSequence\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\"\xb6\x01\n\x0f\x45xecuteResponse\x12\r\n\x05\x66rame\x18\x01 \x01(\x04\x12.\n\x07started\x18\x02 \x01(\x0b\x32\x1b.manylora.v1.ExecuteStartedH\x00\x12)\n\x06tokens\x18\x03 \x01(\x0b\x32\x17.manylora.v1.TokenChunkH\x00\x12\x30\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1c.manylora.v1.ExecuteFinishedH\x00\x42\x07\n\x05\x65vent\"\x10\n\x0e\x45xecuteStarted\"8\n\nTokenChunk\x12*\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x19.manylora.v1.ChoiceTokens\"\xde\x01\n\x0c\x43hoiceTokens\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12/\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1d.manylora.v1.PositionLogprobs\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.manylora.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"\xa7\x01\n\x0f\x45xecuteFinished\x12%\n\x07outcome\x18\x01 \x01(\x0e\x32\x14.manylora.v1.Outcome\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x61\x64\x61pter_wait_ms\x18\x04 \x01(\x01\x12\x12\n\nprefill_ms\x18\x05 \x01(\x01\x12\x11\n\tdecode_ms\x18\x06 \x01(\x01\"7\n\x11StopChoiceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\"\x14\n\x12StopChoiceResponse\"N\n\x16ValidateAdapterRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x11\n\ttenant_id\x18\x02 \x01(\t\x12\x13\n\x0b\x61\x64\x61pter_uid\x18\x03 \x01(\t\"\x8b\x01\n\x17ValidateAdapterResponse\x12-\n\x08problems\x18\x01 \x03(\x0b\x32\x1b.manylora.v1.AdapterProblem\x12\x15\n\rmax_lora_rank\x18\x02 \x01(\r\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x16\n\x0etarget_modules\x18\x04 \x03(\t\"4\n\x0e\x41\x64\x61pterProblem\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\"\x9e\x01\n\x0e\x43ontrolCommand\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.manylora.v1.ControlHelloH\x00\x12\x30\n\x08prefetch\x18\x02 \x01(\x0b\x32\x1c.manylora.v1.PrefetchAdapterH\x00\x12#\n\x05\x64rain\x18\x03 \x01(\x0b\x32\x12.manylora.v1.DrainH\x00\x42\t\n\x07\x63ommand\"3\n\x0c\x43ontrolHello\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x14\n\x0cscheduler_id\x18\x02 \x01(\t\"9\n\x0fPrefetchAdapter\x12\x13\n\x0b\x61\x64\x61pter_uid\x18\x01 \x01(\t\x12\x11\n\ttenant_id\x18\x02 \x01(\t\"\x07\n\x05\x44rain\"\xaa\x05\n\rControlReport\x12\x10\n\x08snapshot\x18\x01 \x01(\x08\x12\x16\n\x0esequence_slots\x18\x02 \x01(\r\x12\x19\n\x11running_sequences\x18\x03 \x01(\r\x12\x17\n\x0fkv_blocks_total\x18\x04 \x01(\x04\x12\x16\n\x0ekv_blocks_free\x18\x05 \x01(\x04\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12.\n\x08\x61\x64\x61pters\x18\t \x03(\x0b\x32\x1c.manylora.v1.ResidentAdapter\x12,\n\x07started\x18\x0b \x03(\x0b\x32\x1b.manylora.v1.RunningRequest\x12\x1c\n\x14\x66inished_request_ids\x18\x0c \x03(\t\x12\'\n\x05\x66lows\x18\r \x03(\x0b\x32\x18.manylora.v1.FlowCounter\x12\x15\n\rmax_sequences\x18\x0e \x01(\r\x12,\n\x07tenants\x18\x0f \x03(\x0b\x32\x1b.manylora.v1.TenantKvBlocks\x12-\n\x08setbacks\x18\x10 \x03(\x0b\x32\x1b.manylora.v1.TenantSetbacks\x12\x16\n\x0ekv_block_bytes\x18\x11 \x01(\x04\x12\x34\n\x0ftenant_adapters\x18\x14 \x03(\x0b\x32\x1b.manylora.v1.TenantAdapters\x12-\n\x08\x63ounters\x18\x15 \x01(\x0b\x32\x1b.manylora.v1.WorkerCountersJ\x04\x08\x08\x10\tJ\x04\x08\n\x10\x0bJ\x04\x08\x12\x10\x13J\x04\x08\x13\x10\x14R\x10generated_tokensR\x10\x61\x64\x61pters_changedR\x10public_kv_blocksR\x19public_kv_blocks_declared\"t\n\x0eRunningRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttenant_id\x18\x02 \x01(\t\x12(\n\tqos_class\x18\x03 \x01(\x0e\x32\x15.manylora.v1.QosClass\x12\x11\n\tsequences\x18\x04 \x01(\r\"6\n\x0eTenantKvBlocks\x12\x11\n\ttenant_id\x18\x01 \x01(\t\x12\x11\n\tkv_blocks\x18\x02 \x01(\x04\"N\n\x0fResidentAdapter\x12\x13\n\x0b\x61\x64\x61pter_uid\x18\x01 \x01(\t\x12&\n\x04tier\x18\x02 \x01(\x0e\x32\x18.manylora.v1.AdapterTier\"\xc4\x01\n\x0b\x46lowCounter\x12\x11\n\ttenant_id\x18\x01 \x01(\t\x12(\n\tqos_class\x18\x02 \x01(\x0e\x32\x15.manylora.v1.QosClass\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x04\x12\x15\n\routput_tokens\x18\x04 \x01(\x04\x12\x19\n\x11slotted_sequences\x18\x05 \x01(\r\x12\x17\n\x0fready_sequences\x18\x06 \x01(\r\x12\x16\n\x0eheld_sequences\x18\x07 \x01(\r*[\n\x0b\x41\x64\x61pterTier\x12\x1c\n\x18\x41\x44\x41PTER_TIER_UNSPECIFIED\x10\x00\x12\x15\n\x11\x41\x44\x41PTER_TIER_HOST\x10\x01\x12\x17\n\x13\x41\x44\x41PTER_TIER_DEVICE\x10\x02\x32\xcc\x02\n\rWorkerService\x12\x46\n\x07\x45xecute\x12\x1b.manylora.v1.ExecuteRequest\x1a\x1c.manylora.v1.ExecuteResponse0\x01\x12M\n\nStopChoice\x12\x1e.manylora.v1.StopChoiceRequest\x1a\x1f.manylora.v1.StopChoiceResponse\x12\\\n\x0fValidateAdapter\x12#.manylora.v1.ValidateAdapterRequest\x1a$.manylora.v1.ValidateAdapterResponse\x12\x46\n\x07\x43ontrol\x12\x1b.manylora.v1.ControlCommand\x1a\x1a.manylora.v1.ControlReport(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18manylora/v1/worker.proto\x12\x0bmanylora.v1\x1a\x18manylora/v1/common.proto\x1a\x18manylora/v1/status.proto\"\xdb\x02\n\x0e\x45xecuteRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\ttenant_id\x18\x03 \x01(\t\x12(\n\tqos_class\x18\x04 \x01(\x0e\x32\x15.manylora.v1.QosClass\x12\x13\n\x0b\x61\x64\x61pter_uid\x18\x05 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12-\n\x08sampling\x18\x08 \x01(\x0b\x32\x1b.manylora.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\t\n\x01n\x18\n \x01(\r\x12\x1d\n\x11\x65mitted_token_ids\x18\x0b \x03(\rB\x02\x10\x01\x12\x31\n\rbad_sequences\x18\x0c \x03(\x0b\x32\x1a.manylora.v1.TokenSequence\"&\n\rTokenSequence\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\"\xb6\x01\n\x0f\x45xecuteResponse\x12\r\n\x05\x66rame\x18\x01 \x01(\x04\x12.\n\x07started\x18\x02 \x01(\x0b\x32\x1b.manylora.v1.ExecuteStartedH\x00\x12)\n\x06tokens\x18\x03 \x01(\x0b\x32\x17.manylora.v1.TokenChunkH\x00\x12\x30\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1c.manylora.v1.ExecuteFinishedH\x00\x42\x07\n\x05\x65vent\"\x10\n\x0e\x45xecuteStarted\"8\n\nTokenChunk\x12*\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x19.manylora.v1.ChoiceTokens\"\xde\x01\n\x0c\x43hoiceTokens\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12/\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1d.manylora.v1.PositionLogprobs\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.manylora.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"\xec\x01\n\x0f\x45xecuteFinished\x12%\n\x07outcome\x18\x01 \x01(\x0e\x32\x14.manylora.v1.Outcome\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x61\x64\x61pter_wait_ms\x18\x04 \x01(\x01\x12\x12\n\nprefill_ms\x18\x05 \x01(\x01\x12\x11\n\tdecode_ms\x18\x06 \x01(\x01\x12\x1a\n\rprompt_tokens\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x15\n\routput_tokens\x18\x08 \x01(\rB\x10\n\x0e_prompt_tokens\"7\n\x11StopChoiceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\"\x14\n\x12StopChoiceResponse\"\'\n\x11\x45ndRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"D\n\x12\x45ndRequestResponse\x12.\n\x08\x66inished\x18\x01 \x01(\x0b\x32\x1c.manylora.v1.ExecuteFinished\"N\n\x16ValidateAdapterRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x11\n\ttenant_id\x18\x02 \x01(\t\x12\x13\n\x0b\x61\x64\x61pter_uid\x18\x03 \x01(\t\"\x8b\x01\n\x17ValidateAdapterResponse\x12-\n\x08problems\x18\x01 \x03(\x0b\x32\x1b.manylora.v1.AdapterProblem\x12\x15\n\rmax_lora_rank\x18\x02 \x01(\r\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x16\n\x0etarget_modules\x18\x04 \x03(\t\"4\n\x0e\x41\x64\x61pterProblem\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\"\x9e\x01\n\x0e\x43ontrolCommand\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.manylora.v1.ControlHelloH\x00\x12\x30\n\x08prefetch\x18\x02 \x01(\x0b\x32\x1c.manylora.v1.PrefetchAdapterH\x00\x12#\n\x05\x64rain\x18\x03 \x01(\x0b\x32\x12.manylora.v1.DrainH\x00\x42\t\n\x07\x63ommand\"3\n\x0c\x43ontrolHello\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x14\n\x0cscheduler_id\x18\x02 \x01(\t\"9\n\x0fPrefetchAdapter\x12\x13\n\x0b\x61\x64\x61pter_uid\x18\x01 \x01(\t\x12\x11\n\ttenant_id\x18\x02 \x01(\t\"\x07\n\x05\x44rain\"\xaa\x05\n\rControlReport\x12\x10\n\x08snapshot\x18\x01 \x01(\x08\x12\x16\n\x0esequence_slots\x18\x02 \x01(\r\x12\x19\n\x11running_sequences\x18\x03 \x01(\r\x12\x17\n\x0fkv_blocks_total\x18\x04 \x01(\x04\x12\x16\n\x0ekv_blocks_free\x18\x05 \x01(\x04\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12.\n\x08\x61\x64\x61pters\x18\t \x03(\x0b\x32\x1c.manylora.v1.ResidentAdapter\x12,\n\x07started\x18\x0b \x03(\x0b\x32\x1b.manylora.v1.RunningRequest\x12\x1c\n\x14\x66inished_request_ids\x18\x0c \x03(\t\x12\'\n\x05\x66lows\x18\r \x03(\x0b\x32\x18.manylora.v1.FlowCounter\x12\x15\n\rmax_sequences\x18\x0e \x01(\r\x12,\n\x07tenants\x18\x0f \x03(\x0b\x32\x1b.manylora.v1.TenantKvBlocks\x12-\n\x08setbacks\x18\x10 \x03(\x0b\x32\x1b.manylora.v1.TenantSetbacks\x12\x16\n\x0ekv_block_bytes\x18\x11 \x01(\x04\x12\x34\n\x0ftenant_adapters\x18\x14 \x03(\x0b\x32\x1b.manylora.v1.TenantAdapters\x12-\n\x08\x63ounters\x18\x15 \x01(\x0b\x32\x1b.manylora.v1.WorkerCountersJ\x04\x08\x08\x10\tJ\x04\x08\n\x10\x0bJ\x04\x08\x12\x10\x13J\x04\x08\x13\x10\x14R\x10generated_tokensR\x10\x61\x64\x61pters_changedR\x10public_kv_blocksR\x19public_kv_blocks_declared\"t\n\x0eRunningRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttenant_id\x18\x02 \x01(\t\x12(\n\tqos_class\x18\x03 \x01(\x0e\x32\x15.manylora.v1.QosClass\x12\x11\n\tsequences\x18\x04 \x01(\r\"6\n\x0eTenantKvBlocks\x12\x11\n\ttenant_id\x18\x01 \x01(\t\x12\x11\n\tkv_blocks\x18\x02 \x01(\x04\"N\n\x0fResidentAdapter\x12\x13\n\x0b\x61\x64\x61pter_uid\x18\x01 \x01(\t\x12&\n\x04tier\x18\x02 \x01(\x0e\x32\x18.manylora.v1.AdapterTier\"\xc4\x01\n\x0b\x46lowCounter\x12\x11\n\ttenant_id\x18\x01 \x01(\t\x12(\n\tqos_class\x18\x02 \x01(\x0e\x32\x15.manylora.v1.QosClass\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x04\x12\x15\n\routput_tokens\x18\x04 \x01(\x04\x12\x19\n\x11slotted_sequences\x18\x05 \x01(\r\x12\x17\n\x0fready_sequences\x18\x06 \x01(\r\x12\x16\n\x0eheld_sequences\x18\x07 \x01(\r*[\n\x0b\x41\x64\x61pterTier\x12\x1c\n\x18\x41\x44\x41PTER_TIER_UNSPECIFIED\x10\x00\x12\x15\n\x11\x41\x44\x41PTER_TIER_HOST\x10\x01\x12\x17\n\x13\x41\x44\x41PTER_TIER_DEVICE\x10\x02\x32\x9b\x03\n\rWorkerService\x12\x46\n\x07\x45xecute\x12\x1b.manylora.v1.ExecuteRequest\x1a\x1c.manylora.v1.ExecuteResponse0\x01\x12M\n\nStopChoice\x12\x1e.manylora.v1.StopChoiceRequest\x1a\x1f.manylora.v1.StopChoiceResponse\x12M\n\nEndRequest\x12\x1e.manylora.v1.EndRequestRequest\x1a\x1f.manylora.v1.EndRequestResponse\x12\\\n\x0fValidateAdapter\x12#.manylora.v1.ValidateAdapterRequest\x1a$.manylora.v1.ValidateAdapterResponse\x12\x46\n\x07\x43ontrol\x12\x1b.manylora.v1.ControlCommand\x1a\x1a.manylora.v1.ControlReport(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,8 +41,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENSEQUENCE'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_CHOICETOKENS'].fields_by_name['token_ids']._loaded_options = None
   _globals['_CHOICETOKENS'].fields_by_name['token_ids']._serialized_options = b'\020\001'
-  _globals['_ADAPTERTIER']._serialized_start=2914
-  _globals['_ADAPTERTIER']._serialized_end=3005
+  _globals['_ADAPTERTIER']._serialized_start=3094
+  _globals['_ADAPTERTIER']._serialized_end=3185
   _globals['_EXECUTEREQUEST']._serialized_start=94
   _globals['_EXECUTEREQUEST']._serialized_end=441
   _globals['_TOKENSEQUENCE']._serialized_start=443
@@ -56,35 +56,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHOICETOKENS']._serialized_start=745
   _globals['_CHOICETOKENS']._serialized_end=967
   _globals['_EXECUTEFINISHED']._serialized_start=970
-  _globals['_EXECUTEFINISHED']._serialized_end=1137
-  _globals['_STOPCHOICEREQUEST']._serialized_start=1139
-  _globals['_STOPCHOICEREQUEST']._serialized_end=1194
-  _globals['_STOPCHOICERESPONSE']._serialized_start=1196
-  _globals['_STOPCHOICERESPONSE']._serialized_end=1216
-  _globals['_VALIDATEADAPTERREQUEST']._serialized_start=1218
-  _globals['_VALIDATEADAPTERREQUEST']._serialized_end=1296
-  _globals['_VALIDATEADAPTERRESPONSE']._serialized_start=1299
-  _globals['_VALIDATEADAPTERRESPONSE']._serialized_end=1438
-  _globals['_ADAPTERPROBLEM']._serialized_start=1440
-  _globals['_ADAPTERPROBLEM']._serialized_end=1492
-  _globals['_CONTROLCOMMAND']._serialized_start=1495
-  _globals['_CONTROLCOMMAND']._serialized_end=1653
-  _globals['_CONTROLHELLO']._serialized_start=1655
-  _globals['_CONTROLHELLO']._serialized_end=1706
-  _globals['_PREFETCHADAPTER']._serialized_start=1708
-  _globals['_PREFETCHADAPTER']._serialized_end=1765
-  _globals['_DRAIN']._serialized_start=1767
-  _globals['_DRAIN']._serialized_end=1774
-  _globals['_CONTROLREPORT']._serialized_start=1777
-  _globals['_CONTROLREPORT']._serialized_end=2459
-  _globals['_RUNNINGREQUEST']._serialized_start=2461
-  _globals['_RUNNINGREQUEST']._serialized_end=2577
-  _globals['_TENANTKVBLOCKS']._serialized_start=2579
-  _globals['_TENANTKVBLOCKS']._serialized_end=2633
-  _globals['_RESIDENTADAPTER']._serialized_start=2635
-  _globals['_RESIDENTADAPTER']._serialized_end=2713
-  _globals['_FLOWCOUNTER']._serialized_start=2716
-  _globals['_FLOWCOUNTER']._serialized_end=2912
-  _globals['_WORKERSERVICE']._serialized_start=3008
-  _globals['_WORKERSERVICE']._serialized_end=3340
+  _globals['_EXECUTEFINISHED']._serialized_end=1206
+  _globals['_STOPCHOICEREQUEST']._serialized_start=1208
+  _globals['_STOPCHOICEREQUEST']._serialized_end=1263
+  _globals['_STOPCHOICERESPONSE']._serialized_start=1265
+  _globals['_STOPCHOICERESPONSE']._serialized_end=1285
+  _globals['_ENDREQUESTREQUEST']._serialized_start=1287
+  _globals['_ENDREQUESTREQUEST']._serialized_end=1326
+  _globals['_ENDREQUESTRESPONSE']._serialized_start=1328
+  _globals['_ENDREQUESTRESPONSE']._serialized_end=1396
+  _globals['_VALIDATEADAPTERREQUEST']._serialized_start=1398
+  _globals['_VALIDATEADAPTERREQUEST']._serialized_end=1476
+  _globals['_VALIDATEADAPTERRESPONSE']._serialized_start=1479
+  _globals['_VALIDATEADAPTERRESPONSE']._serialized_end=1618
+  _globals['_ADAPTERPROBLEM']._serialized_start=1620
+  _globals['_ADAPTERPROBLEM']._serialized_end=1672
+  _globals['_CONTROLCOMMAND']._serialized_start=1675
+  _globals['_CONTROLCOMMAND']._serialized_end=1833
+  _globals['_CONTROLHELLO']._serialized_start=1835
+  _globals['_CONTROLHELLO']._serialized_end=1886
+  _globals['_PREFETCHADAPTER']._serialized_start=1888
+  _globals['_PREFETCHADAPTER']._serialized_end=1945
+  _globals['_DRAIN']._serialized_start=1947
+  _globals['_DRAIN']._serialized_end=1954
+  _globals['_CONTROLREPORT']._serialized_start=1957
+  _globals['_CONTROLREPORT']._serialized_end=2639
+  _globals['_RUNNINGREQUEST']._serialized_start=2641
+  _globals['_RUNNINGREQUEST']._serialized_end=2757
+  _globals['_TENANTKVBLOCKS']._serialized_start=2759
+  _globals['_TENANTKVBLOCKS']._serialized_end=2813
+  _globals['_RESIDENTADAPTER']._serialized_start=2815
+  _globals['_RESIDENTADAPTER']._serialized_end=2893
+  _globals['_FLOWCOUNTER']._serialized_start=2896
+  _globals['_FLOWCOUNTER']._serialized_end=3092
+  _globals['_WORKERSERVICE']._serialized_start=3188
+  _globals['_WORKERSERVICE']._serialized_end=3599
 # @@protoc_insertion_point(module_scope)

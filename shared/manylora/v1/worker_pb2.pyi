@@ -91,20 +91,24 @@ class ChoiceTokens(_message.Message):
     def __init__(self, choice: _Optional[int] = ..., first_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
 
 class ExecuteFinished(_message.Message):
-    __slots__ = ("outcome", "message", "cached_prompt_tokens", "adapter_wait_ms", "prefill_ms", "decode_ms")
+    __slots__ = ("outcome", "message", "cached_prompt_tokens", "adapter_wait_ms", "prefill_ms", "decode_ms", "prompt_tokens", "output_tokens")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     DECODE_MS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     outcome: _common_pb2.Outcome
     message: str
     cached_prompt_tokens: int
     adapter_wait_ms: float
     prefill_ms: float
     decode_ms: float
-    def __init__(self, outcome: _Optional[_Union[_common_pb2.Outcome, str]] = ..., message: _Optional[str] = ..., cached_prompt_tokens: _Optional[int] = ..., adapter_wait_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ...) -> None: ...
+    prompt_tokens: int
+    output_tokens: int
+    def __init__(self, outcome: _Optional[_Union[_common_pb2.Outcome, str]] = ..., message: _Optional[str] = ..., cached_prompt_tokens: _Optional[int] = ..., adapter_wait_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ...) -> None: ...
 
 class StopChoiceRequest(_message.Message):
     __slots__ = ("request_id", "choice")
@@ -117,6 +121,18 @@ class StopChoiceRequest(_message.Message):
 class StopChoiceResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class EndRequestRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class EndRequestResponse(_message.Message):
+    __slots__ = ("finished",)
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    finished: ExecuteFinished
+    def __init__(self, finished: _Optional[_Union[ExecuteFinished, _Mapping]] = ...) -> None: ...
 
 class ValidateAdapterRequest(_message.Message):
     __slots__ = ("path", "tenant_id", "adapter_uid")

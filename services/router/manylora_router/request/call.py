@@ -30,6 +30,7 @@ from manylora_router.metrics import RouterMetrics
 from manylora_router.request.execution import Execution
 from manylora_router.request.frames import Frame
 from manylora_router.request.job import Job
+from manylora_router.request.reckoning import Reckonings
 from manylora_router.text.service import TextService
 
 _LOG = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class Calls:
         self.directory = directory
         self.scheduler = scheduler
         self.channels = channels
+        self.reckonings = Reckonings(channels)
         self.text = text
         self.telemetry = telemetry
         self.rng = rng
@@ -127,6 +129,7 @@ class Call:
             job,
             scheduler=calls.scheduler,
             channels=calls.channels,
+            reckonings=calls.reckonings,
             detokenizers=[calls.text.detokenizer(job.prompt_token_ids, skips) for _ in range(job.n)],
             telemetry=calls.telemetry,
             rng=calls.rng,

@@ -40,6 +40,7 @@ from manylora_router.request.choices import Choices
 from manylora_router.request.deadline import Deadline, deadline_exceeded
 from manylora_router.request.frames import Finished, Frame, Started
 from manylora_router.request.job import Job
+from manylora_router.request.reckoning import Reckonings
 from manylora_router.request.token_lease import TokenLease
 from manylora_router.request.worker_stream import NOT_REACHED, WorkerStream
 from manylora_router.text.detokenizer import Detokenizer
@@ -56,6 +57,7 @@ class _Measured:
     queue_ms: float = 0.0
     ttft_ms: float = 0.0
     worker: worker_pb2.ExecuteFinished = field(default_factory=worker_pb2.ExecuteFinished)
+    has_word: bool = False  # `worker` is the worker's
 
 
 class Execution:
@@ -67,6 +69,7 @@ class Execution:
         *,
         scheduler: SchedulerClient,
         channels: WorkerChannels,
+        reckonings: Reckonings,
         detokenizers: Sequence[Detokenizer],
         telemetry: Telemetry,
         rng: random.Random,
@@ -78,6 +81,7 @@ class Execution:
         self.outcome = common_pb2.OUTCOME_UNSPECIFIED
         self._scheduler = scheduler
         self._channels = channels
+        self._reckonings = reckonings
         self._telemetry = telemetry
         self._rng = rng
         self._choices = Choices(detokenizers, job.stop, job.sampling.min_tokens, job.stop_tokens)
@@ -247,7 +251,7 @@ class Execution:
                 extra=fields(request=self.job.request_id, error=str(e)),
             )
         else:
-            self._measured.worker = message.finished
+            self._hear_word(message.finished)
 
     def _on_message(self, message: worker_pb2.ExecuteResponse) -> list[Frame]:
         match message.WhichOneof("event"):
@@ -283,7 +287,7 @@ class Execution:
         return taken.deltas
 
     def _on_finished(self, finished: worker_pb2.ExecuteFinished) -> list[Frame]:
-        self._measured.worker = finished
+        self._hear_word(finished)
         assert self._grant is not None
         worker_id = self._grant.worker_id
         match finished.outcome:
@@ -336,10 +340,21 @@ class Execution:
         self._end(self.error)
         return untold
 
+    def _hear_word(self, finished: worker_pb2.ExecuteFinished) -> None:
+        self._measured.worker, self._measured.has_word = finished, True
+        is_whole = finished.outcome == common_pb2.OUTCOME_COMPLETED or self._lease.was_held_up
+        (self._lease.ended if is_whole else self._lease.cut_short)(finished)
+
     def _end(self, error: ManyloraError | None) -> None:
         self.ended = True
-        self._leave_worker(reached_worker=True, error=error)
-        self._lease.settle(self._measured.worker.cached_prompt_tokens)
+        is_over = self.outcome in (common_pb2.OUTCOME_COMPLETED, common_pb2.OUTCOME_QUOTA_EXHAUSTED)
+        stream = self._stream
+        if stream is None or is_over or self._measured.has_word or stream.is_worker_gone:
+            self._leave_worker(reached_worker=True, error=error)
+            self._lease.settle()
+        else:
+            self._reckonings.begin(self.job.request_id, stream.address, self._lease)
+            self._leave_worker(reached_worker=True, error=error)
 
     def _elapsed_ms(self) -> float:
         return (asyncio.get_running_loop().time() - self.job.received_at) * 1000

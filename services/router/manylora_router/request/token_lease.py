@@ -30,15 +30,28 @@ class TokenLease:
         self._choices = choices
         self._scheduler = scheduler
         self._is_begun = False
+        self._word = worker_pb2.ExecuteFinished()
+        self._least_output_tokens = 0
         self._rest: worker_pb2.ExecuteResponse | None = None  # of the last message, what the lease did not cover
         self.was_held_up = False  # the stream waited for its lease, and so did not read from the worker
 
     def begin(self) -> None:
-        """A worker has begun: the prompt is used."""
+        """A worker has begun: the prompt is used, unless the worker's word is another."""
         self._is_begun = True
+
+    def ended(self, word: worker_pb2.ExecuteFinished) -> None:
+        """The worker's last word of a request that is charged what was handed out."""
+        self._word = word
+
+    def cut_short(self, word: worker_pb2.ExecuteFinished) -> None:
+        """As `ended`, of one that is charged what was computed, read or not."""
+        self._word = word
+        self._least_output_tokens = word.output_tokens
 
     @property
     def used_prompt_tokens(self) -> int:
+        if self._word.HasField("prompt_tokens"):
+            return min(self._word.prompt_tokens, self._num_prompt_tokens)
         return self._num_prompt_tokens * self._is_begun
 
     @property
@@ -50,10 +63,12 @@ class TokenLease:
         tokens = self._scheduler.lease(self._request_id).tokens
         return tokens is None or tokens > self.used_tokens
 
-    def settle(self, cached_prompt_tokens: int) -> None:
+    def settle(self) -> None:
         """Cached tokens of the prompt are not charged. Idempotent."""
-        credit = min(cached_prompt_tokens, self.used_prompt_tokens)
-        self._scheduler.settle(self._request_id, self.used_tokens - credit)
+        prompt_tokens = self.used_prompt_tokens
+        credit = min(self._word.cached_prompt_tokens, prompt_tokens)
+        output_tokens = max(self._choices.num_tokens, self._least_output_tokens)
+        self._scheduler.settle(self._request_id, prompt_tokens - credit + output_tokens)
 
     async def cover(
         self, read: Callable[[], Awaitable[worker_pb2.ExecuteResponse]], most_tokens: int

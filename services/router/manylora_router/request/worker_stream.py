@@ -45,7 +45,7 @@ class WorkerStream:
     def __init__(self, job: Job, grant: Grant, attempt: int, *, channels: WorkerChannels, telemetry: Telemetry) -> None:
         self._request_id = job.request_id
         self._worker_id = grant.worker_id
-        self._address = grant.worker_address
+        self.address = grant.worker_address
         self._channels = channels
         self._next_frame = 0
         self._is_expired = False
@@ -133,7 +133,7 @@ class WorkerStream:
         for task in self._stopping:
             task.cancel()
         self._stream.cancel()
-        self._channels.release(self._address)
+        self._channels.release(self.address)
         self._span.set(Attribute.OUTPUT_TOKENS, output_tokens)
         if error is not None:
             self._span.fail_with(error)

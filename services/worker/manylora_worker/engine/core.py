@@ -433,6 +433,9 @@ class EngineCore:
         is_prefill = sequence.status is SequenceStatus.PREFILL
         is_charged = is_prefill and sequence.num_new_tokens(item.num_tokens) > 0
         sequence.advance(item.num_tokens, samples=item.samples)
+        if is_prefill:
+            reached = min(sequence.num_computed_tokens, len(group.request.prompt_token_ids))
+            group.num_prompt_tokens_computed = max(group.num_prompt_tokens_computed, reached)
         if is_charged:
             sequence.num_charged_tokens = sequence.num_computed_tokens
         if not item.samples:

@@ -20,6 +20,8 @@ class RequestEnd:
     reason: FinishReason  # STOP where all choices ended by themselves, else why the request was cut short
     message: str
     cached_prompt_tokens: int  # found in the cache at the first admission
+    prompt_tokens: int  # computed, or found in the cache
+    output_tokens: int  # drawn over all choices, told or not
     num_swaps: int  # of its sequences to host memory
     num_evictions: int  # its sequences lost their blocks and were computed again
     times: GroupTimes
@@ -33,6 +35,8 @@ class RequestEnd:
             reason=reason if reason in _CUT_SHORT else FinishReason.STOP,
             message=message,
             cached_prompt_tokens=group.cached_prompt_tokens or 0,
+            prompt_tokens=group.num_prompt_tokens_computed,
+            output_tokens=group.num_drawn_tokens,
             num_swaps=group.num_swaps,
             num_evictions=group.num_evictions,
             times=group.times,

@@ -25,6 +25,7 @@ from manylora_worker.planning.step_planner import FlowSlots
 Command = Callable[[EngineCore, float], None]
 """Done to the engine between two steps, with the time."""
 
+MAX_ENDS = 4096  # of the requests that ended last: a router that gave a stream up asks at once
 MAX_PAUSE_S = 15.0  # a router waits for a stream's token lease for 10 s, and does not read meanwhile
 
 _END_KINDS = {
@@ -90,6 +91,8 @@ class EngineView:
         self.setbacks: dict[TenantId, Setbacks] = {}  # whose counts grew last stands last
         self.kv_blocks: Mapping[TenantId, int] = {}
         self.running: dict[RequestId, OutputStream] = {}  # until the engine has let go of all that they held
+        self._ends: dict[RequestId, StreamEnd] = {}
+        self._asked: dict[RequestId, list[asyncio.Future[StreamEnd]]] = {}
         self.failure: str | None = None  # why the engine is no more
         self._is_closed = False
         self._max_requests = max_requests
@@ -146,6 +149,21 @@ class EngineView:
             listener.request_started(request)
         return stream
 
+    async def end_of(self, request_id: RequestId) -> StreamEnd:
+        """Waits for it, also where the request has not come yet."""
+        found = self._ends.get(request_id) if request_id not in self.running else None
+        if found is not None:
+            return found
+        asked: asyncio.Future[StreamEnd] = asyncio.get_running_loop().create_future()
+        all_asked = self._asked.setdefault(request_id, [])
+        all_asked.append(asked)
+        try:
+            return await asked
+        finally:
+            all_asked.remove(asked)
+            if not all_asked and self._asked.get(request_id) is all_asked:
+                del self._asked[request_id]
+
     def take(self, post: EnginePost) -> None:
         for output in post.outputs:
             stream = self.running.get(output.request_id)
@@ -190,6 +208,12 @@ class EngineView:
             message = f"{self._pause_unread_tokens} tokens and more were not read for {MAX_PAUSE_S:g} s"
             end = StreamEnd(EndKind.SLOW_READER, message, end.request_end)
         stream.end(end)
+        self._ends[request_id] = end
+        if len(self._ends) > MAX_ENDS:
+            del self._ends[next(iter(self._ends))]
+        for asked in self._asked.pop(request_id, ()):
+            if not asked.done():
+                asked.set_result(end)
         for listener in self._listeners:
             listener.request_ended(request_id)
 

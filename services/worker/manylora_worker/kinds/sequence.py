@@ -217,6 +217,7 @@ class SequenceGroup:
     num_swaps: int = 0  # of its sequences to host memory
     num_evictions: int = 0  # its sequences lost their blocks and are computed again
     cached_prompt_tokens: int | None = None  # in the cache when it was first admitted; None: it never was
+    num_prompt_tokens_computed: int = 0  # by any choice, or found in the cache: in steps that have begun
     bars: RequestBars | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -225,6 +226,11 @@ class SequenceGroup:
     @property
     def num_unfinished(self) -> int:
         return sum(not s.is_finished for s in self.sequences)
+
+    @property
+    def num_drawn_tokens(self) -> int:
+        # pending ones included
+        return sum(s.num_output_tokens - len(self.request.emitted_token_ids) for s in self.sequences)
 
     @property
     def leader(self) -> Sequence | None:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from manylora.v1 import worker_pb2
-from manylora_shared.errors import InvalidRequest, ServiceUnavailable, Unready, WorkerLost
+from manylora_shared.errors import InvalidRequest, NotFound, ServiceUnavailable, Unready, WorkerLost
 from manylora_shared.ids import AdapterUid, RequestId, TenantId, name_problem
 from manylora_shared.stores.adapter_files import is_uid
 from manylora_shared.telemetry import Telemetry
@@ -26,6 +26,7 @@ from manylora_worker.weights.adapter_check import AdapterValidator
 
 _MAX_FLUSH_S = 0.15  # however many streams there are, each gets seven frames a second
 _STARTED_S = 0.02  # so long the first frame (the request has begun) waits for first tokens to travel with
+_COMING_S = 1.0  # for a request that is not here: its Execute may be on its way
 _MAX_PATH_CHARS = 1024
 
 
@@ -72,6 +73,7 @@ class WorkerServicer:
             {
                 "Execute": self.execute,
                 "StopChoice": self.stop_choice,
+                "EndRequest": self.end_request,
                 "ValidateAdapter": self.validate_adapter,
                 "Control": self.control,
             },
@@ -152,6 +154,22 @@ class WorkerServicer:
                 raise InvalidRequest.of("choice", f"the request has {stream.request.n} choices")
             self._runtime.stop_choice(stream.request.request_id, message.choice)
         return worker_pb2.StopChoiceResponse()
+
+    async def end_request(
+        self, message: worker_pb2.EndRequestRequest, call: ServerCall
+    ) -> worker_pb2.EndRequestResponse:
+        request_id, view = RequestId(message.request_id), self._runtime.view
+        stream = view.running.get(request_id)
+        if stream is not None:
+            self._runtime.abort(request_id)
+        try:
+            async with asyncio.timeout(_COMING_S if stream is None else None):
+                end = await view.end_of(request_id)
+        except TimeoutError:
+            raise NotFound(f"request_id: {request_id[:_MAX_PATH_CHARS]!r} is not known here") from None
+        if end.request_end is None:
+            raise WorkerLost(end.message)
+        return worker_pb2.EndRequestResponse(finished=execute_finished(end))
 
     async def validate_adapter(
         self, message: worker_pb2.ValidateAdapterRequest, call: ServerCall

@@ -142,6 +142,8 @@ def execute_finished(end: StreamEnd) -> worker_pb2.ExecuteFinished:
     finished = worker_pb2.ExecuteFinished(outcome=_OUTCOMES[end.kind], message=message)
     if end.request_end is not None:
         finished.cached_prompt_tokens = end.request_end.cached_prompt_tokens
+        finished.prompt_tokens = end.request_end.prompt_tokens
+        finished.output_tokens = end.request_end.output_tokens
         finished.adapter_wait_ms = end.request_end.adapter_wait_s * 1e3
         finished.prefill_ms = end.request_end.prefill_s * 1e3
         finished.decode_ms = end.request_end.decode_s * 1e3
