@@ -304,17 +304,19 @@ def empty_tensors(number: int, name: str = "t{}", shape: str = "[0]") -> bytes:
         (empty_tensors(270_000), "its header has 1"),
         (empty_tensors(30_000), "names 29999 tensors; the limit is 4096"),
         (empty_tensors(4096), "is not a LoRA A or B matrix"),
-        (empty_tensors(1, shape="[" + "0," * 900_000 + "0]"), "is not a LoRA A or B matrix"),
+        (empty_tensors(4000, name="n" * 330 + "{}"), "is not a LoRA A or B matrix"),
+        (empty_tensors(1, shape="[" + "0," * 900_000 + "0]"), "more values than those of 4096 tensors"),
+        (empty_tensors(1, shape="[" + "0," * 28_000 + "0]"), "is not a LoRA A or B matrix"),
         (empty_tensors(1, name="n" * 1_900_000), "is not a LoRA A or B matrix"),
         (empty_tensors(1, shape="[" * 600_000 + "]" * 600_000), "is not a readable safetensors file"),
     ],
-    ids=["15 MB", "many", "as many as may be", "long shape", "long name", "deep"],
+    ids=["15 MB", "many", "as many as may be", "long names", "longer shape", "long shape", "long name", "deep"],
 )
 def test_headers_that_would_cost_much(folder: Folder, content: bytes, says: str) -> None:
     folder.weights.write_bytes(content)
     before_s = time.thread_time()
     problems = folder.problems()
-    assert time.thread_time() - before_s < 0.5
+    assert time.thread_time() - before_s < 0.2
     assert any(says in description for description in problems.values()), problems
     assert sum(len(field) + len(description) for field, description in problems.items()) < 32 * 1000
 

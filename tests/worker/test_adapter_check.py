@@ -76,3 +76,25 @@ async def test_so_many_at_a_time(tmp_path: Path) -> None:
     go_on.set()
     assert len(await asyncio.gather(*checks)) == 5
     assert most[0] == MAX_CHECKS
+
+
+async def test_a_check_that_its_caller_left_keeps_its_turn(tmp_path: Path) -> None:
+    for i in range(5):
+        (tmp_path / str(i)).mkdir()
+    started, go_on = [], threading.Event()
+
+    def check(folder: Path) -> AdapterReport:
+        started.append(folder.name)
+        go_on.wait()
+        raise OSError("nobody hears it")
+
+    validator = validator_of(tmp_path, check)
+    for i in range(4):
+        task = asyncio.create_task(validator.validate(str(i)))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.wait([task])
+    assert started == ["0", "1"], "those that were left go on, and the others had to wait"
+    go_on.set()
+    with pytest.raises(OSError, match="nobody"):
+        await validator.validate("4")

@@ -45,6 +45,7 @@ _TRASH = "trash-"
 MAX_CHUNK_BYTES = 1 << 20
 MAX_CONFIG_BYTES = 1 << 20
 MAX_CONFIG_DEPTH = 32
+MAX_CONFIG_VALUES = 16_384  # by its commas and opening brackets, those in texts included
 MAX_DIGITS = 40  # of a whole number in a configuration
 DEFAULT_MAX_WEIGHTS_BYTES = 4 << 30
 _COPY_BYTES = 4 << 20
@@ -93,6 +94,9 @@ def parse_config(data: bytes) -> dict[str, Any]:
     """Raises InvalidRequest where it is no JSON object of finite numbers and distinct keys."""
     if len(data) > MAX_CONFIG_BYTES:
         raise InvalidRequest.of(CONFIG_NAME, f"has {len(data)} bytes, more than {MAX_CONFIG_BYTES}")
+    # Counted before anything is parsed: the parser holds the interpreter, and with it everybody's requests.
+    if (num_values := sum(data.count(mark) for mark in (b",", b"[", b"{"))) > MAX_CONFIG_VALUES:
+        raise InvalidRequest.of(CONFIG_NAME, f"has some {num_values} values, more than {MAX_CONFIG_VALUES}")
     try:
         loaded: Any = json.loads(
             data,

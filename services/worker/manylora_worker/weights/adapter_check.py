@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from manylora_shared.errors import FieldViolation, InvalidRequest
 from manylora_shared.ids import AdapterUid
 from manylora_shared.stores.adapter_files import resolve_inside
 
 MAX_CHECKS = 2  # at the same time; the others wait
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ Lends = Callable[[AdapterUid, Path], AbstractContextManager[None]]
 
 
 class ThreadValidator:
-    """Runs blocking checks on a thread."""
+    """Runs blocking checks on a thread. One that its caller leaves keeps its turn: what it may cost is bounded
+    (source.py, peft_config.py), what runs at a time is, too."""
 
     def __init__(
         self,
@@ -56,16 +58,25 @@ class ThreadValidator:
         self._turns = asyncio.Semaphore(MAX_CHECKS)
 
     async def validate(self, path: str) -> AdapterReport:
-        async with self._turns:
-            return await asyncio.to_thread(self._validate, path)
+        return await self._in_turn(self._validate, path)
 
     def lends(self, path: str, uid: AdapterUid) -> AbstractContextManager[None]:
         return self._lends(uid, resolve_inside(self._root, path, field="path"))
 
     async def largest_update(self, path: str, uid: AdapterUid) -> str:
-        async with self._turns:
-            folder = resolve_inside(self._root, path, field="path")
-            return await asyncio.to_thread(self._largest_update, folder, uid)
+        folder = resolve_inside(self._root, path, field="path")
+        return await self._in_turn(self._largest_update, folder, uid)
+
+    async def _in_turn(self, work: Callable[..., T], *arguments: object) -> T:
+        await self._turns.acquire()
+        running = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+        running.add_done_callback(self._leave)
+        return await asyncio.shield(running)
+
+    def _leave(self, running: asyncio.Future[Any]) -> None:
+        self._turns.release()
+        if not running.cancelled():
+            running.exception()  # whoever asked may be gone
 
     def _validate(self, path: str) -> AdapterReport:
         folder = resolve_inside(self._root, path, field="path")

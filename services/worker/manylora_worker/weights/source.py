@@ -45,6 +45,8 @@ from manylora_worker.weights.sites import Site
 PICKLE_NAME = "adapter_model.bin"
 MAX_HEADER_BYTES = 2 << 20
 MAX_TENSORS = 4096  # or four for each of the model's linear layers, if that is more
+_COMMAS_A_TENSOR = 5
+_MORE_COMMAS = 8192  # of the header's metadata
 MAX_REPORTED = 32  # problems listed for one adapter; the last then says how many more there are
 
 _KEY_PREFIX = "base_model.model."
@@ -230,9 +232,12 @@ def _open_weights(
         weights = _WeightFile(stream, size_bytes, stream.read(header_bytes))
         # Counted before anything is parsed: each tensor opens a brace, beside the header and its metadata.
         num_tensors, limit = weights.header.count(b"{") - 2, max(MAX_TENSORS, 4 * len(base.modules))
-        if num_tensors <= limit:
+        if num_tensors > limit:
+            problems.add(WEIGHTS_NAME, f"its header names {num_tensors} tensors; the limit is {limit}")
+        elif weights.header.count(b",") > _COMMAS_A_TENSOR * limit + _MORE_COMMAS:
+            problems.add(WEIGHTS_NAME, f"its header has more values than those of {limit} tensors")
+        else:
             return weights
-        problems.add(WEIGHTS_NAME, f"its header names {num_tensors} tensors; the limit is {limit}")
     except OSError as error:
         problems.add(WEIGHTS_NAME, f"is not readable ({error})")
     return None
