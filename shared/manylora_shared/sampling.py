@@ -10,7 +10,7 @@ import itertools
 import math
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Protocol, Self
 
 from manylora_shared.errors import FieldViolation
@@ -20,6 +20,10 @@ MAX_BAD_TOKENS = 1024
 """Tokens of all bad words of a request."""
 MAX_LISTED = 8
 """Violations listed of one field; what follows is not told, or counted."""
+
+
+MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""What a model's generation_config.json may set where a request sets nothing."""
 
 
 class Kind(enum.Enum):
@@ -90,6 +94,16 @@ class Parameter:
         )
 
 
+class _Unset:
+    """Marks a number as the table's, which nobody has given."""
+
+
+class _UnsetFloat(float, _Unset): ...
+
+
+class _UnsetInt(int, _Unset): ...
+
+
 class _Message(Protocol):
     def HasField(self, name: Any, /) -> bool: ...
 
@@ -98,6 +112,10 @@ def _row(kind: Kind, default: Any, range_: Range, meaning: str, max_entries: int
     metadata = {"kind": kind, "range": range_, "meaning": meaning, "max_entries": max_entries}
     if kind is Kind.BIASES:
         return field(default_factory=dict, metadata=metadata)
+    if isinstance(default, float):
+        default = _UnsetFloat(default)
+    elif isinstance(default, int):
+        default = _UnsetInt(default)
     return field(default=default, metadata=metadata)
 
 
@@ -139,9 +157,21 @@ class Sampling:
         return cls(**given)
 
     def given(self) -> dict[str, Any]:
-        """The fields that are not at their defaults: those of a SamplingParams."""
+        """Those of a SamplingParams: numbers that were given, maybe at their defaults, and what is not empty."""
         values = ((row, getattr(self, row.name)) for row in PARAMETERS)
-        return {row.name: value for row, value in values if value != row.default}
+        return {
+            row.name: value
+            for row, value in values
+            if value is not None
+            and (not isinstance(value, _Unset) if row.kind in (Kind.NUMBER, Kind.COUNT) else value != row.default)
+        }
+
+    def or_else(self, defaults: Mapping[str, float]) -> Self:
+        """With these for the numbers that nobody has given."""
+        unset: dict[str, Any] = {
+            name: value for name, value in defaults.items() if isinstance(getattr(self, name), _Unset)
+        }
+        return replace(self, **unset) if unset else self
 
     def violations(self, vocab_size: int) -> list[FieldViolation]:
         """Everything that is wrong, each as `sampling.FIELD`, in the table's order."""

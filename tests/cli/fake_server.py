@@ -135,7 +135,12 @@ class FakeRouter:
         return self.failures_left >= 0
 
     async def list_models(self, request: Any, call: ServerCall) -> inference_pb2.ListModelsResponse:
-        return inference_pb2.ListModelsResponse(base_model="tiny", max_context_tokens=64, adapters=["a", "b"])
+        return inference_pb2.ListModelsResponse(
+            base_model="tiny",
+            max_context_tokens=64,
+            adapters=["a", "b"],
+            sampling_defaults=common_pb2.SamplingParams(temperature=0.6, top_k=20),
+        )
 
     async def apply_tenant(
         self, request: admin_pb2.ApplyTenantRequest, call: ServerCall
@@ -243,6 +248,7 @@ class FakeRouter:
             )
         return admin_pb2.GetStatusResponse(
             base_model="tiny",
+            sampling_defaults=common_pb2.SamplingParams(temperature=0.6, top_k=20),
             scheduler=admin_pb2.SchedulerStatus(
                 reachable=True,
                 address="127.0.0.1:2",

@@ -12,6 +12,9 @@ from tests.cli.fake_server import VERSION, FakeRouter
 async def test_status(manylora: Manylora) -> None:
     out = await manylora("status", "--json")
     assert out.json["base_model"] == "tiny"
+    assert out.json["sampling_defaults"] == {"temperature": 0.6, "top_k": 20}
+    told = "\nsampling   temperature 0.6, top_k 20, where a request sets none (generation_config.json)\n"
+    assert told in (await manylora("status")).stdout
     assert out.json["scheduler"]["flows"][0]["qos_class"] == "batch"
     assert out.json["workers"][0]["generated_tokens"] == 2**40
     assert [each["kept_out"] for each in out.json["workers"]] == ["", "its dtype is another"]

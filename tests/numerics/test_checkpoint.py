@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
-from manylora_worker.models.checkpoint import ModelRefused
+from manylora_worker.models.checkpoint import ModelRefused, sampling_defaults
 from manylora_worker.models.loader import load_model
 from manylora_worker.models.torch.decoder import trusted_weights
 from peft import PeftModel
@@ -230,3 +230,23 @@ def test_a_device_that_is_not_there(family_of: FamilyOf) -> None:
     for device in ("cuda:99", "frob"):
         message = refusal(family_of("llama").folder, device=device)
         assert f"--device {device}" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", {}),
+        ('{"eos_token_id": 1, "do_sample": true, "temperature": 1.0, "top_k": null}', {}),
+        (
+            '{"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "repetition_penalty": 1.05, "eta": 1}',
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "repetition_penalty": 1.05},
+        ),
+        ('{"temperature": -1, "top_p": 0, "top_k": 2.5, "min_p": "x", "repetition_penalty": true}', {}),
+        ('{"temperature": 0}', {"temperature": 0}),
+        (f'{{"temperature": 1{"0" * 400}, "top_p": NaN}}', {}),
+    ],
+)
+def test_what_a_models_makers_recommend_of_sampling(tmp_path: Path, text: str, expected: dict[str, float]) -> None:
+    if text:
+        (tmp_path / "generation_config.json").write_text(text)
+    assert sampling_defaults(tmp_path) == expected

@@ -15,7 +15,7 @@ from manylora_shared.errors import InvalidRequest, NotFound, Overloaded, Unready
 from manylora_shared.metadata import ADAPTER_KEY
 from manylora_shared.sampling import Sampling
 from manylora_sim.fake_text import FakeText
-from router_fakes import EOS, RouterCluster, ids_of, plain_request, simulate
+from router_fakes import EOS, RouterCluster, ids_of, plain_request, simulate, until
 from test_router_overload import BATCH_CLOSED, hears
 
 
@@ -116,6 +116,28 @@ class SlowText(FakeText):
         self.order.append(text[0])
         await asyncio.sleep(0.01)
         return await super().encode(text)
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_a_models_sampling_holds_where_a_request_sets_none(takes: bool) -> None:
+    async def test(cluster: RouterCluster) -> None:
+        directory = cluster.app.directory
+        directory._takes_sampling_defaults = takes
+        for worker in list(directory.workers.values()):
+            given = {"temperature": 0.6, "top_k": 20, "of a later version": 1.0}
+            await cluster.store.put(worker.key, replace(worker, sampling_defaults=given).to_json())
+        await until(lambda: all(worker.sampling_defaults for worker in directory.workers.values()))
+        job, _ = await admit(cluster, await plain_request(cluster))
+        assert (job.sampling.temperature, job.sampling.top_k, job.sampling.top_p) == (
+            (0.6, 20, 1.0) if takes else (1.0, 0, 1.0)
+        )
+        own = Sampling(temperature=1.0, top_p=0.5)
+        job, _ = await admit(cluster, await plain_request(cluster, sampling=own))
+        assert (job.sampling.temperature, job.sampling.top_p, job.sampling.top_k) == (1.0, 0.5, 20 if takes else 0)
+        models = cluster.app.intake.models(await plain_request(cluster))
+        assert models.sampling_defaults == ({"temperature": 0.6, "top_k": 20} if takes else {})
+
+    simulate(test)
 
 
 def test_a_flood_of_texts_holds_up_no_other_tenants() -> None:

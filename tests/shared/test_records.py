@@ -60,9 +60,14 @@ def test_every_field_of_another_type_is_refused_by_name(record: Any) -> None:
         more: list[Any] = [7, 1.5] if isinstance(right, str) else ["7", 7] if isinstance(right, tuple) else ["7"]
         if isinstance(right, int) and not name.endswith("_s"):
             more += [-1, 1 << 64, 1.0]
-        for wrong in WRONG + more:
+        wrongs = (
+            [each for each in WRONG if not isinstance(each, dict)] + [[], {"a": "b"}]
+            if isinstance(right, dict)
+            else WRONG + more
+        )
+        for wrong in wrongs:
             data = json.dumps({**values, name: wrong}).encode()
-            with pytest.raises(ValueError, match=rf"{kind.__name__}\.{name}(\[0\])?: must be "):
+            with pytest.raises(ValueError, match=rf"{kind.__name__}\.{name}(\[0\]|\.a)?: must be "):
                 kind.from_json(data)
 
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 from manylora.v1 import common_pb2
-from manylora_shared.sampling import PARAMETERS, Kind, Range, Sampling, barred_too_much
+from manylora_shared.sampling import MODEL_DEFAULTS, PARAMETERS, Kind, Range, Sampling, barred_too_much
 
 GIVEN = {
     "temperature": 0.5,
@@ -46,7 +46,8 @@ def test_a_bound_itself_is_allowed_over_the_wire() -> None:
 
 def test_what_is_at_its_default_is_not_sent() -> None:
     assert Sampling().given() == {}
-    assert common_pb2.SamplingParams(**Sampling(temperature=1.0, top_k=0).given()).ListFields() == []
+    assert Sampling(temperature=1.0, top_k=0).given() == {"temperature": 1.0, "top_k": 0}, "the caller says so"
+    assert Sampling(temperature=1.0, top_k=0) == Sampling()
     assert Sampling.of_message(common_pb2.SamplingParams()) == Sampling()
 
 
@@ -103,3 +104,17 @@ def test_bad_words_are_some_and_short() -> None:
 )
 def test_what_is_too_much(sequences: list[list[int]], stops: list[int], problem: str) -> None:
     assert barred_too_much(sequences, stops, 10) == problem
+
+
+def test_a_models_defaults_are_for_what_nobody_has_given() -> None:
+    defaults = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
+    assert Sampling().or_else(defaults) == Sampling(**defaults)
+    message = common_pb2.SamplingParams(temperature=1.0, top_p=0.5)
+    read = Sampling.of_message(message)
+    assert read.or_else(defaults) == Sampling(top_p=0.5, top_k=20, repetition_penalty=1.05)
+    later = dataclasses.replace(read, seed=3).or_else(defaults)
+    assert later == Sampling(seed=3, top_p=0.5, top_k=20, repetition_penalty=1.05)
+    assert Sampling.of_message(common_pb2.SamplingParams(**later.given())).top_k == 20
+    everything = Sampling(**{name: value for name, value in GIVEN.items() if name in MODEL_DEFAULTS})
+    assert everything.or_else({**defaults, "top_p": 0.1, "min_p": 0.1}) is everything
+    assert dataclasses.replace(Sampling(), seed=1).given() == {"seed": 1}

@@ -81,7 +81,10 @@ class RouterApp:
         peers = PeerTransport(transport, self._peer_secret)
         self.channels = WorkerChannels(peers)
         self.directory = Directory(
-            store, on_leader_changed=self._leader_changed, on_workers_changed=self._workers_changed
+            store,
+            on_leader_changed=self._leader_changed,
+            on_workers_changed=self._workers_changed,
+            takes_sampling_defaults=config.generation_config == "auto",
         )
         self.scheduler = SchedulerClient(
             router_id=self.router_id, transport=peers, leader_address=self.directory.leader_address, rng=rng

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from manylora_shared.process.config import ConfigError, check_listen, setting
 from manylora_shared.process.settings import ServiceSettings
@@ -15,6 +16,10 @@ class RouterConfig(ServiceSettings):
     adapter_store: str = field(metadata={"help": "folder of the adapter store, shared with the workers"})
     router_id: str = setting("", "this router's name; empty: one is drawn")
     model: str = setting("", "base model's folder or cached hub id, for its tokenizer; empty: token ids only")
+    generation_config: Literal["auto", "none"] = setting(
+        "auto",
+        "sampling where a request sets none; auto: that of the model's generation_config.json",
+    )
     default_max_tokens: int = setting(128, "output tokens of a request that names no limit", at_least=1)
     max_adapter_mb: int = setting(4096, "largest weight file that an adapter may have, in MiB", at_least=1)
     http_listen: str = setting("", "host:port of the OpenAI HTTP API; port 0: any free one; empty: none")

@@ -154,4 +154,5 @@ class WorkerApp:
             dtype=model.dtype,
             quantization=self._config.quantization,
             started_unix_s=self._started_unix_s,
+            sampling_defaults=model.sampling_defaults,
         )

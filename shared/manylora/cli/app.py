@@ -43,6 +43,11 @@ class Quantization(enum.StrEnum):
     NF4 = "nf4"
 
 
+class GenerationConfig(enum.StrEnum):
+    AUTO = "auto"
+    NONE = "none"
+
+
 class KeyScope(enum.StrEnum):
     GENERATE = "generate"
     ADMIN = "admin"
@@ -77,6 +82,14 @@ Key = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="The result as one JSON document on stdout.")]
 Tenant = Annotated[str, typer.Option("--tenant", help="The tenant.")]
 
+ModelAliases = Annotated[
+    list[str] | None,
+    typer.Option(help="A further name under which adapters may know the model; may be repeated."),
+]
+GenerationConfigOption = Annotated[
+    GenerationConfig,
+    typer.Option(help="Sampling where a request sets none: the model's generation_config.json's, or nobody's."),
+]
 Schedulers = Annotated[int, typer.Option(min=1, max=8, help="One leads, the others stand by.")]
 SequenceSlots = Annotated[
     int | None,
@@ -133,10 +146,7 @@ def up(
     ] = Path("manylora-data"),
     etcd: Annotated[str, typer.Option(metavar="URL", help="An etcd that runs already; otherwise one is started.")] = "",
     model_name: Annotated[str, typer.Option(help="The model's name; default: the last part of --model.")] = "",
-    model_alias: Annotated[
-        list[str] | None,
-        typer.Option(help="A further name under which adapters may know the model; may be repeated."),
-    ] = None,
+    model_alias: ModelAliases = None,
     dtype: Annotated[
         str, typer.Option(help="Compute type of the workers; default: float32 on the CPU, bfloat16 elsewhere.")
     ] = "",
@@ -147,6 +157,7 @@ def up(
     max_lora_rank: Annotated[
         int | None, typer.Option(min=1, help="Greatest rank of an adapter; default: the worker's choice.")
     ] = None,
+    generation_config: GenerationConfigOption = GenerationConfig.AUTO,
     sequence_slots: SequenceSlots = None,
     device_adapter_mb: DeviceAdapterMb = None,
     drain_s: DrainS = None,
@@ -167,6 +178,7 @@ def up(
         etcd=etcd,
         dtype=dtype,
         model_aliases=tuple(model_alias or ()),
+        generation_config=generation_config.value,
         quantization=quantization.value,
         kv_cache_mb=kv_cache_mb,
         max_lora_rank=max_lora_rank,

@@ -62,6 +62,9 @@ def _table(columns: Columns[T], items: Sequence[T], *, empty: str = "") -> None:
 def _print(status: ClusterStatus) -> None:
     scheduler = status.scheduler
     write(f"model      {status.base_model}\n")
+    if status.sampling_defaults:
+        told = ", ".join(f"{name} {value:g}" for name, value in status.sampling_defaults.items())
+        write(f"sampling   {told}, where a request sets none (generation_config.json)\n")
     if status.routers:
         state = f"{scheduler.address}, epoch {scheduler.epoch}" if scheduler.reachable else "not reachable"
         write(f"scheduler  {state}\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -11,6 +11,7 @@ class Models:
     base_model: str
     max_context_tokens: int
     adapters: tuple[str, ...]
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # in force where a request sets nothing
 
 
 @dataclass(frozen=True)
@@ -279,3 +280,4 @@ class ClusterStatus:
     circuits: tuple[CircuitStatus, ...]
     quarantined_prompts: int
     quarantines: tuple[QuarantineStatus, ...]
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # as in Models

@@ -59,7 +59,13 @@ def adapter_from(message: admin_pb2.AdapterInfo) -> AdapterInfo:
 
 
 def models_from(message: inference_pb2.ListModelsResponse) -> Models:
-    return _scalars(Models, message, adapters=tuple(message.adapters))
+    defaults = _sampling_defaults(message.sampling_defaults)
+    return _scalars(Models, message, adapters=tuple(message.adapters), sampling_defaults=defaults)
+
+
+def _sampling_defaults(message: common_pb2.SamplingParams) -> dict[str, float]:
+    # as written: the wire has single precision
+    return {field.name: float(f"{value:.6g}") for field, value in message.ListFields()}
 
 
 def status_from(message: admin_pb2.GetStatusResponse) -> ClusterStatus:
@@ -102,6 +108,7 @@ def status_from(message: admin_pb2.GetStatusResponse) -> ClusterStatus:
         slos=tuple(_slo_from(s) for s in message.slos),
         circuits=tuple(_scalars(CircuitStatus, c) for c in message.circuits),
         quarantines=tuple(_scalars(QuarantineStatus, q) for q in message.quarantines),
+        sampling_defaults=_sampling_defaults(message.sampling_defaults),
     )
 
 

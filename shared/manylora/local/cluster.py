@@ -57,6 +57,7 @@ class ClusterOptions:
     etcd: str = ""  # host:port[,host:port], with or without http://; empty: one is started
     dtype: str = ""
     model_aliases: tuple[str, ...] = ()
+    generation_config: str = ""
     quantization: str = "none"
     kv_cache_mb: int | None = None
     max_lora_rank: int | None = None
@@ -328,6 +329,7 @@ class LocalCluster:
             f"--router-id=router-{index}",
             f"--model={self.options.model}",
             f"--adapter-store={self.adapter_store}",
+            *([f"--generation-config={self.options.generation_config}"] if self.options.generation_config else []),
             *([f"--http-listen={http}"] if http else []),
             *([f"--operator-key-file={self.key_file}"] if index == 0 else []),
             *self.options.router_flags,

@@ -258,7 +258,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self, local_only: _Optional[bool] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("base_model", "scheduler", "workers", "routers", "tenants", "adapters", "slos", "slo_counts", "circuits", "quarantined_prompts", "quarantines")
+    __slots__ = ("base_model", "scheduler", "workers", "routers", "tenants", "adapters", "slos", "slo_counts", "circuits", "quarantined_prompts", "sampling_defaults", "quarantines")
     BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -269,6 +269,7 @@ class GetStatusResponse(_message.Message):
     SLO_COUNTS_FIELD_NUMBER: _ClassVar[int]
     CIRCUITS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINES_FIELD_NUMBER: _ClassVar[int]
     base_model: str
     scheduler: SchedulerStatus
@@ -280,8 +281,9 @@ class GetStatusResponse(_message.Message):
     slo_counts: _containers.RepeatedCompositeFieldContainer[SloCounts]
     circuits: _containers.RepeatedCompositeFieldContainer[CircuitStatus]
     quarantined_prompts: int
+    sampling_defaults: _common_pb2.SamplingParams
     quarantines: _containers.RepeatedCompositeFieldContainer[QuarantineStatus]
-    def __init__(self, base_model: _Optional[str] = ..., scheduler: _Optional[_Union[SchedulerStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., routers: _Optional[_Iterable[_Union[RouterStatus, _Mapping]]] = ..., tenants: _Optional[int] = ..., adapters: _Optional[int] = ..., slos: _Optional[_Iterable[_Union[SloStatus, _Mapping]]] = ..., slo_counts: _Optional[_Iterable[_Union[SloCounts, _Mapping]]] = ..., circuits: _Optional[_Iterable[_Union[CircuitStatus, _Mapping]]] = ..., quarantined_prompts: _Optional[int] = ..., quarantines: _Optional[_Iterable[_Union[QuarantineStatus, _Mapping]]] = ...) -> None: ...
+    def __init__(self, base_model: _Optional[str] = ..., scheduler: _Optional[_Union[SchedulerStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., routers: _Optional[_Iterable[_Union[RouterStatus, _Mapping]]] = ..., tenants: _Optional[int] = ..., adapters: _Optional[int] = ..., slos: _Optional[_Iterable[_Union[SloStatus, _Mapping]]] = ..., slo_counts: _Optional[_Iterable[_Union[SloCounts, _Mapping]]] = ..., circuits: _Optional[_Iterable[_Union[CircuitStatus, _Mapping]]] = ..., quarantined_prompts: _Optional[int] = ..., sampling_defaults: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., quarantines: _Optional[_Iterable[_Union[QuarantineStatus, _Mapping]]] = ...) -> None: ...
 
 class QuarantineStatus(_message.Message):
     __slots__ = ("tenant_id", "router_id", "prompts", "longest_s")

@@ -139,11 +139,13 @@ class ListModelsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListModelsResponse(_message.Message):
-    __slots__ = ("base_model", "max_context_tokens", "adapters")
+    __slots__ = ("base_model", "max_context_tokens", "adapters", "sampling_defaults")
     BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     base_model: str
     max_context_tokens: int
     adapters: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, base_model: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
+    sampling_defaults: _common_pb2.SamplingParams
+    def __init__(self, base_model: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., sampling_defaults: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ...) -> None: ...

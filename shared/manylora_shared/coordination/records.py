@@ -11,7 +11,7 @@ import json
 import math
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from manylora_shared.address import parse_address
@@ -71,6 +71,11 @@ def _check(name: str, kind: Any, value: Any) -> None:
             raise ValueError(f"{name}: must be a list")
         for i, each in enumerate(value):
             _check(f"{name}[{i}]", typing.get_args(kind)[0], each)
+    elif typing.get_origin(kind) is Mapping:
+        if not isinstance(value, dict):
+            raise ValueError(f"{name}: must be an object")
+        for key, each in value.items():
+            _check(f"{name}.{key}", typing.get_args(kind)[1], each)
     elif kind is str:
         if not isinstance(value, str) or not _is_text(value):
             raise ValueError(f"{name}: must be a text")
@@ -110,6 +115,7 @@ class WorkerRecord(_JsonRecord):
     dtype: str = ""
     quantization: str = ""
     started_unix_s: float = 0.0  # by its own clock; stays when it registers again
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # of the model, by their names in Sampling
 
     def __post_init__(self) -> None:
         parse_address(self.address)

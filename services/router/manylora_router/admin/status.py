@@ -9,13 +9,13 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from manylora.v1 import admin_pb2, scheduler_pb2, status_pb2
+from manylora.v1 import admin_pb2, common_pb2, scheduler_pb2, status_pb2
 from manylora_shared.errors import RpcError
 from manylora_shared.telemetry.logs import fields
 from manylora_shared.transport.base import Transport
 
 from manylora_router.admin.service_levels import ServiceLevels
-from manylora_router.links.directory import Directory
+from manylora_router.links.directory import Directory, Model
 from manylora_router.links.scheduler_client import GET_STATUS
 
 _LOG = logging.getLogger(__name__)
@@ -93,6 +93,7 @@ class ClusterStatus:
         model = directory.model
         return admin_pb2.GetStatusResponse(
             base_model=model.name if model is not None else "",
+            sampling_defaults=_sampling_of(model),
             scheduler=answer.scheduler,
             workers=workers,
             routers=[
@@ -121,6 +122,7 @@ class ClusterStatus:
         model = self._directory.model
         return admin_pb2.GetStatusResponse(
             base_model=model.name if model is not None else "",
+            sampling_defaults=_sampling_of(model),
             scheduler=admin_pb2.SchedulerStatus(
                 reachable=answer.scheduler.reachable,
                 flows=[flow for flow in answer.scheduler.flows if flow.tenant_id == tenant_id],
@@ -161,6 +163,10 @@ class ClusterStatus:
         answer.scheduler.reachable = True
         answer.scheduler.address = address
         return answer
+
+
+def _sampling_of(model: Model | None) -> common_pb2.SamplingParams | None:
+    return common_pb2.SamplingParams(**model.sampling_defaults) if model is not None else None
 
 
 def _without_machines(adapters: status_pb2.TenantAdapters) -> status_pb2.TenantAdapters:

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 from google.protobuf import struct_pb2
-from manylora.v1 import inference_pb2
+from manylora.v1 import common_pb2, inference_pb2
 from manylora_shared.errors import InvalidRequest
 from manylora_shared.metadata import ADAPTER_KEY, CLASS_KEY, IDEMPOTENCY_KEY, PRIORITY_KEY, TENANT_KEY, TRACEPARENT_KEY
 from manylora_shared.sampling import Sampling
@@ -48,6 +48,7 @@ class InferenceServicer:
         return inference_pb2.ListModelsResponse(
             base_model=models.base_model,
             max_context_tokens=models.max_context_tokens,
+            sampling_defaults=common_pb2.SamplingParams(**models.sampling_defaults),
             adapters=[record.name for record in models.adapters],
         )
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from manylora_shared.coordination.records import AdapterRecord
 from manylora_shared.errors import InvalidRequest, Overloaded, ServiceUnavailable, Unready
@@ -48,6 +49,7 @@ _TEXT_COST = 64  # of a text in characters, beside its own
 class Models:
     base_model: str
     max_context_tokens: int
+    sampling_defaults: Mapping[str, Any]  # numbers, where a request sets none
     adapters: Sequence[AdapterRecord]  # the caller's, by name
 
 
@@ -85,7 +87,12 @@ class Intake:
     def models(self, request: RequestInput) -> Models:
         policy, _ = self._admit_caller(self.tenant_of(request), "")
         model = self._model()
-        return Models(model.name, model.limits.max_context_tokens, self._directory.adapters_of(policy.tenant_id))
+        return Models(
+            model.name,
+            model.limits.max_context_tokens,
+            model.sampling_defaults,
+            self._directory.adapters_of(policy.tenant_id),
+        )
 
     async def tokenize(self, request: RequestInput) -> tuple[Sequence[int], int]:
         """The prompt's tokens, and how many a request may have with its answer. Raises Rejected."""
@@ -171,7 +178,7 @@ class Intake:
             prompt_token_ids=admitted.prompt_token_ids,
             max_tokens=admitted.max_tokens,
             n=admitted.n,
-            sampling=self._sampling(policy.tenant_id, request),
+            sampling=self._sampling(policy.tenant_id, request, model),
             stop=StopStrings(request.stop) if request.stop else None,
             stop_tokens=stop_tokens,
             stop_token_ids=stop_token_ids,
@@ -227,12 +234,12 @@ class Intake:
             case None:
                 raise AssertionError("a missing prompt is not readable")
 
-    def _sampling(self, tenant_id: TenantId, request: RequestInput) -> Sampling:
+    def _sampling(self, tenant_id: TenantId, request: RequestInput, model: Model) -> Sampling:
         # without words, and with a seed: the caller's own, or its idempotency key's, or a drawn one
         seed, key = request.sampling.seed, request.idempotency_key
         if seed is None:
             seed = admission.seed_of_key(tenant_id, key) if key else self._rng.getrandbits(64)
-        return replace(request.sampling, seed=seed, bad_words=())
+        return replace(request.sampling.or_else(model.sampling_defaults), seed=seed, bad_words=())
 
     async def _bad_sequences(
         self, request: RequestInput, flow: Flow, stop_token_ids: Sequence[int], model: Model

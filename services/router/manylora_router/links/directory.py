@@ -25,6 +25,7 @@ from manylora_shared.coordination.records import (
 from manylora_shared.coordination.session import Mirror, first_of
 from manylora_shared.errors import InternalError
 from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId
+from manylora_shared.sampling import MODEL_DEFAULTS
 from manylora_shared.tenancy.policy import Slo, TenantPolicy
 
 from manylora_router.guard.admission import ModelLimits
@@ -46,14 +47,22 @@ class Model:
     digest: str
     limits: ModelLimits
     eos_token_ids: tuple[int, ...]
+    sampling_defaults: Mapping[str, Any]  # of generation_config.json, where this router takes them
 
 
 class Directory:
     """`start` it, wait until it is `ready`, read, `close`."""
 
     def __init__(
-        self, store: Store, *, on_leader_changed: Callable[[], None], on_workers_changed: Callable[[], None]
+        self,
+        store: Store,
+        *,
+        on_leader_changed: Callable[[], None],
+        on_workers_changed: Callable[[], None],
+        takes_sampling_defaults: bool = True,
     ) -> None:
+        """takes_sampling_defaults: of the model, for requests that set none."""
+        self._takes_sampling_defaults = takes_sampling_defaults
         self._on_leader_changed = on_leader_changed
         self._on_workers_changed = on_workers_changed
         self._policies: dict[str, tuple[bytes, TenantPolicy]] = {}
@@ -214,8 +223,15 @@ class Directory:
                 max_context_tokens=min(w.max_context_tokens for w in workers.values()),
                 max_sequences=max(w.sequence_slots for w in workers.values()),
             )
-            self._model = Model(first.model_name, first.model_digest, limits, first.eos_token_ids)
+            defaults = self._sampling_defaults(first)
+            self._model = Model(first.model_name, first.model_digest, limits, first.eos_token_ids, defaults)
         self._on_workers_changed()
+
+    def _sampling_defaults(self, worker: WorkerRecord) -> Mapping[str, float]:
+        if not self._takes_sampling_defaults:
+            return {}
+        given = worker.sampling_defaults
+        return {name: int(given[name]) if name == "top_k" else given[name] for name in MODEL_DEFAULTS if name in given}
 
     def _sort_workers(self) -> None:
         workers = self._workers.values

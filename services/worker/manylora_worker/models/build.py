@@ -13,9 +13,10 @@ import torch
 from manylora_shared.errors import ManyloraError
 from manylora_shared.ids import AdapterUid
 from manylora_shared.process.cores import num_cores
+from manylora_shared.stores.model_files import model_folder
 
 from manylora_worker.config import AUTO_DEVICE, WorkerConfig
-from manylora_worker.models.checkpoint import ModelRefused
+from manylora_worker.models.checkpoint import ModelRefused, sampling_defaults
 from manylora_worker.models.decoder_weights import DecoderWeights
 from manylora_worker.models.layers.kv_cache import MIB, KvCache
 from manylora_worker.models.layers.lora_linear import LoraCosts, LoraPlanner
@@ -93,6 +94,7 @@ def build_engine(config: WorkerConfig, notify: Callable[[], None] = lambda: None
         eos_token_ids=spec.eos_token_ids,
         kv_block_bytes=spec.kv.token_bytes(loaded.dtype) * config.block_size,
         dtype=config.compute_dtype,
+        sampling_defaults=sampling_defaults(model_folder(config.model)),
     )
     validator = ThreadValidator(
         config.adapter_store,

@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
+from manylora_shared.sampling import MODEL_DEFAULTS, PARAMETERS, Kind
 from manylora_shared.stores.adapter_files import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
@@ -91,6 +92,26 @@ def max_context_tokens(config: PretrainedConfig) -> int:
                 _LOG.info("yarn: the context is lengthened to %d tokens, from %d", lengthened, limit)
                 limit = lengthened
     return limit
+
+
+def sampling_defaults(folder: Path) -> dict[str, float]:
+    """What generation_config.json names of MODEL_DEFAULTS, as the model's makers recommend it. Raises ModelRefused."""
+    file = folder / "generation_config.json"
+    raw = _json_of(file) if file.exists() else {}
+    rows = {row.name: row for row in PARAMETERS}
+    found: dict[str, float] = {}
+    for name in MODEL_DEFAULTS:
+        value, row = raw.get(name), rows[name]
+        if value is None:
+            continue
+        is_number = type(value) is int or (type(value) is float and row.kind is not Kind.COUNT)
+        if not is_number or abs(value) >= 1 << 32 or value not in row.range:
+            _LOG.warning("%s: %s: %.100r is dropped: must be %s", file, name, value, row.range)
+        elif value != row.default:
+            found[name] = value
+    if found:
+        _LOG.info("requests that do not set them get the model's %s", found)
+    return found
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from manylora_worker.kinds.api import AdapterBackend, ModelRunner
 from manylora_worker.weights.adapter_check import AdapterValidator
@@ -18,6 +19,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     kv_block_bytes: int  # in all layers
     dtype: str = ""  # of its computation
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,8 @@ def _value(fields: Fields, row: Parameter) -> Any:
             seed = fields.integer("seed", at_least=-(1 << 63))
             return seed if seed is None or seed >= 0 else seed + (1 << 64)
         case Kind.COUNT if row.name == "top_k":
-            return max(0, fields.integer("top_k", at_least=-1) or 0)  # -1 is vLLM's word for all
+            top_k = fields.integer("top_k", at_least=-1)
+            return None if top_k is None else max(0, top_k)  # -1 is vLLM's word for all
         case Kind.COUNT:
             return fields.integer(row.name)
         case Kind.BIASES:
