@@ -8,6 +8,7 @@ import json
 import pytest
 from http_fakes import http_front
 from manylora_router.front.http import connection
+from router_fakes import until
 
 
 async def test_half_a_header_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,3 +60,46 @@ async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         first.close()
         await asyncio.sleep(0.01)
         assert (await front.raw(whole)).startswith(b"HTTP/1.1 200")
+
+
+class Held:
+    """As much of a connection as is looked at."""
+
+    def __init__(self, owner: str, made_at: float) -> None:
+        self.owner = owner
+        self.made_at = made_at
+
+    def __repr__(self) -> str:
+        return f"{self.owner}{self.made_at:g}"
+
+
+def test_who_has_too_many_is_cut_off() -> None:
+    strangers = [Held("", at) for at in (3.0, 1.0, 2.0, 9.9)]
+    owned = [Held(owner, at) for owner, at in [("a", 1.0), ("a", 3.0), ("a", 2.0), ("b", 1.0)]]
+
+    def cut(capacity: int, max_strangers: int) -> str:
+        found = connection.beyond([*owned, *strangers], capacity, 10.0, max_strangers=max_strangers)  # type: ignore[list-item]
+        return " ".join(map(str, found))
+
+    assert cut(100, 4) == ""
+    assert cut(100, 2) == "1 2", "the oldest of strangers"
+    assert cut(100, 0) == "1 2 3", "but none that has just come"
+    assert cut(4 + 3, 4) == "a3", "the newest of whom has more than its part"
+    assert cut(4 + 2, 4) == "a2 a3"
+
+
+async def test_a_connection_is_of_whose_key_came_over_it() -> None:
+    async with http_front() as front, front.openai() as client:
+        assert front.server._server is not None
+        connections = front.server._server.server_state.connections
+        await client.models.list()
+        assert [getattr(each, "owner", None) for each in connections] == ["tenant acme"]
+        for each in connections:
+            each.made_at = -1.0  # type: ignore[union-attr]
+            each.owner = ""  # type: ignore[union-attr]
+        monkey = pytest.MonkeyPatch()
+        monkey.setattr(connection.beyond, "__kwdefaults__", {"max_strangers": 0})
+        try:
+            await until(lambda: not connections)
+        finally:
+            monkey.undo()

@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 from manylora_shared.errors import InvalidRequest, Overloaded
+from manylora_shared.transport.connections import MAX_STRANGERS, STRANGER, SWEEP_S, fair_level
 from manylora_shared.transport.places import Places
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -28,6 +31,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._places = places
         self._peer: str | None = None
+        self.owner = STRANGER  # whose key came over it last
+        self.made_at = 0.0
         self._header_bytes = 0
         self._is_in_headers = True
         self._has_completed = False  # a request, by the last bytes
@@ -42,6 +47,7 @@ class LimitedProtocol(HttpToolsProtocol):
             transport.abort()
             return
         self._peer = peer
+        self.made_at = self.loop.time()
         self._expire_in(HEADER_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -63,7 +69,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["state"]["abort"] = self.transport.abort
+        self.scope["state"].update(abort=self.transport.abort, vouch=self.vouch)
 
     def on_headers_complete(self) -> None:
         self._is_in_headers = False
@@ -83,6 +89,9 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self._is_in_headers and self.cycle.response_complete:
             # Nobody reads the rest of this body, but who sends it is to read the answer.
             self._expire_in(LINGER_S)
+
+    def vouch(self, owner: str) -> None:
+        self.owner = owner
 
     def send_400_response(self, msg: str) -> None:
         """In OpenAI's form, with a word to those who speak another protocol."""
@@ -106,3 +115,16 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None
+
+
+def beyond(
+    connections: Iterable[LimitedProtocol], capacity: int, now: float, *, max_strangers: int = MAX_STRANGERS
+) -> list[LimitedProtocol]:
+    """Those to cut off. Of strangers the oldest go, that had the time to show a key; of a key's the newest."""
+    held: defaultdict[str, list[LimitedProtocol]] = defaultdict(list)
+    for each in sorted(connections, key=lambda each: each.made_at):
+        held[each.owner].append(each)
+    strangers = held.pop(STRANGER, [])
+    found = [each for each in strangers if now - each.made_at > SWEEP_S][: max(0, len(strangers) - max_strangers)]
+    level = fair_level(map(len, held.values()), capacity - min(len(strangers), max_strangers))
+    return found if level is None else found + [each for owned in held.values() for each in owned[level:]]

@@ -59,6 +59,7 @@ class Exchange:
         self.is_gone = False
         self.names: errors.Names = {}
         self.form = errors.ErrorForm()
+        self.vouch: Callable[[str], None] = scope.get("state", {}).get("vouch", lambda owner: None)
         self._abort: Callable[[], None] = scope.get("state", {}).get("abort", lambda: None)
         self._receive = receive
         self._send = send

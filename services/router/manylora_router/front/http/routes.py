@@ -20,7 +20,7 @@ from manylora_shared.errors import (
 )
 from manylora_shared.transport.handling import error_of
 
-from manylora_router.front.gate import account_of
+from manylora_router.front.gate import account_of, own_tenant
 from manylora_router.front.http.api import asked
 from manylora_router.front.http.api.adapters import load, unload
 from manylora_router.front.http.api.answers import Door
@@ -111,10 +111,12 @@ class Routes:
     def _guarded(self, exchange: Exchange, path: str) -> Mapping[str, Handler]:
         """Before a byte of the body is read."""
         caller = asked.caller_of(exchange.headers)
+        principal = self._door.intake.known(caller.authorization)
+        exchange.vouch(account_of(own_tenant(principal)))
         if (handlers := _GUARDED.get(path)) is not None:
             exchange.tenant = self._door.intake.tenant_of(asked.nameless(caller))
         elif (handlers := _ADMIN.get(path)) is not None:
-            exchange.tenant = self._door.intake.known(caller.authorization).tenant_id or ""
+            exchange.tenant = own_tenant(principal)
         else:
             raise NotFound(f"there is no {shown(exchange.path)} here")
         return handlers

@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
+from typing import Any
 
 import uvicorn
 from manylora_shared.address import join_address, parse_address
+from manylora_shared.coordination.session import first_of
+from manylora_shared.transport.connections import SWEEP_S, room
 from manylora_shared.transport.places import Places
 
 from manylora_router.front.http import connection
 from manylora_router.front.http.connection import LimitedProtocol
 from manylora_router.front.http.exchange import SLOW_READER_S
 from manylora_router.front.http.routes import Routes
+
+_LOG = logging.getLogger(__name__)
 
 _SEND_BUFFER_BYTES = 64 * 1024  # the kernel's: what hides in it is lost on a reader that has gone
 _KEEP_ALIVE_S = 75
@@ -34,7 +40,9 @@ class HttpServer:
 
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
-        self._places = Places(connection.MAX_CONNECTIONS, kept=connection.KEPT_CONNECTIONS)
+        self._capacity = min(connection.MAX_CONNECTIONS, room() // 2)
+        self._places = Places(self._capacity, kept=min(connection.KEPT_CONNECTIONS, self._capacity // 2))
+        self._keeping: asyncio.Task[None] | None = None
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.address = ""
@@ -63,17 +71,32 @@ class HttpServer:
                 self._serving.result()
                 raise OSError(f"the HTTP server on {listen} ended before it served")
             await asyncio.sleep(0.001)
+        self._keeping = asyncio.create_task(self._keep(self._server.server_state.connections), name="http connections")
+
+    async def _keep(self, connections: Set[Any]) -> None:
+        """Cuts off whose connections are too many."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            found = connection.beyond(connections, self._capacity, loop.time())
+            for each in found:
+                each.transport.abort()
+            if found:
+                _LOG.warning("too many HTTP connections: %d are cut off", len(found))
 
     async def failed(self) -> None:
         """Waits until it ends, which only a bug makes it do, and raises why."""
         assert self._serving is not None, "start comes first"
-        await asyncio.shield(self._serving)
+        assert self._keeping is not None
+        await first_of(asyncio.shield(self._serving), asyncio.shield(self._keeping))
 
     async def stop(self, grace_s: float) -> None:
         """Takes no more connections, and cancels what runs after the grace."""
         if self._server is None or self._serving is None:
             return
         server = self._server
+        if self._keeping is not None:
+            self._keeping.cancel()
         for listener in server.servers:
             listener.close()
         server.should_exit = True
