@@ -6,14 +6,17 @@ assault from a process of its own:
     large-messages    32 at a time, without a key, of 3.8 MB that would be 1.9 M chat messages
     large-messages-with-a-key   the same with a tenant's key
     crowded-messages  32 at a time, with the key, of a request's size and 500,000 chat messages
+    half-messages     4,000 calls with the key and all but the end of a message of 1 MiB
     calls             64 closed loops of small calls without a key
     long-metadata     the same, each with another key of 14 kB
     unread            16,600 calls without a key that are never read
     open-calls        16,600 calls of one tenant's key
     uploads           64 uploads of one tenant's key that send no file
+    admin-calls       64 closed loops of one tenant's key that list its adapters
     health            4,000 watches and 64 loops of checks, which need no key
     connections       1,000 connections with half an HTTP/2 preface; each again when it was cut off
-    http-connections  the same with half an HTTP request
+    idle-connections  24,000 whole ones that answer what keeps them alive
+    http-connections  1,000 with half an HTTP request
     http-bodies       32 at a time of 4 MB that are announced without a key
 
 Prints a JSON line for each: the victim's times and failures, the router's CPU seconds a second and its memory before,

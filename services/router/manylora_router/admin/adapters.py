@@ -9,6 +9,7 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager
 
 from manylora.v1 import admin_pb2, worker_pb2
 from manylora_shared.coordination.records import AdapterRecord
@@ -93,6 +94,10 @@ class AdapterIntake:
             raise InvalidRequest.of_all(wrong)
         return header
 
+    def place(self, tenant_id: str) -> AbstractContextManager[None]:
+        """Of an upload. Raises Overloaded where as many run already as the tenant may have."""
+        return self._uploads.held(f"tenant {tenant_id} that add an adapter")
+
     async def take_in(
         self, header: admin_pb2.AddAdapterHeader, requests: AsyncIterator[admin_pb2.AddAdapterRequest]
     ) -> AdapterRecord:
@@ -100,16 +105,9 @@ class AdapterIntake:
 
         Raises:
             InvalidRequest: with all that is wrong.
-            Overloaded: as many run already as the tenant may have.
             DeadlineExceeded: the files come too slowly.
             ServiceUnavailable: no worker answers.
         """
-        with self._uploads.held(f"tenant {header.tenant_id} that add an adapter"):
-            return await self._take_in(header, requests)
-
-    async def _take_in(
-        self, header: admin_pb2.AddAdapterHeader, requests: AsyncIterator[admin_pb2.AddAdapterRequest]
-    ) -> AdapterRecord:
         incoming = await self._files.begin()
         try:
             if header.store_path:

@@ -280,11 +280,11 @@ class AdminServicer:
         self, requests: AsyncIterator[admin_pb2.AddAdapterRequest], call: ServerCall
     ) -> admin_pb2.AddAdapterResponse:
         header = await self._intake.read_header(requests, self._caller(call))
-        await self._stored_tenant(header.tenant_id)
-        key = keys.adapter(header.tenant_id, header.name)
-        if await self._store.get(key) is not None:
-            raise _exists(header.name)
-        record = await self._intake.take_in(header, requests)
+        with self._intake.place(header.tenant_id):  # first: what is refused costs etcd nothing
+            await self._stored_tenant(header.tenant_id)
+            if await self._store.get(keys.adapter(header.tenant_id, header.name)) is not None:
+                raise _exists(header.name)
+            record = await self._intake.take_in(header, requests)
         revision = await self._register(record)
         await self._directory.adapter_seen(record.tenant_id, record.name, revision)
         return admin_pb2.AddAdapterResponse(adapter=adapter_info(record))
