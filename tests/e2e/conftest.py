@@ -98,7 +98,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpCluster]:
     stderr_path, trace_file = folder / "stderr", folder / "traces.jsonl"
     command = [sys.executable, "-m", "manylora", "up", "--model", "demo", "--workers", "2", "--port", "0"]
     command += ["--data", str(folder / "data"), "--tenants", str(folder / "tenants.yaml"), "--kv-cache-mb", "64"]
-    env = {**os.environ, "MANYLORA_TRACE_FILE": str(trace_file)}
+    env = {**os.environ, "MANYLORA_TRACE_FILE": str(trace_file), "MANYLORA_LOG_LEVEL": "debug"}
     with (
         stderr_path.open("wb") as stderr,
         subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, env=env) as process,
