@@ -64,3 +64,35 @@ def test_what_runs_counts_by_the_work_that_is_done_for_it() -> None:
     demand.weigh(60.0)
     demand.check_invariants()
     assert demand.tops(TenantId("long"))[1] == pytest.approx(9 * demand.tops(TenantId("b"))[1], rel=0.05)
+
+
+def test_what_was_granted_and_is_not_done_is_nothing_that_the_cluster_can_do() -> None:
+    demand, long, other = Demand(lambda flow: 1), FlowKey(TenantId("long"), STANDARD), FlowKey(TenantId("b"), STANDARD)
+    for tick in range(200):
+        now = tick / 10
+        demand.was_done(other, 10.0, now)
+        if now >= 10.0:
+            demand.was_done(long, 90.0, now)
+        if now == 10.0:
+            demand.came(long, 100_000.0, now)
+            demand.left(long, 100_000.0, now, is_granted=True)
+            demand.weigh(now)
+            assert demand.tops(TenantId("long"))[1] > 3.0
+        demand.weigh(now)
+    # It has the cluster to itself but for a tenth: 90,000 a window are no part of what is done in one, 10,000.
+    assert demand.tops(TenantId("long"))[1] > 3.0
+    assert demand.tops(TenantId("b"))[1] < 1.0
+
+
+def test_a_cluster_that_begins_to_be_used_is_not_thought_as_slow_as_it_was_idle() -> None:
+    demand, steady, new = Demand(lambda flow: 1), FlowKey(TenantId("b"), STANDARD), FlowKey(TenantId("new"), STANDARD)
+    for tick in range(1020):
+        now = tick / 10
+        demand.was_done(steady, 20.0, now)
+        if now >= 100.0:
+            demand.was_done(new, 80.0, now)
+            demand.came(new, 1000.0, now)
+        demand.weigh(now)
+    # The newcomer asks for ten times what there is; two seconds of it tell how much that is.
+    assert demand.tops(TenantId("b"))[1] < 1.0
+    assert demand.tops(TenantId("new"))[1] > 3.0

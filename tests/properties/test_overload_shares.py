@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from manylora_scheduler.core.core import Core, CoreLimits
 from manylora_scheduler.core.request import FlowKey
-from manylora_scheduler.gates.demand import Demand
+from manylora_scheduler.gates.demand import DEFAULT_COST, DEMAND_WINDOW_S, SLACK, Demand
 from manylora_scheduler.gates.overload import OverloadGate
 from manylora_shared.fairness.costs import QUANTUM_TOKENS
 from manylora_shared.ids import QosClass, TenantId
-from manylora_shared.tenancy.overload import LEVELS, STACK_INDEX, OverloadView, Rung, TenantView, rung_of
+from manylora_shared.tenancy.overload import (
+    LEVELS,
+    STACK,
+    STACK_INDEX,
+    LevelController,
+    OverloadView,
+    Rung,
+    TenantView,
+    output_cap,
+    rung_of,
+)
 
+from tests.properties import test_demand
 from tests.properties.overload_parties import (
     BATCH,
     INTERACTIVE,
@@ -21,6 +34,7 @@ from tests.properties.overload_parties import (
     VICTIM,
     Parties,
     Party,
+    play_random,
     played,
     victim_waits_s,
 )
@@ -107,6 +121,144 @@ def test_attackers_of_several_kinds_at_once(seed: int) -> None:
     check_victim(played([*parties, victim], workers=rng.choice((1, 2)), slots=32, until_s=40.0, seed=seed))
 
 
+def check_cast(seed: int, requests: int, until_s: float) -> None:
+    model = play_random(seed, requests, until_s)
+    assert model.asked[VICTIM] >= requests
+    taken = model.denied[VICTIM], model.capped[VICTIM], model.lapsed[VICTIM]
+    assert taken == (0, 0, 0), f"seed {seed}: {model.parties.values()}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(8))
+def test_attackers_drawn_from_a_grammar(seed: int) -> None:
+    check_cast(1000 + seed, 400, 25.0)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("seeds", [range(first, first + 8) for first in range(0, 96, 8)], ids=str)
+def test_attackers_drawn_from_a_grammar_over_a_minute_and_a_thousand_requests(seeds: range) -> None:
+    for seed in seeds:
+        check_cast(seed, 1000, 60.0)
+
+
+# ---- random demands, against an account of their own
+
+
+class Account:
+    """What each tenant asks for, by class, as of `now`."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.now = 0.0
+        self.rng = rng
+        self.weights = {flow: rng.choice((1, 1, 2, 4, 16)) for flow in _flows(rng.randint(1, 12))}
+        self.demand = Demand(lambda flow: self.weights.get(flow, 1))
+        self.sums: dict[FlowKey, list[float]] = {}
+        """Queued, refused, granted, done."""
+        for _ in range(rng.randint(1, 60)):
+            self._something()
+        self.demand.weigh(self.now)
+
+    def _something(self) -> None:
+        rng, demand = self.rng, self.demand
+        passed_s = rng.choice((0.0, 0.0, rng.uniform(0.0, 5.0)))
+        self.now += passed_s
+        for sums in self.sums.values():
+            sums[1:] = [cost * math.exp(-passed_s / DEMAND_WINDOW_S) for cost in sums[1:]]
+        flow, cost = rng.choice(list(self.weights)), math.exp(rng.uniform(math.log(2.0), math.log(1e5)))
+        sums = self.sums.setdefault(flow, [0.0] * 4)
+        what = rng.choice(("came", "came", "granted", "refused", "refused early", "done"))
+        match what:
+            case "came":
+                demand.came(flow, cost, self.now)
+                sums[0] += cost
+            case "granted" | "refused":
+                cost = sums[0] * rng.random()
+                demand.left(flow, cost, self.now, is_granted=what == "granted")
+                sums[0] -= cost
+                sums[2 if what == "granted" else 1] += cost
+            case "refused early":
+                requests = rng.randint(1, 20)
+                index = STACK_INDEX[flow.qos_class]
+                mean = demand._tenants[flow.tenant_id].means[index] if flow.tenant_id in demand._tenants else 0.0
+                demand.was_refused(flow, requests, self.now)
+                sums[1] += requests * (mean or DEFAULT_COST)
+            case _:
+                demand.was_done(flow, cost, self.now)
+                sums[3] += cost
+
+    def cost(self, flow: FlowKey) -> float:
+        queued, refused, granted, done = self.sums.get(flow, [0.0] * 4)
+        return queued + refused + max(granted, done)
+
+    def by_tenant(self) -> dict[TenantId, tuple[float, int]]:
+        """What a tenant asks for in all, and its weight."""
+        found: dict[TenantId, tuple[float, int]] = {}
+        for flow in self.sums:
+            if self.cost(flow) > 0.0:
+                cost, weight = found.get(flow.tenant_id, (0.0, 0))
+                found[flow.tenant_id] = cost + self.cost(flow), weight + self.weights[flow]
+        return found
+
+    def unit(self) -> float:
+        """What a unit of weight may ask for, max-min fair: by bisection."""
+        tenants = self.by_tenant().values()
+        capacity = SLACK * self.demand._capacity(self.now)
+        most = max((cost / weight for cost, weight in tenants), default=0.0)
+        if capacity <= 1.0 or sum(cost for cost, _ in tenants) <= capacity:
+            return most
+        low, high = 0.0, most
+        for _ in range(100):
+            middle = (low + high) / 2
+            fits = sum(min(cost, middle * weight) for cost, weight in tenants) <= capacity
+            low, high = (middle, high) if fits else (low, middle)
+        return low
+
+
+def _flows(tenants: int) -> list[FlowKey]:
+    return [FlowKey(TenantId(f"t{index}"), qos_class) for index in range(tenants) for qos_class in STACK]
+
+
+def check_demand(seed: int) -> None:
+    rng = random.Random(f"demand {seed}")
+    account = Account(rng)
+    gate = OverloadGate(Core(CoreLimits()))
+    gate._demand = account.demand
+    gate._cluster._level = rng.choice((float(LEVELS), rng.uniform(0.0, LEVELS)))
+    tenants = account.by_tenant()
+    for tenant_id in tenants:
+        if rng.random() < 0.5:
+            gate._own[tenant_id] = LevelController()
+            gate._own[tenant_id]._level = rng.uniform(0.0, LEVELS)
+    gate._view = view = gate._make_view()
+    unit = account.unit()
+    for tenant_id, (_, weight) in tenants.items():
+        total = 0.0
+        for qos_class in STACK:
+            total += account.cost(FlowKey(tenant_id, qos_class))
+            ids = [f"{rng.getrandbits(64):016x}" for _ in range(3)]
+            if total <= unit * weight:
+                assert view.place_limit(tenant_id, qos_class) >= 1.0
+                assert all(view.admits(tenant_id, qos_class, r) and view.keeps(tenant_id, qos_class, r) for r in ids)
+                assert view.output_cap(tenant_id, qos_class) is None
+                assert gate.goes_beyond(FlowKey(tenant_id, qos_class))
+            elif total > 1.05 * unit * weight and view.level == LEVELS:
+                assert not any(view.admits(tenant_id, qos_class, r) for r in ids), "what is above gives way"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(0, 2000, 500))
+def test_random_demands(first: int) -> None:
+    for seed in range(first, first + 500):
+        check_demand(seed)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("first", range(2000, 12_000, 1000))
+def test_ten_thousand_random_demands(first: int) -> None:
+    for seed in range(first, first + 1000):
+        check_demand(seed)
+
+
 def _queued_fades(owner: type[Demand]) -> Callable[..., None]:
     came, left = owner.came, owner.left
 
@@ -140,7 +292,7 @@ MUTANTS: dict[str, tuple[type, str, Callable[..., object]]] = {
     ),
     "what is queued fades": (Demand, "came", lambda _: _queued_fades(Demand)),
     "what is queued is not counted": (Demand, "came", lambda _: lambda *args: None),
-    "there is no capacity": (Demand, "_note_most", lambda _: lambda self, now: None),
+    "there is no capacity": (Demand, "_capacity", lambda _: lambda self, now: 0.0),
     "a tenant's waiting is the cluster's": (
         OverloadGate,
         "_attribute",
@@ -148,6 +300,31 @@ MUTANTS: dict[str, tuple[type, str, Callable[..., object]]] = {
     ),
     "there are no own levels, and no attribution": (OverloadGate, "_attribute", lambda _: lambda self, s: ({}, {})),
     "who asks for more has more": (Demand, "_find_unit", lambda _: lambda self, now: 1e9),
+    "what was granted can be done": (Demand, "_capacity", lambda _: lambda self, now: self._granted / self._scale(now)),
+    "a share is half of one": (Demand, "_find_unit", lambda real: lambda self, now: real(self, now) / 2),
+    "a share is an even part": (
+        Demand,
+        "_find_unit",
+        lambda _: lambda self, now: SLACK * self._capacity(now) / sum(b.weight for b in self._buckets.values()),
+    ),
+    "weights count for nothing": (Demand, "_weights", lambda _: lambda self, tenant_id: (1, 1, 1)),
+    "a class is judged by the next one's demand": (
+        OverloadView,
+        "is_within",
+        lambda _: lambda view, t, q: t not in view.tenants or view.tenants[t].tops[-1] <= 1.0,
+    ),
+    "what is refused is no demand": (Demand, "was_refused", lambda _: lambda *args: None),
+    "those nearest to their share are listed": (Demand, "furthest", lambda real: lambda self, n: real(self, 9999)[-1:]),
+    "only interactive requests take turns for slots": (
+        OverloadGate,
+        "goes_beyond",
+        lambda real: lambda self, flow: flow.qos_class is INTERACTIVE and real(self, flow),
+    ),
+    "every batch answer is capped": (
+        OverloadView,
+        "output_cap",
+        lambda _: lambda view, t, q: output_cap(view.level) if q is BATCH else None,
+    ),
 }
 
 
@@ -155,6 +332,9 @@ def check_all() -> None:
     test_a_patient_tenant_makes_nobody_else_overloaded()
     test_what_waits_for_long_is_demand_for_as_long()
     test_no_level_takes_anything_of_who_is_within_its_share()
+    test_demand.test_what_was_granted_and_is_not_done_is_nothing_that_the_cluster_can_do()
+    for seed in range(300):
+        check_demand(seed)
 
 
 @pytest.mark.mutants

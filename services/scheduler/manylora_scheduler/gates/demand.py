@@ -2,8 +2,9 @@
 
 A tenant's demand is what it has queued, in full for as long as it is queued; what was refused to it; and what was
 granted to it or done for it, whichever is more. The last three fade with DEMAND_WINDOW_S. A *share* is a tenant's
-max-min fair part, by weight, of what the cluster granted or did; where all demand is met, the largest by weight is one
-share. Sums that fade are as of one moment, `_epoch` (forward decay: Cormode, Shkapenyuk, Srivastava, Xu, ICDE 2009).
+max-min fair part, by weight, of what the cluster can do: of the work that was done, as what was granted may take
+minutes. Where all demand is met, the largest by weight is one share. Sums that fade are as of one moment, `_epoch`
+(forward decay: Cormode, Shkapenyuk, Srivastava, Xu, ICDE 2009).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from manylora_shared.tenancy.overload import STACK, STACK_INDEX
 from manylora_scheduler.core.request import FlowKey
 
 DEMAND_WINDOW_S = 10.0
+SOON_S = 2.0  # what is done in this time stands for the window where that makes more: then who begins has a share
 # With this the most that the cluster did in a window fades: giving up too much makes it do less than it can.
 CAPACITY_MEMORY_S = 60.0
 MAX_TENANTS = 10_000  # The one that came first is forgotten first, and counts as within its share.
@@ -86,6 +88,8 @@ class Demand:
         self._done = 0.0
         self._most = 0.0
         self._most_at = 0.0
+        self._soon = 0.0  # done; it fades with SOON_S
+        self._soon_at = 0.0
         self._unit = math.inf  # cost of one share, by unit of weight, as of the epoch
 
     def __len__(self) -> int:
@@ -137,16 +141,29 @@ class Demand:
         cost *= self._scale(now)
         self._add(flow.tenant_id, tenant, tenant.done, index, cost, now)
         self._done += cost
+        self._soon = self._soon_of(now) + cost / self._scale(now)
+        self._soon_at = now
         self._note_most(now)
 
     def was_granted(self, cost: float, now: float) -> None:
         self._granted += cost * self._scale(now)
-        self._note_most(now)
+        if not self._done:
+            self._note_most(now)
+
+    def _soon_of(self, now: float) -> float:
+        return self._soon * math.exp(-(now - self._soon_at) / SOON_S)
 
     def _note_most(self, now: float) -> None:
-        faded = self._most * math.exp(-(now - self._most_at) / CAPACITY_MEMORY_S)
-        self._most = max(faded, max(self._granted, self._done) / self._scale(now))
+        # Until there is a word of work, what was granted stands for it.
+        self._most = max(self._most_of(now), (self._done or self._granted) / self._scale(now))
         self._most_at = now
+
+    def _most_of(self, now: float) -> float:
+        return self._most * math.exp(-(now - self._most_at) / CAPACITY_MEMORY_S)
+
+    def _capacity(self, now: float) -> float:
+        """What the cluster can do in a window, as far as is known."""
+        return max(self._most_of(now), self._soon_of(now) * DEMAND_WINDOW_S / SOON_S)
 
     def reweigh(self, tenant_id: TenantId, now: float) -> None:
         tenant = self._tenants.get(tenant_id)
@@ -168,7 +185,7 @@ class Demand:
     def _find_unit(self, now: float) -> float:
         if not self._buckets:
             return math.inf
-        left = SLACK * self._most * math.exp(-(now - self._most_at) / CAPACITY_MEMORY_S)
+        left = SLACK * self._capacity(now)
         anything = left > _NEGLIGIBLE
         left *= self._scale(now)
         weights = sum(bucket.weight for bucket in self._buckets.values())
