@@ -5,6 +5,8 @@ SEEDS ?= 1000
 SCHEDULES ?= 10000
 SOAK_SECONDS ?= 600
 SHARE_SECONDS ?= 60
+FUZZ_SECONDS ?= 600
+FUZZ ?=
 
 # What pytest runs by default (pyproject.toml), and the folders and files of pure modules' tests.
 DEFAULT := not gpu and not slow and not compose and not mutants and not kernels and not wide
@@ -16,7 +18,7 @@ STAMP := $(VENV)/.installed
 COMPILED := $(VENV)/.compiled
 
 .DEFAULT_GOAL := help
-.PHONY: help install compiled demo up quick test wide test-all house oracle soak sim mutants kernels fairness shares check lint types layers format proto compose-test clean
+.PHONY: help install compiled demo up quick test wide test-all house oracle soak sim mutants kernels fairness shares fuzz check lint types layers format proto compose-test clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-14s %s\n' "$$name" "$$text"; done
@@ -71,6 +73,10 @@ mutants: $(STAMP) ## planted bugs: the simulation finds every one of them, on al
 kernels: $(STAMP) ## the GPU's kernels on the CPU: Triton's in its interpreter, CUDA's as C++ (installs Triton)
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt triton
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -m "kernels and not gpu" tests/numerics
+
+fuzz: $(STAMP) ## every parser of bytes from outside, by coverage, for so long together: make fuzz FUZZ_SECONDS=600 FUZZ="policy http"
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt atheris
+	@$(BIN)/python -m tests.fuzz.run $(FUZZ_SECONDS) $(FUZZ)
 
 fairness: $(STAMP) ## random schedules against the fairness bound: make fairness SCHEDULES=10000
 	@$(BIN)/python -m pytest -q -s tests/properties/test_fair_queue.py tests/properties/test_seam.py --fair-schedules $(SCHEDULES)

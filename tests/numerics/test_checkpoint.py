@@ -206,7 +206,17 @@ def test_configs_that_say_nothing(family_of: FamilyOf, tmp_path: Path, text: str
     assert str(folder) in refusal(folder)
 
 
-@pytest.mark.parametrize("fields", [{"hidden_size": "wide"}, {"num_attention_heads": 0}, {"hidden_act": "frob"}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hidden_size": "wide"},
+        {"num_attention_heads": 0},
+        {"hidden_act": "frob"},
+        {"model_type": ["llama"], "auto_map": {"AutoConfig": "x.y"}},
+        {"num_hidden_layers": 1 << 60},
+        {"text_config": {"num_hidden_layers": 1 << 60}},
+    ],
+)
 def test_configs_that_no_model_is_built_from(family_of: FamilyOf, tmp_path: Path, fields: dict[str, Any]) -> None:
     folder = folder_with(family_of("llama"), tmp_path, **fields)
     assert str(folder) in refusal(folder)

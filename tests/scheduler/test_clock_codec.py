@@ -45,6 +45,13 @@ def test_a_clock_comes_back_from_its_bytes(monkeypatch: pytest.MonkeyPatch, step
         '{"clock":1}\n{"flows":[["t","batch",1,1,true]]}\n{"reserved":[["r",-1,1]]}',
         '{"clock":1}\n{"flows":[["t","no",1,1,true]]}',
         '{"clock":1}\n{"counted":[]}',
+        '{"clock":1e999}',
+        '{"clock":1.5}',
+        '{"clock":-1}',
+        '{"clock":true}',
+        '{"clock":1}\n{"flows":[["t","batch",-1,1,true]]}',
+        '{"clock":1}\n{"flows":[["t","batch",1,1e999,true]]}',
+        '{"clock":' + "[" * 100_000,
         '{"clock":1}\n{"more":[]}',
     ],
 )
@@ -52,3 +59,12 @@ def test_what_is_no_clock_is_refused(text: str) -> None:
     for data in (text.encode(), zlib.compress(text.encode())):
         with pytest.raises(ValueError):  # noqa: PT011
             decode(data)
+
+
+def test_a_clock_is_not_larger_than_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = b"".join(encode(some_snapshot(1)))
+    monkeypatch.setattr(clock_codec, "MAX_BYTES", 100)
+    with pytest.raises(ValueError, match="more than 100 bytes"):
+        decode(whole)
+    with pytest.raises(ValueError, match="cut short"):
+        decode(whole[:-5])

@@ -127,6 +127,11 @@ def test_unknown_variables_are_refused_where_they_look_misspelt() -> None:
         ("bloc_size: 1", "bloc_size: unknown setting; did you mean block_size?"),
         ("[1, 2]", "must be a mapping of settings"),
         ("a: [", "is not YAML"),
+        ("a: 2020-99-99", "is not YAML"),
+        ("a: !!bool 7", "is not YAML"),
+        ("a: !!int ''", "is not YAML"),
+        ("a: !!timestamp z", "is not YAML"),
+        ("- " * 3000, "is not YAML"),
         ("block_size: true", "block_size: True is not a whole number"),
         ("listen: [1]", r"listen: \[1\] is not text"),
         ("verbose: 3", "verbose: 3 is not one of true, false"),
@@ -137,6 +142,11 @@ def test_wrong_files_are_named(tmp_path: Path, content: str, message: str) -> No
     file.write_text(content)
     with pytest.raises(ConfigError, match=message):
         config(f"--config={file}")
+
+
+def test_a_home_that_nobody_has_is_named() -> None:
+    with pytest.raises(ConfigError, match="--store: '~nobody-of-this-name/x': Could not determine home"):
+        config("--store=~nobody-of-this-name/x")
 
 
 def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ import yaml
 PREFIX = "MANYLORA_"
 CONFIG_FLAG = "config"
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+# PyYAML lets through what Python's types say of a value: a date of month 99, `!!bool 7`
+_OF_YAML = (ValueError, ArithmeticError, LookupError, AttributeError, TypeError, RecursionError)
 _TYPO_SIMILARITY = 0.85  # difflib's ratio
 
 
@@ -113,7 +115,7 @@ def help_text(config: type[_Dataclass]) -> str:
 def check_listen(listen: str, flag: str = "--listen") -> None:
     """Raises ConfigError: it is no `host:port`."""
     host, separator, port = listen.rpartition(":")
-    if not separator or not host or not port.isdigit() or int(port) > 65535:
+    if not separator or not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"{flag}: {listen!r} is not host:port")
 
 
@@ -181,7 +183,7 @@ def _read_file(path: Path, fields: Mapping[str, Any]) -> dict[str, _Raw]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config: {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, *_OF_YAML) as error:
         raise ConfigError(f"--config: {path}: is not YAML: {error}") from error
     if content is None:
         return {}
@@ -209,7 +211,10 @@ def _convert(value: object, kind: Any, source: str) -> object:
         return _convert_number(value, kind, source)
     if not isinstance(value, str | int | float) or isinstance(value, bool):
         raise ConfigError(f"{source}: {value!r} is not text")
-    return Path(str(value)).expanduser() if kind is Path else str(value)
+    try:
+        return Path(str(value)).expanduser() if kind is Path else str(value)
+    except RuntimeError as error:  # `~somebody` whom the machine does not know
+        raise ConfigError(f"{source}: {value!r}: {error}") from error
 
 
 def _convert_number(value: object, kind: type[int] | type[float], source: str) -> int | float:

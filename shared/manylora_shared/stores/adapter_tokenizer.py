@@ -34,8 +34,10 @@ def brought_by(folder: Path, *, follows_links: bool) -> BroughtTokenizer:
     added: dict[str, int] = {}
     try:
         for content, token_id in _added_in(folder, config):
+            if not isinstance(content, str):
+                raise TypeError("a token is a text")
             added[content] = int(token_id)
-    except (TypeError, ValueError, AttributeError, KeyError) as e:
+    except (TypeError, ValueError, OverflowError, AttributeError, KeyError) as e:
         raise InvalidRequest.of("added_tokens", "the adapter's folder has a tokenizer that cannot be read") from e
     if len(added) > MAX_TOKENS:
         raise InvalidRequest.of(
@@ -74,7 +76,8 @@ def _template_of(path: Path, in_config: Any) -> str:
     if path.is_file():
         return _text_of(path, MAX_TEMPLATE_BYTES)
     if isinstance(in_config, list):  # of named ones
-        named = {each.get("name"): each.get("template") for each in in_config if isinstance(each, dict)}
+        given = [each for each in in_config if isinstance(each, dict) and isinstance(each.get("name"), str)]
+        named = {each["name"]: each.get("template") for each in given}
         in_config = named.get("default", next(iter(named.values()), ""))
     return in_config if isinstance(in_config, str) else ""
 

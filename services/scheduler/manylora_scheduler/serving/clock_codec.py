@@ -23,6 +23,8 @@ from manylora_scheduler.core.request import FlowKey
 from manylora_scheduler.core.succession import ClockSnapshot
 
 ENTRIES_PER_STEP = 1000
+MAX_BYTES = 1 << 28  # before they are compressed: of some millions of flows
+_MAX_WHOLE = 1 << 128
 
 
 def encode(snapshot: ClockSnapshot) -> Iterator[bytes]:
@@ -65,30 +67,44 @@ def decode(data: bytes) -> ClockSnapshot:
     reserved: list[tuple[RequestId, FlowKey, int]] = []
     counted: dict[str, dict[FlowKey, int]] = {}
     try:
-        for text in zlib.decompress(data).splitlines():
+        for text in _decompressed(data).splitlines():
             ((name, value),) = json.loads(text).items()
             match name:
                 case "clock":
-                    clock = int(value)
+                    clock = _whole(value)
                 case "flows":
                     for tenant, qos_class, weight, settled, queued in value:
                         flow = FlowKey(TenantId(str(tenant)), QosClass(qos_class))
                         flows.append(flow)
                         if weight:
-                            known.append(FlowSnapshot(flow, int(weight), int(settled), bool(queued)))
+                            known.append(FlowSnapshot(flow, _whole(weight), _whole(settled), bool(queued)))
                 case "reserved":
-                    reserved += [(RequestId(str(r)), _flow(flows, i), int(left)) for r, i, left in value]
+                    reserved += [(RequestId(str(r)), _flow(flows, i), _whole(left)) for r, i, left in value]
                 case "counted":
                     for worker_id, totals in value.items():
                         of_worker = counted.setdefault(worker_id, {})
-                        of_worker.update((_flow(flows, i), int(total)) for i, total in totals)
+                        of_worker.update((_flow(flows, i), _whole(total)) for i, total in totals)
                 case other:
                     raise ValueError(f"{other} is not known")
-    except (zlib.error, TypeError, AttributeError, IndexError) as e:
+    except (zlib.error, TypeError, AttributeError, IndexError, RecursionError) as e:
         raise ValueError(f"this is no clock: {e}") from e
     if clock is None:
         raise ValueError("this is no clock: it has no time")
     return Snapshot(clock, tuple(known), tuple(reserved), counted)
+
+
+def _decompressed(data: bytes) -> bytes:
+    stream = zlib.decompressobj()
+    found = stream.decompress(data, MAX_BYTES)
+    if stream.unconsumed_tail or not stream.eof:
+        raise ValueError(f"it is cut short, or has more than {MAX_BYTES} bytes")
+    return found
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _MAX_WHOLE:
+        raise ValueError(f"{str(value)[:40]} is no count")
+    return value
 
 
 def _flow(flows: list[FlowKey], index: int) -> FlowKey:

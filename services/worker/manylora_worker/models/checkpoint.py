@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 _LOG = logging.getLogger(__name__)
 
 Quantization = Literal["none", "nf4"]
+MAX_LAYERS = 4096  # transformers makes a list of as many as a configuration tells
 
 
 class ModelRefused(ValueError): ...
@@ -29,8 +30,14 @@ def checked_config(folder: Path, quantization: Quantization, device_type: str) -
     raw = _json_of(folder / "config.json")
     if not any(folder.glob("*.safetensors")):
         raise ModelRefused(f"{folder}: no *.safetensors weights (pickled weights are not read)")
+    for name, value in _fields(raw):
+        if "layer" in name and isinstance(value, int | float) and value > MAX_LAYERS:
+            raise ModelRefused(f"{folder / 'config.json'}: {name}: more than {MAX_LAYERS} layers")
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str | None):
+        raise ModelRefused(f"{folder / 'config.json'}: model_type must be a text")
     # A model type that transformers knows is built by its class, whatever code of its own the folder brings (Phi-3).
-    if raw.get("auto_map") and raw.get("model_type") not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if raw.get("auto_map") and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelRefused(f"{folder}: auto_map: the model brings its own code, which is not run")
     _check_quantization(folder, raw, quantization, device_type)
     try:
@@ -42,7 +49,7 @@ def checked_config(folder: Path, quantization: Quantization, device_type: str) -
         raise ModelRefused(f"{folder}: model_type {config.model_type} is not a causal language model")
     for rope in _rope_parameters(text_config):
         rope_type = rope.get("rope_type", "default")
-        if "dynamic" in rope_type:
+        if "dynamic" in str(rope_type):
             raise ModelRefused(
                 f"{folder}: rope_type {rope_type}: its frequencies depend on the longest sequence of a batch, "
                 "so one request would change another's answer"
@@ -75,7 +82,17 @@ def check_weight_files(folder: Path) -> None:
 
 
 def max_context_tokens(config: PretrainedConfig) -> int:
-    """config: of the text part."""
+    """config: of the text part. Raises ModelRefused."""
+    try:
+        limit = _max_context_tokens(config)
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
+        raise ModelRefused(f"config.json: it does not say how long a context may be ({said(error)})") from error
+    if type(limit) is not int or limit < 1:
+        raise ModelRefused(f"config.json: its context has {str(limit)[:40]} tokens")
+    return limit
+
+
+def _max_context_tokens(config: PretrainedConfig) -> int:
     # longrope switches the whole batch to other frequencies once one sequence passes the original length, so the
     # context ends there
     limit: int = config.max_position_embeddings
@@ -143,6 +160,14 @@ def _json_of(file: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ModelRefused(f"{file}: not readable (a JSON object is expected)")
     return raw
+
+
+def _fields(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """With those of the parts for text and images."""
+    for name, value in raw.items():
+        yield name, value
+        if isinstance(value, dict):
+            yield from value.items()
 
 
 def _check_quantization(folder: Path, raw: Mapping[str, Any], quantization: Quantization, device_type: str) -> None:

@@ -1,0 +1,24 @@
+"""The clock that a scheduler left in etcd, as its lines before they are compressed, or as bytes."""
+
+from __future__ import annotations
+
+import zlib
+
+from manylora_scheduler.core.request import FlowKey
+from manylora_scheduler.serving import clock_codec
+from manylora_shared.fairness.fair_queue import FairQueue
+from manylora_shared.fairness.queue_succession import restore, resume
+from manylora_shared.ids import RequestId
+
+from tests.fuzz.harness import Harness
+
+
+def run(data: bytes) -> None:
+    snapshot = clock_codec.decode(zlib.compress(data, 1) if data[:1] == b"{" else data)
+    queue: FairQueue[FlowKey, RequestId] = FairQueue()
+    restore(queue, snapshot)
+    resume(queue)
+    assert clock_codec.decode(b"".join(clock_codec.encode(snapshot))).clock == snapshot.clock
+
+
+HARNESS = Harness(run, documented=(ValueError,))
