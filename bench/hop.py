@@ -82,8 +82,7 @@ async def cluster(step_ms: float, workers: int = 1) -> AsyncIterator[LocalCluste
             yield running
 
 
-def through_router(channel: Channel, key: str, max_tokens: int, *, waits_for_text: bool = False) -> Request:
-    """`waits_for_text`: the first token is the first with text, which is all that HTTP tells."""
+def through_router(channel: Channel, key: str, max_tokens: int) -> Request:
     metadata = {"x-tenant-id": TENANT, **bearer(key)}
 
     async def request(seed: int, measured: Measured) -> None:
@@ -96,7 +95,7 @@ def through_router(channel: Channel, key: str, max_tokens: int, *, waits_for_tex
         while (response := await stream.read()) is not None:
             measured.messages += 1
             if response.HasField("delta") and response.delta.token_ids:
-                if first and (response.delta.text or not waits_for_text):
+                if first:
                     measured.ttft_ms.append((time.perf_counter() - started) * 1e3)
                     first = False
                 measured.tokens += len(response.delta.token_ids)
@@ -130,14 +129,17 @@ def to_worker(channel: Channel, max_tokens: int, epoch: int) -> Request:
     return request
 
 
-def over_http(address: str, key: str, max_tokens: int) -> Request:
-    """Completions as events, on kept connections, by a client that costs next to nothing."""
+def over_http(address: str, key: str, max_tokens: int, *, tells_ids: bool) -> Request:
+    """Completions as events, on kept connections, by a client that costs next to nothing.
+
+    tells_ids: each token has an event, as over gRPC; else each text, and half of the fake's first tokens have none.
+    """
     host, _, port = address.rpartition(":")
     idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def request(seed: int, measured: Measured) -> None:
         body = {"prompt": _prompt(seed), "max_tokens": _length(seed, max_tokens), "ignore_eos": True, "seed": seed}
-        more = {"stream": True, "stream_options": {"include_usage": True}}
+        more = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": tells_ids}
         data = json.dumps({**body, **more}).encode()
         lines = ["POST /v1/completions HTTP/1.1", f"host: {address}", f"authorization: Bearer {key}"]
         lines += [f"x-tenant-id: {TENANT}", f"content-length: {len(data)}", "", ""]
@@ -148,7 +150,9 @@ def over_http(address: str, key: str, max_tokens: int) -> Request:
         while not tail.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
             part = await reader.read(1 << 16)
             assert part, "the router closed a stream"
-            events = part.count(b'"text":')
+            events = (
+                part.count(b'"token_ids":[') - part.count(b'"token_ids":[]') if tells_ids else part.count(b'"text":')
+            )
             measured.messages += events
             if first and events:
                 measured.ttft_ms.append((time.perf_counter() - started) * 1e3)
@@ -242,8 +246,8 @@ async def fronts(streams: int, seconds: float, step_ms: float, rounds: int = 2) 
         channel = GrpcTransport().connect(running.router)
         key = read_key(running.key_file)
         paths = {
-            "grpc": through_router(channel, key, max_tokens, waits_for_text=True),
-            "http": over_http(running.http_addresses[0], key, max_tokens),
+            "grpc": through_router(channel, key, max_tokens),
+            "http": over_http(running.http_addresses[0], key, max_tokens, tells_ids=streams == 1),
         }
         seen = {name: Measured() for name in paths}
         took_s, cpu_s = dict.fromkeys(paths, 0.0), dict.fromkeys(paths, 0.0)
