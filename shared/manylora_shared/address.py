@@ -23,6 +23,16 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def is_loopback(host: str) -> bool:
+    host = host.removeprefix("[").removesuffix("]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def is_any_host(host: str) -> bool:
     """Whether it stands for all of a machine's addresses (`0.0.0.0`, `[::]` and their other spellings)."""
     host = host.removeprefix("[").removesuffix("]")

@@ -12,6 +12,7 @@ from manylora_worker.config import WorkerConfig
 
 def test_flags_and_environment() -> None:
     flags = "--model=/m --device-adapter-mb=0.25 --quantization nf4 --listen=0.0.0.0:7 --advertise=w:7"
+    flags += " --allow-plain-text"
     config = parse(WorkerConfig, flags.split(), {"MANYLORA_THREADS": "3", "MANYLORA_ADAPTER_STORE": "/a"})
     assert (config.model, config.device_adapter_mb, config.quantization) == ("/m", 0.25, "nf4")
     assert (config.threads, config.adapter_store, config.advertise) == (3, Path("/a"), "w:7")

@@ -53,6 +53,7 @@ async def build(config: RouterConfig, parts: Parts) -> RouterApp:
         adapter_store=LocalAdapterFiles(Path(config.adapter_store), max_weights_bytes=config.max_adapter_mb << 20),
         telemetry=parts.telemetry,
         rng=parts.rng,
+        tls=parts.tls,
     )
 
 
@@ -67,6 +68,7 @@ def main() -> None:
                 functools.partial(build, config),
                 instance_id=config.router_id,
                 acceptors=_ACCEPTORS,
+                asks_clients=False,
             )
         )
     except (OSError, ValueError) as e:

@@ -23,6 +23,7 @@ from manylora_shared.stores.adapter_files import AdapterFiles
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import Server, Service, Transport
 from manylora_shared.transport.handling import MAX_MESSAGE_BYTES
+from manylora_shared.transport.tls import Tls
 
 from manylora_router.admin import operator_key
 from manylora_router.admin.adapters import UPLOAD_BYTES_PER_S, AdapterIntake
@@ -66,6 +67,7 @@ class RouterApp:
         telemetry: Telemetry,
         rng: random.Random,
         clock: WallClock | None = None,
+        tls: Tls | None = None,
     ) -> None:
         self.config = config
         self.router_id = config.router_id or f"router-{rng.getrandbits(32):08x}"
@@ -122,7 +124,7 @@ class RouterApp:
             clock=self._clock,
             rng=rng,
         )
-        self._http = HttpServer(Routes(self.door)) if config.http_listen else None
+        self._http = HttpServer(Routes(self.door), tls) if config.http_listen else None
         self._lease = LeaseSession(store, ttl_s=config.lease_ttl_s)
 
     def _service_levels(self) -> ServiceLevels:

@@ -29,5 +29,6 @@ class RouterConfig(ServiceSettings):
         super().__post_init__()
         if self.http_listen:
             check_listen(self.http_listen, "--http-listen")
+            self.check_tls(self.http_listen, "--http-listen")
         if not self.adapter_store:
             raise ConfigError("--adapter-store: must name a folder")

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from manylora_shared.sampling import Sampling
 
-from manylora.cli.output import connect, run, usage_error, write
+from manylora.cli.output import connect, run, trust, usage_error, write
 from manylora.cli.sampling_options import with_sampling_options
 
 DEFAULT_SERVER = "127.0.0.1:7070"
@@ -27,6 +27,8 @@ app = typer.Typer(
 tenant_app = typer.Typer(help="Tenants and their policies.", no_args_is_help=True)
 key_app = typer.Typer(help="API keys: who may call, and for whom.", no_args_is_help=True)
 adapter_app = typer.Typer(help="Adapters in tenants' namespaces.", no_args_is_help=True)
+certs_app = typer.Typer(help="Certificates for TLS.", no_args_is_help=True)
+app.add_typer(certs_app, name="certs")
 app.add_typer(tenant_app, name="tenant")
 app.add_typer(key_app, name="key")
 app.add_typer(adapter_app, name="adapter")
@@ -64,7 +66,16 @@ def _show_version(is_asked: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show it.")] = False,
-) -> None: ...
+    tls_ca: Annotated[
+        str | None,
+        typer.Option(
+            envvar="MANYLORA_TLS_CA",
+            metavar="FILE",
+            help="Who signs the router's certificate (PEM), or `system`; default: a local cluster's, else plain text.",
+        ),
+    ] = None,
+) -> None:
+    trust(tls_ca)
 
 
 Server = Annotated[str, typer.Option(envvar="MANYLORA_SERVER", metavar="HOST:PORT", help="The router to talk to.")]
@@ -130,6 +141,9 @@ def up(
     workers: Annotated[int, typer.Option(min=1, max=64)] = 1,
     routers: Annotated[int, typer.Option(min=1, max=64)] = 1,
     schedulers: Schedulers = 1,
+    tls: Annotated[
+        bool, typer.Option("--tls", help="TLS on every port, by an authority made in the data folder (tls/ca.pem).")
+    ] = False,
     device: Annotated[
         str,
         typer.Option(
@@ -183,11 +197,26 @@ def up(
         kv_cache_mb=kv_cache_mb,
         max_lora_rank=max_lora_rank,
         schedulers=schedulers,
+        tls=tls,
         sequence_slots=sequence_slots,
         device_adapter_mb=device_adapter_mb,
         drain_s=drain_s,
     )
     run(cluster.up(options, tenants), as_json=False)
+
+
+@certs_app.command("init")
+def certs_init(
+    folder: Annotated[Path, typer.Argument(file_okay=False, help="Where ca.pem, service.pem and their keys lie.")],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A host name or address of a service; may be repeated. localhost is in it."),
+    ] = None,
+) -> None:
+    """Make an authority where the folder has none, and a new certificate by it; services take it without a restart."""
+    from manylora.cli import certificates
+
+    certificates.init(folder, host or [])
 
 
 @app.command()

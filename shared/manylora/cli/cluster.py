@@ -118,7 +118,7 @@ async def _run_demo(cluster: LocalCluster) -> measure.Report:
 
 
 def _client(cluster: LocalCluster) -> Client:
-    return Client(cluster.router, key=read_key(cluster.key_file))
+    return Client(cluster.router, key=read_key(cluster.key_file), tls_ca=cluster.tls_ca)
 
 
 def _show_report(report: measure.Report, *, as_json: bool) -> None:

@@ -71,18 +71,29 @@ class Target:
 
     server: str
     key: str | None
+    tls_ca: str | None = None  # likewise
 
     def client(self, *, tenant: str = "") -> Client:
         from manylora.client import Client
 
         try:
-            return Client(self.server, key=self.key, tenant=tenant)
+            return Client(self.server, key=self.key, tenant=tenant, tls_ca=self.tls_ca)
         except OSError as error:
             raise usage_error(f"the key of the cluster at {self.server} cannot be read: {error}") from None
+        except ValueError as error:
+            raise usage_error(f"--tls-ca: {error}") from None
+
+
+_trusted: str | None = None  # what --tls-ca said, before the command
+
+
+def trust(tls_ca: str | None) -> None:
+    global _trusted
+    _trusted = tls_ca
 
 
 def connect(server: str, key: str | None) -> Target:
-    return Target(server, key or None)
+    return Target(server, key or None, _trusted)
 
 
 def usage_error(message: str) -> typer.Exit:

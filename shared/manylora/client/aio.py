@@ -27,6 +27,7 @@ from manylora_shared.tenancy.identity import bearer
 from manylora_shared.transport.base import Channel, Method, Stream, Transport, methods_of
 from manylora_shared.transport.grpc_transport import UNREACHABLE, GrpcTransport
 from manylora_shared.transport.handling import check_size
+from manylora_shared.transport.tls import Tls
 
 from manylora.client.answers import Collector, Event, RequestFailed, Result
 from manylora.client.cluster import (
@@ -39,7 +40,7 @@ from manylora.client.cluster import (
     TenantInfo,
     VerifiedAdapter,
 )
-from manylora.client.credentials import find_key
+from manylora.client.credentials import find_ca, find_key, trusting
 from manylora.client.folder import AdapterFolder
 from manylora.client.messages import (
     adapter_from,
@@ -416,6 +417,9 @@ class Client:
             address; empty: none.
         tenant: of requests where a call names none. Only a gateway's key needs it.
         retry: see RetryPolicy; None switches it off.
+        tls_ca: the PEM file of who signs the server's certificate, or `system` for whom this machine trusts; None:
+            MANYLORA_TLS_CA's, or that of the local cluster at this address; empty: plain text. A file that cannot be
+            read is a ValueError.
         transport: the default speaks gRPC.
     """
 
@@ -426,14 +430,15 @@ class Client:
         key: str | None = None,
         tenant: str = "",
         retry: RetryPolicy | None = DEFAULT_RETRY,
+        tls_ca: str | None = None,
         transport: Transport | None = None,
     ) -> None:
         self.server = server
         self._tenant = tenant
         credentials = find_key(server) if key is None else key
-        self._caller = _Caller(
-            server, (transport or GrpcTransport()).connect(server), credentials, retry, random.Random()
-        )
+        trusted = find_ca(server) if tls_ca is None else tls_ca
+        transport = transport or GrpcTransport(tls=Tls(trusting(trusted)) if trusted else None)
+        self._caller = _Caller(server, transport.connect(server), credentials, retry, random.Random())
         self.tenants = Tenants(self._caller)
         self.keys = Keys(self._caller)
         self.adapters = Adapters(self._caller)

@@ -8,8 +8,11 @@ import os
 from pathlib import Path
 
 from manylora_shared.process.config import environment
+from manylora_shared.transport.tls import TlsFiles
 
 KEY_VARIABLE = "MANYLORA_KEY"
+CA_VARIABLE = "MANYLORA_TLS_CA"
+SYSTEM_CA = "system"  # in place of a file: whom this machine trusts
 _MAX_KEY_CHARS = 256
 
 
@@ -18,11 +21,30 @@ def find_key(server: str) -> str:
     key = environment().get(KEY_VARIABLE, "").strip()
     if key:
         return key
+    noted = _noted(server)
+    return read_key(noted[0]) if noted and noted[0].exists() else ""
+
+
+def find_ca(server: str) -> str:
+    """As `find_key`; empty: plain text."""
+    given = environment().get(CA_VARIABLE, "").strip()
+    if given:
+        return given
+    noted = _noted(server)
+    return str(noted[1]) if len(noted) > 1 else ""
+
+
+def trusting(ca: str) -> TlsFiles:
+    """What `find_ca` gave."""
+    return TlsFiles(ca=None if ca == SYSTEM_CA else Path(ca))
+
+
+def _noted(server: str) -> list[Path]:
+    """The files of the key and, where it has TLS, of the authority of a local cluster; empty: none is known there."""
     try:
-        path = Path(_note(server).read_text(encoding="utf-8"))
+        return [Path(line) for line in _note(server).read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError):
-        return ""  # no note: no local cluster is known at this address
-    return read_key(path) if path.exists() else ""
+        return []
 
 
 def read_key(path: Path) -> str:
@@ -31,19 +53,19 @@ def read_key(path: Path) -> str:
         return file.read(_MAX_KEY_CHARS).strip()
 
 
-def write_note(server: str, key_file: Path) -> None:
+def write_note(server: str, key_file: Path, ca_file: Path | None = None) -> None:
     """Raises OSError."""
     note = _note(server)
     note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     draft = note.with_name(f"{note.name}.{os.getpid()}")
-    draft.write_text(str(key_file), encoding="utf-8")
+    draft.write_text("\n".join(str(path) for path in (key_file, ca_file) if path is not None), encoding="utf-8")
     draft.replace(note)
 
 
 def remove_note(server: str, key_file: Path) -> None:
     """Unless another cluster took it over. Raises OSError."""
     note = _note(server)
-    if note.exists() and note.read_text(encoding="utf-8") == str(key_file):
+    if _noted(server)[:1] == [key_file]:
         note.unlink()
 
 

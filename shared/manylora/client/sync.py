@@ -204,10 +204,11 @@ class SyncClient:
         key: str | None = None,
         tenant: str = "",
         retry: RetryPolicy | None = DEFAULT_RETRY,
+        tls_ca: str | None = None,
         transport: Transport | None = None,
     ) -> None:
         self._thread = _LoopThread()
-        self._client = self._thread.run(_connect(server, key, tenant, retry, transport))
+        self._client = self._thread.run(_connect(server, key, tenant, retry, tls_ca, transport))
         self.tenants = SyncTenants(self._thread, self._client)
         self.keys = SyncKeys(self._thread, self._client)
         self.adapters = SyncAdapters(self._thread, self._client)
@@ -244,9 +245,14 @@ class SyncClient:
 
 
 async def _connect(
-    server: str, key: str | None, tenant: str, retry: RetryPolicy | None, transport: Transport | None
+    server: str,
+    key: str | None,
+    tenant: str,
+    retry: RetryPolicy | None,
+    tls_ca: str | None,
+    transport: Transport | None,
 ) -> Client:
-    return Client(server, key=key, tenant=tenant, retry=retry, transport=transport)
+    return Client(server, key=key, tenant=tenant, retry=retry, tls_ca=tls_ca, transport=transport)
 
 
 async def _next(stream: GenerateStream) -> Event | None:

@@ -7,6 +7,7 @@ router's address) and lock. What dies is started again with its id, data and add
 from __future__ import annotations
 
 import asyncio
+import datetime
 import fcntl
 import functools
 import os
@@ -24,6 +25,7 @@ from manylora_shared.process.cores import num_cores
 
 from manylora.client import Client, ClusterStatus, RequestFailed
 from manylora.client.credentials import read_key, remove_note, write_note
+from manylora.local import certs
 from manylora.local.child import Child, ChildFailed, Notify
 
 ETCD = "etcd"
@@ -61,6 +63,7 @@ class ClusterOptions:
     quantization: str = "none"
     kv_cache_mb: int | None = None
     max_lora_rank: int | None = None
+    tls: bool = False
     schedulers: int = 1
     sequence_slots: int | None = None
     device_adapter_mb: int | None = None
@@ -115,6 +118,19 @@ class LocalCluster:
         return self._data / "operator.key"
 
     @property
+    def tls_folder(self) -> Path:
+        return self._data / "tls"
+
+    @property
+    def ca_file(self) -> Path | None:
+        return self.tls_folder / certs.CA if self.options.tls else None
+
+    @property
+    def tls_ca(self) -> str:
+        """For a client."""
+        return str(self.ca_file or "")
+
+    @property
     def pids(self) -> dict[str, int]:
         return {name: child.pid for name, child in self.children.items()}
 
@@ -163,7 +179,7 @@ class LocalCluster:
         """Raises ClusterFailed."""
         key = read_key(self.key_file)
         for address in self.router_addresses:
-            async with Client(address, key=key, retry=None) as client:
+            async with Client(address, key=key, retry=None, tls_ca=self.tls_ca) as client:
                 seen = "it does not answer"
                 try:
                     async with asyncio.timeout(timeout_s):
@@ -198,6 +214,8 @@ class LocalCluster:
         self._lock = lock
 
     async def _start_all(self) -> None:
+        if self.options.tls:
+            self._make_certificates()
         if self._etcd:
             await self._find_etcd()
         else:
@@ -224,7 +242,7 @@ class LocalCluster:
     def _note_key(self) -> None:
         try:
             for address in self.router_addresses:
-                write_note(address, self.key_file)
+                write_note(address, self.key_file, self.ca_file)
         except OSError as error:
             self._notify(
                 f"clients will not find the key by themselves ({error}): set MANYLORA_KEY from {self.key_file}"
@@ -336,7 +354,20 @@ class LocalCluster:
         ]
 
     def _common(self, listen: str) -> list[str]:
-        return [f"--listen={listen}", f"--etcd={self._etcd}"]
+        return [f"--listen={listen}", f"--etcd={self._etcd}", *self._tls_flags()]
+
+    def _tls_flags(self) -> list[str]:
+        if not self.options.tls:
+            return []
+        named = {"tls-cert": certs.CERT, "tls-key": certs.KEY, "tls-ca": certs.CA}
+        return [f"--{flag}={self.tls_folder / file}" for flag, file in named.items()]
+
+    def _make_certificates(self) -> None:
+        """New ones at every start: they are of this machine alone, and last a year."""
+        try:
+            certs.make(self.tls_folder, [], datetime.datetime.now(datetime.UTC))
+        except (OSError, ValueError) as e:
+            raise ClusterFailed(f"no certificate could be made in {self.tls_folder}: {e}") from e
 
     def _log(self, name: str) -> Path:
         return self._data / "logs" / f"{name}.log"

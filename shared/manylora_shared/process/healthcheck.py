@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from manylora_shared.transport.tls import Tls, TlsFiles
 
-def check(address: str, timeout_s: float) -> str:
+
+def check(address: str, timeout_s: float, tls: Tls | None = None) -> str:
     """Raises grpc.RpcError."""
-    with grpc.insecure_channel(address) as channel:
+    dialled = grpc.insecure_channel(address) if tls is None else grpc.secure_channel(address, tls.channel_credentials())
+    with dialled as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         response = stub.Check(health_pb2.HealthCheckRequest(service=""), timeout=timeout_s, wait_for_ready=True)
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
@@ -24,9 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("address", metavar="HOST:PORT")
     parser.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS")
+    for name in ("cert", "key", "ca"):
+        parser.add_argument(f"--tls-{name}", type=Path, metavar="FILE", help="as the service's own")
     arguments = parser.parse_args(argv)
+    files = TlsFiles(arguments.tls_cert, arguments.tls_key, arguments.tls_ca)
     try:
-        answer = check(arguments.address, arguments.timeout)
+        answer = check(arguments.address, arguments.timeout, Tls(files) if files.all else None)
     except grpc.RpcError as error:
         print(f"{arguments.address}: {error.code().name}: {error.details()}", file=sys.stderr)
         return 1

@@ -21,8 +21,10 @@ from manylora_shared.process.settings import ServiceSettings
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import Transport
 from manylora_shared.transport.grpc_transport import GrpcTransport
+from manylora_shared.transport.tls import Tls
 
 _LOG = logging.getLogger(__name__)
+_RENEW_EVERY_S = 2.0  # between two looks at the certificates' files
 _SAY_EVERY_S = 10.0
 
 
@@ -56,6 +58,7 @@ class Parts:
     store: Store
     telemetry: Telemetry
     rng: random.Random
+    tls: Tls | None
 
 
 async def look_for_etcd(settings: ServiceSettings) -> None:
@@ -74,13 +77,17 @@ async def serve(
     *,
     instance_id: str = "",
     acceptors: int = 1,
+    asks_clients: bool = True,
 ) -> bool:
     """Runs a service until SIGTERM or SIGINT. Returns whether it was told to end.
 
     Args:
         instance_id: the configured one; empty: none is.
         acceptors: see GrpcTransport.
+        asks_clients: whether who calls must show a certificate, where --tls-ca says whose.
     """
+    files = settings.tls_files
+    tls = Tls(files, asks_clients=asks_clients and files.ca is not None) if files is not None else None
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -99,9 +106,20 @@ async def serve(
         ending.push_async_callback(store.close)
         silence = asyncio.create_task(_say_while_silent(store, settings.etcd), name="etcd's silence")
         ending.callback(silence.cancel)
-        app = await build(Parts(GrpcTransport(acceptors=acceptors), store, telemetry, random.SystemRandom()))
+        if tls is not None:
+            renewing = asyncio.create_task(_renew(tls), name="certificates")
+            ending.callback(renewing.cancel)
+        app = await build(
+            Parts(GrpcTransport(acceptors=acceptors, tls=tls), store, telemetry, random.SystemRandom(), tls)
+        )
         ending.push_async_callback(app.stop)
         return await _until_stopped(service, app, stop_wanted)
+
+
+async def _renew(tls: Tls) -> None:
+    while True:
+        await asyncio.sleep(_RENEW_EVERY_S)
+        await asyncio.to_thread(tls.refresh)
 
 
 async def _say_while_silent(store: Store, endpoints: str) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from manylora_shared.address import is_any_host, parse_address
+from manylora_shared.address import is_any_host, is_loopback, parse_address
 from manylora_shared.process.config import ConfigError, check_bounds, check_listen, setting
+from manylora_shared.transport.tls import TlsFiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,13 +17,42 @@ class ServiceSettings:
     advertise: str = setting("", "host:port that others dial; empty: the bound one")
     etcd: str = setting("127.0.0.1:2379", "etcd's endpoints, comma-separated host:port")
     lease_ttl_s: int = setting(2, "how long others take a silent service for alive", at_least=2)
+    tls_cert: str = setting("", "PEM file of this service's certificate and its chain; empty: plain text")
+    tls_key: str = setting("", "PEM file of the certificate's key")
+    tls_ca: str = setting("", "PEM file of who signs the other services' certificates, which they must show")
+    allow_plain_text: bool = setting(
+        False, "serve without TLS beyond this machine: keys, prompts and answers can be read on the way"
+    )
     otlp_endpoint: str = setting("", "OTLP gRPC receiver of traces, host:port; empty: none")
     trace_file: str = setting("", "file to append traces to, one JSON object a line; empty: none")
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "on stderr")
 
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        if not self.tls_cert:
+            return None
+        return TlsFiles(Path(self.tls_cert), Path(self.tls_key), Path(self.tls_ca) if self.tls_ca else None)
+
+    def check_tls(self, listen: str, flag: str) -> None:
+        """Raises ConfigError."""
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ConfigError("--tls-cert and --tls-key: go together")
+        if self.tls_ca and not self.tls_cert:
+            raise ConfigError("--tls-ca: needs --tls-cert and --tls-key")
+        host = listen.rpartition(":")[0]
+        if not self.tls_cert and not self.allow_plain_text and not is_loopback(host):
+            raise ConfigError(
+                f"{flag}: {listen} can be reached from elsewhere, so it needs --tls-cert and --tls-key; "
+                "--allow-plain-text goes without, and then keys and prompts can be read on the way"
+            )
+
     def __post_init__(self) -> None:
         check_listen(self.listen)
         check_bounds(self)
+        self._check_advertise()
+        self.check_tls(self.listen, "--listen")
+
+    def _check_advertise(self) -> None:
         if not self.advertise:
             if is_any_host(self.listen.rpartition(":")[0]):
                 raise ConfigError(f"--advertise: must be set, for nobody can dial {self.listen}")

@@ -10,6 +10,7 @@ import asyncio
 import errno
 import logging
 import socket
+import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -35,6 +36,7 @@ from manylora_shared.transport.handling import (
 from manylora_shared.transport.health import Health
 from manylora_shared.transport.places import Places
 from manylora_shared.transport.status import DETAILS_KEY, decode_error, encode_details, message_of
+from manylora_shared.transport.tls import Tls
 
 _LOG = logging.getLogger(__name__)
 
@@ -327,10 +329,11 @@ class GrpcServer:
 
 
 class GrpcStream:
-    __slots__ = ("_answered", "_call", "_method", "_sending_closed")
+    __slots__ = ("_answered", "_call", "_channel", "_method", "_sending_closed")
 
-    def __init__(self, call: Any, method: Method) -> None:
+    def __init__(self, call: Any, method: Method, channel: Any) -> None:
         self._call = call
+        self._channel = channel  # which ends with the last that holds it
         self._method = method
         self._sending_closed = not method.client_streaming
         self._answered = False  # its one response was read, where there is no response stream
@@ -414,12 +417,27 @@ def _client_error(error: BaseException) -> BaseException:
 
 
 class GrpcChannel:
-    def __init__(self, address: str, options: Options = _CLIENT) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=options)
+    def __init__(self, address: str, options: Options = _CLIENT, tls: Tls | None = None) -> None:
+        self._address = address
+        self._options = options
+        self._tls = tls
+        self._generation = tls.generation if tls is not None else 0
+        self._channel = self._dial()
+        self._left: weakref.WeakSet[Any] = weakref.WeakSet()  # earlier certificates' channels, while calls use them
         self._multicallables: dict[str, Any] = {}
         self._closed = False
 
+    def _dial(self) -> Any:
+        if self._tls is None:
+            return grpc.aio.insecure_channel(self._address, options=self._options)
+        return grpc.aio.secure_channel(self._address, self._tls.channel_credentials(), options=self._options)
+
     def _multicallable(self, method: Method) -> Any:
+        if self._tls is not None and self._tls.generation != self._generation and not self._closed:
+            self._generation = self._tls.generation
+            self._left.add(self._channel)
+            self._channel = self._dial()
+            self._multicallables.clear()
         found = self._multicallables.get(method.path)
         if found is None:
             if self._closed:
@@ -463,7 +481,7 @@ class GrpcChannel:
         call = self._multicallable(method)(
             *arguments, timeout=timeout, metadata=tuple(metadata.items()) if metadata else None
         )
-        return GrpcStream(call, method)
+        return GrpcStream(call, method, self._channel)
 
     def is_ready(self) -> bool:
         """Starts a connection where none stands."""
@@ -483,7 +501,8 @@ class GrpcChannel:
     async def close(self) -> None:
         self._closed = True
         self._multicallables.clear()
-        await self._channel.close()
+        for channel in (self._channel, *self._left):
+            await channel.close()
 
 
 class GrpcTransport:
@@ -491,10 +510,12 @@ class GrpcTransport:
     Args:
         acceptors: grpc's servers on one port. Each takes one call in a turn of the event loop, so with k of them a
             caller's burst holds up one k-th of the other connections.
+        tls: of servers and channels; None: plain text.
     """
 
-    def __init__(self, *, acceptors: int = 1) -> None:
+    def __init__(self, *, acceptors: int = 1, tls: Tls | None = None) -> None:
         self._num_acceptors = acceptors
+        self._tls = tls
 
     async def serve(self, address: str, services: Sequence[Service]) -> GrpcServer:
         host, port = parse_address(address)
@@ -518,7 +539,11 @@ class GrpcTransport:
             for _ in range(self._num_acceptors):
                 acceptor = grpc.aio.server(options=(*_SERVER, ("grpc.so_reuseport", int(self._num_acceptors > 1))))
                 acceptor.add_generic_rpc_handlers(generic_handlers)
-                port = acceptor.add_insecure_port(join_address(host, port))
+                bound = join_address(host, port)
+                if self._tls is None:
+                    port = acceptor.add_insecure_port(bound)
+                else:
+                    port = acceptor.add_secure_port(bound, self._tls.server_credentials())
                 acceptors.append(acceptor)
         except (RuntimeError, OSError) as e:
             raise OSError(errno.EADDRNOTAVAIL, f"cannot listen on {address}: {e}") from e
@@ -533,7 +558,7 @@ class GrpcTransport:
         return GrpcServer(acceptors, join_address(host, port), health, handlers, upkeep)
 
     def connect(self, address: str) -> GrpcChannel:
-        return GrpcChannel(join_address(*parse_address(address)))
+        return GrpcChannel(join_address(*parse_address(address)), tls=self._tls)
 
 
 def _check_unused(host: str, port: int) -> None:

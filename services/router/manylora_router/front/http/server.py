@@ -15,6 +15,7 @@ from manylora_shared.address import join_address, parse_address
 from manylora_shared.coordination.session import first_of
 from manylora_shared.transport.connections import SWEEP_S, room
 from manylora_shared.transport.places import Places
+from manylora_shared.transport.tls import Tls
 
 from manylora_router.front.http import connection
 from manylora_router.front.http.connection import LimitedProtocol
@@ -38,8 +39,9 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """States: made, serving, stopped."""
 
-    def __init__(self, routes: Routes) -> None:
+    def __init__(self, routes: Routes, tls: Tls | None = None) -> None:
         self._routes = routes
+        self._tls = tls
         self._capacity = min(connection.MAX_CONNECTIONS, room() // 2)
         self._places = Places(self._capacity, kept=min(connection.KEPT_CONNECTIONS, self._capacity // 2))
         self._keeping: asyncio.Task[None] | None = None
@@ -51,6 +53,7 @@ class HttpServer:
         """Port 0: any free one. Raises OSError where the address cannot be bound."""
         bound = _bind(listen)
         self.address = join_address(parse_address(listen)[0], bound.getsockname()[1])
+        context = self._tls.server_context() if self._tls is not None else None
         config = uvicorn.Config(
             self._routes,
             http=functools.partial(LimitedProtocol, places=self._places),  # type: ignore[arg-type]
@@ -63,6 +66,7 @@ class HttpServer:
             proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
             backlog=_BACKLOG,
+            ssl_context_factory=(lambda config, default: context) if context is not None else None,
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[bound]), name="http")
