@@ -102,6 +102,9 @@ GenerationConfigOption = Annotated[
     typer.Option(help="Sampling where a request sets none: the model's generation_config.json's, or nobody's."),
 ]
 Schedulers = Annotated[int, typer.Option(min=1, max=8, help="One leads, the others stand by.")]
+WithTls = Annotated[
+    bool, typer.Option("--tls", help="TLS on every port, by an authority made in the data folder (tls/ca.pem).")
+]
 SequenceSlots = Annotated[
     int | None,
     typer.Option(min=1, max=512, help="Sequences that run together, a worker; default: the worker's choice."),
@@ -141,9 +144,7 @@ def up(
     workers: Annotated[int, typer.Option(min=1, max=64)] = 1,
     routers: Annotated[int, typer.Option(min=1, max=64)] = 1,
     schedulers: Schedulers = 1,
-    tls: Annotated[
-        bool, typer.Option("--tls", help="TLS on every port, by an authority made in the data folder (tls/ca.pem).")
-    ] = False,
+    tls: WithTls = False,
     device: Annotated[
         str,
         typer.Option(
