@@ -102,6 +102,9 @@ GenerationConfigOption = Annotated[
     typer.Option(help="Sampling where a request sets none: the model's generation_config.json's, or nobody's."),
 ]
 Schedulers = Annotated[int, typer.Option(min=1, max=8, help="One leads, the others stand by.")]
+KvCacheMb = Annotated[
+    int | None, typer.Option(min=1, help="Memory for keys and values, a worker; default: the worker's choice.")
+]
 WithTls = Annotated[
     bool, typer.Option("--tls", help="TLS on every port, by an authority made in the data folder (tls/ca.pem).")
 ]
@@ -166,9 +169,7 @@ def up(
         str, typer.Option(help="Compute type of the workers; default: float32 on the CPU, bfloat16 elsewhere.")
     ] = "",
     quantization: Annotated[Quantization, typer.Option(help="Of the base model's weights.")] = Quantization.NONE,
-    kv_cache_mb: Annotated[
-        int | None, typer.Option(min=1, help="Memory for keys and values, a worker; default: the worker's choice.")
-    ] = None,
+    kv_cache_mb: KvCacheMb = None,
     max_lora_rank: Annotated[
         int | None, typer.Option(min=1, help="Greatest rank of an adapter; default: the worker's choice.")
     ] = None,
