@@ -27,7 +27,6 @@ from manylora_shared.tenancy.identity import bearer
 from manylora_shared.transport.base import Channel, Method, Stream, Transport, methods_of
 from manylora_shared.transport.grpc_transport import UNREACHABLE, GrpcTransport
 from manylora_shared.transport.handling import check_size
-from manylora_shared.transport.tls import Tls
 
 from manylora.client.answers import Collector, Event, RequestFailed, Result
 from manylora.client.cluster import (
@@ -417,9 +416,8 @@ class Client:
             address; empty: none.
         tenant: of requests where a call names none. Only a gateway's key needs it.
         retry: see RetryPolicy; None switches it off.
-        tls_ca: the PEM file of who signs the server's certificate, or `system` for whom this machine trusts; None:
-            MANYLORA_TLS_CA's, or that of the local cluster at this address; empty: plain text. A file that cannot be
-            read is a ValueError.
+        tls_ca: the PEM file of who signs the server's certificate, or `system`: whom this machine trusts; None:
+            MANYLORA_TLS_CA's, or the local cluster's; empty: plain text. ValueError where it cannot be read.
         transport: the default speaks gRPC.
     """
 
@@ -436,8 +434,7 @@ class Client:
         self.server = server
         self._tenant = tenant
         credentials = find_key(server) if key is None else key
-        trusted = find_ca(server) if tls_ca is None else tls_ca
-        transport = transport or GrpcTransport(tls=Tls(trusting(trusted)) if trusted else None)
+        transport = transport or GrpcTransport(tls=trusting(find_ca(server) if tls_ca is None else tls_ca))
         self._caller = _Caller(server, transport.connect(server), credentials, retry, random.Random())
         self.tenants = Tenants(self._caller)
         self.keys = Keys(self._caller)

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from manylora_shared.process.config import environment
-from manylora_shared.transport.tls import TlsFiles
+from manylora_shared.transport.tls import Tls, TlsFiles
 
 KEY_VARIABLE = "MANYLORA_KEY"
 CA_VARIABLE = "MANYLORA_TLS_CA"
@@ -34,9 +34,11 @@ def find_ca(server: str) -> str:
     return str(noted[1]) if len(noted) > 1 else ""
 
 
-def trusting(ca: str) -> TlsFiles:
-    """What `find_ca` gave."""
-    return TlsFiles(ca=None if ca == SYSTEM_CA else Path(ca))
+def trusting(ca: str) -> Tls | None:
+    """What `find_ca` gave. Raises TlsError."""
+    if not ca:
+        return None
+    return Tls(TlsFiles(ca=None if ca == SYSTEM_CA else Path(ca)))
 
 
 def _noted(server: str) -> list[Path]:
