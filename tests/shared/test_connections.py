@@ -121,8 +121,17 @@ async def test_what_ended_is_forgotten_and_a_later_one_of_its_name_is_a_stranger
             assert not [seen for seen in found._files.values() if seen.peer is not None], "of another port"
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:0", "[::1]:0"])
-async def test_grpc_names_a_connection_as_its_socket_does(address: str) -> None:
+@pytest.mark.parametrize(
+    ("address", "dialled"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("[::1]", "[::1]"),
+        ("0.0.0.0", "127.0.0.1"),
+        ("[::]", "127.0.0.1"),
+        ("[::]", "[::1]"),
+    ],
+)
+async def test_grpc_names_a_connection_as_its_socket_does(address: str, dialled: str) -> None:
     peers: list[str] = []
 
     async def unary(request: object, call: ServerCall) -> object:
@@ -130,13 +139,13 @@ async def test_grpc_names_a_connection_as_its_socket_does(address: str) -> None:
         return text("")
 
     try:
-        server = await GrpcTransport().serve(address, [echo_service(Unary=unary)])
+        server = await GrpcTransport().serve(f"{address}:0", [echo_service(Unary=unary)])
     except OSError:
         pytest.skip("there is no IPv6 here")
-    channel = GrpcTransport().connect(server.address)
+    port = int(server.address.rpartition(":")[2])
+    channel = GrpcTransport().connect(f"{dialled}:{port}")
     try:
         await channel.call(METHODS["Unary"], text(""))
-        port = int(server.address.rpartition(":")[2])
         found = [peer for fd in map(int, os.listdir("/dev/fd")) if (peer := module._peer_of(fd, port)) is not None]
         assert found == peers
     finally:
