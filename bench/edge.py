@@ -8,7 +8,8 @@ assault from a process of its own:
     crowded-messages  32 at a time, with the key, of a request's size and 500,000 chat messages
     half-messages     4,000 calls with the key and all but the end of a message of 1 MiB
     calls             64 closed loops of small calls without a key
-    long-metadata     the same, each with another key of 14 kB
+    storm             4,000 such calls under way at any time, each again when it was refused
+    long-metadata     64 closed loops, each with another key of 14 kB
     unread            16,600 calls without a key that are never read
     open-calls        16,600 calls of one tenant's key
     uploads           64 uploads of one tenant's key that send no file

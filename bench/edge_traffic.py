@@ -89,6 +89,30 @@ async def calls(assault: Assault) -> None:
     await assault.loops(64, lambda channel: channel.unary_stream(GENERATE)(SMALL).read())
 
 
+async def storm(assault: Assault) -> None:
+    """As many calls without a key as come through, 500 at a time on each connection."""
+    host, port = parse_address(assault.address)
+    loop = asyncio.get_running_loop()
+    headers = {":method": "POST", ":scheme": "http", ":path": GENERATE, ":authority": "router", "te": "trailers"}
+    block = _header_block({**headers, "content-type": "application/grpc"})
+
+    async def opened() -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                _, connection = await loop.create_connection(_Idle, host, port)
+                sent = 0
+                while not connection.ended.done() and sent < 1 << 24:
+                    while sent - len(connection.reset) < 500:
+                        connection.send(1, 5, 2 * sent + 1, block)
+                        sent += 1
+                    connection.moved.clear()
+                    await connection.moved.wait()
+                    assault.outcomes["refused"] += len(connection.reset) - connection.counted
+                    connection.counted = len(connection.reset)
+
+    await asyncio.gather(*(opened() for _ in range(_CHANNELS)))
+
+
 async def long_metadata(assault: Assault) -> None:
     rng = random.Random(1)
 
@@ -194,7 +218,8 @@ class _Idle(asyncio.Protocol):
         self.reset: set[int] = set()
         self._window = collections.Counter({0: 65_535})
         self._first_window = 65_535
-        self._moved = asyncio.Event()
+        self.moved = asyncio.Event()
+        self.counted = 0
         self._unread = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -203,7 +228,7 @@ class _Idle(asyncio.Protocol):
         self.send(4, 0, 0)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._moved.set()
+        self.moved.set()
         if not self.ended.done():
             self.ended.set_result(None)
 
@@ -218,8 +243,8 @@ class _Idle(asyncio.Protocol):
                 while min(self._window[0], self._window[stream]) < size_bytes:
                     if stream in self.reset or self.ended.done():
                         return False
-                    self._moved.clear()
-                    await self._moved.wait()
+                    self.moved.clear()
+                    await self.moved.wait()
                 self._window[0] -= size_bytes
                 self._window[stream] -= size_bytes
                 return True
@@ -242,10 +267,10 @@ class _Idle(asyncio.Protocol):
             self.send(4, 1, 0)
         elif kind == 8:
             self._window[stream] += int.from_bytes(data, "big")
-            self._moved.set()
+            self.moved.set()
         elif kind == 3 or (kind == 1 and flags & 1):  # it was reset, or has its status
             self.reset.add(stream)
-            self._moved.set()
+            self.moved.set()
 
 
 async def http_connections(assault: Assault) -> None:
@@ -292,6 +317,7 @@ ASSAULTS: dict[str, Callable[[Assault], Awaitable[None]]] = {
     "crowded-messages": crowded_messages,
     "half-messages": half_messages,
     "calls": calls,
+    "storm": storm,
     "long-metadata": long_metadata,
     "unread": unread,
     "open-calls": open_calls,
