@@ -72,7 +72,7 @@ from manylora_scheduler.core.events import (
 from manylora_scheduler.core.flows import AGING_PER_S, Flows
 from manylora_scheduler.core.reports import FlowTokens, Residency, StartedRequest, WorkerReport
 from manylora_scheduler.core.request import FlowKey, QueuedRequest
-from manylora_scheduler.serving.clock_codec import encode
+from manylora_scheduler.serving.clock_codec import Legacy, encode
 from manylora_shared.fairness.fair_queue import FairQueue
 from manylora_shared.fairness.seam import Rank
 from manylora_shared.ids import AdapterUid, QosClass, RequestId, RouterId, TenantId, WorkerId
@@ -248,7 +248,7 @@ class Cluster:
         with collector_paused():
             snapshot = self.core.clock_snapshot()
         taken = time.process_time()
-        size = sum(map(len, encode(snapshot)))
+        size = sum(map(len, encode(Legacy(snapshot, {}))))
         return {
             "snapshot_entries": snapshot.size,
             "snapshot_kb": round(size / 1024, 1),

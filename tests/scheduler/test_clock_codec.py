@@ -6,30 +6,30 @@ import random
 import zlib
 
 import pytest
-from manylora_scheduler.core.succession import ClockSnapshot
 from manylora_scheduler.serving import clock_codec
-from manylora_scheduler.serving.clock_codec import decode, encode
+from manylora_scheduler.serving.clock_codec import Legacy, decode, encode
 from manylora_shared.fairness.queue_succession import FlowSnapshot, Snapshot
 from manylora_shared.ids import QosClass, RequestId
 
 from tests.scheduler.helpers import flow
 
 
-def some_snapshot(seed: int) -> ClockSnapshot:
+def some_legacy(seed: int) -> Legacy:
     rng = random.Random(seed)
     flows = [flow(f"t{i}", rng.choice(list(QosClass))) for i in range(rng.randrange(40))]
     known = [FlowSnapshot(f, rng.randint(1, 9), rng.getrandbits(70), rng.random() < 0.5) for f in flows[::2]]
     reserved = [(RequestId(f"r{i}"), rng.choice(flows), rng.randrange(1000)) for i in range(rng.randrange(9)) if flows]
     counted = {f"w{i}": {f: rng.randrange(10**9) for f in flows if rng.random() < 0.5} for i in range(3)}
-    return Snapshot(rng.getrandbits(70), tuple(known), tuple(reserved), counted)
+    settled = {f: rng.randrange(1, 10**9) for f in flows if rng.random() < 0.5}
+    return Legacy(Snapshot(rng.getrandbits(70), tuple(known), tuple(reserved), counted), settled)
 
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
 def test_a_clock_comes_back_from_its_bytes(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(clock_codec, "ENTRIES_PER_STEP", step)
     for seed in range(40):
-        snapshot = some_snapshot(seed)
-        assert decode(b"".join(encode(snapshot))) == snapshot
+        legacy = some_legacy(seed)
+        assert decode(b"".join(encode(legacy))) == legacy
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,7 @@ def test_a_clock_comes_back_from_its_bytes(monkeypatch: pytest.MonkeyPatch, step
         '{"clock":1}\n{"flows":[["t","batch",-1,1,true]]}',
         '{"clock":1}\n{"flows":[["t","batch",1,1e999,true]]}',
         '{"clock":' + "[" * 100_000,
+        '{"clock":1}\n{"settled":[[0,1]]}',
         '{"clock":1}\n{"more":[]}',
     ],
 )
@@ -62,7 +63,7 @@ def test_what_is_no_clock_is_refused(text: str) -> None:
 
 
 def test_a_clock_is_not_larger_than_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = b"".join(encode(some_snapshot(1)))
+    whole = b"".join(encode(some_legacy(1)))
     monkeypatch.setattr(clock_codec, "MAX_BYTES", 100)
     with pytest.raises(ValueError, match="more than 100 bytes"):
         decode(whole)

@@ -10,7 +10,7 @@ from manylora_scheduler.serving.clock_keeper import ClockKeeper
 from manylora_shared.coordination import keys
 from manylora_sim.loop import run
 from manylora_sim.store import MemoryStoreServer
-from test_clock_codec import some_snapshot
+from test_clock_codec import some_legacy
 
 
 def test_the_clock_is_kept_whole_and_by_the_leader_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,18 +21,18 @@ def test_the_clock_is_kept_whole_and_by_the_leader_alone(monkeypatch: pytest.Mon
         first = ClockKeeper(store, await store.put(keys.SCHEDULER_LEADER, b"s0"))
         assert await first.load() is None
         for seed in (11, 12, 13):
-            assert await first.save(some_snapshot(seed))
-            assert await ClockKeeper(store, 1).load() == some_snapshot(seed)
+            assert await first.save(some_legacy(seed))
+            assert await ClockKeeper(store, 1).load() == some_legacy(seed)
         revision = (await store.list(keys.ROOT)).revision
-        assert await first.save(some_snapshot(13))
+        assert await first.save(some_legacy(13))
         assert (await store.list(keys.ROOT)).revision == revision, "nothing changed, nothing is written"
 
         await store.delete(keys.SCHEDULER_LEADER)
         second = ClockKeeper(store, await store.put(keys.SCHEDULER_LEADER, b"s1"))
-        assert not await first.save(some_snapshot(14)), "it does not lead any more"
-        assert await second.load() == some_snapshot(13)
-        assert await second.save(some_snapshot(15))
-        assert await first.load() == some_snapshot(15)
+        assert not await first.save(some_legacy(14)), "it does not lead any more"
+        assert await second.load() == some_legacy(13)
+        assert await second.save(some_legacy(15))
+        assert await first.load() == some_legacy(15)
 
         index = await store.get(keys.SCHEDULER_CLOCK)
         assert index is not None

@@ -347,7 +347,7 @@ class Cluster:
         self._clock_revision = kv.mod_revision
         index = ClockIndexRecord.from_json(kv.value)
         parts = [self.store_server.get(keys.scheduler_clock_part(index.bank, i)) for i in range(index.parts)]
-        clock = decode(b"".join(part.value for part in parts if part is not None)).clock
+        clock = decode(b"".join(part.value for part in parts if part is not None)).clock.clock
         assert clock >= self._clock, f"the virtual clock fell from {self._clock} to {clock}"
         self._clock = clock
 

@@ -25,8 +25,8 @@ from manylora_shared.transport.base import Server, Transport
 
 from manylora_scheduler.config import SchedulerConfig
 from manylora_scheduler.core.core import CoreLimits, Order
-from manylora_scheduler.core.succession import ClockSnapshot
 from manylora_scheduler.gates.queue_delay import OverloadTargets
+from manylora_scheduler.serving.clock_codec import Legacy
 from manylora_scheduler.serving.clock_keeper import ClockKeeper
 from manylora_scheduler.serving.servicer import SchedulerServicer
 from manylora_scheduler.serving.term import Term
@@ -186,8 +186,8 @@ class SchedulerApp:
                 self._servicer.term = None
                 await term.close()
 
-    async def _load(self, clock: ClockKeeper, election: Election, epoch: int) -> ClockSnapshot | None:
-        """The predecessor's clock; waits for the store as long as this scheduler leads."""
+    async def _load(self, clock: ClockKeeper, election: Election, epoch: int) -> Legacy | None:
+        """What the predecessor left; waits for the store as long as this scheduler leads."""
         while election.leads(asyncio.get_running_loop().time()):
             try:
                 return await clock.load()

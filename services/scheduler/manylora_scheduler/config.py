@@ -12,6 +12,7 @@ from manylora_shared.process.settings import ServiceSettings
 class SchedulerConfig(ServiceSettings):
     """Scheduler: decides which request runs next, and where. One leads, others stand by."""
 
+    lease_ttl_s: int = setting(5, "how long standbys take a silent leader for alive", at_least=2)
     scheduler_id: str = setting("", "this scheduler's name; empty: one is drawn")
     etcd_quota_mb: int = setting(
         2048, "etcd's --quota-backend-bytes in MiB, where it does not tell it (before 3.6)", at_least=1

@@ -14,11 +14,11 @@ from tests.fuzz.harness import Harness
 
 
 def run(data: bytes) -> None:
-    snapshot = clock_codec.decode(zlib.compress(data, 1) if data[:1] == b"{" else data)
+    legacy = clock_codec.decode(zlib.compress(data, 1) if data[:1] == b"{" else data)
     queue: FairQueue[FlowKey, RequestId] = FairQueue()
-    restore(queue, snapshot)
+    restore(queue, legacy.clock)
     resume(queue)
-    assert clock_codec.decode(b"".join(clock_codec.encode(snapshot))).clock == snapshot.clock
+    assert clock_codec.decode(b"".join(clock_codec.encode(legacy))).clock.clock == legacy.clock.clock
 
 
 HARNESS = Harness(run, documented=(ValueError,))

@@ -6,7 +6,7 @@ taken over by the next leader and are written off: docs/decisions/0011.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -81,9 +81,9 @@ class _Refusal:
 
 
 class QuotaAuthority:
-    """`began_at`: when the term began, by the clock of all later moments."""
+    """`began_at`: when the term began, by the clock of all later moments. `settled`: by earlier leaders."""
 
-    def __init__(self, began_at: float) -> None:
+    def __init__(self, began_at: float, settled: Mapping[FlowKey, int] | None = None) -> None:
         self._began_ns = to_ns(began_at)
         self._tenants: dict[TenantId, _Tenant] = {}
         self._leases: dict[RequestId, _Lease] = {}
@@ -91,6 +91,8 @@ class QuotaAuthority:
         self._sessions: dict[RouterId, int] = {}
         self._waiting: dict[FlowKey, None] = {}
         self._timers: Timers[tuple[str, FlowKey | RequestId | RouterId]] = Timers()
+        for flow, tokens in (settled or {}).items():
+            self._account(flow).settled_tokens = tokens
 
     # ---- policies
 
@@ -254,6 +256,15 @@ class QuotaAuthority:
     def num_leases(self) -> int:
         return len(self._leases)
 
+    def settled(self) -> dict[FlowKey, int]:
+        """For the next leader."""
+        return {
+            FlowKey(tenant_id, qos_class): account.settled_tokens
+            for tenant_id, tenant in self._tenants.items()
+            for qos_class, account in tenant.accounts.items()
+            if account.settled_tokens
+        }
+
     def views(self, now: float) -> list[QuotaView]:
         """Flows that hold leases or have used anything."""
         found: list[QuotaView] = []
@@ -405,8 +416,8 @@ class Seam(Protocol):
 
 
 class QuotaGate:
-    def __init__(self, core: Seam, began_at: float) -> None:
-        self.authority = QuotaAuthority(began_at)
+    def __init__(self, core: Seam, began_at: float, settled: Mapping[FlowKey, int] | None = None) -> None:
+        self.authority = QuotaAuthority(began_at, settled)
         self._core = core
 
     def apply(self, event: Event, now: float) -> list[Command]:

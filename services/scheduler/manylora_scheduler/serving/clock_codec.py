@@ -1,9 +1,10 @@
-"""The clock as bytes: compressed lines of JSON. Pure; owns the form.
+"""What a leader leaves to the next one, as bytes: compressed lines of JSON. Pure; owns the form.
 
     {"clock": V}
     {"flows": [[tenant, class, weight, settled tag, had queued requests], ...]}   weight 0: only its counters are known
     {"reserved": [[request id, flow, what is left of its reservation], ...]}
     {"counted": {worker: [[flow, cost], ...], ...}}
+    {"settled": [[flow, tokens], ...]}
 
 in any number and order, but flows are named before others mention them, by their place among all flows.
 """
@@ -12,9 +13,9 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from manylora_shared.fairness.queue_succession import FlowSnapshot, Snapshot
 from manylora_shared.ids import QosClass, RequestId, TenantId
@@ -27,8 +28,14 @@ MAX_BYTES = 1 << 28  # before they are compressed: of some millions of flows
 _MAX_WHOLE = 1 << 128
 
 
-def encode(snapshot: ClockSnapshot) -> Iterator[bytes]:
+class Legacy(NamedTuple):
+    clock: ClockSnapshot
+    settled: Mapping[FlowKey, int]  # tokens that flows were charged since there is a cluster
+
+
+def encode(legacy: Legacy) -> Iterator[bytes]:
     """In steps of at most some milliseconds; a step may have no bytes."""
+    snapshot, settled = legacy
     compress = zlib.compressobj(level=1)
     index: dict[FlowKey, int] = {}
 
@@ -42,6 +49,13 @@ def encode(snapshot: ClockSnapshot) -> Iterator[bytes]:
             unnamed.append((flow.tenant_id, flow.qos_class.value, 0, 0, False))
         return found
 
+    def of_flows(name: str, totals: Mapping[FlowKey, int], owner: str | None = None) -> Iterator[bytes]:
+        for step in _steps(iter(totals.items())) if totals or owner is None else [[]]:
+            unnamed: list[tuple[object, ...]] = []
+            values = [(named(flow, unnamed), total) for flow, total in step]
+            told = line("flows", unnamed) if unnamed else b""
+            yield told + line(name, values if owner is None else {owner: values})
+
     yield line("clock", snapshot.clock)
     for known in _steps(iter(snapshot.flows)):
         for entry in known:
@@ -52,20 +66,19 @@ def encode(snapshot: ClockSnapshot) -> Iterator[bytes]:
         values = [(request_id, named(flow, unnamed), cost) for request_id, flow, cost in left]
         yield line("flows", unnamed) + line("reserved", values)
     for worker_id, counted in snapshot.counted.items():
-        for totals in _steps(iter(counted.items())) if counted else [[]]:
-            unnamed = []
-            costs = [(named(flow, unnamed), total) for flow, total in totals]
-            yield (line("flows", unnamed) if unnamed else b"") + line("counted", {worker_id: costs})
+        yield from of_flows("counted", counted, worker_id)
+    yield from of_flows("settled", settled)
     yield compress.flush()
 
 
-def decode(data: bytes) -> ClockSnapshot:
+def decode(data: bytes) -> Legacy:
     """Raises ValueError."""
     clock: int | None = None
     flows: list[FlowKey] = []
     known: list[FlowSnapshot[FlowKey]] = []
     reserved: list[tuple[RequestId, FlowKey, int]] = []
     counted: dict[str, dict[FlowKey, int]] = {}
+    settled: dict[FlowKey, int] = {}
     try:
         for text in _decompressed(data).splitlines():
             ((name, value),) = json.loads(text).items()
@@ -73,24 +86,26 @@ def decode(data: bytes) -> ClockSnapshot:
                 case "clock":
                     clock = _whole(value)
                 case "flows":
-                    for tenant, qos_class, weight, settled, queued in value:
+                    for tenant, qos_class, weight, tag, queued in value:
                         flow = FlowKey(TenantId(str(tenant)), QosClass(qos_class))
                         flows.append(flow)
                         if weight:
-                            known.append(FlowSnapshot(flow, _whole(weight), _whole(settled), bool(queued)))
+                            known.append(FlowSnapshot(flow, _whole(weight), _whole(tag), bool(queued)))
                 case "reserved":
                     reserved += [(RequestId(str(r)), _flow(flows, i), _whole(left)) for r, i, left in value]
                 case "counted":
                     for worker_id, totals in value.items():
                         of_worker = counted.setdefault(worker_id, {})
                         of_worker.update((_flow(flows, i), _whole(total)) for i, total in totals)
+                case "settled":
+                    settled.update((_flow(flows, i), _whole(total)) for i, total in value)
                 case other:
                     raise ValueError(f"{other} is not known")
     except (zlib.error, TypeError, AttributeError, IndexError, RecursionError) as e:
         raise ValueError(f"this is no clock: {e}") from e
     if clock is None:
         raise ValueError("this is no clock: it has no time")
-    return Snapshot(clock, tuple(known), tuple(reserved), counted)
+    return Legacy(Snapshot(clock, tuple(known), tuple(reserved), counted), settled)
 
 
 def _decompressed(data: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Keeps the leader's clock in the coordination store, and reads the last leader's. Moves bytes; decides nothing."""
+"""Keeps what a leader leaves to the next in the coordination store, and reads what the last one left. Moves bytes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from manylora_shared.coordination.base import Compare, Put, Store
 from manylora_shared.coordination.records import ClockIndexRecord
 from manylora_shared.telemetry.logs import fields
 
-from manylora_scheduler.core.succession import ClockSnapshot
-from manylora_scheduler.serving.clock_codec import decode, encode
+from manylora_scheduler.serving.clock_codec import Legacy, decode, encode
 
 _LOG = logging.getLogger(__name__)
 PART_BYTES = 512 * 1024  # the store takes 1.5 MiB in a request
@@ -28,7 +27,7 @@ class ClockKeeper:
         self._bank = 0
         self._saved: bytes | None = None
 
-    async def load(self) -> ClockSnapshot | None:
+    async def load(self) -> Legacy | None:
         """None: there is none that can be read. Raises StoreUnavailable."""
         kv = await self._store.get(keys.SCHEDULER_CLOCK)
         if kv is None:
@@ -50,10 +49,10 @@ class ClockKeeper:
             _LOG.error("the last leader's clock cannot be read", extra=fields(error=str(e)))
             return None
 
-    async def save(self, snapshot: ClockSnapshot) -> bool:
+    async def save(self, legacy: Legacy) -> bool:
         """False: another leads by now, and nothing was written. Raises StoreUnavailable."""
         steps = []
-        for step in encode(snapshot):
+        for step in encode(legacy):
             steps.append(step)
             await asyncio.sleep(0)  # a large clock takes a while, and grants go out meanwhile
         data = b"".join(steps)

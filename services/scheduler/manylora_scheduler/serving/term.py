@@ -42,10 +42,10 @@ from manylora_scheduler.core.events import (
     WorkerLeft,
     WorkerReported,
 )
-from manylora_scheduler.core.succession import ClockSnapshot
 from manylora_scheduler.gates.overload import OverloadGate
 from manylora_scheduler.gates.queue_delay import OverloadTargets
 from manylora_scheduler.gates.quota import QuotaGate
+from manylora_scheduler.serving.clock_codec import Legacy
 from manylora_scheduler.serving.clock_keeper import ClockKeeper
 from manylora_scheduler.serving.metrics import TermMetrics
 from manylora_scheduler.serving.router_line import RouterLine
@@ -78,7 +78,7 @@ class Term:
     is_leading: whether this one leads at a moment of the event loop's clock.
     outranked: called where others obey another leader.
     policies: the tenants' policy documents; each is read when the tenant's first request comes.
-    predecessor: the clock that was kept last.
+    predecessor: what was kept last.
     order: see Core.
     overload: whether anything is given up under overload.
     targets: of time in the queue.
@@ -97,7 +97,7 @@ class Term:
         overload: bool,
         targets: OverloadTargets,
         clock: ClockKeeper,
-        predecessor: ClockSnapshot | None,
+        predecessor: Legacy | None,
         transport: Transport,
         telemetry: Telemetry,
         rng: random.Random,
@@ -113,10 +113,12 @@ class Term:
         self._spans = QueueSpans(telemetry, scheduler_id, epoch)
         self._rng = rng
         self._loop = asyncio.get_running_loop()
-        self.core = Core(limits, predecessor, order)
+        self.core = Core(limits, predecessor.clock if predecessor is not None else None, order)
         self._clock = clock
         self.overload = OverloadGate(self.core, targets, enabled=overload)
-        self.quotas = QuotaGate(self.overload, self._loop.time())
+        settled = predecessor.settled.items() if predecessor is not None else ()
+        known = {flow: tokens for flow, tokens in settled if flow.tenant_id in policies}
+        self.quotas = QuotaGate(self.overload, self._loop.time(), known)
         self._routers: dict[RouterId, RouterLine] = {}
         self._workers: dict[WorkerId, WorkerLine] = {}
         self._ending: dict[asyncio.Task[None], None] = {}
@@ -281,11 +283,12 @@ class Term:
         except (StoreUnavailable, TimeoutError) as e:
             _LOG.warning("the last clock was not saved", extra=fields(error=str(e)))
 
-    def _take_clock(self) -> ClockSnapshot:
+    def _take_clock(self) -> Legacy:
         with collector_paused():
             snapshot = self.core.clock_snapshot()
+            settled = self.quotas.authority.settled()
         self._clock_pause_s = max(MIN_CLOCK_PAUSE_S, snapshot.size / CLOCK_ENTRIES_PER_S)
-        return snapshot
+        return Legacy(snapshot, settled)
 
     def _keeping_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
