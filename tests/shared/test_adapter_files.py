@@ -230,7 +230,8 @@ async def test_missing_files_are_named(files: AdapterFiles) -> None:
         b"[" * 100_000,
         b'{"r": ' + b"9" * 10_000 + b"}",
         b"\xff\xfe",
-        b'{"a": "\\ud800"}'.replace(b"a", b"a") + b"x",
+        b'{"a": "\\ud800"}',
+        b'{"\\udfff": 1}',
         b" " * (1 << 20) + b"{}",
     ],
 )

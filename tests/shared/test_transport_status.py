@@ -25,6 +25,14 @@ def test_what_an_error_says_arrives() -> None:
     assert decode_error(Code.RESOURCE_EXHAUSTED, "", encode_details(Overloaded("m"))).retry_after_s is None
 
 
+def test_halves_of_characters_are_told_as_they_are_written() -> None:
+    sent = InvalidRequest.of("a\ud800", "b\udfff")
+    assert message_of(sent) == r"a\ud800: b\udfff"
+    assert list(decode_error(sent.code, "", encode_details(sent)).violations) == [
+        FieldViolation(r"a\ud800", r"b\udfff")
+    ]
+
+
 def test_long_texts_and_many_violations_stay_within_what_a_peer_takes() -> None:
     sent = InvalidRequest.of_all([FieldViolation(f"field{i}", "x" * 900) for i in range(50)])
     assert len(message_of(sent)) == MAX_MESSAGE_CHARS

@@ -112,7 +112,7 @@ def parse_config(data: bytes) -> dict[str, Any]:
     if _is_deeper(loaded, MAX_CONFIG_DEPTH):
         raise InvalidRequest.of(CONFIG_NAME, f"nests deeper than {MAX_CONFIG_DEPTH} levels")
     try:
-        canonical_config(loaded)
+        json.dumps(loaded, ensure_ascii=False).encode()  # no halves of characters, which no message can carry
     except (UnicodeEncodeError, ValueError, RecursionError) as e:
         raise InvalidRequest.of(CONFIG_NAME, f"cannot be written again as JSON: {e}") from e
     return loaded

@@ -20,7 +20,13 @@ _TENANT = "tenant:"
 
 
 def message_of(error: ManyloraError) -> str:
-    return error.message if len(error.message) <= MAX_MESSAGE_CHARS else error.message[: MAX_MESSAGE_CHARS - 3] + "..."
+    told = error.message
+    return _sendable(told if len(told) <= MAX_MESSAGE_CHARS else told[: MAX_MESSAGE_CHARS - 3] + "...")
+
+
+def _sendable(text: str) -> str:
+    # what is wrong may be half a character, which no message carries
+    return text.encode(errors="backslashreplace").decode()
 
 
 def encode_details(error: ManyloraError) -> bytes:
@@ -49,7 +55,8 @@ def encode_details(error: ManyloraError) -> bytes:
         budget_bytes = MAX_VIOLATIONS_BYTES
         for violation in error.violations:
             item = error_details_pb2.BadRequest.FieldViolation(
-                field=violation.field[:MAX_MESSAGE_CHARS], description=violation.description[:MAX_MESSAGE_CHARS]
+                field=_sendable(violation.field[:MAX_MESSAGE_CHARS]),
+                description=_sendable(violation.description[:MAX_MESSAGE_CHARS]),
             )
             budget_bytes -= item.ByteSize()
             if budget_bytes < 0 and bad_request.field_violations:
