@@ -12,6 +12,7 @@ from manylora.v1 import worker_pb2
 from manylora_shared.metadata import PEER_KEY
 from manylora_shared.process import loop as service_loop
 from manylora_shared.process.config import load
+from manylora_shared.process.last_resort import LastResort
 from manylora_shared.process.main import Parts, serve
 from manylora_shared.stores.adapter_files import LocalAdapterFiles
 from manylora_shared.stores.model_files import model_folder
@@ -69,6 +70,7 @@ def main() -> None:
                 instance_id=config.router_id,
                 acceptors=_ACCEPTORS,
                 asks_clients=False,
+                last_resort=LastResort(),
             )
         )
     except (OSError, ValueError) as e:

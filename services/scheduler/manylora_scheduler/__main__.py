@@ -12,6 +12,7 @@ from manylora_shared.process import compiled
 from manylora_shared.process import loop as service_loop
 from manylora_shared.process.config import load
 from manylora_shared.process.heap import collect_seldom
+from manylora_shared.process.last_resort import LastResort
 from manylora_shared.process.main import App, Parts, serve
 from manylora_shared.telemetry import logs
 
@@ -42,7 +43,13 @@ def run(kind: type[C], build: Callable[[C, Parts], Awaitable[App]]) -> NoReturn:
         _LOG.info("decisions are made by compiled code")
     try:
         was_told = service_loop.run(
-            serve("scheduler", config, functools.partial(build, config), instance_id=config.scheduler_id)
+            serve(
+                "scheduler",
+                config,
+                functools.partial(build, config),
+                instance_id=config.scheduler_id,
+                last_resort=LastResort(),
+            )
         )
     except (OSError, ValueError) as e:
         _LOG.error("the scheduler cannot run: %s", e)

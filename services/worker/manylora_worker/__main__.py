@@ -12,6 +12,7 @@ from typing import NoReturn
 from manylora_shared.process import loop as service_loop
 from manylora_shared.process.clock import SystemClock
 from manylora_shared.process.config import load
+from manylora_shared.process.last_resort import SILENCE_S, LastResort
 from manylora_shared.process.main import Parts, look_for_etcd, serve
 from manylora_shared.telemetry import logs
 from manylora_shared.transport.bundle_server import UnbundlingTransport
@@ -19,7 +20,6 @@ from manylora_shared.transport.bundle_server import UnbundlingTransport
 from manylora_worker.app import WorkerApp
 from manylora_worker.config import WorkerConfig
 from manylora_worker.hosting.engine import C, EngineBuilder, host
-from manylora_worker.hosting.last_resort import LastResort
 from manylora_worker.hosting.runtime import Runtime
 from manylora_worker.models.parts import EngineParts
 from manylora_worker.weights.adapter_check import AdapterValidator
@@ -29,9 +29,6 @@ _SILENCE = 2.0  # of a whole process, in times of an engine's
 
 
 async def build(config: WorkerConfig, runtime: Runtime, validator: AdapterValidator, parts: Parts) -> WorkerApp:
-    last_resort = LastResort(_SILENCE * config.stall_s)
-    last_resort.start()
-    runtime.view.when_failed(lambda message: last_resort.end_soon())
     return WorkerApp(
         config,
         transport=UnbundlingTransport(parts.transport),
@@ -63,7 +60,14 @@ def run(kind: type[C], build_engine: EngineBuilder[C]) -> NoReturn:
         service_loop.run(look_for_etcd(config))  # before the model is loaded, which takes minutes
         runtime, validator = host(config, build_engine)
         build_app = functools.partial(build, config, runtime, validator)
-        was_told = service_loop.run(serve("worker", config, build_app, instance_id=config.worker_id))
+        serving = serve(
+            "worker",
+            config,
+            build_app,
+            instance_id=config.worker_id,
+            last_resort=LastResort(max(SILENCE_S, _SILENCE * config.stall_s) if config.stall_s else 0.0),
+        )
+        was_told = service_loop.run(serving)
     except (OSError, ValueError) as e:
         _LOG.error("the worker cannot run: %s", e)
         sys.exit(1)

@@ -17,6 +17,7 @@ from manylora_shared.coordination import keys
 from manylora_shared.coordination.base import Store, StoreUnavailable
 from manylora_shared.coordination.etcd import EtcdStore
 from manylora_shared.process.heap import freeze_started
+from manylora_shared.process.last_resort import LastResort
 from manylora_shared.process.settings import ServiceSettings
 from manylora_shared.telemetry import Telemetry
 from manylora_shared.transport.base import Transport
@@ -78,6 +79,7 @@ async def serve(
     instance_id: str = "",
     acceptors: int = 1,
     asks_clients: bool = True,
+    last_resort: LastResort | None = None,
 ) -> bool:
     """Runs a service until SIGTERM or SIGINT. Returns whether it was told to end.
 
@@ -85,7 +87,10 @@ async def serve(
         instance_id: the configured one; empty: none is.
         acceptors: see GrpcTransport.
         asks_clients: whether who calls must show a certificate, where --tls-ca says whose.
+        last_resort: of a process that does nothing else.
     """
+    if last_resort is not None:
+        last_resort.start()
     files = settings.tls_files
     tls = Tls(files, asks_clients=asks_clients and files.ca is not None) if files is not None else None
     loop = asyncio.get_running_loop()
@@ -113,7 +118,7 @@ async def serve(
             Parts(GrpcTransport(acceptors=acceptors, tls=tls), store, telemetry, random.SystemRandom(), tls)
         )
         ending.push_async_callback(app.stop)
-        return await _until_stopped(service, app, stop_wanted)
+        return await _until_stopped(service, app, stop_wanted, last_resort)
 
 
 async def _renew(tls: Tls) -> None:
@@ -138,7 +143,9 @@ async def _answers(store: Store, endpoints: str) -> bool:
     return True
 
 
-async def _until_stopped(service: str, app: App, stop_wanted: asyncio.Task[bool]) -> bool:
+async def _until_stopped(
+    service: str, app: App, stop_wanted: asyncio.Task[bool], last_resort: LastResort | None
+) -> bool:
     starting = asyncio.create_task(app.start(), name="start")
     await asyncio.wait([starting, stop_wanted], return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
@@ -153,6 +160,8 @@ async def _until_stopped(service: str, app: App, stop_wanted: asyncio.Task[bool]
     failing = asyncio.create_task(app.failed(), name="failure")
     await asyncio.wait([failing, stop_wanted], return_when=asyncio.FIRST_COMPLETED)
     if failing.done():
+        if last_resort is not None:
+            last_resort.end_soon()
         _LOG.critical("the %s cannot go on: %s", service, failing.result())
         return False
     failing.cancel()

@@ -10,7 +10,7 @@ import pytest
 
 SILENT = """
 import asyncio, ctypes, sys
-from manylora_worker.hosting import last_resort
+from manylora_shared.process import last_resort
 last_resort._BEAT_S = 0.05
 
 async def main():
@@ -23,7 +23,7 @@ asyncio.run(main())
 """
 ENDING = """
 import asyncio, threading
-from manylora_worker.hosting import last_resort
+from manylora_shared.process import last_resort
 last_resort._END_S = 0.3
 
 async def main():

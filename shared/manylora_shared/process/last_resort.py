@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 
+SILENCE_S = 20.0
 _BEAT_S = 1.0
 _END_S = 10.0
 
@@ -15,7 +16,7 @@ class LastResort:
     """One in a process. silence_s: the event loop may stand still for so long, by a clock that stops while the machine
     sleeps; 0: for ever."""
 
-    def __init__(self, silence_s: float) -> None:
+    def __init__(self, silence_s: float = SILENCE_S) -> None:
         self._silence_s = silence_s
         self._beat: asyncio.TimerHandle | None = None
 
