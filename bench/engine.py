@@ -24,10 +24,14 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -42,10 +46,11 @@ from manylora_worker.models.decoder_weights import read_decoder
 from manylora_worker.models.layers.attention import ATTENTION, register_attention
 from manylora_worker.models.layers.kv_cache import KvCache
 from manylora_worker.models.loader import LoadedModel, prepare_model
+from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.weights.host_memory import HostMemory
 from manylora_worker.weights.layout import HostAdapter, elements_of, lay_out
 
-from bench.shapes import SHAPES, random_model
+from bench.shapes import SHAPES, random_model, random_share
 
 GIB = 1 << 30
 GREEDY = Sampling(seed=0, temperature=0.0)
@@ -66,12 +71,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--read-tb-s", type=float, default=4.57, help="measured read ceiling of the device")
     parser.add_argument("--matrix-tflops", type=float, default=786.0, help="measured bf16 ceiling of the device")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share the model; no traffic cases")
+    parser.add_argument("--all-reduce", choices=("nccl", "two-shot"), default="nccl")
+    parser.add_argument("--rank-of", default="", help=argparse.SUPPRESS)  # RANK:STORE, of a process started here
     parser.add_argument("--profile", default="", help="print the kernels of one step of these case:batch")
     return parser.parse_args()
 
 
-def make_model(shape: str, quantization: Literal["none", "nf4"]) -> LoadedModel:
+def make_model(shape: str, quantization: Literal["none", "nf4"], group: RankGroup | None = None) -> LoadedModel:
     register_attention()
+    if group is not None:
+        share, modules = random_share(shape, group, attn_implementation=ATTENTION)
+        share.eval().requires_grad_(False)
+        return prepare_model(share, name=shape, quantization=quantization, modules=modules, group=group)
     model = random_model(shape, "cuda", attn_implementation=ATTENTION)
     model.eval().requires_grad_(False)
     return prepare_model(model, name=shape, quantization=quantization)
@@ -102,12 +114,27 @@ def make_chunk(
     )
 
 
+def join(options: argparse.Namespace) -> RankGroup | None:
+    """Starts the other ranks: they run the same program."""
+    if options.tensor_parallel == 1:
+        return None
+    rank, _, store = options.rank_of.partition(":")
+    if not store:
+        store = str(Path(tempfile.mkdtemp()) / "store")
+        for other in range(1, options.tensor_parallel):
+            subprocess.Popen([sys.executable, "-m", "bench.engine", *sys.argv[1:], f"--rank-of={other}:{store}"])
+    device = torch.device("cuda", int(rank or 0))
+    is_symmetric = options.all_reduce == "two-shot"
+    return RankGroup(int(rank or 0), options.tensor_parallel, device, Path(store), is_symmetric=is_symmetric)
+
+
 class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.batches = [int(b) for b in options.batches.split(",")]
         started = time.perf_counter()
-        self.loaded = make_model(options.shape, options.quantization)
+        self.group = join(options)
+        self.loaded = make_model(options.shape, options.quantization, self.group)
         weights = read_decoder(self.loaded)
         assert weights is not None
         spec = self.loaded.spec
@@ -115,8 +142,9 @@ class Bench:
         block_bytes = token_bytes * options.block_size
         kv_tokens = max(max(self.batches) * (options.context + 64), 16 * 1024)
         num_kv = kv_tokens // options.block_size + 600
-        adapter_bytes = make_adapter(self.loaded, 0, max(options.rank, 32)).size_bytes
-        num_adapter = int(2.4 * options.adapters * adapter_bytes / block_bytes) + 64
+        mixes_ranks = "mixed-rank" in options.cases.split(",")
+        adapter_bytes = make_adapter(self.loaded, 0, max(options.rank, 32 if mixes_ranks else 0)).size_bytes
+        num_adapter = int((2.4 if mixes_ranks else 1.2) * options.adapters * adapter_bytes / block_bytes) + 64
         cache = KvCache(
             spec.kv, num_blocks=num_kv + num_adapter, block_size=options.block_size, dtype=torch.bfloat16,
             device=self.loaded.device,
@@ -138,6 +166,10 @@ class Bench:
         self.print(case="start", seconds=round(time.perf_counter() - started, 1), arena_gib=cache.size_bytes / GIB)
 
     def print(self, **values: Any) -> None:
+        if self.group is not None:
+            if self.group.rank:
+                return
+            values = {"tensor_parallel": self.group.size, "all_reduce": self.options.all_reduce, **values}
         line = {"bench": "engine", "shape": self.options.shape, "quantization": self.options.quantization, **values}
         print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}), flush=True)
 
@@ -240,11 +272,12 @@ class Bench:
         ms = time_events(lambda: self.runner.submit(batch), 5)
         rows = prompts * tokens
         config = self.loaded.model.config
-        head = config.vocab_size * config.hidden_size
+        size = options.tensor_parallel
+        head = config.vocab_size * config.hidden_size // size
         flops = 2 * (self.weight_elements - head) * rows + 2 * head * prompts
         flops += (
             2 * rows * tokens * config.num_attention_heads * self.loaded.spec.kv.head_dim * config.num_hidden_layers
-        )
+        ) // size
         tflops = flops / ms / 1e9
         self.print(
             case=case, batch=prompts, context=tokens, adapters=len(adapters),
@@ -379,6 +412,9 @@ def main() -> None:
             device=torch.cuda.get_device_name(), date=datetime.date.today().isoformat(),
         )  # fmt: skip
         bench.run()
+        if bench.group is not None:
+            torch.cuda.synchronize()
+            os._exit(0)  # in order, NCCL waits for the graphs
 
 
 if __name__ == "__main__":

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import argparse
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from manylora.demo import BASE_FOLDER
+from manylora_worker.models.loader import linear_modules
+from manylora_worker.models.ranks.cuts import cut_linears
+from manylora_worker.models.ranks.group import RankGroup
 from peft import LoraConfig
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
@@ -32,6 +36,10 @@ SHAPES: dict[str, Any] = {
         vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=20, num_attention_heads=64,
         num_key_value_heads=8, max_position_embeddings=16384, rms_norm_eps=1e-5, tie_word_embeddings=False,
     ),
+    "llama-70b": lambda: LlamaConfig(
+        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8, max_position_embeddings=16384, rms_norm_eps=1e-5, tie_word_embeddings=False,
+    ),
     "llama-tiny": lambda: LlamaConfig(
         vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=4096, rms_norm_eps=1e-5, tie_word_embeddings=False,
@@ -46,6 +54,22 @@ def random_model(shape: str, device: str, **settings: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(SHAPES[shape](), dtype=torch.bfloat16, **settings)
+
+
+def random_share(
+    shape: str, group: RankGroup, **settings: Any
+) -> tuple[PreTrainedModel, Mapping[str, tuple[int, int]]]:
+    """A rank's share, made on its device alone, and what prepare_model wants to know of the whole."""
+    model = random_model(shape, "meta", **settings)
+    modules = linear_modules(model)
+    cut_linears(model, group)
+    model.to_empty(device=group.device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(1.0) if "norm" in name else parameter.normal_(std=0.02)
+    body = model.get_decoder()
+    body.rotary_emb = type(body.rotary_emb)(model.config).to(group.device)
+    return model, modules
 
 
 def write_adapter(model: PreTrainedModel, folder: Path, rank: int) -> None:

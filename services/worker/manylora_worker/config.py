@@ -42,6 +42,11 @@ class WorkerConfig(ServiceSettings):
         "the worker ends; 0: it may take any time",
         at_least=0,
     )
+    tensor_parallel: int = setting(
+        1,
+        "processes that share the model, each with a GPU: the first ones, or those from --device on",
+        at_least=1,
+    )
     threads: int = setting(0, "compute threads on the CPU; 0: one for each core but one", at_least=0)
 
     kv_cache_mb: int = setting(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,13 +17,17 @@ from manylora_shared.process.cores import num_cores
 from manylora_shared.stores.model_files import model_folder
 
 from manylora_worker.config import AUTO_DEVICE, WorkerConfig
-from manylora_worker.models.checkpoint import ModelRefused, sampling_defaults
+from manylora_worker.models.checkpoint import ModelRefused, said, sampling_defaults
 from manylora_worker.models.decoder_weights import DecoderWeights
 from manylora_worker.models.layers.kv_cache import MIB, KvCache
 from manylora_worker.models.layers.lora_linear import LoraCosts, LoraPlanner
 from manylora_worker.models.layers.packed_linear import PackedLinear
-from manylora_worker.models.loader import LoadedModel, load_model
+from manylora_worker.models.loader import FUSED_PROJECTIONS, LoadedModel, load_model, model_config
 from manylora_worker.models.parts import EngineParts, ModelInfo
+from manylora_worker.models.ranks.cuts import check_cuts
+from manylora_worker.models.ranks.followers import Followers, Order
+from manylora_worker.models.ranks.group import RankGroup
+from manylora_worker.models.ranks.shared import SharedBackend, share
 from manylora_worker.models.torch.decoder import trusted_weights
 from manylora_worker.models.torch.eager_check import check_against_eager
 from manylora_worker.models.torch.model_runner import TorchModelRunner
@@ -59,6 +64,43 @@ def on_device(config: WorkerConfig) -> WorkerConfig:
 def build_engine(config: WorkerConfig, notify: Callable[[], None] = lambda: None) -> EngineParts:
     """As EngineBuilder. Raises ModelRefused."""
     config = on_device(config)
+    if config.tensor_parallel == 1:
+        return build_rank(config, None, notify)
+    size, devices = config.tensor_parallel, _rank_devices(config)
+    check_cuts(model_config(config.model, config.quantization, config.device), size, frozenset(FUSED_PROJECTIONS))
+    folder = Path(mkdtemp(prefix="manylora-ranks-"))
+    orders = [
+        Order(replace(config, device=device), rank, folder / "store") for rank, device in enumerate(devices) if rank
+    ]
+    followers = Followers(orders, notify, ends_process=config.device != "cpu")
+    try:
+        group = RankGroup(0, size, torch.device(devices[0]), folder / "store")
+        own = build_rank(replace(config, device=devices[0]), group, notify)
+        followers.wait_ready()
+    except Exception as error:
+        followers.close()
+        raise ModelRefused(followers.lost or said(error)) from error
+    return replace(
+        own,
+        runner=share(own.runner, followers),
+        backend=SharedBackend(own.backend, followers, group, folder),
+        model=replace(own.model, kv_block_bytes=size * own.model.kv_block_bytes),
+    )
+
+
+def _rank_devices(config: WorkerConfig) -> list[str]:
+    """By rank. Raises ModelRefused."""
+    size, device = config.tensor_parallel, torch.device(config.device)
+    if device.type != "cuda":
+        return [config.device] * size
+    first, count = device.index or 0, torch.cuda.device_count()
+    if first + size > count:
+        raise ModelRefused(f"--tensor-parallel {size}: from {config.device} on there are {max(0, count - first)} GPUs")
+    return [f"cuda:{first + rank}" for rank in range(size)]
+
+
+def build_rank(config: WorkerConfig, group: RankGroup | None, notify: Callable[[], None]) -> EngineParts:
+    """A rank's parts, or with no group the whole engine's. Raises ModelRefused."""
     _LOG.info("the model runs on %s", config.device)
     loaded = load_model(
         config.model,
@@ -67,6 +109,7 @@ def build_engine(config: WorkerConfig, notify: Callable[[], None] = lambda: None
         device=config.device,
         quantization=config.quantization,
         threads=config.compute_threads,
+        group=group,
     )
     check_against_eager(loaded, _planner(loaded))
     weights = trusted_weights(loaded)
@@ -152,9 +195,8 @@ def _device_runner(loaded: LoadedModel, weights: DecoderWeights, config: WorkerC
         max_rank=config.max_lora_rank,
     )
     if not (config.num_blocks or config.kv_cache_mb):
-        num_blocks = (
-            _blocks_left(loaded.device, activation_bytes(loaded, weights, limits), block_bytes) - adapter_blocks
-        )
+        num_blocks = _blocks_left(loaded.device, activation_bytes(loaded, weights, limits), block_bytes)
+        num_blocks = (num_blocks if loaded.group is None else loaded.group.least(num_blocks)) - adapter_blocks
         config = replace(config, num_blocks=max(0, num_blocks))
         if num_blocks < 1:
             raise ModelRefused(f"device_adapter_mb: {adapter_blocks} blocks of adapters leave none for KV")
@@ -171,6 +213,7 @@ def _device_runner(loaded: LoadedModel, weights: DecoderWeights, config: WorkerC
 
 def _blocks_left(device: torch.device, reserved_bytes: int, block_bytes: int) -> int:
     """Blocks that the device has room for, beside what a step needs."""
+    torch.cuda.empty_cache()  # what loading and fusing left there
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     margin_bytes = total_bytes // _MARGIN_DIVISOR
     _LOG.info(

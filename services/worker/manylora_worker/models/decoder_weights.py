@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from manylora_worker.models.layers.lora_linear import FusedMember, LoraLinear
 from manylora_worker.models.layers.packed_linear import PackedLinear
 from manylora_worker.models.loader import LoadedModel
+from manylora_worker.models.ranks.cuts import SharedHead
+from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.weights.sites import Site
 
 if TYPE_CHECKING:
@@ -83,13 +85,14 @@ class DecoderWeights:
     layers: Sequence[DecoderLayer]
     embed: Callable[[Tensor], Tensor]
     final_norm: Tensor
-    head: nn.Linear | PackedLinear  # without a bias
+    head: nn.Linear | PackedLinear | SharedHead  # without a bias
     ropes: Sequence[tuple[Tensor, Tensor]]  # cos and sin, float32 [positions, rotated / 2]
     hidden_size: int
     eps: float
     norm_weight_plus_one: bool
     activation: Activation
     logit_softcap: float | None
+    group: RankGroup | None = None  # sums what `o` and `down` make; None: all of the model is here
 
     @property
     def vocab_size(self) -> int:
@@ -104,7 +107,7 @@ def read_decoder(loaded: LoadedModel) -> DecoderWeights | None:
     body = model.get_decoder()
     head = model.get_output_embeddings()
     activation = _ACTIVATIONS.get(str(getattr(config, "hidden_act", getattr(config, "hidden_activation", ""))))
-    if activation is None or not isinstance(head, nn.Linear | PackedLinear) or head.bias is not None:
+    if activation is None or not _is_plain_head(head):
         return None
     norm = _rms_norm(getattr(body, "norm", None))
     if norm is None or not hasattr(body, "layers") or not hasattr(body, "rotary_emb"):
@@ -124,6 +127,7 @@ def read_decoder(loaded: LoadedModel) -> DecoderWeights | None:
         norm_weight_plus_one=_adds_one(body.norm),
         activation=activation,
         logit_softcap=getattr(config, "final_logit_softcapping", None),
+        group=loaded.group,
     )
 
 
@@ -207,6 +211,12 @@ def _fused_projection(module: nn.Module, whole: str, members: Sequence[str]) -> 
         return None
     leaves = tuple(slot.path.rpartition(".")[2] for slot in first.linear.site.slots)
     return _projection(first.linear) if leaves == tuple(members) else None
+
+
+def _is_plain_head(head: nn.Module | None) -> bool:
+    if isinstance(head, nn.Linear | PackedLinear):
+        return head.bias is None
+    return isinstance(head, SharedHead)
 
 
 def _projection(module: nn.Module) -> Projection | None:

@@ -29,6 +29,8 @@ from manylora_worker.models.layers.attention import ATTENTION, STEP_KEYWORD, reg
 from manylora_worker.models.layers.kv_cache import KvGeometry
 from manylora_worker.models.layers.lora_linear import FusedMember, FusedProjection, LoraLinear, LoraSwitch
 from manylora_worker.models.layers.packed_linear import WORTH_PACKING, PackedLinear, can_pack
+from manylora_worker.models.ranks.cuts import cut_head, cut_linears, is_summed
+from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.weights.sites import Site, Slot
 from manylora_worker.weights.source import AdapterBase
 
@@ -92,6 +94,7 @@ class LoadedModel:
     num_threads: int
     keeps_logits: bool  # forward() takes the rows whose logits are wanted
     attention_traits: Sequence[AttentionTraits]  # by layer
+    group: RankGroup | None = None  # of ranks that share the model: sites, heads and kv are this one's
 
     def adapter_base(self, aliases: Sequence[str] = ()) -> AdapterBase:
         """aliases: further names that adapters may give the model."""
@@ -115,6 +118,7 @@ def load_model(
     device: str = "cpu",
     quantization: Quantization = "none",
     threads: int = 1,
+    group: RankGroup | None = None,
 ) -> LoadedModel:
     """
     Args:
@@ -122,6 +126,7 @@ def load_model(
         name: to serve it under; default: the last component of `path`.
         dtype: of weights and computation (with nf4: of computation).
         quantization: "nf4" keeps linear weights in 4 bits (double quantization).
+        group: a rank of it loads its share of the model.
 
     Raises:
         ModelRefused: the model cannot be served, or its files are not there.
@@ -135,15 +140,25 @@ def load_model(
     register_attention()
     # bitsandbytes' layers serve the CPU; a GPU takes kernels of our own, for which the weights are loaded as they are.
     by_bitsandbytes = quantization == "nf4" and torch.device(device).type != "cuda"
-    model, left_out = _instantiate(folder, config, dtype, device, "nf4" if by_bitsandbytes else "none")
+    if group is not None and by_bitsandbytes:
+        raise ModelRefused(f"--tensor-parallel {group.size}: --quantization nf4 is shared among GPUs alone")
+    # The whole model may be more than one device of several holds.
+    place = device if group is None else "cpu"
+    model, left_out = _instantiate(folder, config, dtype, place, "nf4" if by_bitsandbytes else "none")
+    modules = linear_modules(model)
+    if group is not None:
+        cut_linears(model, group)
+        model = model.to(device)
     return prepare_model(
         model,
         name=name or source_name,
         source_name=source_name,
-        digest=model_digest(folder),
+        digest=model_digest(folder) if group is None or group.rank == 0 else "",
         quantization=quantization,
         threads=threads,
         left_out=left_out,
+        modules=modules,
+        group=group,
     )
 
 
@@ -156,14 +171,19 @@ def prepare_model(
     quantization: Quantization = "none",
     threads: int = 1,
     left_out: tuple[str, ...] = (),
+    modules: Mapping[str, tuple[int, int]] | None = None,
+    group: RankGroup | None = None,
 ) -> LoadedModel:
-    """model: instantiated with ATTENTION. Raises ModelRefused."""
+    """model: instantiated with ATTENTION; with a group, cut. modules: before it was. Raises ModelRefused."""
     dtype, device = model.dtype, torch.device(model.device)
-    modules = _linear_modules(model)
+    modules = modules or linear_modules(model)
     head_modules = _head_modules(model)
     all_modules = {module_path for module_path, _ in model.named_modules() if module_path}
     switch = LoraSwitch()
-    sites = _install_linears(model, modules, switch, fused=quantization == "none" or device.type == "cuda")
+    fused = quantization == "none" or device.type == "cuda"
+    sites = _install_linears(model, modules, switch, fused=fused, group=group)
+    if group is not None:
+        cut_head(model, group)
     if quantization == "nf4" and device.type == "cuda":
         _quantize_linears(model)
     if quantization == "none" and can_pack(dtype, device):
@@ -193,7 +213,13 @@ def prepare_model(
         num_threads=threads,
         keeps_logits="logits_to_keep" in inspect.signature(model.forward).parameters,
         attention_traits=probe.attention_traits,
+        group=group,
     )
+
+
+def model_config(path: str, quantization: Quantization, device: str) -> PretrainedConfig:
+    """Raises ModelRefused."""
+    return checked_config(_folder(path), quantization, torch.device(device).type)
 
 
 def _folder(path: str) -> Path:
@@ -244,7 +270,7 @@ def _instantiate(
     if loading["missing_keys"] or loading["mismatched_keys"]:
         absent = sorted([*loading["missing_keys"], *(str(key) for key in loading["mismatched_keys"])])
         raise ModelRefused(f"{folder}: {len(absent)} weights are missing or misshapen, such as {absent[0]}")
-    linears = _linear_modules(model)
+    linears = linear_modules(model)
     unused = sorted(key for key in loading["unexpected_keys"] if key.rpartition(".")[0] in linears)
     if unused:  # a bias that the config denies, scales of a quantization that it does not name
         raise ModelRefused(f"{folder}: linear layers have {len(unused)} weights that are not used, such as {unused[0]}")
@@ -274,7 +300,7 @@ def _keep_text_alone(model: PreTrainedModel) -> tuple[str, ...]:
     return paths
 
 
-def _linear_modules(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
+def linear_modules(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     """Path -> (in, out), the head included."""
     found = {}
     for path, module in model.named_modules():
@@ -387,29 +413,43 @@ def _probe(model: PreTrainedModel) -> _Probe:
 
 
 def _install_linears(
-    model: PreTrainedModel, modules: Mapping[str, tuple[int, int]], switch: LoraSwitch, *, fused: bool
+    model: PreTrainedModel,
+    modules: Mapping[str, tuple[int, int]],
+    switch: LoraSwitch,
+    *,
+    fused: bool,
+    group: RankGroup | None,
 ) -> list[Site]:
     # every linear layer except the head becomes a LoraLinear, fused where the table says so
+    rank = 0 if group is None else group.rank
     heads = _head_modules(model)
     roles = FUSED_PROJECTIONS.get(model.config.get_text_config().model_type, {}) if fused else {}
     sites: list[Site] = []
     done: set[str] = set(heads)
     for path, module in list(model.named_modules()):
-        for group in roles.get(path.rpartition(".")[2], ()):
-            sites.append(_fuse(module, path, group, len(sites), switch))
-            done |= {f"{path}.{member}" for member in group}
-    for path, (in_features, out_features) in modules.items():
+        for members in roles.get(path.rpartition(".")[2], ()):
+            sites.append(_fuse(module, path, members, len(sites), switch, rank))
+            done |= {f"{path}.{member}" for member in members}
+    for path, (in_features, _) in modules.items():
         if path not in done:
             parent_path, _, leaf = path.rpartition(".")
             parent = model.get_submodule(parent_path)
-            site = Site(len(sites), in_features, (Slot(path, 0, out_features),))
-            setattr(parent, leaf, LoraLinear(getattr(parent, leaf), site, switch))
+            linear = getattr(parent, leaf)
+            here = linear_modules(parent)[leaf]
+            first_input = rank * here[0] if here[0] < in_features else 0
+            site = Site(len(sites), here[0], (Slot(path, 0, here[1]),), first_input)
+            reduce = group.all_reduce if group is not None and is_summed(path) else None
+            setattr(parent, leaf, LoraLinear(linear, site, switch, reduce))
             sites.append(site)
     return sites
 
 
-def _fuse(parent: nn.Module, parent_path: str, members: Sequence[str], index: int, switch: LoraSwitch) -> Site:
-    """Replaces `members` by one product over the same input, and frees their weights."""
+def _fuse(
+    parent: nn.Module, parent_path: str, members: Sequence[str], index: int, switch: LoraSwitch, rank: int
+) -> Site:
+    """Replaces `members` by one product over the same input, and frees their weights. All of a rank's members are cut
+    by their outputs, or there is one rank.
+    """
     layers = [getattr(parent, member) for member in members]
     biases = [layer.bias for layer in layers]
     assert all(type(layer) is nn.Linear for layer in layers)
@@ -425,7 +465,7 @@ def _fuse(parent: nn.Module, parent_path: str, members: Sequence[str], index: in
     slots = []
     start = 0
     for member, layer in zip(members, layers, strict=True):
-        slots.append(Slot(f"{parent_path}.{member}", start, start + layer.out_features))
+        slots.append(Slot(f"{parent_path}.{member}", start, start + layer.out_features, rank * layer.out_features))
         start += layer.out_features
     site = Site(index, fused.in_features, tuple(slots))
     projection = FusedProjection(LoraLinear(fused, site, switch))

@@ -64,18 +64,21 @@ class Packing:
         layout = lay_out(sites, {path: weights.a.rows for path, weights in modules.items()})
         copies: list[_Copy] = []
         for placed in layout:
+            site = sites[placed.site]
             for slot, start, _, b in placed.slots:
-                stored_a, stored_b, scale = modules[sites[placed.site].slots[slot].path]
+                stored_a, stored_b, scale = modules[site.slots[slot].path]
                 a_start = placed.a.start + start * placed.a.columns
-                a_shape, b_shape = (stored_a.rows, stored_a.columns), (stored_b.columns, stored_b.rows)
+                a_shape, b_shape = (stored_a.rows, placed.a.columns), (b.rows, b.columns)
+                a_first = stored_a.first_byte + site.first_input * stored_a.dtype.itemsize
+                b_first = site.slots[slot].first_output * stored_b.columns * stored_b.dtype.itemsize
                 is_scaled_there = stored_b.dtype is dtype and _is_exact(scale, dtype)
                 copies += (
-                    _Copy(stored_a.dtype, a_shape, (stored_a.columns, 1), stored_a.first_byte, a_start, 1.0, True),
+                    _Copy(stored_a.dtype, a_shape, (stored_a.columns, 1), a_first, a_start, 1.0, True),
                     _Copy(
                         stored_b.dtype,
                         b_shape,
                         (1, stored_b.columns),
-                        stored_b.first_byte,
+                        stored_b.first_byte + b_first,
                         b.start,
                         scale,
                         is_scaled_there,
@@ -99,8 +102,13 @@ class Packing:
                 whole = wholes[dtype]
                 source = whole.as_strided(shape, strides, whole.storage_offset() + first)
             else:
-                last_byte = first_byte + rows * columns * dtype.itemsize
-                source = content[first_byte:last_byte].clone().view(dtype).as_strided(shape, strides)
+                extent = (rows - 1) * strides[0] + (columns - 1) * strides[1] + 1
+                source = (
+                    content[first_byte : first_byte + extent * dtype.itemsize]
+                    .clone()
+                    .view(dtype)
+                    .as_strided(shape, strides)
+                )
             target = buffer.as_strided(shape, (columns, 1), origin + start)
             if scale != 1.0:
                 if is_scaled_there:

@@ -75,7 +75,7 @@ def _mapped(fd: int) -> Tensor:
 def _run(connection: Connection, base: AdapterBase, limits: AdapterLimits, memory: Tensor) -> NoReturn:
     """Never returns into the fork server's code."""
     try:
-        _end_with_parent()
+        end_with_parent()
         _Reader(connection, base, limits, memory).serve()
     except (EOFError, ConnectionError):
         os._exit(0)  # the worker has ended, or wants no more of this one
@@ -84,7 +84,8 @@ def _run(connection: Connection, base: AdapterBase, limits: AdapterLimits, memor
     os._exit(1)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """This process, killed when the parent's thread that started it ends. Raises EOFError where that is over."""
     parent = os.getppid()
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl")

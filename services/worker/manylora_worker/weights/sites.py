@@ -2,7 +2,8 @@
 
 # A *site* is one matrix product of the base model: a linear layer, or fused ones (q, k, v). The model's own layers are
 # its *slots*: slot i makes the columns [start, stop) of the output. An adapter has A stacked over a site's slots and
-# one B a slot, scaled by alpha / r already. Nothing is padded to a common rank.
+# one B a slot, scaled by alpha / r already. Nothing is padded to a common rank. With tensor parallelism a rank has its
+# share of a layer's outputs (B is cut, A whole) or of its inputs (A is cut, B whole).
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ class Slot:
     path: str
     start: int
     stop: int
+    first_output: int = 0  # of the layer's outputs: the one in column `start`
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Site:
     index: int
     in_features: int
     slots: tuple[Slot, ...]
+    first_input: int = 0  # of the layers' inputs, of which there are `in_features` here
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,14 @@ from torch import Tensor
 from manylora_worker.models.cuda.kernels.add_norm import add_norm
 from manylora_worker.models.cuda.kernels.attention import DecodeScratch, PagedLayout, attend_decode, attend_prefill
 from manylora_worker.models.cuda.kernels.attention_decode import DecodeAttention
+from manylora_worker.models.cuda.kernels.combine import combine
 from manylora_worker.models.cuda.kernels.gate import gate
 from manylora_worker.models.cuda.kernels.gemm import MOST_SPLIT_ROWS, MOST_SPLITS, linear
 from manylora_worker.models.cuda.kernels.lora import LoraRows, low_rank_columns, num_chunks, shrink, shrink_splits
 from manylora_worker.models.cuda.kernels.lora_tiles import FEWEST_ROWS, MOST_ROWS, LoraTiles
 from manylora_worker.models.cuda.kernels.rotate import rotate_store
 from manylora_worker.models.decoder_weights import DecoderWeights, Projection
+from manylora_worker.models.ranks.cuts import SharedHead
 
 MAX_SPLITS = 32
 
@@ -71,8 +73,12 @@ class _Sizes:
         out_features = [p.out_features for p in (first.qkv, first.o, first.gate_up)]
         widths = {p.in_features for p in (first.qkv, first.o, first.down)}
         most = max(shrink_splits(width, rows) * rows for width in widths for rows in range(1, max_rows + 1))
+        rows = {} if weights.group is None else _head_rows(weights, weights.group.size, max_decode_rows)
+        if weights.group is not None:
+            out_features.append(rows["head"][1])
         return cls(
             rows={
+                **rows,
                 "residual": (max_rows, weights.hidden_size),
                 "normed": (max_rows, weights.hidden_size),
                 "delta": (max_rows, weights.hidden_size),
@@ -91,6 +97,11 @@ class _Sizes:
     def bytes(self, dtype: torch.dtype) -> int:
         by_rows = sum(rows * columns for rows, columns in self.rows.values())
         return by_rows * dtype.itemsize + 4 * (self.low_rank + self.parts)
+
+
+def _head_rows(weights: DecoderWeights, size: int, max_decode_rows: int) -> dict[str, tuple[int, int]]:
+    columns = -(-weights.vocab_size // size)
+    return {"head": (max_decode_rows, columns), "heads": (size * max_decode_rows, columns)}
 
 
 def buffer_bytes(
@@ -139,7 +150,10 @@ class Decoder:
 
         self._residual = buffer("residual")
         self._normed = buffer("normed")
-        self._delta = buffer("delta")
+        group = weights.group
+        self._delta = buffer("delta") if group is None else group.summed_buffer(*sizes.rows["delta"], dtype)
+        if group is not None:
+            self._head, self._heads = buffer("head"), buffer("heads")
         self._qkv = buffer("qkv")
         self._q = buffer("q")
         self._attended = buffer("attended")
@@ -180,12 +194,12 @@ class Decoder:
             qkv, lora = self._product(layer.qkv, normed, self._qkv[:rows], step)
             self._rotate(i, qkv, q, step, lora)
             self._attend(i, q, attended, step)
-            product, lora = self._product(layer.o, attended, delta, step)
+            product, lora = self._summed(layer.o, attended, delta, step)
             self._norm(product, residual, normed, layer.attention_post_norm, layer.ffn_norm, step, lora)
             gated = self._gated[:rows]
             gate_up, lora = self._product(layer.gate_up, normed, self._gate_up[:rows], step, expands=False)
             self._gate(layer.gate_up, gate_up, gated, step, lora)
-            product, lora = self._product(layer.down, gated, delta, step)
+            product, lora = self._summed(layer.down, gated, delta, step)
             is_last = i + 1 == len(weights.layers)
             next_norm = weights.final_norm if is_last else weights.layers[i + 1].input_norm
             self._norm(product, residual, normed, layer.ffn_post_norm, next_norm, step, lora)
@@ -196,11 +210,33 @@ class Decoder:
         if step.logit_rows is not None:
             normed = normed.index_select(0, step.logit_rows)
         logits = self._logits[: normed.shape[0]]
-        linear(normed, self.weights.head.weight, None, logits, self._parts, pdl=self._pdl)
+        head, group = self.weights.head, self.weights.group
+        if isinstance(head, SharedHead) and group is not None:
+            rows = normed.shape[0]
+            own = self._matrix(normed, head.part.weight, self._head[:rows])
+            group.gather_columns(own, self._heads[: group.size * rows].view(group.size, rows, -1), logits)
+        else:
+            self._matrix(normed, head.weight, logits)
         softcap = self.weights.logit_softcap
         if softcap is not None:
             logits.div_(softcap).tanh_().mul_(softcap)
         return logits
+
+    def _matrix(self, x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+        product = linear(x, weight, None, out, self._parts, pdl=self._pdl)
+        return out if product.data_ptr() == out.data_ptr() else torch.sum(product, 0, out=out)
+
+    def _summed(
+        self, projection: Projection, x: Tensor, out: Tensor, step: DeviceStep
+    ) -> tuple[Tensor, LoraRows | None]:
+        """As `_product`; with a group, over all ranks, LoRA among it."""
+        product, lora = self._product(projection, x, out, step)
+        group = self.weights.group
+        if group is None:
+            return product, lora
+        combine(product, out, num_rows=step.num_rows, lora=lora, pdl=self._pdl)
+        group.all_reduce(out)
+        return out[None], None
 
     def _product(
         self, projection: Projection, x: Tensor, out: Tensor, step: DeviceStep, *, expands: bool = True

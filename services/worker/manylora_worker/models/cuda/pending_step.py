@@ -26,6 +26,9 @@ class PendingStep:
             self._event = torch.cuda.Event()
             self._event.record()
 
+    def is_over(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
     def result(self) -> Sequence[Sampled]:
         if self._event is not None:
             self._event.synchronize()

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from manylora_worker.kinds.api import PendingCopy
 from manylora_worker.weights.host_memory import HostMemory
 
 _MEASURED_BLOCKS = 16  # copied at the start, to see how fast that is
@@ -46,15 +45,13 @@ class TensorHostKv:
             weakref.finalize(self, memory.close).atexit = False
         self.block_copy_s = self._measure()  # out and in again
 
-    def copy_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> PendingCopy:
+    def copy_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> TensorCopy:
         return self._copy(self._arena, blocks, self._blocks, host_blocks)
 
-    def copy_in(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> PendingCopy:
+    def copy_in(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> TensorCopy:
         return self._copy(self._blocks, host_blocks, self._arena, blocks)
 
-    def _copy(
-        self, source: Tensor, sources: Sequence[int], target: Tensor, targets: Sequence[int]
-    ) -> _HostCopy | _DeviceCopy:
+    def _copy(self, source: Tensor, sources: Sequence[int], target: Tensor, targets: Sequence[int]) -> TensorCopy:
         if self._stream is None:
             started = time.perf_counter()
             for first, to, count in runs(sources, targets):
@@ -92,6 +89,8 @@ class _HostCopy:
 
     def wait(self) -> None: ...
 
+    def go_before_steps(self) -> None: ...
+
 
 class _DeviceCopy:
     def __init__(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> None:
@@ -109,3 +108,10 @@ class _DeviceCopy:
 
     def wait(self) -> None:
         self._ended.synchronize()
+
+    def go_before_steps(self) -> None:
+        """Steps submitted from now on come behind it. The host does not wait."""
+        torch.cuda.current_stream().wait_event(self._ended)
+
+
+TensorCopy = _HostCopy | _DeviceCopy

@@ -6,7 +6,7 @@ No form multiplies a row by another row's adapter, so an infinity or a NaN stays
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,19 +28,26 @@ class LoraSwitch:
 
 
 class LoraLinear(nn.Module):
-    """A base linear layer of any kind (plain, fused, 4-bit) and the step's adapters on top of it."""
+    """A base linear layer of any kind (plain, fused, 4-bit) and the step's adapters on top of it. reduce: sums the
+    outputs over the ranks that have a share of the inputs each, in place.
+    """
 
-    def __init__(self, base: nn.Module, site: Site, switch: LoraSwitch) -> None:
+    def __init__(
+        self, base: nn.Module, site: Site, switch: LoraSwitch, reduce: Callable[[Tensor], None] | None = None
+    ) -> None:
         super().__init__()
         self.base = base
         self.site = site
         self.switch = switch
+        self.reduce = reduce
 
     def forward(self, x: Tensor) -> Tensor:
         outputs: Tensor = self.base(x)
         batch = self.switch.batch
         if batch is not None:
             batch.add(self.site, x.view(-1, x.shape[-1]), outputs.view(-1, outputs.shape[-1]))
+        if self.reduce is not None:
+            self.reduce(outputs)
         return outputs
 
 

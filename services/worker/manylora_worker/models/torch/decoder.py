@@ -36,12 +36,14 @@ class _Product:
         self._base: Callable[[Tensor], Tensor] = linear.base.forward
         if projection.weight is not None:
             self._base = partial(F.linear, weight=projection.weight, bias=projection.bias)
-        self._site, self._switch = linear.site, linear.switch
+        self._site, self._switch, self._reduce = linear.site, linear.switch, linear.reduce
 
     def __call__(self, x: Tensor) -> Tensor:
         outputs = self._base(x)
         if self._switch.batch is not None:
             self._switch.batch.add(self._site, x, outputs)
+        if self._reduce is not None:
+            self._reduce(outputs)
         return outputs
 
 

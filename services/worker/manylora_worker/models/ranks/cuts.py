@@ -1,0 +1,95 @@
+"""How a model is cut for its ranks: which share of each matrix one has.
+
+Layers that read the residual stream are cut by their outputs (whole heads; columns of gate and up), those that write
+it by their inputs, so a decoder layer sums twice over the ranks. An adapter is cut alike (weights/packing.py): its
+share of an output joins the layer's own sum. The output head is cut by the vocabulary and gathered: whole on each rank
+it would be a tenth of what a step reads. Embeddings and norms are whole.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from manylora_worker.models.checkpoint import ModelRefused
+from manylora_worker.models.ranks.group import RankGroup
+
+_BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_BY_INPUTS = ("o_proj", "down_proj")
+_COUNTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+
+
+def check_cuts(config: PretrainedConfig, size: int, families: frozenset[str]) -> None:
+    """Raises ModelRefused. families: those whose layers are named and shaped as this module takes them to be."""
+    text = config.get_text_config()
+    if text.model_type not in families:
+        raise ModelRefused(
+            f"--tensor-parallel {size}: model_type {text.model_type} is not one that can be shared among ranks "
+            f"({', '.join(sorted(families))})"
+        )
+    counts = {name: getattr(text, name) for name in _COUNTS}
+    odd = [f"{name} {count}" for name, count in counts.items() if count % size]
+    if odd:
+        raise ModelRefused(f"--tensor-parallel {size}: does not divide {' and '.join(odd)}")
+
+
+def is_summed(path: str) -> bool:
+    """Whether the outputs of this layer's shares are added up."""
+    return path.rpartition(".")[2] in _BY_INPUTS
+
+
+def cut_linears(model: PreTrainedModel, group: RankGroup) -> None:
+    """Leaves this rank's share of every linear layer but the head. Works on meta tensors."""
+    for path, module in model.named_modules():
+        leaf = path.rpartition(".")[2]
+        if isinstance(module, nn.Linear) and leaf in _BY_OUTPUTS:
+            module.weight = _share(module.weight, 0, group)
+            module.bias = None if module.bias is None else _share(module.bias, 0, group)
+            module.out_features //= group.size
+        elif isinstance(module, nn.Linear) and leaf in _BY_INPUTS:
+            module.weight = _share(module.weight, 1, group)
+            module.bias = module.bias if group.rank == 0 else None  # added once
+            module.in_features //= group.size
+
+
+def cut_head(model: PreTrainedModel, group: RankGroup) -> None:
+    head = model.get_output_embeddings()
+    path = next(path for path, module in model.named_modules() if module is head)
+    if type(head) is not nn.Linear or head.bias is not None:
+        raise ModelRefused(f"--tensor-parallel {group.size}: {path} is not a linear layer without a bias")
+    parent, _, leaf = path.rpartition(".")
+    shared = SharedHead(head, group)
+    if head.weight is not model.get_input_embeddings().weight:
+        shared.part.weight.data = shared.part.weight.data.clone()  # a view would keep the other ranks' rows, too
+    setattr(model.get_submodule(parent), leaf, shared)
+
+
+def _share(parameter: Tensor, dim: int, group: RankGroup) -> nn.Parameter:
+    return nn.Parameter(parameter.data.chunk(group.size, dim)[group.rank].clone(), requires_grad=False)
+
+
+class SharedHead(nn.Module):
+    """x: [..., hidden] -> [..., vocab], whole on every rank. Each computes as many columns; the last rank's may end in
+    columns of zeroes that there are no tokens for.
+    """
+
+    def __init__(self, head: nn.Linear, group: RankGroup) -> None:
+        super().__init__()
+        self.in_features, self.out_features = head.in_features, head.out_features
+        self.part_features = -(-head.out_features // group.size)
+        self.group = group
+        first = group.rank * self.part_features
+        weight = head.weight.data[first : first + self.part_features]
+        missing = self.part_features - weight.shape[0]
+        if missing:
+            weight = torch.cat([weight, weight.new_zeros(missing, head.in_features)])
+        self.part = nn.Linear(1, 1, bias=False, device="meta")
+        self.part.in_features, self.part.out_features = head.in_features, self.part_features
+        self.part.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = self.part(x).view(-1, self.part_features)
+        out = part.new_empty(part.shape[0], self.out_features)
+        self.group.gather_columns(part, part.new_empty(self.group.size, *part.shape), out)
+        return out.view(*x.shape[:-1], self.out_features)

@@ -1,0 +1,44 @@
+"""Two ranks on the CPU share a model: as one, whatever the engine does, and no longer than both live."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from manylora_worker.kinds.api import StepBatch
+from manylora_worker.models.ranks.followers import RankLost
+from manylora_worker.models.ranks.shared import SharedBackend, SharedRunner
+
+from tests.numerics.conftest import FamilyOf
+from tests.numerics.two_ranks import SHARED_FAMILIES, check_fight, check_logprobs, shared_by_two
+
+EACH = [pytest.param(name, marks=() if name == "llama" else pytest.mark.wide) for name in SHARED_FAMILIES]
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_logprobs_are_the_references(family_of: FamilyOf, name: str, tmp_path: Path) -> None:
+    check_logprobs(family_of(name), tmp_path, "cpu", 1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.wide)])
+def test_outputs_are_the_references_whatever_befalls(family_of: FamilyOf, name: str, tmp_path: Path) -> None:
+    check_fight(family_of(name), tmp_path, "cpu")
+
+
+def test_a_lost_rank_is_told(family_of: FamilyOf, tmp_path: Path) -> None:
+    with shared_by_two(family_of("llama"), tmp_path, "cpu") as parts:
+        assert isinstance(parts.backend, SharedBackend)
+        assert isinstance(parts.runner, SharedRunner)
+        assert parts.backend.poll() == []
+        pid = parts.backend._followers._ranks[0][1].pid
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while not parts.backend._followers.lost and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with pytest.raises(RankLost, match=rf"rank 1 \(process {pid}\) has ended by signal 9"):
+            parts.backend.poll()
+        with pytest.raises(RankLost):
+            parts.runner.execute(StepBatch([]))

@@ -1,0 +1,100 @@
+"""An engine whose model two ranks share, and what it must answer: as transformers + peft, one request at a time."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from manylora_shared.ids import AdapterUid, QosClass, RequestId, TenantId
+from manylora_worker.adapters.cache import AdapterCacheLimits
+from manylora_worker.config import WorkerConfig
+from manylora_worker.engine.core import EngineCore, EngineLimits
+from manylora_worker.kinds.api import EngineRequest, FinishReason, Sampling
+from manylora_worker.memory.prefix_cache import PrefixKeys, PrefixOptions
+from manylora_worker.models.build import build_engine
+from manylora_worker.models.layers.kv_cache import MIB
+from manylora_worker.models.parts import EngineParts
+from manylora_worker.planning.step_planner import PlannerLimits
+
+from tests.numerics.conftest import Family
+from tests.numerics.families import VOCAB_SIZE
+from tests.numerics.test_swaps_against_peft import NUM_BLOCKS, asked, fight
+
+SHARED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
+MAX_TOKENS = 12
+TOP = 8
+
+
+@contextmanager
+def shared_by_two(family: Family, store: Path, device: str, **changes: Any) -> Iterator[EngineParts]:
+    settings: dict[str, Any] = {
+        "model": str(family.folder), "adapter_store": store, "device": device, "dtype": "float32", "threads": 1,
+        "num_blocks": NUM_BLOCKS, "sequence_slots": 10, "max_batch_tokens": 48, "tensor_parallel": 2,
+    }  # fmt: skip
+    parts = build_engine(WorkerConfig(**(settings | changes)))
+    try:
+        yield parts
+    finally:
+        parts.backend.close()
+
+
+def check_fight(family: Family, store: Path, device: str) -> None:
+    """Three tenants fight for too little KV: steps, prefixes, swaps, and adapters that come and go."""
+    uids: dict[str | None, AdapterUid | None] = {None: None, **family.put_adapters(store / "objects")}
+    block_bytes = family.loaded.spec.kv.token_bytes(torch.float32) * 16 // 2  # a rank's half
+    adapter_bytes = 8 << 20
+    with shared_by_two(
+        family, store, device, host_kv_mb=10 * block_bytes / MIB, device_adapter_mb=adapter_bytes / MIB
+    ) as parts:
+        limits = EngineLimits(
+            PlannerLimits(48, 17, 10),
+            AdapterCacheLimits(host_bytes=1 << 30, device_bytes=adapter_bytes),
+            max_requests=64,
+        )
+        prefix = PrefixOptions(PrefixKeys(bytes(32), "model"), 0.5)
+        fight(EngineCore(parts.runner, parts.backend, limits, prefix), asked(family, 30, 16), uids)
+
+
+def check_logprobs(family: Family, store: Path, device: str, tolerance: float) -> None:
+    """Every adapter, mixed: greedy tokens, and the logprobs of the likeliest at each of them."""
+    uids: dict[str | None, AdapterUid | None] = {None: None, **family.put_adapters(store / "objects")}
+    rng = random.Random(family.name)
+    wanted = [
+        (name, [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice((1, 3, 8, 21, 40)))])
+        for name in (*uids, None, *list(uids)[1:3])
+    ]
+    with shared_by_two(family, store, device, num_blocks=200, device_adapter_mb=8.0) as parts:
+        limits = EngineLimits(
+            PlannerLimits(48, 17, 10), AdapterCacheLimits(host_bytes=1 << 30, device_bytes=8 << 20), max_requests=64
+        )
+        core = EngineCore(parts.runner, parts.backend, limits)
+        for i, (name, prompt) in enumerate(wanted):
+            sampling = Sampling(seed=i, temperature=0.0, top_logprobs=TOP)
+            core.add(
+                EngineRequest(
+                    RequestId(f"{i}"), TenantId("t"), QosClass("batch"), uids[name], tuple(prompt), MAX_TOKENS, sampling
+                ),
+                0.0,
+            )
+        tokens: dict[str, list[int]] = {}
+        logprobs: dict[str, list[dict[int, float]]] = {}
+        deadline = time.monotonic() + 240
+        while core.has_work():
+            assert time.monotonic() < deadline
+            for output in core.step(time.monotonic()):
+                assert output.finish_reason is not FinishReason.ERROR, output.message
+                tokens.setdefault(output.request_id, []).extend(output.token_ids)
+                logprobs.setdefault(output.request_id, []).extend(dict(each.top) for each in output.logprobs)
+            core.take_ended()
+    for i, (name, prompt) in enumerate(wanted):
+        got = tokens[f"{i}"]
+        assert got == family.reference.greedy(prompt, name, MAX_TOKENS), (name, len(prompt))
+        expected = torch.log_softmax(family.reference.logits(prompt + got[:-1], name)[len(prompt) - 1 :], -1)
+        for row, found in zip(expected, logprobs[f"{i}"], strict=True):
+            assert found == pytest.approx({token: float(row[token]) for token in found}, abs=tolerance)
