@@ -72,6 +72,7 @@ def test_what_up_is_told_of_workers_reaches_them(tmp_path: Path) -> None:
         "sequence_slots": 8,
         "device_adapter_mb": 64,
         "drain_s": 0.0,
+        "tensor_parallel": 2,
         "model_aliases": ("acme/a", "b"),
     }
     cluster = LocalCluster(ClusterOptions(model=tmp_path, model_name="m", data=tmp_path, etcd="127.0.0.1:1", **told))

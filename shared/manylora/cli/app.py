@@ -115,6 +115,10 @@ SequenceSlots = Annotated[
 DeviceAdapterMb = Annotated[
     int | None, typer.Option(min=1, help="Memory for adapters on the device, a worker; default: the worker's choice.")
 ]
+TensorParallel = Annotated[
+    int,
+    typer.Option(min=1, help="GPUs that share the model, a worker; --device cuda:0,cuda:2 says the first of each."),
+]
 DrainS = Annotated[
     float | None,
     typer.Option(min=0, help="Seconds that running requests may go on at the end; default: the worker's choice."),
@@ -176,6 +180,7 @@ def up(
     generation_config: GenerationConfigOption = GenerationConfig.AUTO,
     sequence_slots: SequenceSlots = None,
     device_adapter_mb: DeviceAdapterMb = None,
+    tensor_parallel: TensorParallel = 1,
     drain_s: DrainS = None,
 ) -> None:
     """Run a local cluster in the foreground; prints one JSON line when it serves."""
@@ -202,6 +207,7 @@ def up(
         tls=tls,
         sequence_slots=sequence_slots,
         device_adapter_mb=device_adapter_mb,
+        tensor_parallel=tensor_parallel,
         drain_s=drain_s,
     )
     run(cluster.up(options, tenants), as_json=False)

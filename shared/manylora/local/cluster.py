@@ -67,6 +67,7 @@ class ClusterOptions:
     schedulers: int = 1
     sequence_slots: int | None = None
     device_adapter_mb: int | None = None
+    tensor_parallel: int = 1
     drain_s: float | None = None
     threads: int | None = None  # torch's, a worker; None: three quarters of the cores, shared out
     worker_module: str = WORKER_MODULE
@@ -329,6 +330,7 @@ class LocalCluster:
             "max-lora-rank": options.max_lora_rank,
             "sequence-slots": options.sequence_slots,
             "device-adapter-mb": options.device_adapter_mb,
+            "tensor-parallel": options.tensor_parallel,
             "drain-s": options.drain_s,
             "threads": _threads(options, num_cores()),
         }
@@ -386,8 +388,8 @@ def _devices(options: ClusterOptions) -> list[str]:
 
 
 def _threads(options: ClusterOptions, cores: int) -> int:
-    """Of one worker's engine."""
-    return options.threads or max(1, (cores - max(1, cores // 4)) // options.workers)
+    """Of one process of a worker's engine."""
+    return options.threads or max(1, (cores - max(1, cores // 4)) // (options.workers * options.tensor_parallel))
 
 
 def worker_environment() -> Mapping[str, str]:

@@ -80,6 +80,7 @@ def build_engine(config: WorkerConfig, notify: Callable[[], None] = lambda: None
     except Exception as error:
         followers.close()
         raise ModelRefused(followers.lost or said(error)) from error
+    assert isinstance(own.backend, TorchAdapterBackend)
     return replace(
         own,
         runner=share(own.runner, followers),

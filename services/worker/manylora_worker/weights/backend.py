@@ -47,6 +47,7 @@ class _Job:
     uid: AdapterUid
     tier: AdapterTier
     adapter: HostAdapter | None = None
+    lent: Path | None = None
 
 
 class TorchAdapterBackend:
@@ -106,12 +107,13 @@ class TorchAdapterBackend:
                 if left:
                     self._lent[uid] = tuple(left)
 
-    def _folder_of(self, uid: AdapterUid) -> Path:
-        stored, lent = self._objects / uid, self._lent.get(uid)
-        return stored if lent is None or stored.is_dir() else lent[0]
+    def lent(self, uid: AdapterUid) -> Path | None:
+        lent = self._lent.get(uid)
+        return lent[0] if lent else None
 
-    def start_host_load(self, uid: AdapterUid) -> None:
-        self._jobs[AdapterTier.HOST].put(_Job(uid, AdapterTier.HOST))
+    def start_host_load(self, uid: AdapterUid, lent: Path | None = None) -> None:
+        """lent: to another rank, as if to this one."""
+        self._jobs[AdapterTier.HOST].put(_Job(uid, AdapterTier.HOST, lent=lent))
 
     def start_device_load(self, uid: AdapterUid) -> None:
         adapter = self._host.get(uid)
@@ -174,7 +176,8 @@ class TorchAdapterBackend:
     def _load(self, job: _Job) -> AdapterEvent:
         try:
             if job.tier is AdapterTier.HOST:
-                adapter = self._reader.read(self._folder_of(job.uid), job.uid)
+                stored, lent = self._objects / job.uid, job.lent or self.lent(job.uid)
+                adapter = self._reader.read(stored if lent is None or stored.is_dir() else lent, job.uid)
                 # The greater of what it takes here and there: one number counts against both budgets.
                 try:
                     size_bytes = max(adapter.size_bytes, self._target.adapter_bytes(adapter))

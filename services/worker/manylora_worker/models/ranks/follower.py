@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +28,7 @@ from manylora_worker.models.parts import EngineParts
 from manylora_worker.models.ranks.followers import Order
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.models.ranks.plans import Plan, PlanReader
+from manylora_worker.weights.backend import TorchAdapterBackend
 from manylora_worker.weights.reader_process import end_with_parent
 
 
@@ -59,6 +61,7 @@ class _Follower:
     def __init__(self, line: _Line, parts: EngineParts) -> None:
         assert isinstance(parts.runner, SwapRunner)
         assert isinstance(parts.runner.host_kv, TensorHostKv)
+        assert isinstance(parts.backend, TorchAdapterBackend)
         self._line = line
         self._runner = parts.runner
         self._backend = parts.backend
@@ -96,8 +99,8 @@ class _Follower:
         """Later steps may use the blocks."""
         self._copies.pop(number).go_before_steps()
 
-    def _do_start_host_load(self, uid: AdapterUid) -> None:
-        self._backend.start_host_load(uid)
+    def _do_start_host_load(self, uid: AdapterUid, lent: Path | None) -> None:
+        self._backend.start_host_load(uid, lent)
 
     def _do_start_device_load(self, uid: AdapterUid) -> None:
         self._backend.start_device_load(uid)

@@ -28,7 +28,6 @@ from manylora_worker.config import WorkerConfig
 from manylora_worker.kinds.api import AdapterEvent, AdapterTier
 
 _LOG = logging.getLogger(__name__)
-_PROGRAM = "manylora_worker.models.ranks.follower"
 _END_S = 10.0
 _LAST_S = 20.0  # for streams to end, once a rank is lost
 
@@ -154,10 +153,12 @@ class Followers:
 
 
 def _start() -> tuple[Connection, subprocess.Popen[bytes]]:
+    from manylora_worker.models.ranks import follower  # builds an engine, as who starts it does
+
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", _PROGRAM, str(theirs.fileno())],
+            [sys.executable, "-m", follower.__name__, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
             env={**environment(), "PYTHONPATH": os.pathsep.join(sys.path)},

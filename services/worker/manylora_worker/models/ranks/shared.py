@@ -49,6 +49,11 @@ class OwnAheadRunner(OwnRunner, Protocol):
     def submit(self, batch: StepBatch) -> OwnPendingStep: ...
 
 
+class OwnBackend(AdapterBackend, Protocol):
+    def lent(self, uid: AdapterUid) -> Path | None:
+        """A folder that it has been lent for this adapter, of which the other ranks have not heard."""
+
+
 def share(own: ModelRunner, followers: Followers) -> SharedRunner:
     if isinstance(own, OwnAheadRunner):
         return SharedAheadRunner(own, followers)
@@ -174,7 +179,7 @@ class _SharedCopy:
 class SharedBackend:
     """See api.AdapterBackend. folder: of the group's store, removed in the end."""
 
-    def __init__(self, own: AdapterBackend, followers: Followers, group: RankGroup, folder: Path) -> None:
+    def __init__(self, own: OwnBackend, followers: Followers, group: RankGroup, folder: Path) -> None:
         self._own = own
         self._followers = followers
         self._group = group
@@ -182,7 +187,7 @@ class SharedBackend:
         self._heard: dict[tuple[AdapterUid, AdapterTier], list[AdapterEvent]] = {}
 
     def start_host_load(self, uid: AdapterUid) -> None:
-        self._followers.send("start_host_load", uid)
+        self._followers.send("start_host_load", uid, self._own.lent(uid))
         self._own.start_host_load(uid)
 
     def start_device_load(self, uid: AdapterUid) -> None:

@@ -1,0 +1,57 @@
+"""How a model is cut for its ranks, and what cannot be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from manylora_worker.models.checkpoint import ModelRefused
+from manylora_worker.models.ranks.cuts import check_cuts, is_summed
+from manylora_worker.weights.packing import ModuleWeights, Packing, StoredMatrix
+from manylora_worker.weights.sites import Site, Slot
+from transformers import LlamaConfig, Phi3Config
+
+KNOWN = frozenset({"llama"})
+
+
+def test_what_does_not_divide_is_named_with_its_number() -> None:
+    config = LlamaConfig(num_attention_heads=12, num_key_value_heads=6, intermediate_size=1000, hidden_size=96)
+    check_cuts(config, 2, KNOWN)
+    with pytest.raises(ModelRefused, match=r"--tensor-parallel 4: does not divide num_key_value_heads 6$"):
+        check_cuts(config, 4, KNOWN)
+    with pytest.raises(ModelRefused, match=r"5: does not divide num_attention_heads 12 and num_key_value_heads 6$"):
+        check_cuts(config, 5, KNOWN)
+    with pytest.raises(ModelRefused, match="model_type phi3 is not one"):
+        check_cuts(Phi3Config(), 2, KNOWN)
+
+
+def test_only_layers_that_write_the_residual_stream_are_summed() -> None:
+    assert is_summed("model.layers.0.self_attn.o_proj")
+    assert is_summed("model.layers.0.mlp.down_proj")
+    assert not is_summed("model.layers.0.mlp.up_proj")
+
+
+@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "at an odd byte"])
+def test_an_adapter_is_cut_as_its_layers_are(offset: int) -> None:
+    """B by the outputs of a column-cut layer, A by the inputs of a row-cut one; the other matrix is whole."""
+    generator = torch.Generator().manual_seed(1)
+    content, modules, whole = torch.zeros(offset, dtype=torch.uint8), {}, {}
+    for path, inputs, outputs in (("up", 4, 6), ("down", 6, 4)):
+        a, b = torch.randn(3, inputs, generator=generator), torch.randn(outputs, 3, generator=generator)
+        places = []
+        for matrix in (a, b):
+            places.append(StoredMatrix(torch.float32, *matrix.shape, first_byte=content.numel()))
+            content = torch.cat([content, matrix.view(torch.uint8).flatten()])
+        modules[path], whole[path] = ModuleWeights(places[0], places[1], 2.0), (a, b)
+    for rank in range(2):
+        sites = [
+            Site(0, 4, (Slot("up", 0, 3, first_output=3 * rank),)),
+            Site(1, 3, (Slot("down", 0, 4),), first_input=3 * rank),
+        ]
+        packed = Packing.of({}, modules, sites, torch.float32)
+        adapter = packed.pack(content, "u", lambda count, dtype: torch.empty(count, dtype=dtype))  # type: ignore[arg-type]
+        up, down = adapter.on(torch.device("cpu")).sites.values()
+        mine = slice(3 * rank, 3 * rank + 3)
+        assert torch.equal(up.a_t.t(), whole["up"][0])
+        assert torch.equal(up.slots[0].b, 2 * whole["up"][1][mine].t())
+        assert torch.equal(down.a_t.t(), whole["down"][0][:, mine])
+        assert torch.equal(down.slots[0].b, 2 * whole["down"][1].t())
