@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from manylora_worker.kinds.api import StepBatch
-from manylora_worker.models.ranks.followers import RankLost
+from manylora_worker.kinds.api import LosableRunner, RunnerLost, StepBatch
 from manylora_worker.models.ranks.shared import SharedBackend, SharedRunner
 
 from tests.numerics.conftest import FamilyOf
@@ -32,13 +31,14 @@ def test_a_lost_rank_is_told(family_of: FamilyOf, tmp_path: Path) -> None:
     with shared_by_two(family_of("llama"), tmp_path, "cpu") as parts:
         assert isinstance(parts.backend, SharedBackend)
         assert isinstance(parts.runner, SharedRunner)
-        assert parts.backend.poll() == []
+        assert isinstance(parts.runner, LosableRunner)
+        parts.runner.check()
         pid = parts.backend._followers._ranks[0][1].pid
         os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + 10
         while not parts.backend._followers.lost and time.monotonic() < deadline:
             time.sleep(0.01)
-        with pytest.raises(RankLost, match=rf"rank 1 \(process {pid}\) has ended by signal 9"):
-            parts.backend.poll()
-        with pytest.raises(RankLost):
+        with pytest.raises(RunnerLost, match=rf"rank 1 \(process {pid}\) has ended by signal 9"):
+            parts.runner.check()
+        with pytest.raises(RunnerLost):
             parts.runner.execute(StepBatch([]))

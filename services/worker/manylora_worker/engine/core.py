@@ -224,7 +224,8 @@ class EngineCore:
         return self._flights.must_wait
 
     def begin_step(self, now: float) -> StepBatch | None:
-        """A batch must go to `submit`. None: nothing can be computed now."""
+        """A batch must go to `submit`. None: nothing can be computed now. Raises RunnerLost."""
+        self._flights.check()
         assert self._begun is None
         assert not self.must_wait
         if self._flights.is_over:

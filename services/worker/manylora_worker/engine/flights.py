@@ -10,7 +10,16 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from manylora_worker.kinds.api import AheadRunner, ModelRunner, PendingStep, Sampled, SequenceChunk, StepBatch
+from manylora_worker.kinds.api import (
+    AheadRunner,
+    LosableRunner,
+    ModelRunner,
+    PendingStep,
+    RunnerLost,
+    Sampled,
+    SequenceChunk,
+    StepBatch,
+)
 from manylora_worker.kinds.sequence import SequenceStatus
 from manylora_worker.memory.block_pool import BlockWork
 from manylora_worker.planning.slots import Scheduled
@@ -48,6 +57,7 @@ class Flights:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._ahead = runner if isinstance(runner, AheadRunner) else None
+        self._losable = runner if isinstance(runner, LosableRunner) else None
         self._flights: deque[Flight] = deque()  # oldest first
 
     def __len__(self) -> int:
@@ -65,19 +75,28 @@ class Flights:
         """The oldest needs no wait."""
         return bool(self._flights) and isinstance(self._flights[0].pending, Over)
 
+    def check(self) -> None:
+        """Raises RunnerLost."""
+        if self._losable is not None:
+            self._losable.check()
+
     def submit(self, batch: StepBatch, parts: SequenceOf[Part], work: BlockWork, begun_s: float) -> None:
-        """At once, or beside what comes next. An exception is the step's result."""
+        """At once, or beside what comes next. An exception is the step's result, but for RunnerLost."""
         pending: PendingStep
         try:
             pending = Over(self._runner.execute(batch)) if self._ahead is None else self._ahead.submit(batch)
+        except RunnerLost:
+            raise
         except Exception as error:  # whatever it is, it ends the batch's requests (EngineCore.end_step)
             pending = Over(error)
         self._flights.append(Flight(parts, work, pending, begun_s))
 
     def wait(self) -> SequenceOf[Sampled] | Exception:
-        """Of the oldest. Touches no state."""
+        """Of the oldest. Touches no state. Raises RunnerLost."""
         try:
             return self._flights[0].pending.result()
+        except RunnerLost:
+            raise
         except Exception as error:
             return error
 

@@ -127,6 +127,10 @@ class Sampled:
     error: str | None = None
 
 
+class RunnerLost(RuntimeError):
+    """The runner cannot go on, whatever the step: the engine ends."""
+
+
 class ModelRunner(Protocol):
     @property
     def num_blocks(self) -> int: ...
@@ -157,6 +161,14 @@ class AheadRunner(ModelRunner, Protocol):
 
     def submit(self, batch: StepBatch) -> PendingStep:
         """At most one other is unread then. Raises what is wrong with this step alone; nothing of it was done."""
+
+
+@runtime_checkable
+class LosableRunner(ModelRunner, Protocol):
+    """May come to its end beside the steps, and then raises RunnerLost in them, too."""
+
+    def check(self) -> None:
+        """Raises RunnerLost."""
 
 
 class PendingCopy(Protocol):

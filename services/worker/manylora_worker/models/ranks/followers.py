@@ -25,14 +25,11 @@ from manylora_shared.ids import AdapterUid
 from manylora_shared.process.config import environment
 
 from manylora_worker.config import WorkerConfig
-from manylora_worker.kinds.api import AdapterEvent, AdapterTier
+from manylora_worker.kinds.api import AdapterEvent, AdapterTier, RunnerLost
 
 _LOG = logging.getLogger(__name__)
 _END_S = 10.0
 _LAST_S = 20.0  # for streams to end, once a rank is lost
-
-
-class RankLost(RuntimeError): ...
 
 
 @dataclass(frozen=True)
@@ -75,15 +72,15 @@ class Followers:
         return self._lost
 
     def wait_ready(self) -> None:
-        """Raises RankLost."""
+        """Raises RunnerLost."""
         for ready in self._ready:
             ready.wait()
         self.check()
 
     def check(self) -> None:
-        """Raises RankLost."""
+        """Raises RunnerLost."""
         if self._lost:
-            raise RankLost(self._lost)
+            raise RunnerLost(self._lost)
 
     def lose(self, message: str) -> None:
         with self._lock:
@@ -100,7 +97,7 @@ class Followers:
         self._notify()
 
     def send(self, *message: Any) -> None:
-        """To all of them. Raises RankLost."""
+        """To all of them. Raises RunnerLost."""
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         for rank, (connection, _) in enumerate(self._ranks, start=1):
             self._send(rank, connection, data)

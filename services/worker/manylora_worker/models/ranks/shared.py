@@ -23,10 +23,11 @@ from manylora_worker.kinds.api import (
     ModelRunner,
     PendingCopy,
     PendingStep,
+    RunnerLost,
     Sampled,
     StepBatch,
 )
-from manylora_worker.models.ranks.followers import Followers, RankLost
+from manylora_worker.models.ranks.followers import Followers
 from manylora_worker.models.ranks.group import RankGroup
 from manylora_worker.models.ranks.plans import PlanWriter
 
@@ -62,7 +63,7 @@ def share(own: ModelRunner, followers: Followers) -> SharedRunner:
 
 
 class SharedRunner:
-    """See api.SwapRunner. own: rank 0's."""
+    """See api.SwapRunner and api.LosableRunner. own: rank 0's."""
 
     def __init__(self, own: OwnRunner, followers: Followers) -> None:
         self._own = own
@@ -73,6 +74,9 @@ class SharedRunner:
         self.block_size = own.block_size
         self.vocab_size = own.vocab_size
         self.max_context_tokens = own.max_context_tokens
+
+    def check(self) -> None:
+        self._followers.check()
 
     def execute(self, batch: StepBatch) -> Sequence[Sampled]:
         self._tell(batch)
@@ -87,7 +91,7 @@ class SharedRunner:
 
     def _lost(self, error: Exception) -> Exception:
         self._followers.lose(f"rank 0 failed in a step: {type(error).__name__}: {error}")
-        return RankLost(self._followers.lost)
+        return RunnerLost(self._followers.lost)
 
 
 class SharedAheadRunner(SharedRunner):
@@ -203,7 +207,7 @@ class SharedBackend:
         self._own.drop_host(uid)
 
     def poll(self) -> Sequence[AdapterEvent]:
-        """Raises RankLost."""
+        """Raises RunnerLost."""
         self._followers.check()
         return [
             self._merged(event.uid, event.tier)
