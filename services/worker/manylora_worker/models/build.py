@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -69,6 +71,7 @@ def build_engine(config: WorkerConfig, notify: Callable[[], None] = lambda: None
     size, devices = config.tensor_parallel, _rank_devices(config)
     check_cuts(model_config(config.model, config.quantization, config.device), size, frozenset(FUSED_PROJECTIONS))
     folder = Path(mkdtemp(prefix="manylora-ranks-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     orders = [
         Order(replace(config, device=device), rank, folder / "store") for rank, device in enumerate(devices) if rank
     ]
@@ -84,7 +87,7 @@ def build_engine(config: WorkerConfig, notify: Callable[[], None] = lambda: None
     return replace(
         own,
         runner=share(own.runner, followers),
-        backend=SharedBackend(own.backend, followers, group, folder),
+        backend=SharedBackend(own.backend, followers, group),
         model=replace(own.model, kv_block_bytes=size * own.model.kv_block_bytes),
     )
 

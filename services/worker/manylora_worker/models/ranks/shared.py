@@ -7,7 +7,6 @@ back to the same place.
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -181,13 +180,12 @@ class _SharedCopy:
 
 
 class SharedBackend:
-    """See api.AdapterBackend. folder: of the group's store, removed in the end."""
+    """See api.AdapterBackend."""
 
-    def __init__(self, own: OwnBackend, followers: Followers, group: RankGroup, folder: Path) -> None:
+    def __init__(self, own: OwnBackend, followers: Followers, group: RankGroup) -> None:
         self._own = own
         self._followers = followers
         self._group = group
-        self._folder = folder
         self._heard: dict[tuple[AdapterUid, AdapterTier], list[AdapterEvent]] = {}
 
     def start_host_load(self, uid: AdapterUid) -> None:
@@ -219,7 +217,6 @@ class SharedBackend:
         self._own.close()
         self._followers.close()
         self._group.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _is_last(self, event: AdapterEvent) -> bool:
         heard = self._heard.setdefault((event.uid, event.tier), [])
