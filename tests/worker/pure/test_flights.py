@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from manylora_sim.fake_runner import AheadFakeRunner, FakeRunner
 from manylora_worker.engine.flights import Flights, chunk_of, part_of
-from manylora_worker.kinds.api import Sampled, StepBatch
+from manylora_worker.kinds.api import RunnerLost, Sampled, StepBatch
 from manylora_worker.kinds.sequence import Sequence, SequenceStatus
 from manylora_worker.memory.block_pool import BlockWork
 from manylora_worker.planning.slots import Scheduled
@@ -71,3 +72,22 @@ def test_a_chunk_is_what_comes_next_of_the_sequence() -> None:
     chunk = chunk_of(item)
     assert (chunk.start_position, tuple(chunk.token_ids), chunk.samples) == (4, (4, 5, 6), False)
     assert (chunk.output_index, tuple(chunk.block_table)) == (0, (0, 1))
+
+
+class LostRunner(FakeRunner):
+    def check(self) -> None:
+        raise RunnerLost("a process has ended")
+
+    def execute(self, batch: StepBatch) -> list[Sampled]:
+        self.check()
+        return []
+
+
+def test_a_runner_that_is_lost_ends_more_than_a_step() -> None:
+    Flights(FakeRunner(num_blocks=1, block_size=4)).check()
+    flights = Flights(LostRunner(num_blocks=1, block_size=4))
+    with pytest.raises(RunnerLost, match="a process has ended"):
+        flights.check()
+    with pytest.raises(RunnerLost):
+        submit(flights, scheduled())
+    assert not len(flights)
