@@ -87,7 +87,7 @@ def build_engine(config: WorkerConfig, notify: Callable[[], None] = lambda: None
     return replace(
         own,
         runner=share(own.runner, followers),
-        backend=SharedBackend(own.backend, followers, group),
+        backend=SharedBackend(own.backend, own.runner, followers, group),
         model=replace(own.model, kv_block_bytes=size * own.model.kv_block_bytes),
     )
 

@@ -253,6 +253,10 @@ class DeviceModelRunner:
     def drop_adapter(self, uid: AdapterUid) -> None:
         self._adapters.drop(uid)
 
+    def forget_graphs(self) -> None:
+        self._recordings.clear()
+        self._mixed_graphs.clear()
+
     def graph_of(self, batch: StepBatch) -> torch.cuda.CUDAGraph:
         """For a batch of decoding, greedy rows. For benches."""
         with torch.inference_mode():

@@ -6,6 +6,7 @@ files. A rank that ends, or says that it failed, is lost, and the worker with it
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
@@ -29,7 +30,7 @@ from manylora_worker.kinds.api import AdapterEvent, AdapterTier, RunnerLost
 
 _LOG = logging.getLogger(__name__)
 _END_S = 10.0
-_LAST_S = 20.0  # for streams to end, once a rank is lost
+_LAST_S = 20.0  # for what there is to be ended, once a rank is lost
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,7 @@ class Followers:
         for ready in self._ready:
             ready.set()
         if self._ends_process:
-            timer = threading.Timer(_LAST_S, os._exit, (1,))
-            timer.daemon = True
-            timer.start()
+            faulthandler.dump_traceback_later(_LAST_S, exit=True)
         self._notify()
 
     def send(self, *message: Any) -> None:

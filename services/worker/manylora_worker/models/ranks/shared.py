@@ -48,6 +48,8 @@ class OwnPendingStep(PendingStep, Protocol):
 class OwnAheadRunner(OwnRunner, Protocol):
     def submit(self, batch: StepBatch) -> OwnPendingStep: ...
 
+    def forget_graphs(self) -> None: ...
+
 
 class OwnBackend(AdapterBackend, Protocol):
     def lent(self, uid: AdapterUid) -> Path | None:
@@ -182,10 +184,11 @@ class _SharedCopy:
 class SharedBackend:
     """See api.AdapterBackend."""
 
-    def __init__(self, own: OwnBackend, followers: Followers, group: RankGroup) -> None:
+    def __init__(self, own: OwnBackend, own_runner: ModelRunner, followers: Followers, group: RankGroup) -> None:
         self._own = own
         self._followers = followers
         self._group = group
+        self._own_runner = own_runner
         self._heard: dict[tuple[AdapterUid, AdapterTier], list[AdapterEvent]] = {}
 
     def start_host_load(self, uid: AdapterUid) -> None:
@@ -216,6 +219,8 @@ class SharedBackend:
     def close(self) -> None:
         self._own.close()
         self._followers.close()
+        if isinstance(self._own_runner, OwnAheadRunner):
+            self._own_runner.forget_graphs()  # a group does not end before the graphs that it is part of
         self._group.close()
 
     def _is_last(self, event: AdapterEvent) -> bool:
