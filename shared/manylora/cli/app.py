@@ -115,6 +115,13 @@ SequenceSlots = Annotated[
 DeviceAdapterMb = Annotated[
     int | None, typer.Option(min=1, help="Memory for adapters on the device, a worker; default: the worker's choice.")
 ]
+Devices = Annotated[
+    str,
+    typer.Option(
+        help="Device of the workers, e.g. cpu or cuda; several (cuda:0,cuda:1) are dealt in turn; "
+        "auto: cuda where torch sees one."
+    ),
+]
 TensorParallel = Annotated[
     int,
     typer.Option(min=1, help="GPUs that share the model, a worker; --device cuda:0,cuda:2 says the first of each."),
@@ -152,13 +159,7 @@ def up(
     routers: Annotated[int, typer.Option(min=1, max=64)] = 1,
     schedulers: Schedulers = 1,
     tls: WithTls = False,
-    device: Annotated[
-        str,
-        typer.Option(
-            help="Device of the workers, e.g. cpu or cuda; several (cuda:0,cuda:1) are dealt in turn; "
-            "auto: cuda where torch sees one."
-        ),
-    ] = "auto",
+    device: Devices = "auto",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port of the first router; 0 picks a free one.")
     ] = DEFAULT_PORT,
