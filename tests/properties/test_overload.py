@@ -90,7 +90,7 @@ def test_the_order_of_sacrifice(
     level: int,
     own: dict[int, tuple[int, float]],
 ) -> None:
-    """Of what is above a share: interactive of a tenant without a level of its own goes after all batch and standard,
+    """Of requests above a share: interactive of a tenant without a level of its own goes after all batch and standard,
     queued or not, and after the capping of batch; and so on down the ladder."""
     demand = demand_of(tenants, granted)
     view = view_of(level, demand)
@@ -106,19 +106,29 @@ def test_the_order_of_sacrifice(
 
     def any_kept(qos_class: QosClass) -> bool:
         above = [t for t in everybody if not view.is_within(t, qos_class)]
-        return any(view.keeps(t, qos_class, r) or view.admits(t, qos_class, r) for t in above for r in IDS)
+        return any(
+            view.keeps(t, qos_class, r) or view.admits(t, qos_class, r) for t in above for r in beyond(t, qos_class)
+        )
+
+    def beyond(tenant_id: TenantId, qos_class: QosClass) -> list[str]:
+        return [r for r in IDS if view.height_of(tenant_id, qos_class, r) >= 1.0]
+
+    def all_capped(tenants: list[TenantId]) -> bool:
+        cap = output_cap(LEVELS)
+        return all(view.output_cap(t, BATCH, r) == cap for t in tenants for r in beyond(t, BATCH))
 
     batch_above = [t for t in without_own if not view.is_within(t, BATCH)]
     if some_excluded(INTERACTIVE):
         assert not any_kept(STANDARD)
     if some_excluded(STANDARD) or some_excluded(INTERACTIVE):
         assert not any_kept(BATCH)
-        assert all(view.output_cap(t, BATCH) == output_cap(LEVELS) for t in batch_above)
+        assert all_capped(batch_above)
     if any(not view.keeps(t, BATCH, r) for t in batch_above for r in IDS):
-        assert not any(view.admits(t, BATCH, r) for t in everybody if not view.is_within(t, BATCH) for r in IDS)
-        assert all(view.output_cap(t, BATCH) == output_cap(LEVELS) for t in batch_above)
+        above = [t for t in everybody if not view.is_within(t, BATCH)]
+        assert not any(view.admits(t, BATCH, r) for t in above for r in beyond(t, BATCH))
+        assert all_capped(batch_above)
     for qos_class in (STANDARD, INTERACTIVE):
-        assert all(view.output_cap(t, qos_class) is None for t in everybody)
+        assert all(view.output_cap(t, qos_class, r) is None for t in everybody for r in IDS[:5])
 
 
 @given(costs, st.floats(1.0, 1e6), st.integers(0, LEVELS))
@@ -170,7 +180,7 @@ def test_nothing_is_taken_of_whoever_is_within_its_share(
                 assert all(
                     view.admits(tenant_id, qos_class, r) and view.keeps(tenant_id, qos_class, r) for r in IDS[:5]
                 )
-                assert view.output_cap(tenant_id, qos_class) is None
+                assert all(view.output_cap(tenant_id, qos_class, r) is None for r in IDS[:5])
     assert all(view.admits(TenantId("unlisted"), qos_class, IDS[0]) for qos_class in QosClass)
 
 

@@ -82,9 +82,21 @@ def test_no_level_takes_anything_of_who_is_within_its_share() -> None:
             assert view.admits(victim, qos_class, "r")
             assert view.keeps(victim, qos_class, "r")
             assert view.place_limit(victim, qos_class) >= 1.0
-            assert view.output_cap(victim, qos_class) is None
+            assert view.output_cap(victim, qos_class, "r") is None
             assert view.admits(TenantId("unlisted"), qos_class, "r")
     assert not replace(view, is_crowded=True).admits(TenantId("unlisted"), BATCH, "r")
+
+
+@pytest.mark.parametrize("qos_class", list(QosClass))
+def test_who_waits_within_its_share_does_not_take_their_share_from_others(qos_class: QosClass) -> None:
+    """Its requests come in groups that wait for one another, and raise the cluster's level to the top."""
+    busy = Party("busy", qos_class, 100, 400, streams=60, retry_s=1.0)
+    waits = Party("waits", INTERACTIVE, 20, 10, per_s=1.0, group=5, sequences=8)
+    model = played([busy, waits], slots=8)
+    (worker,) = model.workers.values()
+    tokens = {flow.tenant_id: count.output_tokens for flow, count in worker._tokens.items()}
+    assert model.overload._demand.tops(TenantId("waits"))[0] < 1.0
+    assert sum(tokens.values()) > 0.9 * 8 * 60.0 / STEP_S, "all slots work"
 
 
 ATTACKERS = {
@@ -239,10 +251,17 @@ def check_demand(seed: int) -> None:
             if total <= unit * weight:
                 assert view.place_limit(tenant_id, qos_class) >= 1.0
                 assert all(view.admits(tenant_id, qos_class, r) and view.keeps(tenant_id, qos_class, r) for r in ids)
-                assert view.output_cap(tenant_id, qos_class) is None
+                assert all(view.output_cap(tenant_id, qos_class, r) is None for r in ids)
                 assert gate.goes_beyond(FlowKey(tenant_id, qos_class))
-            elif total > 1.05 * unit * weight and view.level == LEVELS:
-                assert not any(view.admits(tenant_id, qos_class, r) for r in ids), "what is above gives way"
+            elif total > 1.05 * unit * weight:
+                assert view.is_quiet or tenant_id in view.tenants
+                for r in ids:
+                    if view.height_of(tenant_id, qos_class, r) < 1.0:
+                        assert view.admits(tenant_id, qos_class, r)
+                        assert view.keeps(tenant_id, qos_class, r)
+                        assert view.output_cap(tenant_id, qos_class, r) is None
+                    elif view.level == LEVELS:
+                        assert not view.admits(tenant_id, qos_class, r), "what is above gives way"
 
 
 @pytest.mark.long
@@ -315,6 +334,11 @@ MUTANTS: dict[str, tuple[type, str, Callable[..., object]]] = {
     ),
     "what is refused is no demand": (Demand, "was_refused", lambda _: lambda *args: None),
     "those nearest to their share are listed": (Demand, "furthest", lambda real: lambda self, n: real(self, 9999)[-1:]),
+    "a level takes all of who is above its share": (
+        OverloadView,
+        "_limit",
+        lambda real: lambda view, t, q, rung: math.inf if view.is_within(t, q) else 0.0,
+    ),
     "only interactive requests take turns for slots": (
         OverloadGate,
         "goes_beyond",
@@ -323,7 +347,7 @@ MUTANTS: dict[str, tuple[type, str, Callable[..., object]]] = {
     "every batch answer is capped": (
         OverloadView,
         "output_cap",
-        lambda _: lambda view, t, q: output_cap(view.level) if q is BATCH else None,
+        lambda _: lambda view, t, q, r: output_cap(view.level) if q is BATCH else None,
     ),
 }
 

@@ -165,11 +165,12 @@ def test_queued_work_is_shed_in_the_order_of_sacrifice() -> None:
         desk.beyond(tenant, STANDARD)
     desk.until_level(LEVELS)
     order = [r.request.flow.qos_class for r in desk.refusals()]
-    assert order.count(BATCH) == order.count(STANDARD) == 12
+    assert order.count(BATCH) == 12
+    assert 6 <= order.count(STANDARD) < 12, "each keeps what its share holds"
     assert order.index(STANDARD) > max(i for i, q in enumerate(order) if q is BATCH)
     assert INTERACTIVE not in order or order.index(INTERACTIVE) > max(i for i, q in enumerate(order) if q is STANDARD)
     counts = desk.gate.state().counts
-    assert (counts[BATCH].shed, counts[STANDARD].shed) == (12, 12)
+    assert (counts[BATCH].shed, counts[STANDARD].shed) == (12, order.count(STANDARD))
 
 
 def test_what_one_tick_sheds_is_in_order_too() -> None:
@@ -178,7 +179,7 @@ def test_what_one_tick_sheds_is_in_order_too() -> None:
     desk.fill([])
     for i in range(24):
         desk.enqueue("near" if i % 2 else "far", list(QosClass)[i % 3])
-    tops = {"far": (40.0, 80.0, 120.0), "near": (1.3, 1.6, 1.9)}
+    tops = {"far": (40.0, 80.0, 120.0), "near": (5.0, 10.0, 15.0)}
     everything = OverloadView(LEVELS, math.inf, {TenantId(t): TenantView(tops[t]) for t in tops})
     desk.gate._view = everything
     desk.told = list(desk.gate._shed(list(desk.gate._book.flows), desk.now))

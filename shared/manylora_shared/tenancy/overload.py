@@ -1,8 +1,8 @@
 """What is given up under overload, in which order and how far (docs/decisions/0018). Pure; owns levels.
 
-A request's *height* is its place in its tenant's demand, in shares; what is at a limit or above is given up. A flow
-is *within its share* where its tenant's demand, up to and with its class, is one share at most: no level takes
-anything of it.
+A request's *height* is its place in its tenant's demand, in shares; what is at a limit or above is given up, and no
+limit is below one share. A flow is *within its share* where its tenant's demand, up to and with its class, is one
+share at most: no level takes anything of it.
 """
 
 from __future__ import annotations
@@ -181,11 +181,19 @@ class OverloadView:
     def _limit(self, tenant_id: TenantId, qos_class: QosClass, rung: Rung) -> float:
         if self.is_within(tenant_id, qos_class):
             return math.inf
-        tenant = self.tenants.get(tenant_id, _UNKNOWN)
-        return min(_limit_of(rung, self.level, self.limit), _limit_of(rung, tenant.level, tenant.limit))
+        limit = _limit_of(rung, self.level, self.limit)
+        tenant = self.tenants.get(tenant_id)
+        if tenant is None:
+            return limit
+        # Above a share, or who is within its own could make all others lose theirs, by waiting.
+        return max(1.0, min(limit, _limit_of(rung, tenant.level, tenant.limit)))
 
-    def output_cap(self, tenant_id: TenantId, qos_class: QosClass) -> int | None:
-        return output_cap(self.level_of(tenant_id, qos_class)) if qos_class is QosClass.BATCH else None
+    def output_cap(self, tenant_id: TenantId, qos_class: QosClass, request_id: str) -> int | None:
+        if qos_class is not QosClass.BATCH:
+            return None
+        if tenant_id in self.tenants and self.height_of(tenant_id, qos_class, request_id) < 1.0:
+            return None
+        return output_cap(self.level_of(tenant_id, qos_class))
 
 
 @dataclass(frozen=True)

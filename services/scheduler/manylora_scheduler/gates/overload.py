@@ -223,7 +223,7 @@ class OverloadGate:
             self._book.granted(flow, waiting, now)
         if request.adapter_uid is not None:
             self._neighbours.granted(flow.tenant_id, request.adapter_uid, grant.adapter_resident, now)
-        cap = self._view.output_cap(flow.tenant_id, flow.qos_class)
+        cap = self._view.output_cap(flow.tenant_id, flow.qos_class, request.request_id)
         if cap is not None and cap < request.max_new_tokens // request.sequences:
             grant.max_output_tokens, grant.overload_level = cap, self._view.level_of(*flow)
             self._counts[flow.qos_class].capped += 1
