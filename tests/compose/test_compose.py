@@ -14,6 +14,8 @@ import shutil
 import socket
 import subprocess
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +86,7 @@ class Engine:
 class Cluster:
     engine: Engine
     server: str
+    http: str
     receiver: Receiver
     key: str
     """The operator's."""
@@ -113,7 +116,7 @@ def free_port() -> int:
 def cluster() -> Iterator[Cluster]:
     command = find_compose()
     receiver = Receiver()
-    port = free_port()
+    port, http_port = free_port(), free_port()
     env = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("MANYLORA_", "COMPOSE_"))},
         "MANYLORA_MODEL": "./shared/manylora/demo/assets/base",
@@ -123,6 +126,7 @@ def cluster() -> Iterator[Cluster]:
         "MANYLORA_BUILD_NETWORK": os.environ.get("MANYLORA_BUILD_NETWORK", "host"),
         "MANYLORA_PIP_EXTRA_INDEX_URL": os.environ.get("PIP_EXTRA_INDEX_URL", ""),
         "MANYLORA_PORT": str(port),
+        "MANYLORA_HTTP_PORT": str(http_port),
         "MANYLORA_OTLP_ENDPOINT": f"host.docker.internal:{receiver.port}",
     }
     engine = Engine(command, f"manylora-test-{secrets.token_hex(4)}", env)
@@ -132,7 +136,7 @@ def cluster() -> Iterator[Cluster]:
         engine.compose(*up, timeout_s=START_TIMEOUT_S)
         wait_until_healthy(engine)
         key = engine.compose("exec", "-T", "router", "cat", "/var/lib/manylora/keys/operator.key").strip()
-        yield Cluster(engine, f"127.0.0.1:{port}", receiver, key)
+        yield Cluster(engine, f"127.0.0.1:{port}", f"127.0.0.1:{http_port}", receiver, key)
     except BaseException:
         print(engine.compose("logs", "--no-color", "--tail=60", check=False))
         raise
@@ -176,11 +180,17 @@ def test_the_scheduler_decides_by_compiled_code(cluster: Cluster) -> None:
 def test_only_the_router_is_published_and_on_loopback_only(cluster: Cluster) -> None:
     for service in OURS:
         ports = json.loads(inspect(cluster.engine, service, "{{json .NetworkSettings.Ports}}"))
-        published = [binding for bindings in ports.values() for binding in bindings or []]
-        expected = (
-            [{"HostIp": "127.0.0.1", "HostPort": cluster.server.rpartition(":")[2]}] if service == "router" else []
-        )
-        assert published == expected, service
+        published = {(each["HostIp"], each["HostPort"]) for bindings in ports.values() for each in bindings or []}
+        of_router = {("127.0.0.1", address.rpartition(":")[2]) for address in (cluster.server, cluster.http)}
+        assert published == (of_router if service == "router" else set()), service
+
+
+def test_the_router_speaks_openais_api(cluster: Cluster) -> None:
+    with urllib.request.urlopen(f"http://{cluster.http}/ready", timeout=10) as answer:
+        assert answer.status == 200
+    with pytest.raises(urllib.error.HTTPError) as raised:
+        urllib.request.urlopen(f"http://{cluster.http}/v1/models", timeout=10)
+    assert raised.value.code == 401
 
 
 async def test_nobody_calls_without_a_key_or_past_the_router(cluster: Cluster) -> None:
