@@ -310,8 +310,11 @@ class Election:
     def _set_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:
             self._epoch = epoch
-            self._changed.set()
-            self._changed = asyncio.Event()
+            self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def _run(self) -> None:
         while True:
@@ -371,6 +374,7 @@ class Election:
         try:
             ended = await self._lease.hold(is_ours, margin_s=self._margin_s)
             while ended.is_unreached and await self._hold_over(watcher):
+                self._tell()  # who waits to be elected: this one is leader again, in the same term
                 ended = await self._lease.hold(is_ours, margin_s=self._margin_s)
             if watcher.done():
                 watcher.result()
