@@ -190,6 +190,7 @@ def test_the_router_speaks_openais_api(cluster: Cluster) -> None:
         assert answer.status == 200
     with pytest.raises(urllib.error.HTTPError) as raised:
         urllib.request.urlopen(f"http://{cluster.http}/v1/models", timeout=10)
+    raised.value.close()
     assert raised.value.code == 401
 
 
