@@ -77,15 +77,17 @@ async def test_who_cycles_many_adapters_loses_its_own_and_nobody_elses(tmp_path:
     async with small_cache(tmp_path) as (_, client):
         for name in ("s0", "s1"):
             await _ask(client, "steady", name)
+        begun = await _until(client, "cycler", lambda t: t.displaced >= 0)
         for round_ in range(3):
             callers = [_ask(client, "cycler", f"c{i}") for i in range(CYCLED)]
             await asyncio.gather(*callers, *(_ask(client, "steady", f"s{i % 2}") for i in range(4)))
             print(f"round {round_}: {_of(await client.status(), 'cycler')}")
-        cycler = await _until(client, "cycler", lambda t: t.evictions >= 2 * CYCLED)
-        steady = await _until(client, "steady", lambda t: t.device_bytes == 2 * MIB)
+        cycler = await _until(client, "cycler", lambda t: t.evictions >= begun.evictions + 2 * CYCLED)
+        # s2 is on the device since it was registered: its first step was tried there.
+        steady = await _until(client, "steady", lambda t: t.device_bytes == 3 * MIB)
         assert (steady.evictions, steady.displaced) == (0, 0), "its adapters stayed on the device"
-        assert cycler.displaced == 0, "its own went for its own"
-        assert cycler.device_bytes == (DEVICE_ADAPTERS - 2) * MIB, "what the other does not want is borrowed"
+        assert cycler.displaced == begun.displaced, "its own went for its own"
+        assert cycler.device_bytes == (DEVICE_ADAPTERS - 3) * MIB, "what the other does not want is borrowed"
 
 
 async def test_a_pin_is_kept_over_a_workers_restart_and_ends_with_the_policy(tmp_path: Path) -> None:
@@ -94,7 +96,7 @@ async def test_a_pin_is_kept_over_a_workers_restart_and_ends_with_the_policy(tmp
         with pytest.raises(RequestFailed, match=r"line 2: the pinned adapters take 8388608 bytes"):
             await client.tenants.apply(f"tenant_id: cycler\nadapters: {{pin: [{pins}]}}\n")
         await client.tenants.apply("tenant_id: steady\nadapters: {pin: [s2, later]}\n")
-        steady = await _until(client, "steady", lambda t: t.pins[0].on_device == 1)
+        steady = await _until(client, "steady", lambda t: bool(t.pins) and t.pins[0].on_device == 1)
         assert [(pin.name, pin.workers, pin.problem) for pin in steady.pins] == [
             ("s2", 1, ""),
             ("later", 1, "no adapter has this name"),
@@ -103,7 +105,7 @@ async def test_a_pin_is_kept_over_a_workers_restart_and_ends_with_the_policy(tmp
         async with asyncio.timeout(60):
             while _of(await client.status(), "steady") is not None:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        steady = await _until(client, "steady", lambda t: t.pins[0].on_device == 1)
+        steady = await _until(client, "steady", lambda t: bool(t.pins) and t.pins[0].on_device == 1)
         assert (steady.device_bytes, steady.evictions) == (MIB, 0), "nobody asked for it"
         await asyncio.gather(*(_ask(client, "cycler", f"c{i}") for i in range(CYCLED)))
         assert (await _until(client, "steady", lambda t: True)).pins[0].on_device == 1
