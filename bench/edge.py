@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import sys
 import tempfile
@@ -49,7 +48,7 @@ from manylora.local.cluster import ClusterOptions, LocalCluster
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # started as a file, it finds what stands beside it as well
 from bench.edge_traffic import ASSAULTS, assault_process
-from bench.isolation import quantile
+from bench.isolation import emit, quantile
 from bench.isolation_traffic import Target, Victim, victim
 
 VICTIM, GREEDY = "victim", "greedy"
@@ -160,21 +159,15 @@ async def bench_cluster(arguments: argparse.Namespace) -> AsyncIterator[Bench]:
             yield Bench(running, client, greedy, arguments.seconds)
 
 
-def emit(as_json: bool, **values: object) -> None:
-    rounded = {key: round(value, 3) if isinstance(value, float) else value for key, value in values.items()}
-    line = json.dumps({"bench": "edge", **rounded})
-    print(line if as_json else "  ".join(f"{key}={value}" for key, value in rounded.items()), flush=True)
-
-
 async def main() -> None:
     arguments = parse()
     async with bench_cluster(arguments) as bench:
         await bench.victim(0)  # what is slow once
         alone = await bench.victim(1)
-        emit(arguments.json, assault="none", device=arguments.device, **seen(alone))
+        emit(arguments.json, "edge", assault="none", device=arguments.device, **seen(alone))
         for seed, name in enumerate(arguments.assaults):
             found = await bench.beside(name, seed + 2)
-            emit(arguments.json, assault=name, device=arguments.device, **found)
+            emit(arguments.json, "edge", assault=name, device=arguments.device, **found)
 
 
 def parse() -> argparse.Namespace:

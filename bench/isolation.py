@@ -288,7 +288,7 @@ def report(name: str, cases: dict[str, Case], arguments: argparse.Namespace) -> 
         "victim_reserve_mb": arguments.victim_reserve_mb,
     }
     alone_p95 = quantile(alone.ttft_ms, 0.95)
-    emit(arguments.json, attack="none", before=name, policy="both", **common, **_seen(alone))
+    emit(arguments.json, "isolation", attack="none", before=name, policy="both", **common, **_seen(alone))
     for policy, case in cases.items():
         beside = case.beside
         p95 = quantile(beside.ttft_ms, 0.95)
@@ -301,6 +301,7 @@ def report(name: str, cases: dict[str, Case], arguments: argparse.Namespace) -> 
             }
         emit(
             arguments.json,
+            "isolation",
             attack=name,
             policy=policy,
             **common,
@@ -334,14 +335,14 @@ def _seen(found: Victim) -> dict[str, object]:
     }
 
 
-def emit(as_json: bool, **values: object) -> None:
+def emit(as_json: bool, bench: str, **values: object) -> None:
     """One line. What could not be measured (nan) is null."""
     rounded = {
         key: (None if math.isnan(value) else round(value, 3)) if isinstance(value, float) else value
         for key, value in values.items()
     }
     if as_json:
-        print(json.dumps({"bench": "isolation", **rounded}), flush=True)
+        print(json.dumps({"bench": bench, **rounded}), flush=True)
     else:
         print("  ".join(f"{key}={value}" for key, value in rounded.items()), flush=True)
 

@@ -161,6 +161,6 @@ def _reason(error: OSError) -> str:
         case "KEY_VALUES_MISMATCH":
             return "the key is not the certificate's"
         case None | "PEM_LIB" | "NO_START_LINE" | "PEM":
-            return "they are no PEM certificate and key" if "and" in str(error) else "no PEM that can be read"
+            return "no PEM that can be read"
         case reason:
             return str(reason).lower().replace("_", " ")
