@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from manylora_shared.adapter_reference import ReferenceProblem, parse_reference
 from manylora_shared.errors import FieldViolation, InvalidRequest, NotFound, shown
 from manylora_shared.ids import AdapterName, AdapterUid, QosClass, TenantId, is_valid_name
 from manylora_shared.metadata import ADAPTER_KEY, CLASS_KEY, IDEMPOTENCY_KEY, PRIORITY_KEY, TENANT_KEY
@@ -170,11 +171,16 @@ def admit_caller(
         raise not_found_tenant(tenant)
     if not adapter:
         return policy, None
-    name = AdapterName(adapter)
-    uid = uid_of(policy.tenant_id, name) if is_valid_name(adapter) else None
-    if uid is None:
+    try:
+        part, *others = parse_reference(adapter)
+    except ReferenceProblem:
+        raise not_found_adapter(adapter) from None
+    if others or part.weight != 1.0:
+        raise InvalidRequest.of(ADAPTER_KEY, "names more than one adapter, or a weight: that is not served")
+    uid = uid_of(policy.tenant_id, part.name)
+    if uid is None or part.version not in (None, 1):
         raise not_found_adapter(adapter)
-    return policy, Adapter(name, uid)
+    return policy, Adapter(part.name, uid)
 
 
 def check(request: RequestInput, model: ModelLimits) -> list[FieldViolation]:
